@@ -8,6 +8,7 @@ import functools
 import os
 import typing
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ GROUPS = {
     "max_running_requests": "scheduling and cache",
     "host": "server",
 }
+GROUPS_OF_MODELS = ("model", "device", "scheduling and cache")  # what a command that runs a model takes
 ARGUMENTS = {
     "bench": "[options]",
     "doctor": "[options]",
@@ -113,7 +115,7 @@ class GiveAlias(Give):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse; ``flags`` holds the fields of Config that were given, and ``hints`` how other servers' flags
     were understood, where a command takes them. Exits with 2 on a wrong flag."""
-    parser = build()
+    parser = build(argv[0] if argv else None)
     if argv and argv[0] in COMMANDS:
         parser.error(f"there is no command '{argv[0]}'; use 'sgla {COMMANDS[argv[0]]}'")
     behind: list[str] = []
@@ -190,51 +192,16 @@ def could_be_model(word: str) -> bool:
     return "/" in word or word.endswith(".gguf") or word in MODELS or Path(word).exists()
 
 
-def build() -> Parser:
-    """The parser of ``sgla`` with its commands."""
+def build(only: str | None = None) -> Parser:
+    """The parser of ``sgla`` with its commands. If ``only`` is one of them, the others have no flags: a start
+    need not wait for these."""
     parser = Parser(prog="sgla", description="An inference server for open-weight language models.")
     parser.add_argument("--version", action="version", version=f"sgla {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = _command(commands, "serve", "serve a model over the OpenAI API")
-    _add_config(serve)
-    chat = _command(commands, "chat", "talk to a model in the terminal, in this process or through a server")
-    _add_chat(chat)
-    _add_config(chat, groups=("model", "device", "scheduling and cache"))
-    _add_bench(_command(commands, "bench", "load a server and measure it; one JSON object a line"))
-    evaluate = _command(commands, "eval", "measure a model on tasks of lm_eval")
-    _add_eval(evaluate)
-    _add_config(evaluate, groups=("model", "device", "scheduling and cache"))
-    batch = _command(commands, "run-batch", "answer the requests of a file, without a server")
-    _add_run_batch(batch)
-    tools = ("tool_server", "tool_timeout", "max_body_bytes", "log_level", "log_format")
-    _add_config(batch, groups=("model", "device", "scheduling and cache"), names=tools)
-    doctor = _command(commands, "doctor", "show what of this machine will be used and what is missing")
-    doctor.add_argument("--json", action="store_true", help="machine-readable output")
-    health = _command(commands, "health", "say whether the server on this machine is ready")
-    health.add_argument("--url", metavar="URL", help="another one, for example http://127.0.0.1:30000")
-    health.add_argument(
-        "--timeout", type=float, default=4.0, metavar="SECONDS", help="for an answer (default: %(default)s)"
-    )
-    _add_replay(_command(commands, "replay", "play a step log again, or send dumped requests to a server"))
-    pull = _command(commands, "pull", "download a model")
-    _add_config(pull, groups=(), names=("model", "load_format", "model_source", "revision", "download_dir"))
-    _add_cached(_command(commands, "list", "show the models on this disk")).add_argument(
-        "--json", action="store_true", help="machine-readable output"
-    )
-    _add_cached(_command(commands, "rm", "delete models from this disk")).add_argument(
-        "names", nargs="+", metavar="MODEL", help="as 'sgla list' shows it, or a hub id for all its files"
-    )
-    _add_launch(_command(commands, "launch", "start a coding agent that uses a running server"))
-    completion = _command(commands, "completion", "print a script that completes flags in a shell")
-    completion.add_argument("shell", choices=["bash", "zsh", "tcsh"], help="the shell that is to read it")
-    explain = _command(commands, "explain", "show every setting with its reason, and the memory it takes")
-    explain.add_argument("--json", action="store_true", help="machine-readable output")
-    explain.add_argument(
-        "--kernels",
-        action="store_true",
-        help="which kernels layers take on a GPU (an H200 where there is none), and why not others",
-    )
-    _add_config(explain)
+    for name, (help, add) in BUILT.items():
+        command = _command(commands, name, help)
+        if only == name or only not in BUILT:
+            add(command)
     return parser
 
 
@@ -250,12 +217,6 @@ def _command(commands: Any, name: str, help: str) -> Parser:
     return parser
 
 
-def _add_cached(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """What commands on models of this disk take."""
-    _add_config(parser, groups=(), names=("download_dir",))
-    return parser
-
-
 def _add_config(
     parser: argparse.ArgumentParser,
     groups: Sequence[str] = tuple(GROUPS.values()),
@@ -266,7 +227,7 @@ def _add_config(
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings; flags override it")
     docs, taken = descriptions(), set()
     group, title = parser.add_argument_group(), ""
-    for field in msgspec.structs.fields(Config):
+    for field in _fields():
         if field.name in GROUPS:
             title = GROUPS[field.name]
             if title in groups:
@@ -330,6 +291,9 @@ def reads(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
+_fields = functools.cache(partial(msgspec.structs.fields, Config))
+
+
 @functools.cache
 def descriptions() -> dict[str, str]:
     """The description of every field of Config."""
@@ -366,6 +330,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, metavar="N", help="longest answer, tokens (default: up to the context)"
     )
     group.add_argument("--temperature", type=float, metavar="X", help="0 always takes the likeliest token")
+    _add_config(parser, groups=GROUPS_OF_MODELS)
 
 
 def _add_key(add: Callable[..., Any]) -> None:
@@ -416,6 +381,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add("--apply-chat-template", action="store_true", help="ask through the model's chat template")
     add("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: %(default)s)")
     add("--output", metavar="FILE", help="append the results to it, a JSON object for each metric")
+    _add_config(parser, groups=GROUPS_OF_MODELS)
 
 
 def _add_run_batch(parser: argparse.ArgumentParser) -> None:
@@ -435,6 +401,8 @@ def _add_run_batch(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"the answers and errors, {what}, in the same order",
     )
+    tools = ("tool_server", "tool_timeout", "max_body_bytes", "log_level", "log_format")
+    _add_config(parser, groups=GROUPS_OF_MODELS, names=tools)
 
 
 def _words(text: str) -> list[str]:
@@ -531,3 +499,63 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"steps to record (default: the run, up to {MOST_PROFILED})",
     )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _add_health(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", metavar="URL", help="another one, for example http://127.0.0.1:30000")
+    add("--timeout", type=float, default=4.0, metavar="SECONDS", help="for an answer (default: %(default)s)")
+
+
+def _add_pull(parser: argparse.ArgumentParser) -> None:
+    names = ("model", "load_format", "model_source", "revision", "download_dir")
+    _add_config(parser, groups=(), names=names)
+
+
+def _add_list(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser, groups=(), names=("download_dir",))
+    _add_json(parser)
+
+
+def _add_rm(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser, groups=(), names=("download_dir",))
+    shown = "as 'sgla list' shows it, or a hub id for all its files"
+    parser.add_argument("names", nargs="+", metavar="MODEL", help=shown)
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    shells = ["bash", "zsh", "tcsh"]
+    parser.add_argument("shell", choices=shells, help="the shell that is to read it")
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_json(parser)
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="which kernels layers take on a GPU (an H200 where there is none), and why not others",
+    )
+    _add_config(parser)
+
+
+# What each command is for, and what adds its flags.
+BUILT: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "serve": ("serve a model over the OpenAI API", _add_config),
+    "chat": ("talk to a model in the terminal, in this process or through a server", _add_chat),
+    "bench": ("load a server and measure it; one JSON object a line", _add_bench),
+    "eval": ("measure a model on tasks of lm_eval", _add_eval),
+    "run-batch": ("answer the requests of a file, without a server", _add_run_batch),
+    "doctor": ("show what of this machine will be used and what is missing", _add_json),
+    "health": ("say whether the server on this machine is ready", _add_health),
+    "replay": ("play a step log again, or send dumped requests to a server", _add_replay),
+    "pull": ("download a model", _add_pull),
+    "list": ("show the models on this disk", _add_list),
+    "rm": ("delete models from this disk", _add_rm),
+    "launch": ("start a coding agent that uses a running server", _add_launch),
+    "completion": ("print a script that completes flags in a shell", _add_completion),
+    "explain": ("show every setting with its reason, and the memory it takes", _add_explain),
+}
