@@ -78,7 +78,7 @@ def main() -> None:
     schema = {"type": "array", "items": RECORDS[args.schema], "minItems": 100}
     grammar = Grammar(kind="json_schema", text=json.dumps(schema))
     found: dict[str, list[float]] = {"free": [], "grammar": []}
-    steps = jumped = 0
+    steps = forced = 0
     with Engine(args.model, **args.extra) as engine:
         facts = engine._ready().ingress.facts
         for kind in (None, grammar):
@@ -88,7 +88,7 @@ def main() -> None:
             before = engine.stats()
             found["grammar"].append(run(engine, args.batch, args.tokens, args.temperature, grammar))
             after = engine.stats()
-            steps, jumped = after.steps - before.steps, after.jumped_tokens - before.jumped_tokens
+            steps, forced = after.steps - before.steps, after.forced_tokens - before.forced_tokens
     print(
         lines.line(
             {
@@ -106,7 +106,7 @@ def main() -> None:
                 "grammar_tok_s": round(median(found["grammar"]), 1),
                 "ratio": round(median(g / f for f, g in zip(found["free"], found["grammar"])), 3),
                 "grammar_steps": steps,
-                "jumped_tokens": jumped,
+                "forced_tokens": forced,
                 "step_ms": round(1e3 * (after.step_seconds - before.step_seconds) / steps, 2),
                 "gap_ms": round(1e3 * (after.gap_seconds - before.gap_seconds) / steps, 2),
             }

@@ -191,7 +191,7 @@ class Submit(msgspec.Struct, kw_only=True):
     namespace: str = ""
     arrival: float = 0.0
     segment: int = 0  # NewRow.segment
-    baggage: int = 0  # most bytes that ``sampling`` takes in a plan; counted once for all choices
+    sampling_bytes: int = 0  # most bytes that ``sampling`` takes in a plan; counted once for all choices
     repetition: Repetition | None = None
     # Where the prompt has tokens that stand for something else, such as an image:
     # the first of them, and a digest of what it is.
@@ -205,12 +205,12 @@ GRAMMAR, PAGES = "grammar", "pages"
 
 class Ready(msgspec.Struct, kw_only=True):
     """Tokenize -> schedule: one of a child's ``holds`` is there.
-    ``sampling`` and ``baggage``: those of its Submit, if this has changed them."""
+    ``sampling`` and ``sampling_bytes``: those of its Submit, if this has changed them."""
 
     rid: str
     reason: str
     sampling: RowSampling | None = None
-    baggage: int = 0
+    sampling_bytes: int = 0
 
 
 class Opened(msgspec.Struct):

@@ -182,8 +182,8 @@ class Tokenize(Actor[Job]):
         except SglaError as error:
             self._reject(error.rejected(rid))
             return
-        for submit, (sampling, baggage) in zip(submits, given):
-            self._schedule.post(Ready(rid=submit.rid, reason=GRAMMAR, sampling=sampling, baggage=baggage))
+        for submit, (sampling, size) in zip(submits, given):
+            self._schedule.post(Ready(rid=submit.rid, reason=GRAMMAR, sampling=sampling, sampling_bytes=size))
 
 
 def child_rid(rid: str, index: int) -> str:

@@ -28,7 +28,7 @@ from sgla.messages import Progress
 from sgla.processes import die_with
 from sgla.worker.loop import serve
 
-PLANS = 16 << 20  # bytes; see sched/limits.py: IN_FLIGHT
+PLANS = 16 << 20  # bytes; see sched/limits.py: FLIGHT_BYTES
 RESULTS = 4 << 20
 SPIN = 50e-6  # seconds to look for the next plan before sleeping, where there are cores to spare
 

@@ -300,7 +300,7 @@ class Constraint:
             return []
         return self._matcher.compute_ff_tokens()[:RUN]
 
-    def jump(self, position: int, token: int) -> list[int]:
+    def take_forced(self, position: int, token: int) -> list[int]:
         """``token`` has been chosen for ``position``. Returns the tokens that are then forced, and goes past
         them: the next position to ask for is the one behind them. Raises MatchFailed."""
         self._take(token)

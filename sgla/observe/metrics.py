@@ -333,7 +333,7 @@ class Metrics(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens of admitted requests", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Output tokens", stats.output_tokens)
         yield self._counter(
-            "jumped_tokens", "Output tokens forced by a grammar, not sampled", stats.jumped_tokens
+            "forced_tokens", "Output tokens forced by a grammar, not sampled", stats.forced_tokens
         )
         if self._facts is not None and self._facts.drafts:
             yield from self._speculation(stats)

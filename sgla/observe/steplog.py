@@ -35,10 +35,10 @@ BYTES_KEPT = 4 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
 MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
 LONGEST, BUSY = 0.03, 0.01  # seconds
-# Seconds for a node of the cache, a request, a byte of its ``baggage``.
+# Seconds for a node of the cache, a request, a byte of its ``sampling_bytes``.
 NODE, REQUEST, PARAMETER = 4e-6, 1e-5, 4e-9
 OFFER_BYTES = 4096  # of a request without its tokens and parameters
-PARAMETER_BYTES = 8  # of each byte of ``Submit.baggage``, as objects of Python
+PARAMETER_BYTES = 8  # of each byte of ``Submit.sampling_bytes``, as objects of Python
 TOKEN_BYTES = 40  # of a prompt's token in lists and plans
 PLAN_BYTES = 800  # of a plan and its result, without the rows
 MAGIC = b"sgla steps 1\n"
@@ -129,11 +129,13 @@ class RecordedCore(Core):
         self._begin()
 
     def offer(self, submit: Submit, now: float) -> None:
-        self._bytes += OFFER_BYTES + TOKEN_BYTES * len(submit.tokens) + PARAMETER_BYTES * submit.baggage
+        self._bytes += (
+            OFFER_BYTES + TOKEN_BYTES * len(submit.tokens) + PARAMETER_BYTES * submit.sampling_bytes
+        )
         self._do(Offer(submit, now), super().offer, submit, now)
 
     def ready(self, told: messages.Ready) -> None:
-        self._bytes += OFFER_BYTES + PARAMETER_BYTES * told.baggage
+        self._bytes += OFFER_BYTES + PARAMETER_BYTES * told.sampling_bytes
         self._do(Ready(told), super().ready, told)
 
     def moved(self, moved: messages.Moved) -> None:
@@ -183,7 +185,7 @@ class RecordedCore(Core):
         return MAGIC + msgspec.msgpack.encode(steps)
 
     def _snapshot_seconds(self) -> float:
-        parameters = sum(request.submit.baggage for request in self._open.values())
+        parameters = sum(request.submit.sampling_bytes for request in self._open.values())
         return NODE * self._memory.cache.nodes + REQUEST * len(self._open) + PARAMETER * parameters
 
     def _begin(self) -> None:

@@ -19,7 +19,7 @@ from sgla.sampling.rules import forbids
 
 Int32s = NDArray[np.int32]
 THREADS = 8  # that make masks, at most
-JUMP_ROWS = 8  # rows of the largest steps after which forced tokens are told at once
+FORCED_ROWS = 8  # rows of the largest steps after which forced tokens are told at once
 
 
 class Masks(NamedTuple):
@@ -46,11 +46,13 @@ def mask_threads() -> int:
 
 class Constraints:
     """``tokens`` int32[slots + 1, context + 1] is the token table on the host; here it holds the tokens of
-    rows with a grammar alone. ``jumps`` as in ``Sampler``."""
+    rows with a grammar alone. ``skip_forced`` as in ``Sampler``."""
 
-    def __init__(self, tokens: Int32s, vocab_size: int, matchers: Matchers, jumps: bool, pin: bool) -> None:
+    def __init__(
+        self, tokens: Int32s, vocab_size: int, matchers: Matchers, skip_forced: bool, pin: bool
+    ) -> None:
         slots = len(tokens)
-        self._tokens, self._matchers, self._jumps = tokens, matchers, jumps
+        self._tokens, self._matchers, self._skip_forced = tokens, matchers, skip_forced
         self._new: dict[int, NewRow] = {}  # whose constraint has not been made
         self._constraints: dict[int, Constraint] = {}
         self._has = np.zeros(slots, bool)
@@ -134,7 +136,7 @@ class Constraints:
         behind them is in the host's token table, and the next samples planned of these rows will be that."""
         failed: list[tuple[int, str]] = []
         runs: dict[int, list[int]] = {}
-        few = self._jumps and len(slots) <= JUMP_ROWS
+        few = self._skip_forced and len(slots) <= FORCED_ROWS
         known = set(np.flatnonzero(self._has[slots] & (positions < self._known[slots])).tolist())
         due = self._has[slots] & (positions >= self._known[slots]) & (tokens >= 0)
         for i in np.flatnonzero(due).tolist():
@@ -151,9 +153,9 @@ class Constraints:
         # A step that reads several tokens of a row takes longer for all rows than one that reads one of each.
         if sum(len(run) - 1 for run in runs.values() if run) < len(slots):
             return Taken(failed, {}, known)
-        return Taken(failed, self._jump(slots, positions, runs, failed), known)
+        return Taken(failed, self._take_forced(slots, positions, runs, failed), known)
 
-    def _jump(
+    def _take_forced(
         self, slots: Int32s, positions: Int32s, runs: dict[int, list[int]], failed: list[tuple[int, str]]
     ) -> dict[int, Int32s]:
         forced: dict[int, Int32s] = {}

@@ -36,8 +36,8 @@ class Unusable(Exception):
         self.failed = failed
 
 
-class Choice(NamedTuple):
-    """How one request chooses; ``distribution`` None is greedy."""
+class SlotSampling(NamedTuple):
+    """How the request in a slot is sampled; ``distribution`` None is greedy."""
 
     distribution: Distribution | None
     seed: int
@@ -45,14 +45,15 @@ class Choice(NamedTuple):
     constraint: Constraint | None
     logprobs: int
     logprob_ids: list[int]
-    jumps: bool  # tokens that the grammar forces may come without being sampled
+    skip_forced: bool  # tokens that the grammar forces may come without being sampled
 
 
 class Sampler:
     """``tokens`` int32[slots, context + 1] is the worker's token table:
     read by the rules, written by ``sample``.
 
-    ``matchers``: None on ranks that do not sample. ``jumps``: tokens that a grammar forces are told at once.
+    ``matchers``: None on ranks that do not sample. ``skip_forced``: tokens that a grammar forces are told at
+    once, without being sampled.
     """
 
     def __init__(
@@ -61,16 +62,16 @@ class Sampler:
         vocab_size: int,
         matchers: Matchers | None = None,
         draw: Draw = draw,
-        jumps: bool = True,
+        skip_forced: bool = True,
         processors: Mapping[str, Kind] = MappingProxyType({}),
     ) -> None:
         self._processors = processors
         self._matchers = matchers
         self._draw = draw
-        self._jumps = jumps
+        self._skip_forced = skip_forced
         self._tokens = tokens
         self._vocab_size = vocab_size
-        self._choices: list[Choice | None] = [None] * len(tokens)
+        self._of_slot: list[SlotSampling | None] = [None] * len(tokens)
         self._draws = np.zeros(len(tokens), DRAW)
         self._plain = np.zeros(len(tokens), bool)  # the draw is all that is to be done
         self._known = [0] * len(tokens)  # positions before are not sampled: a grammar has forced their tokens
@@ -85,9 +86,17 @@ class Sampler:
         if sampling.temperature >= COLD:
             distribution = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self._known[slot] = 0
-        jumps = self._jumps and sampling.logprobs < 0 and not sampling.hidden and not forbids(sampling)
-        self._choices[slot] = Choice(
-            distribution, sampling.seed, rules, constraint, sampling.logprobs, sampling.logprob_ids, jumps
+        skip_forced = (
+            self._skip_forced and sampling.logprobs < 0 and not sampling.hidden and not forbids(sampling)
+        )
+        self._of_slot[slot] = SlotSampling(
+            distribution,
+            sampling.seed,
+            rules,
+            constraint,
+            sampling.logprobs,
+            sampling.logprob_ids,
+            skip_forced,
         )
         self._plain[slot] = not (rules or constraint) and sampling.logprobs < 0
         temperature, top_k, top_p, min_p = distribution or Distribution(0.0)
@@ -95,8 +104,8 @@ class Sampler:
 
     def logprob_ids(self, slot: int) -> list[int]:
         """Tokens whose logprobs the request in ``slot`` asks for."""
-        choice = self._choices[slot]
-        return choice.logprob_ids if choice else []
+        own = self._of_slot[slot]
+        return own.logprob_ids if own else []
 
     def plain(self, slots: NDArray[np.int32]) -> bool:
         """True if a draw from the logits is all that these slots need."""
@@ -144,7 +153,7 @@ class Sampler:
                 continue
             try:
                 chosen[i] = self._sample_row(logits[at[i]], row, slot, position, blocks)
-                run = self._jump(slot, position, int(chosen[i]))
+                run = self._take_forced(slot, position, int(chosen[i]))
                 if len(run):
                     forced[i] = run
             except (MatchFailed, ProcessorFailed) as error:
@@ -159,42 +168,42 @@ class Sampler:
     def _sample_row(
         self, logits: Floats, row: int, slot: int, position: int, blocks: list[LogprobBlock]
     ) -> int:
-        choice = self._choices[slot]
-        assert choice is not None, f"slot {slot} was never admitted"
-        changed = choice.rules or choice.constraint
-        raw = logits.copy() if changed and choice.logprobs >= 0 else logits
-        for rule in choice.rules:
+        own = self._of_slot[slot]
+        assert own is not None, f"slot {slot} was never admitted"
+        changed = own.rules or own.constraint
+        raw = logits.copy() if changed and own.logprobs >= 0 else logits
+        for rule in own.rules:
             rule.apply(logits, position)
         ids = None
-        if choice.constraint is not None:
-            logits, ids = choice.constraint.narrow(logits, position)
-        if choice.distribution is None:
+        if own.constraint is not None:
+            logits, ids = own.constraint.narrow(logits, position)
+        if own.distribution is None:
             token = int(logits.argmax())
             usable = np.isfinite(logits[token])
         else:
-            token = self._draw(logits, choice.distribution, choice.seed, position, ids)
+            token = self._draw(logits, own.distribution, own.seed, position, ids)
             usable = token >= 0
         if not usable:
             fault = faults.NONE_LEFT if logits.max() == -np.inf else faults.NOT_NUMBERS
             raise Unusable(faults.no_token(row, fault, bool(changed)))
         if ids is not None:
             token = int(ids[token])
-        if choice.logprobs >= 0:
-            scores = score(raw[None], [token], choice.logprobs, choice.logprob_ids)
+        if own.logprobs >= 0:
+            scores = score(raw[None], [token], own.logprobs, own.logprob_ids)
             if not scores.sound:
                 raise Unusable(faults.no_logprobs(row))
-            blocks.append(scores.block(row, False, position, len(choice.logprob_ids)))
+            blocks.append(scores.block(row, False, position, len(own.logprob_ids)))
         return token
 
-    def _jump(self, slot: int, position: int, token: int) -> NDArray[np.int32]:
+    def _take_forced(self, slot: int, position: int, token: int) -> NDArray[np.int32]:
         """Put the tokens that must follow ``token`` at ``position`` into the token table; int32[*]. None
         where logprobs or hidden states are wanted, which are those of samples, or rules may forbid them."""
-        choice = self._choices[slot]
-        assert choice is not None
-        if not choice.jumps or choice.constraint is None:
+        own = self._of_slot[slot]
+        assert own is not None
+        if not own.skip_forced or own.constraint is None:
             return np.empty(0, np.int32)
         places = self._tokens[slot, position + 1 :]
-        run = np.array(choice.constraint.jump(position, token)[: len(places)], np.int32)
+        run = np.array(own.constraint.take_forced(position, token)[: len(places)], np.int32)
         places[: len(run)] = run
         self._known[slot] = position + 1 + len(run)
         return run

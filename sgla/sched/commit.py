@@ -13,14 +13,14 @@ from sgla.sched.step import Step
 
 
 class Outcome(NamedTuple):
-    """``ended``: requests whose ``finish`` was set. Counts of tokens: ``outputs``, and those of them that
-    were ``jumped`` to; of requests: those that ended by a ``fault`` of the model. ``verified``: of each row
-    that may guess and brought tokens, how many it guessed and how many it brought."""
+    """``ended``: requests whose ``finish`` was set. ``outputs``: output tokens; ``forced``: those that a
+    grammar forced. ``faults``: requests that ended by a fault of the model. ``verified``: of each row that
+    may guess and brought tokens, how many it guessed and how many it brought."""
 
     deltas: list[Delta]
     ended: list[Request]
     outputs: int
-    jumped: int
+    forced: int
     faults: int
     verified: list[tuple[int, int]]
 
@@ -34,10 +34,10 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
     deltas: list[Delta] = []
     ended: list[Request] = []
     broken, faults = _fail(step, result, ended) if result.failed else ([], 0)
-    jumped = 0
+    forced = 0
     verified: list[tuple[int, int]] = []
     if result.counts or step.drafts:
-        jumped, verified = _commit_runs(step, result, deltas, ended, now)
+        forced, verified = _commit_runs(step, result, deltas, ended, now)
     else:
         _commit_singles(step, result, deltas, ended, now)
     outputs = sum(len(delta.tokens) for delta in deltas)
@@ -55,7 +55,7 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
             ended.append(request)
     if result.hidden:
         _attach_states(step, deltas)
-    return Outcome(deltas, ended, outputs, jumped, faults, verified)
+    return Outcome(deltas, ended, outputs, forced, faults, verified)
 
 
 def _commit_singles(
@@ -91,7 +91,7 @@ def _commit_runs(
     assert sum(counts) == len(tokens), "counts and tokens disagree"
     guessed = array("i", result.guessed) if result.guessed else array("i", bytes(4 * len(counts)))
     verified: list[tuple[int, int]] = []
-    at = jumped = 0
+    at = forced = 0
     for i, (request, count) in enumerate(zip(step.samples, counts)):
         run, at = tokens[at : at + count], at + count
         drafts = step.drafts[i] if i < len(step.drafts) else -1
@@ -107,7 +107,7 @@ def _commit_runs(
                     ended.append(request)
                     break
             if drafts < 0:
-                jumped += len(delta.tokens) - 1
+                forced += len(delta.tokens) - 1
             else:
                 request.verifies += 1
                 delta.verifies = request.verifies
@@ -116,7 +116,7 @@ def _commit_runs(
             request.known = max(request.known, len(request.tokens))
         else:
             request.landed(1 + drafts)
-    return jumped, verified
+    return forced, verified
 
 
 def _collect_states(step: Step, hidden: list[bytes]) -> None:

@@ -20,7 +20,7 @@ from sgla.errors import DeadlineExceeded, SglaError
 from sgla.messages import LONGEST, PAGES, Delta, Moved, Ready, StepCost, StepPlan, StepResult, Submit, int32
 from sgla.sched.budget import Budget, CostModel, can_wait
 from sgla.sched.commit import commit
-from sgla.sched.limits import BROUGHT, IN_FLIGHT, VERIFIED, Limits, wide_tokens
+from sgla.sched.limits import FLIGHT_BYTES, STEP_BYTES, VERIFIED, Limits, wide_tokens
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.policy import order
 from sgla.sched.request import OWNERS, Prompt, Request, State
@@ -490,13 +490,13 @@ class Core:
         promised = len(self._draining)
         self._reserved = self._all_lacking(self._running)
         ordered = order(self.limits.policy, waiting, self._memory.cache, self._now, self.limits.patience)
-        flying = sum(flight.brought for flight in self._flights)
+        flying = sum(flight.plan_bytes for flight in self._flights)
         last = len(waiting) - 1
         for i, request in enumerate(ordered):
-            brought = step.brought + request.weight
-            if budget.tokens <= 0 or (step.brought and brought > BROUGHT):
+            together = step.plan_bytes + request.plan_bytes
+            if budget.tokens <= 0 or (step.plan_bytes and together > STEP_BYTES):
                 return
-            if flying and flying + brought > IN_FLIGHT:
+            if flying and flying + together > FLIGHT_BYTES:
                 return
             if not self._memory.slots:
                 if not may_displace:
@@ -508,7 +508,7 @@ class Core:
                     return
                 if not self._memory.slots:
                     continue
-            if not self._seat(step, request, budget, others=i < last):
+            if not self._admit_one(step, request, budget, others=i < last):
                 return
 
     def _displace(self, request: Request) -> bool:
@@ -526,8 +526,8 @@ class Core:
         self._preempt(victim)
         return True
 
-    def _seat(self, step: Step, request: Request, budget: Budget, others: bool) -> bool:
-        """Start a waiting request in this step, if it fits beside what the running ones will need, or leave
+    def _admit_one(self, step: Step, request: Request, budget: Budget, others: bool) -> bool:
+        """Admit a waiting request to this step, if it fits beside what the running ones will need, or leave
         it to the next, which can begin with more of it. False: it does not fit."""
         memory = self._memory
         if awaited := memory.attach(request):
@@ -604,7 +604,7 @@ class Core:
         self._ratio = max(self.limits.reserve / 5, self._ratio - RATIO_FALL)
         outcome = commit(step, result, now)
         self._ledger.counts.output_tokens += outcome.outputs
-        self._ledger.counts.jumped_tokens += outcome.jumped
+        self._ledger.counts.forced_tokens += outcome.forced
         self._ledger.verified(outcome.verified)
         self._ledger.counts.invalid_logits += outcome.faults
         self._conclude(outcome.ended, step.number)

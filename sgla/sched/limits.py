@@ -8,11 +8,12 @@ from msgspec.structs import replace
 from sgla.errors import ContextTooLong, InvalidField
 from sgla.messages import LONGEST, CacheGroup, RowSampling, StepCost, Submit
 
-# Plans travel through a ring of 16 MiB (executor/child.py), several at a time. So the requests that take
-# their slots in one step bring at most this many bytes, or there is only one; those of all steps in flight
-# bring at most so many, or there is only one; and one request has at most so many beside its tokens. Their
-# pages come on top: with pages of one token as many bytes.
-BROUGHT, IN_FLIGHT, BAGGAGE = 1 << 20, 6 << 20, 3 << 19
+# Plans travel through a ring of 16 MiB (executor/child.py). A request adds bytes to the plan of the step in
+# which it takes its slot: its tokens, its sampling parameters and its page table. The page table is not
+# counted here: with pages of one token it takes as many bytes as the tokens.
+STEP_BYTES = 1 << 20  # that the new requests of a step add, unless there is only one
+FLIGHT_BYTES = 6 << 20  # that those of all steps in flight add, unless there is only one
+SAMPLING_BYTES = 3 << 19  # of the sampling parameters of one request
 ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
 VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little
 WIDE = 256  # logprobs of a prompt token from which on a step has few such tokens, of one request
@@ -121,22 +122,23 @@ def wide_tokens(sampling: RowSampling) -> int | None:
     return max(1, ALTERNATIVES // (sampling.prompt_logprobs + len(sampling.logprob_ids) + 1))
 
 
-def baggage_of(sampling: RowSampling) -> int:
-    """``Submit.baggage``. Raises InvalidField if that is too much."""
+def plan_bytes_of(sampling: RowSampling) -> int:
+    """Most bytes that ``sampling`` takes in a plan, whatever its seed. Raises InvalidField if that is too
+    much."""
     size = len(_encode(replace(sampling, allowed=[], logit_bias=[], seed=LONGEST_SEED)))
     return _bounded(size + ID * len(sampling.allowed) + BIAS * len(sampling.logit_bias))
 
 
 def with_grammar(submit: Submit, source: str) -> tuple[RowSampling, int]:
-    """``sampling`` and ``baggage`` of a Submit that has its compiled grammar.
+    """``sampling`` and ``sampling_bytes`` of a Submit that has its compiled grammar.
     Raises InvalidField if that is too much."""
     size = len(source) if source.isascii() else 4 * len(source)
-    return replace(submit.sampling, grammar=source), _bounded(submit.baggage + size + ID)
+    return replace(submit.sampling, grammar=source), _bounded(submit.sampling_bytes + size + ID)
 
 
 def _bounded(size: int) -> int:
-    if size > BAGGAGE:
+    if size > SAMPLING_BYTES:
         raise InvalidField(
-            f"The parameters of the request take {size} bytes; at most {BAGGAGE} are possible."
+            f"The parameters of the request take {size} bytes; at most {SAMPLING_BYTES} are possible."
         )
     return size

@@ -213,9 +213,9 @@ class Request:
         return not (sampling.grammar or sampling.hidden or self.pools)
 
     @property
-    def weight(self) -> int:
-        """Bytes of the plan in which it takes its slot."""
-        return len(self.data) + self.submit.baggage
+    def plan_bytes(self) -> int:
+        """Bytes that it adds to the plan in which it takes its slot, without its page table."""
+        return len(self.data) + self.submit.sampling_bytes
 
     @property
     def reads_cache(self) -> bool:
@@ -268,7 +268,7 @@ class Request:
         """One of its ``holds`` is there; whether it waits for room alone now."""
         self.holds.discard(told.reason)
         if told.sampling is not None:
-            self.submit = replace(self.submit, sampling=told.sampling, baggage=told.baggage)
+            self.submit = replace(self.submit, sampling=told.sampling, sampling_bytes=told.sampling_bytes)
         if self.holds or self.state is not State.HELD:
             return False
         self._on("ready")

@@ -22,12 +22,12 @@ class Step:
         "_slots",
         "_starts",
         "_state_reads",
-        "brought",
         "copies",
         "decodes",
         "drafts",
         "ends",
         "number",
+        "plan_bytes",
         "rows",
         "samples",
         "tokens",
@@ -45,7 +45,7 @@ class Step:
         self.drafts: list[int] = []  # of decode rows; [] where no row may guess
         self.tokens = 0
         self.work = 0
-        self.brought = 0  # bytes of the requests that take their slots
+        self.plan_bytes = 0  # of the requests that take their slots in this step
         self.copies: list[Copy] = []
         self.zeroed: list[list[int]] = []  # pages of each group, or nothing
         self._slots: list[int] = []
@@ -156,7 +156,7 @@ class Step:
             )
         )
         request.told = len(request.pages)
-        self.brought += request.weight
+        self.plan_bytes += request.plan_bytes
 
     def encode(self) -> StepPlan:
         """The message for the workers."""

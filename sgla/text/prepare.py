@@ -27,7 +27,7 @@ from sgla.messages import (
     ThinkLimit,
     int32,
 )
-from sgla.sched.limits import baggage_of
+from sgla.sched.limits import plan_bytes_of
 from sgla.sched.repetition import check_repetition
 from sgla.text.infill import Infill
 from sgla.text.process import BoundedTemplate
@@ -108,7 +108,7 @@ class Preparer:
         sampling = replace(
             common.sampling, thinking=thinking, grammar_after=free.after, grammar_opener=free.opener
         )
-        baggage = baggage_of(sampling)
+        sampling_bytes = plan_bytes_of(sampling)
         return [
             Submit(
                 rid=f"{job.rid}-{choice}",
@@ -124,7 +124,7 @@ class Preparer:
                 deadline=job.deadline,
                 namespace=job.namespace,
                 arrival=job.arrival,
-                baggage=baggage,
+                sampling_bytes=sampling_bytes,
                 repetition=repetition,
             )
             for choice in range(job.sampling.n)
@@ -213,7 +213,7 @@ class Preparer:
             namespace=job.namespace,
             arrival=job.arrival,
             segment=segment,
-            baggage=baggage_of(sampling),
+            sampling_bytes=plan_bytes_of(sampling),
         )
 
     def tokens(self, job: Job) -> list[int]:

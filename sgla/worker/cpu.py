@@ -80,8 +80,8 @@ class CpuRunner(Runner):
         self._drafter = NGrams(self.tables)
         self.matchers = Matchers() if self.shard.rank == 0 else None
         pick = find_draw() if config.native_kernels else draw
-        jumps = self.shard.size == 1  # other ranks are told one token a row
-        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, jumps, processors)
+        skip_forced = self.shard.size == 1  # other ranks are told one token a row
+        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, skip_forced, processors)
         self.facts = Facts(
             groups=cache_groups(pool, size.pages),
             page_size=config.page_size,

@@ -127,9 +127,9 @@ class CudaRunner(Runner):
         self.constraints = None
         if self.shard.rank == 0:
             self.matchers = Matchers(mask_threads())
-            jumps = self.shard.size == 1  # other ranks are told one token a row
+            skip_forced = self.shard.size == 1  # other ranks are told one token a row
             host = steps.tables.host.tokens
-            self.constraints = Constraints(host, vocab, self.matchers, jumps=jumps, pin=True)
+            self.constraints = Constraints(host, vocab, self.matchers, skip_forced=skip_forced, pin=True)
         labels = self.pooling is None
         self.flights = Flights(steps.tables, steps.sampler, self.constraints, labels)
         pool = Pool(steps.groups, config.page_size, Demand(steps.slots, steps.step_tokens))

@@ -100,7 +100,7 @@ class DeviceLike(CpuRunner):
         self._host = np.zeros_like(tables.tokens)
         self._device = DeviceSampler(on_device, vocab)
         assert self.matchers is not None
-        self._constraints = Constraints(self._host, vocab, self.matchers, jumps=True, pin=False)
+        self._constraints = Constraints(self._host, vocab, self.matchers, skip_forced=True, pin=False)
 
         def put(columns: np.ndarray) -> None:
             slots, positions, values = torch.from_numpy(columns).long()

@@ -86,7 +86,7 @@ def test_forced_tokens_come_at_once(ahead: Engine, engine: Engine) -> None:
     before = ahead.stats()
     both(ahead, engine, [FORCED], max_tokens=80)
     after = ahead.stats()
-    assert after.jumped_tokens > before.jumped_tokens
+    assert after.forced_tokens > before.forced_tokens
     tokens = len(outputs(engine, [FORCED], temperature=0.0, max_tokens=80)[0].tokens)
     assert after.steps - before.steps < 0.8 * tokens
 

@@ -50,7 +50,7 @@ def test_draws_under_a_mask_pass_a_chi_square_test(
     logits = (np.random.default_rng(7).standard_normal(SIZE) * 1.5).astype(np.float32)
     logits[200:] += 5  # what is not allowed would be likelier
     pick: Draw = find_draw() if grammar == "few" else draw
-    sampler = Sampler(np.zeros((1, 64), np.int32), SIZE, matchers, pick, jumps=False)
+    sampler = Sampler(np.zeros((1, 64), np.int32), SIZE, matchers, pick, skip_forced=False)
     text = LLMatcher.grammar_from_regex(regex)
     one, counts = np.zeros(1, np.int32), np.zeros(SIZE)
     names = ("temperature", "top_k", "top_p", "min_p")

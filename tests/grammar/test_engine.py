@@ -338,13 +338,13 @@ def test_forced_tokens_come_at_once_and_are_those_that_would_be_sampled(
         found = greedy + outputs(engine, grammars, max_tokens=80, **changes)
         return [(out.tokens, out.finish) for out in found], engine.stats().steps - before
 
-    with_jumps, _ = made(MIXED)
+    with_forced, _ = made(MIXED)
     alone, few = made([FORCED])
-    assert alone == with_jumps[:: len(MIXED)]
-    monkeypatch.setattr(Constraint, "jump", one_by_one)
-    jumped = engine.stats().jumped_tokens
-    assert made(MIXED)[0] == with_jumps
-    assert engine.stats().jumped_tokens == jumped > 100
+    assert alone == with_forced[:: len(MIXED)]
+    monkeypatch.setattr(Constraint, "take_forced", one_by_one)
+    forced = engine.stats().forced_tokens
+    assert made(MIXED)[0] == with_forced
+    assert engine.stats().forced_tokens == forced > 100
     without, many = made([FORCED])
     assert without == alone
     assert few < 0.7 * many
@@ -363,12 +363,12 @@ def test_a_forced_run_ends_where_the_request_does(engine: Engine, monkeypatch: p
     assert (cut.text, cut.matched) == (whole.text[: whole.text.index("r_lon")], "r_lon")
     stopped = made(stop_token_ids=[whole.tokens[5]])
     assert (stopped.tokens, stopped.finish) == (whole.tokens[:6], "stop")
-    jumped = engine.stats().jumped_tokens
+    forced = engine.stats().forced_tokens
     scored = made(logprobs=1)
     assert scored.tokens == whole.tokens
     assert [entry.token for entry in scored.logprobs or []] == whole.tokens
-    assert engine.stats().jumped_tokens == jumped
-    monkeypatch.setattr(Constraint, "jump", one_by_one)
+    assert engine.stats().forced_tokens == forced
+    monkeypatch.setattr(Constraint, "take_forced", one_by_one)
     assert made(stop=["r_lon"]).tokens == cut.tokens
 
 

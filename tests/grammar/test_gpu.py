@@ -101,13 +101,13 @@ def texts(engine: Engine) -> list[tuple[list[int], str | None]]:
     return [(out.tokens, out.finish) for out in made]
 
 
-def test_depth_batch_and_jumps_change_nothing(on_gpu: Start) -> None:
+def test_depth_batch_and_forced_tokens_change_nothing(on_gpu: Start) -> None:
     """With kernels that give the same bits whatever else runs."""
     engine = on_gpu(deterministic=True)
     together = texts(engine)
-    before = engine.stats().jumped_tokens
+    before = engine.stats().forced_tokens
     alone = outputs(engine, [FORCED], temperature=0.8, max_tokens=60)[0]
-    assert engine.stats().jumped_tokens > before
+    assert engine.stats().forced_tokens > before
     assert (alone.tokens, alone.finish) == together[0]
     assert texts(on_gpu(deterministic=True, depth=1)) == together
     assert texts(on_gpu(deterministic=True, depth=3)) == together

@@ -205,7 +205,7 @@ def test_a_grammar_that_does_not_compile_fails_those_who_wait_and_is_forgotten(
             with pytest.raises(MatchFailed, match="cannot be compiled: no memory"):
                 row.allowed()
         sampling = RowSampling(grammar=source)
-        ahead = Constraints(np.zeros((1, 8), np.int32), SIZE, matchers, jumps=True, pin=False)
+        ahead = Constraints(np.zeros((1, 8), np.int32), SIZE, matchers, skip_forced=True, pin=False)
         ahead.admit(NewRow(slot=0, tokens=b"", prompt_len=1, pages=[], sampling=sampling))
         slots, positions = np.zeros(1, np.int32), np.ones(1, np.int32)
         failed = [(0, "the grammar cannot be compiled: no memory")]

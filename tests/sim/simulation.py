@@ -10,7 +10,7 @@ from typing import Any
 from sgla.executor.fake import FakeModel
 from sgla.messages import CacheGroup, Delta, Facts, Failed, Ready, RowSampling, StepCost, StepPlan, Submit
 from sgla.sched.core import Core
-from sgla.sched.limits import Limits, baggage_of
+from sgla.sched.limits import Limits, plan_bytes_of
 
 VOCAB = 50
 
@@ -38,7 +38,7 @@ def make_submit(rid: str, tokens: list[int], max_new: int = 8, **changes: Any) -
         max_new=max_new,
         stop_ids=changes.pop("stop_ids", frozenset()),
         sampling=sampling,
-        baggage=baggage_of(sampling),
+        sampling_bytes=plan_bytes_of(sampling),
         **changes,
     )
 

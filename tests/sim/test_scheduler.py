@@ -30,7 +30,7 @@ from sgla.messages import (
 )
 from sgla.sched import limits as limits_of_steps
 from sgla.sched.core import Core
-from sgla.sched.limits import BAGGAGE, BROUGHT, LONGEST, Limits, baggage_of
+from sgla.sched.limits import LONGEST, SAMPLING_BYTES, STEP_BYTES, Limits, plan_bytes_of
 from sgla.sched.policy import WINDOW, order
 from sgla.sched.request import Prompt, Request
 
@@ -96,17 +96,17 @@ def test_plans_stay_small_enough_for_the_ring() -> None:
         tokens = bytes(4 * sum(flag & SAMPLE for flag in plan.flags))
         answered += len(core.retire(StepResult(step=plan.step, tokens=tokens), 0.0))
     assert answered == 200
-    assert max(sizes) < 1.2 * BROUGHT < sum(sizes)
-    sampling = RowSampling(grammar="x" * BAGGAGE)
+    assert max(sizes) < 1.2 * STEP_BYTES < sum(sizes)
+    sampling = RowSampling(grammar="x" * SAMPLING_BYTES)
     with pytest.raises(InvalidField, match="parameters"):
-        baggage_of(sampling)
+        plan_bytes_of(sampling)
 
 
 def test_long_lists_are_counted_as_no_less_than_they_take() -> None:
     ids = [1, 200, 1 << 15, 1 << 17, (1 << 31) - 1]
     sampling = RowSampling(allowed=ids * 1000, logit_bias=[(token, -1.5) for token in ids] * 100)
     taken = len(msgspec.msgpack.encode(sampling))
-    assert taken <= baggage_of(sampling) < 2 * taken
+    assert taken <= plan_bytes_of(sampling) < 2 * taken
 
 
 def test_choices_share_their_prompt_until_they_run() -> None:
@@ -235,7 +235,7 @@ def test_forced_tokens_are_computed_in_one_step(depth: int) -> None:
     simulation.verify()
     stats = simulation.core.stats()
     runs = [len(delta.tokens) - 1 for delta in simulation.deltas["r"]]
-    assert (stats.jumped_tokens, stats.output_tokens) == (sum(runs), 70)
+    assert (stats.forced_tokens, stats.output_tokens) == (sum(runs), 70)
     assert sum(runs) > 40
     # A step for each sampled token, and those in flight whose tokens were known before they came.
     samples = len(runs)

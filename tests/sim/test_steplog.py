@@ -131,10 +131,11 @@ def test_parameters_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a chapter keeps of a request, and what a snapshot of it costs."""
     simulation = Recorded(make_limits(context_len=96), steps=10**6)
     large = replace(
-        make_submit("large", [1, 2, 3], max_new=2), baggage=steplog.BYTES_KEPT // steplog.PARAMETER_BYTES
+        make_submit("large", [1, 2, 3], max_new=2),
+        sampling_bytes=steplog.BYTES_KEPT // steplog.PARAMETER_BYTES,
     )
     simulation.offer(large)
-    monkeypatch.setattr(steplog, "BUSY", steplog.PARAMETER * large.baggage / 2)
+    monkeypatch.setattr(steplog, "BUSY", steplog.PARAMETER * large.sampling_bytes / 2)
     simulation.core.rest()
     assert len(simulation.log().chapters) == 1
     simulation.run()

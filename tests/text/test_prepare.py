@@ -77,7 +77,7 @@ def test_prompts_share_what_is_made_of_their_parameters(
         byte_level.encode(word) for word in ["dog"] * 3 + ["cat"] * 2
     ]
     assert [one.tokens for one in submits] == [byte_level.encode(text) for text in "abcde"]
-    assert submits[0].baggage > 0
+    assert submits[0].sampling_bytes > 0
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 5])
