@@ -75,7 +75,7 @@ class Layer:
             spec.moe.experts,
             spec.moe.intermediate,
             spec.hidden,
-            spec.moe.top_k,
+            spec.moe.routing.top_k,
         )
         self.fp8, self.size = fp8, 1 if fp8 else 2
         self.gate_up = self._weight(self.experts * 2 * self.f, self.d)
@@ -146,7 +146,12 @@ class Small(Layer):
     def __init__(self, model: str, fp8: bool) -> None:
         spec = read_spec(model)
         assert spec.moe is not None
-        self.experts, self.f, self.d, self.top_k = 2, spec.moe.intermediate, spec.hidden, spec.moe.top_k
+        self.experts, self.f, self.d, self.top_k = (
+            2,
+            spec.moe.intermediate,
+            spec.hidden,
+            spec.moe.routing.top_k,
+        )
         self.fp8, self.size = fp8, 1 if fp8 else 2
         self.gate_up, self.down = self._weight(4 * self.f, self.d), self._weight(2 * self.d, self.f)
 

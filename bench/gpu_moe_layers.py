@@ -71,7 +71,7 @@ class Chain:
             y = ops.linear(ops.attention(q, layer.kv, batch, spec.attention_scale), layer.o)
             x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
             experts = layer.router, layer.gate_up, layer.down
-            y = ops.moe(x, *experts, spec.moe.top_k, True, "silu")
+            y = ops.moe(x, *experts, spec.moe.routing, "silu")
             x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
         return x
 
@@ -83,7 +83,7 @@ def mixed(rows: int) -> DeviceBatch:
 
 def floor_us(spec: ModelSpec, layer: Layer, batch: DeviceBatch) -> float:
     assert spec.moe is not None
-    wanted = 1 - (1 - spec.moe.top_k / spec.moe.experts) ** batch.rows
+    wanted = 1 - (1 - spec.moe.routing.top_k / spec.moe.experts) ** batch.rows
     experts = wanted * (layer.gate_up.data.nbytes + layer.down.data.nbytes)
     part = spec.attention[0]
     kv = int(batch.kv_len.sum()) * 4 * part.kv_heads * part.head_dim

@@ -95,7 +95,7 @@ def measure(
     inner = float(spec.intermediate)
     if spec.moe:  # experts that some row needs, on average
         experts = spec.moe.experts
-        inner = spec.moe.intermediate * experts * (1 - (1 - spec.moe.top_k / experts) ** rows)
+        inner = spec.moe.intermediate * experts * (1 - (1 - spec.moe.routing.top_k / experts) ** rows)
     products = sum(layer.weights(spec.hidden) + 3 * spec.hidden * inner for layer in spec.attention)
     weights = 2 * (products + spec.vocab * spec.hidden)
     kv = 4 * rows * context * sum(layer.kv_heads * layer.head_dim for layer in spec.attention)

@@ -143,8 +143,8 @@ def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
         size = 3 * hidden * moe.intermediate
 
         def experts(tokens: int) -> float:
-            needed = moe.experts * (1 - (1 - moe.top_k / moe.experts) ** tokens)
-            return least(2 * size * needed, 2 * size * tokens * moe.top_k)
+            needed = moe.experts * (1 - (1 - moe.routing.top_k / moe.experts) ** tokens)
+            return least(2 * size * needed, 2 * size * tokens * moe.routing.top_k)
 
         found["experts"] = behind(experts)
         found["router, sort and sum of the experts"] = behind(

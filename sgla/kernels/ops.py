@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels.dispatch import op
+from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 
 if TYPE_CHECKING:
     from sgla.kernels.batch import ForwardBatch
     from sgla.quant.weight import Weight
-
-Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(slots=True)
@@ -270,17 +269,48 @@ def _weighed(
 @op
 def act_mul(x: Tensor, kind: Activation) -> Tensor:
     """``act(gate) * up``: x [T, 2f] (gate | up) -> [T, f]; ``gelu_tanh`` is the tanh approximation."""
+    return gated(x, kind)
+
+
+def gated(x: Tensor, kind: Gating) -> Tensor:
+    """``act_mul`` in torch, with what only experts have."""
     gate, up = x.chunk(2, dim=-1)
+    if isinstance(kind, Clamped):
+        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+        return gate * torch.sigmoid(gate * kind.alpha) * (up + 1)
     return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
-def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token: logits [T, E] -> probabilities float32 [T, top_k] and ids int64 [T, top_k].
+class Biases(NamedTuple):
+    """What a mixture adds, float32, for E experts: to the ``logits`` of the router [E]; to the scores
+    [E] while experts are chosen (``choice``), not to their weights (arXiv 2408.15664); to the products
+    ``gate_up`` [E, 2f] and ``down`` [E, d]."""
 
-    Softmax over all experts; with ``normalize`` the chosen probabilities are scaled to the sum 1.
-    """
-    chosen, ids = logits.float().softmax(-1).topk(top_k, dim=-1)
-    return chosen / chosen.sum(-1, keepdim=True) if normalize else chosen, ids
+    logits: Tensor | None = None
+    choice: Tensor | None = None
+    gate_up: Tensor | None = None
+    down: Tensor | None = None
+
+
+NO_BIASES = Biases()
+
+
+def route(logits: Tensor, routing: Routing, choice: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The experts of each token: logits [T, E] -> weights float32 [T, top_k] and ids int64 [T, top_k].
+    ``choice``: see ``Biases``. Runs without a look at values on the host."""
+    logits = logits.float()
+    scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
+    ranked = scores if choice is None else scores + choice
+    if routing.groups > 1:
+        groups = ranked.unflatten(-1, (routing.groups, -1))
+        best = groups.topk(2, -1).values.sum(-1) if routing.two else groups.amax(-1)
+        kept = torch.zeros_like(best).scatter(-1, best.topk(routing.kept, -1).indices, 1.0) > 0
+        ranked = groups.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    ids = ranked.topk(routing.top_k, -1).indices
+    chosen = scores.gather(-1, ids)
+    if routing.normalize:
+        chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=routing.least)
+    return (chosen if routing.scale == 1.0 else chosen * routing.scale), ids
 
 
 @op(like="x")
@@ -289,32 +319,32 @@ def moe(
     router: Weight,
     gate_up: Weight,
     down: Weight,
-    top_k: int,
-    normalize: bool,
-    activation: Activation,
+    routing: Routing,
+    activation: Gating,
+    biases: Biases = NO_BIASES,
 ) -> Tensor:
-    """``sum of p_e * down_e(act_mul(gate_up_e(x)))`` over each token's ``top_k`` experts e: x [T,
-    d] -> [T, d].
+    """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e: x [T, d] -> [T, d].
 
     router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other.
     """
 
     def run(expert: int, x: Tensor) -> Tensor:
-        inner = act_mul(linear(x, gate_up.part(expert, router.n)), activation)
-        return linear(inner, down.part(expert, router.n))
+        inner, outer = (None if b is None else b[expert] for b in biases[2:])
+        x = gated(linear(x, gate_up.part(expert, router.n), inner), activation)
+        return linear(x, down.part(expert, router.n), outer)
 
-    return mix(x, router, run, top_k, normalize)
+    return mix(x, router, run, routing, biases)
 
 
 def mix(
-    x: Tensor, router: Weight, run: Callable[[int, Tensor], Tensor], top_k: int, normalize: bool
+    x: Tensor, router: Weight, run: Callable[[int, Tensor], Tensor], routing: Routing, biases: Biases
 ) -> Tensor:
     """``moe`` with ``run(expert, x[n, d]) -> [n, d]``, for each expert that has tokens."""
-    probabilities, ids = route(linear(x, router), top_k, normalize)
+    weights, ids = route(linear(x.float(), router, biases.logits), routing, biases.choice)
     out = x.new_zeros(x.shape, dtype=torch.float32)
     for expert in ids.unique().tolist():
-        token, choice = (ids == expert).nonzero(as_tuple=True)
-        out.index_add_(0, token, run(expert, x[token]).float() * probabilities[token, choice, None])
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        out.index_add_(0, token, run(expert, x[token]).float() * weights[token, place, None])
     return out.to(x.dtype)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,7 +17,9 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Lowerings, Op, using
 from sgla.kernels.fuse import ACTIVATIONS, Body, Buffer, Node
 from sgla.kernels.native import Opcode
+from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.panels import FORMATS, Kind, Panels
+from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 from sgla.kernels.trace import (
     STAND_INS,
     BatchPart,
@@ -37,7 +40,7 @@ from sgla.kernels.trace import (
 )
 
 if TYPE_CHECKING:
-    from sgla.kernels.ops import Activation, KVLayer, Ranks
+    from sgla.kernels.ops import KVLayer, Ranks
     from sgla.quant.weight import Weight
 
 R = TypeVar("R")
@@ -390,24 +393,39 @@ class Recorder:
         router: Weight,
         gate_up: Weight,
         down: Weight,
-        top_k: int,
-        normalize: bool,
-        activation: Activation,
+        routing: Routing,
+        activation: Gating,
+        biases: Biases = NO_BIASES,
     ) -> Tensor:
-        """Routing with torch, between native segments; each expert is a body."""
-
-        def mlp(a: Weight, b: Weight) -> Body:
-            return self._body(x.shape[1], lambda x: ops.linear(ops.act_mul(ops.linear(x, a), activation), b))
-
-        def run(views: list[Tensor], experts: list[Callable[[Tensor], Tensor]]) -> None:
-            views[1].copy_(ops.mix(views[0], router, lambda e, rows: experts[e](rows), top_k, normalize))
-
+        """Routing with torch, between native segments; each expert is a body, or two with an activation
+        between them that is torch's."""
         if not (gate_up.native and down.native):
             return NotImplemented
+        count = router.n
+        widths = x.shape[1], down.k
+        first = [(w, _row(biases.gate_up, e)) for e, w in enumerate(gate_up.split(count))]
+        second = [(w, _row(biases.down, e)) for e, w in enumerate(down.split(count))]
+        if isinstance(activation, Clamped):
+            layers = [self._body(width, partial(ops.linear, w=w, bias=bias))
+                      for width, part in zip(widths, (first, second)) for w, bias in part]  # fmt: skip
+        else:
+            kind = activation
+
+            def mlp(x: Tensor, expert: int) -> Tensor:
+                return ops.linear(ops.act_mul(ops.linear(x, *first[expert]), kind), *second[expert])
+
+            layers = [self._body(widths[0], partial(mlp, expert=e)) for e in range(count)]
+
+        def run(views: list[Tensor], parts: list[Callable[[Tensor], Tensor]]) -> None:
+            def expert(index: int, rows: Tensor) -> Tensor:
+                made = parts[index](rows)
+                return made if len(parts) == count else parts[count + index](ops.gated(made, activation))
+
+            views[1].copy_(ops.mix(views[0], router, expert, routing, biases))
+
         source = self.buffer(x)
         out, y = self._make(source.width, source.sampled)
-        bodies = [mlp(*pair) for pair in zip(gate_up.split(router.n), down.split(router.n))]
-        self.nodes.append(Node(Opcode.PYTHON, source.sampled, [source, None], [y], fn=run, bodies=bodies))
+        self.nodes.append(Node(Opcode.PYTHON, source.sampled, [source, None], [y], fn=run, bodies=layers))
         return out
 
     def _body(self, width: int, fn: Callable[[Tensor], Tensor]) -> Body:
@@ -483,6 +501,10 @@ class Recorder:
 
 def _floats(weight: Tensor) -> Tensor:
     return weight.to(torch.float32).contiguous()
+
+
+def _row(table: Tensor | None, index: int) -> Tensor | None:
+    return None if table is None else table[index]
 
 
 def _native(kv: KVLayer) -> bool:

@@ -13,7 +13,7 @@ from sgla.layers.attention import LayerAttention, SelfAttention
 from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP, PlainMLP
-from sgla.layers.moe import ExpertNames, MoE
+from sgla.layers.moe import MoE
 from sgla.layers.norm import LayerNorm, Norm, RMSNorm
 from sgla.layers.rope import rope_table
 from sgla.layers.vocab import LMHead, VocabEmbedding
@@ -113,7 +113,6 @@ class Decoder(CausalLM):
         )
 
     def mlp(self, build: Build, name: str, index: int) -> GatedMLP | PlainMLP | MoE:
-        """``name``: of the dense one; a mixture may have another."""
         spec, moe = self.spec, self.spec.moe
         if not spec.gated:
             return PlainMLP(
@@ -124,12 +123,11 @@ class Decoder(CausalLM):
             return GatedMLP(build, name, spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias)
         return MoE(
             build,
-            ExpertNames(f"{name.rpartition('.')[0]}.{moe.module}", *moe.matrices, stacked=name),
+            name,
             hidden=spec.hidden,
             intermediate=moe.intermediate,
             experts=moe.experts,
-            top_k=moe.top_k,
-            normalize=moe.normalize,
+            routing=moe.routing,
             activation=spec.activation,
         )
 

@@ -50,7 +50,8 @@ class Family:
     pattern: int = 0  # every how many layers there is one without a window, where no key says it
     windows_optional: bool = False
     scaled_embedding: bool = False  # by the root of the width
-    experts: Mapping[str, Any] = field(default_factory=dict)  # their names in ``MoESpec``
+    mixture: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 _DECODER = {
@@ -109,6 +110,13 @@ _COHERE = _LAYER_NORMED | {
     "tie_word_embeddings": True,
     "attention_bias": False,
 }
+
+_MIXTRAL = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
+)
 
 
 def _sizes(
@@ -236,6 +244,7 @@ FAMILIES = {
         },
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
         model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:qwen",
         qk_norm="head",
     ),
     "MixtralForCausalLM": Family(
@@ -258,7 +267,8 @@ FAMILIES = {
         },
         _CAUSAL | {"norm_topk_prob": True},
         model="sgla.model.llama:Llama",
-        experts={"module": "block_sparse_moe", "matrices": ("w1", "w3", "w2")},
+        mixture="sgla.model.mixture_spec:mixtral",
+        renamed=_MIXTRAL,
     ),
     "Gemma3ForCausalLM": Family(
         ("gemma3_text",),

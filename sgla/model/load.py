@@ -23,7 +23,7 @@ from sgla.model.base import CausalLM
 from sgla.model.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
 from sgla.model.fp8 import Fp8
 from sgla.model.gguf_tensors import Blocks, kinds_of_file
-from sgla.model.registry import model_class
+from sgla.model.registry import family_of, model_class
 from sgla.model.sizes import as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
 from sgla.model.upload import begin_thread, synchronize, threads_for
@@ -65,7 +65,8 @@ def load_model(
         spec = replace(spec, tied=False)
     if _device().type == "cuda":
         quantization = quantization or spec.quantization
-    build = decoder_build(source, spec, dtype, quantization, shard or Shard())
+    rename = _renaming(spec.architecture)
+    build = decoder_build(source, spec, dtype, quantization, shard or Shard(), rename)
     if context_len is not None and context_len > spec.context_len:
         raise ConfigError(
             f"context length {context_len} is beyond the model's {spec.context_len}", param="context_length"
@@ -79,10 +80,23 @@ def load_model(
         spec.architecture,
         tied=spec.tied,
         ignored=model.ignored,
+        rename=rename,
         on_progress=on_progress,
         seed=seed,
     )
     return model
+
+
+def _renaming(architecture: str) -> Callable[[str], str]:
+    """From a checkpoint's name to a declared one."""
+    pairs = family_of(architecture).renamed
+
+    def rename(name: str) -> str:
+        for theirs, ours in pairs:
+            name = name.replace(theirs, ours)
+        return name
+
+    return rename
 
 
 def has_own_head(source: ModelSource) -> bool:

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from sgla.errors import ConfigError
+from sgla.kernels.routing import Routing
 from sgla.model.families import GEMMA3, Family, Reader, check_keys, shown
 from sgla.model.methods import method_of
 from sgla.model.registry import architecture_of, check_architecture, family_of
@@ -67,19 +68,14 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Mixture of experts: each token goes to ``top_k`` of ``experts`` MLPs of width ``intermediate``.
-
-    ``normalize``: the chosen experts' probabilities are scaled to the sum 1. ``layers``: those that are
-    mixtures; the others have one MLP of the model's ``intermediate``.
-    """
+    """Mixture of experts: ``experts`` MLPs of the width ``intermediate``, to some of which ``routing`` sends
+    each token. ``layers``: those that are mixtures; the others have one MLP of the model's ``intermediate``.
+    A family has a function that reads it (``Family.mixture``)."""
 
     experts: int
-    top_k: int
     intermediate: int
-    normalize: bool
+    routing: Routing
     layers: frozenset[int]
-    module: str = "mlp"  # names in a checkpoint
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 class StateTensor(NamedTuple):
@@ -245,7 +241,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         mlp_bias=_flag(c, family, "mlp_bias", "use_bias"),
         tied=c.flag("tie_word_embeddings"),
         dtype=_dtype(c),
-        moe=_moe(c, family, layers),
+        moe=_mixture(c, family, layers),
         qk_norm=family.qk_norm,
         norm=family.norm,
         norm_bias=family.norm_bias,
@@ -394,32 +390,12 @@ def _dtype(c: Reader) -> str:
     return name
 
 
-def _moe(c: Reader, family: Family, layers: int) -> MoESpec | None:
-    """Mixtral is a mixture in every layer;
-    Qwen in every ``decoder_sparse_step``-th but the ``mlp_only_layers``."""
-    if "num_experts_per_tok" not in family.defaults:
+def _mixture(c: Reader, family: Family, layers: int) -> MoESpec | None:
+    if not family.mixture:
         return None
-    mixtral = "norm_topk_prob" not in family.defaults
-    # The two names mean the same in transformers.
-    given = [name for name in ("num_experts", "num_local_experts") if c.given(name)]
-    if len(given) == 2 and c.values[given[0]] != c.values[given[1]]:
-        raise ConfigError("config.json: num_experts and num_local_experts are not the same", param="model")
-    experts = c.integer(given[0], EXPERTS) if given else 8 if mixtral else 128
-    top_k = c.integer("num_experts_per_tok", EXPERTS)
-    if top_k > experts:
-        raise ConfigError(
-            f"config.json: num_experts_per_tok: {top_k} experts a token of {experts} experts", param="model"
-        )
-    step = 1 if mixtral else c.integer("decoder_sparse_step", LAYERS)
-    dense = set() if mixtral else set(c.integers("mlp_only_layers", LAYERS))
-    return MoESpec(
-        experts=experts,
-        top_k=top_k,
-        intermediate=c.integer("intermediate_size" if mixtral else "moe_intermediate_size", INNER),
-        normalize=mixtral or c.flag("norm_topk_prob"),
-        layers=frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
-        **family.experts,
-    )
+    module, name = family.mixture.split(":")
+    found: MoESpec | None = getattr(import_module(module), name)(c, layers)
+    return found
 
 
 def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import KINDS, Kind
 from sgla.kernels.program import Limits, Program
 from sgla.kernels.record import Recorder
+from sgla.kernels.routing import Routing
 from sgla.messages import Progress
 from sgla.quant.weight import Weight, pack
 from sgla.sampling.draw import Distribution, draw
@@ -169,7 +170,7 @@ class Mixture(Tiny):
     def __call__(self, b: ForwardBatch) -> Tensor:
         h = ops.embedding(b.ids, self.head)
         for weights, norm in zip(self.experts, self.norms):
-            h = ops.add(h, ops.moe(ops.rms_norm(h, norm, 1e-5), *weights, 2, True, "silu"))
+            h = ops.add(h, ops.moe(ops.rms_norm(h, norm, 1e-5), *weights, Routing(2, normalize=True), "silu"))
         return ops.linear(ops.gather(h, b.sample_rows), self.head)
 
 

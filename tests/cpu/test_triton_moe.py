@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from sgla.kernels import ops
+from sgla.kernels.routing import Routing
 from sgla.kernels.triton import moe, moe_tiles
 from sgla.kernels.triton.moe import Tile
 from sgla.quant.weight import pack
@@ -22,7 +23,7 @@ def test_routes_as_the_oracle_and_breaks_ties_by_number() -> None:
     logits[3] = 0.0
     for normalize in (True, False):
         p, ids = moe.route(logits, 3, normalize)
-        expected, best = ops.route(logits, 3, normalize)
+        expected, best = ops.route(logits, Routing(3, normalize=normalize))
         torch.testing.assert_close(p, expected)
         assert ids[3].tolist() == [0, 1, 2]
         others = [0, 1, 2, 4, 5, 6]
@@ -55,7 +56,7 @@ def weights(experts: int, f: int, d: int):
 
 def oracle(x, router, gate_up, down, top_k: int, normalize: bool, activation="silu") -> torch.Tensor:
     packed = (pack(w, "f32") for w in (router, gate_up, down))
-    return ops.moe(x, *packed, top_k, normalize, activation)
+    return ops.moe(x, *packed, Routing(top_k, normalize=normalize), activation)
 
 
 @pytest.mark.parametrize(

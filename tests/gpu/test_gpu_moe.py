@@ -24,6 +24,7 @@ from sgla.kernels import ops
 from sgla.kernels.cuda import experts as native
 from sgla.kernels.cuda import grouped_gemm, router
 from sgla.kernels.gpu import mixture
+from sgla.kernels.routing import Routing
 from sgla.kernels.triton import elementwise, moe
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
 from sgla.quant.weight import pack
@@ -51,9 +52,9 @@ def experts() -> Any:
 def test_mixture_equals_the_oracle(experts: Any, tokens: int, kind: Any) -> None:
     weights = pack(experts[0], "bf16"), pack(experts[1], kind), pack(experts[2], kind)
     x, norm = torch.randn(tokens, 2048, dtype=BF16, device="cuda"), torch.rand(2048, device="cuda") + 0.5
-    result = mixture.run(x, (norm, 1e-6), *weights, 4, True, "silu")
+    result = mixture.run(x, (norm, 1e-6), *weights, Routing(4, normalize=True), "silu")
     normed = ops.rms_norm(x, norm, 1e-6)  # rounded, or near ties route otherwise
-    expected = ops.moe(normed.float(), *weights, 4, True, "silu")
+    expected = ops.moe(normed.float(), *weights, Routing(4, normalize=True), "silu")
     bound = 0.01 if kind == "bf16" else 0.06  # e4m3 has 3 bits of mantissa
     assert relative(result.sum(), expected) < bound
     residual = torch.randn_like(x)
@@ -64,7 +65,7 @@ def test_mixture_equals_the_oracle(experts: Any, tokens: int, kind: Any) -> None
     result.add_to(residual)
     assert torch.equal(residual, total)
     before, nothing = x.clone(), torch.zeros_like(x)
-    added = mixture.run(nothing, (norm, 1e-6), *weights, 4, True, "silu", residual=before)
+    added = mixture.run(nothing, (norm, 1e-6), *weights, Routing(4, normalize=True), "silu", residual=before)
     assert torch.equal(before, x)
     assert relative(added.sum(), expected) < bound
 
@@ -107,7 +108,9 @@ def test_grouped_products_equal_the_oracle(f: int, skew: bool) -> None:
         x = torch.randn(tokens, d, dtype=BF16, device="cuda")
         if skew:
             x = x * 0.2 + torch.randn(d, dtype=BF16, device="cuda")
-        expected = ops.moe(x.float(), *(pack(part, "bf16") for part in w), top_k, True, "silu")
+        expected = ops.moe(
+            x.float(), *(pack(part, "bf16") for part in w), Routing(top_k, normalize=True), "silu"
+        )
         found = router.choose(x, w[0], top_k, True, places=native.places(count))
         y = native.forward(found, w[1], w[2], "silu")
         assert relative(moe.combine(y, found.probabilities), expected) < 0.01

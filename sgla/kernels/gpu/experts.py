@@ -42,7 +42,13 @@ def alone(work: Work, moe: Node) -> list[Node]:
     return make(work, moe, rounded=small)
 
 
+def _refuses(moe: Node) -> str | None:
+    return mixture.refuses(*(moe.given[name] for name in ("routing", "activation", "biases")))
+
+
 def norm_refuses(work: Work, norm: Node, moe: Node) -> str | None:
+    if (why := _refuses(moe)) is not None:
+        return why
     return None if work.few(moe) else f"the router takes at most {skinny_gemm.MAX_ROWS} rows with a norm"
 
 
@@ -53,6 +59,8 @@ def norm(work: Work, before: Node, moe: Node) -> list[Node]:
 
 def add_refuses(work: Work, *chain: Node) -> str | None:
     total, moe = chain[-2:]
+    if (why := _refuses(moe)) is not None:
+        return why
     if work.e4m3:
         return "e4m3 weights want the norm rounded"
     if work.rows(moe) > MAX_ROWS:

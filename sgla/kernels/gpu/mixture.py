@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.cuda import experts, grouped_gemm
 from sgla.kernels.cuda import router as router_cuda
 from sgla.kernels.device import this_device
-from sgla.kernels.ops import Activation
+from sgla.kernels.ops import NO_BIASES, Biases
+from sgla.kernels.routing import Clamped, Gating, Routing
 from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
 
 if TYPE_CHECKING:
@@ -74,15 +76,25 @@ class Grouped:
         return moe.combine_norm(self.y, self.probabilities, residual, weight, eps)
 
 
+def refuses(routing: Routing, activation: Gating, biases: Biases) -> str | None:
+    """Why the kernels do not choose such experts or do not compute what they do, or None: torch does that
+    then, between grouped products."""
+    if not routing.plain:
+        return "experts are chosen otherwise than by a softmax over all"
+    if any(bias is not None for bias in biases):
+        return "the router or the experts have biases"
+    return "the experts' activation is clamped" if isinstance(activation, Clamped) else None
+
+
 def run(
     x: Tensor,
     norm: tuple[Tensor, float] | None,
     router: Weight,
     gate_up: Weight,
     down: Weight,
-    top_k: int,
-    normalize: bool,
-    activation: Activation,
+    routing: Routing,
+    activation: Gating,
+    biases: Biases = NO_BIASES,
     rounded: fp8.Rounded | None = None,
     residual: Tensor | None = None,
 ) -> Outputs:
@@ -90,28 +102,33 @@ def run(
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
     tokens, d = x.shape
-    pairs = tokens * top_k
-    native = _native(x, router) and down.kind == "bf16" and tokens > FEW
-    native = native and experts.refuses(pairs, down.k, d, router.n) is None
-    choice = _route(x, norm, residual, router, top_k, normalize, experts.places(router.n) if native else 0)
-    x, probabilities, chosen, *_ = choice
+    pairs = tokens * routing.top_k
+    chosen = None
+    if refuses(routing, activation, biases) is not None:
+        assert norm is residual is None
+        chosen = _choose(x, routing, biases, router)
+    ours = chosen is None and _native(x, router) and down.kind == "bf16" and tokens > FEW
+    ours = ours and experts.refuses(pairs, down.k, d, router.n) is None
+    choice = chosen or _route(x, norm, residual, router, routing, experts.places(router.n) if ours else 0)
+    x, probabilities, ids, *_ = choice
+    if isinstance(activation, Clamped) or biases.gate_up is not None or biases.down is not None:
+        return _apart(choice, router.n, gate_up, down, activation, biases)
     if tokens <= FEW:
-        inner = moe.few_gate_up(x, probabilities, chosen, gate_up.data, gate_up.scale, down.k, activation)
-        return Few(inner, chosen, down, d)
-    if native:
+        inner = moe.few_gate_up(x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation)
+        return Few(inner, ids, down, d)
+    if ours:
         return Grouped(experts.forward(choice, gate_up.data, down.data, activation), probabilities)
-    hopper = this_device().wgmma
     if (
         pairs >= MANY * router.n
         and down.kind == "bf16"
-        and hopper
+        and this_device().wgmma
         and grouped_gemm.refuses(down.k, d) is None
     ):
-        groups = moe.group(chosen, router.n, grouped_gemm.ROWS)
+        groups = moe.group(ids, router.n, grouped_gemm.ROWS)
         inner = grouped_gemm.product(x, gate_up.data, down.k, groups, activation)
         return Grouped(grouped_gemm.product(inner, down.data, d, groups), probabilities)
-    tiles = moe_tiles.choose(tokens, router.n, top_k, down.k, d, down.data.element_size(), hopper)
-    groups = moe.group(chosen, router.n, tiles.rows)
+    tiles = _tiles(ids, router.n, down, d)
+    groups = moe.group(ids, router.n, tiles.rows)
     inner = moe.experts(
         *(rounded or _input(x, gate_up)),
         gate_up.data,
@@ -125,16 +142,49 @@ def run(
     return Grouped(y, probabilities)
 
 
+def _apart(
+    choice: router_cuda.Choice, count: int, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
+) -> Outputs:
+    """Both products grouped, and between and behind them what their kernels do not do."""
+    x, probabilities, ids, *_ = choice
+    d, each = x.shape[1], ids.flatten().long()
+    tiles = _tiles(ids, count, down, d)
+    groups = moe.group(ids, count, tiles.rows)
+    order = groups.order.long()
+    rows = _input(x[order // groups.top_k], gate_up)
+    inner = moe.experts(*rows, gate_up.data, gate_up.scale, gate_up.n // count, groups, tiles.down).float()
+    if biases.gate_up is not None:
+        inner = inner + biases.gate_up[each]
+    inner = ops.gated(inner, activation).to(x.dtype)[order]
+    y = moe.experts(*_input(inner, down), down.data, down.scale, d, groups, tiles.down)
+    return Grouped(y if biases.down is None else y + biases.down[each].to(y.dtype), probabilities)
+
+
+def _tiles(ids: Tensor, count: int, down: Weight, d: int) -> moe.Tiles:
+    size, hopper = down.data.element_size(), this_device().wgmma
+    return moe_tiles.choose(ids.shape[0], count, ids.shape[1], down.k, d, size, hopper)
+
+
+def _choose(x: Tensor, routing: Routing, biases: Biases, router: Weight) -> router_cuda.Choice:
+    """By torch operations, none of which waits for the GPU."""
+    logits = _logits(x, router.data)
+    if biases.logits is not None:
+        logits = logits + biases.logits
+    weights, ids = ops.route(logits, routing, biases.choice)
+    return router_cuda.Choice(x, weights.contiguous(), ids.to(torch.int32).contiguous())
+
+
 def _route(
     x: Tensor,
     norm: tuple[Tensor, float] | None,
     residual: Tensor | None,
     router: Weight,
-    top_k: int,
-    normalize: bool,
+    routing: Routing,
     places: int,
 ) -> router_cuda.Choice:
+    """By our kernels: see ``refuses``."""
     weight, eps = norm or (None, 0.0)
+    top_k, normalize = routing.top_k, routing.normalize
     if _native(x, router) and x.shape[0] > ROUTED:
         return router_cuda.choose(
             x, router.data, top_k, normalize, residual=residual, norm=weight, eps=eps, places=places

@@ -19,7 +19,8 @@ from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.gpu import mixture
-from sgla.kernels.ops import Activation, KVLayer, Ranks
+from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Ranks
+from sgla.kernels.routing import Activation, Gating, Routing
 from sgla.kernels.triton import elementwise, fp8, invariant
 
 if TYPE_CHECKING:
@@ -207,11 +208,12 @@ class GpuOps:
         router: Weight,
         gate_up: Weight,
         down: Weight,
-        top_k: int,
-        normalize: bool,
-        activation: Activation,
+        routing: Routing,
+        activation: Gating,
+        biases: Biases = NO_BIASES,
     ) -> Tensor:
-        return mixture.run(x, None, router, gate_up, down, top_k, normalize, activation).sum().to(x.dtype)
+        outputs = mixture.run(x, None, router, gate_up, down, routing, activation, biases)
+        return outputs.sum().to(x.dtype)
 
     @LOWERINGS.of(ops.gather)
     def gather(self, x: Tensor, rows: Tensor) -> Tensor:

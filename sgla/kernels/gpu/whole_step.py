@@ -12,6 +12,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, LayerWeights, Shape
 from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
+from sgla.kernels.gpu import mixture
 from sgla.kernels.gpu.record import Node, Record, Ref
 from sgla.kernels.ops import KVLayer
 
@@ -76,9 +77,12 @@ def _layer(
     node = next(nodes)
     weights: LayerWeights | MixtureWeights
     if node.op is ops.moe and node.given["x"] == Ref(added.results[0]) and node.given["activation"] == "silu":
+        routing, biases = node.given["routing"], node.given["biases"]
+        if (why := mixture.refuses(routing, "silu", biases)) is not None:
+            raise Refused(why)
         router, gate_up, down = (_bf16(node.given[name]) for name in ("router", "gate_up", "down"))
         weights = MixtureWeights(qkv, _plain(out), router, gate_up, down, *norms)
-        numbers = node.given["down"].k, node.given["router"].n, node.given["top_k"], node.given["normalize"]
+        numbers = node.given["down"].k, node.given["router"].n, routing.top_k, routing.normalize
         shape: Any = MixtureShape(*counts, *numbers, q_norm is not None, page_size)
     else:
         gate_up = _linear(node, Ref(added.results[0]))

@@ -1,0 +1,50 @@
+"""How tokens find their experts, and what an expert does, as values: what ``ops.moe`` takes, and what kernels
+look at before they take a mixture. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Each token goes to the ``top_k`` experts with the highest scores: the ``softmax`` of the router's
+    logits over all experts, or the ``sigmoid`` of each. Its weights are these scores.
+
+    ``groups``: the experts lie in so many groups of equal size, of which ``kept`` stay: those whose best
+    expert has the highest score, or (``two``) whose best two have the highest sum. ``normalize``: the weights
+    are divided by their sum, which counts as ``least`` if it is smaller. ``scale``: by which they are
+    multiplied then.
+
+    The softmax over the chosen logits alone, as Mixtral and gpt-oss have it, is the softmax over all,
+    normalized.
+    """
+
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = False
+    groups: int = 1
+    kept: int = 1
+    two: bool = False
+    least: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Softmax over all experts, and nothing else but ``normalize``."""
+        return self == Routing(self.top_k, normalize=self.normalize)
+
+
+@dataclass(frozen=True)
+class Clamped:
+    """The gated activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, where the gate is at most
+    ``limit`` and up is between ``-limit`` and ``limit``."""
+
+    alpha: float
+    limit: float
+
+
+Gating = Activation | Clamped
