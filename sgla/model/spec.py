@@ -45,8 +45,9 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "factors": (("factors",), ()),
-    "longrope": (("short_factor", "long_factor", "original_max_position_embeddings"), ()),
+    "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings",)),
 }
+_TRAINED = "original_max_position_embeddings"
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 _EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -505,7 +506,7 @@ def _rope(
     rotated = _rotated(table, c, head_dim, partial)
     p = Reader(c.architecture, {"rope_theta": theta, **table})
     if kind == "longrope":
-        kind, p, optional = "factors", _short(p, positions), ()
+        kind, p, optional = "factors", _short(c, p, positions), ()
         needed = ("factors",)
     scaling: dict[str, Any] = {
         key: p.number(key) for key in (*needed, *optional) if key != "factors" and p.given(key)
@@ -513,10 +514,7 @@ def _rope(
     if kind == "factors":
         scaling["factors"] = _factors(p, rotated // 2)
     if kind in ("llama3", "yarn"):
-        outer = "original_max_position_embeddings"
-        scaling[outer] = (
-            c if c.given(outer) else p if p.given(outer) else Reader("", {outer: positions})
-        ).integer(outer, POSITIONS)
+        scaling[_TRAINED] = _trained(c, p, positions)
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         raise p.error("high_freq_factor", "above low_freq_factor")
     if kind == "yarn":
@@ -527,13 +525,19 @@ def _rope(
     return RopeSpec(base, rotated, kind, scaling)
 
 
-def _short(p: Reader, positions: int) -> Reader:
+def _trained(c: Reader, p: Reader, positions: int) -> int:
+    """Tokens that the model was trained with before it was stretched. What stands beside the scaling's table
+    counts for more than what is in it, as in transformers."""
+    found = c if c.given(_TRAINED) else p if p.given(_TRAINED) else Reader("", {_TRAINED: positions})
+    return found.integer(_TRAINED, POSITIONS)
+
+
+def _short(c: Reader, p: Reader, positions: int) -> Reader:
     """The factors of longrope, which has others for longer sequences than it was trained with."""
-    trained = "original_max_position_embeddings"
-    if p.integer(trained, POSITIONS) < positions:
+    if (trained := _trained(c, p, positions)) < positions:
         raise ConfigError(
-            f"config.json: rope scaling 'longrope' changes its factors beyond {p.values[trained]} tokens, "
-            f"which is not supported; set max_position_embeddings to {p.values[trained]}",
+            f"config.json: rope scaling 'longrope' changes its factors beyond {trained} tokens, "
+            f"which is not supported; set max_position_embeddings to {trained}",
             param="model",
         )
     return Reader(p.architecture, {**p.values, "factors": p.values["short_factor"]})

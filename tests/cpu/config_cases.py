@@ -199,6 +199,7 @@ LLAMA3 = {
     "rope_type": "llama3",
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "type": "yarn"}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [2.0] * 4}
 # How published fp8 checkpoints say it: ModelOpt, compressed-tensors, DeepSeek.
 FP8: dict[Literal["tensor", "channel", "block"], Config] = {
     "tensor": {"quant_method": "modelopt", "quant_algo": "FP8"},
@@ -437,6 +438,13 @@ HONOURED: dict[str, Case] = {
         llama(head_dim=32, rope_theta=100.0, rope_scaling=YARN | {"original_max_position_embeddings": 4})
     ),
     "gemma3 yarn": Case(gemma3(rope_scaling=YARN | {"rope_type": "yarn"})),
+    "llama longrope": Case(llama(rope_scaling=LONGROPE)),
+    "llama longrope, trained on more than its table says": Case(
+        llama(rope_scaling=LONGROPE | {"original_max_position_embeddings": 64}, original_max_position_embeddings=128)
+    ),
+    "phi3 longrope within its training": Case(
+        decoder("Phi3ForCausalLM", "phi3", pad_token_id=0, rope_scaling=LONGROPE)
+    ),
     "llama original positions outside": Case(
         llama(rope_scaling={"type": "yarn", "factor": 4.0}, original_max_position_embeddings=32)
     ),
@@ -544,8 +552,12 @@ REFUSED: dict[str, Case] = {
     "hidden_act in Gemma": Case(gemma3(hidden_act="relu"), "hidden_act"),
     "untied inside alone": Case(gemma3_vision({"tie_word_embeddings": False}), "tie_word_embeddings"),
     "a size outside text_config": Case(gemma3_vision({}, num_attention_heads=4), "num_attention_heads"),
-    "longrope": Case(
-        llama(rope_scaling={"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}), "longrope"
+    "longrope beyond its training": Case(
+        llama(rope_scaling=LONGROPE | {"original_max_position_embeddings": 64}), "longrope"
+    ),
+    "longrope beyond its training, said outside": Case(
+        llama(rope_scaling=LONGROPE | {"original_max_position_embeddings": 128}, original_max_position_embeddings=64),
+        "longrope",
     ),
     "mrope": Case(qwen2(rope_scaling={"type": "default", "mrope_section": [1, 1, 2]}), "mrope_section"),
     "yarn without a factor": Case(llama(rope_scaling={"type": "yarn"}), "factor"),
@@ -679,12 +691,7 @@ REFUSED: dict[str, Case] = {
         )
     },
     "Phi3 longrope": Case(
-        decoder(
-            "Phi3ForCausalLM",
-            "phi3",
-            rope_scaling={"type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
-        ),
-        "longrope",
+        decoder("Phi3ForCausalLM", "phi3", rope_scaling=LONGROPE, max_position_embeddings=4097), "longrope"
     ),
     **{
         name: Case(other(name, model_type, **changes), name)
