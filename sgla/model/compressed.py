@@ -69,6 +69,6 @@ class Packed(Method):
         zeros = None if self.symmetric else stored[f"{module}.weight_zero_point"]
         g_idx = stored.get(f"{module}.weight_g_idx") if self.reordered else None
         group = self.group or k
-        order = None if g_idx is None else quants.group_order(g_idx.values(), group)
+        order = None if g_idx is None else quants.group_order(f"{module}.weight_g_idx", g_idx, k, group)
         packed, scale = stored[f"{module}.weight_packed"], stored[f"{module}.weight_scale"]
         return quants.Packed(packed, zeros, scale, (n, k), self.bits, group, order)

@@ -31,8 +31,8 @@ class Gptq(Method):
     devices: tuple[str, ...] = ("cpu",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
         c = Reader("gptq", config)
+        super().__init__(config, _left_out(c))
         self.bits = _bits(c, (4, 8))
         self.group = _group(c, "group_size")
         self.symmetric, self.reordered = c.flag("sym") or not c.given("sym"), c.flag("desc_act")
@@ -40,10 +40,6 @@ class Gptq(Method):
         if version not in ("gptq", "gptq_v2"):
             raise c.error("checkpoint_format", "gptq or gptq_v2")
         self.plus = 1 if version == "gptq" else 0
-        for rule in c.table("dynamic"):  # GPTQModel's settings for some layers
-            if not rule.startswith("-:"):
-                raise c.error("dynamic", "rules that leave layers out (-:...)")
-            self.ignored.append(f"re:{rule[2:]}")
         self.storage = f"q{self.bits}_0" if self.symmetric else f"int{self.bits}"
         if self.reordered or self.group % GROUP:
             self.storage, self.devices = "", ()
@@ -55,7 +51,7 @@ class Gptq(Method):
             f"{module}.qweight": Held((k // each, n), ("I32",)),
             f"{module}.qzeros": Held((groups, n // each), ("I32",)),
             f"{module}.scales": Held((groups, n), SCALES),
-            f"{module}.g_idx": Held((k,), ("I32",), optional=True),
+            f"{module}.g_idx": Held((k,), ("I32",), optional=not self.reordered),
         }
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
@@ -64,7 +60,7 @@ class Gptq(Method):
         group = self.group or k
         qweight, qzeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
         g_idx = stored.get(f"{module}.g_idx")
-        order = None if g_idx is None else quants.group_order(g_idx.values(), group)
+        order = None if g_idx is None else quants.group_order(f"{module}.g_idx", g_idx, k, group)
         if order is not None and not self.reordered:
             raise WeightError(f"{module}.g_idx is not in order, though desc_act is false")
         zeros = quants.numbers(qzeros.values(), self.bits, 1).int() + self.plus
@@ -107,6 +103,14 @@ class Awq(Method):
 
         qweight, qzeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
         return quants.Awq(qweight, qzeros, scales, (n, k), self.bits, self.group or k)
+
+
+def _left_out(c: Reader) -> list[str]:
+    """What GPTQModel's settings for some layers say, as entries of an ignore list."""
+    rules = c.table("dynamic")
+    if not all(rule.startswith("-:") for rule in rules):
+        raise c.error("dynamic", "rules that leave layers out (-:...)")
+    return [f"re:{rule[2:]}" for rule in rules]
 
 
 def _bits(c: Reader, known: tuple[int, ...], key: str = "bits") -> int:

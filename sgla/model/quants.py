@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sgla.errors import WeightError
 from sgla.kernels.panels import GROUP
 from sgla.quant.groups import Groups
 from sgla.quant.weight import StoredTensor, Weight, storage
@@ -125,7 +126,10 @@ def numbers(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = 
     return found.to(torch.uint8).flatten(dim, dim + 1)
 
 
-def group_order(g_idx: Tensor, group: int) -> Tensor | None:
-    """The group of each channel, int64 on the CPU; None if they lie together."""
-    order = g_idx.long().cpu()
+def group_order(name: str, g_idx: StoredTensor, k: int, group: int) -> Tensor | None:
+    """The group of each of ``k`` channels, int64 on the CPU; None if they lie together. Raises WeightError
+    for groups that do not exist."""
+    order, groups = g_idx.values().long().cpu(), -(-k // group)
+    if bool(((order < 0) | (order >= groups)).any()):
+        raise WeightError(f"{name} has groups that do not exist; there are {groups}")
     return None if torch.equal(order, torch.arange(len(order), device="cpu") // group) else order

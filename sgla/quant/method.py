@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+import time
+from collections.abc import Iterable, Mapping
+from fnmatch import translate
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from sgla.errors import ConfigError
 from sgla.quant.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # types, as safetensors calls them
 _LISTS = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+EXPRESSIONS, LENGTH = 4096, 1024  # in the ignore lists of a file, and characters of each
+SECONDS = 5.0  # that all layers' names may be compared with them
 
 
 class Held(NamedTuple):
@@ -38,13 +42,14 @@ class Method:
     devices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        lists = [config.get(key) for key in _LISTS]
-        self.ignored = [str(name) for names in lists if isinstance(names, list) for name in names]
+    def __init__(self, config: Mapping[str, Any], left_out: Iterable[str] = ()) -> None:
+        """``left_out``: entries of another list."""
+        self.ignored = Ignored([*(name for key in _LISTS for name in _names(config, key)), *left_out])
 
     def covers(self, module: str) -> bool:
-        """Whether the file has this layer so: no ignore list names it, or what it is a part of."""
-        return not any(_names(entry, module) for entry in self.ignored)
+        """Whether the file has this layer so: no ignore list names it, or what it is a part of. Raises
+        ConfigError where comparing takes too long."""
+        return module not in self.ignored
 
     def bytes(self, plain: str) -> float:
         """Of one weight, as ``storage`` keeps it; ``plain`` is that of the others."""
@@ -67,14 +72,73 @@ class Method:
         return False
 
 
+class Ignored:
+    """The layers that ignore lists mean: as transformers, compressed-tensors (``re:``) and ModelOpt (``*``)
+    write them, a name, the end of one, or what it is a part of. Raises ConfigError for an expression that is
+    wrong, and for too many of them."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        names, expressions = set(), []
+        for entry in entries:
+            if entry.startswith("re:"):
+                expressions.append(entry[3:])
+            elif "*" in entry:
+                expressions.append(translate(entry))
+            else:
+                names.add(entry)
+        self._names = names
+        self._expressions = _compiled(expressions) if expressions else []
+        self._left = SECONDS
+
+    def __contains__(self, module: str) -> bool:
+        parts = module.split(".")
+        spans = (".".join(parts[i:j]) for i, j in combinations(range(len(parts) + 1), 2))
+        if not self._names.isdisjoint(spans):
+            return True
+        began = time.monotonic()
+        try:
+            return any(each.match(module, timeout=max(self._left, 1e-3)) for each in self._expressions)
+        except TimeoutError as error:
+            raise ConfigError(
+                "config.json: quantization_config: comparing layers with its ignore lists takes more than "
+                f"{SECONDS:g} s; write simpler expressions, or the names of the layers",
+                param="model",
+            ) from error
+        finally:
+            self._left -= time.monotonic() - began
+
+
+def _names(config: Mapping[str, Any], key: str) -> list[str]:
+    """An ignore list. Raises ConfigError."""
+    found = config.get(key) or []
+    if isinstance(found, list) and all(isinstance(name, str) for name in found):
+        return found
+    raise ConfigError(
+        f"config.json: quantization_config: {key} must be a list of names of layers", param="model"
+    )
+
+
+def _compiled(expressions: list[str]) -> list[Any]:
+    """In a library whose matching can be given a time, as Python's own cannot. Raises ConfigError."""
+    import regex
+
+    if len(expressions) > EXPRESSIONS or max(map(len, expressions)) > LENGTH:
+        raise ConfigError(
+            f"config.json: quantization_config: its ignore lists may have {EXPRESSIONS} expressions of "
+            f"{LENGTH} characters",
+            param="model",
+        )
+    found = []
+    for text in expressions:
+        try:
+            found.append(regex.compile(text))
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise ConfigError(
+                f"config.json: quantization_config: {text[:60]!r} in an ignore list is no regular "
+                f"expression: {str(error)[:100]}",
+                param="model",
+            ) from error
+    return found
+
+
 PLAIN = Method({})
-
-
-def _names(entry: str, module: str) -> bool:
-    """Whether an entry of an ignore list means ``module``: as transformers, compressed-tensors (``re:``) and
-    ModelOpt (``*``) write them, a name, the end of one, or what it is a part of."""
-    if entry.startswith("re:"):
-        return re.match(entry[3:], module) is not None
-    if "*" in entry:
-        return fnmatchcase(module, entry)
-    return f".{entry}." in f".{module}."

@@ -193,6 +193,22 @@ def held(layer: Any) -> Weight:
     return layer if isinstance(layer, Weight) else layer.weight
 
 
+def test_groups_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    for config, name in ((gptq(desc_act=True), "g_idx"), (compressed(desc_act=True), "weight_g_idx")):
+        packed, _ = checkpoints(tmp_path / name, config)
+        path = tmp_path / name / "packed/model.safetensors"
+        tensors, g_idx = load_file(path), f"model.layers.1.mlp.up_proj.{name}"
+        for wrong in (-1, 2**31 - 1):
+            tensors[g_idx][5] = wrong
+            save_file(tensors, path, {"format": "pt"})
+            with pytest.raises(WeightError, match=f"{g_idx} has groups that do not exist"):
+                load_model(packed)
+        del tensors[g_idx]
+        save_file(tensors, path, {"format": "pt"})
+        with pytest.raises(WeightError, match=f"{g_idx} is missing"):
+            load_model(packed)
+
+
 def test_files_that_contradict_their_configuration_are_refused(tmp_path: Path) -> None:
     for i, (config, said, words) in enumerate(
         (

@@ -23,7 +23,7 @@ from sgla.model import methods
 from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import detect
-from sgla.quant import formats
+from sgla.quant import formats, method
 from sgla.quant.method import PLAIN, Method
 from sgla.resolve import resolve
 
@@ -231,3 +231,25 @@ def test_ignore_lists_of_all_dialects(entry: str, named: list[str]) -> None:
         assert "model.layers.3.mlp.gate_proj" not in found
         assert entry != "model.layers.1" or "model.layers.12.mlp.down_proj" not in found
     assert all(map(PLAIN.covers, modules))
+
+
+def test_ignore_lists_that_are_none_or_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, words in (
+        ("lm_head", "ignore must be a list"),
+        ([["lm_head"]], "ignore must be a list"),
+        (["re:["], "is no regular expression"),
+        (["re:" + "(" * 999], "is no regular expression"),
+        (["re:" + "a" * 1025], "4096 expressions of 1024 characters"),
+        (["a*"] * 4097, "4096 expressions of 1024 characters"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Method({"ignore": wrong})
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        methods.method_of({"quantization_config": {"quant_method": "gptq", "dynamic": {"-:[": {}}}})
+    monkeypatch.setattr(method, "SECONDS", 0.01)
+    slow = Method({"ignore": ["re:(a|a)*$"]})
+    with pytest.raises(ConfigError, match="takes more than"):
+        slow.covers("a" * 60 + "b")
+    many = Method({"ignore": [f"model.layers.{i}.mlp" for i in range(100_000)]})
+    assert not many.covers("model.layers.99999.mlp.up_proj")
+    assert many.covers("model.layers.100000.mlp.up_proj")
