@@ -57,9 +57,8 @@ class Infill:
         texts = [text for text in (*ENDS, *(self._marks[:3] if self._marks else ())) if self._known(text)]
         self.ends = frozenset(token for text in texts for token in self._ids(text))
 
-    def tokens(self, before: list[int], after: str) -> list[int]:
-        """The prompt for what stands between the ids ``before`` and the text ``after``.
-        A BOS stays in front of all.
+    def tokens(self, before: list[int], after: list[int]) -> list[int]:
+        """The prompt for what stands between the ids ``before`` and ``after``. A BOS stays in front of all.
 
         Raises UnsupportedField for a model that cannot do that."""
         marks = self._marks
@@ -70,7 +69,7 @@ class Infill:
                 param="suffix",
             )
         bos = before[:1] if before[:1] == [self._tokenizer.bos_id] else []
-        parts = before[len(bos) :], self._tokenizer.encode(after, add_special_tokens=False)
+        parts = before[len(bos) :], after
         if marks.suffix_first:
             parts = parts[1], parts[0]
         first, second, third = map(self._ids, marks[:3])

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 from msgspec.structs import replace
+from tokenizers import Encoding
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
 from sgla.messages import (
@@ -179,7 +180,8 @@ class Preparer:
         segment = 0
         if job.text is not None:
             text, pair = self._reachable(job.text, most), job.pair and self._reachable(job.pair, most)
-            tokens, segment = self.tokenizer.encode_pair(text, pair, job.add_special_tokens, most)
+            special, longest = job.add_special_tokens, limit + CUT
+            tokens, segment = self.tokenizer.encode_pair(text, pair, special, most, longest)
             self._checked_ids(tokens, "input")
         elif job.token_ids is not None:
             tokens = self._checked_ids(job.token_ids[:most], "input")
@@ -220,7 +222,8 @@ class Preparer:
         """The prompt's token ids, checked."""
         if job.suffix is not None:
             self._check_length(job.suffix)
-            return self._infill.tokens(self._before(job), job.suffix)
+            suffix = self._ids(self.tokenizer.encoding(job.suffix, add_special_tokens=False))
+            return self._infill.tokens(self._before(job), suffix)
         if job.token_ids is not None:
             return self._checked_ids(job.token_ids)
         if job.messages is not None:
@@ -330,10 +333,7 @@ class Preparer:
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         self._check_length(text)
-        encoding, limit = self.tokenizer.encoding(text, add_special_tokens), self.limits.context_len
-        if len(encoding) > limit + CUT:
-            raise ContextTooLong.of(limit, len(encoding), 0)
-        tokens = encoding.ids
+        tokens = self._ids(self.tokenizer.encoding(text, add_special_tokens))
         if not tokens:
             raise InvalidField("the prompt is empty; send at least one token", param=param)
         if max(tokens) >= self.limits.vocab_size:
@@ -341,6 +341,12 @@ class Preparer:
             shown = self.tokenizer.token_bytes(wrong).decode("utf-8", "replace")
             raise BadRequest(f"the model has no embedding for the token {shown!r} (id {wrong})", param=param)
         return tokens
+
+    def _ids(self, encoding: Encoding) -> list[int]:
+        """Raises ContextTooLong for so many that other threads would wait for the list."""
+        if len(encoding) > self.limits.context_len + CUT:
+            raise ContextTooLong.of(self.limits.context_len, len(encoding), 0)
+        return encoding.ids
 
     def _max_new(self, prompt: int, max_tokens: int | None, clip: bool) -> int:
         limit = self.limits.context_len

@@ -318,6 +318,19 @@ def test_texts_that_no_context_holds_are_not_encoded(
     assert max(lengths) <= 2 * 64 * byte_level.longest_token
 
 
+def test_texts_of_too_many_tokens_are_no_lists(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not they are to be cut: making the list, or cutting it, holds Python's lock."""
+    monkeypatch.setattr("sgla.text.prepare.CUT", 10)
+    prepared, long = preparer(byte_level), "the dog " * 80
+    count = len(byte_level.encode(long))
+    assert 64 + 10 < count < 16 * 64
+    for fields in ({"text": long}, {"text": "x", "pair": long}, {"text": long, "truncate": 5}):
+        with pytest.raises(ContextTooLong, match=rf"{count}|{count + 1}"):
+            prepared(job(**fields, pool=[]))
+
+
 def test_a_suffix_that_no_context_holds_is_refused(
     monkeypatch: pytest.MonkeyPatch, byte_level: Tokenizer
 ) -> None:

@@ -21,7 +21,7 @@ from sgla.http.answer.whole import Long, answered, encode_all, few, slices
 from sgla.http.errors import error_body
 from sgla.http.lanes import beside
 from sgla.http.native.session_store import Turn
-from sgla.http.native.tokens import MAX_CHARS, check_size
+from sgla.http.native.tokens import MAX_CHARS, check_size, tokenized
 from sgla.http.openai.common import MAX_LOGPROB_IDS, answer_size
 from sgla.http.openai.text import token_prompt
 from sgla.http.request.intake import intake
@@ -115,8 +115,7 @@ async def begin_turn(
     check_size("text", [text], MAX_CHARS, "characters")
 
     def encoded() -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
-        return ids
+        return tokenized(tokenizer, "text", [text], special)[0]
 
     added = await beside(request, len(text), encoded) if job.token_ids is None else job.token_ids
     facts = server.ingress.facts

@@ -38,7 +38,7 @@ async def tokenize(request: web.Request) -> web.Response:
     texts = prompt if isinstance(prompt, list) else [prompt]
     check_size("prompt", texts, MAX_CHARS, "characters")
     tokenizer = server.ingress.tokenizer
-    encoded = await beside(request, total(texts), lambda: tokenized(tokenizer, texts, special))
+    encoded = await beside(request, total(texts), lambda: tokenized(tokenizer, "prompt", texts, special))
     lists = isinstance(prompt, list)
     facts = server.ingress.facts
     counts = [len(ids) for ids in encoded]
@@ -64,7 +64,7 @@ async def apply_template(request: web.Request) -> web.Response:
     return json_response({"prompt": await render(request, server, fields)})
 
 
-def tokenized(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]]:
+def tokenized(tokenizer: Any, param: str, texts: list[str], special: bool) -> list[list[int]]:
     """The ids of each text. Raises InvalidField for too many, with those of the texts up to there."""
     found, size = [], 0
     for text in texts:
@@ -72,7 +72,7 @@ def tokenized(tokenizer: Any, texts: list[str], special: bool) -> list[list[int]
         size += len(encoding)
         if size > MAX_TOKENS:
             raise InvalidField(
-                f"prompt has {size} tokens or more; {MAX_TOKENS} is the limit of one request", param="prompt"
+                f"{param} has {size} tokens or more; {MAX_TOKENS} is the limit of one request", param=param
             )
         found.append(encoding.ids)
     return found
