@@ -19,7 +19,7 @@ from sgla.kernels import native, ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import KINDS, Kind
-from sgla.kernels.program import Limits, Program
+from sgla.kernels.program import Program, ProgramLimits
 from sgla.quant.weight import Weight, pack
 
 LAYERS, WIDTH, HEADS, KV_HEADS, DIM, FFN, VOCAB = 30, 576, 9, 3, 64, 1536, 49152
@@ -71,7 +71,7 @@ class Bench:
         print(lines.line({"w": what, "isa": name, "threads": self.threads, **shown}), flush=True)
 
     def program(self, fn: Callable[[ForwardBatch], Tensor], tokens: int, sampled: int) -> Program:
-        return Program.record(fn, Limits(tokens, sampled), self.threads, self.isa)
+        return Program.record(fn, ProgramLimits(tokens, sampled), self.threads, self.isa)
 
     def limits(self) -> None:
         """What the machine can do: memory read and float32 matrix products, by torch."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from sgla.hub import demo
 from sgla.hub.source import ModelSource, open_source
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.program import Limits
+from sgla.kernels.program import ProgramLimits
 from sgla.model.load import load_model
 from sgla.model.state import kv_groups
 from sgla.text.tokenizer import load_path
@@ -61,7 +61,7 @@ class Model:
         model = load_model(source, dtype, quantization, context_len=context)
         pages = context // PAGE + 1
         self.kv = allocate_kv(model.state(), kv_groups(model.state(), 0, dtype), [pages + 1], PAGE, dtype)
-        self._forward, _ = make_forward(model, self.kv, Limits(context, context), threads, True)
+        self._forward, _ = make_forward(model, self.kv, ProgramLimits(context, context), threads, True)
         self._table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
 
     def logprobs(self, tokens: list[int], start: int = 0) -> Tensor:

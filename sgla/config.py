@@ -13,9 +13,8 @@ import msgspec
 Doc = msgspec.Meta
 
 SECRETS = ("api_key", "admin_api_key")  # settings that are never shown
-TOOL_TOKEN = (
-    "SGLA_TOOL_TOKEN_"  # and a label of tool_server: the variable with the bearer token for that MCP server
-)
+# With a label of ``tool_server``: the variable that has the bearer token for that MCP server.
+TOOL_TOKEN = "SGLA_TOOL_TOKEN_"
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

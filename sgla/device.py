@@ -85,7 +85,7 @@ class Platform(NamedTuple):
 
 
 PLATFORMS = {
-    "cpu": Platform("sgla.worker.start:cpu_runner"),
+    "cpu": Platform("sgla.worker.start_cpu:cpu_runner"),
     "cuda": Platform(
         "sgla.worker.start_gpu:cuda_runner", lacks=("logits_processors", "speculative_algorithm")
     ),

@@ -16,9 +16,9 @@ _libc = ctypes.CDLL(None)
 CAN = hasattr(_libc, "malloc_trim")
 
 
-def keep_little() -> None:
-    """Have this process keep little of what it frees.
-    Without it, glibc takes larger and larger blocks from its heaps."""
+def return_memory_early() -> None:
+    """Have glibc return large blocks to the system as soon as they are freed, and keep few heaps.
+    Call it once. Without it, glibc takes larger and larger blocks from its heaps."""
     if CAN:
         _libc.mallopt(M_MMAP_THRESHOLD, LARGE)
         _libc.mallopt(M_TRIM_THRESHOLD, LARGE)

@@ -273,9 +273,8 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     # model that generates).
     pool: list[int] | None = None
     processors: list[Processor] = []
-    hidden: bool = (
-        False  # every row of the request brings its tokens' hidden states; it reads no cached prefix
-    )
+    # Every row of the request brings its tokens' hidden states; it reads no cached prefix.
+    hidden: bool = False
 
 
 class NewRow(msgspec.Struct, array_like=True, kw_only=True):
@@ -349,9 +348,8 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     new: list[NewRow] = []
     copies: list[Copy] = []
     state_reads: bytes = b""  # int32[*, 2]: a slot, and the unit that its row begins with instead of its own
-    checkpoints: bytes = (
-        b""  # int32[*, 3]: a slot, and a unit for the state behind so many tokens, which its row computes
-    )
+    # int32[*, 3]: a slot, and a unit for the state behind so many tokens, which its row computes.
+    checkpoints: bytes = b""
     # int32[*], none or one for each cache group of pages: pages to zero before the step.
     # They may hold NaN, which masks do not hide everywhere.
     zeroed: list[bytes] = []
@@ -451,9 +449,8 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     cached_tokens: int = 0
     error: Rejected | None = None  # with finish == "error"
     vector: bytes | None = None  # float32[*], with finish == "stop": the answer to a request with ``pool``
-    hidden: list[bytes] | None = (
-        None  # float32[*, width]: hidden states of the tokens before the last one of ``tokens``
-    )
+    # float32[*, width]: hidden states of the tokens before the last one of ``tokens``.
+    hidden: list[bytes] | None = None
     verifies: int = 0  # steps so far that brought tokens where it may guess
 
 
@@ -557,12 +554,10 @@ class Pooling(msgspec.Struct, kw_only=True):
     normalize: bool = False
     dense: list[Dense] = []
     labels: list[str] = []
-    activation: str = (
-        "identity"  # sigmoid | softmax | identity: what makes probabilities or scores of the logits
-    )
-    dimensions: list[int] | None = (
-        None  # lengths an embedding may be cut to ([]: any); None: it was not trained for that
-    )
+    # sigmoid | softmax | identity: what makes probabilities or scores of the logits.
+    activation: str = "identity"
+    # Lengths an embedding may be cut to ([]: any); None: it was not trained for that.
+    dimensions: list[int] | None = None
     encoder: bool = False  # bidirectional: a prompt is computed in one step, and nothing of it is kept
     max_length: int | None = None  # the longest input the files recommend
 
@@ -575,7 +570,8 @@ class CacheGroup(msgspec.Struct, frozen=True):
     pages: int  # including the dummy page 0; or states, including the dummy state 0
     window: int = 0  # tokens that a token reads, itself included; 0: all
     page_bytes: int = 0  # of all its layers, on one rank
-    every: int = 0  # a text leaves a copy of its state in the prefix tree every so many tokens, whole pages; 0: it has none
+    # A text leaves a copy of its state in the prefix tree every so many tokens, whole pages; 0: no states.
+    every: int = 0
 
 
 class StepCost(msgspec.Struct, kw_only=True, frozen=True):
@@ -604,9 +600,8 @@ class Facts(msgspec.Struct, kw_only=True):
     step_tokens: int  # largest number of tokens in one step, but for an encoder's prompt that is longer
     dtype: str
     device: str
-    costs: list[
-        StepCost
-    ] = []  # the cheapest first; the last one is of all steps. []: a token costs the same in any step
+    # The cheapest first; the last one is of all steps. []: a token costs the same in any step.
+    costs: list[StepCost] = []
     ledger: dict[str, int] = {}  # bytes by purpose: weights, kv, workspace, ...
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why

@@ -264,7 +264,7 @@ def check_speculation(config: Config) -> None:
 
 def check_deterministic(config: Config, device: str) -> None:
     """Raise ConfigError for what cannot be done in the same bits whatever is in the batch. What depends on
-    the model, and whether native kernels can be had, the workers see (``worker/start.py``, ``device.py``)."""
+    the model, and whether there are native kernels, the workers check (``worker/start_cpu.py``)."""
     obstacle = None
     if config.tp > 1:
         obstacle = f"with --tp {config.tp}; leave one of them out"

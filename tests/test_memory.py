@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not memory.CAN, reason="needs glibc")
 
 CHILD = """
 from sgla import memory
-memory.keep_little()
+memory.return_memory_early()
 blocks = [bytearray(3000) for _ in range(40_000)]
 kept = blocks[::100]  # so that no heap shrinks by itself
 del blocks

@@ -30,8 +30,8 @@ def _texts(message: dict[str, Any]) -> list[Any]:
     return [content]
 
 
-def size_beside(job: Job) -> int | None:
-    """Of the work in a lane; None: the job is prepared in the loop."""
+def lane_size(job: Job) -> int | None:
+    """The size of the job's work in a lane, in bytes of text; None: it is prepared in the loop."""
     added = added_bytes(job)
     if job.token_ids is not None and added <= INLINE_SIZE:
         return None if len(job.token_ids) <= INLINE_IDS else INLINE_SIZE
@@ -42,8 +42,8 @@ def size_beside(job: Job) -> int | None:
 
 
 def cost(job: Job) -> int:
-    """Of preparing the job, in bytes of text. What has many is prepared in a thread, as all chats are, and
-    costs the loop no more than a few."""
+    """What preparing the job costs the loop, in bytes of text. Long texts and all chats are prepared in
+    lanes, so they cost the loop little."""
     if job.messages is not None:
         return JOB + CHOICE * job.sampling.n
     text = job_bytes(job) if job.token_ids is None else len(job.token_ids) // IDS_A_BYTE
@@ -51,8 +51,8 @@ def cost(job: Job) -> int:
 
 
 def added_bytes(job: Job) -> int:
-    """Of the texts beside the prompt that are encoded or made an automaton of; an id that is checked and
-    sorted (~0.1 us) costs as much as a byte."""
+    """What preparing costs beside the prompt, in bytes: texts that are encoded or compiled to an automaton,
+    and ids that are checked and sorted (~0.1 us each, as a byte)."""
     sampling = job.sampling
     ids = len(sampling.allowed_token_ids or ()) + len(sampling.logit_bias)
     texts = (*sampling.bad_words, *sampling.stop, *sampling.stop_regex)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Prompt bytes that may be open at once; keeps a flood of maximal bodies from exhausting the host's memory.
 OPEN_BYTES = 256 << 20
-SPARE = 1 / 8  # of all the room: as much again is there for clients that have no more than that open
+SPARE = 1 / 8  # of the capacity: clients that have no more than that open may open as much beyond it
 SILENT = 30.0  # seconds of a start without progress that are worth telling
 SHUTTING_DOWN = "the server is shutting down"
 PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
@@ -48,25 +48,24 @@ class _Open:
         self.n = n
         self.children = n
         self.cost = cost
-        self.extra = extra  # places that it has brought along
+        self.extra = extra  # choices by which it raises the capacity while it is open
         self.yields = yields
 
 
 class Ingress:
     """Bounded admission, the table of open requests, and the read-only facts that handlers need.
 
-    Nobody else refuses for want of room: slots and ``max_queued_requests`` together bound the choices that
-    are open, wherever they are. One client may take all of it: then clients that have little open still find
-    an eighth more. Requests that yield have places of their own, as many as there are slots, of which the
-    last one may bring more. Invariant: every rid accepted by ``open`` gets, unless it is cancelled
-    first, a finish for each of its ``n`` children or one Rejected; then it is forgotten.
+    Nobody else refuses for want of room. The capacity, slots and ``max_queued_requests`` together, bounds the
+    choices that are open, wherever they are. One client may fill it; clients that have little open then find
+    an eighth more. Lines of batches (``Job.yields``) are counted apart: one may be opened while fewer of
+    their choices are open than there are slots. Invariant: every rid accepted by ``open`` gets, unless it is
+    cancelled first, a finish for each of its ``n`` children or one Rejected; then it is forgotten.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.phase = (
-            "starting"  # starting | download | spawn | compile | load | warmup | ready | draining | dead
-        )
+        # starting | download | spawn | compile | load | warmup | ready | draining | dead
+        self.phase = "starting"
         self.progress = Progress(phase="starting")
         self._progressed = clock.now()  # when it was told
         self.started = clock.now()
@@ -81,11 +80,11 @@ class Ingress:
         self._failure: SglaError | None = None
         self._trouble: Callable[[], str] = lambda: ""
         self._open: dict[str, _Open] = {}
-        self._children = 0
+        self._children = 0  # open choices
         self._held_by: Counter[str] = Counter()  # of them, by client
         self._yielding = 0  # of them, those that yield
         self._bytes = 0
-        self._capacity = 0
+        self._capacity = 0  # most open choices
         self._freed = asyncio.Event()  # set when a choice ends or a request is forgotten
         self._last_end: float | None = None
         self._interval = 1.0  # smoothed seconds between these ends
@@ -165,8 +164,8 @@ class Ingress:
         self.open_all([(job, sink)])
 
     def open_all(self, jobs: Sequence[tuple[Job, Sink]], extra: bool = False) -> None:
-        """``open`` for jobs that belong together: all of them are admitted, or none. With ``extra`` there is
-        always a place for them, and as many as before for others. Either all yield, or none."""
+        """``open`` for jobs that belong together: all of them are admitted, or none. With ``extra`` they are
+        never refused for want of room, and take none from others. Either all yield, or none."""
         self.require_ready()
         assert self._tokenize is not None
         for job, _ in jobs:

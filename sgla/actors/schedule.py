@@ -89,7 +89,7 @@ class Schedule(Actor[Submit | Ready | Cancel]):
         deltas: list[Delta] = []
         for result in results:
             deltas.extend(self.core.retire(result, now))
-        self._watchdog.brought(len(results))
+        self._watchdog.received(len(results))
         self._advance(now)
         self._publish(deltas)
         self._observe(results)
@@ -99,7 +99,7 @@ class Schedule(Actor[Submit | Ready | Cancel]):
             if woken:
                 self._woken, woken = plan.step, False
             self._executor.submit(plan)
-            self._watchdog.asked()
+            self._watchdog.expect()
         if self._tick is None and not self.core.idle:
             self._tick = self._loop.call_later(TICK, self.guard, self._on_tick)
 

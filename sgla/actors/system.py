@@ -170,7 +170,7 @@ class System:
                 f"the workers have not answered {limit} commands yet, which is the limit; retry later",
                 retry_after=5.0,
             )
-        self._watchdog.asked()
+        self._watchdog.expect()
         answer = asyncio.ensure_future(self._executor.control(command))
         self._answers.add(answer)
         answer.add_done_callback(self._answered)
@@ -185,7 +185,7 @@ class System:
         self._answers.discard(answer)
         if not answer.cancelled():
             answer.exception()  # nobody may wait for it
-            self._watchdog.brought()
+            self._watchdog.received()
 
     def _stuck(self) -> None:
         self._inquest = asyncio.get_running_loop().create_task(self._end_stuck())

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from sgla.actors.base import Actor
-from sgla.actors.cost import cost, size_beside
+from sgla.actors.cost import cost, lane_size
 from sgla.actors.lanes import Lanes
 from sgla.errors import SglaError
 from sgla.messages import GRAMMAR, Cancel, Grammar, Job, Opened, Ready, Rejected, Submit
@@ -90,17 +90,17 @@ class Tokenize(Actor[Job]):
                 continue
             spent += cost(job)
             if job.sampling.grammar is not None and self._compiler is not None:
-                self._begin(self._compiler, job.sampling.grammar, job)
+                self._ask_grammar(self._compiler, job.sampling.grammar, job)
             if job.rid in self._pending:
-                self._go_on(job)
+                self._start(job)
         self._turn_bytes = TURN
 
-    def _begin(self, compiler: Compiler, grammar: Grammar, job: Job) -> None:
-        """Find the job's grammar compiled, or have it compiled, or end the job if it cannot be."""
+    def _ask_grammar(self, compiler: Compiler, grammar: Grammar, job: Job) -> None:
+        """Have the job's grammar compiled, unless it is already; end the job if it cannot be."""
         try:
             source = compiler.find(grammar)
         except SglaError as error:
-            self._finish(job, error.rejected(job.rid))
+            self._hand_on(job, error.rejected(job.rid))
             return
         if source is None:
             self._grammars[job.rid] = asyncio.ensure_future(self._compile(compiler, grammar, job))
@@ -118,13 +118,14 @@ class Tokenize(Actor[Job]):
             failed = SglaError("the grammar could not be compiled; see the server's log")
             return failed.rejected(job.rid)
 
-    def _go_on(self, job: Job) -> None:
-        size = size_beside(job)
+    def _start(self, job: Job) -> None:
+        """Prepare the job, here or in a lane, then hand it on."""
+        size = lane_size(job)
         if size is None:
-            self._finish(job, self._run(job))
+            self._hand_on(job, self._prepared(job))
         else:
-            work = partial(self._run, job)
-            self._lanes.put(job.client, job.rid, size, work, partial(self.guard, self._finish, job))
+            work = partial(self._prepared, job)
+            self._lanes.put(job.client, job.rid, size, work, partial(self.guard, self._hand_on, job))
 
     def close(self) -> None:
         self._lanes.close()
@@ -133,7 +134,7 @@ class Tokenize(Actor[Job]):
         if self._compiler is not None:
             self._compiler.close()
 
-    def _run(self, job: Job) -> Outcome:
+    def _prepared(self, job: Job) -> Outcome:
         if self._pending.get(job.rid) is not job:  # cancelled before the thread began
             return []
         try:
@@ -145,7 +146,8 @@ class Tokenize(Actor[Job]):
             log.exception("preparing request %s failed", job.rid)
             return SglaError("the prompt could not be prepared; see the server's log").rejected(job.rid)
 
-    def _finish(self, job: Job, outcome: Outcome) -> None:
+    def _hand_on(self, job: Job, outcome: Outcome) -> None:
+        """The job is prepared: its children go to detokenize, then to schedule."""
         if self._pending.get(job.rid) is not job:
             return
         del self._pending[job.rid]
@@ -164,12 +166,12 @@ class Tokenize(Actor[Job]):
         if grammar is not None:
             self._held[job.rid] = outcome
             if grammar.done():
-                self._compiled(job.rid, grammar)
+                self._release(job.rid, grammar)
             else:
-                grammar.add_done_callback(partial(self.guard, self._compiled, job.rid))
+                grammar.add_done_callback(partial(self.guard, self._release, job.rid))
 
-    def _compiled(self, rid: str, grammar: asyncio.Future[str | Rejected]) -> None:
-        """The request need not be held any longer."""
+    def _release(self, rid: str, grammar: asyncio.Future[str | Rejected]) -> None:
+        """The grammar of a held request is compiled: it need not be held for that any longer."""
         if grammar.cancelled():
             return
         del self._grammars[rid]

@@ -16,9 +16,9 @@ OVERDUE_FACTOR, TIMEOUT_FACTOR = 4, 10
 
 
 class Watchdog:
-    """``asked`` and ``brought`` are told of every step and every command. Nothing is owed while requests
-    merely wait, are paused, or are prepared: then no time counts. Nor does time in which this process did not
-    run.
+    """``expect`` is called for every step and command that is sent, ``received`` for their answers. Time
+    counts while an answer is owed and this process runs: not while requests merely wait, are paused, or are
+    prepared.
 
     ``on_timeout`` is called once, when nothing has come for ``timeout`` seconds,
     or for ten times the longest wait that ended; 0: never.
@@ -34,13 +34,13 @@ class Watchdog:
         self._ticked = clock.now()
         self._timer = self._loop.call_later(TICK, self._tick)
 
-    def asked(self) -> None:
+    def expect(self) -> None:
         """The workers owe one answer more."""
         if not self._owed:
             self._waited = 0.0
         self._owed += 1
 
-    def brought(self, answers: int = 1) -> None:
+    def received(self, answers: int = 1) -> None:
         self._owed -= answers
         self._longest = max(self._longest, self._waited)
         self._waited = 0.0

@@ -32,7 +32,7 @@ from sgla.http.batches.routes import BatchRequest, batch_object
 from sgla.http.batches.runner import RUNNER, Runner
 from sgla.http.batches.store import Batch
 from sgla.http.clients import Client
-from sgla.memory import keep_little
+from sgla.memory import return_memory_early
 from sgla.messages import Progress
 from sgla.observe.log import setup_logging
 from sgla.resolve import check, resolve
@@ -97,7 +97,7 @@ def written(path: str) -> Iterator[BinaryIO]:
 
 async def work(config: Config, given: BinaryIO, output: BinaryIO, progress: ProgressPrinter) -> Batch:
     """The batch when it has ended. Raises SglaError."""
-    keep_little()
+    return_memory_early()
     with tempfile.TemporaryDirectory(prefix=".sgla-", dir=Path(output.name).parent) as folder:
         config = msgspec.structs.replace(config, state_path=folder, files_bytes=UNBOUNDED)
         system = System(config, progress)

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     check(config)
     setup_logging(config.log_level, config.log_format)
-    if config.executor == "procs":
+    if config.executor == "procs":  # the workers import torch while this process imports the HTTP layer
         spawn_early(msgspec.structs.replace(config, device=resolve(config).config.device))
     from sgla.http.serve import run as serve
 
@@ -53,23 +53,17 @@ def model_text(path: Path | None) -> str:
 def ready_text(
     config: Config, facts: Facts, defaults: Defaults, url: str, seconds: float, path: Path | None = None
 ) -> str:
-    """What is served,
-    and a ``curl`` line that works as it stands (with an API key, once that is filled in)."""
+    """What is served, and a ``curl`` line that works as it stands, or once the API key is filled in."""
     name = (config.served_model_name or [config.model])[0]
     route, fields = example(facts)
     body = {"model": name, **fields}
     key = "-H 'Authorization: Bearer YOUR_KEY' " if config.api_key else ""
     text = json.dumps(body).replace("'", "'\\''")
+    cached = (facts.groups[0].pages - 1) * facts.page_size  # without the dummy page
     return (
-        (
-            f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, context "
-            f"{facts.context_len} tokens"
-        )
-        + (
-            f", KV cache {(facts.groups[0].pages - 1) * facts.page_size} tokens\n"
-            if facts.groups[0].pages > 1
-            else "\n"
-        )
+        f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, "
+        + f"context {facts.context_len} tokens"
+        + (f", KV cache {cached} tokens\n" if cached > 0 else "\n")
         + model_text(path)
         + (f"sampling: {defaults}\n" if facts.pooling is None else "")
         + "".join(f"note: {note}\n" for note in filter(None, (*facts.notes, about(config.model))))

@@ -58,7 +58,7 @@ def main() -> None:
 def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> int:
     """Exit code of the process."""
     begun = clock.now()
-    gc.disable()  # nothing of what is imported and loaded now is garbage, and looking for it takes a tenth of the time
+    gc.disable()  # imports and loading make no garbage, and looking for it takes a tenth of their time
     pipe.send(("progress", Progress(phase="spawn", message="importing torch")))
     try:
         rings = [Ring.create(PLANS)] + ([Ring.create(RESULTS)] if rank == 0 else [])

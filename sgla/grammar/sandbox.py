@@ -32,7 +32,7 @@ from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
 from sgla.grammar.source import explain, source_of
 from sgla.grammar.tags import grammars_of
-from sgla.memory import give_back, keep_little, resident
+from sgla.memory import give_back, resident, return_memory_early
 from sgla.messages import Grammar
 from sgla.processes import die_with
 
@@ -57,7 +57,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + STACK + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK)
-    keep_little()
+    return_memory_early()
     gc.freeze()  # children share these objects as long as nobody writes to them
     with socket.socket(fileno=int(control)) as messages:
         breed(messages, lambda stream: serve(tokenizer, special, stream))

@@ -21,7 +21,7 @@ from sgla.http.batches.runner import RUNNER, Runner, run_batches
 from sgla.http.batches.store import BatchStore
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT
-from sgla.http.connections import answers, asked, check_spare, gives_way, is_last
+from sgla.http.connections import answer_begins, check_spare, is_last, request_begins, why_cancelled
 from sgla.http.conversations import routes as conversations
 from sgla.http.errors import MethodNotAllowed, error_response
 from sgla.http.middleware import CLIENT_GONE, GATE, OPEN, PAGES, Gate, add_headers, identify, preflight
@@ -189,7 +189,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     app[realtime.SOCKETS] = set()
     app[GATE] = Gate(config.api_key, config.admin_api_key, server.database.salt)
     app.router.add_route("*", r"/{path:[\s\S]*}", dispatch)
-    app.on_response_prepare.extend((add_headers, answers))
+    app.on_response_prepare.extend((add_headers, answer_begins))
     app.on_shutdown.append(realtime.close_all)
     app[RUNNER] = Runner(app, BatchStore(server.database, server.files))
     server.shelves.append(app[RUNNER].store.shelf)
@@ -198,7 +198,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
 
 
 async def keep_state(app: web.Application) -> AsyncIterator[None]:
-    """Look after what is stored, from the start of the application to its end."""
+    """Trim what is stored now and then, until the application ends."""
     server = app[SERVER]
     server.database.tidy()
     sweeping = asyncio.ensure_future(server.sweep())
@@ -251,14 +251,14 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
             return preflight(request)
         check_spare(request, may=path.split("/")[1] in OPEN - PAGES)
         request[CLIENT] = request.app[GATE].check(request, path)
-        asked(request, request[CLIENT].name)
+        request_begins(request, request[CLIENT].name)
         await request.app[SERVER].door.enter(LIVE if route == LIVE else request[CLIENT].name)
-        request[SHARE] = Share(request.app[SERVER].budget, request[CLIENT].name)
+        request[SHARE] = Share(request.app[SERVER].memory, request[CLIENT].name)
         return await find(request.method, route)(request)
     except SglaError as error:
         return refusal(request, route, error)
     except asyncio.CancelledError:
-        why, task = gives_way(request), asyncio.current_task()
+        why, task = why_cancelled(request), asyncio.current_task()
         if why is None or task is None:
             raise
         task.uncancel()

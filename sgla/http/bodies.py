@@ -1,4 +1,4 @@
-"""Request bodies: read and inflated in slices, and counted against one budget for all requests."""
+"""Request bodies: read and inflated in slices, and counted against one limit for all requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgla.http.turns import Door
 BODY_SECONDS = 120  # a client that sends its body more slowly is not waited for
 SLICE = 64 << 10  # bytes that are inflated at once; others run in between
 SMALL = 64 << 10  # bytes of a request that finds room while large ones do not
-SMALL_SHARE = 8  # this part of the budget is for small requests alone
+SMALL_SHARE = 8  # an eighth of the memory is for small requests alone
 PATIENCE = 5.0  # seconds that a body may take to arrive before it has to make room for others
 
 
@@ -31,7 +31,7 @@ class UnsupportedEncoding(BadRequest):
     code = "unsupported_encoding"
 
 
-class Budget:
+class RequestMemory:
     """Memory for what the requests of all clients hold: their bodies, then what these are decoded to."""
 
     def __init__(self, limit: int) -> None:
@@ -64,43 +64,43 @@ class Budget:
 
 
 class Share:
-    """What one request of ``client`` holds of a budget. ``close`` gives it back."""
+    """What one request of ``client`` holds of the RequestMemory. ``close`` gives it back."""
 
-    def __init__(self, budget: Budget, client: str) -> None:
+    def __init__(self, memory: RequestMemory, client: str) -> None:
         self.size = 0
         self.body = 0  # bytes of the request's body, inflated
         self.evicted = False
-        self._budget = budget
+        self._memory = memory
         self._client = client
         self._timer: asyncio.Timeout | None = None
 
     def take(self, size: int) -> None:
         """Raises Overloaded if there is no room now, and TooLarge if there never is."""
-        budget = self._budget
+        memory = self._memory
         large = self.size + size > SMALL
-        most = budget.limit - budget.limit // SMALL_SHARE * large
+        most = memory.limit - memory.limit // SMALL_SHARE * large
         if self.size + size > most:
             raise TooLarge(
                 f"the request would take {self.size + size} bytes of memory, of {most} that there are for "
                 "the requests of all clients; send less, or start the server with a larger "
                 "--request-memory-bytes"
             )
-        if large and self.size < budget.of_client[self._client] > budget.limit // 2 - size:
-            raise full("your requests", budget.of_client[self._client], budget.limit // 2)
-        if budget.used + size > most and not budget.make_room(size, most, self):
-            raise full("the requests of all clients", budget.used, most)
+        if large and self.size < memory.of_client[self._client] > memory.limit // 2 - size:
+            raise full("your requests", memory.of_client[self._client], memory.limit // 2)
+        if memory.used + size > most and not memory.make_room(size, most, self):
+            raise full("the requests of all clients", memory.used, most)
         self._change(size)
 
     def give(self, size: int) -> None:
         self._change(-min(size, self.size))
 
     def _change(self, size: int) -> None:
-        budget = self._budget
+        memory = self._memory
         self.size += size
-        budget.used += size
-        budget.of_client[self._client] += size
-        if not budget.of_client[self._client]:
-            del budget.of_client[self._client]
+        memory.used += size
+        memory.of_client[self._client] += size
+        if not memory.of_client[self._client]:
+            del memory.of_client[self._client]
 
     def close(self) -> None:
         self.give(self.size)
@@ -109,7 +109,7 @@ class Share:
         """Stop reading the body, which makes room for others."""
         assert self._timer is not None
         self._timer.reschedule(0.0)
-        self._budget.arriving(self, None)
+        self._memory.arriving(self, None)
         self.evicted = True
         self.close()
 
@@ -122,17 +122,17 @@ class Share:
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS) as self._timer:
-                self._budget.arriving(self, asyncio.get_running_loop().time())
+                self._memory.arriving(self, asyncio.get_running_loop().time())
                 arrived = 0
                 while data := await request.content.readany():
                     arrived += len(data)
                     check_length(arrived, limit)
                     if arrived > SMALL:
-                        await self._budget.reading.enter(self._client)
+                        await self._memory.reading.enter(self._client)
                     if inflate is None:
                         self._add(body, data, limit)
                         continue
-                    async with self._budget.inflating:
+                    async with self._memory.inflating:
                         for piece in inflate.pieces(data):
                             self._add(body, piece, limit)
                             await asyncio.sleep(0)
@@ -147,7 +147,7 @@ class Share:
         except (ClientPayloadError, HttpProcessingError, web.RequestPayloadError) as error:
             raise BadRequest(f"the request body could not be read: {error}") from error
         finally:
-            self._budget.arriving(self, None)
+            self._memory.arriving(self, None)
         if inflate is not None and body:
             inflate.check_end()
         self.body = len(body)

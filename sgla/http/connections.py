@@ -40,9 +40,8 @@ OWN_FILES = 128  # descriptors for all that is no client
 # Asked of the system; some systems allow a billion, and programs that are started close them all.
 MOST_FILES = 1 << 20
 MOST_CONNECTIONS = 16384
-SPARE = (
-    64  # connections more than there may be, for health and metrics, and as many that are on their way out
-)
+# Connections beyond the limit, for health and metrics; and as many more that are on their way out.
+SPARE = 64
 LOOKED_AT = 4  # clients of which a place may be taken, those that have most
 BACKLOG = 1024  # connections that the system takes before the server does; they come all at once
 
@@ -79,17 +78,17 @@ def backlog(files: int) -> int:
 
 
 class Connection(web.RequestHandler):
-    """``client``: whose it is, by its address until a request has told more. ``spare``: it was opened beyond
-    the limit, and gets one answer, about health or metrics. ``handshake``: the task that greets a client of
-    TLS, until it has.
+    """``client``: the name of its client: by the address until a request has come. ``spare``: it was opened
+    beyond the limit, and gets one answer, about health or metrics. ``handshake``: the task that does that of
+    TLS, until it is done.
     """
 
     __slots__ = (
-        "_asked",
         "_handler",
         "_head",
         "_later",
         "_parsing",
+        "_request_began",
         "_rest",
         "_resting",
         "_since",
@@ -120,8 +119,8 @@ class Connection(web.RequestHandler):
         self._later: asyncio.Handle | None = None
         self._parsing = 0.0  # seconds that were spent on it since others last had the loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._handler: asyncio.Task[Any] | None = None  # of a request until its answer begins
-        self._asked = 0.0  # when that began
+        self._handler: asyncio.Task[Any] | None = None  # of a request, until its answer begins
+        self._request_began = 0.0
         self._since = 0.0  # when the connection was accepted
         self._resting: float | None = None  # since when nothing is made for the client of a WebSocket
         self._unread: float | None = None  # since when the client reads less than there is for it
@@ -147,7 +146,7 @@ class Connection(web.RequestHandler):
         for a body or an event, or by reading nothing of an answer."""
         since = self._resting if self._unread is None else self._unread
         if since is None and self._current_request is not None and not self._current_request.content.is_eof():
-            since = self._asked
+            since = self._request_began
         return since is not None and self._loop.time() > since + PATIENCE
 
     @property
@@ -184,13 +183,13 @@ class Connection(web.RequestHandler):
         self.gone()
         super().connection_lost(exc)
 
-    def asked(self, client: str) -> None:
-        """The running task begins to handle a request of ``client``."""
-        self._handler, self._asked = asyncio.current_task(), self._loop.time()
-        self.listener.belongs(self, client)
+    def request_begins(self, client: str) -> None:
+        """A request of ``client`` has come; the running task handles it."""
+        self._handler, self._request_began = asyncio.current_task(), self._loop.time()
+        self.listener.set_client(self, client)
 
-    def answers(self) -> None:
-        """The answer begins."""
+    def answer_begins(self) -> None:
+        """The headers of the answer are about to be sent: the request can be refused no longer."""
         self._handler = None
 
     def data_received(self, data: bytes) -> None:
@@ -255,7 +254,7 @@ class Connection(web.RequestHandler):
         self.lingering = not request.content.is_eof()
         return result
 
-    def rests(self, whether: bool) -> None:
+    def set_resting(self, whether: bool) -> None:
         self._resting = self._loop.time() if whether else None
 
     def make_room(self) -> None:
@@ -366,7 +365,7 @@ class Listener(web.Server):
         self._spare.pop(connection, None)
         self._leaving.pop(connection, None)
 
-    def belongs(self, connection: Connection, client: str) -> None:
+    def set_client(self, connection: Connection, client: str) -> None:
         if connection.client == client:
             return
         if connection in self._places:
@@ -426,23 +425,23 @@ class Listener(web.Server):
             self._all_busy_until = now + 0.1
 
 
-def asked(request: web.Request, client: str) -> None:
-    """The running task begins to handle ``request``."""
+def request_begins(request: web.Request, client: str) -> None:
+    """Tell the request's connection that the running task handles a request of ``client`` now."""
     if isinstance(request.protocol, Connection):
-        request.protocol.asked(client)
+        request.protocol.request_begins(client)
 
 
-async def answers(request: web.Request, response: web.StreamResponse) -> None:
-    """For ``on_response_prepare``."""
+async def answer_begins(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell the request's connection that its answer begins. For ``on_response_prepare``."""
     if isinstance(request.protocol, Connection):
-        request.protocol.answers()
+        request.protocol.answer_begins()
 
 
-def rests(request: web.Request, whether: bool) -> None:
+def set_resting(request: web.Request, whether: bool) -> None:
     """Whether nothing is made for the client of a WebSocket:
     if it has more connections than others, it may have to give this one away."""
     if isinstance(request.protocol, Connection):
-        request.protocol.rests(whether)
+        request.protocol.set_resting(whether)
 
 
 def is_last(request: web.Request) -> bool:
@@ -451,7 +450,7 @@ def is_last(request: web.Request) -> bool:
     return isinstance(connection, Connection) and (connection.spare or connection.gives_way)
 
 
-def gives_way(request: web.Request) -> Overloaded | None:
+def why_cancelled(request: web.Request) -> Overloaded | None:
     """Why the request's handler was cancelled, if it was for another client."""
     connection = request.protocol
     if not isinstance(connection, Connection) or not connection.gives_way:

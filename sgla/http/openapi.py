@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from sgla.http import admin, control, invocations, ollama, page
-from sgla.http import answers as to
+from sgla.http import answer_types as to
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.anthropic.input import CountTokensRequest, MessagesRequest
 from sgla.http.batches import routes as batches

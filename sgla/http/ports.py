@@ -87,7 +87,7 @@ class Ingress(Protocol):
 
     def open_all(self, jobs: Sequence[tuple[Job, Sink]], extra: bool = False) -> None:
         """Admit requests, all or none, or raise the SglaError that refuses them; never waits. ``extra``:
-        beside what there is room for."""
+        beyond the capacity, and without taking room from others."""
 
     async def room(self, job: Job) -> None:
         """Wait until ``open_all`` would refuse the job no longer for want of room."""

@@ -22,7 +22,7 @@ from sgla.errors import ConfigError, SglaError
 from sgla.http.app import make_app
 from sgla.http.connections import Runner, TLSSite, backlog, connection_limit, raise_file_limit
 from sgla.leaving import LastResort
-from sgla.memory import keep_little
+from sgla.memory import return_memory_early
 from sgla.messages import Facts, Progress
 from sgla.observe.loop import LoopWatch
 from sgla.observe.memory import MemoryWatch
@@ -64,12 +64,12 @@ async def _serve(
     on_ready: Callable[[Facts, Defaults, str, float], None] | None,
 ) -> int:
     started = clock.now()
-    keep_little()
+    return_memory_early()
     system = System(config, on_progress)
     last_resort = LastResort(system.abandon)
     signals = Signals(system, last_resort)
     system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
-    logging.getLogger("aiohttp.server").addFilter(unreadable)
+    logging.getLogger("aiohttp.server").addFilter(shorten_parse_error)
     watches = (
         LoopWatch(system.metrics.loop_lag.observe),
         MemoryWatch(),
@@ -157,8 +157,9 @@ def start_tracing(config: Config, model: str) -> Tracing | None:
         ) from error
 
 
-def unreadable(record: logging.LogRecord) -> bool:
-    """A log filter: what is no HTTP is told in one line, without the headers that may hold a key."""
+def shorten_parse_error(record: logging.LogRecord) -> bool:
+    """A log filter that passes every record: that of a request which is no HTTP becomes one line, without the
+    headers, which may hold a key."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.msg, record.exc_info = f"{record.msg}: {type(error).__name__}", None

@@ -21,7 +21,7 @@ from sgla.http.answer.collect import Choice, Collector, PromptOnly
 from sgla.http.batches import files
 from sgla.http.batches import store as batches
 from sgla.http.batches.files import Files, file_bounds
-from sgla.http.bodies import SHARE, Budget, Share
+from sgla.http.bodies import SHARE, RequestMemory, Share
 from sgla.http.clients import CLIENT, Client, Proxies
 from sgla.http.conversations import store as conversations
 from sgla.http.conversations.store import ConversationStore
@@ -57,7 +57,7 @@ SCRAPES = 20  # so a twentieth of the loop's time goes to metrics at most
 
 
 class Work(msgspec.Struct, kw_only=True):
-    """One HTTP request's share of the engine: a job for each prompt, ``n`` choices for each job.
+    """What the engine has to do for one HTTP request: a job for each prompt, ``n`` choices for each job.
 
     Choice ``j`` of prompt ``i`` has index ``i * n + j``. The engine makes at least one token, so
     ``prompt_only[i]`` tells that prompt ``i`` asked for none (``max_tokens: 0``).
@@ -69,7 +69,7 @@ class Work(msgspec.Struct, kw_only=True):
     jobs: list[Job]
     n: int
     prompt_only: list[bool]
-    share: Share  # what it holds of the memory for all
+    share: Share  # what the request holds of the server's ``memory``
     tally: Tally | None = None  # for the access log
 
     @property
@@ -105,7 +105,7 @@ class Server:
         for each in self.shelves:
             self.database.at_start(each.trim)
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
-        self.budget = Budget(config.request_memory_bytes)
+        self.memory = RequestMemory(config.request_memory_bytes)
         self.door = Door()
         self.sessions = Sessions(in_memory.limit, in_memory.ttl)
         self.proxies = Proxies(config.forwarded_allow_ips)
@@ -167,10 +167,10 @@ class Server:
         if work.tally is not None:
             sinks = [Tallied(counted, work.tally) for counted in sinks]
         self.ingress.open_all(list(zip(work.jobs, sinks)))
-        self.hold(work, sink)
+        self.register(work, sink)
 
-    def hold(self, work: Work, sink: EndableSink) -> None:
-        """Have ``work``, which may be opened later, ended by its ids."""
+    def register(self, work: Work, sink: EndableSink) -> None:
+        """From now on ``abort`` finds ``work`` by its ids, though it may be opened later."""
         self._live[work.uid] = (work, sink)
 
     def close(self, work: Work, reason: str = "client") -> None:

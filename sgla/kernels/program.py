@@ -1,7 +1,7 @@
 """Record a forward pass once, run it every step with one native call.
 
     program = Program.record(lambda batch: model.logits(model.forward(batch, kv, batch.sample_rows)),
-                             Limits(step_tokens, max_rows), threads)
+                             ProgramLimits(step_tokens, max_rows), threads)
     logits = program.run(batch)         # view of the program's memory, [S, V], valid until the next run
 
 While ``record`` calls the function, the ops of ``kernels/ops.py`` compute nothing: each appends an
@@ -34,7 +34,7 @@ from sgla.kernels.record import INPUTS, Recorder
 from sgla.kernels.trace import Running
 
 
-class Limits(NamedTuple):
+class ProgramLimits(NamedTuple):
     tokens: int  # T at most
     sampled: int  # S at most
 
@@ -80,7 +80,7 @@ class Program:
         self,
         nodes: list[Node],
         outputs: list[Buffer],
-        limits: Limits,
+        limits: ProgramLimits,
         threads: int,
         lib: Library,
         running: Running,
@@ -104,7 +104,11 @@ class Program:
 
     @classmethod
     def record(
-        cls, fn: Callable[[ForwardBatch], Tensor], limits: Limits, threads: int = 1, isa: str | None = None
+        cls,
+        fn: Callable[[ForwardBatch], Tensor],
+        limits: ProgramLimits,
+        threads: int = 1,
+        isa: str | None = None,
     ) -> Program:
         """Record ``fn(batch) -> tensor``, the output of an op.
         ``isa`` forces an instruction-set level (tests)."""

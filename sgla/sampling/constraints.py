@@ -57,9 +57,8 @@ class Constraints:
         self._constraints: dict[int, Constraint] = {}
         self._has = np.zeros(slots, bool)
         self._sampled = np.zeros(slots, bool)  # wants to be told of no token that is not sampled
-        self._known = np.zeros(
-            slots, np.int32
-        )  # positions before are not sampled: a grammar has forced their tokens
+        # Positions before are not sampled: a grammar has forced their tokens.
+        self._known = np.zeros(slots, np.int32)
         self._executor = LLExecutor(mask_threads())
         self._rows = torch.zeros(slots, dtype=torch.int32, pin_memory=pin)
         self._ends = torch.zeros(slots, dtype=torch.int32, pin_memory=pin)
@@ -110,9 +109,8 @@ class Constraints:
             rows.append(i)
             begun.append(constraint)
         if wanted:
-            wanted.sort(
-                key=itemgetter(0)
-            )  # neighbours go to the same thread: those of one template share a lock
+            # Neighbours go to the same thread: those of one template share a lock.
+            wanted.sort(key=itemgetter(0))
             pairs = [(matcher, place) for _, matcher, place in wanted]
             self._executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.strides[0], len(words))
         ends = self._ends.numpy()

@@ -162,7 +162,8 @@ class DeviceSampler:
         landing: sampling.Landing | None = None,
     ) -> None:
         sampling.sample(
-            logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, thresholds, first, self._best_of_ranks, landing
+            logits, slots, positions, self.seeds, self.temperatures, self._tokens, out, thresholds, first,
+            self._best_of_ranks, landing,
         )  # fmt: skip
 
     def _send(self, values: Any) -> Tensor:
@@ -227,7 +228,8 @@ class DeviceSampler:
             scored.append(
                 Scored(
                     row, False, position, counts[j],
-                    values[j : j + 1], ranks[j : j + 1], top_ids[j : j + 1, :own], top_values[j : j + 1, :own],
+                    values[j : j + 1], ranks[j : j + 1],
+                    top_ids[j : j + 1, :own], top_values[j : j + 1, :own],
                     (names.here, named_values[j]) if names else None,
                 )
             )  # fmt: skip

@@ -63,9 +63,8 @@ def draw(
     if not np.isfinite(top):
         return -1
     factor = LOG2_E / np.float32(distribution.temperature)
-    reach = (MOST_NOISE - LEAST_NOISE) / float(
-        factor
-    )  # no noise lets a token win that is further below the top
+    # No noise lets a token win that is further below the top.
+    reach = (MOST_NOISE - LEAST_NOISE) / float(factor)
     kept = np.flatnonzero(logits >= max(threshold(logits, distribution), top - reach))
     bits = bits_of(seed, position, kept if ids is None else ids[kept])
     return int(kept[(logits[kept].astype(np.float64) * factor - noise(bits)).argmax()])

@@ -184,9 +184,8 @@ class Request:
         self.planned = 0
         self.allocated = 0
         self.last_step = 0
-        self.drafting = (
-            False  # its decode rows may guess: ``planned`` and ``known`` are then the most there may be
-        )
+        # Its decode rows may guess: ``planned`` and ``known`` are then the most there may be.
+        self.drafting = False
         self.ahead = 0  # tokens that its rows in flight may bring
         self.verifies = 0  # rows that might guess and brought tokens
 

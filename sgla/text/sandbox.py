@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from sgla.errors import BadRequest, SglaError
-from sgla.memory import give_back, keep_little
+from sgla.memory import give_back, return_memory_early
 from sgla.text.process import BUSY, LENGTH, MEMORY, MOST, SECONDS, Answer, Parse, Render
 from sgla.text.template import ChatTemplate
 from sgla.text.tools.parser import parser_of
@@ -36,7 +36,7 @@ def main() -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    keep_little()
+    return_memory_early()
     gc.freeze()
     asks, answers = sys.stdin.buffer, sys.stdout.buffer
     while len(head := asks.read(LENGTH.size)) == LENGTH.size:

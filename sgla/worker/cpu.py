@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sgla.config import Config
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
-from sgla.kernels.program import Limits
+from sgla.kernels.program import ProgramLimits
 from sgla.messages import (
     SAMPLE,
     Facts,
@@ -33,9 +33,9 @@ from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.native import find_draw
 from sgla.sampling.processors import load as load_processors
 from sgla.sampling.runs import ragged
-from sgla.worker.answers import answers, most_rows
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.drafts import NGrams, verify
+from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import Forward, Kept, make_forward
 from sgla.worker.kv import allocate_kv, zero_pages
 from sgla.worker.memory import cache_groups, check_weights, size_kv
@@ -72,7 +72,7 @@ class CpuRunner(Runner):
         self.model = self._load_model(config, source, dtype, size.context_len)
         self.kv = allocate_kv(state, groups, size.pages, config.page_size, dtype)
         self._most_logits = max(slots, LOGIT_ROWS)
-        limits = Limits(step_tokens, self._most_logits)
+        limits = ProgramLimits(step_tokens, self._most_logits)
         self._kept = Kept() if config.enable_return_hidden_states else None
         self._forward, kernels = self._make_forward(limits, config.native_kernels)
         self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
@@ -93,7 +93,7 @@ class CpuRunner(Runner):
             device=self.place.device.name,
             ledger={"weights": weights, "kv": size.bytes},
             notes=[note for note in (kernels, size.note) if note],
-            **answers(config, spec, self.pooling, list(processors)),
+            **answer_facts(config, spec, self.pooling, list(processors)),
         )
 
     def _load_model(self, config: Config, source: ModelSource, dtype: str, context_len: int) -> CausalLM:
@@ -101,7 +101,7 @@ class CpuRunner(Runner):
             source, dtype, config.quantization, self.shard, context_len, self._report, config.random_seed or 0
         )
 
-    def _make_forward(self, limits: Limits, native: bool) -> tuple[Forward, str]:
+    def _make_forward(self, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         return make_forward(self.model, self.kv, limits, self.place.threads, native, self._kept)
 
     @torch.inference_mode()

@@ -27,8 +27,8 @@ from sgla.model.load_pooled import load_decoder
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
-from sgla.worker.answers import answers
 from sgla.worker.device_state import upload
+from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flight, Flights
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes, within_memory
@@ -153,7 +153,7 @@ class CudaRunner(Runner):
             device=self.place.device.name,
             ledger=self.budget.ledger,
             notes=self.notes,
-            **answers(config, steps.model.spec, self.pooling),
+            **answer_facts(config, steps.model.spec, self.pooling),
         )
 
     def _graph_bytes(self, prompts: int) -> int:

@@ -52,9 +52,8 @@ class NGrams:
         if most <= 0:
             return tokens[:0]
         for size in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
-            ends = (
-                np.flatnonzero(tokens[size - 1 : -1] == tokens[-1]) + size
-            )  # behind a token like the last one
+            # Behind a token like the last one.
+            ends = np.flatnonzero(tokens[size - 1 : -1] == tokens[-1]) + size
             for back in range(2, size + 1):
                 ends = ends[tokens[ends - back] == tokens[-back]]
             if len(ends):

@@ -14,14 +14,14 @@ from sgla.config import Config
 from sgla.device import check_encoder
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
-from sgla.kernels.program import Limits
+from sgla.kernels.program import ProgramLimits
 from sgla.layers.batch import ForwardBatch
 from sgla.messages import CacheGroup, Facts, Pooling, StepPlan, StepResult
 from sgla.model.encoder import EncoderSpec
 from sgla.model.heads import apply, pool
 from sgla.model.load_pooled import load_encoder
 from sgla.model.sizes import weight_bytes
-from sgla.worker.answers import answers, most_rows
+from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.memory import check_weights
 from sgla.worker.pooler import vector_result
 from sgla.worker.runner import Runner
@@ -58,9 +58,9 @@ class EncoderRunner(Runner):
             device=self.place.device.name,
             ledger={"weights": weights},
             notes=self.place.notes,
-            **answers(config, spec, self.pooling),
+            **answer_facts(config, spec, self.pooling),
         )
-        limits = Limits(max(self.facts.step_tokens, context), 1)
+        limits = ProgramLimits(max(self.facts.step_tokens, context), 1)
         self._forward, note = self.place.compiled(self.model.body.forward, limits, config.native_kernels)
         self.facts.notes += [note] if note else []
 

@@ -11,14 +11,13 @@ from torch import Tensor
 from sgla.kernels import native, ops
 from sgla.kernels.build import BuildError
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.program import Limits, Program
+from sgla.kernels.program import Program, ProgramLimits
 from sgla.kernels.trace import NotRecorded
 from sgla.layers.batch import ForwardBatch
 from sgla.model.base import CausalLM
 
-Forward = Callable[
-    [ForwardBatch], Tensor
-]  # -> logits float32 [S, V] of ``sample_rows``, valid until the next call
+# -> logits float32 [S, V] of ``sample_rows``, valid until the next call
+Forward = Callable[[ForwardBatch], Tensor]
 
 
 class Kept:
@@ -33,7 +32,7 @@ class Kept:
 def make_forward(
     model: CausalLM,
     kv: list[KVLayer],
-    limits: Limits,
+    limits: ProgramLimits,
     threads: int,
     use_native: bool,
     kept: Kept | None = None,
@@ -47,7 +46,7 @@ def make_forward(
     return compiled(forward, limits, threads, use_native)
 
 
-def compiled(forward: Forward, limits: Limits, threads: int, use_native: bool) -> tuple[Forward, str]:
+def compiled(forward: Forward, limits: ProgramLimits, threads: int, use_native: bool) -> tuple[Forward, str]:
     """``forward`` as a program, or as it is where there can be none;
     and a note on that for the start-up report."""
     note = "CPU kernels in torch (slow): native kernels are turned off"

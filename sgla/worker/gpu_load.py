@@ -13,7 +13,7 @@ from sgla.kernels.gpu import GpuOps
 from sgla.layers.linear import split_heads
 from sgla.messages import LONGEST, Pooling
 from sgla.model.spec import AttentionSpec, ModelSpec
-from sgla.worker.answers import most_rows
+from sgla.worker.facts import most_rows
 from sgla.worker.gpu_memory import FEWER_ROWS, Weights, splits, within_memory
 from sgla.worker.gpu_steps import Kernels, Sizes
 from sgla.worker.kv import DTYPES

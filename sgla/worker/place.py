@@ -15,7 +15,7 @@ from sgla.device import Device
 from sgla.dist import Shard, join
 from sgla.kernels.device import describe, use
 from sgla.kernels.dispatch import using
-from sgla.kernels.program import Limits
+from sgla.kernels.program import ProgramLimits
 from sgla.layers.batch import ForwardBatch
 from sgla.worker.forward import Forward, compiled
 from sgla.worker.memory import available_bytes, resident_bytes
@@ -35,7 +35,7 @@ class Place(Protocol):
     def usage(self) -> dict[str, int]:
         """What the rank takes now, by name, in bytes."""
 
-    def compiled(self, forward: Forward, limits: Limits, native: bool) -> tuple[Forward, str]:
+    def compiled(self, forward: Forward, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         """``forward`` as fast as it can be here, and a note on that for the start-up report."""
 
 
@@ -55,7 +55,7 @@ class Cpu:
     def usage(self) -> dict[str, int]:
         return resident_bytes()
 
-    def compiled(self, forward: Forward, limits: Limits, native: bool) -> tuple[Forward, str]:
+    def compiled(self, forward: Forward, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         return compiled(forward, limits, self.threads, native)
 
 
@@ -87,7 +87,7 @@ class Gpu:
         free, total = torch.cuda.mem_get_info()
         return {"free": free, "total": total}
 
-    def compiled(self, forward: Forward, limits: Limits, native: bool) -> tuple[Forward, str]:
+    def compiled(self, forward: Forward, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         """Op by op, for models without pages."""
         from sgla.kernels.gpu import GpuOps
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.kernels.program import Limits
+from sgla.kernels.program import ProgramLimits
 from sgla.layers.batch import ForwardBatch
 from sgla.messages import StepPlan, StepResult
 from sgla.model.base import CausalLM
 from sgla.model.load_pooled import load_decoder
-from sgla.worker.answers import most_rows
 from sgla.worker.batch import Columns, build
 from sgla.worker.cpu import SLOTS, CpuRunner
+from sgla.worker.facts import most_rows
 from sgla.worker.forward import Forward, compiled
 from sgla.worker.pooler import Pooler, vector_result
 from sgla.worker.state import column
@@ -41,7 +41,7 @@ class PooledRunner(CpuRunner):
         self._pooler = Pooler(self.pooling, head, slots, model.spec.hidden)
         return model
 
-    def _make_forward(self, limits: Limits, native: bool) -> tuple[Forward, str]:
+    def _make_forward(self, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         """-> hidden states, of ``sample_rows`` where only the last ones matter."""
         whole = self._pooler.whole
 

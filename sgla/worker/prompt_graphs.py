@@ -23,7 +23,9 @@ ROWS = 16  # prompt rows: at most 14 real ones, one that owns the padding tokens
 REAL = ROWS - 2
 # Of a step. Those between, such as 448, 704 or 960, take as long as the next one.
 TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
-HISTORY = 8192  # tokens of the longest prompt so far: with more, attention of eager steps is faster, which cut histories
+# Tokens of the longest history of a prompt row: with more, eager steps are faster, whose attention splits
+# histories.
+HISTORY = 8192
 DECODES = (0, 64)  # decode rows among these tokens, at most; or as many as there are slots
 
 

@@ -25,7 +25,8 @@ class Runner(ABC):
     """One rank of a model. Loads on construction; ``report`` hears of the progress.
     Raises ConfigError and its kin.
 
-    ``pooling``: of a model that answers with vectors. ``matchers``: of a rank that samples, for a model whose outputs may have a grammar.
+    ``pooling``: of a model that answers with vectors. ``matchers``: of a rank that samples, for a model whose
+    outputs may have a grammar.
     """
 
     facts: Facts

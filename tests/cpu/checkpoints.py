@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sgla.kernels.program import Limits
+from sgla.kernels.program import ProgramLimits
 from sgla.layers.batch import ForwardBatch
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
@@ -143,7 +143,7 @@ class Eager:
         groups = kv_groups(state, 0, dtype)
         self.kv = allocate_kv(state, groups, [slots * per_row + 1], self.page_size, dtype)
 
-        self.forward, _ = make_forward(self.model, self.kv, Limits(self.budget, slots), 1, self.native)
+        self.forward, _ = make_forward(self.model, self.kv, ProgramLimits(self.budget, slots), 1, self.native)
 
     def _step(self, rows: list[Row], pending: list[int]) -> None:
         spans, left = [], self.budget

@@ -34,7 +34,7 @@ from sgla.messages import Submit
 from sgla.model import load
 from sgla.worker import cuda
 from sgla.worker.gpu_memory import Peak
-from sgla.worker.start import cpu_runner
+from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
 
 SLOW = ops.rms_norm, ops.add_rms_norm, ops.qk_norm_rope_store, ops.act_mul

@@ -25,7 +25,7 @@ from sgla.model.registry import family_of, is_encoder
 from sgla.model.sizes import read_spec, weight_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import resolve
-from sgla.worker.start import cpu_runner
+from sgla.worker.start_cpu import cpu_runner
 
 EQUAL = RUN | HONOURED
 PROMPT = [3 + 7 * i % 83 for i in range(40)]

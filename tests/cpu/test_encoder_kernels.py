@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.kernels import build, ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.program import Limits, Program
+from sgla.kernels.program import Program, ProgramLimits
 from sgla.quant.weight import pack
 from sgla.worker.encoder import make_batch
 
@@ -28,7 +28,7 @@ def check(
     batch, _ = make_batch(prompts, [0] * len(prompts))
     expected = forward(batch)
     for threads in (1, 3):
-        program = Program.record(forward, Limits(sum(lengths), 1), threads, isa)
+        program = Program.record(forward, ProgramLimits(sum(lengths), 1), threads, isa)
         for _ in range(2):
             torch.testing.assert_close(program.run(batch), expected, atol=tolerance, rtol=1e-5)
 

@@ -16,8 +16,8 @@ from tiny import Transcript, make_core, run, run_executor, submit, tiny_config, 
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
 from sgla.messages import Submit
-from sgla.worker.answers import STATE_BYTES
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.facts import STATE_BYTES
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),

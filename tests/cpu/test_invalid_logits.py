@@ -14,7 +14,7 @@ from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import ModelSource, open_source
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
-from sgla.worker.start import cpu_runner
+from sgla.worker.start_cpu import cpu_runner
 
 POISON = 13  # its embedding is NaN
 BAD = [40, POISON, 41, 42]

@@ -15,7 +15,7 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.native import DRAW
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import FIXED_LEVELS, KINDS, Kind, Panels
-from sgla.kernels.program import Limits, Program
+from sgla.kernels.program import Program, ProgramLimits
 from sgla.quant.groups import Int4
 from sgla.quant.weight import Weight, pack, storage
 
@@ -76,7 +76,7 @@ def run(
     """``fn(batch, x)`` through a program: x [T, d] comes in as an embedding of arange."""
     ids = batch.ids
     batch.ids = ints(range(batch.tokens))
-    limits = Limits(batch.tokens, batch.sample_rows.numel())
+    limits = ProgramLimits(batch.tokens, batch.sample_rows.numel())
     program = Program.record(lambda b: fn(b, ops.embedding(b.ids, x)), limits, threads, isa)
     result = program.run(batch).clone()
     batch.ids = ids
@@ -230,7 +230,7 @@ def test_embedding(kind: Kind) -> None:
     torch.manual_seed(0)
     w = pack(torch.randn(VOCAB, 100), kind)
     batch = tokens(50)
-    program = Program.record(lambda b: ops.embedding(b.ids, w, 3.5), Limits(50, 1))
+    program = Program.record(lambda b: ops.embedding(b.ids, w, 3.5), ProgramLimits(50, 1))
     close(program.run(batch), w.dequant()[batch.ids.long()] * 3.5)
 
 

@@ -19,7 +19,7 @@ from sgla.hub.source import open_source
 from sgla.messages import Facts, Submit
 from sgla.model.pooling import read_pooling
 from sgla.worker.encoder import make_batch
-from sgla.worker.start import cpu_runner
+from sgla.worker.start_cpu import cpu_runner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,7 +22,7 @@ from sgla.kernels.fuse import Buffer, Node, fuse, place
 from sgla.kernels.native import Opcode
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import KINDS, Kind
-from sgla.kernels.program import Limits, Program
+from sgla.kernels.program import Program, ProgramLimits
 from sgla.kernels.record import Recorder
 from sgla.kernels.routing import Routing
 from sgla.messages import Progress
@@ -115,7 +115,7 @@ STEPS = [
 @pytest.mark.parametrize("threads", [1, 2])
 def test_recorded_model_equals_eager(kind: Kind, threads: int) -> None:
     eager, model = Tiny(kind), Tiny(kind)
-    program = Program.record(model, Limits(40, 5), threads)
+    program = Program.record(model, ProgramLimits(40, 5), threads)
     tolerance = 2e-5
     if kind != "f32" and program._lib.isa != "generic":  # others round activations
         tolerance = 0.05 if program._lib.isa in ("avx512_bf16", "amx") else 0.005
@@ -129,7 +129,7 @@ DISTRIBUTIONS = [None, Distribution(0.8), Distribution(1.5, 20, 0.9), Distributi
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_draws_behind_the_logits_are_those_of_the_sampler(threads: int) -> None:
-    program = Program.record(Tiny("f32"), Limits(40, 5), threads)
+    program = Program.record(Tiny("f32"), ProgramLimits(40, 5), threads)
     for position in range(30):
         data = step(STEPS[0])
         asked = [(2, 2**63 - 1, DISTRIBUTIONS[position % 4]), (0, position, DISTRIBUTIONS[position // 4 % 4])]
@@ -178,8 +178,8 @@ class Mixture(Tiny):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_recorded_mixture_equals_eager(kind: Kind, threads: int) -> None:
     eager, model = Mixture(kind), Mixture(kind)
-    program = Program.record(model, Limits(40, 5), threads)
-    again = Program.record(model, Limits(40, 5), threads)  # experts keep their panels
+    program = Program.record(model, ProgramLimits(40, 5), threads)
+    again = Program.record(model, ProgramLimits(40, 5), threads)  # experts keep their panels
     exact = kind == "f32" or program._lib.isa == "generic"
     for rows in STEPS:
         want = eager(step(rows))
@@ -194,7 +194,7 @@ def test_recorded_mixture_equals_eager(kind: Kind, threads: int) -> None:
 
 def test_a_step_may_sample_nothing() -> None:
     """As the first chunks of a long prompt do."""
-    whole, parts = (Program.record(Tiny("bf16"), Limits(40, 5), 2) for _ in range(2))
+    whole, parts = (Program.record(Tiny("bf16"), ProgramLimits(40, 5), 2) for _ in range(2))
     want = whole.run(step([(PROMPTS[2], 0)])).clone()
     first = step([(PROMPTS[2][:9], 0)])
     first.sample_rows = first.sample_rows[:0]
@@ -204,14 +204,14 @@ def test_a_step_may_sample_nothing() -> None:
 
 def test_bf16_pages_are_close() -> None:
     eager = Tiny("f32")
-    program = Program.record(Tiny("f32", torch.bfloat16), Limits(40, 5), 2)
+    program = Program.record(Tiny("f32", torch.bfloat16), ProgramLimits(40, 5), 2)
     for rows in STEPS:
         torch.testing.assert_close(program.run(step(rows)), eager(step(rows)), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_do_not_depend_on_batch_or_chunks(kind: Kind) -> None:
-    together, alone = (Program.record(Tiny(kind), Limits(40, 5), 2) for _ in range(2))
+    together, alone = (Program.record(Tiny(kind), ProgramLimits(40, 5), 2) for _ in range(2))
     for rows in STEPS:
         last = together.run(step(rows))[2].clone()
     alone.run(step([(PROMPTS[2], 0)]))
@@ -221,7 +221,7 @@ def test_logits_do_not_depend_on_batch_or_chunks(kind: Kind) -> None:
 def test_python_calls_run_between_native_segments() -> None:
     halve: Callable[[Tensor], None] = lambda x: x.mul_(0.5)  # type: ignore[assignment,return-value]  # noqa: E731
     eager, recorded = Tiny("f32", reduce=halve), Tiny("f32", reduce=halve)
-    program = Program.record(recorded, Limits(40, 5), 2)
+    program = Program.record(recorded, ProgramLimits(40, 5), 2)
     for rows in STEPS:
         torch.testing.assert_close(program.run(step(rows)), eager(step(rows)), rtol=0, atol=2e-5)
 
@@ -237,12 +237,12 @@ def test_call_fills_a_wider_output() -> None:
         return ops.call(twice, ops.linear(ops.embedding(b.ids, table), w), 14)
 
     batch = step(STEPS[0])
-    torch.testing.assert_close(Program.record(model, Limits(40, 5)).run(batch), model(batch))
+    torch.testing.assert_close(Program.record(model, ProgramLimits(40, 5)).run(batch), model(batch))
 
 
 def test_two_programs_from_two_threads() -> None:
     rows = STEPS[0]
-    programs = [Program.record(Tiny("bf16"), Limits(40, 5), 2) for _ in range(2)]
+    programs = [Program.record(Tiny("bf16"), ProgramLimits(40, 5), 2) for _ in range(2)]
     want = programs[0].run(step(rows)).clone()
     with ThreadPoolExecutor(2) as pool:
         for _ in range(20):

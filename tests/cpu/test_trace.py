@@ -17,13 +17,13 @@ from sgla.kernels.dispatch import op, using
 from sgla.kernels.fuse import Node
 from sgla.kernels.native import Opcode
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.program import Limits, Program
+from sgla.kernels.program import Program, ProgramLimits
 from sgla.kernels.trace import NotRecorded
 from sgla.quant.weight import pack
 from sgla.worker.forward import compiled
 
 pytestmark = pytest.mark.native
-LIMITS = Limits(40, 5)
+LIMITS = ProgramLimits(40, 5)
 WIDTH, HEADS = 24, 4
 torch.manual_seed(3)
 TABLE = torch.randn(100, WIDTH)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from sgla.device import Device, Platform
-from sgla.kernels.program import Limits
+from sgla.kernels.program import ProgramLimits
 from sgla.worker.cpu import CpuRunner, Forward
 
 
 class ThirdRunner(CpuRunner):
-    def _make_forward(self, limits: Limits, native: bool) -> tuple[Forward, str]:
+    def _make_forward(self, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         return super()._make_forward(limits, False)
 
 

@@ -15,7 +15,7 @@ from test_gpu_runner import make as make_generator
 from sgla.config import Config
 from sgla.hub.source import ModelSource
 from sgla.messages import POOL, SAMPLE, StepPlan, StepResult
-from sgla.worker.start import cpu_runner
+from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
 
 MINILM: dict[str, Any] = {

@@ -140,7 +140,7 @@ def large(key: str) -> dict[str, Any]:
 
 async def test_the_sum_of_bodies_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     site = await serve(request_memory_bytes=2 * MIB, api_key=["a", "b", "c"])
-    budget = site.app[SERVER].budget
+    budget = site.app[SERVER].memory
     slow = [await Slow().start(site, 400 << 10, key) for key in "aabb"]
     while budget.used < 1600 << 10:
         await asyncio.sleep(0.01)
@@ -166,7 +166,7 @@ async def test_the_sum_of_bodies_is_bounded(serve: Serve, monkeypatch: pytest.Mo
 
 async def test_what_is_decoded_is_counted_until_it_is_answered(serve: Serve) -> None:
     site = await serve(ingress=FakeIngress(manual=True), request_memory_bytes=8 * MIB)
-    budget = site.app[SERVER].budget
+    budget = site.app[SERVER].memory
     ids = {"input_ids": [5] * 100_000, "sampling_params": {"max_new_tokens": 1}}
     request = asyncio.ensure_future(site.post("/generate", ids))
     while not site.ingress.open_jobs:
@@ -187,7 +187,7 @@ async def test_what_an_answer_gathers_is_counted_until_it_is_sent(serve: Serve) 
     site = await serve(
         ingress=FakeIngress(manual=True), request_memory_bytes=2 * MIB, api_key=["a", "b", "c"]
     )
-    budget = site.app[SERVER].budget
+    budget = site.app[SERVER].memory
     body = {"prompt": "x", "max_tokens": 4000, "logprobs": 20}
     asking = []
     for key in "abc":

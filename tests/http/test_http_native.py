@@ -9,7 +9,7 @@ import pytest
 from http_fake import expected_text
 from http_site import Site
 
-from sgla.http.native.generate import Shapes
+from sgla.http.native.generate import AnswerFormat
 
 
 def text_of(site: Site, job: int, steps: int, child: int = 0) -> str:
@@ -159,8 +159,8 @@ async def test_a_stream_makes_each_row_of_logprobs_once(site: Site, monkeypatch:
         made += 1
         return top(*given)
 
-    top = Shapes._top
-    monkeypatch.setattr(Shapes, "_top", count)
+    top = AnswerFormat._top
+    monkeypatch.setattr(AnswerFormat, "_top", count)
     body = {
         "text": "hi",
         "sampling_params": {"max_new_tokens": 40},

@@ -21,7 +21,7 @@ from sgla.bench.replay import send
 from sgla.errors import ConfigError
 from sgla.http import bodies
 from sgla.http.middleware import ADMIN
-from sgla.http.serve import unreadable
+from sgla.http.serve import shorten_parse_error
 from sgla.messages import MOST_PROFILED
 from sgla.observe import requests
 from sgla.observe.log import JsonFormatter, LineFormatter
@@ -198,7 +198,7 @@ def test_what_is_no_http_is_logged_without_its_headers() -> None:
     error = LineTooLong("Authorization: Bearer secret", "8190")
     info = (LineTooLong, error, None)
     record = logging.LogRecord("aiohttp.server", logging.ERROR, "", 1, "Error from %s", ("1.2.3.4",), info)
-    assert unreadable(record)
+    assert shorten_parse_error(record)
     assert JsonFormatter().format(record).count("secret") == 0
     assert record.getMessage() == "Error from 1.2.3.4: LineTooLong"
 

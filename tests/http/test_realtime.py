@@ -55,7 +55,7 @@ async def talk(serve: Serve) -> AsyncIterator[tuple[Site, Talk]]:
         assert (await talk.next())["session"]["model"] == "fake"
         yield site, talk
     for _ in range(100):
-        if not site.ingress.open_jobs and not site.app[SERVER].budget.used:
+        if not site.ingress.open_jobs and not site.app[SERVER].memory.used:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("something is still held")

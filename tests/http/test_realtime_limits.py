@@ -52,7 +52,7 @@ async def test_a_flood_of_events_lets_others_run(
 
 async def test_settings_keep_their_memory(serve: Serve) -> None:
     site = await serve(FakeIngress())
-    budget = site.app[SERVER].budget
+    budget = site.app[SERVER].memory
     async with site.http.ws_connect("/v1/realtime") as socket:
         await socket.receive()
         used = []

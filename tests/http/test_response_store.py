@@ -287,7 +287,7 @@ async def test_references_share_what_they_refer_to_and_are_bounded(serve: Serve)
 
 
 async def test_what_is_stored_takes_memory_of_the_request(site: Site) -> None:
-    store, budget = stored(site), site.app[SERVER].budget
+    store, budget = stored(site), site.app[SERVER].memory
     first = await site.client.responses.create(model="fake", input="x" * 50_000, background=True)
     asked = {"input": "y", "previous_response_id": first.id, "max_output_tokens": 1}
     while store.live(first.id, "") is not None:
@@ -407,7 +407,7 @@ async def test_large_events_are_read_in_parts(site: Site, monkeypatch: pytest.Mo
         assert b"".join(parts) == b"\n\n".join(events[number:])
         assert sum(data.count(b"\n\n") for data in parts) == max(0, len(events) - 1 - number)
         assert max(map(len, parts), default=0) <= part
-    path, budget = f"/v1/responses/{uid}?stream=true", site.app[SERVER].budget
+    path, budget = f"/v1/responses/{uid}?stream=true", site.app[SERVER].memory
     async with site.http.get(path) as response:
         assert await response.read() == whole
     budget.limit = 100
@@ -470,7 +470,7 @@ async def test_who_does_not_read_holds_memory_of_the_request(
     site = await serve(FakeIngress(manual=not replayed))
     asked = {"input": "x", "background": True, "stream": not replayed, "metadata": {"k": "v" * 8_000_000}}
     body = json.dumps(asked).encode()
-    budget = site.app[SERVER].budget
+    budget = site.app[SERVER].memory
     request = b"POST /v1/responses HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     if replayed:
         uid = (await site.post("/v1/responses", asked))[1]["id"]
@@ -500,7 +500,7 @@ async def test_a_response_in_the_background_holds_its_memory_until_it_has_ended(
     serve: Serve, stream: bool, end: str
 ) -> None:
     site = await serve(FakeIngress(manual=True))
-    budget = site.app[SERVER].budget
+    budget = site.app[SERVER].memory
     asked = {"input": "x", "background": True, "stream": stream, "metadata": {"k": "v" * 200_000}}
     for _ in range(2):
         async with site.http.post("/v1/responses", json=asked) as response:

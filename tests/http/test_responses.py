@@ -47,7 +47,7 @@ async def test_what_a_response_repeats_is_bounded(site: Site, stored: bool, larg
     status, answer = await site.post("/v1/responses", {"input": "x", "background": stored, **large})
     assert (status, "the limit; send less" in answer["error"]["message"]) == (413, True)
     assert not site.ingress.jobs
-    assert not site.app[SERVER].budget.used
+    assert not site.app[SERVER].memory.used
     assert (await site.post("/v1/responses", {"input": "x", "metadata": {"a": TEXT}}))[0] == 200
 
 

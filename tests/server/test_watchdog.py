@@ -47,13 +47,13 @@ class Time:
 async def test_only_what_is_owed_and_does_not_come_is_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     time = Time(monkeypatch, timeout=300)
     time.passes(1000)  # idle, or paused
-    time.dog.asked()
-    time.dog.asked()
+    time.dog.expect()
+    time.dog.expect()
     for _ in range(50):  # steps of 29 s
         time.passes(29)
         assert not time.dog.trouble
-        time.dog.brought()
-        time.dog.asked()
+        time.dog.received()
+        time.dog.expect()
     time.passes(100)
     assert not time.dog.trouble  # each may take some times longer than all before
     time.passes(20)
@@ -66,10 +66,10 @@ async def test_only_what_is_owed_and_does_not_come_is_trouble(monkeypatch: pytes
 
 async def test_a_slow_machine_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     time = Time(monkeypatch, timeout=300)
-    time.dog.asked()
+    time.dog.expect()
     time.passes(200)
-    time.dog.brought()
-    time.dog.asked()
+    time.dog.received()
+    time.dog.expect()
     time.passes(1999)
     assert not time.timeouts
     time.passes(2)
@@ -78,7 +78,7 @@ async def test_a_slow_machine_has_more_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     time = Time(monkeypatch, timeout=5)
-    time.dog.asked()
+    time.dog.expect()
     time.now += 1000
     time.passes(1)
     assert not time.timeouts
@@ -87,7 +87,7 @@ async def test_time_in_which_the_process_was_stopped_does_not_count(monkeypatch:
 
 async def test_zero_is_never(monkeypatch: pytest.MonkeyPatch) -> None:
     time = Time(monkeypatch, timeout=0)
-    time.dog.asked()
+    time.dog.expect()
     time.passes(3000)
     assert time.dog.trouble
     assert not time.timeouts
@@ -98,14 +98,14 @@ async def test_readiness_says_what_is_wrong(tiny_model: Path, monkeypatch: pytes
     async with local_server(model=str(tiny_model)) as local:
         dog = local.system._watchdog
         assert dog is not None
-        dog.asked()
+        dog.expect()
         await asyncio.sleep(1.2)
         async with local.client.get("/health/ready") as response:
             assert response.status == 503
             assert (await response.json())["message"].startswith("no step has finished for ")
         async with local.client.get("/health/live") as response:
             assert response.status == 200
-        dog.brought()
+        dog.received()
         async with local.client.get("/health/ready") as response:
             assert response.status == 200
 
@@ -192,7 +192,7 @@ async def test_an_answer_is_owed_when_its_caller_has_gone(tiny_model: Path) -> N
             return await answer
 
         executor.control = later  # type: ignore[method-assign]
-        dog.asked()
+        dog.expect()
         for _ in range(ASKED):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(system._control(Control(verb="memory")), 0.01)
@@ -205,7 +205,7 @@ async def test_an_answer_is_owed_when_its_caller_has_gone(tiny_model: Path) -> N
         await system._control(Control(verb="memory"), ASKED + 1)
         assert dog._owed == 1
         assert dog._longest >= 40
-        dog.brought()
+        dog.received()
 
 
 def test_a_pause_is_no_standstill(tiny_model: Path) -> None:

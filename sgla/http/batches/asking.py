@@ -110,7 +110,7 @@ async def ask(
     """What ``handler`` answers ``client``'s ``body``, errors included. The request yields to all that come
     over connections. ``choices`` is told how many it opens at once."""
     server = app[SERVER]
-    share = Share(server.budget, client.runs_as)
+    share = Share(server.memory, client.runs_as)
     writer = Kept(share)
     request = Inside(app, path, writer)
     request[CLIENT], request[ADDRESS], request[SHARE], request[BODY], request[YIELDS] = (

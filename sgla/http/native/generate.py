@@ -74,28 +74,28 @@ async def generate(request: web.Request) -> web.StreamResponse:
         check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
         check_hidden_states(work.jobs, server.ingress.facts, MAX_REPEATED)
     shown = [rid or job.rid for rid, job in zip(rids, work.jobs)]
-    shapes = Shapes(fields, work, shown, server)
+    form = AnswerFormat(fields, work, shown, server)
     if fields.session_params is None:
-        return await answer(request, server, work, shapes, many)
+        return await answer(request, server, work, form, many)
     turn = await begin_turn(request, server, fields.session_params, shown[0], work, many)
     try:  # the prompt is longer now
         check_hidden_states(work.jobs, server.ingress.facts, MAX_REPEATED if fields.stream else MAX_LOGPROBS)
-        return await answer(request, server, work, shapes, many, turn)
+        return await answer(request, server, work, form, many, turn)
     finally:
         turn.close()
 
 
 async def answer(
-    request: web.Request, server: Server, work: Work, shapes: Shapes, many: bool, turn: Turn | None = None
+    request: web.Request, server: Server, work: Work, form: AnswerFormat, many: bool, turn: Turn | None = None
 ) -> web.StreamResponse:
     if work.jobs[0].stream:
-        return await sse.stream(request, server, work, NativeStream(shapes, work, many, turn))
+        return await sse.stream(request, server, work, NativeStream(form, work, many, turn))
     choices = await server.collect(work)
     if turn is not None:
         turn.end(choices[0].tokens)
 
     def whole() -> Any:
-        results = [shapes.result(choice) for choice in choices]
+        results = [form.result(choice) for choice in choices]
         return results if many or work.n > 1 else results[0]
 
     return await answered(request, answer_size(choices, work), whole, choices)
@@ -197,7 +197,7 @@ def asked_ids(value: list[int | list[int] | None] | None, count: int) -> list[An
     return [value] * count if kinds != {False} else spread("token_ids_logprob", value, count)
 
 
-class Shapes:
+class AnswerFormat:
     """Result objects of one request. ``rids``: the id shown for each prompt."""
 
     def __init__(self, fields: GenerateRequest, work: Work, rids: Sequence[str], server: Server) -> None:
@@ -310,9 +310,9 @@ class NativeStream(Encoder):
 
     cumulative = True
 
-    def __init__(self, shapes: Shapes, work: Work, many: bool, turn: Turn | None = None) -> None:
+    def __init__(self, form: AnswerFormat, work: Work, many: bool, turn: Turn | None = None) -> None:
         self._turn = turn
-        self._shapes = shapes
+        self._form = form
         self._indexed = many or work.n > 1
         self._choices: dict[int, Choice] = {}
 
@@ -325,7 +325,7 @@ class NativeStream(Encoder):
             self._turn.end(choice.tokens)
         if not (event.tokens or event.text or event.finish):
             return b""
-        result = self._shapes.result(choice)
+        result = self._form.result(choice)
         return b"data: %b\n\n" % encode_all({"index": event.index, **result} if self._indexed else result)
 
     def end(self, usage: Usage) -> bytes:

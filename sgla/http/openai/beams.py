@@ -43,7 +43,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 OPTIONS = {"beam_width": (None, 1), "length_penalty": (None, 1), "early_stopping": (None, False)}
 
 
-def searches(fields: ChatRequest | CompletionRequest) -> bool:
+def is_beam_search(fields: ChatRequest | CompletionRequest) -> bool:
     """Whether beams are asked for. Raises InvalidField for options of a search without one."""
     if fields.use_beam_search:
         return True

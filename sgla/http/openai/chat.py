@@ -21,10 +21,10 @@ from sgla.http.openai.common import (
     check_logprob_ids,
     check_prompt_logprobs,
     check_stream_options,
-    cut,
     response_head,
     shown_prompt,
     stop_fields,
+    truncation,
     usage_object,
     width,
 )
@@ -51,11 +51,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     functions = as_tools(fields)
     reading = Reading(server, fields)
     work = await chat_work(request, server, fields, reading)
-    search = beams.searches(fields)
-    shapes = Shapes(fields, work.jobs[0].sampling, server.ingress.tokenizer, functions)
+    search = beams.is_beam_search(fields)
+    form = AnswerFormat(fields, work.jobs[0].sampling, server.ingress.tokenizer, functions)
     if fields.stream and not search:
         head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
-        return await sse.stream(request, server, work, ChatStream(head, fields, shapes, reading))
+        return await sse.stream(request, server, work, ChatStream(head, fields, form, reading))
     if search:
         work, choices = await beams.collect(request, work, fields)
     else:
@@ -63,13 +63,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         raise_aborted(choices)
     head = response_head("chatcmpl", work.uid, "chat.completion", model, server.fingerprint)
     size = answer_size(choices, work)
-    return await answered(request, size, lambda: response(head, choices, work, shapes, reading), choices)
+    return await answered(request, size, lambda: response(head, choices, work, form, reading), choices)
 
 
 async def chat_work(
     request: web.Request, server: Server, fields: ChatRequest, reading: Reading, clip: bool = False
 ) -> Work:
-    """The engine's share of a chat; other APIs translate their requests to a ChatRequest.
+    """The Work of a chat; other APIs translate their requests to a ChatRequest.
     Raises BadRequest kinds.
 
     ``clip``: an answer that the context has no room for ends there, instead of being refused.
@@ -88,7 +88,7 @@ async def chat_work(
         "add_generation_prompt": generate,
         "continue_final_message": continues,
         "clip": clip or first(fields.max_completion_tokens, fields.max_tokens) is None,
-        **cut(fields),
+        **truncation(fields),
     }
     rid = first(fields.rid, fields.request_id)
     return await make_work(request, fields, [prompt], reading.sampling(chat_sampling(fields, server)), rid)
@@ -117,13 +117,13 @@ def chat_sampling(fields: ChatRequest, server: Server) -> SamplingParams:
 
 
 def response(
-    head: dict[str, Any], choices: list[Choice], work: Work, shapes: Shapes, reading: Reading
+    head: dict[str, Any], choices: list[Choice], work: Work, form: AnswerFormat, reading: Reading
 ) -> dict[str, Any]:
     readers = [reading.reader() for _ in choices]
-    shown = [shapes.choice(choice, reader) for choice, reader in zip(choices, readers)]
+    shown = [form.choice(choice, reader) for choice, reader in zip(choices, readers)]
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
     whole = {**head, "choices": shown, "usage": usage_object(usage, thoughts(reading, readers))}
-    return {**whole, "prompt_logprobs": None, "prompt_token_ids": None, **shapes.prompt(choices[0])}
+    return {**whole, "prompt_logprobs": None, "prompt_token_ids": None, **form.prompt(choices[0])}
 
 
 def echoed(fields: ChatRequest) -> str:
@@ -173,8 +173,8 @@ def finish_reason(finish: str | None, called: bool, functions: bool = False) -> 
     return finish
 
 
-class Shapes:
-    """What the fields of one request make of calls, finish reasons, logprobs and token ids."""
+class AnswerFormat:
+    """How the answer to one request shows calls, finish reasons, logprobs and token ids, by its fields."""
 
     def __init__(
         self, fields: ChatRequest, sampling: SamplingParams, tokenizer: Any, functions: bool = False
@@ -266,9 +266,11 @@ class ChoiceStream:
 class ChatStream(ChunkStream):
     """Events -> chat.completion.chunk. A choice's role chunk goes out together with its first content."""
 
-    def __init__(self, head: dict[str, Any], fields: ChatRequest, shapes: Shapes, reading: Reading) -> None:
-        super().__init__(head, fields, plain=shapes.plain and not reading.active)
-        self._shapes = shapes
+    def __init__(
+        self, head: dict[str, Any], fields: ChatRequest, form: AnswerFormat, reading: Reading
+    ) -> None:
+        super().__init__(head, fields, plain=form.plain and not reading.active)
+        self._form = form
         self._reading = reading
         self._choices: dict[int, ChoiceStream] = {}  # of those that have sent their role
         self._text_heads: dict[int, bytes] = {}
@@ -300,23 +302,23 @@ class ChatStream(ChunkStream):
 
     def _role(self, event: Event) -> bytes:
         self._text_heads[event.index] = b'%b{"index":%d,"delta":{"content":' % (self._head, event.index)
-        beside = self._shapes.prompt(event) if len(self._choices) == 1 else None
+        beside = self._form.prompt(event) if len(self._choices) == 1 else None
         role = self._chunk(event, ROLE, None, beside=beside)
-        echo = self._shapes.echo
+        echo = self._form.echo
         return role + self._chunk(event, {"content": echo}, None) if echo else role
 
     def _delta(self, event: Event, choice: ChoiceStream, delta: dict[str, Any]) -> bytes:
         tokens, logprobs = choice.release()
-        if self._shapes.functions:
+        if self._form.functions:
             delta = old_delta(delta)
-        extra = self._shapes.token_ids(tokens)
-        return self._chunk(event, delta, self._shapes.logprobs(logprobs), extra=extra)
+        extra = self._form.token_ids(tokens)
+        return self._chunk(event, delta, self._form.logprobs(logprobs), extra=extra)
 
     def _finish(self, event: Event, choice: ChoiceStream) -> bytes:
         if event.finish == "abort":
             return self.error(Aborted(ABORTED))
-        reason = finish_reason(event.finish, choice.calls > 0, self._shapes.functions)
-        return self._chunk(event, {}, None, reason, self._shapes.stops(event))
+        reason = finish_reason(event.finish, choice.calls > 0, self._form.functions)
+        return self._chunk(event, {}, None, reason, self._form.stops(event))
 
     def _chunk(
         self,

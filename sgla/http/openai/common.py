@@ -69,7 +69,7 @@ def check_logprob_ids(fields: ChatRequest | CompletionRequest) -> None:
         raise InvalidField("logprob_token_ids needs logprobs", param="logprob_token_ids")
 
 
-def cut(fields: OpenAIFields) -> dict[str, Any]:
+def truncation(fields: OpenAIFields) -> dict[str, Any]:
     """The Job fields that cut a long prompt: at its beginning, unless ``truncation_side`` is right."""
     if fields.truncation_side not in (None, "left", "right"):
         raise InvalidField("truncation_side must be left or right", param="truncation_side")

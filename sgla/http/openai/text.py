@@ -21,10 +21,10 @@ from sgla.http.openai.common import (
     check_logprob_ids,
     check_prompt_logprobs,
     check_stream_options,
-    cut,
     response_head,
     shown_prompt,
     stop_fields,
+    truncation,
     usage_object,
     width,
 )
@@ -53,7 +53,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     if fields.stream and fields.echo:
         check_logprobs(work.jobs, server.ingress.facts, MAX_AT_ONCE, outputs=False)
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
-    search = beams.searches(fields)
+    search = beams.is_beam_search(fields)
     if fields.stream and not search:
         return await sse.stream(
             request, server, work, TextStream(head, fields, work, server.ingress.tokenizer)
@@ -63,11 +63,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     else:
         choices = await server.collect(work)
         raise_aborted(choices)
-    shapes = Shapes(fields, work, server.ingress.tokenizer)
+    form = AnswerFormat(fields, work, server.ingress.tokenizer)
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
 
     def whole() -> dict[str, Any]:
-        shown = [NULLS | shapes.choice(choice) for choice in best(choices, work.n, fields.n or 1)]
+        shown = [NULLS | form.choice(choice) for choice in best(choices, work.n, fields.n or 1)]
         for index, choice in enumerate(shown):
             choice["index"] = index
         return {**head, "choices": shown, "usage": usage_object(usage)}
@@ -86,7 +86,7 @@ async def text_work(request: web.Request, server: Server, fields: CompletionRequ
         add_special_tokens=fields.add_special_tokens is not False,
         suffix=fields.suffix or None,
         clip=fields.max_tokens is None,
-        **cut(fields),
+        **truncation(fields),
     )
 
 
@@ -182,7 +182,7 @@ def check_best_of(fields: CompletionRequest) -> None:
         raise InvalidField("best_of greater than n cannot be streamed", param="best_of")
 
 
-class Shapes:
+class AnswerFormat:
     """What the fields of one request make of text, logprobs and token ids;
     keeps each choice's text offsets."""
 
@@ -285,7 +285,7 @@ class TextStream(ChunkStream):
 
     def __init__(self, head: dict[str, Any], fields: CompletionRequest, work: Work, tokenizer: Any) -> None:
         super().__init__(head, fields, plain=work.jobs[0].sampling.logprobs is None and not fields.echo)
-        self._shapes = Shapes(fields, work, tokenizer)
+        self._form = AnswerFormat(fields, work, tokenizer)
         self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
 
     def encode(self, event: Event) -> bytes:
@@ -300,12 +300,9 @@ class TextStream(ChunkStream):
                     self._text_tail,
                 )
             if not (
-                event.text
-                or event.logprobs
-                or self._shapes.shows_prompt(event)
-                or self._shapes.shows_ids(event)
+                event.text or event.logprobs or self._form.shows_prompt(event) or self._form.shows_ids(event)
             ):
                 return b""
         elif event.finish == "abort":
             return self.error(Aborted(ABORTED))
-        return self.chunk(self._shapes.choice(event), event.usage)
+        return self.chunk(self._form.choice(event), event.usage)

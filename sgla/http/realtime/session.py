@@ -14,7 +14,7 @@ from sgla.errors import BadRequest, InvalidField, SglaError, TooLarge
 from sgla.http.answer.reading import Reading
 from sgla.http.bodies import Share
 from sgla.http.clients import CLIENT
-from sgla.http.connections import rests
+from sgla.http.connections import set_resting
 from sgla.http.errors import Busy, error_body
 from sgla.http.openai.chat import chat_work
 from sgla.http.realtime.events import (
@@ -135,7 +135,7 @@ class Session:
 
     async def run(self) -> None:
         """Answer events until the client goes away or says nothing for long."""
-        rests(self._request, True)
+        set_resting(self._request, True)
         await self._send("session.created", session=self._settings())
         while True:
             await asyncio.sleep(0)  # what has arrived is received at once
@@ -183,7 +183,7 @@ class Session:
         return [*self._held.values(), *used, *(share for _, share in self._items.values())]
 
     def _share(self) -> Share:
-        return Share(self._server.budget, self._request[CLIENT].name)
+        return Share(self._server.memory, self._request[CLIENT].name)
 
     # events -------------------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Session:
         inbox = Inbox()
         self._server.open(work, inbox)
         self._work, self._using = work, share
-        rests(self._request, False)
+        set_resting(self._request, False)
         self._response = asyncio.ensure_future(self._answer(answer, work, reading, inbox))
 
     def _asked_of(self, wishes: ResponseWishes) -> list[tuple[Item, Share]]:
@@ -316,7 +316,7 @@ class Session:
             await self._socket.close()
         finally:
             self._server.close(work)
-            rests(self._request, True)
+            set_resting(self._request, True)
             if self._using is not None:
                 self._using.close()
                 self._using = None

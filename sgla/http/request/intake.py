@@ -41,7 +41,7 @@ async def decoded(request: web.Request, schema: Schema[R], body: bytes, share: S
     Large bodies take turns."""
     if len(body) <= census.SMALL:
         return await _counted(request, schema, body, share)
-    async with request.app[SERVER].budget.decoding:
+    async with request.app[SERVER].memory.decoding:
         return await _counted(request, schema, body, share)
 
 

@@ -70,7 +70,7 @@ class Agent:
         """Admit the first turn, before which the ``approved`` calls are made; ``listed``: whose tools the
         client is told of. Raises the SglaError that refuses it."""
         if approved:
-            self._server.hold(self.work, self)
+            self._server.register(self.work, self)
         else:
             self._server.open(self.work, self)
         self._task = asyncio.ensure_future(self._turns(approved, listed))

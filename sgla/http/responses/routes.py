@@ -219,7 +219,7 @@ async def in_background(
     entry.stop = partial(server.end, work.uid)
     queued = shown(entry) if entry.recorder is None else None
     # The memory is held until the response has ended and nobody reads it, not as long as its request.
-    request[SHARE] = Share(server.budget, request[CLIENT].name)
+    request[SHARE] = Share(server.memory, request[CLIENT].name)
     recorder = entry.recorder
     done = share.close if recorder is None else partial(recorder.when_unread, share.close)
     server.spawn(finish(server, work, sink, answer), done)

@@ -16,9 +16,8 @@ from torch import Tensor
 from sgla.kernels.triton.attention import NEG, _score, scales
 from sgla.kernels.triton.elementwise import _begin, _pdl
 
-ITEM = (
-    6  # columns of an item: slot whose pages they are, first token, end token, place in ``order``, rows, part
-)
+# Columns of an item: slot whose pages they are, first token, end token, place in ``order``, rows, part.
+ITEM = 6
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""What a model's steps answer with, on every device: ``Facts`` have it from here."""
+"""The fields of ``Facts`` that runners of all devices have alike: what steps answer with, and how many rows
+that leaves room for."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ def most_rows(config: Config, hidden: int, pooling: Pooling | None, rows: int) -
     return rows
 
 
-def answers(
+def answer_facts(
     config: Config,
     spec: ModelSpec | EncoderSpec,
     pooling: Pooling | None,
     processors: list[str] | None = None,
 ) -> dict[str, Any]:
-    """The fields of ``Facts`` that say it. ``processors``: names of those that are loaded."""
+    """The fields of ``Facts`` that say what steps answer with. ``processors``: names of those that are
+    loaded."""
     if pooling is not None:
         return {"pooling": pooling}
     return {
