@@ -46,7 +46,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if "native" in item.keywords and isinstance(native.prepare(), build.BuildError):
+        if item.get_closest_marker("native") and isinstance(native.prepare(), build.BuildError):
             item.add_marker(pytest.mark.skip(reason=native.note()))

@@ -4,13 +4,14 @@ that it was.
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``, the model's under
 ``model``, of the ``card``, an H200), sends it steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its rehearsal
 asked for and what was launched besides, its context, its pages and its ledger; or the error that ended it. With ``compile`` Triton's
-kernels are compiled for the card, and the shared memory that they take is told. ``free``: bytes of the GPU. Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
+kernels are compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory that they take is told. ``free``: bytes of the GPU. Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -148,13 +149,20 @@ class Launches:
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.sources: dict[str, tuple[ASTSource, Any]] = {}  # of Triton's kernels
+        self.files: dict[str, tuple[str, str, str]] = {}  # of CUDA's: name, text, target
+        self.memory: dict[str, int] = {}  # of CUDA's: the shared memory of a launch
         launch, launches, sources = build.Kernel.launch, self.seen, self.sources
+        files, memory = self.files, self.memory
 
         def compiled(file: str, defines: Any, target: str) -> bytes:
-            return f"{file} {defines}".encode()
+            name = f"{file} {defines}"
+            files[name] = file, build.source_of(file, defines, target)[0], target
+            return name.encode()
 
         def launched(self: build.Kernel, *args: Any, **kwargs: Any) -> None:
-            launches.add(self._cubin.result().decode())
+            name = self._cubin.result().decode()
+            launches.add(name)
+            memory[name] = self.shared
             launch(self, *args, **kwargs)
 
         def compile_(self: Any, key: str, signature: Any, device: int, *args: Any) -> Any:
@@ -180,7 +188,7 @@ OF_NO_SHAPE = {f"sgla.kernels.triton.{name}" for name in ("sampling", "step", "r
 
 
 def shared(launches: Launches, card: str) -> dict[str, int]:
-    """Compile Triton's kernels for the card: the bytes of shared memory of a block that each of them takes."""
+    """Compile the kernels for the card, those of CUDA if NVRTC is there: the bytes of shared memory of a block that each of them takes."""
     major, minor = CARDS[card].capability
     target = triton.backends.compiler.GPUTarget("cuda", 10 * major + minor, 32)
 
@@ -195,7 +203,12 @@ def shared(launches: Launches, card: str) -> dict[str, int]:
     }
     for name, size in map(compiled, sources.items()):
         found[name] = max(size, found.get(name, 0))
+    if importlib.util.find_spec("cuda"):
+        for name, (file, text, arch) in launches.files.items():
+            build._nvrtc(text, file, arch)
+            found[file] = max(launches.memory.get(name, 0), found.get(file, 0))
     launches.sources.clear()
+    launches.files.clear()
     return found
 
 

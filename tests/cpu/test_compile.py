@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from test_cards import start
+from test_cards import HERE, start
 
 from sgla.device import nvidia
+from sgla.kernels.build import source_folder
 
 pytest.importorskip("triton")
 CARDS = {"A100": (8, 0), "L40S": (8, 9), "H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
@@ -111,3 +112,36 @@ def test_kernels_compile(card: str) -> None:
 @pytest.mark.parametrize("card", CARDS)
 def test_kernels_of_all_shapes_compile(card: str) -> None:
     compiled(card, list(SHAPES))
+
+
+def published(name: str, **config: Any) -> dict[str, Any]:
+    """A model of the benches, of two layers."""
+    model = json.loads((HERE.parents[1] / f"bench/models/{name}/config.json").read_text())
+    sizes = {"step_tokens": 4096, "context_length": 1024, "max_running_requests": 24}
+    model |= {"num_hidden_layers": 2}
+    return {"card": "H200", "model": model, "config": sizes | config, "sizes": [4096], "compile": True}
+
+
+@pytest.mark.slow
+def test_every_file_of_cuda_compiles() -> None:
+    """Where NVRTC is installed: ``pip install -e '.[nvrtc]'``."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    from sgla.kernels.cuda import build
+
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+    cases = [published(name) for name in ("qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b")]
+    cases += [published(name, **FP8) for name in ("llama-3.1-8b", "qwen3-30b-a3b")]
+    limit = nvidia("H200", CARDS["H200"]).shared
+    files: set[str] = set()
+    for case, answer in zip(cases, start(cases, {}), strict=True):
+        assert "error" not in answer, (case, answer)
+        assert max(answer["shared"].values()) <= limit, answer["shared"]
+        files |= set(answer["shared"])
+    for ranks, two_shot, norm in ((2, 0, 0), (2, 0, 1), (8, 1, 0), (8, 1, 1)):
+        defines = {"RANKS": ranks, "THREADS": 256, "VECS": 1, "TWO_SHOT": two_shot, "NORM": norm}
+        text, _ = build.source_of("all_reduce.cu", tuple(defines.items()), "sm_90a")
+        assert build._nvrtc(text, "all_reduce.cu", "sm_90a")
+    assert {path.name for path in source_folder("cuda").glob("*.cu")} - {"all_reduce.cu"} <= files
