@@ -26,7 +26,7 @@ from sgla import attention
 from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm
 from sgla.kernels.cuda.decode_attention import Projection
-from sgla.kernels.gpu import Forward, GpuOps
+from sgla.kernels.gpu import Forward, GpuOps, tuning
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
 from sgla.quant.plain import BF16 as Plain
@@ -204,14 +204,17 @@ OURS = {
     "gate_up": Config(192, 1, 1),
     "down": Config(128, 4, 1, True),
 }
-choose = batch_gemm.choose
+measured = tuning.measured
 
 
 def use(chain: str) -> None:
     """Take ``ours``, or cuBLAS (``library``), or what is ``chosen`` for the rows."""
     names = {shape: name for name, shape in SHAPES.items()}
-    fixed = {"ours": lambda m, n, k, gated=False: OURS[names[n, k]], "library": lambda *_: None}
-    batch_gemm.choose = fixed.get(chain, choose)  # type: ignore[assignment]
+    fixed = {
+        "ours": lambda m, product: tuning.Choice("tiles", OURS[names[product.n, product.k]]),
+        "library": lambda *_: tuning.LIBRARY,
+    }
+    tuning.measured = fixed.get(chain, measured)
 
 
 def main() -> None:

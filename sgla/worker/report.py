@@ -20,9 +20,12 @@ from sgla.device import nvidia
 from sgla.dist import Shard
 from sgla.errors import SglaError
 from sgla.hub.source import ModelSource, open_source
-from sgla.kernels import gpu
-from sgla.kernels.device import describe, use
+from sgla.kernels import gpu, ops
+from sgla.kernels.device import describe, this_device, use
+from sgla.kernels.gpu import tuning
+from sgla.kernels.gpu.record import Node
 from sgla.kernels.gpu.rewrite import Asked, Work
+from sgla.kernels.gpu.tiles import GATES
 from sgla.model.load import decoder_build
 from sgla.model.registry import model_class
 from sgla.model.spec import ModelSpec
@@ -41,7 +44,7 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
         device = nvidia("H200", (9, 0), 132)
     use(device)
     yield f"kernels on {device.name}: how many layers each rule takes, and why others are not taken"
-    forward = _forward(config, source)
+    forward = forward_of(config, source)
     whole = forward.whole()
     yield f"  one row: {'a whole step is one kernel' if whole else forward.notes[-1]}"
     for rows in DECODES:
@@ -63,7 +66,8 @@ class _Attention:
     def forward(self, **given: Any) -> None: ...
 
 
-def _forward(config: Config, source: ModelSource) -> gpu.Forward:
+def forward_of(config: Config, source: ModelSource) -> gpu.Forward:
+    """The forward pass of a model without weights, which can be recorded and rewritten."""
     spec, dtype = ModelSpec.from_config(source.config), "bfloat16" if config.dtype == "auto" else config.dtype
     quantization = config.quantization or spec.quantization
     with torch.device("meta"):
@@ -91,9 +95,26 @@ def _lines(what: str, work: Work | None) -> Iterator[str]:
     )
     yield f"  {what}: " + ", ".join(f"{count} {name}" for name, count in work.taken.most_common())
     yield "    by themselves: " + ", ".join(f"{count} {name}" for name, count in others.most_common())
+    sources = Counter(_source(work.rows(node), node) for node in work.nodes.values() if _is_product(node))
+    yield "    products: " + (", ".join(f"{count} {source}" for source, count in sources.items()) or "none")
     reasons = Counter(work.refused).most_common(SHOWN)
     for (name, why), count in reasons:
         yield f"    not '{name}' ({count}): {why}"
+
+
+def _is_product(node: Node) -> bool:
+    """Whether its kernel was chosen by the number of rows."""
+    weight = node.given.get("weight")
+    return isinstance(weight, torch.Tensor) and weight.dim() == 2 and node.op is not ops.embedding
+
+
+def _source(rows: int, node: Node) -> str:
+    n, k = node.given["weight"].shape
+    storage = "bf16" if node.given.get("scale") is None else "fp8"
+    gated = node.given.get("epilogue") in GATES.values()
+    found = tuning.measured(rows, tuning.Product(n, k, gated, storage))
+    table = tuning.file_of(this_device().name)
+    return "as estimated" if found is None else f"as measured ({table.parent.name}/{table.name})"
 
 
 def main() -> None:

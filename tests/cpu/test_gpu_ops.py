@@ -150,6 +150,7 @@ def skinny_linear(
     bias: Tensor | None = None,
     epilogue: int = skinny_gemm.STORE,
     out: Tensor | None = None,
+    config: Any = None,
 ) -> Tensor:
     """``skinny_gemm.linear`` in torch's operations."""
     with using(None):

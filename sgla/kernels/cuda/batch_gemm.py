@@ -97,7 +97,8 @@ def refuses(n: int, k: int) -> str | None:
 
 
 def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
-    """For ``m`` rows and a weight ``[n, k]``, from measurements on an H200; None: cuBLAS is faster."""
+    """An estimate for ``m`` rows and a weight ``[n, k]``, from measurements on an H200; None: cuBLAS is
+    faster."""
     return _choose(processors(), m, n, k, gated)
 
 
@@ -182,6 +183,11 @@ def _exchange(tiles: int, config: Config, rows: int) -> tuple[Tensor, Tensor]:
     return sums, torch.zeros(tiles, dtype=torch.int32, device="cuda")
 
 
+def rows_of(config: Config, m: int) -> int:
+    """Of x in a tile, where there are ``m``."""
+    return next(size for size in ROWS if size >= min(m, config.rows) and size % (8 * config.split) == 0)
+
+
 def linear(
     x: Tensor | Unscaled,
     weight: Tensor,
@@ -234,7 +240,7 @@ def _launch(
     n = weight.shape[0]
     gated, scaled = epilogue in (SILU, GELU), row_squares is not None
     assert x.is_contiguous(), "the tensor map knows no padding"
-    rows = next(size for size in ROWS if size >= min(m, config.rows) and size % (8 * config.split) == 0)
+    rows = rows_of(config, m)
     tiles, row_tiles = _tiles(n, config.tile), -(-m // rows)
     x_rows = min(rows, -(-m // 8) * 8)
     blocks = _blocks(config, tiles, row_tiles, scaled)

@@ -45,7 +45,7 @@ class _Params(ctypes.Structure):
 
 
 def refuses(m: int, n: int, k: int, gated: bool = False) -> str | None:
-    """Why ``m`` rows are not multiplied by a weight ``[n, k]``, or None."""
+    """Why ``m`` rows cannot be multiplied by a weight ``[n, k]``, or None."""
     if m <= MAX_ROWS:
         return f"it needs more than {MAX_ROWS} rows"
     if n % (64 if gated else 32) or k % 64 or k < 512:
@@ -53,11 +53,15 @@ def refuses(m: int, n: int, k: int, gated: bool = False) -> str | None:
             "it needs an input width from 512 on that is a multiple of 64, and "
             "an output width that is one of 32 (gated 64)"
         )
+    return None
+
+
+def fills(m: int, n: int) -> bool:
+    """Whether tiles of ``m`` rows and ``n`` columns leave no more than a tenth of the GPU idle."""
     clusters = processors() // CLUSTER
     rows, tiles = -(-m // (TOKENS * CLUSTER)), -(-n // COLUMNS)
     waves = -(-rows * tiles // clusters)
-    filled = m * n > 0.9 * waves * clusters * TOKENS * CLUSTER * COLUMNS
-    return None if filled else "the rows would leave more than a tenth of the GPU idle"
+    return m * n > 0.9 * waves * clusters * TOKENS * CLUSTER * COLUMNS
 
 
 def holds_heads(projection: Projection, kv: KVLayer) -> bool:

@@ -48,7 +48,7 @@ def _kernel(groups: int, config: Config, norm: bool, epilogue: int, staged: bool
 
 
 def choose(m: int, n: int, k: int, gated: bool) -> Config:
-    """For ``n`` output columns, from measurements on an H200 (132 multiprocessors).
+    """An estimate for ``n`` output columns, from measurements on an H200 (132 multiprocessors).
     ``k`` is in two bytes of a weight."""
     if m > 8:
         return Config(2, False, 3, 2)

@@ -11,6 +11,7 @@ from sgla.kernels import ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
+from sgla.kernels.gpu.tuning import Product, choose
 
 NAME = "few rows"  # of nodes that other rules look for
 WIDE = 8 << 20  # elements of a weight that is wide for few rows
@@ -53,8 +54,12 @@ def make(work: Work, *chain: Node) -> list[Node]:
     return [Node(NAME, _run, made, linear.results, linear.rows)]
 
 
-def _run(x: Tensor, weight: Tensor, **given: Any) -> Tensor:
-    return skinny_gemm.linear(x, weight, **given)
+def _run(x: Tensor, weight: Tensor, epilogue: int, scale: Tensor | None, **given: Any) -> Tensor:
+    storage = "bf16" if scale is None else "fp8"
+    n, k = weight.shape
+    chosen = choose(x.shape[0], Product(n, k, epilogue in GATES.values(), storage)).config
+    config = chosen if isinstance(chosen, skinny_gemm.Config) else None
+    return skinny_gemm.linear(x, weight, epilogue=epilogue, scale=scale, config=config, **given)
 
 
 def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:

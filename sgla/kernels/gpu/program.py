@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
+from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
@@ -18,6 +18,7 @@ from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.rules import apply
+from sgla.kernels.gpu.tuning import Choice, Product, choose
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.trace import STAND_INS, NotRecorded
 
@@ -151,8 +152,7 @@ class Forward:
         shapes = _tiled(record)
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
             for shape in shapes:
-                configs = (batch_gemm.choose(m, *shape, gated) for gated in (False, True))
-                first.setdefault((shape, _kernels(m, *shape), *configs), m)
+                first.setdefault((shape, *_choices(m, *shape)), m)
         return sorted(set(first.values()))
 
     def _run(
@@ -206,7 +206,8 @@ class Forward:
         if record.ranks is not None:
             like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")
             reduced = record.ranks.norms(like)
-        return tuple(_kernels(m, *shape) for shape in _tiled(record)), limits, reduced
+        kernels = [choice.kernel for shape in _tiled(record) for choice in _choices(m, *shape)]
+        return tuple(kernels), limits, reduced
 
     def _record(self, what: str, rows: bool) -> Record | None:
         if (what, rows) not in self._records:
@@ -260,13 +261,6 @@ def _tiled(record: Record) -> list[tuple[int, int]]:
     return [shape for shape in record.products if batch_gemm.refuses(*shape) is None]
 
 
-def _kernels(m: int, n: int, k: int) -> tuple[bool, ...]:
-    """Which kernels multiply ``m`` rows with a weight ``[n, k]``, alone and with a gate behind."""
-    return tuple(
-        found
-        for gated in (False, True)
-        for found in (
-            prompt_gemm.refuses(m, n, k, gated) is None,
-            batch_gemm.choose(m, n, k, gated) is not None,
-        )
-    )
+def _choices(m: int, n: int, k: int) -> tuple[Choice, Choice]:
+    """What multiplies ``m`` rows by a weight ``[n, k]``, alone and with a gate behind."""
+    return choose(m, Product(n, k)), choose(m, Product(n, k, gated=True))

@@ -11,11 +11,13 @@ from sgla.kernels.cuda import batch_gemm, prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
+from sgla.kernels.gpu.tuning import Choice, Product, choose
 from sgla.kernels.ops import Norm
 from sgla.kernels.triton import elementwise
 
 NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
 GATES = {"silu": batch_gemm.SILU, "gelu_tanh": batch_gemm.GELU}
+SLOWER = "cuBLAS is faster for this shape"
 
 
 def refuses(work: Work, linear: Node) -> str | None:
@@ -35,16 +37,24 @@ def make(work: Work, linear: Node) -> list[Node]:
     return [Node(NAME, None, made, linear.results, linear.rows)]
 
 
-def _shape(work: Work, node: Node) -> tuple[int, int, int]:
-    return work.rows(node), *node.given["weight"].shape
+def _choice(work: Work, node: Node, gated: bool = False) -> Choice:
+    n, k = node.given["weight"].shape
+    return choose(work.rows(node), Product(n, k, gated))
+
+
+def _config(m: int, weight: Tensor, gated: bool = False) -> batch_gemm.Config:
+    n, k = weight.shape
+    config = choose(m, Product(n, k, gated)).config
+    assert isinstance(config, batch_gemm.Config)
+    return config
 
 
 def settle(work: Work, node: Node) -> None:
     """Choose the kernel, now that what stands around the layer is known."""
-    gated = node.given["epilogue"] in (batch_gemm.SILU, batch_gemm.GELU)
-    if prompt_gemm.refuses(*_shape(work, node), gated) is None:
+    kernel, _ = _choice(work, node, node.given["epilogue"] in GATES.values())
+    if kernel == "prompt tiles":
         node.fn, node.rule = _run_prompt, node.rule.replace("tiles", "prompt tiles")
-    elif batch_gemm.choose(*_shape(work, node), gated) is None:
+    elif kernel == "library":
         node.op, node.fn, node.rule = "linear", library, ""
     else:
         node.fn = _run
@@ -57,9 +67,7 @@ def settle(work: Work, node: Node) -> None:
 def _run(x: Tensor | batch_gemm.Unscaled, weight: Tensor, bias: Tensor | None, epilogue: int) -> Tensor:
     rows = x.contiguous() if isinstance(x, Tensor) else x
     m = rows.shape[0] if isinstance(rows, Tensor) else rows.x.shape[0]
-    n, k = weight.shape
-    config = batch_gemm.choose(m, n, k, epilogue in (batch_gemm.SILU, batch_gemm.GELU))
-    assert config is not None
+    config = _config(m, weight, epilogue in GATES.values())
     return batch_gemm.linear(rows, weight, config, bias=bias, epilogue=epilogue)
 
 
@@ -78,12 +86,9 @@ def library(x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: int) -> Te
 def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
     if linear.given["bias"] is not None:
         return "the layer has a bias"
-    m, n, k = _shape(work, linear)
-    if n % 16:
+    if linear.given["weight"].shape[0] % 16:
         return "its output width is no multiple of 16"
-    if batch_gemm.choose(m, n, k, True) is None:
-        return prompt_gemm.refuses(m, n, k, True)
-    return None
+    return SLOWER if _choice(work, linear, gated=True).kernel == "library" else None
 
 
 def gate(work: Work, linear: Node, act: Node) -> list[Node]:
@@ -94,8 +99,8 @@ def gate(work: Work, linear: Node, act: Node) -> list[Node]:
 def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
     if work.mixtures or work.e4m3:
         return "the next layer begins with a kernel that does the norm"
-    if batch_gemm.choose(*_shape(work, linear)) is None:
-        return "cuBLAS is faster for this shape"
+    if _choice(work, linear).kernel != "tiles":
+        return SLOWER
     return None if work.free(add.given["residual"]) else "the residual stream is read again"
 
 
@@ -114,8 +119,7 @@ def add(work: Work, linear: Node, add: Node) -> list[Node]:
 def _added(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
 ) -> tuple[batch_gemm.Unscaled, Tensor]:
-    config = batch_gemm.choose(x.shape[0], *weight.shape)
-    assert config is not None
+    config = _config(x.shape[0], weight)
     made = batch_gemm.linear_add(x.contiguous(), weight, config, Norm(residual, norm, eps), bias)
     return made, residual
 
@@ -130,7 +134,9 @@ def heads_refuses(work: Work, linear: Node, heads: Node) -> str | None:
     given = heads.given
     if not prompt_gemm.holds_heads(projection(given), given["kv"]):
         return "it rotates whole heads of 64 or 128 dimensions of bfloat16"
-    return prompt_gemm.refuses(*_shape(work, linear))
+    if _choice(work, linear).kernel == "prompt tiles":
+        return None
+    return prompt_gemm.refuses(work.rows(linear), *linear.given["weight"].shape) or SLOWER
 
 
 def heads(work: Work, linear: Node, heads: Node) -> list[Node]:
@@ -160,8 +166,9 @@ def draw(work: Work, linear: Node) -> list[Node]:
 
 def logits_refuses(work: Work, linear: Node) -> str | None:
     w = linear.given["w"]
-    found = refuses(work, linear) or batch_gemm.choose(work.rows(linear), w.n, w.k)
-    return found if isinstance(found, str) else None if found else "cuBLAS is faster for this shape"
+    if why := refuses(work, linear):
+        return why
+    return None if choose(work.rows(linear), Product(w.n, w.k)).kernel == "tiles" else SLOWER
 
 
 def logits(work: Work, linear: Node) -> list[Node]:
@@ -178,6 +185,6 @@ def _logits(work: Work, linear: Node, epilogue: int) -> list[Node]:
 def _logits_run(x: Tensor, weight: Tensor, epilogue: int, **given: Any) -> Tensor:
     m = x.shape[0]
     draws = epilogue == batch_gemm.DRAW
-    config = batch_gemm.choose_draw(m) if draws else batch_gemm.choose(m, *weight.shape)
+    config = batch_gemm.choose_draw(m) if draws else _config(m, weight)
     assert config is not None
     return batch_gemm.linear(x.contiguous(), weight, config, epilogue=epilogue, **given)

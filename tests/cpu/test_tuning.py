@@ -1,0 +1,185 @@
+"""Which kernel serves a product: tables, estimates, and what ``bench/tune.py`` makes of times, without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from test_compile import BASE, SHAPES
+
+from sgla.config import Config
+from sgla.device import nvidia
+from sgla.hub.source import ModelSource
+from sgla.kernels import device
+from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
+from sgla.kernels.gpu import tuning
+from sgla.kernels.gpu.tuning import LIBRARY, PROMPT, Choice, Line, Product, Table
+from sgla.worker import report
+
+H200 = nvidia("NVIDIA H200", (9, 0), 132)
+BENCH = Path(__file__).parents[2] / "bench"
+PRODUCT = Product(6144, 4096)
+QWEN = {"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(device, "_this", [H200])
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.syspath_prepend(str(BENCH))
+    tuning.table_of.cache_clear()
+    yield
+    tuning.table_of.cache_clear()
+
+
+def source_of(**more: Any) -> ModelSource:
+    return ModelSource("dummy", Path("dummy"), (), BASE | more, {})
+
+
+def write(*lines: Line) -> None:
+    tuning.file_of(H200.name).write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+    tuning.table_of.cache_clear()
+
+
+def before(m: int, n: int, k: int, gated: bool) -> Choice:
+    """What the launchers said by themselves, before there were tables."""
+    if m < batch_gemm.MIN_ROWS:
+        return Choice("few rows", skinny_gemm.choose(m, n // 2 if gated else n, k, gated))
+    clusters, rows = 132 // 2, -(-m // 256)
+    sides = n % (64 if gated else 32) == 0 and k % 64 == 0 and k >= 512
+    waves = -(-rows * -(-n // 256) // clusters)
+    if m > 256 and sides and m * n > 0.9 * waves * clusters * 256 * 256:
+        return PROMPT
+    config = batch_gemm.choose(m, n, k, gated)
+    return Choice("tiles", config) if config else LIBRARY
+
+
+def products() -> list[Product]:
+    import tune
+
+    found: dict[Product, None] = {}
+    for model in SHAPES.values():
+        inner = {"intermediate_size": 4 * model["hidden_size"], "vocab_size": 128_000}
+        layers = tune.layers_of(source_of(**model, **inner))
+        found |= dict.fromkeys(layer.product for layer in layers)
+    return list(found)
+
+
+@pytest.mark.parametrize(("every", "step"), [(4, 331), pytest.param(1, 1, marks=pytest.mark.slow)])
+def test_choices_are_those_from_before_the_tables(every: int, step: int) -> None:
+    """Of the products of all models, as estimated, and read from a table in which nothing was faster."""
+    import tune
+
+    rows = sorted({*range(1, 8193, step), *(m + d for m in tune.ROWS for d in (-1, 0, 1) if m + d)})
+    found = products()[::every]
+    assert len(found) > 80 / every
+    for product in found:
+        n, k, gated, _ = product
+        expected = [before(m, n, k, gated) for m in rows]
+        assert [tuning.choose(m, product) for m in rows] == expected
+        times = {(product, m): dict.fromkeys(tune.candidates(m, product, ""), 1.0) for m in tune.ROWS}
+        table = Table(tune.table(times, 0.03))
+        assert [table.find(m, product) or tuning.estimated(m, product) for m in rows] == expected
+
+
+def test_a_line_counts_for_its_rows_on_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = batch_gemm.Config(64, 2)
+    line = Line(*PRODUCT, first=33, last=64, kernel="tiles", config=config._asdict())
+    write(line, msgspec.structs.replace(line, first=65, last=96, kernel="library", config={}))
+    assert [tuning.measured(m, PRODUCT) for m in (32, 33, 64, 96, 97)] == [
+        None,
+        Choice("tiles", config),
+        Choice("tiles", config),
+        LIBRARY,
+        None,
+    ]
+    assert tuning.choose(96, PRODUCT) == LIBRARY != tuning.estimated(96, PRODUCT)
+    assert tuning.measured(64, PRODUCT._replace(gated=True)) is None
+    monkeypatch.setattr(device, "_this", [nvidia("NVIDIA H100 PCIe", (9, 0), 114)])
+    assert tuning.measured(64, PRODUCT) is None
+    assert tuning.file_of("NVIDIA H100 PCIe").name == "H100-PCIe.jsonl"
+
+
+def test_rules_and_their_report_follow_the_table() -> None:
+    source = source_of(**SHAPES["qwen3-8b"] | QWEN)
+    down = Product(4096, 12288)
+    assert tuning.estimated(64, down).kernel == "tiles"
+    forward = report.forward_of(Config(dtype="bfloat16"), source)
+    asked = report.Asked({"tokens": 64, "sampled": 0, "rows": 64})
+    plain = forward.rewritten("step", False, asked)
+    kind = forward._kind(forward._record("step", False), 64)
+    write(Line(*down, first=33, last=64, kernel="library"))
+    work = forward.rewritten("step", False, asked)
+    assert work.taken["tiles + added"] < plain.taken["tiles + added"]
+    assert work.refused["added", "cuBLAS is faster for this shape"] == 2
+    assert forward._kind(forward._record("step", False), 64) != kind
+    lines = list(report._lines("64 rows", work))
+    assert any("products: " in line and "2 as measured (" in line and "H200.jsonl)" in line for line in lines)
+
+
+def test_what_is_faster_by_little_is_not_taken() -> None:
+    import tune
+
+    first, other = tuning.estimated(64, PRODUCT), LIBRARY
+    assert tune.choose({first: 10.0, other: 9.8}, gain=0.03) == first
+    assert tune.choose({first: 10.0, other: 9.6}, gain=0.03) == other
+
+
+def test_the_bench_measures_in_its_order_until_its_time_is_spent() -> None:
+    import tune
+
+    layers = tune.layers_of(source_of(**SHAPES["qwen3-8b"] | QWEN))
+    assert [layer.behind for layer in layers] == ["heads", "add", "gate", "add", "logits"]
+    assert layers[2].product == Product(2 * 12288, 4096, gated=True)
+    left = iter(range(30))
+
+    def fake(layer: Any, m: int, choice: Choice) -> float:
+        next(left)
+        if choice.kernel == "tiles" and choice.config.tile == 192:
+            raise RuntimeError("does not compile")
+        return {"library": 5.0, "tiles": 9.0}.get(choice.kernel, 7.0)
+
+    spent = lambda: left.__length_hint__() == 0  # noqa: E731
+    measured = list(tune.measure(layers, (64, 1), fake, spent))
+    assert measured
+    assert len(measured) < len(layers)
+    times = {(layer.product, m): found for layer, m, found in measured}
+    lines = tune.table(times, 0.03)
+    assert all(line.kernel == "library" and line.last == 64 for line in lines)
+    assert all(line.us["library"] == 5.0 for line in lines)
+    read = [msgspec.json.decode(json.dumps(msgspec.to_builtins(line)), type=Line) for line in lines]
+    assert read == lines
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 64, 160, 256, 512, 8192])
+def test_candidates_can_run(m: int) -> None:
+    import tune
+
+    for product in (PRODUCT, Product(24576, 4096, gated=True), Product(8192, 1024), Product(1024, 3072)):
+        found = tune.candidates(m, product, "")
+        assert found[0] == tuning.estimated(m, product)
+        assert len(found) > (1 if m > 8 else 3)
+        for kernel, config in found:
+            if kernel == "tiles":
+                rows, tiles = batch_gemm.rows_of(config, m), batch_gemm._tiles(product.n, config.tile)
+                row_tiles = -(-m // rows)
+                assert batch_gemm._blocks(config, tiles, row_tiles, scaled=False) > 0
+                assert row_tiles == 1 or config.split == 1 or config.rows < batch_gemm.MAX_ROWS
+            if kernel == "prompt tiles":
+                assert prompt_gemm.refuses(m, *product[:3]) is None
+
+
+def test_tables_of_the_package_can_be_read() -> None:
+    for path in Path(tuning.__file__).with_name("tuned").glob("*.jsonl"):
+        lines = [msgspec.json.decode(line, type=Line) for line in path.read_bytes().splitlines()]
+        assert lines
+        spans = sorted((line.product, line.first, line.last) for line in lines)
+        assert all(first <= last for _, first, last in spans)
+        assert all(a[0] != b[0] or a[2] < b[1] for a, b in itertools.pairwise(spans))
+        for line in lines:
+            assert (line.choice.config is None) == (line.kernel not in tuning.CONFIGS)
