@@ -453,6 +453,18 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     hidden: list[bytes] | None = None
     verifies: int = 0  # steps so far that brought tokens where it may guess
 
+    @property
+    def bare(self) -> bool:
+        """It has tokens, and maybe how they end, but nothing that belongs to one of them."""
+        return self.logprobs is None and self.hidden is None and self.vector is None and self.error is None
+
+    def merge(self, later: Delta) -> None:
+        """Append a later one of the same child, which is ``bare``."""
+        self.tokens += later.tokens
+        self.finish, self.matched = later.finish, later.matched
+        self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
+        self.verifies = max(self.verifies, later.verifies)
+
 
 class Deltas(msgspec.Struct):
     """Schedule -> detokenize, one a step."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 SLICE = 32  # deltas that a turn of the loop takes at least: about a millisecond
+TOGETHER = 16  # tokens of an event that has waited, about
 TURN = 0.005  # seconds after which it takes no more, as where stop expressions are slow
 
 
@@ -76,6 +77,7 @@ class Detokenize(Actor[Deltas]):
         self._cancel = cancel
         self._children: dict[str, _Child] = {}
         self._backlog: deque[Delta] = deque()
+        self._last: dict[str, Delta] = {}  # of each child, the last one in the backlog
 
     def open(self, opened: Opened) -> None:
         """Begin a child's text. Called, not posted: it must exist before the scheduler's first Delta."""
@@ -84,13 +86,23 @@ class Detokenize(Actor[Deltas]):
 
     def handle(self, messages: deque[Deltas]) -> None:
         """A part of what there is to do, so that hundreds of streams do not hold up the loop; an eighth at
-        least, so that steps which come too fast do."""
-        backlog = self._backlog
+        least, so that steps which come too fast do. Tokens of a child join those that are still in the
+        backlog: where steps come faster than events can be sent, an event has several tokens."""
+        backlog, last = self._backlog, self._last
         for deltas in messages:
-            backlog.extend(deltas.items)
+            for delta in deltas.items:
+                before = last.get(delta.rid)
+                if before is not None and len(before.tokens) < TOGETHER and delta.bare:
+                    before.merge(delta)
+                    continue
+                last[delta.rid] = delta
+                backlog.append(delta)
         now = clock.now()
         for _ in range(min(len(backlog), max(SLICE, len(backlog) // 8))):
-            self._one(backlog.popleft(), now)
+            delta = backlog.popleft()
+            if last.get(delta.rid) is delta:
+                del last[delta.rid]
+            self._one(delta, now)
             if clock.now() - now > TURN:
                 break
         if backlog:
