@@ -91,6 +91,23 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Values:
+    """A SourceTensor of what has been read."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return self.tensor if rows is None else self.tensor[rows.start : rows.stop]
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
+
+
+@dataclass(frozen=True)
 class Slot:
     """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it."""
 
@@ -103,7 +120,7 @@ class Part(NamedTuple):
     ``stack[expert][rows]``, or ``rows`` of a matrix or vector."""
 
     name: str
-    expert: int
+    expert: int | None
     rows: range
 
 

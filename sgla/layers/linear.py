@@ -44,8 +44,11 @@ class MergedColumnLinear:
             inside.append((name, range(first, first + size)))
             at, first = at + len(rows), first + size
         if fused:
-            build.stacks[f"{fused}.weight"] = (first, k), [Part(f"{p}.weight", 0, rows) for p, rows in inside]
-            build.stacks[f"{fused}.bias"] = (first,), [Part(f"{p}.bias", 0, rows) for p, rows in inside]
+            build.stacks[f"{fused}.weight"] = (
+                (first, k),
+                [Part(f"{p}.weight", None, rows) for p, rows in inside],
+            )
+            build.stacks[f"{fused}.bias"] = (first,), [Part(f"{p}.bias", None, rows) for p, rows in inside]
 
     def _take_weight(self, at: int, rows: range, order: Tensor | None, source: SourceTensor) -> None:
         fill(self.weight, at, source, rows, order=order)
@@ -109,8 +112,12 @@ class RowLinear:
         self.bias = bias_vector if self.shard.rank == 0 else None  # it must enter the sum once
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = ops.linear(x, self.weight, self.bias)
+        y = self.part(x)
         return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
+
+    def part(self, x: Tensor) -> Tensor:
+        """What this rank has of the sum."""
+        return ops.linear(x, self.weight, self.bias)
 
 
 def split_heads(heads: int, kv_heads: int, shard: Shard) -> tuple[range, range]:

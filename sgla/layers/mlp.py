@@ -31,6 +31,10 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(ops.act_mul(self.gate_up(x), self.activation))
 
+    def part(self, x: Tensor) -> Tensor:
+        """Of which the sum over the ranks is the output."""
+        return self.down.part(ops.act_mul(self.gate_up(x), self.activation))
+
 
 class PlainMLP:
     """``down(act(up(x)))``: ``[T, d] -> [T, d]``. ``names``: of up and down in a checkpoint.

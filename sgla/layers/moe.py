@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.kernels.ops import Biases
 from sgla.kernels.panels import GROUP
-from sgla.kernels.routing import Gating, Routing
-from sgla.layers.build import Build, Part, fill
+from sgla.kernels.routing import Activation, Gating, Routing
+from sgla.layers.build import Build, Part, Share, Values, fill
+from sgla.layers.mlp import GatedMLP
 from sgla.quant.weight import SourceTensor, Weight, storage
 
 
 class MoE:
-    """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e: ``[T, d] -> [T, d]``.
+    """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e, and what ``shared``
+    makes: ``[T, d] -> [T, d]``.
 
     The experts lie behind each other: ``gate_up [E * 2 f, d]`` (each expert's gate rows, then its up rows)
-    and ``down [E * d, f]``. Ranks split every expert's f. transformers 5 keeps experts stacked in memory, and
-    writes them so if told not to convert back.
+    and ``down [E * d, f]``. Ranks split every expert's f. ``bias``: of the router and both products;
+    ``choice``: of the scores (``ops.Biases``). A file has the tensors of each expert, or all stacked as
+    transformers 5 keeps them in memory, or (``crossed``) stacked as gpt-oss has them, ``[input, output]``
+    with gate and up in turn.
     """
 
     def __init__(
@@ -31,41 +39,124 @@ class MoE:
         experts: int,
         routing: Routing,
         activation: Gating,
+        bias: bool = False,
+        choice: bool = False,
+        crossed: bool = False,
+        shared: SharedExpert | None = None,
     ) -> None:
-        self.shard, self.routing, self.activation = build.shard, routing, activation
-        own, f = build.shard.range(intermediate, GROUP), intermediate
+        self.shard, self.routing, self.activation, self.shared = build.shard, routing, activation, shared
+        self.own, self.experts = build.shard.range(intermediate, GROUP), experts
+        self.hidden, self.intermediate = hidden, intermediate
         inputs = [f"{name}.experts.{e}.{which}_proj" for e in range(experts) for which in ("gate", "up")]
         outputs = [f"{name}.experts.{e}.down_proj" for e in range(experts)]
         self.router = storage(build.plain).empty(experts, hidden)
-        self.gate_up = build.empty(experts * 2 * len(own), hidden, *inputs)
-        self.down = build.empty(experts * hidden, len(own), *outputs)
-        build.declare(
-            f"{name}.gate.weight",
-            (experts, hidden),
-            lambda source: fill(self.router, 0, source, range(experts)),
-        )
-        for i, part in enumerate(inputs):
-            take = partial(_take, self.gate_up, i * len(own), own, None)
-            build.declare(f"{part}.weight", (f, hidden), take)
-        for e, part in enumerate(outputs):
-            take = partial(_take, self.down, e * hidden, range(hidden), own)
-            build.declare(f"{part}.weight", (hidden, f), take)
-        build.stacks[f"{name}.experts.gate_up_proj"] = (
-            (experts, 2 * f, hidden),
-            [
-                Part(f"{part}.weight", i // 2, range(i % 2 * f, (i % 2 + 1) * f))
-                for i, part in enumerate(inputs)
-            ],
-        )
-        build.stacks[f"{name}.experts.down_proj"] = (
-            (experts, hidden, f),
-            [Part(f"{part}.weight", e, range(hidden)) for e, part in enumerate(outputs)],
+        self.gate_up = build.empty(experts * 2 * len(self.own), hidden, *inputs)
+        self.down = build.empty(experts * hidden, len(self.own), *outputs)
+        take = partial(_fill, self.router, 0, range(experts), None)
+        build.declare(f"{name}.gate.weight", (experts, hidden), take)
+        if crossed:
+            self._declare_crossed(build, f"{name}.experts")
+        else:
+            self._declare_each(build, f"{name}.experts", inputs, outputs)
+        row = [Part(f"{name}.gate.e_score_correction_bias", 0, range(experts))]  # as ERNIE has it
+        build.stacks[f"{name}.gate.moe_statics.e_score_correction_bias"] = (1, experts), row
+        self.biases = Biases(
+            build.vector(f"{name}.gate.bias", experts) if bias else None,
+            build.vector(f"{name}.gate.e_score_correction_bias", experts) if choice else None,
+            *(self._declare_biases(build, f"{name}.experts", crossed) if bias else ()),
         )
 
+    def _declare_each(self, build: Build, name: str, inputs: list[str], outputs: list[str]) -> None:
+        d, f, own = self.hidden, self.intermediate, self.own
+        for i, part in enumerate(inputs):
+            take = partial(_fill, self.gate_up, i * len(own), own, None)
+            build.declare(f"{part}.weight", (f, d), take)
+        for e, part in enumerate(outputs):
+            take = partial(_fill, self.down, e * d, range(d), own)
+            build.declare(f"{part}.weight", (d, f), take)
+        halves = range(f), range(f, 2 * f)
+        build.stacks[f"{name}.gate_up_proj"] = (
+            (self.experts, 2 * f, d),
+            [Part(f"{part}.weight", i // 2, halves[i % 2]) for i, part in enumerate(inputs)],
+        )
+        build.stacks[f"{name}.down_proj"] = (
+            (self.experts, d, f),
+            [Part(f"{part}.weight", e, range(d)) for e, part in enumerate(outputs)],
+        )
+
+    def _declare_crossed(self, build: Build, name: str) -> None:
+        d, f, own, size = self.hidden, self.intermediate, self.own, len(self.own)
+
+        def take_gate_up(source: SourceTensor) -> None:
+            for e, crossed in _experts(source):
+                for i in (0, 1):
+                    self.gate_up.put(own, None, Values(crossed[:, i::2].t()), (2 * e + i) * size)
+
+        def take_down(source: SourceTensor) -> None:
+            for e, crossed in _experts(source):
+                self.down.put(range(d), own, Values(crossed.t()), e * d)
+
+        build.declare(f"{name}.gate_up_proj", (self.experts, d, 2 * f), take_gate_up)
+        build.declare(f"{name}.down_proj", (self.experts, f, d), take_down)
+
+    def _declare_biases(self, build: Build, name: str, crossed: bool) -> tuple[Tensor, Tensor | None]:
+        """Of the products; that of ``down`` enters the sum over the ranks once."""
+        inner, own = torch.zeros(self.experts, 2 * len(self.own)), self.own
+        outer = torch.zeros(self.experts, self.hidden)
+
+        def take(source: SourceTensor) -> None:
+            both = source.dense()
+            parts = (both[:, ::2], both[:, 1::2]) if crossed else both.chunk(2, 1)
+            inner.copy_(torch.cat([part[:, own.start : own.stop] for part in parts], 1))
+
+        build.declare(f"{name}.gate_up_proj_bias", (self.experts, 2 * self.intermediate), take)
+        build.declare(f"{name}.down_proj_bias", tuple(outer.shape), lambda source: _copy(outer, source))
+        return inner, outer if self.shard.rank == 0 else None
+
     def __call__(self, x: Tensor) -> Tensor:
-        y = ops.moe(x, self.router, self.gate_up, self.down, self.routing, self.activation)
+        y = ops.moe(x, self.router, self.gate_up, self.down, self.routing, self.activation, self.biases)
+        if self.shared is not None:
+            y = y + self.shared(x)
         return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
 
 
-def _take(weight: Weight, at: int, rows: range, columns: range | None, source: SourceTensor) -> None:
+class SharedExpert:
+    """The MLP of a mixture that every token goes through: ``[T, d] -> [T, d]``, of which the sum over the
+    ranks is wanted. ``gated``: each token's is multiplied by the sigmoid of a number made of x."""
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        hidden: int,
+        intermediate: int,
+        activation: Activation,
+        bias: bool,
+        gated: bool,
+    ) -> None:
+        self.mlp = GatedMLP(build, f"{name}.shared_experts", hidden, intermediate, activation, bias)
+        self.gate: Tensor | None = None
+        if gated:
+            self.gate = gate = torch.zeros(1, hidden)
+            build.declare(
+                f"{name}.shared_expert_gate.weight", (1, hidden), lambda source: _copy(gate, source)
+            )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.mlp.part(x)
+        return y if self.gate is None else y * F.linear(x.float(), self.gate).sigmoid().to(y.dtype)
+
+
+def _experts(source: SourceTensor) -> Iterator[tuple[int, Tensor]]:
+    """The experts of a stack that are in a share of it, one after the other."""
+    index, count = (source.index, source.count) if isinstance(source, Share) else (0, 1)
+    for e in range(index, source.shape[0], count):
+        yield e, source.dense(range(e, e + 1))[0]
+
+
+def _copy(target: Tensor, source: SourceTensor) -> None:
+    target.copy_(source.dense())
+
+
+def _fill(weight: Weight, at: int, rows: range, columns: range | None, source: SourceTensor) -> None:
     fill(weight, at, source, rows, columns)

@@ -13,7 +13,7 @@ from sgla.layers.attention import LayerAttention, SelfAttention
 from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP, PlainMLP
-from sgla.layers.moe import MoE
+from sgla.layers.moe import MoE, SharedExpert
 from sgla.layers.norm import LayerNorm, Norm, RMSNorm
 from sgla.layers.rope import rope_table
 from sgla.layers.vocab import LMHead, VocabEmbedding
@@ -28,7 +28,7 @@ class CausalLM(ABC):
     checkpoints of this architecture may hold and the model does not need.
     """
 
-    ignored: ClassVar[tuple[str, ...]] = ()
+    ignored: tuple[str, ...] = ()
     embed: VocabEmbedding
     lm_head: LMHead
 
@@ -70,6 +70,8 @@ class Decoder(CausalLM):
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         super().__init__(spec, build, positions)
+        behind = range(spec.layers, spec.layers + spec.predictors)
+        self.ignored = (*self.ignored, *(f"model.layers.{i}." for i in behind))
         self._angles: dict[tuple[RopeSpec | None, int], Tensor] = {}
         self.embed = VocabEmbedding(
             build, "model.embed_tokens", spec.vocab, spec.hidden, spec.embedding_scale
@@ -121,6 +123,11 @@ class Decoder(CausalLM):
         assert spec.activation == "silu" or spec.activation == "gelu_tanh"  # of those with a gate
         if moe is None or index not in moe.layers:
             return GatedMLP(build, name, spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias)
+        shared = None
+        if moe.shared:
+            shared = SharedExpert(
+                build, name, spec.hidden, moe.shared, spec.activation, spec.mlp_bias, moe.shared_gate
+            )
         return MoE(
             build,
             name,
@@ -128,7 +135,11 @@ class Decoder(CausalLM):
             intermediate=moe.intermediate,
             experts=moe.experts,
             routing=moe.routing,
-            activation=spec.activation,
+            activation=moe.clamped or spec.activation,
+            bias=moe.bias,
+            choice=moe.choice,
+            crossed=moe.crossed,
+            shared=shared,
         )
 
     def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:

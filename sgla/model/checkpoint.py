@@ -79,11 +79,11 @@ def unstacked(
         if tensor.shape != shape:
             raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
         for part in parts:
-            if len(shape) < 3:
+            if part.expert is None:
                 yield part.name, Rows(tensor, part.rows)
             else:
                 assert isinstance(tensor, FileTensor)
-                size, at = (len(part.rows), shape[2]), part.rows.start
+                size, at = (len(part.rows), *shape[2:]), part.rows.start
                 row = part.expert * shape[1] + at
                 yield part.name, Slice(tensor.view, size, tensor.type, tensor.place, row, part.expert, at)
 

@@ -50,6 +50,7 @@ class Family:
     pattern: int = 0  # every how many layers there is one without a window, where no key says it
     windows_optional: bool = False
     scaled_embedding: bool = False  # by the root of the width
+    sinks: bool = False  # of attention
     mixture: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -117,6 +118,15 @@ _MIXTRAL = (
     (".w2.", ".down_proj."),
     (".w3.", ".up_proj."),
 )
+_GRANITE_MOE = (
+    (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+    (".block_sparse_moe.router.layer.", ".mlp.gate."),
+    (".block_sparse_moe.router.", ".mlp.gate."),
+    (".block_sparse_moe.", ".mlp."),
+    (".shared_mlp.input_linear.", ".mlp.shared_experts.gate_up_proj."),
+    (".shared_mlp.output_linear.", ".mlp.shared_experts.down_proj."),
+)
 
 
 def _sizes(
@@ -138,6 +148,37 @@ _GLM = _sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "rms_norm_eps": 1.5625e-07,
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
+}
+_OLMOE = {key: value for key, value in _DECODER.items() if key != "head_dim"} | {
+    "attention_bias": False,
+    "norm_topk_prob": False,
+}
+_GRANITE = {
+    "attention_bias": False,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_GRANITE_EXPERTS = _GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2}
+_ROUTED = {
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_BALANCED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_head_dim": None,  # the sum of both, which the class works out anew, as it does head_dim
 }
 _ROBERTA = Family(
     ("roberta", "xlm-roberta"), _BERT | {"vocab_size": 50265, "pad_token_id": 1}, _ENCODER, _SAME
@@ -270,6 +311,240 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:mixtral",
         renamed=_MIXTRAL,
     ),
+    "Qwen2MoeForCausalLM": Family(
+        ("qwen2_moe",),
+        _DECODER
+        | _WINDOWS
+        | _sizes(151936, 2048, 5632, 24, 16, 32768, 16)
+        | {
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "norm_topk_prob": False,
+            "mlp_only_layers": None,
+            "qkv_bias": True,
+        },
+        _CAUSAL,
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:qwen",
+        renamed=((".shared_expert.", ".shared_experts."),),
+        pattern=2,
+    ),
+    "OlmoeForCausalLM": Family(
+        ("olmoe",),
+        _OLMOE
+        | _sizes(50304, 2048, 2048, 16, 16, 4096)
+        | {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
+        _CAUSAL | {"clip_qkv": None},
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:olmo",
+        qk_norm="width",
+    ),
+    "FlexOlmoForCausalLM": Family(
+        ("flex_olmo",),
+        _OLMOE
+        | _sizes(100352, 4096, 11008, 32, 32, 4096)
+        | {"rope_theta": 5e5, "num_experts_per_tok": 5, "num_experts": 7},
+        _CAUSAL,
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.olmo:Olmo2",
+        mixture="sgla.model.mixture_spec:olmo",
+        qk_norm="width",
+    ),
+    "GptOssForCausalLM": Family(
+        ("gpt_oss",),
+        _DECODER
+        | _sizes(201088, 2880, 2880, 36, 64, 131072, 8)
+        | {
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1.5e5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "sliding_window": 128,
+            "layer_types": None,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        _CAUSAL,
+        {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:gpt_oss",
+        renamed=((".mlp.router.", ".mlp.gate."),),
+        pattern=2,
+        sinks=True,
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        ("deepseek_v2",),
+        _DECODER
+        | _sizes(102400, 4096, 11008, 32, 32, 2048)
+        | _LATENT
+        | {
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            "n_group": None,
+            "topk_group": None,
+        },
+        _CAUSAL | _BIASES | {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
+        {"num_experts": "n_routed_experts"},
+        model="sgla.model.latent:Latent",
+        attention="sgla.model.latent_spec:read",
+        mixture="sgla.model.mixture_spec:deepseek_v2",
+        interleaved=True,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        ("deepseek_v3",),
+        _DECODER
+        | _sizes(129280, 7168, 18432, 61, 128, 4096, 128)
+        | _LATENT
+        | _ROUTED
+        | {
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_nextn_predict_layers": 1,
+        },
+        _CAUSAL | _BALANCED | {"rope_interleave": True, "attention_bias": False},
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.latent:Latent",
+        attention="sgla.model.latent_spec:read",
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        interleaved=True,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        ("glm4_moe",),
+        _DECODER
+        | _sizes(151552, 4096, 10944, 46, 96, 131072, 8)
+        | _ROUTED
+        | {
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 128,
+            "moe_intermediate_size": 1408,
+            "num_nextn_predict_layers": 1,
+        },
+        _CAUSAL | _BALANCED,
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        qk_norm="head",
+        out_bias=False,
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        ("glm4_moe_lite",),
+        _DECODER
+        | _sizes(154880, 2048, 10240, 47, 20, 202752, 20)
+        | _LATENT
+        | _ROUTED
+        | {
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "mlp_layer_types": None,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "num_nextn_predict_layers": 1,
+        },
+        _CAUSAL
+        | _BALANCED
+        | {"rope_interleave": True, "attention_bias": False, "partial_rotary_factor": 1.0},
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.latent:Latent",
+        attention="sgla.model.latent_spec:read",
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        interleaved=True,
+    ),
+    "Dots1ForCausalLM": Family(
+        ("dots1",),
+        _DECODER
+        | _sizes(152064, 4608, 10944, 62, 32, 2048, 32)
+        | _ROUTED
+        | {
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "layer_types": None,
+            "attention_bias": False,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": None,
+            "n_shared_experts": None,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+        },
+        _CAUSAL | _BALANCED,
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        qk_norm="head",
+    ),
+    "GraniteMoeForCausalLM": Family(
+        ("granitemoe",),
+        _DECODER | _sizes(32000, 4096, 11008, 32, 32, 2048) | _GRANITE_EXPERTS,
+        _CAUSAL,
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:mixtral",
+        renamed=_GRANITE_MOE,
+    ),
+    "GraniteMoeSharedForCausalLM": Family(
+        ("granitemoeshared",),
+        _DECODER
+        | _sizes(32000, 4096, 11008, 32, 32, 2048)
+        | _GRANITE_EXPERTS
+        | {"shared_intermediate_size": 0},
+        _CAUSAL,
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:mixtral",
+        renamed=_GRANITE_MOE,
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        ("ernie4_5_moe",),
+        _DECODER
+        | _sizes(103424, 2560, 12288, 28, 20, 131072, 4)
+        | {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_norm_min": 1e-12,
+        },
+        _CAUSAL | {"use_bias": False, "moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
+        {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        model="sgla.model.llama:Ernie",
+        mixture="sgla.model.mixture_spec:ernie",
+        renamed=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+        interleaved=True,
+    ),
     "Gemma3ForCausalLM": Family(
         ("gemma3_text",),
         {
@@ -325,15 +600,7 @@ FAMILIES = {
     ),
     "GraniteForCausalLM": Family(
         ("granite",),
-        _DECODER
-        | _sizes(32000, 4096, 11008, 32, 32, 2048)
-        | _BIASES
-        | {
-            "embedding_multiplier": 1.0,
-            "attention_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
+        _DECODER | _sizes(32000, 4096, 11008, 32, 32, 2048) | _GRANITE | _BIASES,
         _CAUSAL,
         model="sgla.model.llama:Llama",
     ),
@@ -561,6 +828,7 @@ HARMLESS = frozenset(
     directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
     sentence_transformers sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka
     sinusoidal_pos_embds neftune_noise_alpha router_jitter_noise is_llama_config transformers.js_config
+    ep_size seq_aux aux_loss_alpha moe_capacity num_nextn_predict_layers num_mtp_layers
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(

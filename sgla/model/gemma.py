@@ -46,7 +46,7 @@ class Gemma3(Decoder):
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     )
-    ignored: ClassVar[tuple[str, ...]] = (
+    ignored: tuple[str, ...] = (
         "vision_tower.",
         "multi_modal_projector.",
         "model.vision_tower.",

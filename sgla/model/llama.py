@@ -46,3 +46,9 @@ class Starcoder2(Llama):
     """StarCoder 2 (arXiv 2402.19173): other names in MLPs without a gate."""
 
     plain_names = ("c_fc", "c_proj")
+
+
+class Ernie(Llama):
+    """ERNIE 4.5's mixtures, whose layers for guessing further tokens are left out."""
+
+    ignored = ("model.mtp_",)

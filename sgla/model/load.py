@@ -298,14 +298,14 @@ class _Dummy:
         if len(self.shape) == 1:
             value = 0.0 if self.name.endswith("bias") else 1.0
             return torch.full((len(rows),), value, device=self.device)
-        width = self.shape[1]
+        width = prod(self.shape[1:])
         at = (zlib.crc32(self.name.encode()) + rows.start * width) % POOL
         noise, count = _noise(self.seed, self.device), len(rows) * width
         if count <= CHUNK:
             values = noise[at : at + count]
         else:
             values = noise[torch.arange(at, at + count, device=self.device) % POOL]
-        return values.view(len(rows), width) * width**-0.5
+        return values.view(len(rows), *self.shape[1:]) * self.shape[1] ** -0.5
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
         return storage(kind).read(self, rows, columns)

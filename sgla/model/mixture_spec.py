@@ -3,37 +3,128 @@ keys of ``config.json``, as ``Family.mixture`` names them. Loads no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 
 from sgla.errors import ConfigError
-from sgla.kernels.routing import Routing
+from sgla.kernels.routing import Clamped, Routing
 from sgla.model.families import Reader
 from sgla.model.spec import EXPERTS, INNER, LAYERS, MoESpec
 
 
 def qwen(c: Reader, layers: int) -> MoESpec:
-    """A mixture in every ``decoder_sparse_step``-th layer but the ``mlp_only_layers``."""
+    """Qwen2-MoE and Qwen3-MoE: a mixture in every ``decoder_sparse_step``-th layer but the
+    ``mlp_only_layers``. Qwen2 has a shared expert with a gate."""
     step, dense = c.integer("decoder_sparse_step", LAYERS), c.integers("mlp_only_layers", LAYERS)
+    shared = "shared_expert_intermediate_size"
+    experts = _experts(c, 128)
     return MoESpec(
-        experts=(experts := _experts(c, 128)),
-        intermediate=c.integer("moe_intermediate_size", INNER),
-        routing=_routing(c, experts, normalize=c.flag("norm_topk_prob")),
-        layers=frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
+        experts,
+        c.integer("moe_intermediate_size", INNER),
+        _routing(c, experts, normalize=c.flag("norm_topk_prob")),
+        frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
+        shared=c.integer(shared, INNER) if shared in c.values else 0,
+        shared_gate=shared in c.values,
     )
 
 
 def mixtral(c: Reader, layers: int) -> MoESpec:
-    """A mixture in every layer, of MLPs as wide as ``intermediate_size``."""
-    experts = _experts(c, 8)
-    routing = _routing(c, experts, normalize=True)
+    """Mixtral and Granite: a mixture in every layer, of MLPs as wide as ``intermediate_size``."""
+    experts, shared = _experts(c, 8), "shared_intermediate_size"
+    return MoESpec(
+        experts,
+        c.integer("intermediate_size", INNER),
+        _routing(c, experts, normalize=True),
+        frozenset(range(layers)),
+        shared=c.integer(shared, INNER, 0) if c.given(shared) else 0,
+    )
+
+
+def olmo(c: Reader, layers: int) -> MoESpec:
+    """OLMoE and FlexOlmo: Mixtral's, and whether weights are normalized is said."""
+    experts = c.integer("num_experts", EXPERTS)
+    routing = _routing(c, experts, normalize=c.flag("norm_topk_prob"))
     return MoESpec(experts, c.integer("intermediate_size", INNER), routing, frozenset(range(layers)))
 
 
-def _experts(c: Reader, otherwise: int, names: Iterable[str] = ("num_experts", "num_local_experts")) -> int:
-    """Of a key with several names, which mean the same in transformers."""
-    given = [name for name in names if c.given(name)]
-    if len({str(c.values[name]) for name in given}) > 1:
-        raise ConfigError(f"config.json: {' and '.join(given)} are not the same", param="model")
+def gpt_oss(c: Reader, layers: int) -> MoESpec:
+    experts = c.integer("num_local_experts", EXPERTS)
+    return MoESpec(
+        experts,
+        c.integer("intermediate_size", INNER),
+        _routing(c, experts, normalize=True),
+        frozenset(range(layers)),
+        clamped=Clamped(c.number("swiglu_alpha"), c.number("swiglu_limit")),
+        bias=True,
+        crossed=True,
+    )
+
+
+def ernie(c: Reader, layers: int) -> MoESpec:
+    """ERNIE 4.5: a mixture in every ``moe_layer_interval``-th layer from one to another."""
+    first, last = c.integer("moe_layer_start_index", LAYERS, 0), layers - 1
+    if c.values["moe_layer_end_index"] != -1:
+        last = c.integer("moe_layer_end_index", LAYERS, 0)
+    step = c.integer("moe_layer_interval", LAYERS)
+    experts = c.integer("moe_num_experts", EXPERTS)
+    width = c.integer("moe_intermediate_size", INNER)
+    least = c.number("moe_norm_min")
+    return MoESpec(
+        experts,
+        width,
+        _routing(c, experts, key="moe_k", normalize=True, least=least),
+        frozenset(i for i in range(layers) if first <= i <= last and (i + 1) % step == 0),
+        choice=True,
+        shared=width * c.integer("moe_num_shared_experts", EXPERTS, 0),
+    )
+
+
+def deepseek_v2(c: Reader, layers: int) -> MoESpec:
+    """DeepSeek-V2 (arXiv 2405.04434): a softmax, and groups by their best expert."""
+    method = c.values.get("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise c.error("topk_method", "greedy or group_limited_greedy")
+    experts = c.integer("n_routed_experts", EXPERTS)
+    routing = _routing(c, experts, scale=c.number("routed_scaling_factor"))
+    if method == "group_limited_greedy":
+        routing = _grouped(c, experts, routing)
+    return _deepseek(c, experts, routing, _behind(c, layers))
+
+
+def deepseek_v3(c: Reader, layers: int) -> MoESpec:
+    """DeepSeek-V3 (arXiv 2412.19437): sigmoids, a bias that balances experts, groups by their best two."""
+    experts = c.integer("n_routed_experts", EXPERTS)
+    normalize, scale = c.flag("norm_topk_prob"), c.number("routed_scaling_factor")
+    routing = _routing(c, experts, sigmoid=True, normalize=normalize, least=1e-20, scale=scale)
+    routing = replace(_grouped(c, experts, routing), two=True)
+    return replace(_deepseek(c, experts, routing, _behind(c, layers)), choice=True)
+
+
+def _deepseek(c: Reader, experts: int, routing: Routing, layers: frozenset[int]) -> MoESpec:
+    width = c.integer("moe_intermediate_size", INNER)
+    shared = c.integer("n_shared_experts", EXPERTS)
+    return MoESpec(experts, width, routing, layers, shared=width * shared)
+
+
+def _behind(c: Reader, layers: int) -> frozenset[int]:
+    """The layers of a list of kinds, or those behind ``first_k_dense_replace``."""
+    kinds, first = c.values.get("mlp_layer_types"), 0
+    if kinds is not None:
+        known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+        if not known or len(kinds) != layers:
+            raise c.error("mlp_layer_types", f"a list of {layers} words, dense or sparse")
+        return frozenset(i for i, kind in enumerate(kinds) if kind == "sparse")
+    if "first_k_dense_replace" in c.values:
+        first = c.integer("first_k_dense_replace", LAYERS, 0)
+    elif "mlp_layer_types" in c.values:
+        first = 1
+    return frozenset(range(first, layers))
+
+
+def _experts(c: Reader, otherwise: int) -> int:
+    """Of a key with two names, which mean the same in transformers."""
+    given = [name for name in ("num_experts", "num_local_experts") if c.given(name)]
+    if len(given) == 2 and c.values[given[0]] != c.values[given[1]]:
+        raise ConfigError("config.json: num_experts and num_local_experts are not the same", param="model")
     return c.integer(given[0], EXPERTS) if given else otherwise
 
 
@@ -51,3 +142,14 @@ def _routing(
     if top_k > experts:
         raise ConfigError(f"config.json: {key}: {top_k} experts a token of {experts} experts", param="model")
     return Routing(top_k, "sigmoid" if sigmoid else "softmax", normalize, least=least, scale=scale)
+
+
+def _grouped(c: Reader, experts: int, routing: Routing) -> Routing:
+    """Raises ConfigError for groups that do not divide, and for those that have too few experts."""
+    groups = c.integer("n_group", EXPERTS)
+    kept, size = c.integer("topk_group", groups), experts // groups
+    if experts % groups or size < 2:
+        raise c.error("n_group", f"a number of groups with two experts or more of the {experts} each")
+    if kept * size < routing.top_k:
+        raise c.error("topk_group", f"enough groups of {size} experts for {routing.top_k} a token")
+    return replace(routing, groups=groups, kept=kept)

@@ -78,7 +78,7 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
     mixed = len(spec.moe.layers) if spec.moe else 0
     mlps = (spec.layers - mixed) * spec.intermediate
     if spec.moe:
-        mlps += mixed * spec.moe.experts * spec.moe.intermediate
+        mlps += mixed * (spec.moe.experts * spec.moe.intermediate + spec.moe.shared)
     table = spec.vocab * spec.hidden * vocab
     head = 0.0 if spec.tied else table / ranks
     layers = attention + (3 if spec.gated else 2) * spec.hidden * mlps

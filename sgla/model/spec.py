@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from sgla.errors import ConfigError
-from sgla.kernels.routing import Routing
+from sgla.kernels.routing import Clamped, Routing
 from sgla.model.families import GEMMA3, Family, Reader, check_keys, shown
 from sgla.model.methods import method_of
 from sgla.model.registry import architecture_of, check_architecture, family_of
@@ -77,6 +77,12 @@ class MoESpec:
     intermediate: int
     routing: Routing
     layers: frozenset[int]
+    clamped: Clamped | None = None  # in place of the model's activation
+    bias: bool = False  # of the experts and the router
+    choice: bool = False  # a bias of the scores, which decides who is chosen and not with what weight
+    crossed: bool = False  # a file has gpt-oss' stacks of experts
+    shared: int = 0  # width of an MLP that every token goes through, too; 0: there is none
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of a linear layer with one output
 
 
 class StateTensor(NamedTuple):
@@ -148,6 +154,7 @@ class ModelSpec:
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
     moe: MoESpec | None = None
+    predictors: int = 0  # layers behind the last, which guess further tokens; they are left out
     method: Method | None = field(default=None, compare=False)  # in which the checkpoint is quantized
 
     notes: tuple[str, ...] = ()  # about the file
@@ -237,13 +244,14 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         activation=_activation(c, family),
         context_len=_context(c, attention, positions),
         final_softcap=_number(c, family, "final_logit_softcapping", 0.0),
-        qkv_bias=family.qkv_bias or bias or _flag(c, family, "use_qkv_bias"),
+        qkv_bias=family.qkv_bias or bias or _flag(c, family, "use_qkv_bias", "qkv_bias"),
         out_bias=_out_bias(c, family, bias),
         mlp_bias=_flag(c, family, "mlp_bias", "use_bias"),
         tied=c.flag("tie_word_embeddings"),
         dtype=_dtype(c),
         moe=_mixture(c, family, layers),
-        qk_norm=family.qk_norm,
+        predictors=_predictors(c, family),
+        qk_norm=family.qk_norm if "use_qk_norm" not in family.defaults or c.flag("use_qk_norm") else "",
         norm=family.norm,
         norm_bias=family.norm_bias,
         norm_offset=family.norm_offset,
@@ -295,6 +303,7 @@ def _attention(
             rope=None if i in unrotated else local if window else rope,
             window=window,
             softcap=_number(c, family, "attn_logit_softcapping", 0.0),
+            sinks=family.sinks,
         )
         found.append(layer)
     return tuple(found)
@@ -326,6 +335,11 @@ def _number(c: Reader, family: Family, key: str, otherwise: float) -> float:
 
 def _flag(c: Reader, family: Family, *keys: str) -> bool:
     return any(c.flag(key) for key in keys if key in family.defaults)
+
+
+def _predictors(c: Reader, family: Family) -> int:
+    key = "num_nextn_predict_layers"
+    return c.integer(key, LAYERS, 0) if key in family.defaults and c.given(key) else 0
 
 
 def _out_bias(c: Reader, family: Family, bias: bool) -> bool:
@@ -401,8 +415,8 @@ def _mixture(c: Reader, family: Family, layers: int) -> MoESpec | None:
 
 def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
     """Gemma slides in layers of ``layer_types``, or all but every ``sliding_window_pattern``-th; Qwen only
-    when ``use_sliding_window`` is set, from layer ``max_window_layers`` on. The mixtures have one window for
-    all layers."""
+    when ``use_sliding_window`` is set, from layer ``max_window_layers`` on, or (Qwen2-MoE) in every other one
+    before it. Other mixtures have one window for all layers."""
     known = family.defaults
     if "sliding_window" not in known or ("use_sliding_window" in known and not c.flag("use_sliding_window")):
         window = 0
@@ -416,6 +430,8 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
         if not window and not c.given("max_window_layers"):
             return (0,) * layers
         first = c.integer("max_window_layers", POSITIONS, 0)
+        if family.pattern:  # and there are none from that layer on
+            return tuple(window if (i + 1) % family.pattern and i < first else 0 for i in range(layers))
         return tuple(window if i >= first else 0 for i in range(layers))
     if not window and family.windows_optional:
         return (0,) * layers

@@ -54,6 +54,9 @@ def save_checkpoint(
             # A tied embedding must be small beside the layers' updates, or the model repeats its input.
             small = "embed" in name and config.tie_word_embeddings
             parameter.normal_(shift, 0.04 if small else 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.15)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
 

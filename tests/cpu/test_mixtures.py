@@ -1,0 +1,227 @@
+"""Families of mixtures of experts: tiny random checkpoints against HF transformers, float32 on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SMALL, Eager, decided, random_prompts, save_checkpoint
+
+from sgla.errors import ConfigError
+from sgla.hub.source import open_source
+from sgla.model.load import load_model
+from sgla.model.sizes import weight_bytes
+from sgla.model.spec import ModelSpec
+
+PROMPTS = random_prompts([1, 7, 33, 60])
+LATENT = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
+GROUPS = ROUTED | {"n_group": 4, "topk_group": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "num_local_experts": 5,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "qwen2": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 72}),
+    "qwen2 sparse, with windows": (
+        "qwen2_moe",
+        EXPERTS
+        | {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 2, "norm_topk_prob": True}
+        | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "flex olmo": ("flex_olmo", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "gpt-oss": (
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
+        | {"swiglu_limit": 0.4, "swiglu_alpha": 1.5},
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        LATENT | GROUPS | {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 3.0, "n_shared_experts": 2},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        LATENT | ROUTED | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        LATENT | GROUPS | {"q_lora_rank": 24, "first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale_all_dim": 1.0}},
+    ),
+    "moonlight": (
+        "deepseek_v3",
+        LATENT | ROUTED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "glm-4.5": ("glm4_moe", ROUTED | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
+    "glm-4.5-air": ("glm4_moe", GROUPS | {"head_dim": 8, "first_k_dense_replace": 2}),
+    "glm-4.7-flash": ("glm4_moe_lite", LATENT | ROUTED | {"q_lora_rank": 24}),
+    "dots": ("dots1", ROUTED | {"head_dim": 8, "n_shared_experts": 2, "norm_topk_prob": True, "max_window_layers": 1, "sliding_window": 9}),
+    "granite": ("granitemoe", GRANITE | {"attention_bias": True}),
+    "granite shared": ("granitemoeshared", GRANITE | {"shared_intermediate_size": 64}),
+    "ernie": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32},
+    ),
+    "ernie without shared experts": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 0}
+        | {"moe_layer_end_index": 1, "moe_norm_min": 0.9},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    """In torch, in a CPU program in chunks, and a prompt alone."""
+    model_type, changes = FAMILIES[name]
+    hf = save_checkpoint(tmp_path, model_type, **changes)
+    model = load_model(open_source(tmp_path))
+    found = Eager(model).prompt_logprobs(PROMPTS)
+    expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    matrices = sum(p.numel() for key, p in hf.named_parameters() if p.dim() > 1 and "bias" not in key)
+    assert abs(weight_bytes(model.spec, "float32", None, 1) / 4 / matrices - 1) < 0.02
+    whole = decided(Eager(model, budget=150).generate(PROMPTS, 6))
+    assert decided(Eager(model, budget=40, native=True).generate(PROMPTS, 6)) == whole
+    assert decided(Eager(model, native=True).generate(PROMPTS[2:3], 6)) == whole[2:3]
+
+
+TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 97}
+DEEPSEEK = LATENT | GROUPS | {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12}
+V2 = ("deepseek_v2", DEEPSEEK | {"topk_method": "group_limited_greedy"})
+V3 = ("deepseek_v3", DEEPSEEK | {"first_k_dense_replace": 0})
+QWEN2 = ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 72})
+ERNIE = ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32})
+GPT_OSS = ("gpt_oss", {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3})
+# What the file says otherwise, with the same weights: the numbers are HF's, and others than before.
+CHANGED: list[tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = [
+    (V2, {"topk_method": "greedy"}),
+    (V2, {"topk_group": 3}),
+    (V2, {"n_group": 2, "topk_group": 1}),
+    (V2, {"routed_scaling_factor": 0.5}),
+    (V2, {"num_experts_per_tok": 2}),
+    (V3, {"norm_topk_prob": False}),
+    (V3, {"routed_scaling_factor": 1.0}),
+    (V3, {"n_group": 2}),
+    (V3, {"topk_group": 4}),
+    (V3, {"num_experts_per_tok": 1}),
+    (QWEN2, {"norm_topk_prob": True}),
+    (QWEN2, {"num_experts_per_tok": 6}),
+    (ERNIE, {"moe_k": 3}),
+    (ERNIE, {"moe_norm_min": 0.9}),
+    (GPT_OSS, {"swiglu_limit": 0.2}),
+    (GPT_OSS, {"swiglu_alpha": 4.0}),
+    (GPT_OSS, {"num_experts_per_tok": 1}),
+]
+
+
+@torch.no_grad()
+def test_every_key_of_routing_counts(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved: dict[str, tuple[Path, torch.Tensor]] = {}
+    ids = random_prompts([40], 97)
+    for (model_type, base), change in CHANGED:
+        if model_type not in saved:
+            folder = tmp_path / model_type
+            save_checkpoint(folder, model_type, **base | TINY)
+            saved[model_type] = folder, Eager(load_model(open_source(folder))).prompt_logprobs(ids)
+        folder, before = saved[model_type]
+        source = open_source(folder)
+        source.config.update(change)
+        found = Eager(load_model(source)).prompt_logprobs(ids)
+        hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **change).eval()
+        expected = hf(torch.tensor(ids)).logits[0].log_softmax(-1)
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=2e-4, msg=lambda m: f"{model_type} {change}: {m}"
+        )
+        assert (found - before).abs().max() > 1e-2, f"{model_type}: {change} is ignored"
+
+
+NAMES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "word"),
+    [
+        (V2, {"topk_method": "noaux_tc"}, "topk_method"),
+        (V2, {"scoring_func": "sigmoid"}, "scoring_func"),
+        (V2, {"norm_topk_prob": True}, "norm_topk_prob"),
+        (V2, {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (V2, {"n_group": None}, "n_group"),
+        (V2, {"num_experts_per_tok": None}, "num_experts_per_tok"),
+        (V2, {"num_experts": 5}, "num_experts"),
+        (V3, {"n_group": 3}, "n_group"),
+        (V3, {"n_group": 8}, "n_group"),
+        (V3, {"topk_group": 5}, "topk_group"),
+        (V3, {"topk_group": 1}, "topk_group"),
+        (V3, {"topk_group": 0}, "topk_group"),
+        (V3, {"n_routed_experts": 0}, "n_routed_experts"),
+        (V3, {"n_shared_experts": 0}, "n_shared_experts"),
+        (V3, {"scoring_func": "softmax"}, "scoring_func"),
+        (V3, {"topk_method": "greedy"}, "topk_method"),
+        (V3, {"rope_interleave": False}, "rope_interleave"),
+        (V3, {"routed_scaling_factor": 0}, "routed_scaling_factor"),
+        (V3, {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        (V3, {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        (QWEN2, {"num_experts": 0}, "num_experts"),
+        (QWEN2, {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        (QWEN2, {"num_experts_per_tok": True}, "num_experts_per_tok"),
+        (QWEN2, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+        (QWEN2, {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        (QWEN2, {"n_group": 2}, "n_group"),
+        (ERNIE, {"moe_k": 7}, "moe_k"),
+        (ERNIE, {"moe_num_experts": 0}, "moe_num_experts"),
+        (ERNIE, {"moe_layer_end_index": -2}, "moe_layer_end_index"),
+        (ERNIE, {"moe_norm_min": 0}, "moe_norm_min"),
+        (ERNIE, {"moe_gate": "top2_fused"}, "moe_gate"),
+        (ERNIE, {"use_bias": True}, "use_bias"),
+        (GPT_OSS, {"num_local_experts": 0}, "num_local_experts"),
+        (GPT_OSS, {"swiglu_limit": -7.0}, "swiglu_limit"),
+        (GPT_OSS, {"experts_per_token": 2}, "experts_per_token"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        (("olmoe", {}), {"clip_qkv": 8.0}, "clip_qkv"),
+        (("mixtral", {}), {"num_local_experts": 1 << 20}, "num_local_experts"),
+        (("glm4_moe_lite", LATENT | ROUTED), {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        (
+            ("glm4_moe_lite", LATENT | ROUTED),
+            {"mlp_layer_types": ["sparse", "dense", "thin"]},
+            "mlp_layer_types",
+        ),
+        (("granitemoe", GRANITE), {"shared_intermediate_size": 8}, "shared_intermediate_size"),
+    ],
+)
+def test_what_cannot_be_is_refused(family: tuple[str, Any], change: dict[str, Any], word: str) -> None:
+    """By name, before anything is loaded."""
+    model_type, changes = family
+    config = SMALL | changes | {"architectures": [NAMES[model_type]], "model_type": model_type}
+    ModelSpec.from_config(config)
+    with pytest.raises(ConfigError, match=word):
+        ModelSpec.from_config(config | change)
