@@ -99,6 +99,79 @@ def mixtral(**changes: Any) -> Config:
     return TINY | USUAL | own | changes
 
 
+def deepseek(version: int, **changes: Any) -> Config:
+    """As published; both have keys that transformers does not read."""
+    own = {
+        "architectures": [f"DeepseekV{version}ForCausalLM"],
+        "model_type": f"deepseek_v{version}",
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekConfig"},
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "moe_intermediate_size": 24,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "norm_topk_prob": version == 3,
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 4,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 32,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid" if version == 3 else "softmax",
+        "seq_aux": True,
+        "topk_group": 2,
+        "n_group": 4,
+        "topk_method": "noaux_tc" if version == 3 else "group_limited_greedy",
+        "v_head_dim": 8,
+    }
+    return TINY | USUAL | {"rms_norm_eps": 1e-6} | own | changes
+
+
+GPT_OSS: Config = TINY | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 2,
+    "experts_per_token": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 8,
+    "swiglu_limit": 0.5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
 def gemma3(**changes: Any) -> Config:
     own = {
         "architectures": ["Gemma3ForCausalLM"],
@@ -293,6 +366,59 @@ RUN: dict[str, Case] = {
     ),
     "Qwen3-MoE of transformers 5": Case(qwen3_moe(num_experts=..., num_local_experts=8)),
     "Mixtral-8x7B": Case(mixtral()),
+    "DeepSeek-V2": Case(deepseek(2)),
+    "DeepSeek-V2-Lite": Case(deepseek(2, q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1)),
+    "DeepSeek-V3": Case(deepseek(3, num_nextn_predict_layers=1)),
+    "gpt-oss-20b in bf16": Case(GPT_OSS),
+    "Qwen1.5-MoE-A2.7B": Case(
+        decoder(
+            "Qwen2MoeForCausalLM",
+            "qwen2_moe",
+            hidden_act="silu",
+            decoder_sparse_step=1,
+            max_window_layers=21,
+            moe_intermediate_size=24,
+            norm_topk_prob=False,
+            num_experts=6,
+            num_experts_per_tok=2,
+            output_router_logits=False,
+            router_aux_loss_coef=0.001,
+            shared_expert_intermediate_size=48,
+            sliding_window=32768,
+            use_sliding_window=False,
+        )
+    ),
+    "OLMoE-1B-7B": Case(
+        decoder(
+            "OlmoeForCausalLM",
+            "olmoe",
+            hidden_act="silu",
+            clip_qkv=None,
+            norm_topk_prob=False,
+            num_experts=6,
+            num_experts_per_tok=2,
+            rope_scaling=None,
+            router_aux_loss_coef=0.01,
+        )
+    ),
+    "ERNIE-4.5-21B-A3B": Case(
+        decoder(
+            "Ernie4_5_MoeForCausalLM",
+            "ernie4_5_moe",
+            hidden_act="silu",
+            moe_capacity=[64, 64, 64],
+            moe_gate="topk",
+            moe_intermediate_size=24,
+            moe_k=2,
+            moe_layer_interval=1,
+            moe_layer_start_index=1,
+            moe_num_experts=6,
+            moe_num_shared_experts=2,
+            moe_use_aux_free=True,
+            use_bias=False,
+            use_rmsnorm=True,
+        )
+    ),
     "Mixtral-8x22B": Case(mixtral(router_jitter_noise=0.0, head_dim=16)),
     "gemma-3-1b": Case(gemma3()),
     "gemma-3-270m": Case(
@@ -700,9 +826,9 @@ REFUSED: dict[str, Case] = {
             ("OPTForCausalLM", "opt", {"activation_function": "relu"}),
             ("FalconForCausalLM", "falcon", {"alibi": False}),
             ("PhiForCausalLM", "phi", {"partial_rotary_factor": 0.4}),
-            ("DeepseekV3ForCausalLM", "deepseek_v3", {"kv_lora_rank": 512}),
-            ("GptOssForCausalLM", "gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
-            ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", {}),
+            ("DeepseekV32ForCausalLM", "deepseek_v32", {"kv_lora_rank": 512}),
+            ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", {"moe_topk": 1}),
+            ("PhimoeForCausalLM", "phimoe", {"num_local_experts": 16}),
             ("Mamba2ForCausalLM", "mamba2", {"hidden_size": None}),
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
             ("NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "M-M*"}),

@@ -89,7 +89,9 @@ def test_what_runs_equals_transformers(name: str, tmp_path: Path, machine: Machi
     model = load_model(source)
     torch.testing.assert_close(Eager(model).prompt_logprobs([PROMPT]), expected, rtol=0, atol=1e-4)
     counted = sum(
-        slot.numel() for key, slot in hf.named_parameters() if slot.dim() > 1 and "vision" not in key
+        slot.numel()
+        for key, slot in hf.named_parameters()
+        if slot.dim() > 1 and "vision" not in key and not key.endswith("bias")
     )
     stacked = sum(1 for key, _ in hf.named_parameters() if key.endswith("mm_input_projection_weight"))
     assert stacked or abs(weight_bytes(model.spec, "float32", None, 1) / 4 / counted - 1) < 0.02
@@ -107,7 +109,7 @@ def test_what_does_not_run_is_refused_by_name(name: str, machine: Machine) -> No
         with pytest.raises(ConfigError) as caught:
             step()
         assert case.refused in caught.value.message.split("Supported:")[0]
-        assert len(caught.value.message) < 1200
+        assert len(caught.value.message) < 1500
 
 
 NOTED = {
@@ -143,7 +145,7 @@ def test_dual_chunks_bound_the_context() -> None:
         ("Qwen3MoEForCausalLM", "Qwen3MoeForCausalLM"),
         ("Llama4ForCausalLM", None),
         ("Llama3ForCausalLM", None),
-        ("DeepseekV3ForCausalLM", None),
+        ("DeepseekV32ForCausalLM", None),
         ("Phi4ForCausalLM", None),
     ],
 )
@@ -163,8 +165,10 @@ def test_families_have_the_keys_and_defaults_of_transformers(architecture: str) 
     theirs = AutoConfig.for_model(family.types[0] if architecture != "XLMRoberta" else "xlm-roberta")
     declared = {field.name: field.default for field in fields(theirs)}
     same = {"num_experts", "num_local_experts", "rope_parameters"}
+    if family.mixture:  # names that mean another key's
+        same |= family.same.keys()
     for key, default in declared.items():
-        known = key in family.defaults or key in family.fixed or key in HARMLESS
+        known = key in {*family.defaults, *family.fixed, *family.same, *HARMLESS}
         assert known or key.endswith(
             ("_token_id", "dropout", "dropout_prob", "_pdrop", "_coef", "_version", "output_attentions")
         ), key
