@@ -6,7 +6,9 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import sys
 
+import interpreter
 import pytest
 import torch
 from hypothesis import settings
@@ -42,6 +44,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
     return min(cores, memory >> 32) if cores > 1 else 0
+
+
+def pytest_collection_finish() -> None:
+    if "TRITON_INTERPRET" in os.environ and "triton" in sys.modules:
+        interpreter.patch_once()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

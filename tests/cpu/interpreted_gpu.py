@@ -12,12 +12,16 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import interpreter
 import numpy as np
 import torch
 from config_cases import gemma3
@@ -58,6 +62,7 @@ class Event(Nothing):
 
 def become_gpu() -> None:
     """From now on this process has one."""
+    interpreter.patch_once()
     real = load.load_weights
     pretend("A100")
     load.load_weights = real
