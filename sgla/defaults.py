@@ -18,7 +18,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
 from sgla.hub.demo import MODELS
 from sgla.hub.source import ModelSource, read_object
-from sgla.messages import Repetition, SamplingParams
+from sgla.messages import MAX_NGRAM, Repetition, SamplingParams
 from sgla.sched.repetition import check_repetition
 
 
@@ -50,9 +50,10 @@ SAMPLING: dict[str, Range] = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "repetition_penalty": Range(0.01, 2),  # far smaller ones make logits infinite
+    "no_repeat_ngram_size": Range(0, MAX_NGRAM),
     "max_tokens": TOKENS,
 }
-INTEGERS = {"top_k", "max_tokens"}
+INTEGERS = {"top_k", "no_repeat_ngram_size", "max_tokens"}
 REPETITION = "repetition_detection"  # may have a default, too, which only the user gives
 ALIASES = {"max_new_tokens": "max_tokens"}
 # What generation_config.json and general.sampling may ask for besides, with the values that ask for nothing.
@@ -64,7 +65,6 @@ LEFT_ASIDE: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
-    "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,),
     "min_length": (0,),
     "min_new_tokens": (0,),

@@ -103,8 +103,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     whose logprobs come in addition, wherever there are any. ``max_tokens=None`` means: up to the context
     length. ``stop_regex``: regular expressions that end an output like the strings of ``stop``; see
     ``text.regex``. ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed.
-    ``allowed_token_ids``: the only tokens an output may have, those that end it included. ``hidden_states``:
-    the answer has the model's last hidden state of every token that was computed.
+    ``allowed_token_ids``: the only tokens an output may have, those that end it included.
+    ``no_repeat_ngram_size``: no output has so many tokens in a row twice (0: off). ``hidden_states``: the
+    answer has the model's last hidden state of every token that was computed.
     """
 
     temperature: float = 1.0
@@ -115,6 +116,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
     logit_bias: dict[int, float] = {}
     bad_words: list[str] = []
     allowed_token_ids: list[int] | None = None
@@ -243,6 +245,7 @@ MAX_GRAMMAR = 1 << 18  # characters of a grammar, as given and as compiled: a pl
 MAX_BIASES = 4096  # tokens of logit_bias
 MAX_WORD_TOKENS = 2048  # of bad_words together, each word with and without a space before it
 MAX_STOP_IDS = 256  # that min_tokens holds back
+MAX_NGRAM = 64  # no_repeat_ngram_size: each step compares so many tokens at every place of the output
 
 
 class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
@@ -256,6 +259,7 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
+    ngram: int = 0  # SamplingParams.no_repeat_ngram_size
     min_tokens: int = 0
     stop_ids: list[int] = []  # suppressed until min_tokens outputs exist
     logit_bias: list[tuple[int, float]] = []

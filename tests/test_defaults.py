@@ -104,7 +104,7 @@ def test_nonsense_of_the_file_is_told_and_left_aside(wrong: dict[str, Any]) -> N
     [
         {"do_sample": False},
         {"num_beams": 4},
-        {"no_repeat_ngram_size": 3},
+        {"encoder_no_repeat_ngram_size": 3},
         {"mirostat": 2},
         {"guidance_scale": 1.5},
         {"stop_strings": ["x"]},

@@ -22,7 +22,7 @@ HELP = """/system [TEXT]     what the model is told before all else; without TEX
 COMMANDS = ("/system", "/set", "/save", "/load", "/clear", "/help", "/exit")
 SETTINGS = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size"),
 )
 
 

@@ -28,7 +28,7 @@ from sgla.errors import ConfigError, SglaError
 from sgla.observe.machine import detect
 
 # The server may have other defaults for its users; a task says what it wants, or greedy decoding.
-PLAIN = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+PLAIN = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "no_repeat_ngram_size": 0}
 TIMEOUT = 3600  # seconds for an answer, the wait for a place included
 HEAD = ("task", "metric", "filter", "value", "stderr", "samples", "shots")
 

@@ -19,7 +19,7 @@ Int32s = NDArray[np.int32]
 # A word of one token is an entry, two numbers; a longer one has less than two for each token.
 WIDTH = rules.HEAD.value + 1 + 2 * (MAX_BIASES + MAX_STOP_IDS + MAX_WORD_TOKENS)
 AT_ONCE = 64  # rows whose tokens are counted at a time
-PENALIZED, BIASED, WORDS, ALLOWED, THINKING = (1 << i for i in range(5))  # what a row wants
+PENALIZED, BIASED, WORDS, ALLOWED, THINKING, NGRAMS = (1 << i for i in range(6))  # what a row wants
 
 
 class DeviceRules:
@@ -46,6 +46,7 @@ class DeviceRules:
             WORDS: longer,
             ALLOWED: s.allowed,
             THINKING: s.thinking is not None,
+            NGRAMS: s.ngram,
         }
         had = self._wants[slot]
         self._wants[slot] = sum(flag for flag, wanted in wants.items() if wanted)
@@ -71,8 +72,8 @@ class DeviceRules:
 
     def apply(self, logits: Tensor, slots: Tensor, positions: Tensor, on_host: tuple[Int32s, Int32s]) -> None:
         """Change ``logits`` float32[S, V] of the tokens that will stand at ``positions`` of ``slots``,
-        int32[S] there and ``on_host``; in the order of ``rules.py``: biases, penalties, bad words, allowed
-        tokens, limits of reasoning."""
+        int32[S] there and ``on_host``; in the order of ``rules.py``: biases, penalties, runs that come once,
+        bad words, allowed tokens, limits of reasoning."""
         host_slots, host_positions = on_host
         wants = self._wants[host_slots]
         where = slots, positions, self._records
@@ -81,6 +82,9 @@ class DeviceRules:
         penalized = host_positions[wants & PENALIZED != 0]
         if len(penalized):
             rules.penalize(logits, self._tokens, *where, self._counts, int(penalized.max()))
+        repeating = host_positions[wants & NGRAMS != 0]
+        if len(repeating):
+            rules.lower_repeats(logits, self._tokens, *where, int(repeating.max()))
         if (wants & WORDS).any():
             rules.forbid(logits, self._tokens, *where, int(self._words[host_slots].max()))
         kept = np.flatnonzero(wants & ALLOWED)
@@ -100,7 +104,7 @@ def make_record(
     counted = 1 if s.repetition != 1 else prompt_len + 1 if s.frequency or s.presence else 0
     numbers = len(entries), len(longer), prompt_len, prompt_len + s.min_tokens, counted
     floats = np.array([s.repetition, s.frequency, s.presence, *entries.values()], np.float32).view(np.int32)
-    head = np.minimum([*numbers, *floats[:3], *thinking], 2**31 - 1)
+    head = np.minimum([*numbers, *floats[:3], *thinking, s.ngram], 2**31 - 1)
     begins = np.cumsum([0, *map(len, longer)])
     tokens = np.array([token for word in longer for token in word], np.int64)
     return np.concatenate([head, np.array(list(entries), np.int64), floats[3:], begins, tokens]).astype(

@@ -18,6 +18,8 @@ from sgla.messages import RowSampling, ThinkLimit
 from sgla.sampling.draw import Floats
 from sgla.sampling.processors import Custom, Kind
 
+FALL = np.float32(1e4)  # more than any two logits differ by
+
 
 class Rule(Protocol):
     def apply(self, logits: Floats, position: int) -> None:
@@ -45,6 +47,29 @@ class Penalties:
         if self._frequency or self._presence:
             ids, counts = np.unique(self._tokens[self._prompt_len : position], return_counts=True)
             logits[ids] -= self._presence + self._frequency * counts.astype(np.float32)
+
+
+class NoRepeats:
+    """Hugging Face's no_repeat_ngram_size, but for the output alone: a token that would make its last
+    ``size`` tokens occur twice falls by FALL, so that it comes only where nothing else may, as in a grammar.
+
+    One that has fallen does not fall again: on a GPU several threads may see the same token.
+    """
+
+    def __init__(self, tokens: NDArray[np.int32], prompt_len: int, size: int) -> None:
+        self._tokens = tokens
+        self._prompt_len = prompt_len
+        self._size = size
+
+    def apply(self, logits: Floats, position: int) -> None:
+        output = self._tokens[self._prompt_len : position]
+        last = np.arange(self._size - 1, len(output))  # where runs of ``size`` tokens end
+        for back in range(1, self._size):
+            if not len(last):
+                return
+            last = last[output[last - back] == output[-back]]
+        values = logits[output[last]]
+        logits[output[last]] = np.where(values > -FALL / 2, values - FALL, values)
 
 
 class Bias:
@@ -147,6 +172,8 @@ def make_rules(
         rules.append(Bias(sampling.logit_bias, vocab_size))
     if sampling.repetition != 1 or sampling.frequency or sampling.presence:
         rules.append(Penalties(tokens, prompt_len, sampling))
+    if sampling.ngram:
+        rules.append(NoRepeats(tokens, prompt_len, sampling.ngram))
     if sampling.min_tokens > 0 and sampling.stop_ids:
         rules.append(MinTokens(sampling.stop_ids, prompt_len + sampling.min_tokens, vocab_size))
     if sampling.bad_words:

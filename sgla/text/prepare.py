@@ -448,6 +448,7 @@ def row_sampling(
         presence=sampling.presence_penalty,
         frequency=sampling.frequency_penalty,
         repetition=sampling.repetition_penalty,
+        ngram=sampling.no_repeat_ngram_size,
         min_tokens=sampling.min_tokens,
         stop_ids=sorted(stop_ids),
         logit_bias=sorted(sampling.logit_bias.items()),

@@ -36,6 +36,7 @@ def make_requests() -> list[Submit]:
         submit("cold", stem * 3 + [5], 50, temperature=0.02, seed=2),
         submit("warm", stem * 2 + [9], 40, temperature=0.7, seed=3),
         submit("ruled", stem * 3 + [3], 40, repetition=1.01, frequency=0.01, min_tokens=12, stop_ids=[1, 2]),
+        submit("once", stem * 3, 40, ngram=2),
         submit("logprobs", stem * 2, 40, logprobs=2),
         submit("prompt", stem * 3, 25, prompt_logprobs=1),
         submit("short", stem, 1),
@@ -74,6 +75,13 @@ def test_text_is_the_same(runner: CpuRunner, alone: Transcript, limits: dict[str
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
     if "pages" in limits:
         assert core.stats().preemptions > 0
+
+
+def test_runs_that_come_once_do_so(alone: Transcript) -> None:
+    tokens = alone.tokens()
+    runs = {rid: list(zip(tokens[rid], tokens[rid][1:])) for rid in ("once", "greedy")}
+    assert len(set(runs["once"])) == len(runs["once"]) == 39
+    assert len(set(runs["greedy"])) < 59
 
 
 def entries(deltas: list[Any]) -> list[Any]:

@@ -1,5 +1,5 @@
-"""Bad words, allowed tokens and limits of reasoning: on the host and by the GPU's kernels, against their definitions; penalties and
-biases by these kernels against those on the host."""
+"""Bad words, runs that do not come twice, allowed tokens and limits of reasoning: on the host and by the GPU's kernels, against their
+definitions; penalties and biases by these kernels against those on the host."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from transformers import NoBadWordsLogitsProcessor
+from transformers import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from sgla.kernels.triton import rules
 from sgla.messages import MAX_BIASES, MAX_STOP_IDS, MAX_WORD_TOKENS, NewRow, RowSampling, ThinkLimit
 from sgla.sampling import Sampler, device_rules
 from sgla.sampling.device import DeviceSampler
+from sgla.sampling.rules import FALL
 
 VOCAB, PROMPT, CONTEXT = 12, 6, 40
 OPEN, CLOSE = 10, 11
@@ -28,7 +29,7 @@ def on_host(sampling: RowSampling, tokens: np.ndarray, logits: np.ndarray) -> np
     sampler.admit(1, PROMPT, sampling)
     assert not sampler.plain(np.array([1], np.int32))
     changed = logits.copy()
-    for rule in sampler._choices[1].rules:  # type: ignore[union-attr]
+    for rule in sampler._of_slot[1].rules:  # type: ignore[union-attr]
         rule.apply(changed, len(tokens))
     return changed
 
@@ -90,6 +91,25 @@ def test_bad_words_are_forbidden_as_in_transformers(narrowed: Narrowed) -> None:
 
 
 @EITHER
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_runs_do_not_come_twice_as_in_transformers(narrowed: Narrowed, size: int) -> None:
+    """Of the output alone. What transformers forbids stays possible where all else is forbidden."""
+    oracle, found = NoRepeatNGramLogitsProcessor(size), 0
+    for tokens, logits in cases(30):
+        tokens %= 2
+        output = torch.from_numpy(tokens[PROMPT:]).long()[None]
+        forbidden = oracle(output, torch.from_numpy(logits)[None])[0].numpy() == -np.inf
+        got = narrowed(RowSampling(ngram=size), tokens, logits)
+        np.testing.assert_array_equal(got, np.where(forbidden, logits - FALL, logits))
+        found += int(forbidden.sum())
+    assert found > 2
+    alone = RowSampling(ngram=1, allowed=[0])
+    assert np.flatnonzero(np.isfinite(narrowed(alone, np.zeros(PROMPT + 1, np.int32), logits))).tolist() == [
+        0
+    ]
+
+
+@EITHER
 def test_only_allowed_tokens_stay_and_none_that_is_forbidden(narrowed: Narrowed) -> None:
     for tokens, logits in cases(5):
         got = narrowed(RowSampling(allowed=[2, 7, VOCAB]), tokens, logits)
@@ -141,8 +161,8 @@ def test_all_rules_of_all_rows_are_those_of_the_host() -> None:
         ),
         RowSampling(bad_words=words, logit_bias=[(4, 1.0), (5, 0.1)], stop_ids=[5, 6], min_tokens=CONTEXT),
         RowSampling(bad_words=words, repetition=0.7, allowed=[1, 2, 7]),
-        RowSampling(frequency=-1.5, stop_ids=[3], min_tokens=2),
-        RowSampling(thinking=ThinkLimit(2, OPEN, CLOSE, True)),
+        RowSampling(frequency=-1.5, stop_ids=[3], min_tokens=2, ngram=2),
+        RowSampling(thinking=ThinkLimit(2, OPEN, CLOSE, True), ngram=1),
         RowSampling(thinking=ThinkLimit(2**31 - 1, OPEN, CLOSE, True), presence=2.0),
         RowSampling(),
     ]
@@ -157,7 +177,7 @@ def test_all_rules_of_all_rows_are_those_of_the_host() -> None:
         changed = torch.from_numpy(logits.copy())
         change(sampler, changed, slots, positions)
         for row, slot, position in zip(logits, slots, positions):
-            for rule in host._choices[slot].rules:  # type: ignore[union-attr]
+            for rule in host._of_slot[slot].rules:  # type: ignore[union-attr]
                 rule.apply(row, position)
         np.testing.assert_array_equal(changed, logits)
 

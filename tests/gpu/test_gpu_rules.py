@@ -21,10 +21,10 @@ def asked(row: int, tokens: np.ndarray, end: int) -> RowSampling:
     words = [[*tokens[end - n : end].tolist(), int(tokens[n])] for n in (1, 2, 20, size)]
     words += [[int(tokens[3])], [7, *words[-1][1:]]]
     sampling = {
-        0: RowSampling(repetition=1.3, frequency=0.37, presence=-0.6),
+        0: RowSampling(repetition=1.3, frequency=0.37, presence=-0.6, ngram=1 + row % 4),
         1: RowSampling(logit_bias=[(token, 100 * rng.standard_normal()) for token in kept[:MAX_BIASES]]),
         2: RowSampling(bad_words=words, repetition=0.83, stop_ids=kept[:MAX_STOP_IDS], min_tokens=end),
-        3: RowSampling(thinking=ThinkLimit(5 + row, 11, 12, bool(row % 2))),
+        3: RowSampling(thinking=ThinkLimit(5 + row, 11, 12, bool(row % 2)), ngram=2),
         4: RowSampling(allowed=kept, frequency=0.1),
         5: RowSampling(),
     }

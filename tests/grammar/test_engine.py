@@ -330,7 +330,7 @@ def test_forced_tokens_come_at_once_and_are_those_that_would_be_sampled(
     start: Start, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     engine = start(depth=depth)
-    changes: dict[str, Any] = {"frequency_penalty": 0.3, "repetition_penalty": 1.2}
+    changes: dict[str, Any] = {"frequency_penalty": 0.3, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3}
 
     def made(grammars: list[Grammar]) -> tuple[list[tuple[list[int], str | None]], int]:
         before = engine.stats().steps

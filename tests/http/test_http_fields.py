@@ -348,3 +348,25 @@ def test_a_choice_without_tokens_is_the_worst() -> None:
     from sgla.http.openai.text import mean_logprob
 
     assert mean_logprob(Choice(0)) == -math.inf
+
+
+async def test_every_route_lets_runs_come_once(serve: Serve) -> None:
+    site = await serve()
+    chat = {"model": "", "messages": USER}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": chat,
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": chat | {"max_tokens": 9},
+    }
+    for path, body in bodies.items():
+        status, reply = await site.post(path, body | {"no_repeat_ngram_size": 4})
+        assert (status, site.ingress.jobs[-1].sampling.no_repeat_ngram_size) == (200, 4), (path, reply)
+        status, reply = await site.post(path, body | {"no_repeat_ngram_size": 65})
+        assert status == 400
+        assert "no_repeat_ngram_size must be" in reply["error"]["message"]
+    await site.post("/generate", {"text": "a", "sampling_params": {"no_repeat_ngram_size": 3}})
+    assert site.ingress.jobs[-1].sampling.no_repeat_ngram_size == 3
+    beams = {"prompt": "a", "use_beam_search": True, "temperature": 0, "no_repeat_ngram_size": 2}
+    status, reply = await site.post("/v1/completions", beams)
+    assert (status, reply["error"]["param"]) == (400, "no_repeat_ngram_size")

@@ -49,7 +49,7 @@ def test_tokens_and_logprobs_are_those_of_transformers(name: str) -> None:
             count, top = len(pin["tokens"]), len(pin["top"][0])
             wish = {
                 "temperature": 0,
-                "repetition_penalty": 1,
+                "no_repeat_ngram_size": 0,
                 "echo": True,
                 "logprobs": top,
                 "return_token_ids": True,

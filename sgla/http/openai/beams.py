@@ -27,6 +27,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "repetition_penalty": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
     "repetition_detection": (None,),
     "logit_bias": (None, {}),
     "bad_words": (None, []),

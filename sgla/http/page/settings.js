@@ -4,6 +4,7 @@ import { $, button, labelled, make } from "./dom.js";
 const NUMBERS = [
   ["temperature", 0.1], ["top_p", 0.05], ["top_k", 1], ["min_p", 0.01], ["max_tokens", 1], ["seed", 1],
   ["presence_penalty", 0.1], ["frequency_penalty", 0.1], ["repetition_penalty", 0.05],
+  ["no_repeat_ngram_size", 1],
 ];
 const PENALTIES = ["presence_penalty", "frequency_penalty", "repetition_penalty"];
 const CITY = {

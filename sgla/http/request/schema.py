@@ -181,6 +181,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     sampling_seed: int | None = None

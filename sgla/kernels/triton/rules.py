@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Numbers at the beginning of a record. UNTIL: the position before which stop tokens are banned; COUNTED: 1 +
-# the first position that counts for penalties; LIMIT: 1 + tokens of reasoning. The last two are 0 where there
-# is neither.
+# the first position that counts for penalties; LIMIT: 1 + tokens of reasoning; NGRAM: tokens in a row that do
+# not come twice. The last three are 0 where there is none.
 ENTRIES = tl.constexpr(0)
 WORDS = tl.constexpr(1)
 PROMPT = tl.constexpr(2)
@@ -29,9 +29,11 @@ LIMIT = tl.constexpr(8)
 OPEN = tl.constexpr(9)
 CLOSE = tl.constexpr(10)
 OPENED = tl.constexpr(11)
-HEAD = tl.constexpr(12)
+NGRAM = tl.constexpr(12)
+HEAD = tl.constexpr(13)
 
 SEEN = tl.constexpr(1 << 30)  # in a count: the token is in the prompt
+FALL = tl.constexpr(1e4)  # ``sampling/rules.py: FALL``
 HISTORY = 1024  # tokens of a history that a program looks at, or looks at together
 CHUNK = 4096  # logits
 SOME = 64  # words that a program compares
@@ -119,6 +121,27 @@ def _forbid(
     tl.store(logits + row * vocab + end, float("-inf"), mask=alive)
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _fall(logits, tokens, stride, slots, positions, records, width, vocab, BLOCK: tl.constexpr):
+    """Programs that meet the same token write the same: what has fallen does not fall again."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    record = records + slot * width
+    size = tl.load(record + NGRAM)
+    if size > 0:
+        position, history = tl.load(positions + row), tokens + slot * stride
+        i = tl.load(record + PROMPT) + size - 1 + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        alive = i < position
+        back = 1
+        while (back < size) & (tl.sum(alive.to(tl.int32), 0) > 0):
+            there = tl.load(history + i - back, mask=alive, other=-1)
+            alive = alive & (there == tl.load(history + position - back))
+            back += 1
+        at = logits + row * vocab + tl.load(history + i, mask=alive, other=0)
+        x = tl.load(at, mask=alive, other=0.0)
+        tl.store(at, tl.where(x > -FALL / 2, x - FALL, x), mask=alive)
+
+
 @triton.jit
 def _later(a, b):
     return tl.maximum(a, b)
@@ -193,6 +216,16 @@ def forbid(
     _forbid[(len(logits), triton.cdiv(most, SOME))](
         logits, tokens, tokens.stride(0), slots, positions, records, records.stride(0), logits.shape[1],
         SOME=SOME, DEEP=DEEP,
+    )  # fmt: skip
+
+
+def lower_repeats(
+    logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, records: Tensor, longest: int
+) -> None:
+    """Let tokens fall that would complete what the output has had; arguments as in ``penalize``."""
+    _fall[(len(logits), triton.cdiv(longest, HISTORY))](
+        logits, tokens, tokens.stride(0), slots, positions, records, records.stride(0), logits.shape[1],
+        BLOCK=HISTORY,
     )  # fmt: skip
 
 
