@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
+import weakref
 
 import pytest
 
@@ -53,3 +55,28 @@ async def test_it_is_given_back_after_growth_and_then_ever_more_rarely(
     watch.close()
     grown, again = 2, 11  # the looks that saw the last of a growth
     assert given == [grown + 1, grown + 3, grown + 7, again + 1, again + 3]
+
+
+async def test_what_failed_requests_leave_is_collected_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        """As an error and its traceback refer to each other."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    held = weakref.ref(Held())
+    given: list[object] = []
+    looked: list[int] = []
+    monkeypatch.setattr(memory, "resident", lambda: (200 if looked else 100) << 20)
+    monkeypatch.setattr(memory, "give_back", lambda: given.append(held()))
+    monkeypatch.setattr("sgla.observe.memory.INTERVAL", 0.001)
+    gc.disable()
+    try:
+        watch = MemoryWatch()
+        looked.append(1)
+        while not given:
+            await asyncio.sleep(0.001)
+        watch.close()
+    finally:
+        gc.enable()
+    assert given[0] is None

@@ -25,7 +25,7 @@ from sgla.messages import MAX_GRAMMAR, Control, Grammar
 log = logging.getLogger(__name__)
 
 ENTRIES = 256
-ENTRY_BYTES = 32 << 20
+ENTRY_BYTES = 4 << 20  # of their sources; less than workers keep (``matcher.KEPT_BYTES``)
 REFUSALS = 4096
 FIRST = 0.2  # seconds of CPU time that a grammar has before it makes room for others
 TIMEOUT = 5.0  # that it may take alone

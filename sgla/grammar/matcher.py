@@ -22,6 +22,7 @@ from sgla.messages import RowSampling
 log = logging.getLogger(__name__)
 
 KEPT = 256  # compiled grammars; copies of them are cheap
+KEPT_BYTES = 8 << 20  # of their sources, each byte of which takes about 20 when it is compiled
 Words = NDArray[np.uint32]  # a mask of tokens: bit i % 32 of word i // 32 says whether token i may come
 TEMPLATES = 2  # of one source, for each thread that makes masks
 RUN = 64  # forced tokens of a row that one step's result brings at most: it has to fit its ring
@@ -69,6 +70,7 @@ class Matchers:
         self._tokenizer: LLTokenizer | None = None
         self.tokens: list[bytes] = []
         self._compiled: OrderedDict[str, Future[Compiled]] = OrderedDict()  # by source; done or under way
+        self._bytes = 0  # of these sources
         self._beginnings: dict[bytes, NDArray[np.intp]] = {}
 
     def control(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -124,8 +126,12 @@ class Matchers:
         try:
             return self._look_up(source).result()
         except MatchFailed:
-            del self._compiled[source]
+            self._forget(source)
             raise
+
+    def _forget(self, source: str) -> None:
+        if self._compiled.pop(source, None) is not None:
+            self._bytes -= len(source)
 
     def _look_up(self, source: str, beside: bool = False) -> Future[Compiled]:
         """What there is of it. What is new is compiled at once, or ``beside`` the steps."""
@@ -133,8 +139,9 @@ class Matchers:
         found = self._compiled.get(source)
         if found is None:
             found = self._compiled[source] = Future()
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+            self._bytes += len(source)
+            while len(self._compiled) > KEPT or (self._bytes > KEPT_BYTES and len(self._compiled) > 1):
+                self._forget(next(iter(self._compiled)))
             if beside:
                 threading.Thread(
                     target=self._compile, args=(source, found), name="grammar", daemon=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 from sgla import memory
 
@@ -13,8 +14,9 @@ SLACK = 4 << 20  # bytes that are not worth the while
 
 class MemoryWatch:
     """What is freed goes back to the system, in a thread: soon after each growth, then ever more rarely while
-    the process is larger than at its smallest, since what was in use at first may be freed later. On the
-    running loop until ``close``."""
+    the process is larger than at its smallest, since what was in use at first may be freed later. Failed
+    requests leave objects that refer to each other, and perhaps to large ones, so those are collected first,
+    but for the oldest. On the running loop until ``close``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -36,6 +38,7 @@ class MemoryWatch:
         self._least, self._last = min(self._least, now), now
         if now > self._least + SLACK and self._looks >= self._pause:
             self._looks, self._pause = 0, min(2 * self._pause, int(LONGEST / INTERVAL))
+            gc.collect(1)
             self._loop.run_in_executor(None, memory.give_back).add_done_callback(lambda _: self._wait())
         else:
             self._wait()

@@ -20,6 +20,7 @@ PARTS = 8 * POSITIONS  # the same of everything in them: groups, branches, asser
 LENGTH = 4096  # of all expressions of a request together, as they are written
 DEPTH = 50
 KEPT = 16384  # groups in the steps, and masks of characters, that an automaton keeps
+AUTOMATA = 8  # that are kept, of up to 5 MiB each
 
 # What stands on either side of a boundary between characters. The end is seen only when the text is complete.
 START, END, NEWLINE, WORD, OTHER, UNKNOWN = range(6)
@@ -275,7 +276,7 @@ class Automaton:
         return Cat((*parts[:least], *(Alt((part, EMPTY)) for part in parts[least:])))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=AUTOMATA)
 def automaton(expressions: tuple[str, ...]) -> Automaton:
     return Automaton(expressions)
 

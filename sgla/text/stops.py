@@ -15,6 +15,8 @@ from typing import Protocol
 from sgla.messages import SamplingParams
 from sgla.text.regex import Automaton, automaton
 
+KEPT = 4  # automata of strings, of up to 2 MiB each; ordinary ones are made in microseconds
+
 
 class Stops(Protocol):
     """The state of one output."""
@@ -51,7 +53,7 @@ class _Node:
         self.match = ""
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=KEPT)
 def _automaton(stops: tuple[str, ...]) -> _Node:
     """The root of the trie of ``stops`` with failure links;
     read-only, shared by the requests that use them."""

@@ -178,6 +178,14 @@ def test_grammars_of_requests_that_never_came_are_bounded(
     for number in range(5):
         compiled_beside(matchers, LLMatcher.grammar_from_regex(f"unused{number}"), tmp_path / "source")
     assert len(matchers._compiled) == 3
+    kept = list(matchers._compiled)
+    monkeypatch.setattr(matcher_module, "KEPT_BYTES", 2 * len(kept[0]))
+    for number in range(2):
+        compiled_beside(matchers, LLMatcher.grammar_from_regex(f"larger{number}"), tmp_path / "source")
+        assert matchers._bytes == sum(map(len, matchers._compiled)) <= 2 * len(kept[0])
+    monkeypatch.setattr(matcher_module, "KEPT_BYTES", 1)
+    compiled_beside(matchers, LLMatcher.grammar_from_regex("alone"), tmp_path / "source")
+    assert len(matchers._compiled) == 1
 
 
 def test_a_grammar_that_does_not_compile_fails_those_who_wait_and_is_forgotten(
