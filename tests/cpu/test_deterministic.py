@@ -11,7 +11,7 @@ from tiny import VOCAB, make_core, run, submit, tiny_config, tiny_source
 from sgla.errors import ConfigError
 from sgla.kernels.build import BuildError
 from sgla.messages import Submit, TokenLogprob
-from sgla.worker import start
+from sgla.worker import start_cpu
 from sgla.worker.cpu import CpuRunner
 
 
@@ -76,6 +76,6 @@ def test_refuses_what_torch_computes(what: str, monkeypatch: pytest.MonkeyPatch)
         raise BuildError("g++ is too old")
 
     if what == "no native kernels":
-        monkeypatch.setattr(start, "library", nothing)
+        monkeypatch.setattr(start_cpu, "library", nothing)
     with pytest.raises(ConfigError, match=f"deterministic.*{what}"):
-        start.cpu_runner(config, tiny_source(**MIXTURE if what == "mixtures" else {}), 0, 1, "", print)
+        start_cpu.cpu_runner(config, tiny_source(**MIXTURE if what == "mixtures" else {}), 0, 1, "", print)

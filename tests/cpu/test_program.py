@@ -28,7 +28,7 @@ from sgla.kernels.routing import Routing
 from sgla.messages import Progress
 from sgla.quant.weight import Weight, pack
 from sgla.sampling.draw import Distribution, draw
-from sgla.worker import start
+from sgla.worker import start_cpu
 
 pytestmark = pytest.mark.native
 
@@ -349,11 +349,11 @@ def test_compilation_is_a_phase_of_the_start(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(build, "source_folder", lambda device: tmp_path)
     monkeypatch.setattr(build, "supported", lambda: [build.level("generic")])
     monkeypatch.setattr(native, "_FOUND", [])
-    monkeypatch.setattr(start, "read_pooling", lambda source, task: None)
-    monkeypatch.setattr(start, "CpuRunner", lambda *arguments: arguments[5](Progress(phase="load")))
+    monkeypatch.setattr(start_cpu, "read_pooling", lambda source, task: None)
+    monkeypatch.setattr(start_cpu, "CpuRunner", lambda *arguments: arguments[5](Progress(phase="load")))
     seen: list[Progress] = []
     for _ in range(2):
-        start.cpu_runner(Config(), None, 0, 1, "", seen.append)  # type: ignore[arg-type]
+        start_cpu.cpu_runner(Config(), None, 0, 1, "", seen.append)  # type: ignore[arg-type]
         native._FOUND.clear()
     assert [(one.phase, one.done, one.total) for one in seen] == [
         *[("compile", done, 2) for done in range(3)],

@@ -12,7 +12,7 @@ import pytest
 
 from sgla.executor.child import PLANS
 from sgla.executor.ring import DATA, REWIND, Ring, RingFull
-from sgla.sched.limits import IN_FLIGHT
+from sgla.sched.limits import FLIGHT_BYTES
 
 
 def local(capacity: int) -> Ring:
@@ -67,7 +67,7 @@ def test_an_empty_ring_stays_in_its_first_pages() -> None:
 
 def test_going_back_to_the_start_takes_no_room() -> None:
     """Wherever the ring became empty, all of it holds what comes next."""
-    most = 2 * IN_FLIGHT  # bytes of plans on their way, with as many of pages as of tokens
+    most = 2 * FLIGHT_BYTES  # bytes of plans on their way, with as many of pages as of tokens
     rng = random.Random(2)
     for first in (REWIND // 2, 1 << 20, 6 << 20, PLANS - 64):
         ring = local(PLANS)

@@ -21,6 +21,7 @@ import near_limits
 import stored
 
 SCALE, NEAR_SCALE = 0.2, 0.05
+DEAR = {"gzip bomb", "tool calls", "slow schemas", "everything"}  # half as large as the others
 MEMORY = 48 << 20  # bytes that may be left of all the attacks, beside 15 % of what a warm server takes
 # Fewer descriptors, slots and places in the queue than the small attacks ask for.
 DESCRIPTORS = 150
@@ -52,7 +53,7 @@ def before(server: ServerProcess) -> int:
 
 
 def made(name: str, server: ServerProcess) -> attack.Outcome:
-    scale = SCALE if name in attack.BEYOND else NEAR_SCALE
+    scale = (SCALE if name in attack.BEYOND else NEAR_SCALE) / (1 + (name in DEAR))
     return asyncio.run(attack.ATTACKS[name](attack.Target(server.port, scale, server.process.pid)))
 
 
