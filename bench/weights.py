@@ -32,8 +32,7 @@ from safetensors.torch import save_file
 from sgla.dist import Shard
 from sgla.hub.source import ModelSource, open_source
 from sgla.layers.build import Build
-from sgla.model.load import load_model
-from sgla.model.registry import model_class
+from sgla.model.load import load_model, model_of
 from sgla.model.spec import ModelSpec
 from sgla.model.upload import threads_for
 
@@ -45,7 +44,7 @@ def write(source: ModelSource, folder: Path, shards: int) -> None:
     spec = ModelSpec.from_config(source.config)
     build = Build(kind="bf16", vocab_kind="bf16", plain="bf16")
     with torch.device("meta"):
-        model_class(spec.architecture)(spec, build, 1024)
+        model_of(spec, build, 1024)
     names = sorted(build.table)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(source.config))

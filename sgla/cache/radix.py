@@ -1,78 +1,21 @@
-"""Radix tree over token ids: which KV pages hold the prefix of a prompt.
+"""The prefix cache: which KV pages hold the prefix of a prompt.
 
-Page granular, as in SGLang's RadixAttention (Zheng et al. 2023): an edge is a run of whole pages. Token ids
-come as ``int32`` byte strings, so the first page of a run is a dictionary key and the rest of it is one
-``memcmp``. Where a page depends on more than the tokens up to its end, on an image for example, its *mark* is
-part of that key, and no run goes on across it.
-
-The tree's own pages are those of the first cache group, which keeps whole histories. Beside each stands one
-of every group with a window, as long as it is there (``cache/window.py``), and behind the last one of a node
-a state, if there is one (``cache/states.py``).
+The tree's own pages are those of the first cache group, which keeps whole histories; ``groups.py`` knows what
+stands beside them.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from heapq import heappop, heappush
+from collections.abc import Sequence
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from sgla.cache.eviction import Leaves
+from sgla.cache.groups import OtherGroups
 from sgla.cache.pages import PagePool
 from sgla.cache.states import StatePool
+from sgla.cache.tree import NO_MARKS, TOKEN_BYTES, Marks, Node, RadixTree, marks_from, path
 from sgla.cache.window import WindowPool
-
-TOKEN_BYTES = 4
-Marks = Mapping[int, bytes]  # of pages, by their index
-NO_MARKS: Marks = MappingProxyType({})
-
-
-class Node:
-    """A run of pages below ``parent``.
-    ``key``: token bytes of the run; ``edge``: its key in ``parent.children``.
-
-    ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the
-    *lower* half, so a request's reference goes on meaning the same prefix, and its state the same tokens.
-    ``windows``: tickets for as many pages of each group with a window. ``state``: ticket of the checkpoint
-    behind it. ``pending``: the transfer that brings its pages, which keeps it locked; 0: they are there.
-    """
-
-    __slots__ = (
-        "born",
-        "children",
-        "edge",
-        "hits",
-        "key",
-        "locks",
-        "pages",
-        "parent",
-        "pending",
-        "state",
-        "touched",
-        "windows",
-    )
-
-    def __init__(
-        self,
-        parent: Node | None,
-        edge: object,
-        key: bytes,
-        pages: array[int],
-        born: int,
-        windows: list[array[int]] | None = None,
-    ) -> None:
-        self.parent = parent
-        self.edge = edge
-        self.key = key
-        self.pages = pages
-        self.windows = windows or []
-        self.children: dict[object, Node] = {}
-        self.locks = 0
-        self.hits = 0
-        self.state = 0
-        self.pending = 0
-        self.born = self.touched = born
 
 
 class Match(NamedTuple):
@@ -92,20 +35,10 @@ class Match(NamedTuple):
     pending: int = 0
 
 
-# The leaf with the smallest key is evicted first.
-EVICTION: dict[str, Callable[[Node], Any]] = {
-    "lru": lambda node: node.touched,
-    "lfu": lambda node: (node.hits, node.touched),
-    "fifo": lambda node: node.born,
-    "mru": lambda node: -node.touched,
-}
-
-
-class RadixCache:
+class RadixCache(RadixTree):
     """The tree owns the pages in it; ``lock`` keeps a path from eviction.
 
     ``pages``: pages in the tree; ``evictable``: those no request holds; ``version`` changes with the content.
-    Each evictable leaf has a heap entry with its current key; outdated entries are dropped when popped.
     """
 
     def __init__(
@@ -116,20 +49,14 @@ class RadixCache:
         windows: Sequence[WindowPool] = (),
         states: StatePool | None = None,
     ) -> None:
-        self.page_size = page_size
-        self._windows = windows
-        self._states = states
+        super().__init__(page_size)
         self.pages = 0
         self.evictable = 0
         self.version = 0
-        self.root = Node(None, None, b"", array("i"), 0)
         self._pool = pool
-        self._width = page_size * TOKEN_BYTES
-        self._sort_key = EVICTION[eviction]
-        self._heap: list[tuple[Any, int, Node]] = []
+        self._groups = OtherGroups(page_size, windows, states)
+        self._leaves = Leaves(eviction)
         self._clock = 0
-        self._ties = 0
-        self.nodes = 0
 
     # --- reading
 
@@ -143,10 +70,10 @@ class RadixCache:
     ) -> Match:
         """Like ``match``, but going on below ``node``, which ends at token ``start`` (whole pages)."""
         top, reach, soon = node, 0, False
-        if self._windows or self._states is not None:
+        if self._groups:
             end, reach = self._locate(node, namespace, tokens, start, limit, marks)
-            limit, soon = self._served(end, reach, start)
-        node, at, child, part = self._walk(node, namespace, tokens, start, limit, marks)
+            limit, soon = self._groups.served(end, reach, start)
+        node, at, child, part = self._descend(node, namespace, tokens, start, limit, marks)
         pending = 0
         if child is not None and child.pending:
             pending = child.pending
@@ -158,81 +85,11 @@ class RadixCache:
             at -= len(node.key)
             node = node.parent
         self._touch(node)
-        path = self._path(node, top)
-        pages = [page for part in path for page in part.pages]
-        windows = [self._in_window(g, path, at // TOKEN_BYTES, len(pages)) for g in range(len(self._windows))]
-        state = self._states.page(node.state) if self._states is not None and node is not top else 0
-        return Match(node, pages, at // TOKEN_BYTES - start, windows, state, reach - start, soon, pending)
-
-    def _path(self, node: Node, top: Node) -> list[Node]:
-        """The nodes below ``top`` down to ``node``."""
-        path = []
-        while node is not top:
-            path.append(node)
-            assert node.parent is not None
-            node = node.parent
-        return path[::-1]
-
-    def _in_window(self, g: int, path: list[Node], length: int, count: int) -> list[int]:
-        """The last ``count`` pages of ``length`` tokens, which ``path`` has;
-        0 for those that no later token reads."""
-        pool = self._windows[g]
-        tickets = [ticket for part in path for ticket in part.windows[g]]
-        unread = min(max(pool.first(length) - (length // self.page_size - count), 0), count)
-        return [0] * unread + [pool.page(ticket) for ticket in tickets[unread:]]
-
-    def _served(self, node: Node, length: int, start: int) -> tuple[int, bool]:
-        """The longest prefix of ``length`` tokens, which ends in ``node``, of which every window has its
-        pages and which has a state, or ``start`` tokens. And whether there will be a longer one when the plan
-        being made is."""
-        served, soon = -1, False
-        while served != length:
-            served = length
-            for g, pool in enumerate(self._windows):
-                length = self._windowed(g, pool, node, length)
-            if self._states is not None:
-                length, fresh = self._stated(self._states, node, length)
-                soon |= fresh > start
-        return max(start, length), soon
-
-    def _stated(self, pool: StatePool, node: Node, length: int) -> tuple[int, int]:
-        """The longest prefix of ``length`` tokens with a checkpoint, and a longer one for which it is written
-        in the plan being made, or 0. ``node`` may end behind ``length``."""
-        end = self._depth(node) + len(node.pages)
-        fresh = 0
-        while node.parent is not None:
-            if end * self.page_size <= length and pool.has(node.state):
-                if pool.readable(node.state):
-                    break
-                fresh = fresh or end * self.page_size
-            end -= len(node.pages)
-            node = node.parent
-        return end * self.page_size, fresh
-
-    def _windowed(self, g: int, pool: WindowPool, node: Node, length: int) -> int:
-        """``_served`` for one group. ``node`` may end behind ``length``."""
-        end = length // self.page_size
-        needed = pool.first(length)
-        start = self._depth(node)
-        at = end
-        while at > needed:
-            while at <= start:
-                assert node.parent is not None
-                node = node.parent
-                start -= len(node.pages)
-            at -= 1
-            if not pool.has(node.windows[g][at - start]):
-                end = at
-                needed = pool.first(end * self.page_size)
-        return end * self.page_size
-
-    def _depth(self, node: Node) -> int:
-        """Pages above ``node``."""
-        depth, parent = 0, node.parent
-        while parent is not None:
-            depth += len(parent.pages)
-            parent = parent.parent
-        return depth
+        below, length = path(node, top), at // TOKEN_BYTES
+        pages = [page for part in below for page in part.pages]
+        windows = self._groups.pages(below, length, len(pages))
+        state = 0 if node is top else self._groups.state(node)
+        return Match(node, pages, length - start, windows, state, reach - start, soon, pending)
 
     def probe(self, namespace: str, tokens: bytes, limit: int, marks: Marks = NO_MARKS) -> tuple[Node, int]:
         """Deepest node that ``tokens[:limit]`` reaches, and the matched length. Changes nothing."""
@@ -241,45 +98,8 @@ class RadixCache:
     def _locate(
         self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks
     ) -> tuple[Node, int]:
-        node, at, child, part = self._walk(node, namespace, tokens, start, limit, marks)
+        node, at, child, part = self._descend(node, namespace, tokens, start, limit, marks)
         return child or node, (at + part * self._width) // TOKEN_BYTES
-
-    def _walk(
-        self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks
-    ) -> tuple[Node, int, Node | None, int]:
-        """Last node matched whole, byte position after it,
-        and the child matched in part with its matched pages."""
-        width = self._width
-        at = start * TOKEN_BYTES
-        end = limit // self.page_size * width
-        while at < end:
-            edge = self._edge(node, namespace, tokens[at : at + width], marks and marks.get(at // width))
-            child = node.children.get(edge)
-            if child is None:
-                break
-            size = len(child.key)
-            stop = min((i * width for i in marks if at < i * width < end), default=end) if marks else end
-            if at + size > stop or not tokens.startswith(child.key, at):
-                return node, at, child, self._common(child.key, tokens, at, min(size, stop - at) // width)
-            node = child
-            at += size
-        return node, at, None, 0
-
-    def _edge(self, node: Node, namespace: str, page: bytes, mark: object) -> object:
-        """The key of a run below ``node`` that begins with ``page``."""
-        edge = (namespace, page) if node is self.root else page
-        return (edge, mark) if mark else edge
-
-    def _common(self, key: bytes, tokens: bytes, at: int, most: int) -> int:
-        """Pages that ``key`` and ``tokens[at:]`` share, by bisection; the first one is known to be equal."""
-        width, low = self._width, 1
-        while low < most:
-            middle = (low + most + 1) // 2
-            if key[low * width : middle * width] == tokens[at + low * width : at + middle * width]:
-                low = middle
-            else:
-                most = middle - 1
-        return low
 
     def _touch(self, node: Node) -> None:
         self._clock += 1
@@ -290,14 +110,6 @@ class RadixCache:
             assert node.parent is not None
             node = node.parent
         self._offer(leaf)
-
-    def find(self, namespace: str, tokens: bytes, length: int, marks: Marks = NO_MARKS) -> Node | None:
-        """The node that ends with ``tokens[:length]``, which are whole pages, by a split if need be;
-        None: the tree lacks some of them."""
-        node, at, child, part = self._walk(self.root, namespace, tokens, 0, length, marks)
-        if at + part * self._width < length * TOKEN_BYTES:
-            return None
-        return node if child is None else self._split(child, part)
 
     # --- holding
 
@@ -363,10 +175,8 @@ class RadixCache:
         held: bool,
     ) -> Node:
         self._clock += 1
-        beside = [array("q", pool.give(given, held)) for pool, given in zip(self._windows, windows)]
-        child = Node(node, edge, tokens, array("i", pages), self._clock, beside)
-        node.children[edge] = child
-        self.nodes += 1
+        child = self._add(node, edge, tokens, pages, self._clock)
+        self._groups.put(child, windows, held)
         self.pages += len(pages)
         self.evictable += len(pages)
         self.version += 1
@@ -385,7 +195,7 @@ class RadixCache:
         """The tree takes over those of ``pages`` whose tokens it lacks below ``node``, and of ``windows``
         those that it lacks; returns the others. ``marks`` are counted from ``node`` on."""
         top = node
-        node, at, child, part = self._walk(node, namespace, tokens, 0, len(tokens) // TOKEN_BYTES, marks)
+        node, at, child, part = self._descend(node, namespace, tokens, 0, len(tokens) // TOKEN_BYTES, marks)
         if child is not None:
             node = self._split(child, part)
             at += part * self._width
@@ -397,45 +207,13 @@ class RadixCache:
                 node, namespace, tokens[at:], pages[have:], rest, marks=marks_from(marks, have)
             )
             assert adopted is not None
-        left = [self._refill(g, self._path(node, top), given) for g, given in enumerate(windows)]
-        return pages[:have], left
-
-    def _refill(self, g: int, path: list[Node], given: Sequence[int]) -> list[int]:
-        """Put pages of one window where ``path`` has lost its own; returns those that it has not.
-        0 stands for none."""
-        pool, left, at = self._windows[g], [], 0
-        for node in path:
-            for i, ticket in enumerate(node.windows[g]):
-                new = given[at + i]
-                if new and pool.has(ticket):
-                    left.append(new)
-                elif new:
-                    [node.windows[g][i]] = pool.give((new,), held=False)
-            at += len(node.pages)
-        return left
-
-    def _split(self, node: Node, keep: int) -> Node:
-        """Cut ``node`` after ``keep`` pages; returns the new upper half."""
-        cut = keep * self._width
-        parent = node.parent
-        assert parent is not None
-        beside = [tickets[:keep] for tickets in node.windows]
-        upper = Node(parent, node.edge, node.key[:cut], node.pages[:keep], node.born, beside)
-        upper.locks, upper.hits, upper.touched = node.locks, node.hits, node.touched
-        upper.pending = node.pending
-        parent.children[node.edge] = upper
-        node.key, node.pages = node.key[cut:], node.pages[keep:]
-        node.windows = [tickets[keep:] for tickets in node.windows]
-        node.parent, node.edge = upper, node.key[: self._width]
-        upper.children[node.edge] = node
-        self.nodes += 1
-        return upper
+        return pages[:have], self._groups.refill(path(node, top), windows)
 
     # --- transfers
 
     def expect(self, node: Node, above: Node, transfer: int) -> None:
         """A transfer brings the pages below ``above`` down to ``node``."""
-        for part in self._path(node, above):
+        for part in path(node, above):
             part.pending = transfer
 
     def arrive(self, node: Node, ok: bool) -> None:
@@ -473,7 +251,7 @@ class RadixCache:
 
     def pages_to(self, node: Node) -> list[int]:
         """All pages down to ``node``."""
-        return [page for part in self._path(node, self.root) for page in part.pages]
+        return [page for part in path(node, self.root) for page in part.pages]
 
     # --- eviction
 
@@ -481,17 +259,11 @@ class RadixCache:
         """Free ``n`` pages, or all that are evictable; returns how many.
         Pages leave from the end of a leaf's run."""
         freed = 0
-        while freed < n and self._heap:
-            key, _, node = heappop(self._heap)
-            if not self._is_leaf(node) or key != self._sort_key(node):
-                continue
+        while freed < n and (node := self._leaves.pop()) is not None:
             take = min(n - freed, len(node.pages))
             self._pool.free(node.pages[-take:])
             freed += take
-            for pool, tickets in zip(self._windows, node.windows):
-                pool.forget(tickets[-take:])
-                del tickets[-take:]
-            self._lose_state(node)
+            self._groups.cut(node, take)
             if take < len(node.pages):
                 del node.pages[-take:]
                 node.key = node.key[: -take * self._width]
@@ -508,14 +280,13 @@ class RadixCache:
         """Forget ``node`` and what is above it, up to where another request holds it or another run begins.
         Returns their pages, and those of windows; all are in the pools."""
         pages: list[int] = []
-        windows: list[list[int]] = [[] for _ in self._windows]
-        while self._is_leaf(node):
+        windows = self._groups.none()
+        while node.is_leaf:
             parent = node.parent
             assert parent is not None
             pages += node.pages
-            for pool, beside, gone in zip(self._windows, node.windows, windows):
-                gone += pool.forget(beside)
-            self._lose_state(node)
+            for gone, more in zip(windows, self._groups.cut(node, len(node.pages))):
+                gone += more
             self._remove(node)
             node = parent
         if pages:
@@ -530,55 +301,27 @@ class RadixCache:
         self.evict(self.evictable)
         return self.pages == 0
 
-    def _lose_state(self, node: Node) -> None:
-        if self._states is not None:
-            self._states.void(node.state)
-            node.state = 0
-
     def _remove(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.edge]
-        node.parent = None
-        self.nodes -= 1
-        self._offer(parent)
-
-    def _is_leaf(self, node: Node) -> bool:
-        return not node.locks and not node.children and node.parent is not None
+        self._offer(self._cut_off(node))
 
     def _offer(self, node: Node) -> None:
         """Put ``node`` up for eviction if it is a leaf that nobody holds."""
-        if not self._is_leaf(node):
+        if not node.is_leaf:
             return
-        self._push(node)
-        if len(self._heap) > 4 * self.nodes + 64:
-            self._heap.clear()
-            for leaf in filter(self._is_leaf, self.walk()):
-                self._push(leaf)
-
-    def _push(self, node: Node) -> None:
-        self._ties += 1
-        heappush(self._heap, (self._sort_key(node), self._ties, node))
+        self._leaves.push(node)
+        if len(self._leaves) > 4 * self.nodes + 64:
+            self._leaves.renew(leaf for leaf in self.walk() if leaf.is_leaf)
 
     # --- checking
 
-    def walk(self) -> Iterator[Node]:
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
     def check(self) -> None:
         """Counters, keys, locks and heap agree with the tree. O(nodes)."""
-        queued = {(id(node), key) for key, _, node in self._heap}
         pages: list[int] = []
         evictable = nodes = 0
         for node in self.walk():
             nodes += 1
             pages.extend(node.pages)
             assert len(node.key) == len(node.pages) * self._width > 0, "key and pages disagree"
-            assert [len(beside) for beside in node.windows] == [len(node.pages)] * len(self._windows)
             assert node.parent is not None
             assert node.parent.children[node.edge] is node, "a node is filed under another edge"
             assert sum(child.locks for child in node.children.values()) <= node.locks, (
@@ -586,18 +329,10 @@ class RadixCache:
             )
             if not node.locks:
                 evictable += len(node.pages)
-            if self._is_leaf(node):
-                assert (id(node), self._sort_key(node)) in queued, "an evictable leaf is not queued"
         assert len(set(pages)) == len(pages), "a page stands twice in the tree"
-        if self._states is not None:
-            valid = [node.state for node in self.walk() if self._states.has(node.state)]
-            assert len(set(valid)) == len(valid) == self._states.cached, "a checkpoint has no node"
+        self._leaves.check(node for node in self.walk() if node.is_leaf)
+        self._groups.check(self.walk())
         assert (self.pages, self.evictable, self.nodes) == (len(pages), evictable, nodes), "counters are off"
-
-
-def marks_from(marks: Marks, first: int) -> Marks:
-    """The marks counted from page ``first`` on."""
-    return {i - first: mark for i, mark in marks.items() if i >= first} if marks and first else marks
 
 
 class NullCache(RadixCache):
@@ -606,7 +341,7 @@ class NullCache(RadixCache):
     def extend(
         self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks = NO_MARKS
     ) -> Match:
-        return Match(node, [], 0, [[] for _ in self._windows])
+        return Match(node, [], 0, self._groups.none())
 
     def find(self, namespace: str, tokens: bytes, length: int, marks: Marks = NO_MARKS) -> Node | None:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from sgla.cache.loose import LoosePool
-from sgla.cache.radix import NO_MARKS, Marks
+from sgla.cache.tree import NO_MARKS, Marks
 
 
 class HostTier(LoosePool):

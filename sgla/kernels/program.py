@@ -29,6 +29,7 @@ from torch import Tensor
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import using
 from sgla.kernels.fuse import Body, Buffer, Node, fuse, place
+from sgla.kernels.instructions import LOWERINGS
 from sgla.kernels.native import DRAW, Instr, Library, Opcode, Step, Team, library, memory
 from sgla.kernels.record import INPUTS, Recorder
 from sgla.kernels.trace import Running
@@ -113,7 +114,7 @@ class Program:
         """Record ``fn(batch) -> tensor``, the output of an op.
         ``isa`` forces an instruction-set level (tests)."""
         lib = library(isa)
-        recorder = Recorder(lib.isa)
+        recorder = Recorder(LOWERINGS, lib.isa)
         batch = recorder.batch()
         with using(recorder):
             outputs = [recorder.buffer(fn(batch))]

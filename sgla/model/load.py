@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 from math import prod
 
 import torch
@@ -23,7 +24,7 @@ from sgla.model.base import CausalLM
 from sgla.model.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
 from sgla.model.fp8 import Fp8
 from sgla.model.gguf_tensors import Blocks, kinds_of_file
-from sgla.model.registry import family_of, model_class
+from sgla.model.registry import class_path, family_of
 from sgla.model.sizes import as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
 from sgla.model.upload import begin_thread, synchronize, threads_for
@@ -71,7 +72,7 @@ def load_model(
         raise ConfigError(
             f"context length {context_len} is beyond the model's {spec.context_len}", param="context_length"
         )
-    model = model_class(spec.architecture)(spec, build, context_len or spec.context_len)
+    model = model_of(spec, build, context_len or spec.context_len)
     if on_model is not None:
         on_model(model)
     load_weights(
@@ -135,6 +136,13 @@ def load_weights(
     one; ``ignored`` are prefixes of renamed ones. Raises WeightError."""
     tensors = _stream(source, build, seed, rename)
     _fill(build.table, tensors, architecture, tied, ignored, on_progress or (lambda progress: None))
+
+
+def model_of(spec: ModelSpec, build: Build, positions: int) -> CausalLM:
+    """The model without weights: its layers declare in ``build`` what they want. Raises ConfigError."""
+    module, name = class_path(spec.architecture).split(":")
+    model: CausalLM = getattr(import_module(module), name)(spec, build, positions)
+    return model
 
 
 def decoder_build(

@@ -15,8 +15,8 @@ from sgla.model.base import CausalLM
 from sgla.model.bert import Encoder
 from sgla.model.encoder import IGNORED, EncoderSpec
 from sgla.model.heads import Linear, make_head
-from sgla.model.load import OnProgress, decoder_build, load_weights
-from sgla.model.registry import body_of, model_class
+from sgla.model.load import OnProgress, decoder_build, load_weights, model_of
+from sgla.model.registry import body_of
 from sgla.model.sizes import kinds_of
 from sgla.model.spec import ModelSpec
 
@@ -76,7 +76,7 @@ def load_decoder(
     build = decoder_build(source, spec, dtype, quantization, shard, _decoder_name)
     # The output layer of a tied model is no tensor of its own.
     model = PooledDecoder(
-        model_class(body)(replace(spec, tied=True), build, context_len),
+        model_of(replace(spec, architecture=body, tied=True), build, context_len),
         make_head(pooling, build, body, spec.hidden),
     )
     if on_model is not None:

@@ -1,19 +1,14 @@
-"""Which class runs which architecture, as the table of families says.
-The classes need torch, so they are imported when asked for."""
+"""Which architectures there are, and which class runs each, as the table of families says. Loads no torch."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Mapping
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.model.families import FAMILIES, Family
-
-if TYPE_CHECKING:
-    from sgla.model.base import CausalLM
 
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
@@ -90,11 +85,10 @@ def check_architecture(name: str) -> None:
     )
 
 
-def model_class(name: str) -> type[CausalLM]:
-    """The class of architecture ``name``, which generates. Raises ConfigError if there is none."""
+def class_path(name: str) -> str:
+    """The import path (``module:name``) of the class of an architecture that generates. Raises ConfigError if
+    there is none."""
     check_architecture(name)
     if name not in _GENERATING:
         raise ConfigError(f"{name} makes no text", param="model")
-    module, attribute = _GENERATING[name].model.split(":")
-    found: type[CausalLM] = getattr(import_module(module), attribute)
-    return found
+    return _GENERATING[name].model

@@ -151,7 +151,7 @@ class RecordedCore(Core):
         return self._do(Expire(now), super().expire, now)
 
     def plan(self, now: float) -> StepPlan | None:
-        if len(self._flights) >= self.limits.depth:  # as every other time: nothing happens
+        if len(self._queues.flights) >= self.limits.depth:  # as every other time: nothing happens
             return None
         call = Plan(now)
         call.plan = plan = self._do(call, super().plan, now)
@@ -166,7 +166,7 @@ class RecordedCore(Core):
         return self._do(Flush(), super().flush_cache)
 
     def rest(self) -> None:
-        if self._bytes < BYTES_KEPT and not (self._steps - self._start >= self._size and self.idle):
+        if self._bytes < BYTES_KEPT and not (self._queues.steps - self._start >= self._size and self.idle):
             return
         if self._snapshot_seconds() <= (LONGEST if self.idle else BUSY):
             self._begin()
@@ -185,14 +185,14 @@ class RecordedCore(Core):
         return MAGIC + msgspec.msgpack.encode(steps)
 
     def _snapshot_seconds(self) -> float:
-        parameters = sum(request.submit.sampling_bytes for request in self._open.values())
-        return NODE * self._memory.cache.nodes + REQUEST * len(self._open) + PARAMETER * parameters
+        parameters = sum(request.submit.sampling_bytes for request in self._queues.open.values())
+        return NODE * self._memory.cache.nodes + REQUEST * len(self._queues.open) + PARAMETER * parameters
 
     def _begin(self) -> None:
         if self._bytes > MOST_LEFT:
             self._chapters.clear()
         self._bytes = 0
-        self._start = self._steps
+        self._start = self._queues.steps
         self._chapters.append(Chapter(freeze(self), []))
 
     def _do(self, call: AnyCall, function: Callable[..., T], *args: Any) -> T:

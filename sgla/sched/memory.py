@@ -2,8 +2,7 @@
 
 ``free + tree + private = total - 1`` in the pool of each cache group. A request owns ``pages[shared:]``;
 ``pages[:shared]`` belong to the tree and are kept by the request's lock on ``node``. The same holds for the
-pages of windows, of which the tree's are held one by one. Of a group of states a request owns ``unit``, and
-``mark``, a checkpoint for the tree to take over at the end.
+pages of windows, of which the tree's are held one by one. ``recurrent.py`` has the group of states.
 """
 
 from __future__ import annotations
@@ -11,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sgla.cache.pages import PagePool
-from sgla.cache.radix import TOKEN_BYTES, NullCache, RadixCache, marks_from
+from sgla.cache.radix import NullCache, RadixCache
 from sgla.cache.states import StatePool
+from sgla.cache.tree import TOKEN_BYTES, marks_from
 from sgla.cache.window import WindowPool
 from sgla.messages import PAGES
 from sgla.sched.limits import Limits
+from sgla.sched.recurrent import Recurrent
 from sgla.sched.request import Request
 from sgla.sched.transfers import Transfers
 
@@ -33,12 +34,15 @@ class Memory:
         self.windows = [
             WindowPool(group.pages, group.window, limits.page_size) for group in others if group.window
         ]
-        self.states = StatePool(others[-1].pages, others[-1].every) if limits.recurrent else None
+        states = StatePool(others[-1].pages, others[-1].every) if limits.recurrent else None
         kind = RadixCache if limits.prefix_cache else NullCache
-        self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows, self.states)
+        self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows, states)
         host_pages = limits.host_pages if limits.prefix_cache else 0
         self.transfers = Transfers(self.cache, self.pool, host_pages, limits.page_size)
         self.slots = list(range(limits.rows - 1, -1, -1))
+        self.recurrent = None
+        if states is not None:
+            self.recurrent = Recurrent(states, self.cache, self.slots, limits.page_size)
         # Free pages of each group with NaN,
         # which the next plan has zeroed before anybody uses them; or nothing.
         self.spoiled: list[list[int]] = []
@@ -50,28 +54,22 @@ class Memory:
         available = [len(self.pool) + self.cache.evictable]
         for pool in self.windows:
             available.append(len(pool) + pool.evictable)
-        if self.states is not None:
-            available.append(self.states.available)
+        if self.recurrent is not None:
+            available.append(self.recurrent.pool.available)
         return available
 
     def wanted(self, request: Request, n: int) -> list[int]:
         """What ``grow`` takes for ``n`` more pages."""
         wanted = [n] * (1 + len(self.windows))
-        if self.states is not None:
-            wanted.append(self._states_wanted(self.states, request))
+        if self.recurrent is not None:
+            wanted.append(self.recurrent.wanted(request))
         return wanted
-
-    def _states_wanted(self, pool: StatePool, request: Request) -> int:
-        """A request with none of its own can go on in the checkpoint that it begins with,
-        if nobody else uses that: the tree loses it."""
-        return int(not (request.unit or (request.read and pool.seizable(request.read))))
 
     def room(self, request: Request) -> int:
         """By how many pages the request can grow."""
-        if self.states is None:
+        if self.recurrent is None:
             return min(self.available)
-        *pages, states = self.available
-        return min(pages) if self._states_wanted(self.states, request) <= states else 0
+        return min(self.available[:-1]) if self.recurrent.fits(request) else 0
 
     def lacking(self, request: Request, tokens: int) -> list[int]:
         """Pages that the request would need beside those it has to go on to ``tokens``, one at a time."""
@@ -79,8 +77,8 @@ class Memory:
         lacking = [max(needed - len(request.pages), 0)]
         for pool, pages, behind in zip(self.windows, request.windows, request.behind):
             lacking.append(max(min(needed, pool.most) - (len(pages) - behind), 0))
-        if self.states is not None:
-            lacking.append(self._states_wanted(self.states, request))
+        if self.recurrent is not None:
+            lacking.append(self.recurrent.wanted(request))
         return lacking
 
     def own(self, request: Request) -> list[int]:
@@ -88,7 +86,7 @@ class Memory:
         own = [len(request.pages) - request.borrowed]
         for pages, behind in zip(request.windows, request.behind):
             own.append(len(pages) - max(behind, request.borrowed))
-        if self.states is not None:
+        if self.recurrent is not None:
             own.append(bool(request.unit) + (request.mark is not None))
         return own
 
@@ -113,7 +111,8 @@ class Memory:
         for pool, pages, behind in zip(self.windows, request.windows, request.behind):
             pool.hold(pages[behind:])
         request.branch = match.reach
-        self._begin_with(request, match.state)
+        if self.recurrent is not None:
+            self.recurrent.begin_with(request, match.state)
         request.slot = self.slots.pop()
         return ""
 
@@ -124,16 +123,6 @@ class Memory:
             return False
         self.release(request)
         return True
-
-    def _begin_with(self, request: Request, state: int) -> None:
-        """The request's next row reads that checkpoint of the tree,
-        if it is one, which the request holds until then."""
-        if state:
-            assert self.states is not None
-            self.states.hold((state,))
-            if request.read:
-                self.states.unhold((request.read,))
-            request.read = state
 
     def catch_up(self, request: Request) -> int | None:
         """Lock pages that others have computed below the request's own, and skip their tokens; returns how
@@ -147,7 +136,8 @@ class Memory:
         if match.soon:
             return None
         if match.pages:
-            self._begin_with(request, match.state)
+            if self.recurrent is not None:
+                self.recurrent.begin_with(request, match.state)
             self.cache.lock(match.node, above=request.node)
             request.node = match.node
             request.pages += match.pages
@@ -163,7 +153,7 @@ class Memory:
     def grow(self, request: Request, n: int) -> bool:
         """Move ``n`` pages of every group from the pools to the request, and a state if it has none, evicting
         if need be; false if there are not as many. Pages behind its windows go back first."""
-        if self.states is not None and self._states_wanted(self.states, request) > self.states.available:
+        if self.recurrent is not None and not self.recurrent.fits(request):
             return False
         if self.windows:
             self.slide(request)
@@ -177,16 +167,10 @@ class Memory:
             if n > len(pool):
                 pool.evict(n - len(pool))
             pages += pool.alloc(n)
-        if self.states is not None and not request.unit:
-            self._own_state(self.states, request)
+        if self.recurrent is not None:
+            self.recurrent.take(request)
         request.allocated += n * self.page_size
         return True
-
-    def _own_state(self, pool: StatePool, request: Request) -> None:
-        request.unit = pool.take()
-        if not request.unit:
-            pool.seize(request.read)
-            request.unit, request.read = request.read, 0
 
     def slide(self, request: Request) -> None:
         """Give back the pages that no token still to be computed reads. Steps are computed in order, so those
@@ -228,47 +212,6 @@ class Memory:
             request.node = node
             request.shared = last
 
-    def checkpoint(self, request: Request, start: int) -> list[int]:
-        """Checkpoints that the request's row of the plan, which reads its prompt from ``start`` on and has
-        been shared, is to write: each as its length in tokens and its unit. The tree takes over those for
-        which it has the pages, the request the last one of the others."""
-        pool, told = self.states, list[int]()
-        if pool is None or isinstance(self.cache, NullCache):
-            return told
-        private = 0
-        for length in _places(pool, request, start, self.page_size):
-            node = self.cache.find(request.namespace, request.data, length, request.marks)
-            if node is None:
-                private = length
-            elif not pool.has(node.state) and (unit := pool.take()):
-                node.state = pool.write(unit)
-                request.given.append(node.state)
-                told += (length, unit)
-        return told + self._mark(pool, request, private) if private else told
-
-    def checkpoint_output(self, request: Request) -> list[int]:
-        """``checkpoint`` for a row of one token that the host does not know yet."""
-        pool = self.states
-        if pool is None or isinstance(self.cache, NullCache) or request.planned % pool.every:
-            return []
-        return self._mark(pool, request, request.planned)
-
-    def _mark(self, pool: StatePool, request: Request, length: int) -> list[int]:
-        """A checkpoint that the request owns until it ends, instead of the one before;
-        if there are states enough for all free slots."""
-        if pool.available <= len(self.slots):
-            return []
-        if request.mark is not None:
-            pool.free(request.mark[1:])
-        unit = pool.take()
-        request.mark = (length, unit)
-        return [length, unit]
-
-    def planned(self) -> None:
-        """The plan is made."""
-        if self.states is not None:
-            self.states.planned()
-
     def release(self, request: Request) -> None:
         """The only exit; idempotent. Pages of committed tokens go to the tree, other private pages to the
         pool, the lock and the slot are given back. No submitted step may contain the request. Of a
@@ -283,7 +226,8 @@ class Memory:
             pages, windows = self.cache.discard(request.node)
             gone = [private + pages, *(own + shared for own, shared in zip(beside, windows))]
             self.spoiled = [a + b for a, b in zip(self.spoiled, gone)] if self.spoiled else gone
-            self._release_states(request, 0)
+            if self.recurrent is not None:
+                self.recurrent.release(request, 0)
             self.transfers.forget(request)
             self._forget(request)
             return
@@ -307,34 +251,11 @@ class Memory:
                 pool.free(pages)
         self.pool.free(request.pages[last:])
         self.cache.unlock(request.node)
-        self._release_states(request, last * self.page_size)
+        if self.recurrent is not None:
+            self.recurrent.release(request, last * self.page_size)
         if request.planned > request.borrowed * self.page_size:
             self.transfers.save(request, last)
         self._forget(request)
-
-    def _release_states(self, request: Request, length: int) -> None:
-        """Give the request's states back, and its checkpoint to the tree, which has ``length`` of its tokens.
-        No checkpoint is left of a ``spoiled`` one."""
-        pool = self.states
-        if pool is None:
-            return
-        if request.read:
-            pool.unhold((request.read,))
-        if request.unit:
-            pool.free((request.unit,))
-        if request.mark is not None:
-            at, unit = request.mark
-            node = None
-            if at <= length:
-                tokens = request.tokens.tobytes()
-                node = self.cache.find(request.namespace, tokens, at, request.marks)
-            if node is not None and not pool.has(node.state):
-                [node.state] = pool.give((unit,), held=False)
-            else:
-                pool.free((unit,))
-        if request.spoiled:
-            for ticket in request.given:
-                pool.void(ticket)
 
     def _let_go(self, g: int, request: Request, private: int) -> list[int]:
         """Hold no more pages of the tree in a window,
@@ -370,24 +291,12 @@ class Memory:
         for g, pool in enumerate(self.windows):
             _check_window(pool, g, holders)
         self.transfers.check()
-        if self.states is not None:
-            owned = [request.unit for request in holders]
-            owned += [request.mark[1] for request in holders if request.mark is not None]
-            self.states.check_owners(owned, [request.read for request in holders if request.read])
+        if self.recurrent is not None:
+            self.recurrent.check(holders)
         for request in holders:
             assert request.allocated == len(request.pages) * self.page_size, "allocated and pages disagree"
             assert request.planned <= request.allocated, "planned beyond the pages"
             _check_path(request)
-
-
-def _places(pool: StatePool, request: Request, start: int, page_size: int) -> list[int]:
-    """Where a prompt leaves checkpoints:
-    at its last page, where others have gone on differently, and every so many tokens."""
-    known = len(request.data) // TOKEN_BYTES
-    end = min(request.planned, known)
-    places = set(range((start // pool.every + 1) * pool.every, end + 1, pool.every))
-    places |= {request.branch, (known - 1) // page_size * page_size}
-    return sorted(length for length in places if start < length <= end)
 
 
 def _check_window(pool: WindowPool, g: int, holders: list[Request]) -> None:

@@ -13,7 +13,8 @@ from heapq import nsmallest
 from itertools import chain
 from typing import Any
 
-from sgla.cache.radix import Node, RadixCache
+from sgla.cache.radix import RadixCache
+from sgla.cache.tree import Node
 from sgla.sched.request import Request
 
 WINDOW = 128  # matching every waiting request against the tree each step must stay cheap: only the first are

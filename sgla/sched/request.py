@@ -9,7 +9,7 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from sgla.cache.radix import Node
+from sgla.cache.tree import Node
 from sgla.messages import Delta, Ready, Submit, TokenLogprob, int32
 from sgla.sched.repetition import Loop
 

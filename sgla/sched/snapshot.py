@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from sgla.cache.radix import EVICTION, Node, NullCache, RadixCache
+from sgla.cache.tree import Node
 from sgla.messages import Repetition, Submit
 from sgla.sched.core import Core
 from sgla.sched.request import Prompt, Request, State
@@ -35,7 +35,7 @@ def freeze(core: Core) -> bytes:
     cache = core._memory.cache
     links = [(node, child) for node in [cache.root, *cache.walk()] for child in node.children.values()]
     buffer = io.BytesIO()
-    _Writer(buffer, protocol=5).dump((vars(core) | {"_prompt": Prompt([])}, links))
+    _Writer(buffer, protocol=5).dump((vars(core), links))
     return buffer.getvalue()
 
 
@@ -45,7 +45,6 @@ def thaw(data: bytes) -> Core:
     state, links = _Reader(io.BytesIO(data)).load()
     core = Core.__new__(Core)
     vars(core).update(state)
-    core._memory.cache._sort_key = EVICTION[core.limits.eviction]
     for node, child in links:
         child.parent = node
         node.children[child.edge] = child
@@ -67,10 +66,6 @@ def _request(submit: bytes, tokens: bytes, state: str, *values: Any) -> Request:
     return request
 
 
-def _empty(kind: type[RadixCache]) -> RadixCache:
-    return kind.__new__(kind)
-
-
 def _write_node(node: Node) -> tuple[Any, ...]:
     """Without its neighbours: a deep tree must not become a deep recursion."""
     return _node, (node.pages.tobytes(), [tickets.tobytes() for tickets in node.windows], *_of_node(node))
@@ -82,19 +77,18 @@ def _write_request(request: Request) -> tuple[Any, ...]:
     return _request, (submit, request.tokens.tobytes(), request.state.value, *_of_request(request))
 
 
-def _write_cache(cache: RadixCache) -> tuple[Any, ...]:
-    return _empty, (type(cache),), vars(cache) | {"_sort_key": None}
+def _write_prompt(prompt: Prompt) -> tuple[Any, ...]:
+    """Without its tokens, which its requests have."""
+    return Prompt, ([],)
 
 
 class _Writer(pickle.Pickler):
-    dispatch_table = MappingProxyType(
-        {Node: _write_node, Request: _write_request, RadixCache: _write_cache, NullCache: _write_cache}
-    )
+    dispatch_table = MappingProxyType({Node: _write_node, Prompt: _write_prompt, Request: _write_request})
 
 
 # Of structs, of arrays.
 _REBUILD, _RESTORE = Repetition().__reduce__()[0], array("i").__reduce_ex__(5)[0]
-_CALLED: list[Any] = [_node, _request, _empty, _REBUILD, _RESTORE, OrderedDict, array, deque]
+_CALLED: list[Any] = [_node, _request, _REBUILD, _RESTORE, OrderedDict, array, deque]
 _KNOWN = {(value.__module__, value.__name__): value for value in _CALLED}
 
 

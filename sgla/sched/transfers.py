@@ -4,8 +4,9 @@ saved when a request has computed them, loaded when another wants them."""
 from __future__ import annotations
 
 from sgla.cache.pages import PagePool
-from sgla.cache.radix import TOKEN_BYTES, Node, RadixCache, marks_from
+from sgla.cache.radix import RadixCache
 from sgla.cache.tier import HostTier, chain
+from sgla.cache.tree import TOKEN_BYTES, Node, marks_from
 from sgla.messages import Copy, Moved, int32
 from sgla.sched.request import Request
 

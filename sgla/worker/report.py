@@ -26,8 +26,7 @@ from sgla.kernels.gpu import tuning
 from sgla.kernels.gpu.record import Node
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.tiles import GATES
-from sgla.model.load import decoder_build
-from sgla.model.registry import model_class
+from sgla.model.load import decoder_build, model_of
 from sgla.model.spec import ModelSpec
 from sgla.model.state import kv_groups
 from sgla.worker.kv import allocate_kv
@@ -72,7 +71,7 @@ def forward_of(config: Config, source: ModelSource) -> gpu.Forward:
     quantization = config.quantization or spec.quantization
     with torch.device("meta"):
         build = decoder_build(source, spec, dtype, quantization, Shard(0, config.tp))
-        model = model_class(spec.architecture)(spec, build, CONTEXT)
+        model = model_of(spec, build, CONTEXT)
         kv_dtype = "fp8" if config.kv_cache_dtype == "fp8" else dtype
         groups = kv_groups(model.state(), 0, kv_dtype)
         kv = allocate_kv(model.state(), groups, [1] * len(groups), config.page_size, kv_dtype, _empty)

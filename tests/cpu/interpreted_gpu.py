@@ -109,7 +109,7 @@ def poison(runner: Any, core: Any) -> None:
     @torch.inference_mode()
     def poisoned(now: float) -> Any:
         free = core._memory.windows[0]._free
-        for layer in runner.steps.kv if not core._flights else []:
+        for layer in runner.steps.kv if not core._queues.flights else []:
             if layer.group:
                 layer.k[free] = layer.v[free] = float("nan")
         return plan(now)

@@ -19,6 +19,7 @@ from sgla.kernels import build, native, ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import using
 from sgla.kernels.fuse import Buffer, Node, fuse, place
+from sgla.kernels.instructions import LOWERINGS
 from sgla.kernels.native import Opcode
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.panels import KINDS, Kind
@@ -251,7 +252,7 @@ def test_two_programs_from_two_threads() -> None:
 
 
 def recorded(model: Tiny, isa: str) -> tuple[list[Node], list[Buffer]]:
-    recorder = Recorder(isa)
+    recorder = Recorder(LOWERINGS, isa)
     with using(recorder):
         outputs = [recorder.buffer(model(recorder.batch()))]
     return fuse(recorder.nodes, outputs, isa), outputs

@@ -108,8 +108,8 @@ def test_what_others_leave_behind_a_window_is_not_read(
 
     def poison_and_plan(now: float) -> StepPlan | None:
         nonlocal poisoned
-        if not core._flights:
-            given_back.difference_update(page for other in core._running for page in other.windows[0])
+        if not core._queues.flights:
+            given_back.difference_update(page for other in core._queues.running for page in other.windows[0])
             poisoned += len(given_back)
             for layer in runner.kv:
                 if layer.group:

@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from sgla.dist import Shard
 from sgla.hub.source import open_source
 from sgla.layers.build import Build
-from sgla.model.load import load_model
-from sgla.model.registry import model_class
+from sgla.model.load import load_model, model_of
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Weight
 
@@ -56,7 +55,7 @@ def test_the_gpu_has_what_the_cpu_reads(
         config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     spec = ModelSpec.from_config(config)
     build = Build(kind="bf16", vocab_kind="bf16", plain="bf16")
-    model_class(spec.architecture)(spec, build, 64)
+    model_of(spec, build, 64)
     names = sorted(build.table)
     for i in range(2):
         tensors = {name: torch.randn(build.table[name].shape).to(stored) for name in names[i::2]}
@@ -98,7 +97,7 @@ def test_packed_checkpoints_become_the_same_floats(tmp_path: Path, method: str) 
     said = {"quantization_config": {"quant_method": method} | PACKED[method]}
     config = json.loads((MODELS / "qwen3-8b/config.json").read_text()) | SMALL | said
     spec, build = ModelSpec.from_config(config), Build(kind="bf16", vocab_kind="bf16", plain="bf16")
-    model_class(spec.architecture)(spec, build, 64)
+    model_of(spec, build, 64)
     assert spec.method is not None
     tensors: dict[str, torch.Tensor] = {}
     for name, slot in build.table.items():

@@ -113,7 +113,7 @@ def test_what_others_leave_behind_a_window_is_not_read(runner: Any) -> None:
 
     @torch.inference_mode()
     def poison_and_plan(now: float) -> StepPlan | None:
-        if not core._flights:
+        if not core._queues.flights:
             torch.cuda.synchronize()
             free = torch.tensor(core._memory.windows[0]._free, device="cuda")
             for layer in runner.steps.kv:

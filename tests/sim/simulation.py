@@ -144,7 +144,7 @@ class Simulation:
         if broken is not None and plan.flags:
             row = int(broken * len(plan.flags))
             result.failed = [Failed(row, "broken", fault=True)]
-            self.cut.add(self.core._flights[0].rows[row].rid)
+            self.cut.add(self.core._queues.flights[0].rows[row].rid)
         self.seconds.append(result.seconds)
         self.now += result.seconds or 1.0
         self.take(self.core.retire(result, self.now))

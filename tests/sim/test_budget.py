@@ -97,8 +97,8 @@ def test_the_table_says_how_large_a_step_is() -> None:
 
     def budget(decodes: int) -> tuple[int, float, int]:
         step = Step(1)
-        step.set_decodes(core._running[:1] * decodes, [0] * decodes, [0] * decodes)
-        made = core._budget(step, yields=False)
+        step.set_decodes(core._queues.running[:1] * decodes, [0] * decodes, [0] * decodes)
+        made = core._prefill.budget(step, yields=False)
         return made.tokens, made._rows, made._tile
 
     simulation.offer(make_submit("long", [1] * 30, 60))

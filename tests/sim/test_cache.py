@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from sgla.cache.pages import PagePool
-from sgla.cache.radix import Match, Node, NullCache, RadixCache, marks_from
+from sgla.cache.radix import Match, NullCache, RadixCache
+from sgla.cache.tree import Node, marks_from
 
 EVICTIONS = ("lru", "lfu", "fifo", "mru")
 
@@ -185,7 +186,7 @@ def test_the_heap_stays_small_however_often_leaves_are_used() -> None:
         cache.adopt(cache.root, "", packed([token]), pool.alloc(1))
     for i in range(5000):
         cache.match("", packed([i % 10]), 1)
-    assert len(cache._heap) <= 4 * 10 + 65
+    assert len(cache._leaves) <= 4 * 10 + 65
 
 
 def test_no_cache_finds_and_keeps_nothing() -> None:

@@ -41,7 +41,7 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> set[tuple[State, str, State]]:
 
 
 def state_of(simulation: Simulation, rid: str) -> State:
-    return simulation.core._open[rid].state
+    return simulation.core._queues.open[rid].state
 
 
 def test_every_edge_is_walked(walked: set[tuple[State, str, State]]) -> None:

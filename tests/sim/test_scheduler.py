@@ -114,14 +114,14 @@ def test_choices_share_their_prompt_until_they_run() -> None:
     prompt = [1, 2, 3]
     for i in range(4):
         core.offer(make_submit(f"r-{i}", prompt, parent="r"), 0.0)
-    waiting = core._waiting
+    waiting = core._queues.waiting
     assert all(request.tokens is waiting[0].tokens for request in waiting)
     assert all(request.data is waiting[0].data for request in waiting)
     plan = core.plan(0.0)
     assert plan is not None
     core.retire(StepResult(step=plan.step, tokens=int32([7, 8])), 0.0)
-    assert [list(request.tokens) for request in core._running] == [[1, 2, 3, 7], [1, 2, 3, 8]]
-    assert [list(request.tokens) for request in core._waiting] == [[1, 2, 3]] * 2
+    assert [list(request.tokens) for request in core._queues.running] == [[1, 2, 3, 7], [1, 2, 3, 8]]
+    assert [list(request.tokens) for request in core._queues.waiting] == [[1, 2, 3]] * 2
 
 
 def bytes_in_flight(core: Core, count: int) -> int:
@@ -552,7 +552,7 @@ def test_those_that_yield_give_their_pages_to_others() -> None:
 
 def rows_of(simulation: Simulation, step: int) -> set[str]:
     """The requests that have a row in the newest plan."""
-    return {request.rid for request in simulation.core._flights[step].rows}
+    return {request.rid for request in simulation.core._queues.flights[step].rows}
 
 
 def test_those_that_yield_take_no_part_while_a_prompt_is_read() -> None:
@@ -782,8 +782,8 @@ def test_nothing_is_kept_of_ended_requests() -> None:
     simulation.run()
     core = simulation.core
     assert core.rids == []
-    assert len(core._deadlines) <= 2 * 1 + 66
-    assert len(core._memory.cache._heap) < 400
+    assert len(core._queues._deadlines) <= 2 * 1 + 66
+    assert len(core._memory.cache._leaves) < 400
 
 
 def test_prompts_with_other_media_do_not_share_what_comes_behind() -> None:

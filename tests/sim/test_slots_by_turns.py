@@ -50,7 +50,7 @@ def test_one_client_alone_is_served_in_the_order_of_arrival() -> None:
     for _ in range(5):
         simulation.step()
     many(simulation, "later", 3)
-    ranks = [request.rank for request in simulation.core._running + simulation.core._waiting]
+    ranks = [request.rank for request in simulation.core._queues.running + simulation.core._queues.waiting]
     assert ranks == sorted(ranks)
     simulation.run()
     assert begun(simulation) == ["a0", "a1", "a2", "later0", "later1", "later2"]

@@ -32,7 +32,7 @@ def copies(plans: list[StepPlan], target: str) -> list[int]:
 
 
 def held(simulation: Simulation, rid: str) -> bool:
-    return simulation.core._open[rid].state is State.HELD
+    return simulation.core._queues.open[rid].state is State.HELD
 
 
 def evicted() -> Simulation:
@@ -127,7 +127,7 @@ def test_a_text_that_had_no_numbers_is_forgotten_on_the_host() -> None:
     simulation = evicted()
     simulation.offer(make_submit("broken", [*LONG, 1, 2]))
     while simulation.finish("broken") is None:
-        row = simulation.core._flights and simulation.core._flights[0].rows
+        row = simulation.core._queues.flights and simulation.core._queues.flights[0].rows
         simulation.step(broken=0.0 if row else None)
     simulation.run()
     assert run(simulation, "next", LONG) == 0

@@ -1,0 +1,122 @@
+"""Which waiting requests start in a step."""
+
+from __future__ import annotations
+
+from sgla.messages import PAGES
+from sgla.sched.budget import Budget
+from sgla.sched.limits import FLIGHT_BYTES, STEP_BYTES, Limits
+from sgla.sched.memory import Memory
+from sgla.sched.policy import order
+from sgla.sched.prefill import Prefill
+from sgla.sched.pressure import Pressure, together
+from sgla.sched.queues import Queues, before_yielding
+from sgla.sched.request import Request
+from sgla.sched.stats import Ledger
+from sgla.sched.step import Step
+
+
+class Admission:
+    """In the order of the policy, as long as slots, pages and the step's budget last."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        memory: Memory,
+        queues: Queues,
+        pressure: Pressure,
+        prefill: Prefill,
+        ledger: Ledger,
+    ) -> None:
+        self._limits, self._memory, self._queues, self._pressure = limits, memory, queues, pressure
+        self._prefill, self._ledger = prefill, ledger
+        self._reserved: list[int] = []  # pages that running rows are expected to need, of each cache group
+
+    def admit(self, step: Step, budget: Budget, now: float) -> None:
+        queues, memory, limits = self._queues, self._memory, self._limits
+        waiting = queues.waiting
+        if not waiting[0].yields and waiting[-1].yields:
+            waiting = waiting[: before_yielding(waiting)]
+        queues.turns.serve(waiting[0].turn, len(waiting))
+        may_displace = limits.policy == "priority" or (bool(queues.running) and queues.running[-1].yields)
+        if not (memory.slots or may_displace):
+            return
+        promised = len(queues.draining)
+        self._reserved = self._pressure.expected(queues.running)
+        ordered = order(limits.policy, waiting, memory.cache, now, limits.patience)
+        flying = sum(flight.plan_bytes for flight in queues.flights)
+        last = len(waiting) - 1
+        for i, request in enumerate(ordered):
+            plan_bytes = step.plan_bytes + request.plan_bytes
+            if budget.tokens <= 0 or (step.plan_bytes and plan_bytes > STEP_BYTES):
+                return
+            if flying and flying + plan_bytes > FLIGHT_BYTES:
+                return
+            if not memory.slots:
+                if not may_displace:
+                    return
+                if promised:  # a slot is on its way to this one
+                    promised -= 1
+                    continue
+                if not self._displace(request):
+                    return
+                if not memory.slots:
+                    continue
+            if not self._admit_one(step, request, budget, i < last, now):
+                return
+
+    def _displace(self, request: Request) -> bool:
+        """Retract the lowest-ranked running request if ``request`` has a higher priority,
+        or that one yields to it."""
+        if not self._queues.running:
+            return False
+        victim = self._queues.running[-1]
+        higher = self._limits.policy == "priority" and request.submit.priority > victim.submit.priority
+        if request.yields or victim.yields:
+            higher = victim.yields and not request.yields
+        if not higher or victim.boosted or victim.planned >= victim.goal:
+            return False
+        self._reserved = [r - lacking for r, lacking in zip(self._reserved, self._pressure.lacking(victim))]
+        self._pressure.preempt(victim)
+        return True
+
+    def _admit_one(self, step: Step, request: Request, budget: Budget, others: bool, now: float) -> bool:
+        """Admit a waiting request to this step, if it fits beside what the running ones will need, or leave
+        it to the next, which can begin with more of it. False: it does not fit."""
+        memory, limits = self._memory, self._limits
+        if awaited := memory.attach(request):
+            if awaited == PAGES:
+                self._queues.hold(request)
+            return True
+        while not self._fits(request):
+            if self._queues.draining or not self._displace(request):
+                memory.release(request)
+                return False
+        if memory.load(request):
+            self._queues.hold(request)
+            return True
+        count = self._prefill.chunk(request, budget, others)
+        lacking = -(-(request.planned + count - request.allocated) // limits.page_size)
+        lacking = min(lacking, memory.room(request))
+        roomy = limits.encoder and count > 0
+        if not roomy and (lacking <= 0 or not memory.grow(request, lacking)):
+            memory.release(request)
+            return False
+        self._queues.run(request, now)
+        request.drafting = bool(limits.drafts) and request.guesses
+        if request.preemptions == 0:
+            self._ledger.counts.query_tokens += request.known
+            self._ledger.counts.prompt_tokens += request.prompt_len
+        self._prefill.count_hit(request, request.borrowed)
+        step.add_new(request)
+        self._prefill.add(step, request, min(count, request.allocated - request.planned), budget)
+        self._reserved = together(self._reserved, [self._pressure.lacking(request)])
+        return True
+
+    def _fits(self, request: Request) -> bool:
+        """Pages suffice for its known tokens, and for the outputs expected of it and of the running requests.
+        Alone, it always fits."""
+        if any(self._pressure.short):
+            return False
+        if not self._queues.running and not self._queues.draining:
+            return True
+        return self._pressure.fits(together(self._reserved, [self._pressure.lacking(request)]))

@@ -1,0 +1,125 @@
+"""Units of the group of states: every function here that moves ownership says so.
+
+A running request owns ``unit``, the state that its rows go on with. Until its next row it holds ``read``,
+the checkpoint of the tree which that row begins with, and it owns ``mark``, a checkpoint for the tree to take
+over at the end.
+"""
+
+from __future__ import annotations
+
+from sgla.cache.radix import NullCache, RadixCache
+from sgla.cache.states import StatePool
+from sgla.cache.tree import TOKEN_BYTES
+from sgla.sched.request import Request
+
+
+class Recurrent:
+    """The states of requests, and the checkpoints that they leave in the tree."""
+
+    def __init__(self, pool: StatePool, cache: RadixCache, slots: list[int], page_size: int) -> None:
+        """``slots``: the free ones."""
+        self.pool, self._cache, self._slots, self._page_size = pool, cache, slots, page_size
+        self._keeps = not isinstance(cache, NullCache)
+
+    def wanted(self, request: Request) -> int:
+        """Units that the request takes when it grows. One with none of its own can go on in the checkpoint
+        that it begins with, if nobody else uses that: the tree loses it."""
+        return int(not (request.unit or (request.read and self.pool.seizable(request.read))))
+
+    def fits(self, request: Request) -> bool:
+        """Whether there are as many as it takes."""
+        return self.wanted(request) <= self.pool.available
+
+    def begin_with(self, request: Request, state: int) -> None:
+        """The request's next row reads that checkpoint of the tree,
+        if it is one, which the request holds until then."""
+        if state:
+            self.pool.hold((state,))
+            if request.read:
+                self.pool.unhold((request.read,))
+            request.read = state
+
+    def take(self, request: Request) -> None:
+        """Give the request a unit, if it has none; one ``fits``."""
+        if request.unit:
+            return
+        request.unit = self.pool.take()
+        if not request.unit:
+            self.pool.seize(request.read)
+            request.unit, request.read = request.read, 0
+
+    def pin(self, request: Request) -> None:
+        """The request's row of the plan reads the checkpoint that it holds."""
+        self.pool.pin(request.read)
+
+    def checkpoint(self, request: Request, start: int) -> list[int]:
+        """Checkpoints that the request's row of the plan, which reads its prompt from ``start`` on and has
+        been shared, is to write: each as its length in tokens and its unit. The tree takes over those for
+        which it has the pages, the request the last one of the others."""
+        told = list[int]()
+        if not self._keeps:
+            return told
+        private = 0
+        for length in self._places(request, start):
+            node = self._cache.find(request.namespace, request.data, length, request.marks)
+            if node is None:
+                private = length
+            elif not self.pool.has(node.state) and (unit := self.pool.take()):
+                node.state = self.pool.write(unit)
+                request.given.append(node.state)
+                told += (length, unit)
+        return told + self._mark(request, private) if private else told
+
+    def checkpoint_output(self, request: Request) -> list[int]:
+        """``checkpoint`` for a row of one token that the host does not know yet."""
+        if not self._keeps or request.planned % self.pool.every:
+            return []
+        return self._mark(request, request.planned)
+
+    def _mark(self, request: Request, length: int) -> list[int]:
+        """A checkpoint that the request owns until it ends, instead of the one before;
+        if there are states enough for all free slots."""
+        if self.pool.available <= len(self._slots):
+            return []
+        if request.mark is not None:
+            self.pool.free(request.mark[1:])
+        unit = self.pool.take()
+        request.mark = (length, unit)
+        return [length, unit]
+
+    def _places(self, request: Request, start: int) -> list[int]:
+        """Where a prompt leaves checkpoints:
+        at its last page, where others have gone on differently, and every so many tokens."""
+        known, every = len(request.data) // TOKEN_BYTES, self.pool.every
+        end = min(request.planned, known)
+        places = set(range((start // every + 1) * every, end + 1, every))
+        places |= {request.branch, (known - 1) // self._page_size * self._page_size}
+        return sorted(length for length in places if start < length <= end)
+
+    def release(self, request: Request, length: int) -> None:
+        """Give the request's states back, and its checkpoint to the tree, which has ``length`` of its tokens.
+        No checkpoint is left of a ``spoiled`` one."""
+        pool = self.pool
+        if request.read:
+            pool.unhold((request.read,))
+        if request.unit:
+            pool.free((request.unit,))
+        if request.mark is not None:
+            at, unit = request.mark
+            node = None
+            if at <= length:
+                tokens = request.tokens.tobytes()
+                node = self._cache.find(request.namespace, tokens, at, request.marks)
+            if node is not None and not pool.has(node.state):
+                [node.state] = pool.give((unit,), held=False)
+            else:
+                pool.free((unit,))
+        if request.spoiled:
+            for ticket in request.given:
+                pool.void(ticket)
+
+    def check(self, holders: list[Request]) -> None:
+        """Raises AssertionError if a state is lost, doubled or held for nobody."""
+        owned = [request.unit for request in holders]
+        owned += [request.mark[1] for request in holders if request.mark is not None]
+        self.pool.check_owners(owned, [request.read for request in holders if request.read])
