@@ -20,7 +20,7 @@ from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource, open_source
 from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
-from sgla.model.sizes import read_spec, weight_bytes
+from sgla.model.sizes import Parameters, parameters, read_spec, weight_bytes
 from sgla.model.state import state_of, token_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, Resolved, kv_pool, resolve
@@ -36,15 +36,16 @@ def run(args: argparse.Namespace) -> int:
     pooled = source is not None and read_pooling(source, config.task) is not None
     resolved = resolve(config, machine, model, pooled)
     rows = ledger(resolved.config, model) if model else {}
+    counts = parameters(read_spec(model)) if model else None
     defaults = find_defaults(config, source)
     resolved.notes.extend(defaults.notes)
     if args.json:
-        print(as_json(resolved, rows, defaults))
+        print(as_json(resolved, rows, defaults, counts))
     elif sys.stdout.isatty():
         table(["SETTING", "VALUE", "REASON"], settings(resolved))
-        print(summary(resolved, rows, machine, defaults))
+        print(summary(resolved, rows, machine, defaults, counts))
     else:
-        print(as_text(resolved, rows, machine, defaults))
+        print(as_text(resolved, rows, machine, defaults, counts))
     return 0
 
 
@@ -100,18 +101,31 @@ def settings(resolved: Resolved) -> list[list[str]]:
     ]
 
 
-def as_text(resolved: Resolved, rows: dict[str, int], machine: Machine, defaults: Defaults) -> str:
+def as_text(
+    resolved: Resolved,
+    rows: dict[str, int],
+    machine: Machine,
+    defaults: Defaults,
+    counts: Parameters | None = None,
+) -> str:
     found = settings(resolved)
     width, column = max(len(name) for name, *_ in found), min(28, max(len(value) for _, value, _ in found))
     lines = [f"{name:<{width}}  {value:<{column}}  {why}" for name, value, why in found]
-    return "\n".join([*lines, summary(resolved, rows, machine, defaults)])
+    return "\n".join([*lines, summary(resolved, rows, machine, defaults, counts)])
 
 
-def summary(resolved: Resolved, rows: dict[str, int], machine: Machine, defaults: Defaults) -> str:
+def summary(
+    resolved: Resolved,
+    rows: dict[str, int],
+    machine: Machine,
+    defaults: Defaults,
+    counts: Parameters | None = None,
+) -> str:
     """Memory, sampling defaults and notes."""
     lines = []
     if rows:
-        lines += ["", f"weights    {size(rows['weights']):>10}  estimated from the model's shape"]
+        lines += ["", *([parameters_line(counts)] if counts else [])]
+        lines += [f"weights    {size(rows['weights']):>10}  estimated from the model's shape"]
         lines += [kv_line(rows)]
         if resolved.config.device == "cuda":
             memory = sum(gpu.memory for gpu in machine.gpus[: resolved.config.tp])
@@ -123,6 +137,11 @@ def summary(resolved: Resolved, rows: dict[str, int], machine: Machine, defaults
         lines += ["", "the model is not on this disk yet, so its memory is unknown"]
     lines.append(f"sampling   {defaults}")
     return "\n".join(lines + [f"note: {note}" for note in resolved.notes])
+
+
+def parameters_line(counts: Parameters) -> str:
+    total, active = (f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M" for count in counts)
+    return f"parameters {total:>10}" + (f"  {active} of them for a token" if active != total else "")
 
 
 def kv_line(rows: dict[str, int]) -> str:
@@ -141,7 +160,9 @@ def reason(resolved: Resolved, name: str) -> str:
     return f"{text}: {descriptions()[name]}" if text in ("default", "given") else text
 
 
-def as_json(resolved: Resolved, rows: dict[str, int], defaults: Defaults) -> str:
+def as_json(
+    resolved: Resolved, rows: dict[str, int], defaults: Defaults, counts: Parameters | None = None
+) -> str:
     values = msgspec.to_builtins(resolved.config)
     values |= {name: shown(name, values[name]) for name in SECRETS}
     settings = {name: {"value": value, "reason": resolved.reasons[name]} for name, value in values.items()}
@@ -149,6 +170,8 @@ def as_json(resolved: Resolved, rows: dict[str, int], defaults: Defaults) -> str
         name: {"value": value, "source": defaults.sources[name]} for name, value in defaults.values.items()
     }
     whole = {"settings": settings, "memory": rows, "sampling": sampling, "notes": resolved.notes}
+    if counts is not None:
+        whole["parameters"] = counts._asdict()
     return json.dumps(whole, indent=2)
 
 

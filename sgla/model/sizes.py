@@ -60,6 +60,24 @@ def kinds_of(dtype: str, quantization: str | None, method: Method | None = None)
     return Kinds(quantization or plain, plain, plain)
 
 
+class Parameters(NamedTuple):
+    """Values of a model's matrices, and those that a token meets: all, but for experts it does not choose."""
+
+    total: int
+    active: int
+
+
+def parameters(spec: ModelSpec | EncoderSpec) -> Parameters:
+    if isinstance(spec, EncoderSpec):
+        return Parameters(spec.values, spec.values)
+    tables = spec.vocab * spec.hidden * (1 if spec.tied else 2)
+    attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
+    every = spec.moe.experts if spec.moe else 0
+    chosen = spec.moe.routing.top_k if spec.moe else 0
+    total, active = (tables + attention + _mlps(spec, experts) for experts in (every, chosen))
+    return Parameters(total, active)
+
+
 def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> int:
     """Bytes of one rank's matrices; norms are left out, and whether the file has 4 bits itself."""
     whole = _matrix_bytes(spec, dtype, quantization, ranks)
@@ -75,14 +93,20 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
     if (kept := as_stored(spec.method, quantization)) is not None:
         linear, vocab = kept.bytes(kinds.plain), kept.vocab_bytes(kinds.plain)
     attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
-    mixed = len(spec.moe.layers) if spec.moe else 0
-    mlps = (spec.layers - mixed) * spec.intermediate
-    if spec.moe:
-        mlps += mixed * (spec.moe.experts * spec.moe.intermediate + spec.moe.shared)
     table = spec.vocab * spec.hidden * vocab
     head = 0.0 if spec.tied else table / ranks
-    layers = attention + (3 if spec.gated else 2) * spec.hidden * mlps
+    layers = attention + _mlps(spec, spec.moe.experts if spec.moe else 0)
     return layers * linear / ranks + table + head
+
+
+def _mlps(spec: ModelSpec, experts: int) -> int:
+    """Values of their matrices with so many ``experts`` in a mixture."""
+    mixed = len(spec.moe.layers) if spec.moe else 0
+    widths = (spec.layers - mixed) * spec.intermediate
+    if spec.moe:
+        widths += mixed * (experts * spec.moe.intermediate + spec.moe.shared)
+    routers = mixed * spec.moe.experts * spec.hidden if spec.moe else 0
+    return (3 if spec.gated else 2) * spec.hidden * widths + routers
 
 
 def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: False) -> Wide:

@@ -370,6 +370,7 @@ RUN: dict[str, Case] = {
     "DeepSeek-V2-Lite": Case(deepseek(2, q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1)),
     "DeepSeek-V3": Case(deepseek(3, num_nextn_predict_layers=1)),
     "gpt-oss-20b in bf16": Case(GPT_OSS),
+    "DeepSeek-R1 in fp8": Case(deepseek(3, quantization_config=FP8["block"]), twin=deepseek(3), fp8="block"),
     "Qwen1.5-MoE-A2.7B": Case(
         decoder(
             "Qwen2MoeForCausalLM",

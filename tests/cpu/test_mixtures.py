@@ -14,7 +14,7 @@ from sgla.errors import ConfigError
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
 from sgla.model.load import load_model
-from sgla.model.sizes import weight_bytes
+from sgla.model.sizes import parameters, read_spec, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.worker.cpu import CpuRunner
 
@@ -242,3 +242,23 @@ def test_what_cannot_be_is_refused(family: tuple[str, Any], change: dict[str, An
     ModelSpec.from_config(config)
     with pytest.raises(ConfigError, match=word):
         ModelSpec.from_config(config | change)
+
+
+LARGE = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}
+# In billions with embedding and output layer: of all experts, which is what their authors say, and of those that a token meets.
+PUBLISHED: dict[str, tuple[str, dict[str, Any], float, float]] = {
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", LARGE, 671.0, 37.6),
+    "gpt-oss-20b": ("GptOssForCausalLM", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.9, 4.2),
+    "Qwen1.5-MoE-A2.7B": ("Qwen2MoeForCausalLM", {}, 14.3, 2.7),
+    "OLMoE-1B-7B": ("OlmoeForCausalLM", {"intermediate_size": 1024}, 6.9, 1.3),
+    "Mixtral-8x7B": ("MixtralForCausalLM", {"num_local_experts": 8}, 46.7, 12.9),
+    "ERNIE-4.5-21B-A3B": ("Ernie4_5_MoeForCausalLM", {}, 21.8, 3.4),
+    "GLM-4.5-Air": ("Glm4MoeForCausalLM", {"head_dim": 128}, 106.9, 13.4),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_are_those_that_are_published(name: str) -> None:
+    architecture, config, total, active = PUBLISHED[name]
+    found = parameters(read_spec(config | {"architectures": [architecture]}))
+    assert [round(count / 1e9, 1) for count in found] == [total, active]
