@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgla.model.families import Reader
 from sgla.model.fp8 import Fp8, check_compressed
-from sgla.model.gptq import GROUP, SCALES, SCATTERED
+from sgla.model.gptq import SCALES, Grouped
 from sgla.quant.method import Held, Method
 
 if TYPE_CHECKING:
@@ -20,13 +20,12 @@ def compressed(config: Mapping[str, Any]) -> Method:
     return Packed(config) if config.get("format") == "pack-quantized" else Fp8(config)
 
 
-class Packed(Method):
+class Packed(Grouped):
     """Weights of 4 or 8 bits, without quantized activations. Beside ``X.weight_packed`` there are
     ``X.weight_scale``, ``X.weight_zero_point`` if they are not symmetric, and ``X.weight_g_idx`` where the
     channels of a group do not lie together."""
 
     name = "compressed-tensors"
-    devices: tuple[str, ...] = ("cpu",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -47,10 +46,7 @@ class Packed(Method):
         self.group = weights.integer("group_size", 1 << 17) if grouped else 0
         self.symmetric = weights.flag("symmetric")
         self.reordered = weights.values.get("actorder") in ("group", "dynamic", True)
-        self.storage = f"q{self.bits}_0" if self.symmetric else f"int{self.bits}"
-        if self.reordered or self.group % GROUP:
-            self.storage, self.devices = "", ()
-        self.notes = SCATTERED if self.reordered else ()
+        self.keep(self.symmetric, self.reordered)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         each, groups = 32 // self.bits, -(-k // (self.group or k))

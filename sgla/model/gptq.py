@@ -26,9 +26,22 @@ SCALES = ("F16", "BF16", "F32")
 GROUP = 32  # channels of k that have constants of their own in our storages
 
 
-class Gptq(Method):
+class Grouped(Method):
+    """Integers of ``bits`` bits, of which ``group`` channels have constants in common (0: all)."""
+
+    bits: int
+    group: int
+
+    def keep(self, symmetric: bool, reordered: bool = False) -> None:
+        """Say what CPUs keep such layers in. ``reordered``: the channels of a group do not lie together."""
+        fits = not (reordered or self.group % GROUP)
+        self.storage = (f"q{self.bits}_0" if symmetric else f"int{self.bits}") if fits else ""
+        self.devices = ("cpu",) if fits else ()
+        self.notes = SCATTERED if reordered else ()
+
+
+class Gptq(Grouped):
     name = "gptq"
-    devices: tuple[str, ...] = ("cpu",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         c = Reader("gptq", config)
@@ -40,10 +53,7 @@ class Gptq(Method):
         if version not in ("gptq", "gptq_v2"):
             raise c.error("checkpoint_format", "gptq or gptq_v2")
         self.plus = 1 if version == "gptq" else 0
-        self.storage = f"q{self.bits}_0" if self.symmetric else f"int{self.bits}"
-        if self.reordered or self.group % GROUP:
-            self.storage, self.devices = "", ()
-        self.notes = SCATTERED if self.reordered else ()
+        self.keep(self.symmetric, self.reordered)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         each, groups = 32 // self.bits, -(-k // (self.group or k))
@@ -74,9 +84,8 @@ class Gptq(Method):
         return name.endswith(".bias") and not tensor.dense().any()
 
 
-class Awq(Method):
-    name, storage = "awq", "int4"
-    devices: tuple[str, ...] = ("cpu",)
+class Awq(Grouped):
+    name = "awq"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -87,8 +96,7 @@ class Awq(Method):
             raise c.error("version", "gemm")
         if config.get("zero_point", True) is not True:
             raise c.error("zero_point", "true")
-        if self.group % GROUP:
-            self.storage, self.devices = "", ()
+        self.keep(symmetric=False)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         groups = -(-k // (self.group or k))

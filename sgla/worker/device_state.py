@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sgla import attention
+from sgla.attention import DeviceBatch
 from sgla.kernels.batch import places
 from sgla.kernels.triton import step
 from sgla.messages import NewRow, StepPlan
@@ -82,6 +84,18 @@ class DeviceTables:
         """Change the token table: int32[3, n] of slots, positions and tokens."""
         slots, positions, values = upload(tokens)
         self.tokens[slots.long(), positions.long()] = values
+
+    def batch(self, slots: Tensor, ids: Tensor, **more: Any) -> DeviceBatch:
+        """Rows in ``slots`` with the tokens ``ids``; ``more``: the other fields of a batch."""
+        return DeviceBatch(
+            rows=len(slots),
+            tokens=len(ids),
+            slots=slots,
+            ids=ids,
+            page_table=self.page_table,
+            page_size=self.page_size,
+            **more,
+        )
 
     def prepare_decode(
         self,

@@ -204,17 +204,13 @@ class GpuSteps:
             extend = ExtendRows(
                 slots[decodes:], q_lens[decodes:], kv_lens[decodes:], self.tables.host.page_table[0]
             )
-        batch = DeviceBatch(
-            rows=rows,
-            tokens=tokens,
-            ids=ids,
+        batch = self.tables.batch(
+            d_slots,
+            ids,
             positions=positions,
-            slots=d_slots,
             q_start=d_q_start,
             kv_len=d_kv_len,
             out_loc=out_loc,
-            page_table=self.tables.page_table,
-            page_size=self.tables.page_size,
             sample_rows=d_q_start,  # not used: the runner gathers by itself
             decode_rows=decodes,
             cum=dict(zip(self.windows, packed[4:])),

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.attention import DeviceBatch
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
 from sgla.kernels.cuda.decode_step import DecodeStep
@@ -157,17 +156,13 @@ class DecodeGraphs:
             self._one_row(ids, slots, kv_len, tables.page_table, steps.logits[:1])
             steps.sampler.draw(steps.logits[:1], slots, ends, self.out[:1], landing)
             return
-        batch = DeviceBatch(
-            rows=size,
-            tokens=size,
-            ids=ids,
+        batch = tables.batch(
+            slots,
+            ids,
             positions=positions,
-            slots=slots,
             q_start=self._q_start[: size + 1],
             kv_len=kv_len,
             out_loc=out_loc,
-            page_table=tables.page_table,
-            page_size=tables.page_size,
             sample_rows=self._q_start[:size],
             decode_rows=size,
             cum=cum,

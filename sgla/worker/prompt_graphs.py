@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.attention import DeviceBatch
 from sgla.attention.base import InGraph, cut
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
@@ -123,17 +122,13 @@ class PromptGraphs:
             )
         # Behind the decode rows, where the places of those that are missing have just been filled as padding.
         tables.prepare_extend(slots[n:], starts[n:], q_start, size, ids, positions, out_loc)
-        batch = DeviceBatch(
-            rows=n + ROWS,
-            tokens=size,
-            ids=ids,
+        batch = tables.batch(
+            slots,
+            ids,
             positions=positions,
-            slots=slots,
             q_start=q_start,
             kv_len=kv_len,
             out_loc=out_loc,
-            page_table=tables.page_table,
-            page_size=tables.page_size,
             sample_rows=at,
             decode_rows=n,
             cum=cum,
