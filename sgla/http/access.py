@@ -7,9 +7,9 @@ import logging
 from aiohttp import web
 
 from sgla import clock
+from sgla.actors.ingress import Sink
 from sgla.http.answer.collect import total_usage
 from sgla.http.clients import ADDRESS
-from sgla.http.ports import Sink
 from sgla.messages import Event, Rejected, Usage
 
 log = logging.getLogger(__name__)

@@ -1,39 +1,14 @@
-"""What the HTTP layer needs of the rest:
-the shapes of ``actors.ingress.Ingress`` and of the text services."""
+"""What handlers need of the engine: the part of ``actors.ingress.Ingress`` that they call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from sgla.actors.ingress import Sink
 from sgla.actors.lanes import Lanes
 from sgla.defaults import Defaults
-from sgla.messages import Control, Event, Facts, Job, Rejected
-
-
-class Sink(Protocol):
-    """Where the output of a request goes. ``push`` never blocks and never raises."""
-
-    def push(self, message: Event | Rejected) -> None: ...
-
-
-class Tokenizer(Protocol):
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
-
-
-class Template(Protocol):
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str: ...
+from sgla.messages import Control, Facts, Job
 
 
 class Progress(Protocol):
@@ -70,10 +45,12 @@ class Ingress(Protocol):
         """For work on texts."""
 
     @property
-    def tokenizer(self) -> Any: ...
+    def tokenizer(self) -> Any:
+        """``text.tokenizer.Tokenizer``"""
 
     @property
-    def template(self) -> Any: ...
+    def template(self) -> Any:
+        """``text.process.BoundedTemplate``; None also for a model without one."""
 
     @property
     def architecture(self) -> str:
@@ -99,7 +76,8 @@ class Ingress(Protocol):
     def preparing(self, rid: str) -> bool:
         """Whether the request may yet be refused."""
 
-    def stats(self) -> Any: ...
+    def stats(self) -> Any:
+        """``sched.stats.Stats``, None until the model is loaded."""
 
     async def flush_cache(self) -> bool: ...
 

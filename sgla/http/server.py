@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from sgla import clock
+from sgla.actors.ingress import Sink
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import InvalidField, ModelNotFound, SglaError
@@ -28,7 +29,7 @@ from sgla.http.conversations.store import ConversationStore
 from sgla.http.errors import Aborted
 from sgla.http.mcp.servers import ToolServers
 from sgla.http.native.session_store import Sessions
-from sgla.http.ports import Ingress, Sink
+from sgla.http.ports import Ingress
 from sgla.http.probe import Probe
 from sgla.http.request.grammar import ignored_formats
 from sgla.http.request.schema import MAX_CHOICES, MAX_LOGPROBS, MAX_NAME, OpenAIFields, RequestFields

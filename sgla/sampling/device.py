@@ -125,8 +125,8 @@ class DeviceSampler:
         """The request in ``slot`` has rules or a grammar."""
         return bool(self._wants[slot] & (RULED | GRAMMAR))
 
-    def _that(self, want: int, slots: Int32s) -> list[int]:
-        """The rows that want this."""
+    def _wanting(self, want: int, slots: Int32s) -> list[int]:
+        """Numbers of the rows that want ``want``."""
         return np.flatnonzero(self._wants[slots] & want).tolist()
 
     def draw(
@@ -188,15 +188,15 @@ class DeviceSampler:
         if self._shard.rank > 0:
             self._follow(slots, positions, out)
             return []
-        wanted = self._that(SCORED, host_slots)
+        wanted = self._wanting(SCORED, host_slots)
         which = self._send(wanted) if wanted else None
         raw = logits[which] if wanted else None
-        if self._that(RULED, host_slots):
+        if self._wanting(RULED, host_slots):
             self._rules.apply(logits, slots, positions, pending.on_host)
         if masks is not None:
             sampling.mask(logits, *masks)
         thresholds = None
-        if self._that(THRESHOLD, host_slots):
+        if self._wanting(THRESHOLD, host_slots):
             thresholds = fast.find_thresholds(
                 logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps
             )

@@ -32,7 +32,7 @@ from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flight, Flights
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes, within_memory
-from sgla.worker.gpu_steps import Eager, GpuSteps, Kernels, Sizes
+from sgla.worker.gpu_steps import GpuSteps, Kernels, Launched, Sizes
 from sgla.worker.graphs import Capture, DecodeGraphs
 from sgla.worker.kv import zero_pages
 from sgla.worker.memory import cache_groups, mib
@@ -242,7 +242,7 @@ class CudaRunner(Runner):
             self.release(flight)
         return self.finish(flight)
 
-    def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> Eager:
+    def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> Launched:
         """A step with prompt tokens, or one that brings hidden states."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         graphs = self._captures and not self.steps.deterministic and self.prompts.takes(starts, q_lens, flags)
@@ -250,7 +250,7 @@ class CudaRunner(Runner):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags)
-            return Eager(out, count, [], pending, None)
+            return Launched(out, count, [], pending, None)
         return self.steps.run_eagerly(plan)
 
     def _brings_states(self, plan: StepPlan) -> bool:

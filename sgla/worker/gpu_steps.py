@@ -52,9 +52,9 @@ class Sizes(NamedTuple):
     page_size: int
 
 
-class Eager(NamedTuple):
-    """What a step leaves: its tokens are the first ``rows`` of ``out`` on the GPU, unless they are still
-    ``pending``."""
+class Launched(NamedTuple):
+    """What the launch of a step leaves, eager or as a graph: its tokens are the first ``rows`` of ``out`` on
+    the GPU, unless they are still ``pending``."""
 
     out: Tensor
     rows: int
@@ -131,7 +131,7 @@ class GpuSteps:
             layer.k_scale, layer.v_scale = scales
         return layers
 
-    def run_eagerly(self, plan: StepPlan) -> Eager:
+    def run_eagerly(self, plan: StepPlan) -> Launched:
         """Decode rows go first, then what has a history (see ``ExtendRows``),
         which the row numbers of the result must not show."""
         columns, wanted = read(plan, self.tables.host)
@@ -158,15 +158,15 @@ class GpuSteps:
         states = [to_host(hidden[begin:end].float()) for begin, end in begun]
         beside = Beside(vectors, states) if vectors or states else None
         if not count:
-            return Eager(batch.ids, 0, scored, None, beside)
+            return Launched(batch.ids, 0, scored, None, beside)
         host, where, positions = host[:, :count], where[:count], positions[:count]
         logits = self.logits_of(picked[:count])
         out = torch.empty(count, dtype=torch.int32, device="cuda")
         if self.sampler.plain(host[1]):
             self.sampler.draw(logits, where, positions, out)
-            return Eager(out, count, scored, None, beside)
+            return Launched(out, count, scored, None, beside)
         pending = Pending(logits, where, positions, out, wanted.rows, (host[1], host[2]))
-        return Eager(out, count, scored, pending, beside)
+        return Launched(out, count, scored, pending, beside)
 
     def _vectors(
         self, wanted: Wanted, columns: Columns, tails: Tensor, hidden: Tensor, moved: Any

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+from sgla.actors.ingress import Sink
 from sgla.errors import SglaError
 from sgla.http.bodies import Share
-from sgla.http.ports import Sink
 from sgla.messages import Event, Rejected, TokenLogprob, Usage
 
 COUNTED = 16 << 10  # bytes that are counted together

@@ -56,7 +56,7 @@ def _fp8_linear(rounded: fp8.Rounded, w: Weight, bias: Tensor | None) -> Tensor:
 
 
 def add_refuses(work: Work, total: Node) -> str | None:
-    return None if work.e4m3 and not work.few(total) else "no e4m3 weight follows"
+    return None if work.e4m3 and not work.few_rows(total) else "no e4m3 weight follows"
 
 
 def add(work: Work, total: Node) -> list[Node]:

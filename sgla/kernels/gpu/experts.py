@@ -49,7 +49,7 @@ def _refuses(moe: Node) -> str | None:
 def norm_refuses(work: Work, norm: Node, moe: Node) -> str | None:
     if (why := _refuses(moe)) is not None:
         return why
-    return None if work.few(moe) else f"the router takes at most {skinny_gemm.MAX_ROWS} rows with a norm"
+    return None if work.few_rows(moe) else f"the router takes at most {skinny_gemm.MAX_ROWS} rows with a norm"
 
 
 def norm(work: Work, before: Node, moe: Node) -> list[Node]:
@@ -95,7 +95,7 @@ def sum_refuses(work: Work, summed: Node, add: Node) -> str | None:
 def sum_add(work: Work, summed: Node, add: Node) -> list[Node]:
     outputs, residual = summed.given["x"], add.given["residual"]
     given = {"outputs": outputs, "residual": residual}
-    if work.few(add):
+    if work.few_rows(add):
         normed, total = add.results
         return [
             Node("sum, added", _sum_add, given, [total], add.rows, residual.number),

@@ -131,8 +131,8 @@ class Recorder:
         self._lowered = lowered
         self._known: dict[int, int] = {}  # number of a value by the identity of its symbol
         self._kept: list[Any] = []  # so that identities stay
-        self.float32 = False  # the next linear layer computes the logits
-        for name in ("out", "draw"):
+        self.float32 = False  # the linear layer that comes next computes the logits: in float32
+        for name in ("out", "draw"):  # which rules hand to the node of the logits
             self.record.inputs.append(name)
             self.record.dtypes.append(torch.float32)
 

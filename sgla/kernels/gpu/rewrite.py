@@ -54,8 +54,8 @@ class Work:
     def input(self, name: str) -> Ref:
         return Ref(self.record.inputs.index(name))
 
-    def few(self, node: Node) -> bool:
-        """Whether it has so few rows that layers do not share products of tiles."""
+    def few_rows(self, node: Node) -> bool:
+        """Whether the kernels of few rows take the linear layers around ``node``."""
         return self.wgmma and self.rows(node) <= skinny_gemm.MAX_ROWS
 
     @property
