@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -97,35 +98,6 @@ def test_worker_killed_during_start_fails_the_start(tiny_model: Path, delay: flo
         assert "SIGKILL" in server.output or "signal 9" in server.output
 
 
-def test_sigterm_drains(tiny_model: Path) -> None:
-    with serving("--model", str(tiny_model), *SLOW) as server:
-        answers: list[Any] = []
-        thread = in_thread(server, answers, {**LONG, "max_tokens": 400})
-        wait_for(lambda: server.metric("sgla:num_running_reqs") >= 1)
-        server.signal(signal.SIGTERM)
-        wait_for(lambda: server.get("/health/ready")[0] == 503)
-        status, body = server.request("POST", "/v1/completions", {"prompt": "x"})
-        assert (status, body["error"]["code"]) == (503, "draining")
-        thread.join(30)
-        assert server.wait() == 0
-        assert answers[0][0] == 200
-        assert answers[0][1]["usage"]["completion_tokens"] == 400
-
-
-def test_sigint_twice_stops_at_once(tiny_model: Path) -> None:
-    with serving("--model", str(tiny_model), "--context-length", "4096") as server:
-        family = server.family()
-        answers: list[Any] = []
-        thread = in_thread(server, answers, {**LONG, "max_tokens": 4000})
-        wait_for(lambda: server.metric("sgla:num_running_reqs") >= 1)
-        server.signal(signal.SIGINT)
-        wait_for(lambda: server.get("/health/ready")[0] == 503)
-        server.signal(signal.SIGINT)
-        assert server.wait() == 0
-        thread.join(5)
-        wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family))
-
-
 def test_broken_tokenizer_ends_the_start_with_its_file(tiny_model: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(tiny_model, tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
@@ -152,16 +124,15 @@ def test_wrong_model_is_one_clear_message(tmp_path: Path) -> None:
 
 
 def test_taken_port_is_one_clear_message(tiny_model: Path) -> None:
-    flags = ("--model", str(tiny_model), "--executor", "fake")
-    with serving(*flags, ready=False) as first:
-        first.wait_listening()
-        with serving(*flags, "--port", str(first.port), ready=False) as second:
-            assert second.wait() == 2
-            assert "--port" in second.output
-            assert "Traceback" not in second.output
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with serving("--model", str(tiny_model), "--executor", "fake", "--port", port, ready=False) as server:
+            assert server.wait() == 2
+            assert "--port" in server.output
+            assert "Traceback" not in server.output
 
 
-def test_overload_is_refused_at_once(tiny_model: Path) -> None:
+def test_overload_is_refused_at_once_and_sigterm_drains(tiny_model: Path) -> None:
     flags = ("--max-running-requests", "1", "--max-queued-requests", "1", *SLOW)
     with serving("--model", str(tiny_model), *flags) as server:
         answers: list[Any] = []
@@ -173,9 +144,14 @@ def test_overload_is_refused_at_once(tiny_model: Path) -> None:
         status, refused = server.request("POST", "/v1/completions", body)
         assert (status, refused["error"]["code"]) == (429, "overloaded")
         server.signal(signal.SIGTERM)
+        wait_for(lambda: server.get("/health/ready")[0] == 503)
+        status, refused = server.request("POST", "/v1/completions", {"prompt": "x"})
+        assert (status, refused["error"]["code"]) == (503, "draining")
         for thread in threads:
             thread.join(60)
+        assert server.wait() == 0
         assert [status for status, _ in answers] == [200, 200]
+        assert sorted(body["usage"]["completion_tokens"] for _, body in answers) == [2, 500]
 
 
 def test_a_broken_input_is_a_typed_error(tiny_model: Path, tmp_path: Path) -> None:
