@@ -27,7 +27,7 @@ def be_silent() -> None:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(be_silent)  # first, so it is called last
-settings.register_profile("usual", max_examples=40)
+settings.register_profile("usual", max_examples=25)
 settings.load_profile("usual")
 settings.register_profile("full", max_examples=1000)  # .ci/full
 

@@ -14,7 +14,7 @@ from sgla.hub.source import open_source
 from sgla.model.load import load_model
 from sgla.model.spec import ModelSpec
 
-NEW = 64
+NEW = 24
 LENGTHS = [1, 2, 7, 16, 33, 64, 111, 200]
 
 LLAMA3 = {
@@ -97,7 +97,7 @@ def test_greedy_equals_transformers(layout: str, tmp_path: Path) -> None:
     native = Eager(model, budget=150, native=True).generate(random_prompts(LENGTHS), NEW)
     check_against_hf(native, NEW, hf)
     assert len({tuple(row.tokens[-NEW:]) for row in rows}) == len(rows)
-    assert sum(len(set(row.tokens[-NEW:])) for row in rows) > 12 * len(rows)  # no parrot would pass
+    assert sum(len(set(row.tokens[-NEW:])) for row in rows) > 6 * len(rows)  # no parrot would pass
 
 
 @pytest.mark.parametrize("layout", ["llama3 rope", "qwen3", "qwen3 mixture", "gemma3"])

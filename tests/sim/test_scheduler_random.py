@@ -7,7 +7,7 @@ from random import Random
 from examples import examples
 from simulation import Simulation, random_limits, random_submits
 
-SCENARIOS = 1_000  # four hundred in .ci/run, ten thousand in .ci/full
+SCENARIOS = 1_600  # four hundred in .ci/run, sixteen thousand in .ci/full
 
 
 def play(random: Random) -> Simulation:
