@@ -39,14 +39,15 @@ def joined(stored: dict[str, FileTensor], build: Build) -> Iterator[tuple[str, S
     shapes = {name: slot.shape for name, slot in build.table.items()}
     for name, shape in (shapes | {name: shape for name, (shape, _) in build.stacks.items()}).items():
         module = name.removesuffix(".weight")
-        if method is PLAIN or module == name or len(shape) != 2:
+        matrix = module != name and len(shape) == 2
+        if method is PLAIN or not (matrix or len(shape) == 3):
             continue
-        held = method.tensors(module, *shape)
+        held = method.tensors(module, *shape) if matrix else method.stack(name, shape)
         found = {part: stored[raws[part]] for part in held if part in raws}
         if not found or (found.keys() == {name} and found[name].type in FLOATS):
             continue
         _check_held(held, found)
-        yield name, method.take(module, found, *shape)
+        yield name, method.take(module, found, *shape) if matrix else method.take_stack(name, found, shape)
         for part in found:
             del stored[raws[part]]
     for raw, tensor in stored.items():

@@ -24,6 +24,7 @@ for _name in ("fp8", "fbgemm_fp8", "modelopt"):
 register("compressed-tensors", "sgla.model.compressed:compressed")
 register("gguf", "sgla.model.gguf:Gguf")
 register("gptq", "sgla.model.gptq:Gptq")
+register("mxfp4", "sgla.model.mxfp4:Mxfp4")
 register("awq", "sgla.model.gptq:Awq")
 
 
@@ -48,8 +49,8 @@ def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
         + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors with float-quantized or "
-        "pack-quantized, and modelopt with FP8 are. Take the model's unquantized checkpoint, with "
-        "--quantization int8 or int4 if need be, or a GGUF file",
+        "pack-quantized, modelopt with FP8, and mxfp4 for gpt-oss are. Take the model's unquantized "
+        "checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
         param="model",
     )
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from sgla.errors import ConfigError
 from sgla.kernels.routing import Clamped, Routing
 from sgla.model.families import GEMMA3, Family, Reader, check_keys, shown
-from sgla.model.methods import method_of
+from sgla.model.methods import method_of, unsupported
 from sgla.model.registry import architecture_of, check_architecture, family_of
 from sgla.quant.method import Method
 
@@ -182,9 +182,11 @@ class ModelSpec:
         method = method_of(config)
         family, text = family_of(architecture), _text(architecture, config)
         unknown = check_keys(architecture, family, text)
-        reader = Reader(architecture, {**family.defaults, **text})
+        spec = _read(Reader(architecture, {**family.defaults, **text}), family)
+        if method is not None and method.experts_alone and not (spec.moe and spec.moe.crossed):
+            raise unsupported(method.name, {})
         return replace(
-            _read(reader, family),
+            spec,
             method=method,
             notes=noted(architecture, config, unknown) + (method.notes if method is not None else ()),
         )

@@ -41,6 +41,7 @@ class Method:
     storage: str = ""
     devices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    experts_alone: ClassVar[bool] = False  # it has no linear layers, but stacks of experts (``stack``)
 
     def __init__(self, config: Mapping[str, Any], left_out: Iterable[str] = ()) -> None:
         """``left_out``: entries of another list."""
@@ -66,6 +67,16 @@ class Method:
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
         """Its matrix ``[n, k]``, of those of ``tensors`` that are there. Raises WeightError."""
         return stored[f"{module}.weight"]
+
+    def stack(self, name: str, shape: tuple[int, ...]) -> dict[str, Held]:
+        """What the checkpoint has of the stack of experts ``name``, by name; empty: it has it as it is."""
+        return {}
+
+    def take_stack(
+        self, name: str, stored: Mapping[str, StoredTensor], shape: tuple[int, ...]
+    ) -> SourceTensor:
+        """Its numbers, of those of ``stack`` that are there."""
+        return stored[name]
 
     def unused(self, name: str, tensor: StoredTensor) -> bool:
         """Whether the file may have this tensor and nobody needs it."""

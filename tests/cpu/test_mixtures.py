@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SMALL, Eager, decided, random_prompts, save_checkpoint
+from safetensors.torch import load_file, save_file
 from tiny import run, run_executor, submit, tiny_config
 
-from sgla.errors import ConfigError
+from sgla.dist import Shard
+from sgla.errors import ConfigError, WeightError
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
 from sgla.model.load import load_model
@@ -223,7 +225,8 @@ NAMES = {
         (GPT_OSS, {"num_local_experts": 0}, "num_local_experts"),
         (GPT_OSS, {"swiglu_limit": -7.0}, "swiglu_limit"),
         (GPT_OSS, {"experts_per_token": 2}, "experts_per_token"),
-        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "mxfp4_new"}}, "mxfp4_new"),
+        (QWEN2, {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         (("olmoe", {}), {"clip_qkv": 8.0}, "clip_qkv"),
         (("mixtral", {}), {"num_local_experts": 1 << 20}, "num_local_experts"),
         (("glm4_moe_lite", LATENT | ROUTED), {"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
@@ -242,6 +245,40 @@ def test_what_cannot_be_is_refused(family: tuple[str, Any], change: dict[str, An
     ModelSpec.from_config(config)
     with pytest.raises(ConfigError, match=word):
         ModelSpec.from_config(config | change)
+
+
+@torch.no_grad()
+def test_experts_in_mxfp4_are_expanded(tmp_path: Path) -> None:
+    """As gpt-oss is published."""
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4}
+    hf = save_checkpoint(tmp_path, "gpt_oss", **sizes)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name, parameter in hf.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, k, n = parameter.shape
+            blocks = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 126, (experts, n, k // 32), dtype=torch.uint8)
+            parameter.copy_(_convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            del stored[name]
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    source = open_source(tmp_path)
+    source.config["quantization_config"] = {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    }
+    ids = PROMPTS[2]
+    expected = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+    model = load_model(source)
+    torch.testing.assert_close(Eager(model).prompt_logprobs([ids]), expected, rtol=0, atol=2e-4)
+    for half in (0, 1):  # ranks split what has been expanded
+        load_model(source, shard=Shard(half, 2))
+    del stored["model.layers.0.mlp.experts.down_proj_scales"]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightError, match="down_proj_scales is missing"):
+        load_model(source)
 
 
 LARGE = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}
