@@ -51,7 +51,7 @@ def throughput(before: Stats, stats: Stats, seconds: float) -> dict[str, float]:
     return {
         "running": stats.running,
         "waiting": stats.waiting,
-        "prompt_tokens_per_second": round((stats.prompt_tokens - before.prompt_tokens) / seconds, 1),
+        "prompt_tokens_per_second": round((stats.prefilled_tokens - before.prefilled_tokens) / seconds, 1),
         "output_tokens_per_second": round((stats.output_tokens - before.output_tokens) / seconds, 1),
         "cache_hit_percent": round(100 * (stats.hit_tokens - before.hit_tokens) / max(1, asked)),
         "kv_used_percent": round(100 * used / max(1, stats.pages_total)),

@@ -138,6 +138,7 @@ class Prefill:
         budget.spend(request.planned, count)
         start = request.planned
         step.add_prefill(request, count)
+        self._ledger.counts.prefilled_tokens += count
         self._memory.share(request)
         if (recurrent := self._memory.recurrent) is not None:
             if request.read:

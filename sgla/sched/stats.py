@@ -57,6 +57,7 @@ class Stats(msgspec.Struct, kw_only=True):
     rejected: int = 0  # counter: refused by offer, or before it for want of room
     finished: dict[str, int] = {}  # counter by reason
     prompt_tokens: int = 0  # counter: prompts of admitted requests
+    prefilled_tokens: int = 0  # counter: planned by rows that computed what was known
     output_tokens: int = 0  # counter: committed
     forced_tokens: int = 0  # counter: of those, forced by a grammar and not sampled
     verifies: int = 0  # counter: decode rows that might guess and brought tokens

@@ -277,11 +277,13 @@ async def test_the_throughput_is_told_while_there_is_some(caplog: pytest.LogCapt
     telling = Throughput(lambda: stats, 3600)
     telling._tick()
     assert caplog.records == []
-    stats = replace(stats, running=2, waiting=1, steps=9, output_tokens=50, prompt_tokens=80, pages_free=60)
+    stats = replace(
+        stats, running=2, waiting=1, steps=9, output_tokens=50, prefilled_tokens=80, pages_free=60
+    )
     stats = replace(stats, query_tokens=80, hit_tokens=60, pages_evictable=15)
     telling._tick()
     telling._last = (clock.now() - 10, stats)
-    stats = replace(stats, steps=10, output_tokens=150, running=0, waiting=0)
+    stats = replace(stats, steps=10, output_tokens=150, prefilled_tokens=380, running=0, waiting=0)
     telling._tick()
     telling._tick()
     telling.close()
@@ -291,7 +293,7 @@ async def test_the_throughput_is_told_while_there_is_some(caplog: pytest.LogCapt
         first,
     )
     assert second.startswith(
-        "running 0, waiting 0, prompts 0.0 tok/s, output 10.0 tok/s, prefix cache hits 0 %"
+        "running 0, waiting 0, prompts 30.0 tok/s, output 10.0 tok/s, prefix cache hits 0 %"
     )
 
 

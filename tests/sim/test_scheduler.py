@@ -750,7 +750,7 @@ def test_stats_count_what_happened() -> None:
     stats = simulation.core.stats()
     assert stats.finished == {"length": 3, "abort": 1}
     assert (stats.prompt_tokens, stats.output_tokens) == (63, 12)
-    assert (stats.query_tokens, stats.hit_tokens) == (63, 40)
+    assert (stats.query_tokens, stats.hit_tokens, stats.prefilled_tokens) == (63, 40, 23)
     assert stats.step_seconds == 0.5 * stats.steps
     times = simulation.core.drain_finished()
     assert [item.rid for item in times] == ["r0", "r1", "r2", "gone"]
