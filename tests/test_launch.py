@@ -113,6 +113,8 @@ def test_what_each_agent_is_told(url: str, home: Path) -> None:
     assert (variables["ANTHROPIC_BASE_URL"], variables["ANTHROPIC_MODEL"]) == (url, "other")
     assert (variables["ANTHROPIC_AUTH_TOKEN"], variables["ANTHROPIC_API_KEY"]) == ("none", "")
     assert json.loads(words[1])["env"]["ANTHROPIC_BASE_URL"] == url  # goes before the user's settings.json
+    sizes = [variables[f"CLAUDE_CODE_MAX_{what}_TOKENS"] for what in ("CONTEXT", "OUTPUT")]
+    assert (sizes, variables["API_TIMEOUT_MS"]) == (["200000", "50000"], "3600000")
     main(["launch", "codex", "--url", url, "--model", "other"])
     options = dict(word.split("=", 1) for word in seen(home)[0][1::2])
     assert json.loads(options["model_providers.sgla.base_url"]) == f"{url}/v1"

@@ -23,6 +23,8 @@ from sgla.errors import ConfigError, SglaError
 
 COPY = ".sgla-backup-"
 MADE = ".sgla-made-"  # marks a file that was not there before
+ANSWER = 4  # a part of the context, at most
+PATIENCE = 3600  # seconds for an answer: a CPU needs minutes to read a long prompt for the first time
 NO_KEY = "none"  # clients want a key, and a server without keys takes any
 
 
@@ -56,7 +58,9 @@ def home(variable: str, *parts: str) -> Path:
 
 
 def claude_variables(target: Target) -> dict[str, str]:
+    """It assumes a context of its own for a model that it does not know."""
     tiers = ("OPUS", "SONNET", "HAIKU")
+    sizes = {"CONTEXT": target.context, "OUTPUT": target.context // ANSWER} if target.context else {}
     return {
         "ANTHROPIC_BASE_URL": target.url,
         "ANTHROPIC_AUTH_TOKEN": target.key,
@@ -64,6 +68,8 @@ def claude_variables(target: Target) -> dict[str, str]:
         "ANTHROPIC_MODEL": target.model,
         **{f"ANTHROPIC_DEFAULT_{tier}_MODEL": target.model for tier in tiers},
         "CLAUDE_CODE_SUBAGENT_MODEL": target.model,
+        **{f"CLAUDE_CODE_MAX_{what}_TOKENS": str(max(1, size)) for what, size in sizes.items()},
+        "API_TIMEOUT_MS": str(PATIENCE * 1000),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
 
@@ -105,7 +111,7 @@ def codex_arguments(target: Target) -> list[str]:
 def opencode_settings(target: Target) -> dict[str, Any]:
     model: dict[str, Any] = {"name": target.model}
     if target.context:
-        model["limit"] = {"context": target.context, "output": max(1, target.context // 4)}
+        model["limit"] = {"context": target.context, "output": max(1, target.context // ANSWER)}
     options = {"baseURL": f"{target.url}/v1", "apiKey": "{env:SGLA_API_KEY}"}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -127,7 +133,7 @@ def qwen_variables(target: Target) -> dict[str, str]:
 def pi_settings(target: Target) -> dict[str, Any]:
     model: dict[str, Any] = {"id": target.model}
     if target.context:
-        model |= {"contextWindow": target.context, "maxTokens": max(1, target.context // 4)}
+        model |= {"contextWindow": target.context, "maxTokens": max(1, target.context // ANSWER)}
     compat = {"supportsDeveloperRole": False, "supportsReasoningEffort": False}
     provider = {
         "baseUrl": f"{target.url}/v1",
