@@ -17,7 +17,7 @@ import torch
 
 from sgla import attention
 from sgla.attention import DeviceBatch
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 
 BF16 = torch.bfloat16
 
@@ -104,7 +104,7 @@ def bench_decode() -> None:
 
                     def body() -> None:
                         for kv in layers:
-                            attend.forward(q, kv, batch, 0.088, 0, 0.0)
+                            attend.forward(q, kv, batch, Scoring(0.088))
 
                     us = time_us(body, len(layers))
                     emit(
@@ -162,14 +162,14 @@ def bench_cascade() -> None:
         assert planner is not None
         starts = np.full(rows, shared + own - 1, np.int32)
         plan = planner.plan(np.arange(rows, dtype=np.int32), starts, table, 0, rows)
-        plain = time_us(lambda: [attend(q, kv, batch, 0.088, 0, 0.0) for kv in layers], len(layers))
+        plain = time_us(lambda: [attend(q, kv, batch, Scoring(0.088)) for kv in layers], len(layers))
         us = None
         if plan is not None:
             tiles = -(-(starts + 1) // 16) - plan.skip // 16
             batch.cum = {0: upload(np.concatenate([[0], np.cumsum(tiles)]))}
             batch.prefixes = unpack(upload(pack(plan, rows)), rows)
             us = round(
-                time_us(lambda: [attend(q, kv, batch, 0.088, 0, 0.0) for kv in layers], len(layers)), 1
+                time_us(lambda: [attend(q, kv, batch, Scoring(0.088)) for kv in layers], len(layers)), 1
             )
         emit(
             bench="cascade", rows=rows, shared=shared, own=own, heads=heads, kv_heads=8, us=us, plain_us=round(plain, 1)
@@ -332,7 +332,7 @@ def bench_prefill() -> None:
 
                 def body(attend: Any = attend) -> None:
                     for _ in range(4):
-                        attend(q, layers[0], batch, 0.088, 0, 0.0)
+                        attend(q, layers[0], batch, Scoring(0.088))
 
                 us = time_us(body, 4)
                 emit(
@@ -374,7 +374,7 @@ def bench_prompts() -> None:
 
                 def body(prompts: Any = prompts, tiles: Any = tiles) -> None:
                     for kv in layers:
-                        prompts.forward(q, kv, batch.page_table, tiles, 0.088, 0, 0.0, out)
+                        prompts.forward(q, kv, batch.page_table, tiles, Scoring(0.088), out)
 
                 us = time_us(body, len(layers))
                 emit(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.ops import KVLayer, outcome
+from sgla.kernels.ops import KVLayer, Scoring, outcome
 
 if TYPE_CHECKING:
     from sgla.device import Device
@@ -132,16 +132,7 @@ class Decode(Backend, Protocol):
     def fused(self) -> FusedDecode | None:
         """Itself, if it does the work of ``ops.qk_norm_rope_store`` too."""
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         """q ``[T, Hq * hd]``, at least that of ``decode_rows`` -> ``[T, Hq * vd]``, of which only those rows
         are written. ``captured``: lengths, pages and ``cum`` are read on the device."""
 
@@ -157,17 +148,7 @@ class Extend(Backend, Protocol):
     def plan(self, batch: DeviceBatch) -> None:
         """Host work for the batch's ``extend`` rows, once a step."""
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
         """q ``[tokens - decode_rows, Hq * hd]`` of the batch's last rows; ``out``: ``[.., Hq * vd]``."""
 
 
@@ -178,16 +159,7 @@ class Prompts(Protocol):
     tile: int
 
     def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        page_table: Tensor,
-        tiles: Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
     ) -> None:
         """q ``[T, Hq * hd]``; ``out``, the same shape, is written for the tokens that are in a tile."""
 
@@ -244,23 +216,14 @@ class Attention:
         if batch.extend is not None:
             self.extend.plan(batch)
 
-    def __call__(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         n = batch.decode_rows
         if batch.extend is None:
-            return self.decode.forward(q, kv, batch, scale, window, softcap, sinks)
+            return self.decode.forward(q, kv, batch, scoring)
         out = outcome(q, kv)
         if n:
-            out[:n] = self.decode.forward(q[:n], kv, batch, scale, window, softcap, sinks)
-        self.extend.forward(q[n:], kv, batch, scale, window, softcap, out[n:], sinks)
+            out[:n] = self.decode.forward(q[:n], kv, batch, scoring)
+        self.extend.forward(q[n:], kv, batch, scoring, out[n:])
         return out
 
 
@@ -274,20 +237,11 @@ class InGraph(NamedTuple):
     def in_place(self) -> bool:
         return False
 
-    def __call__(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         decode, prompts = self.attention.decode, self.attention.prompts
         rows = batch.decode_rows > 0
-        out = decode.forward(q, kv, batch, scale, window, softcap, sinks) if rows else outcome(q, kv)
-        prompts.forward(q, kv, batch.pages(kv.group), self.tiles, scale, window, softcap, out, sinks)
+        out = decode.forward(q, kv, batch, scoring) if rows else outcome(q, kv)
+        prompts.forward(q, kv, batch.pages(kv.group), self.tiles, scoring, out)
         return out
 
 
@@ -320,16 +274,7 @@ class ByLayer(Attention):
         for part in self._parts.values():
             part.plan(batch)
 
-    def __call__(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         kv_heads, head_dim = kv.k.shape[2:]
         heads = Heads(q.shape[1] // head_dim, kv_heads, head_dim, kv.v.shape[3])
-        return self._parts[heads](q, kv, batch, scale, window, softcap, sinks)
+        return self._parts[heads](q, kv, batch, scoring)

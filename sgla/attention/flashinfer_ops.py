@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sgla.attention.base import DeviceBatch, Int32s, Shape, Unusable, beside
 from sgla.device import Device
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 
 WORKSPACE = 256 << 20
 PLANS = 4  # a plan's pinned buffer is read by the device later: as many as steps may be queued, and one more
@@ -114,17 +114,7 @@ class FlashInferExtend:
             **self._common,
         )
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
         n, shape = self._tokens, self._shape
         heads, y = (t.unflatten(1, (shape.heads, shape.head_dim)) for t in (q, out))
         if n:

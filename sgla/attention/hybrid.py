@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sgla.attention.base import DeviceBatch, Extend, Shape
 from sgla.device import Device
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 
 
 class WholeOrPaged:
@@ -32,15 +32,5 @@ class WholeOrPaged:
         self._now = self._whole if (rows.q_lens == rows.kv_lens).all() else self._paged
         self._now.plan(batch)
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
-        self._now.forward(q, kv, batch, scale, window, softcap, out, sinks)
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
+        self._now.forward(q, kv, batch, scoring, out)

@@ -9,7 +9,7 @@ from torch import Tensor
 from sgla.attention.base import DeviceBatch, Shape
 from sgla.attention.torch_ops import rows_of
 from sgla.device import Device
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton import invariant
 
 HEAD_DIM = 256
@@ -38,20 +38,12 @@ class InvariantDecode:
     def refuses(shape: Shape, device: Device) -> str | None:
         return refuses(shape)
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         n = batch.decode_rows
         return invariant.attend(
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], self._q_start, batch.kv_len[:n], self._tiles[:n],
-            scale * kv.k_scale, window, softcap, self._chunk, self._parts, kv.v_scale, sinks,
+            scoring.scale * kv.k_scale, scoring.window, scoring.softcap, self._chunk, self._parts, kv.v_scale,
+            scoring.sinks,
         )  # fmt: skip
 
 
@@ -73,22 +65,12 @@ class InvariantExtend:
         self._tiles = tiles.to(batch.ids.device, non_blocking=True)
         self._part = rows_of(batch, batch.decode_rows, batch.rows)
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
         part = self._part
         assert part is not None
         y = invariant.attend(
             q, kv.k, kv.v, batch.pages(kv.group), part.slots, part.q_start, part.kv_len, self._tiles,
-            scale * kv.k_scale, window, softcap, self._chunk, None, kv.v_scale, sinks,
+            scoring.scale * kv.k_scale, scoring.window, scoring.softcap, self._chunk, None, kv.v_scale, scoring.sinks,
         )  # fmt: skip
         out.copy_(y)
 

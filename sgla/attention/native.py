@@ -13,7 +13,7 @@ from sgla.device import Device
 from sgla.kernels.cuda import decode_attention, prompt_attention
 from sgla.kernels.cuda.decode_attention import PrefixParts, Projection
 from sgla.kernels.cuda.prompt_attention import Beside, Pages
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton.cascade import attend_prefixes
 
 TILE = decode_attention.TILE
@@ -47,24 +47,22 @@ class NativeDecode:
         q: Tensor,
         kv: KVLayer,
         batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
+        scoring: Scoring,
         projection: Projection | None = None,
     ) -> Tensor:
         """With ``projection``, q is the output of the q, k, v projection: see the kernel."""
         n, prefix = batch.decode_rows, None
-        if batch.prefixes is not None and not window:
+        if batch.prefixes is not None and not scoring.window:
             valid, items, order, skip, first = batch.prefixes
             assert projection is None, "the prefixes' kernel wants q"
             attend_prefixes(
-                q, kv.k, kv.v, batch.pages(kv.group), items, valid, order, first, *self._parts, scale * kv.k_scale, softcap, self._processors
+                q, kv.k, kv.v, batch.pages(kv.group), items, valid, order, first, *self._parts, scoring.scale * kv.k_scale,
+                scoring.softcap, self._processors
             )  # fmt: skip
             prefix = PrefixParts(skip, first, *self._parts)
         return self._kernel(
-            q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n], batch.cum[window], scale, window, softcap,
-            projection, prefix, (kv.k_scale, kv.v_scale), sinks,
+            q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n], batch.cum[scoring.window],
+            scoring.scale, scoring.window, scoring.softcap, projection, prefix, (kv.k_scale, kv.v_scale), scoring.sinks,
         )  # fmt: skip
 
 
@@ -80,18 +78,9 @@ class NativePrompts:
         return NativeExtend.refuses(shape, device)
 
     def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        page_table: Tensor,
-        tiles: Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
     ) -> None:
-        prompt_attention.attend(q, Pages(kv.k, kv.v, page_table), None, tiles, scale, out)
+        prompt_attention.attend(q, Pages(kv.k, kv.v, page_table), None, tiles, scoring.scale, out)
 
 
 class NativeExtend:
@@ -127,17 +116,7 @@ class NativeExtend:
         tiles = torch.from_numpy(cut(np.where(whole, -1, rows.slots), starts, rows.q_lens, 0, self._tile))
         self._tiles = tiles.pin_memory().to("cuda", non_blocking=True)
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
         pages = Pages(kv.k, kv.v, batch.pages(kv.group)) if self._paged else None
         rows = Beside(*beside(q, self._shape)) if self.beside else None
-        prompt_attention.attend(q, pages, rows, self._tiles, scale, out)
+        prompt_attention.attend(q, pages, rows, self._tiles, scoring.scale, out)

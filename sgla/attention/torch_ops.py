@@ -8,7 +8,7 @@ from torch import Tensor
 from sgla.attention.base import DeviceBatch, Shape
 from sgla.device import Device
 from sgla.kernels import ops
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 
 PLACES = 1 << 15  # places of histories that decode rows look at at a time
 PAIRS = 1 << 22  # of a prompt's token and a place in its history
@@ -24,22 +24,13 @@ class TorchDecode:
     def refuses(shape: Shape, device: Device) -> str | None:
         return None
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         out, rows = ops.outcome(q, kv), batch.decode_rows
         few = max(1, PLACES // int(batch.kv_len[:rows].max()))
         for begin in range(0, rows, few):
             end = min(begin + few, rows)
             part = rows_of(batch, begin, end)
-            out[begin:end] = ops.attention.body(q[begin:end], kv, part, scale, window, softcap, sinks)
+            out[begin:end] = ops.attention.body(q[begin:end], kv, part, *scoring)
         return out
 
 
@@ -58,17 +49,7 @@ class TorchExtend:
     def plan(self, batch: DeviceBatch) -> None:
         pass
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
         rows, at = batch.extend, 0
         assert rows is not None
         for row, (q_len, kv_len) in enumerate(zip(rows.q_lens.tolist(), rows.kv_lens.tolist())):
@@ -78,9 +59,7 @@ class TorchExtend:
                 part = rows_of(batch, batch.decode_rows + row, batch.decode_rows + row + 1)
                 part.q_start = part.q_start.new_tensor([0, count])
                 part.kv_len = part.kv_len.new_tensor([kv_len - q_len + begin + count])
-                out[at : at + count] = ops.attention.body(
-                    q[at : at + count], kv, part, scale, window, softcap, sinks
-                )
+                out[at : at + count] = ops.attention.body(q[at : at + count], kv, part, *scoring)
                 at += count
 
 

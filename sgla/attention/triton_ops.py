@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sgla.attention.base import DeviceBatch, Shape, cut
 from sgla.device import Device
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton import attention
 
 HEAD_DIM = 512  # beyond, not even the smallest tiles fit into the shared memory of a block
@@ -30,21 +30,13 @@ class TritonDecode:
     def refuses(shape: Shape, device: Device) -> str | None:
         return refuses(shape)
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         n = batch.decode_rows
         splits = attention.splits_for(n, self._kv_heads, self._device.multiprocessors)
         return attention.decode(
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
-            scale * kv.k_scale, window, softcap, splits, kv.v_scale, self._device.shared, sinks,
+            scoring.scale * kv.k_scale, scoring.window, scoring.softcap, splits, kv.v_scale,
+            self._device.shared, scoring.sinks,
         )  # fmt: skip
 
 
@@ -65,18 +57,8 @@ class TritonExtend:
         tiles = cut(rows.slots, rows.kv_lens - rows.q_lens, rows.q_lens, 0, self._prompts.tile)
         self._tiles = torch.from_numpy(tiles).pin_memory().to(batch.ids.device, non_blocking=True)
 
-    def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: DeviceBatch,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
-    ) -> None:
-        self._prompts.forward(q, kv, batch.pages(kv.group), self._tiles, scale, window, softcap, out, sinks)
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
+        self._prompts.forward(q, kv, batch.pages(kv.group), self._tiles, scoring, out)
 
 
 class TritonPrompts:
@@ -85,16 +67,7 @@ class TritonPrompts:
         self.tile = self._cut.m
 
     def forward(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        page_table: Tensor,
-        tiles: Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-        out: Tensor,
-        sinks: Tensor | None = None,
+        self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
     ) -> None:
         attention.extend(
             q,
@@ -102,11 +75,11 @@ class TritonPrompts:
             kv.v,
             page_table,
             tiles,
-            scale * kv.k_scale,
+            scoring.scale * kv.k_scale,
             out,
             self._cut,
-            window,
-            softcap,
+            scoring.window,
+            scoring.softcap,
             kv.v_scale,
-            sinks,
+            scoring.sinks,
         )

@@ -180,6 +180,15 @@ def outcome(q: Tensor, kv: KVLayer, *_: Any, **__: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1] // kv.k.shape[3] * kv.v.shape[3])
 
 
+class Scoring(NamedTuple):
+    """What becomes of a layer's scores: see ``attention``."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
 @op(like=outcome)
 def attention(
     q: Tensor,

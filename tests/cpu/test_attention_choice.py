@@ -18,7 +18,7 @@ from sgla.device import nvidia
 from sgla.errors import ConfigError
 from sgla.kernels import device, ops
 from sgla.kernels.cuda import decode_attention
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 
 pytest.importorskip("triton")
 SHAPE = attention.Shape(16, 8, 128, 16, torch.bfloat16, frozenset({0}), 0.0, 64)
@@ -223,5 +223,5 @@ def test_each_layer_gets_its_own_attention() -> None:
             extend=attention.ExtendRows(*(np.array(x, np.int32) for x in ([1], [6], [6], [[1], [2]]))),
         )  # fmt: skip
         backend.plan(batch)
-        found = backend(q, kv, batch, 0.3, 0, 0.0)
+        found = backend(q, kv, batch, Scoring(0.3))
         torch.testing.assert_close(found, ops.attention(q, kv, batch, 0.3))

@@ -20,7 +20,7 @@ from sgla.device import nvidia
 from sgla.dist import gpus
 from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, KVGroup, Pool
 from sgla.worker import gpu_memory
@@ -221,8 +221,8 @@ def test_torch_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_ops, "PAIRS", 30)
     shape = Shape(heads, 2, dim, page_size, torch.float32, frozenset({0}), 0.0, 5)
     out, device = torch.empty_like(q), nvidia("H200", (9, 0))
-    out[:3] = torch_ops.TorchDecode(shape, device).forward(q[:3], kv, batch, 0.3, 0, 0.0)
-    torch_ops.TorchExtend(shape, device).forward(q[3:], kv, batch, 0.3, 0, 0.0, out[3:])
+    out[:3] = torch_ops.TorchDecode(shape, device).forward(q[:3], kv, batch, Scoring(0.3))
+    torch_ops.TorchExtend(shape, device).forward(q[3:], kv, batch, Scoring(0.3), out[3:])
     torch.testing.assert_close(out, whole)
 
 

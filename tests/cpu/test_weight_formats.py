@@ -73,8 +73,8 @@ class Oracle:
 
     in_place = False
 
-    def __call__(self, *args: Any) -> Tensor:
-        return ops.attention.body(*args)
+    def __call__(self, q: Tensor, kv: Any, batch: Any, scoring: ops.Scoring) -> Tensor:
+        return ops.attention.body(q, kv, batch, *scoring)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.attention.cascade import Cascade, pack, unpack
 from sgla.kernels import ops
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 from sgla.messages import SAMPLE, NewRow, RowSampling
 
 pytest.importorskip("triton")
@@ -84,7 +84,7 @@ def test_decode_with_shared_prefixes(
     kv = KVLayer(pool[0], pool[1])
     expected = ops.attention(q.float(), KVLayer(kv.k.float(), kv.v.float()), batch, dim**-0.5, 0, softcap)
     for _ in range(2):
-        assert relative(attend(q, kv, batch, dim**-0.5, 0, softcap), expected) < 1e-2
+        assert relative(attend(q, kv, batch, Scoring(dim**-0.5, softcap=softcap)), expected) < 1e-2
 
 
 SHARED, ROWS = 28, 20  # pages

@@ -16,7 +16,7 @@ from sgla.attention import DeviceBatch
 from sgla.attention.cascade import Cascade, pack, unpack
 from sgla.kernels import ops
 from sgla.kernels.cuda.decode_attention import Projection
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton import elementwise
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE
 
@@ -62,7 +62,7 @@ def test_decode(
     q, wide, batch = paged([1] * len(kv_lens), kv_lens, heads, kv_heads, dim, (window,))
     kv = quantize(wide)
     attend = backend(name, batch, wide, heads, (window,), softcap, dim**-0.5)
-    out = attend(q, kv, batch, dim**-0.5, window, softcap)
+    out = attend(q, kv, batch, Scoring(dim**-0.5, window, softcap))
     assert relative(out, oracle(q, kv, batch, dim**-0.5, window, softcap)) < 1e-2
 
 
@@ -90,7 +90,7 @@ def test_decode_from_the_projection(
     expected = KVLayer(kv.k.clone(), kv.v.clone(), *SCALES)
     q = ops.qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, expected, places)
     projection = Projection(cos_sin, *weights, 1e-6)
-    out = attend.decode.forward(qkv, kv, batch, dim**-0.5, window, softcap, projection=projection)
+    out = attend.decode.forward(qkv, kv, batch, Scoring(dim**-0.5, window, softcap), projection=projection)
     page, offset = places.long() // 16, places.long() % 16
     for a, b in ((kv.k, expected.k), (kv.v, expected.v), (stored.k, expected.k), (stored.v, expected.v)):
         a, b = a.float(), b.float()
@@ -109,7 +109,7 @@ def test_prefill(heads: int, kv_heads: int, dim: int, window: int, softcap: floa
     shape = attention.Shape(heads, kv_heads, dim, 16, BF16, frozenset({window}), softcap, 300, fp8_kv=True)
     attend = attention.choose("auto", [shape])[0]
     attend.plan(batch)
-    assert relative(attend(q, kv, batch, dim**-0.5, window, softcap), expected) < 1e-2
+    assert relative(attend(q, kv, batch, Scoring(dim**-0.5, window, softcap)), expected) < 1e-2
     same = attention.choose("auto", [shape._replace(deterministic=True, context_len=1600)])[0]
     same.plan(batch)
     assert relative(same(q, kv, batch, dim**-0.5, window, softcap), expected) < 1e-2
@@ -145,7 +145,7 @@ def test_shared_prefixes(
         prefixes=unpack(upload(pack(prefixes, rows)), rows),
     )  # fmt: skip
     q = torch.randn(rows, heads * dim, dtype=BF16, device="cuda")
-    out = attend(q, kv, batch, dim**-0.5, 0, softcap)
+    out = attend(q, kv, batch, Scoring(dim**-0.5, softcap=softcap))
     assert relative(out, oracle(q, kv, batch, dim**-0.5, 0, softcap)) < 1e-2
 
 

@@ -15,7 +15,7 @@ from sgla.attention.base import cut
 from sgla.attention.flashinfer_ops import FlashInferExtend
 from sgla.kernels import ops
 from sgla.kernels.device import this_device
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.rehearsal import rehearsing
 
 pytest.importorskip("triton")
@@ -130,7 +130,7 @@ def ask_for_decode(stored: Callable[[KVLayer], KVLayer]) -> None:
             for kv_lens in LENGTHS.values():
                 rows = len(kv_lens)
                 q, wide, batch = paged([1] * rows, kv_lens, heads, kv_heads, dim, (window,))
-                kv, rest = stored(wide), (batch, 1.0, window, softcap)
+                kv, rest = stored(wide), (batch, Scoring(1.0, window, softcap))
                 for name in ("auto", "triton"):
                     backend(name, batch, wide, heads, (window,), softcap, 1.0)(q, kv, *rest)
                 qkv = torch.empty(rows, (heads + 2 * kv_heads) * dim, dtype=BF16, device="cuda")
@@ -156,7 +156,7 @@ def test_decode(
     attend = backend(name, batch, kv, heads, (window,), softcap, dim**-0.5)
     expected = oracle(q, kv, batch, dim**-0.5, window, softcap)
     for _ in range(3):  # the workspace must be clean again after each
-        out = attend(q, kv, batch, dim**-0.5, window, softcap)
+        out = attend(q, kv, batch, Scoring(dim**-0.5, window, softcap))
         assert relative(out, expected) < 1e-2
 
 
@@ -182,7 +182,7 @@ def test_decode_from_the_projection(
     q = ops.qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, expected_kv, places)
     expected = oracle(q, expected_kv, batch, dim**-0.5, window, softcap)
     projection = Projection(cos_sin, *weights, 1e-6)
-    out = attend.decode.forward(qkv, kv, batch, dim**-0.5, window, softcap, projection=projection)
+    out = attend.decode.forward(qkv, kv, batch, Scoring(dim**-0.5, window, softcap), projection=projection)
     assert relative(out, expected) < 1e-2
     page, offset = places.long() // 16, places.long() % 16
     assert relative(kv.k[page, offset], expected_kv.k[page, offset]) < 5e-3
@@ -202,7 +202,7 @@ def test_sinks(heads: int, kv_heads: int, dim: int, window: int) -> None:
             attend, _ = attention.choose(name, [shape])
             assert attend.decode.name == decode
             attend.plan(batch)
-            assert relative(attend(q, kv, batch, scale, window, 0.0, sinks), expected) < 1e-2
+            assert relative(attend(q, kv, batch, Scoring(scale, window, 0.0, sinks)), expected) < 1e-2
         assert relative(expected, oracle(q, kv, batch, scale, window, 0.0)) > 1e-2
 
 
@@ -214,7 +214,7 @@ def test_heads_of_other_sizes(dim: int) -> None:
     attend = backend("auto", batch, kv, 32, (0,), 0.0, dim**-0.5)
     assert attend.decode.name == attend.extend.name == "triton"
     attend.plan(batch)
-    assert relative(attend(q, kv, batch, dim**-0.5, 0, 0.0), oracle(q, kv, batch, dim**-0.5, 0, 0.0)) < 1e-2
+    assert relative(attend(q, kv, batch, Scoring(dim**-0.5)), oracle(q, kv, batch, dim**-0.5, 0, 0.0)) < 1e-2
 
 
 @pytest.mark.parametrize("page_size", [32, 64])
@@ -222,7 +222,7 @@ def test_decode_with_larger_pages(page_size: int) -> None:
     kv_lens = [(37 * i) % 900 + 1 for i in range(30)]
     q, kv, batch = paged([1] * len(kv_lens), kv_lens, 8, 2, 128, page_size=page_size)
     attend = backend("auto", batch, kv, 8, (0,), 0.0, 0.1)
-    assert relative(attend(q, kv, batch, 0.1, 0, 0.0), oracle(q, kv, batch, 0.1, 0, 0.0)) < 1e-2
+    assert relative(attend(q, kv, batch, Scoring(0.1)), oracle(q, kv, batch, 0.1, 0, 0.0)) < 1e-2
 
 
 def test_a_graph_replays_other_lengths() -> None:
@@ -230,10 +230,10 @@ def test_a_graph_replays_other_lengths() -> None:
     rows, heads, kv_heads, dim, most = 250, 8, 4, 128, 1200
     q, kv, batch = paged([1] * rows, [most] * rows, heads, kv_heads, dim)
     attend = backend("auto", batch, kv, heads, (0,), 0.0, 0.1)
-    attend(q, kv, batch, 0.1, 0, 0.0)
+    attend(q, kv, batch, Scoring(0.1))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(q, kv, batch, 0.1, 0, 0.0)
+        out = attend(q, kv, batch, Scoring(0.1))
     generator = torch.Generator().manual_seed(1)
     for live in (rows, 1, 0, 3, 40, 131, rows, rows):
         lens = torch.randint(1, most + 1 if live != 40 else 20, (rows,), generator=generator).int()
@@ -278,7 +278,7 @@ def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, soft
         attend.plan(batch)
         if attend.in_place:
             q = beside(q, kv, batch, q_lens, heads, kv_heads, dim)
-        out = attend(q, kv, batch, dim**-0.5, window, softcap)
+        out = attend(q, kv, batch, Scoring(dim**-0.5, window, softcap))
         assert relative(out, expected) < 1e-2
         assert name in ("auto", attend.extend.name)
 
@@ -300,7 +300,7 @@ def test_long_prompts(group: int, dim: int) -> None:
         if attend.in_place:
             q = beside(q, kv, batch, q_lens, kv_heads * group, kv_heads, dim)
         for _ in range(2):
-            out = attend(q, kv, batch, dim**-0.5, 0, 0.0)
+            out = attend(q, kv, batch, Scoring(dim**-0.5))
             assert relative(out, expected) < 5e-3
             first = 0
             for n in q_lens:  # no row is wrong that the others hide
@@ -323,9 +323,8 @@ def test_prompts(name: str, heads: int, kv_heads: int, dim: int, window: int, so
     padded[before : before + tokens] = q
     for _ in range(2):
         out = torch.zeros_like(padded)
-        prompts.forward(
-            padded, kv, batch.page_table, torch.from_numpy(tiles).cuda(), dim**-0.5, window, softcap, out
-        )
+        scoring = Scoring(dim**-0.5, window, softcap)
+        prompts.forward(padded, kv, batch.page_table, torch.from_numpy(tiles).cuda(), scoring, out)
         assert relative(out[before : before + tokens], expected) < 1e-2
         assert not out[:before].any()
         assert not out[before + tokens :].any()

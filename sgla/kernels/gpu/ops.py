@@ -19,7 +19,7 @@ from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.gpu import mixture
-from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Ranks
+from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Ranks, Scoring
 from sgla.kernels.routing import Activation, Gating, Routing
 from sgla.kernels.triton import elementwise, fp8, invariant
 
@@ -38,16 +38,7 @@ class Attend(Protocol):
     @property
     def in_place(self) -> bool: ...
 
-    def __call__(
-        self,
-        q: Tensor,
-        kv: KVLayer,
-        batch: Any,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor: ...
+    def __call__(self, q: Tensor, kv: KVLayer, batch: Any, scoring: Scoring) -> Tensor: ...
 
 
 class FusedDecode(Protocol):
@@ -58,10 +49,7 @@ class FusedDecode(Protocol):
         q: Tensor,
         kv: KVLayer,
         batch: Any,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: Tensor | None = None,
+        scoring: Scoring,
         projection: Projection | None = None,
     ) -> Tensor: ...
 
@@ -187,7 +175,7 @@ class GpuOps:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        return self.attend(q, kv, batch, scale, window, softcap, sinks)
+        return self.attend(q, kv, batch, Scoring(scale, window, softcap, sinks))
 
     @LOWERINGS.of(ops.act_mul)
     def act_mul(self, x: Tensor, kind: Activation) -> Tensor:

@@ -17,7 +17,7 @@ from sgla.kernels import ops
 from sgla.kernels.gpu import e4m3, experts, few, tiles
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
-from sgla.kernels.ops import Norm, Ranks
+from sgla.kernels.ops import Norm, Ranks, Scoring
 
 
 def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
@@ -28,7 +28,9 @@ def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
 
 
 def query(work: Work, heads: Node, attention: Node) -> list[Node]:
-    given = attention.given | {"q": heads.given["qkv"], "projection": tiles.projection(heads.given)}
+    scoring = Scoring(*(attention.given[name] for name in Scoring._fields))
+    given = {name: attention.given[name] for name in ("kv", "batch")}
+    given |= {"q": heads.given["qkv"], "scoring": scoring, "projection": tiles.projection(heads.given)}
     return [Node("decode", work.asked.decode.forward, given, attention.results, attention.rows)]
 
 
