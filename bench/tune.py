@@ -114,9 +114,10 @@ def choose(times: Mapping[Choice, float], gain: float) -> Choice:
     return best if times[best] < times[first] * (1 - gain) else first
 
 
-def first_row(m: int, above: int, product: Product) -> int:
-    """From how many rows on, beyond ``above``, what is measured with ``m`` speaks: up to ``m`` the estimate stays. No
-    more than a tile: with so many rows more, another kernel may fill the GPU better."""
+def first_row(m: int, product: Product) -> int:
+    """From how many rows on what is measured with ``m`` speaks: behind the next smaller number that is tried, as long as the
+    estimate stays, and no more than a tile, with which another kernel may fill the GPU better."""
+    above = max((other for other in ROWS if other < m), default=0)
     first, there, least = m, estimated(m, product), max(above, m - batch_gemm.MAX_ROWS) + 1
     while first > least and estimated(first - 1, product) == there:
         first -= 1
@@ -126,25 +127,14 @@ def first_row(m: int, above: int, product: Product) -> int:
 def table(times: Mapping[tuple[Product, int], Mapping[Choice, float]], gain: float) -> list[Line]:
     """Times by product and rows, as lines of a table."""
     found = []
-    for product in dict.fromkeys(product for product, _ in times):
-        above = 0
-        for m in sorted(m for other, m in times if other == product):
-            timed = times[product, m]
-            kernel, config = choose(timed, gain)
-            us: dict[str, float] = {}
-            for choice, value in timed.items():
-                us[choice.kernel] = round(min(value, us.get(choice.kernel, value)), 2)
-            found.append(
-                Line(
-                    **product._asdict(),
-                    first=first_row(m, above, product),
-                    last=m,
-                    kernel=kernel,
-                    config=config._asdict() if config is not None else {},
-                    us=us,
-                )
-            )
-            above = m
+    for (product, m), timed in sorted(times.items(), key=lambda item: item[0]):
+        kernel, config = choose(timed, gain)
+        us: dict[str, float] = {}
+        for choice, value in timed.items():
+            us[choice.kernel] = round(min(value, us.get(choice.kernel, value)), 2)
+        cut = config._asdict() if config is not None else {}
+        first = first_row(m, product)
+        found.append(Line(**product._asdict(), first=first, last=m, kernel=kernel, config=cut, us=us))
     return found
 
 
