@@ -46,14 +46,16 @@ def start(cases: list[dict[str, Any]], model: dict[str, Any] | None = None) -> l
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("dims", [(72, 128, 512), pytest.param(HEAD_DIMS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dims", [(72, 512), pytest.param(HEAD_DIMS, marks=pytest.mark.slow)])
 def test_every_head_size_starts_or_is_refused_by_name(dims: tuple[int, ...]) -> None:
     cases = [
         {"card": card, "model": {"head_dim": dim}}
         for card in ("H200", "A100", "L40S", "H100", "B200", "RTX 5090", "T4", "MI300X")
         for dim in (dims if card in ("H200", "L40S") else (96,))
     ]
-    cases += [{"card": "L40S", "model": {"head_dim": n}, "config": {"dtype": "float32"}} for n in (256, 512)]
+    cases += [
+        {"card": "L40S", "model": {"head_dim": n}, "config": {"dtype": "float32"}} for n in dims if n >= 256
+    ]
     cases += [{"card": "H200", "model": model} for model in ({"head_dim": 576}, LATENT)]
     cases += [{"card": "H200", "config": {"quantization": kind}} for kind in ("int8", "int4")]
     for case, found in zip(cases, start(cases), strict=True):

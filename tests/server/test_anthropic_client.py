@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
-from server_process import ServerProcess, serving
+from server_process import ServerProcess
 
 PROMPT = "You are a coding agent. " * 80
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[ServerProcess]:
-    with serving("--model", str(tiny_model), "--dtype", "float32", "--api-key", "k") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> anthropic.Anthropic:
+def client(tiny_server: ServerProcess) -> anthropic.Anthropic:
     return anthropic.Anthropic(
-        base_url=server.url, api_key="k", max_retries=0, _strict_response_validation=True
+        base_url=tiny_server.url, api_key="k", max_retries=0, _strict_response_validation=True
     )
 
 

@@ -77,34 +77,28 @@ def test_a_batch_goes_on_after_a_sigkill_and_answers_as_the_route_does(
         assert [file.purpose for file in client.files.list()] == ["batch_output", "batch"]
 
 
-def test_requests_do_not_wait_behind_a_batch(tiny_model: Path) -> None:
-    """They end first, however many lines run and wait, and are not refused for want of room."""
+def test_requests_do_not_wait_behind_a_batch_and_choices_count_as_places(tiny_model: Path) -> None:
+    """They end first, however many lines run and wait, and are not refused for want of room. Lines with few choices and with many
+    run beside each other; one with more than there are slots is an error at once."""
     flags = ("--model", str(tiny_model), "--executor", "fake", "--fake-step-ms", "5")
-    with serving(*flags, "--max-running-requests", "2", "--max-queued-requests", "2") as server:
+    with serving(*flags, "--max-running-requests", "4", "--max-queued-requests", "2") as server:
         client = client_of(server)
-        uid = begun(client, [line(i, max_tokens=400) for i in range(8)])
-        while server.stats()["running"] < 2:
+        uid = begun(client, [line(i, max_tokens=400) for i in range(12)])
+        while server.stats()["running"] < 4:
             time.sleep(0.01)
         statuses: list[int] = []
 
         def ask(i: int) -> None:
             statuses.append(server.request("POST", URL, line(i, max_tokens=8)["body"])[0])
 
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert statuses == [200] * 4
-        assert client.batches.retrieve(uid).request_counts.completed <= 2, "two may have been about to end"
+        assert statuses == [200] * 6
+        assert client.batches.retrieve(uid).request_counts.completed <= 4, "four may have been about to end"
         assert client.batches.cancel(uid).status == "cancelling"
-
-
-def test_choices_count_as_places_and_what_never_fits_is_refused(tiny_model: Path) -> None:
-    """Lines with few choices and with many run beside each other; one with more than there are slots is an error at once."""
-    flags = ("--model", str(tiny_model), "--executor", "fake", "--fake-step-ms", "5")
-    with serving(*flags, "--max-running-requests", "4") as server:
-        client = client_of(server)
         few = [line(i, max_tokens=8) for i in range(12)]
         many = [line(i, max_tokens=8, n=n) for i, n in enumerate((2, 3, 4, 2), start=20)]
         prompts = [line(30, max_tokens=8, prompt=["a", "b"], n=2)]
