@@ -105,6 +105,8 @@ def fits(config: batch_gemm.Config, m: int, n: int) -> bool:
     """Whether the blocks of ``batch_gemm`` with these cuts can run, and keep a third of the GPU busy."""
     blocks, places = batch_gemm._tiles(n, config.tile) * config.split, processors() * config.per_sm
     room = (config.tile + max(m, 32)) * config.per_sm <= 448 and (m <= 128 or config.tile < 256)
+    if config.tile % 64 and config.split > 1:  # two such tiles share 64 rows of the weight
+        return False
     return room and blocks > places / 3 and (blocks <= places if config.split > 1 else blocks <= 4 * places)
 
 

@@ -114,7 +114,7 @@ def make_record(
 
 def pinned(values: NDArray[Any], device: torch.device) -> Tensor:
     """In memory that a GPU copies from while the host goes on."""
-    host = torch.from_numpy(values)
+    host = torch.from_numpy(values if values.flags.writeable else values.copy())  # torch knows no others
     return host.pin_memory() if device.type == "cuda" else host
 
 

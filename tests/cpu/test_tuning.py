@@ -170,6 +170,7 @@ def test_candidates_can_run(m: int) -> None:
                 row_tiles = -(-m // rows)
                 assert batch_gemm._blocks(config, tiles, row_tiles, scaled=False) > 0
                 assert row_tiles == 1 or config.split == 1 or config.rows < batch_gemm.MAX_ROWS
+                assert config.tile % 64 == 0 or config.split == 1
             if kernel == "prompt tiles":
                 assert prompt_gemm.refuses(m, *product[:3]) is None
 
