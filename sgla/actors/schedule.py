@@ -43,6 +43,7 @@ class Schedule(Actor[Submit | Ready | Cancel]):
         self._detokenize = detokenize
         self._metrics = metrics
         self._watchdog = watchdog
+        self.rest: Callable[[], None] = lambda: None  # called now and then, when nobody waits for a step
         self._paused = False
         self._woken = 0  # number of the step that ended an idle time, whose gap is nobody's delay
         self._tick: asyncio.TimerHandle | None = None
@@ -114,7 +115,7 @@ class Schedule(Actor[Submit | Ready | Cancel]):
         self._advance(now)
         self._publish(deltas)
         self._observe([])
-        self.core.rest()
+        self.rest()
 
     def _observe(self, results: list[StepResult]) -> None:
         """After publishing: nothing waits for the metrics."""

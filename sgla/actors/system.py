@@ -135,7 +135,7 @@ class System:
         ingress.architecture = architecture_of(source.config)
         self.metrics.started(facts, facts.timings)
         if isinstance(core, RecordedCore):
-            ingress.step_log = core.written
+            ingress.step_log, schedule.rest = core.written, core.rest
         ingress.connect(
             tokenize,
             facts,

@@ -41,7 +41,8 @@ class InvariantDecode:
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         n = batch.decode_rows
         return invariant.attend(
-            q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], self._q_start, batch.kv_len[:n], self._tiles[:n],
+            q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], self._q_start, batch.kv_len[:n],
+            self._tiles[:n],
             scoring.scale * kv.k_scale, scoring.window, scoring.softcap, self._chunk, self._parts, kv.v_scale,
             scoring.sinks,
         )  # fmt: skip
@@ -70,7 +71,8 @@ class InvariantExtend:
         assert part is not None
         y = invariant.attend(
             q, kv.k, kv.v, batch.pages(kv.group), part.slots, part.q_start, part.kv_len, self._tiles,
-            scoring.scale * kv.k_scale, scoring.window, scoring.softcap, self._chunk, None, kv.v_scale, scoring.sinks,
+            scoring.scale * kv.k_scale, scoring.window, scoring.softcap, self._chunk, None, kv.v_scale,
+            scoring.sinks,
         )  # fmt: skip
         out.copy_(y)
 

@@ -56,13 +56,15 @@ class NativeDecode:
             valid, items, order, skip, first = batch.prefixes
             assert projection is None, "the prefixes' kernel wants q"
             attend_prefixes(
-                q, kv.k, kv.v, batch.pages(kv.group), items, valid, order, first, *self._parts, scoring.scale * kv.k_scale,
-                scoring.softcap, self._processors
+                q, kv.k, kv.v, batch.pages(kv.group), items, valid, order, first, *self._parts,
+                scoring.scale * kv.k_scale, scoring.softcap, self._processors
             )  # fmt: skip
             prefix = PrefixParts(skip, first, *self._parts)
         return self._kernel(
-            q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n], batch.cum[scoring.window],
-            scoring.scale, scoring.window, scoring.softcap, projection, prefix, (kv.k_scale, kv.v_scale), scoring.sinks,
+            q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
+            batch.cum[scoring.window],
+            scoring.scale, scoring.window, scoring.softcap, projection, prefix, (kv.k_scale, kv.v_scale),
+            scoring.sinks,
         )  # fmt: skip
 
 

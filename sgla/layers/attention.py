@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sgla.errors import ConfigError
 from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
-from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.linear import QKVLinear, RowLinear, split_heads
 from sgla.layers.norm import RMSNorm

@@ -8,9 +8,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import LayerAttention, SelfAttention
-from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.layers.moe import MoE, SharedExpert

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.layers.batch import ForwardBatch
+from sgla.kernels.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear
 from sgla.layers.norm import LayerNorm

@@ -813,19 +813,22 @@ GEMMA3 = Family(("gemma3",), {"tie_word_embeddings": True, "text_config": None, 
 # Keys without a part in the forward pass: a whole name, or the end of one.
 HARMLESS = frozenset(
     """
-    architectures model_type dtype torch_dtype auto_map tokenizer_class is_composition vocab_size_or_config_json_file
+    architectures model_type dtype torch_dtype auto_map tokenizer_class is_composition
+    vocab_size_or_config_json_file
     quantization_config compression_config tie_word_embeddings use_flash_attention
     initializer_range initializer_factor init_std use_cache pretraining_tp gradient_checkpointing
     cache_implementation use_flash_attn flash_attn_2_enabled
     output_attentions output_hidden_states output_past output_scores output_router_logits return_dict
     return_dict_in_generate torchscript xla_device use_bfloat16 chunk_size_feed_forward
     tie_encoder_decoder tie_weights cross_attention_hidden_size fused_rms_norm fused_mlp mm_tokens_per_image
-    max_sequence_length model_max_length max_length min_length do_sample early_stopping num_beams num_beam_groups
+    max_sequence_length model_max_length max_length min_length do_sample early_stopping num_beams
+    num_beam_groups
     diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
-    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens renormalize_logits
-    finetuning_task task_specific_params prefix problem_type num_labels id2label label2id
-    directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    renormalize_logits finetuning_task task_specific_params prefix problem_type num_labels id2label label2id
+    directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+    pooler_type
     sentence_transformers sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka
     sinusoidal_pos_embds neftune_noise_alpha router_jitter_noise is_llama_config transformers.js_config
     ep_size seq_aux aux_loss_alpha moe_capacity num_nextn_predict_layers num_mtp_layers
@@ -838,14 +841,20 @@ _HARMLESS_END = re.compile(
 # Words of which the names of mathematical keys consist, in the configurations of transformers.
 _MATHEMATICS = frozenset(
     """
-    act activation alibi alpha attention attn beta bias bidirectional block cap capping causal chunk clamp clip conv decoder
-    dense depth dim dims embed embedding embeddings encoder eps epsilon expert experts factor ffn freq frequency gate gating
-    global group groups head heads hidden index indexer inner interleave interleaved intermediate kernel kv latent layer layernorm layers
-    lightning limit linear local logit logits lora mamba mask mixer mlp moe mrope mscale mtp multiplier n nextn ngram nope norm
-    normalization normalize ntk parallel pattern position positional positions prefix prenorm q qk qkv quant quantization query
-    rank recurrent relative residual rms rmsnorm rope rotary routed router routing sandwich scale scales scaling shared sink
-    sinks skip sliding smear softcap softcapping sparse sparsity ssm state step swiglu temperature theta tie topk untie v
-    value window width
+    act activation alibi alpha attention attn beta bias bidirectional block cap capping causal chunk clamp
+    clip conv decoder
+    dense depth dim dims embed embedding embeddings encoder eps epsilon expert experts factor ffn freq
+    frequency gate gating
+    global group groups head heads hidden index indexer inner interleave interleaved intermediate kernel kv
+    latent layer layernorm layers
+    lightning limit linear local logit logits lora mamba mask mixer mlp moe mrope mscale mtp multiplier n
+    nextn ngram nope norm
+    normalization normalize ntk parallel pattern position positional positions prefix prenorm q qk qkv quant
+    quantization query
+    rank recurrent relative residual rms rmsnorm rope rotary routed router routing sandwich scale scales
+    scaling shared sink
+    sinks skip sliding smear softcap softcapping sparse sparsity ssm state step swiglu temperature theta tie
+    topk untie v value window width
     """.split()  # noqa: SIM905
 )
 _FACTORS = frozenset({"multiplier", "scale", "scales", "scaling", "factor", "mscale"})

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import op
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import neox_order
-from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.layers.norm import RMSNorm

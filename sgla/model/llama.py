@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
-from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.model.base import Decoder
 

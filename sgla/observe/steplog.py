@@ -166,6 +166,7 @@ class RecordedCore(Core):
         return self._do(Flush(), super().flush_cache)
 
     def rest(self) -> None:
+        """Begin a chapter if it is time to."""
         if self._bytes < BYTES_KEPT and not (self._queues.steps - self._start >= self._size and self.idle):
             return
         if self._snapshot_seconds() <= (LONGEST if self.idle else BUSY):

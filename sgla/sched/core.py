@@ -253,10 +253,6 @@ class Core:
         """Requests that ended since the last call, the latest few thousand at most."""
         return self._ledger.drain()
 
-    def rest(self) -> None:
-        """A moment to tidy up in: called now and then, when nobody waits for the scheduler.
-        There is nothing to do here."""
-
     def stats(self) -> Stats:
         """A copy of the counters, and the numbers of now."""
         queues, memory, last, page = self._queues, self._memory, self._last, self.limits.page_size

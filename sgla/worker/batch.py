@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sgla.layers.batch import ForwardBatch
+from sgla.kernels.batch import ForwardBatch
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan
 from sgla.worker.state import Int32s, SlotTables, column
 

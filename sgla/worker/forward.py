@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import native, ops
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.build import BuildError
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.program import Program, ProgramLimits
 from sgla.kernels.trace import NotRecorded
-from sgla.layers.batch import ForwardBatch
 from sgla.model.base import CausalLM
 
 # -> logits float32 [S, V] of ``sample_rows``, valid until the next call

@@ -13,10 +13,10 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.device import Device
 from sgla.dist import Shard, join
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.device import describe, use
 from sgla.kernels.dispatch import using
 from sgla.kernels.program import ProgramLimits
-from sgla.layers.batch import ForwardBatch
 from sgla.worker.forward import Forward, compiled
 from sgla.worker.memory import available_bytes, resident_bytes
 

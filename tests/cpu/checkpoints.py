@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.program import ProgramLimits
-from sgla.layers.batch import ForwardBatch
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
 from sgla.worker.forward import make_forward

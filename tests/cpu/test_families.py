@@ -18,9 +18,9 @@ from sgla.errors import ConfigError
 from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
 from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import LayerAttention
-from sgla.layers.batch import ForwardBatch
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.model import registry

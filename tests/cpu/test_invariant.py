@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from test_triton import DEVICE, random_batch
 
 from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import invariant
-from sgla.layers.batch import ForwardBatch
 
 
 @pytest.mark.parametrize(("m", "n", "k", "bias"), [(3, 70, 64, True), (130, 40, 96, False)])

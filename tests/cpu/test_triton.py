@@ -16,9 +16,9 @@ from draws import DISTRIBUTIONS, possible
 
 from sgla.attention.base import cut
 from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention, elementwise, sampling, step
-from sgla.layers.batch import ForwardBatch
 from sgla.sampling.draw import Distribution, bits_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,7 +14,7 @@ from sgla.device import nvidia
 from sgla.errors import ConfigError, InvalidField, OutOfMemory, UnsupportedField
 from sgla.executor.inline import InlineExecutor
 from sgla.executor.procs import ProcsExecutor
-from sgla.layers.batch import ForwardBatch
+from sgla.kernels.batch import ForwardBatch
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, NewRow, RowSampling, StepPlan, Submit
 from sgla.model.spec import StateTensor
 from sgla.model.state import Demand, LayerState, Pool, kv_groups

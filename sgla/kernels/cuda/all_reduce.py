@@ -109,8 +109,8 @@ class AllReduce:
             (norm.residual.data_ptr(), norm.weight.data_ptr(), norm.eps) if norm else (0, 0, 0.0)
         )
         params = _Params(
-            x.data_ptr(), x.data_ptr(), residual, weight, self._inboxes, self._state.data_ptr(), self._half // 16,
-            self._rank, rows, width, eps,
+            x.data_ptr(), x.data_ptr(), residual, weight, self._inboxes, self._state.data_ptr(),
+            self._half // 16, self._rank, rows, width, eps,
         )  # fmt: skip
         # Blocks wait for their peers' counterparts, so all of them must be on the GPU at once.
         blocks = min(rows, self._processors * max(1, 1024 // threads))

@@ -255,7 +255,8 @@ def _launch(
         tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, x_rows)),
         *(None if t is None else t.data_ptr() for t in (*tensors, *drawing)),
         m, n // 2 if gated else n, k, tiles, row_tiles, x_rows,
-        0 if row_squares is None else row_squares.shape[0], _row_stride(m), 0 if draw is None else draw.first, eps,
+        0 if row_squares is None else row_squares.shape[0], _row_stride(m),
+        0 if draw is None else draw.first, eps,
     )  # fmt: skip
     kernel = _kernel(config, rows, epilogue, scaled)
     helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * scaled

@@ -256,8 +256,8 @@ class DecodeAttention:
         params = _Params(
             *maps,
             *(None if t is None else t.data_ptr() for t in tensors),
-            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), slots.shape[0], kv_heads * parts, window, eps,
-            scale / softcap if softcap else scale * log2e, softcap * log2e,
+            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), slots.shape[0], kv_heads * parts,
+            window, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale * unit,
         )  # fmt: skip
         cut = self.cut or choose(dim, slots.shape[0] * kv_heads * parts)

@@ -35,8 +35,8 @@ class _Params(ctypes.Structure):
         *(
             (name, ctypes.c_int)
             for name in (
-                "token_stride", "head_stride", "page_size", "q_heads", "kv_heads", "beside", "m", "n", "k", "out_stride",
-                "tiles", "row_tiles",
+                "token_stride", "head_stride", "page_size", "q_heads", "kv_heads", "beside", "m", "n", "k",
+                "out_stride", "tiles", "row_tiles",
             )
         ),
         ("eps", ctypes.c_float),
@@ -107,7 +107,8 @@ def linear_heads(
     assert positions.dtype == out_loc.dtype == torch.int32
     out = x.new_empty(x.shape[0], (q_heads + 2 * kv_heads * in_place) * dim)
     _launch(
-        x, weight, HEADS, out, dim, bias=bias, positions=positions, out_loc=out_loc, cos_sin=projection.cos_sin,
+        x, weight, HEADS, out, dim, bias=bias, positions=positions, out_loc=out_loc,
+        cos_sin=projection.cos_sin,
         q_norm=projection.q_norm, k_norm=projection.k_norm, eps=projection.eps, k_pages=kv.k, v_pages=kv.v,
         page_stride=page_stride, token_stride=token_stride, head_stride=head_stride, page_size=page_size,
         q_heads=q_heads, kv_heads=kv_heads, beside=int(in_place),

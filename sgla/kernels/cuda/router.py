@@ -77,7 +77,8 @@ def choose(
     probabilities = torch.empty(m, top_k, dtype=torch.float32, device=x.device)
     done = torch.empty(places, dtype=torch.int32, device=x.device)
     params = _Params(
-        x.data_ptr(), residual.data_ptr() if residual is not None else None, norm.data_ptr() if norm is not None else None,
+        x.data_ptr(), residual.data_ptr() if residual is not None else None,
+        norm.data_ptr() if norm is not None else None,
         router.data_ptr(), normed.data_ptr(), probabilities.data_ptr(), ids.data_ptr(), done.data_ptr(),
         m, top_k, int(normalize), places, eps,
     )  # fmt: skip

@@ -94,8 +94,10 @@ def linear(
     staged = norm is not None and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
     kernel = _kernel(-(-m // 8), config, norm is not None, epilogue, staged, scale is not None)
     params = _Params(
-        x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None, norm.data_ptr() if norm is not None else None,
-        bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0), out.stride(0), eps,
+        x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
+        norm.data_ptr() if norm is not None else None,
+        bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0), out.stride(0),
+        eps,
     )  # fmt: skip
     columns = config.tiles * (8 if config.half or gated else 16)
     kernel.launch(min(-(-n // columns), processors() * config.per_sm), 256, params)

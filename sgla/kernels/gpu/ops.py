@@ -24,7 +24,7 @@ from sgla.kernels.routing import Activation, Gating, Routing
 from sgla.kernels.triton import elementwise, fp8, invariant
 
 if TYPE_CHECKING:
-    from sgla.layers.batch import ForwardBatch
+    from sgla.kernels.batch import ForwardBatch
     from sgla.quant.weight import Weight
 
 R = TypeVar("R")

@@ -23,7 +23,7 @@ from sgla.kernels.ops import KVLayer
 from sgla.kernels.trace import STAND_INS, NotRecorded
 
 if TYPE_CHECKING:
-    from sgla.layers.batch import ForwardBatch
+    from sgla.kernels.batch import ForwardBatch
     from sgla.model.base import CausalLM
 
 KEPT = 512  # programs

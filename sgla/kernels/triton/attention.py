@@ -226,7 +226,8 @@ def decode(
     cut = decode_cut(dim, rows_of_group, q.itemsize, shared)
     _decode[(rows, kv_heads, splits)](
         q, k, v, page_table, slots, kv_len, out, part, part_ml, q if sinks is None else sinks,
-        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, splits, factor, v_scale, cap, window,
+        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, splits, factor,
+        v_scale, cap, window,
         HD=dim, HB=padded(dim), GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
         SINKS=sinks is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
@@ -298,7 +299,8 @@ def extend(
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
         q, k, v, page_table, tiles, out, q if sinks is None else sinks,
-        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, q_heads, factor, v_scale, cap, window,
+        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, q_heads, factor, v_scale,
+        cap, window,
         HD=dim, HB=padded(dim), GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
         SINKS=sinks is not None, num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
     )  # fmt: skip

@@ -47,8 +47,8 @@ def _tokens(
 def _attend_prefixes(
     q, k, v, page_table, items, count, order, first, part, part_ml,
     q_stride, s_page, s_token, s_head, table_stride, kv_heads, scale, softcap,
-    ITEM: tl.constexpr, PAGE: tl.constexpr, HD: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    ITEM: tl.constexpr, PAGE: tl.constexpr, HD: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     _begin(PDL)
     m = tl.arange(0, M)
@@ -127,6 +127,6 @@ def attend_prefixes(
     _attend_prefixes[(programs,)](
         q, k, v, page_table, items, count, order, first, part, part_ml,
         q.stride(0), k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), kv_heads, factor, cap,
-        ITEM=ITEM, PAGE=page_size, HD=dim, GROUP=group, M=tile, BLOCK=128 if dim <= 128 else 32, SOFTCAP=softcap > 0,
-        num_warps=8 if tile == 128 else 4, num_stages=2, **_pdl(),
+        ITEM=ITEM, PAGE=page_size, HD=dim, GROUP=group, M=tile, BLOCK=128 if dim <= 128 else 32,
+        SOFTCAP=softcap > 0, num_warps=8 if tile == 128 else 4, num_stages=2, **_pdl(),
     )  # fmt: skip

@@ -59,8 +59,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
         out = x.new_empty(m, n)
     size_m, size_n, depth = _tile(m, n, this_device().multiprocessors)
     _linear[(triton.cdiv(m, size_m) * triton.cdiv(n, size_n),)](
-        x, weight, bias if bias is not None else x, out, m, n, k, x.stride(0), weight.stride(0), out.stride(0),
-        HAS_BIAS=bias is not None, M=size_m, N=size_n, K=depth, GROUP=8,
+        x, weight, bias if bias is not None else x, out, m, n, k, x.stride(0), weight.stride(0),
+        out.stride(0), HAS_BIAS=bias is not None, M=size_m, N=size_n, K=depth, GROUP=8,
         num_warps=4 if size_m * size_n <= 64 * 64 else 8, num_stages=4 if depth == 128 else 3,
     )  # fmt: skip
     return out
@@ -95,9 +95,9 @@ def _join(top, total, acc, other_top, other_total, other_acc):
 @triton.jit(do_not_specialize_on_alignment=["slots", "q_start", "kv_len", "tiles"])
 def _attend(
     q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml, sinks,
-    s_q, s_page, s_token, s_head, table_stride, page_size, kv_heads, scale, v_scale, softcap, window, chunk, chunks,
-    SPLIT: tl.constexpr, HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    s_q, s_page, s_token, s_head, table_stride, page_size, kv_heads, scale, v_scale, softcap, window, chunk,
+    chunks, SPLIT: tl.constexpr, HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of the queries of one row; SPLIT: one chunk of its history, else all."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -239,9 +239,10 @@ def attend(
     part, part_ml = parts if parts is not None else (out, out)
     _attend[(tiles.shape[0], kv_heads, chunks)](
         q, k, v, page_table, slots, q_start, kv_len, tiles, out, part, part_ml, q if sinks is None else sinks,
-        q.stride(0), k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, factor, v_scale, cap, window,
-        chunk, chunks,
-        SPLIT=parts is not None, HD=dim, HB=padded(dim), GROUP=group, ROWS=ROWS, BLOCK=BLOCK if dim <= 128 else BLOCK // 2,
+        q.stride(0), k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads,
+        factor, v_scale, cap, window, chunk, chunks,
+        SPLIT=parts is not None, HD=dim, HB=padded(dim), GROUP=group, ROWS=ROWS,
+        BLOCK=BLOCK if dim <= 128 else BLOCK // 2,
         SOFTCAP=softcap > 0, SINKS=sinks is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
     if parts is not None:

@@ -94,7 +94,8 @@ def _norm_router(
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits, ids, probabilities, done, tokens, experts, top_k, places,
-    PLACES: tl.constexpr, NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+    PLACES: tl.constexpr, NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the best experts of BT tokens; equal logits go to the lower number.
     The first clears ``done``."""
@@ -373,7 +374,8 @@ def route(logits: Tensor, top_k: int, normalize: bool, done: Tensor | None = Non
     each = 1 if tokens <= 512 else 4
     _route[(triton.cdiv(tokens, each),)](
         logits, ids, probabilities, ids if done is None else done, tokens, experts, top_k,
-        0 if done is None else done.numel(), PLACES=0 if done is None else triton.next_power_of_2(done.numel()),
+        0 if done is None else done.numel(),
+        PLACES=0 if done is None else triton.next_power_of_2(done.numel()),
         NORMALIZE=normalize, E=triton.next_power_of_2(experts),
         K=triton.next_power_of_2(top_k), BT=each, num_warps=each, **_pdl(),
     )  # fmt: skip
@@ -420,7 +422,8 @@ def experts(
     bulk = tile.bulk and k * w.element_size() % 16 == 0
     source = TensorDescriptor.from_tensor(w, [tile.n, tile.k]) if bulk else w
     _experts[(blocks.shape[0] * triton.cdiv(n, tile.n),)](
-        x, x_scale if x_scale is not None else x, source, w_scale if w_scale is not None else x, order, blocks, out,
+        x, x_scale if x_scale is not None else x, source, w_scale if w_scale is not None else x, order,
+        blocks, out,
         n, k, top_k, GATED=activation is not None, GELU=activation == "gelu_tanh", SCALED=x_scale is not None,
         SWAP=tile.swap, BULK=bulk, EVEN=k % tile.k == 0, BM=rows, BN=tile.n, BK=tile.k,
         num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
@@ -453,8 +456,8 @@ def _launch_combine(
     out = total if norm is None else torch.empty_like(total)
     width = triton.next_power_of_2(d)
     _combine[(tokens,)](
-        y, probabilities, total, norm if norm is not None else total, out, total, eps, d, TOP_K=top_k, ADD=add,
-        NORM=norm is not None, D=width, num_warps=4 if width <= 4096 else 8, **_pdl(),
+        y, probabilities, total, norm if norm is not None else total, out, total, eps, d, TOP_K=top_k,
+        ADD=add, NORM=norm is not None, D=width, num_warps=4 if width <= 4096 else 8, **_pdl(),
     )  # fmt: skip
     return out
 

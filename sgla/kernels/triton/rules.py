@@ -195,7 +195,8 @@ def penalize(
     for first in range(0, rows, len(counts)):
         some = min(len(counts), rows - first)
         _count[(some, triton.cdiv(longest, HISTORY))](
-            tokens, tokens.stride(0), slots, positions, records, records.stride(0), counts, vocab, first, BLOCK=HISTORY
+            tokens, tokens.stride(0), slots, positions, records, records.stride(0), counts, vocab, first,
+            BLOCK=HISTORY
         )  # fmt: skip
         _penalize[(some, triton.cdiv(vocab, CHUNK))](
             logits, slots, records, records.stride(0), counts, vocab, first,

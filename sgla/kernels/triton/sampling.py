@@ -167,7 +167,8 @@ def _finish(
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _make_keys(
     logits, slots, positions, seeds, temperatures, thresholds, bounds, vocab, chunks, first, keys,
-    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    HAS_THRESHOLDS: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """The winner of each row as an integer: the larger the better, and the lower id among equals. Never 0."""
     _begin(PDL)
@@ -372,7 +373,8 @@ def sample(
     chunks = triton.cdiv(vocab, LOGITS)
     bounds = logits.new_empty(rows, chunks)
     given = (
-        logits, slots, positions, seeds, temperatures, thresholds if thresholds is not None else bounds, bounds, vocab, chunks, first
+        logits, slots, positions, seeds, temperatures, thresholds if thresholds is not None else bounds,
+        bounds, vocab, chunks, first
     )  # fmt: skip
     options = {"HAS_THRESHOLDS": thresholds is not None, "FAST": logits.is_cuda, "BLOCK": LOGITS, **_pdl()}
     _bound_scores[(rows, chunks)](*given, **options, num_warps=4)

@@ -26,7 +26,8 @@ def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _prepare_decode(
-    slots, starts, tokens, token_stride, page_table, table_stride, page_size, ids, positions, kv_len, out_loc, cum, skip,
+    slots, starts, tokens, token_stride, page_table, table_stride, page_size, ids, positions, kv_len,
+    out_loc, cum, skip,
     rows, window, HAS_SKIP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _begin_early(PDL)
@@ -94,7 +95,8 @@ def prepare_decode(
     _prepare_decode[(1,)](
         slots, starts, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
         ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum, rows, window,
-        HAS_SKIP=skip is not None, TILE=tile, BLOCK=max(least, triton.next_power_of_2(rows)), num_warps=4, **_pdl(),
+        HAS_SKIP=skip is not None, TILE=tile, BLOCK=max(least, triton.next_power_of_2(rows)), num_warps=4,
+        **_pdl(),
     )  # fmt: skip
 
 
@@ -104,7 +106,8 @@ def count_tiles(kv_len: Tensor, cum: Tensor, tile: int, window: int) -> None:
     _count_tiles[(1,)](kv_len, cum, rows, window, TILE=tile, BLOCK=triton.next_power_of_2(rows), num_warps=4)
 
 
-ADMIT_COLUMNS = 11  # slot, token offset, tokens, page offset, pages, temperature, top_p, min_p, top_k, seed low, seed high
+# Slot, token offset, tokens, page offset, pages, temperature, top_p, min_p, top_k, seed low, seed high.
+ADMIT_COLUMNS = 11
 
 
 @triton.jit
@@ -136,8 +139,8 @@ def _admit(
     do_not_specialize_on_alignment=["slots", "starts", "q_start", "ids", "positions", "out_loc"],
 )
 def _prepare_extend(
-    slots, starts, q_start, tokens, token_stride, page_table, table_stride, page_size, ids, positions, out_loc,
-    BLOCK: tl.constexpr,
+    slots, starts, q_start, tokens, token_stride, page_table, table_stride, page_size, ids, positions,
+    out_loc, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     begin = tl.load(q_start + row)
@@ -167,8 +170,8 @@ def admit(
     """New rows take their slots. ``head`` int32[new, ADMIT_COLUMNS] (floats as their bits) points into
     ``data`` int32[*]; ``longest``: most tokens or pages of a row."""
     _admit[(head.shape[0], triton.cdiv(longest, 1024))](
-        head, data, tokens, tokens.stride(0), page_table, page_table.stride(0), temperatures, top_ps, min_ps, top_ks, seeds,
-        COLUMNS=ADMIT_COLUMNS, BLOCK=1024,
+        head, data, tokens, tokens.stride(0), page_table, page_table.stride(0), temperatures, top_ps,
+        min_ps, top_ks, seeds, COLUMNS=ADMIT_COLUMNS, BLOCK=1024,
     )  # fmt: skip
 
 
