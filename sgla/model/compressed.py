@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from sgla.errors import WeightError
 from sgla.model.families import Reader
 from sgla.model.fp8 import Fp8, check_compressed
 from sgla.model.gptq import SCALES, Grouped
@@ -13,6 +14,10 @@ from sgla.quant.method import Held, Method
 
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
+
+
+# What actorder may say: whether channels of a group lie together.
+_IN_ORDER, _REORDERED = (False, "weight", "static"), (True, "group", "dynamic")
 
 
 def compressed(config: Mapping[str, Any]) -> Method:
@@ -45,7 +50,10 @@ class Packed(Grouped):
         grouped = weights.values["strategy"] == "group"
         self.group = weights.integer("group_size", 1 << 17) if grouped else 0
         self.symmetric = weights.flag("symmetric")
-        self.reordered = weights.values.get("actorder") in ("group", "dynamic", True)
+        order = weights.values.get("actorder")
+        if order not in (None, *_IN_ORDER, *_REORDERED):
+            raise weights.error("actorder", "group, weight or null")
+        self.reordered = order in _REORDERED
         self.keep(self.symmetric, self.reordered)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
@@ -63,8 +71,9 @@ class Packed(Grouped):
         from sgla.model import quants
 
         zeros = None if self.symmetric else stored[f"{module}.weight_zero_point"]
-        g_idx = stored.get(f"{module}.weight_g_idx") if self.reordered else None
-        group = self.group or k
+        g_idx, group = stored.get(f"{module}.weight_g_idx"), self.group or k
         order = None if g_idx is None else quants.group_order(f"{module}.weight_g_idx", g_idx, k, group)
+        if order is not None and not self.reordered:
+            raise WeightError(f"{module}.weight_g_idx is not in order, though actorder is not group")
         packed, scale = stored[f"{module}.weight_packed"], stored[f"{module}.weight_scale"]
         return quants.Packed(packed, zeros, scale, (n, k), self.bits, group, order)

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from sgla.config import Config
 from sgla.dist import Shard
-from sgla.errors import WeightError
+from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource, open_source
 from sgla.model.load import load_model
+from sgla.model.methods import method_of
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import detect
 from sgla.quant.weight import Weight
@@ -215,12 +216,17 @@ def test_files_that_contradict_their_configuration_are_refused(tmp_path: Path) -
             (gptq(sym=False), gptq(), "qzeros is not half of the range"),
             (gptq(desc_act=True), gptq(), "g_idx is not in order"),
             (gptq(group_size=32), gptq(), r"has shape \[4, 16\], expected \[2, 16\]"),
+            (compressed(desc_act=True), compressed(), "weight_g_idx is not in order"),
         )
     ):
         packed, _ = checkpoints(tmp_path / str(i), config)
         packed.config["quantization_config"] = said
         with pytest.raises(WeightError, match=words):
             load_model(packed)
+    said = compressed()
+    said["config_groups"]["group_0"]["weights"]["actorder"] = "random"
+    with pytest.raises(ConfigError, match="actorder is 'random'"):
+        method_of({"quantization_config": said})
     tensors = load_file(tmp_path / "0/packed/model.safetensors")
     tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
     save_file(tensors, tmp_path / "0/packed/model.safetensors", {"format": "pt"})
