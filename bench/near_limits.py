@@ -151,6 +151,11 @@ async def headers(target: Target) -> Outcome:
     return outcome
 
 
+async def slashes(target: Target) -> Outcome:
+    """Paths of nothing else, many at once and without a key."""
+    return await send(target, *[head("/" * 8000 + "nowhere", 0, "wrong", "GET")] * target.many(400))
+
+
 # Prompts and choices --------------------------------------------------------------------------------------------------
 
 
@@ -458,6 +463,7 @@ PLAIN: dict[str, Attack] = {
     "unknown sampling fields": one(NATIVE, unknown_sampling),
     "2M backslashes": one(TEXT, backslashes),
     "headers of 64 KB": headers,
+    "paths of 8,000 slashes": slashes,
     "1M chunks of one byte": chunked,
     "type of 8 KB": content_type,
     "message of 15 MiB": one(CHAT, long_message),

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import aiohttp
+import aiohttp.web
 import openai
 import pytest
 from examples import examples
@@ -240,6 +241,18 @@ async def test_routes_and_methods(site: Site) -> None:
     async with site.http.head("/v1/models") as response:
         assert response.status == 200
         assert await response.read() == b""
+
+
+async def test_the_framework_does_not_look_for_routes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its way takes 12 ms for a path of 8,000 slashes, of anybody."""
+
+    async def resolve(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(aiohttp.web.UrlDispatcher, "resolve", resolve)
+    for path, expected in (("/health", 200), ("//health//", 200), ("/" * 8000 + "nowhere", 404)):
+        async with site.http.get(site.url + path) as response:
+            assert response.status == expected
 
 
 async def test_cors(site: Site) -> None:
