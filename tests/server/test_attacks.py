@@ -32,11 +32,12 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[ServerProcess]:
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    profiles = ("--profile-folder", str(tmp_path_factory.mktemp("profiles")))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, hard))  # a process that starts inherits it
     try:
-        process = ServerProcess("--model", str(tiny_model), *FLAGS, *batch_attacks.SERVERS)
+        process = ServerProcess("--model", str(tiny_model), *FLAGS, *profiles, *batch_attacks.SERVERS)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     try:
