@@ -344,6 +344,26 @@ def test_a_whole_step_is_found_in_what_was_recorded(
         assert layer.q_norm is block.attention.q_norm
 
 
+SIGMOIDS = {
+    "model_type": "glm4_moe",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+}
+
+
+def test_rules_say_why_they_leave_the_router_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    driver = small_model("GptOssForCausalLM", num_local_experts=32)
+    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    work = forward.rewritten("step", True, rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}))
+    assert work is not None
+    assert work.refused["norm + experts", "the router or the experts have biases"] == 2  # layers
+    assert work.taken["experts"] == 2
+
+
 @pytest.mark.parametrize(
     ("architecture", "more", "why"),
     [
@@ -352,6 +372,7 @@ def test_a_whole_step_is_found_in_what_was_recorded(
         ("Gemma2ForCausalLM", {"model_type": "gemma2"}, "does not come where it is expected"),
         ("GraniteForCausalLM", {"model_type": "granite", "residual_multiplier": 0.5}, "is expected"),
         ("LlamaForCausalLM", {"model_type": "llama"}, "do not fit this model or GPU"),
+        ("Glm4MoeForCausalLM", SIGMOIDS, "otherwise than by a softmax"),
     ],
 )
 def test_why_there_is_no_whole_step(architecture: str, more: dict[str, Any], why: str) -> None:
