@@ -64,6 +64,7 @@ def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, rank
             in_thread(server, answers, {**LONG, "max_tokens": 4000, "stream": i < 2}) for i in range(4)
         ]
         wait_for(lambda: server.metric("sgla:num_running_reqs") >= 4)
+        wait_for(lambda: server.metric("sgla:generation_tokens_total") >= 100)  # each has answered
         family = server.family()
         killed = time.monotonic()
         assert len(server.workers()) == ranks
