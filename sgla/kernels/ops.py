@@ -315,10 +315,12 @@ def route(logits: Tensor, routing: Routing, choice: Tensor | None = None) -> tup
         best = groups.topk(2, -1).values.sum(-1) if routing.two else groups.amax(-1)
         kept = torch.zeros_like(best).scatter(-1, best.topk(routing.kept, -1).indices, 1.0) > 0
         ranked = groups.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
-    ids = ranked.topk(routing.top_k, -1).indices
-    chosen = scores.gather(-1, ids)
+    chosen, ids = ranked.topk(routing.top_k, -1)
+    if ranked is not scores:
+        chosen = scores.gather(-1, ids)
     if routing.normalize:
-        chosen = chosen / chosen.sum(-1, keepdim=True).clamp(min=routing.least)
+        total = chosen.sum(-1, keepdim=True)
+        chosen = chosen / (total.clamp(min=routing.least) if routing.least else total)
     return (chosen if routing.scale == 1.0 else chosen * routing.scale), ids
 
 

@@ -4,6 +4,7 @@ look at before they take a mixture. Loads no torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -32,7 +33,7 @@ class Routing:
     least: float = 0.0
     scale: float = 1.0
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Softmax over all experts, and nothing else but ``normalize``."""
         return self == Routing(self.top_k, normalize=self.normalize)

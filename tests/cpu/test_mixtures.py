@@ -281,6 +281,22 @@ def test_experts_in_mxfp4_are_expanded(tmp_path: Path) -> None:
         load_model(source)
 
 
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """DeepSeek's checkpoints have one behind the last layer."""
+    save_checkpoint(tmp_path, V3[0], **V3[1] | TINY)
+    more = {"model.layers.2.eh_proj.weight": torch.zeros(8, 8)}
+    save_file(
+        load_file(tmp_path / "model.safetensors") | more, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    source = open_source(tmp_path)
+    for key in ("num_mtp_layers", "num_nextn_predict_layers"):
+        source.config.pop(key, None)
+    load_model(source)
+    source.config["num_nextn_predict_layers"] = 0
+    with pytest.raises(WeightError, match=r"unexpected: model\.layers\.2\.eh_proj"):
+        load_model(source)
+
+
 LARGE = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}
 # In billions with embedding and output layer: of all experts, which is what their authors say, and of those that a token meets.
 PUBLISHED: dict[str, tuple[str, dict[str, Any], float, float]] = {

@@ -81,7 +81,7 @@ def refuses(routing: Routing, activation: Gating, biases: Biases) -> str | None:
     then, between grouped products."""
     if not routing.plain:
         return "experts are chosen otherwise than by a softmax over all"
-    if any(bias is not None for bias in biases):
+    if not (biases.logits is biases.choice is biases.gate_up is biases.down is None):
         return "the router or the experts have biases"
     return "the experts' activation is clamped" if isinstance(activation, Clamped) else None
 
