@@ -410,6 +410,11 @@ async def warm_up(target: Target) -> None:
     )
 
 
+async def crowd(target: Target) -> None:
+    """As many streams at once as the server admits. Python keeps the room of so many small objects for the next crowd."""
+    await streams(target, target.many(1000), 1)
+
+
 def ended(status: int, answer: bytes) -> str:
     """How a stream did: it had an end, which may be a typed error, or broke off; or it was refused before its first byte."""
     if status != 200:
@@ -489,6 +494,8 @@ def attacked(arguments: list[str], names: list[str], scale: float) -> list[dict[
     with Server(command, f"http://127.0.0.1:{port}", "/health/ready", log) as server:
         target = Target(port, scale, server.process.pid)
         asyncio.run(warm_up(target))
+        asyncio.run(crowd(target))
+        time.sleep(SETTLE)
         baseline = memory(target.pid)
         for name in names:
             if server.process.poll() is not None:

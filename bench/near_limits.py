@@ -153,7 +153,7 @@ async def headers(target: Target) -> Outcome:
 
 async def slashes(target: Target) -> Outcome:
     """Paths of nothing else, many at once and without a key."""
-    return await send(target, *[head("/" * 8000 + "nowhere", 0, "wrong", "GET")] * target.many(400))
+    return await send(target, *[head("/" * 8000 + "nowhere", 0, "wrong", "GET")] * target.many(100))
 
 
 # Prompts and choices --------------------------------------------------------------------------------------------------
