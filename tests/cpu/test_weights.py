@@ -313,8 +313,8 @@ def rank_main(rank: int, folder: str) -> None:
     (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
 
 
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def test_two_ranks_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
     expected = generate(Shard())
     for rank in range(2):

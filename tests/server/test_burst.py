@@ -112,6 +112,13 @@ def test_two_thousand_streams_at_once(tiny_model: Path) -> None:
     if hard < 4096:
         pytest.skip("the system allows too few open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    try:
+        check_streams(tiny_model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def check_streams(tiny_model: Path) -> None:
     with serving("--model", str(tiny_model), "--executor", "fake") as server:
         found = asyncio.run(burst(server.port, 2000, {**CHAT, "temperature": 0, "ignore_eos": True}))
         assert found["complete"] + found["refused"] == 2000, found
