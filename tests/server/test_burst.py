@@ -152,13 +152,13 @@ async def test_a_stream_that_is_long_in_preparation_is_refused_before_its_first_
     async with local_server(model=str(tiny_model), sampling_defaults="openai") as local:
         tokenize = local.system._tokenize
         assert tokenize is not None
-        run, release = tokenize._run, threading.Event()
+        prepared, release = tokenize._prepared, threading.Event()
 
         def late(*job: Any) -> Any:
             release.wait(10)
-            return run(*job)
+            return prepared(*job)
 
-        monkeypatch.setattr(tokenize, "_run", late)
+        monkeypatch.setattr(tokenize, "_prepared", late)
         long = {"prompt": "x" * 20_000, "max_tokens": 8, "stream": True}  # longer than the context: 4096
         answer = asyncio.ensure_future(local.post("/v1/completions", long))
         await asyncio.sleep(0.5)
