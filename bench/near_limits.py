@@ -156,6 +156,11 @@ async def slashes(target: Target) -> Outcome:
     return await send(target, *[head("/" * 8000 + "nowhere", 0, "wrong", "GET")] * target.many(100))
 
 
+async def refused(target: Target) -> Outcome:
+    """Many at once without a key."""
+    return await send(target, *[head("/v1/models", 0, "wrong", "GET")] * target.many(1500))
+
+
 # Prompts and choices --------------------------------------------------------------------------------------------------
 
 
@@ -464,6 +469,7 @@ PLAIN: dict[str, Attack] = {
     "2M backslashes": one(TEXT, backslashes),
     "headers of 64 KB": headers,
     "paths of 8,000 slashes": slashes,
+    "1,500 without a key": refused,
     "1M chunks of one byte": chunked,
     "type of 8 KB": content_type,
     "message of 15 MiB": one(CHAT, long_message),

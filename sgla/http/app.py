@@ -11,7 +11,7 @@ from aiohttp import web
 
 from sgla import clock
 from sgla.config import Config
-from sgla.errors import NotFound, SglaError
+from sgla.errors import NotFound, SglaError, Unauthorized
 from sgla.http import admin, control, invocations, ollama, openapi, page
 from sgla.http.access import log_access
 from sgla.http.anthropic import messages as anthropic
@@ -20,7 +20,7 @@ from sgla.http.batches import upload
 from sgla.http.batches.runner import RUNNER, Runner, run_batches
 from sgla.http.batches.store import BatchStore
 from sgla.http.bodies import SHARE, Share
-from sgla.http.clients import ADDRESS, CLIENT
+from sgla.http.clients import ADDRESS, CLIENT, Client, without_key
 from sgla.http.connections import answer_begins, check_spare, is_last, request_begins, why_cancelled
 from sgla.http.conversations import routes as conversations
 from sgla.http.errors import MethodNotAllowed, error_response
@@ -254,9 +254,10 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
 async def answer(request: web.Request, path: str, route: str) -> web.StreamResponse:
     try:
         if request.method == "OPTIONS":
+            await anonymous(request)
             return preflight(request)
         check_spare(request, may=path.split("/")[1] in OPEN - PAGES)
-        request[CLIENT] = request.app[GATE].check(request, path)
+        request[CLIENT] = await checked(request, path)
         request_begins(request, request[CLIENT].name)
         await request.app[SERVER].door.enter(LIVE if route == LIVE else request[CLIENT].name)
         request[SHARE] = Share(request.app[SERVER].memory, request[CLIENT].name)
@@ -274,6 +275,20 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
     except Exception:
         log.exception("request %s failed", request[RID])
         return refusal(request, route, SglaError("internal error; the server's log has the details"))
+
+
+async def checked(request: web.Request, path: str) -> Client:
+    """Who asks. Raises Unauthorized: where thousands are refused at once, others have their turns, too."""
+    try:
+        return request.app[GATE].check(request, path)
+    except Unauthorized:
+        await anonymous(request)
+        raise
+
+
+async def anonymous(request: web.Request) -> None:
+    """Through the door as one of those who come from the same address."""
+    await request.app[SERVER].door.enter(without_key(request[ADDRESS]).name)
 
 
 def refusal(request: web.Request, route: str, error: SglaError) -> web.Response:

@@ -254,3 +254,20 @@ async def test_all_requests_are_aborted_with_pauses(serve: Serve, monkeypatch: p
     assert (status, reply["aborted"]) == (200, len(running))
     for _, answer in await asyncio.gather(*running):
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_those_who_are_refused_have_their_turn_too(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, entered = await serve(api_key=["secret"]), []
+
+    async def enter(self: Door, client: str) -> None:
+        entered.append(client)
+
+    monkeypatch.setattr(Door, "enter", enter)
+    for method, expected in (("GET", 401), ("OPTIONS", 204)):
+        async with site.http.request(
+            method, site.url + "/v1/models", headers={"Authorization": "Bearer wrong"}
+        ) as response:
+            assert response.status == expected
+    assert entered == ["127.0.0.1"] * 2
