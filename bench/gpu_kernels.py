@@ -88,7 +88,7 @@ def bench_decode() -> None:
         for rows, length in ((1, 640), (1, 4096), (16, 640), (64, 640), (64, 4096), (256, 640), (256, 1024)):
             q, layers, batch = decode_batch(rows, length, heads, kv_heads, 128)
             bytes_ = 2 * rows * length * kv_heads * 128 * 2
-            shape = attention.Shape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows)
+            shape = attention.AttentionShape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows)
             names = ["auto", "triton"] if (heads, kv_heads) == (32, 8) else ["auto"]
             for name in names:
                 attend = attention.choose(name, shape, 0.088)[0].decode
@@ -156,7 +156,7 @@ def bench_cascade() -> None:
         table = batch.page_table.cpu().numpy()
         table[:, : shared // 16] = table[0, : shared // 16]
         batch.page_table = upload(table)
-        shape = attention.Shape(heads, 8, 128, 16, BF16, frozenset({0}), 0.0, rows)
+        shape = attention.AttentionShape(heads, 8, 128, 16, BF16, frozenset({0}), 0.0, rows)
         attend = attention.choose("auto", shape, 0.088)[0]
         planner = Cascade.of(shape, attend)
         assert planner is not None
@@ -326,7 +326,7 @@ def bench_prefill() -> None:
             batch.decode_rows, batch.tokens = 0, tokens
             flops = 4 * heads * 128 * length * length / 2 * rows
             for name in ("auto", "flashinfer"):
-                shape = attention.Shape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows)
+                shape = attention.AttentionShape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows)
                 attend = attention.choose(name, shape, 0.088)[0]
                 attend.plan(batch)
 
@@ -366,7 +366,7 @@ def bench_prompts() -> None:
             q, layers, batch = decode_batch(len(rows), int((starts + lens).max()), heads, kv_heads, 128)
             q = torch.randn(int(lens.sum()), heads * 128, dtype=BF16, device="cuda")
             out, flops = torch.empty_like(q), 4 * heads * 128 * float((lens * (starts + lens / 2.0)).sum())
-            shape = attention.Shape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, len(rows))
+            shape = attention.AttentionShape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, len(rows))
             for name in ("auto", "triton"):
                 prompts = attention.choose(name, shape, 0.088)[0].prompts
                 slots = np.arange(len(rows), dtype=np.int32)

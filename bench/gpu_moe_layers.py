@@ -93,7 +93,9 @@ def floor_us(spec: ModelSpec, layer: Layer, batch: DeviceBatch) -> float:
 def measure(spec: ModelSpec, layers: list[Layer], rows: int) -> None:
     assert spec.moe is not None
     part = spec.attention[0]
-    shape = attention.Shape(part.heads, part.kv_heads, part.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST)
+    shape = attention.AttentionShape(
+        part.heads, part.kv_heads, part.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST
+    )
     attend = attention.choose("auto", shape, spec.attention_scale)[0]
     forward = gpu.Forward(Chain(spec, layers), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     batch = mixed(rows)

@@ -148,7 +148,7 @@ class Model:
         for _ in range(layers):
             pool = torch.randn(2, pages, KV_HEADS, PAGE, DIM, dtype=BF16, device="cuda").transpose(2, 3)
             self.kv.append(KVLayer(pool[0], pool[1]))
-        shape = attention.Shape(HEADS, KV_HEADS, DIM, PAGE, BF16, frozenset({0}), 0.0, 256)
+        shape = attention.AttentionShape(HEADS, KV_HEADS, DIM, PAGE, BF16, frozenset({0}), 0.0, 256)
         self.attend = attention.choose("auto", shape, 0.088)[0]
         self.spec = SimpleNamespace(hidden=HIDDEN)
         words = torch.randn(1000, HIDDEN, dtype=BF16, device="cuda")

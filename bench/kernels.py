@@ -15,11 +15,12 @@ import lines
 import torch
 from torch import Tensor
 
-from sgla.kernels import native, ops
+from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu import native
+from sgla.kernels.cpu.panels import KINDS, Kind
+from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.panels import KINDS, Kind
-from sgla.kernels.program import Program, ProgramLimits
 from sgla.quant.weight import Weight, pack
 
 LAYERS, WIDTH, HEADS, KV_HEADS, DIM, FFN, VOCAB = 30, 576, 9, 3, 64, 1536, 49152

@@ -20,7 +20,7 @@ from torch import Tensor
 from sgla.hub import demo
 from sgla.hub.source import ModelSource, open_source
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.program import ProgramLimits
+from sgla.kernels.cpu.program import ProgramLimits
 from sgla.model.load import load_model
 from sgla.model.state import kv_groups
 from sgla.text.tokenizer import load_path

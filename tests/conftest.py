@@ -16,7 +16,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from sgla.kernels import build, native
+from sgla.kernels import build
+from sgla.kernels.cpu import native
 
 
 def be_silent() -> None:

@@ -1,5 +1,5 @@
 // A program is a list of instructions over an arena; a step runs it for T tokens of R rows, S of them sampled.
-// The layouts of Instr, Step and Draw are mirrored in sgla/kernels/native.py.
+// The layouts of Instr, Step and Draw are mirrored in sgla/kernels/cpu/native.py.
 #pragma once
 
 #include <atomic>

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from sgla.attention.base import (
     Attention,
+    AttentionShape,
     ByLayer,
     Decode,
     DeviceBatch,
@@ -14,7 +15,6 @@ from sgla.attention.base import (
     ExtendRows,
     Heads,
     Prompts,
-    Shape,
     Unusable,
 )
 from sgla.device import Device
@@ -22,7 +22,7 @@ from sgla.errors import ConfigError
 from sgla.kernels.cuda.decode_attention import TILE
 from sgla.kernels.device import this_device
 
-__all__ = ["TILE", "Attention", "DeviceBatch", "ExtendRows", "Heads", "Shape", "choose"]
+__all__ = ["TILE", "Attention", "AttentionShape", "DeviceBatch", "ExtendRows", "Heads", "choose"]
 
 NARROW = "it reads no 8-bit KV cache"
 NO_DECODE = (
@@ -37,8 +37,8 @@ B = TypeVar("B", covariant=True)
 class Kind(Protocol[B]):
     """A class of backends."""
 
-    def __call__(self, shape: Shape, device: Device) -> B: ...
-    def refuses(self, shape: Shape, device: Device) -> str | None: ...
+    def __call__(self, shape: AttentionShape, device: Device) -> B: ...
+    def refuses(self, shape: AttentionShape, device: Device) -> str | None: ...
 
 
 class Asked(NamedTuple):
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
 
 def choose(
     name: str,
-    shapes: Sequence[Shape],
+    shapes: Sequence[AttentionShape],
     device: Device | None = None,
     *,
     decode: str | None = None,
@@ -85,7 +85,7 @@ def choose(
     return backend, [f"attention: {backend.name}, no graphs", *dict.fromkeys(notes)]
 
 
-def _choose(asked: tuple[Asked, Asked], shape: Shape, device: Device) -> tuple[Attention, list[str]]:
+def _choose(asked: tuple[Asked, Asked], shape: AttentionShape, device: Device) -> tuple[Attention, list[str]]:
     if shape.deterministic:
         return _deterministic(asked, shape, device), [
             "deterministic: results do not depend on the batch; decode steps take 1.5 to 2.2 times as long"
@@ -99,7 +99,7 @@ def _choose(asked: tuple[Asked, Asked], shape: Shape, device: Device) -> tuple[A
     return backend, [f"attention: {backend.name}{slow}{wanted}", *no_decode, *no_extend, *no_prompts]
 
 
-def _deterministic(asked: tuple[Asked, Asked], shape: Shape, device: Device) -> Attention:
+def _deterministic(asked: tuple[Asked, Asked], shape: AttentionShape, device: Device) -> Attention:
     from sgla.attention.invariant import InvariantDecode, InvariantExtend
     from sgla.attention.triton_ops import TritonPrompts
 
@@ -118,7 +118,9 @@ def _deterministic(asked: tuple[Asked, Asked], shape: Shape, device: Device) -> 
     )
 
 
-def _first(kinds: Mapping[str, Kind[B]], asked: Asked, shape: Shape, device: Device) -> tuple[B, list[str]]:
+def _first(
+    kinds: Mapping[str, Kind[B]], asked: Asked, shape: AttentionShape, device: Device
+) -> tuple[B, list[str]]:
     """The first of ``kinds`` that serves ``shape``, and why those before do not; or the one that is asked
     for."""
     notes: list[str] = []
@@ -137,7 +139,7 @@ def _first(kinds: Mapping[str, Kind[B]], asked: Asked, shape: Shape, device: Dev
     raise asked.refused("; ".join(notes))
 
 
-def _decode(asked: Asked, shape: Shape, device: Device) -> tuple[Decode, list[str]]:
+def _decode(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Decode, list[str]]:
     from sgla.attention.native import NativeDecode
     from sgla.attention.torch_ops import TorchDecode
     from sgla.attention.triton_ops import TritonDecode
@@ -152,7 +154,7 @@ def _decode(asked: Asked, shape: Shape, device: Device) -> tuple[Decode, list[st
     return decode, notes + why
 
 
-def _extend(asked: Asked, shape: Shape, device: Device) -> tuple[Extend, list[str]]:
+def _extend(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Extend, list[str]]:
     from sgla.attention.flashinfer_ops import FlashInferExtend
     from sgla.attention.hybrid import WholeOrPaged
     from sgla.attention.native import NativeExtend
@@ -173,7 +175,7 @@ def _extend(asked: Asked, shape: Shape, device: Device) -> tuple[Extend, list[st
     return extend, why
 
 
-def _prompts(asked: Asked, shape: Shape, device: Device) -> tuple[Prompts, list[str]]:
+def _prompts(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Prompts, list[str]]:
     from sgla.attention.native import NativePrompts
     from sgla.attention.triton_ops import TritonPrompts
 

@@ -30,7 +30,7 @@ class Heads(NamedTuple):
     v_dim: int
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """Everything that decides whether a kernel can be used for layers with the same heads. ``windows``: of
     these layers, 0 is full attention; ``context_len``: tokens of the longest history, which only
     deterministic kernels want to know; ``v_dim`` 0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of
@@ -121,7 +121,7 @@ class Backend(Protocol):
     grows: bool  # its memory grows with the histories
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         """Why it cannot serve these layers, or None."""
 
 
@@ -176,7 +176,7 @@ def cut(slots: Int32s, starts: Int32s, q_lens: Int32s, first: int, tile: int) ->
     return tiles[np.argsort(-start - count, kind="stable")]
 
 
-def beside(q: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+def beside(q: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
     """k and v ``[T, Hkv, hd]`` that follow q in each row of the projection's output."""
     width = shape.kv_heads * shape.head_dim
     assert q.stride(0) == q.shape[1] + 2 * width

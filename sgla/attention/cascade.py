@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sgla.attention.base import Attention, DevicePrefixes, Shape
+from sgla.attention.base import Attention, AttentionShape, DevicePrefixes
 from sgla.device import Device
 from sgla.kernels.device import this_device
 from sgla.kernels.triton.cascade import ITEM, tile_rows
@@ -56,7 +56,7 @@ class _Segment(NamedTuple):
 class Cascade:
     """Plans for batches of ``shape``. ``processors``: multiprocessors of the GPU."""
 
-    def __init__(self, shape: Shape, processors: int) -> None:
+    def __init__(self, shape: AttentionShape, processors: int) -> None:
         self._shape, self._processors = shape, processors
         self._token_bytes = (
             2 * shape.kv_heads * shape.head_dim * (1 if shape.fp8_kv else shape.dtype.itemsize)
@@ -65,7 +65,9 @@ class Cascade:
         self._plan: Prefixes | None = None
 
     @classmethod
-    def of(cls, shapes: Sequence[Shape], backend: Attention, device: Device | None = None) -> Cascade | None:
+    def of(
+        cls, shapes: Sequence[AttentionShape], backend: Attention, device: Device | None = None
+    ) -> Cascade | None:
         """None where the backend does not take prefixes, no layer sees all tokens, or layers have several
         kinds of heads."""
         shape = shapes[0]
@@ -223,7 +225,7 @@ def unpack(flat: Tensor, rows: int) -> DevicePrefixes:
     return DevicePrefixes(valid, items, order, skip, first)
 
 
-def workspace(shape: Shape) -> tuple[Tensor, Tensor]:
+def workspace(shape: AttentionShape) -> tuple[Tensor, Tensor]:
     """``part`` and ``part_ml`` of the kernel."""
     size = (PARTS * shape.max_rows, shape.heads)
     return torch.empty(*size, shape.head_dim, device="cuda"), torch.empty(*size, 2, device="cuda")

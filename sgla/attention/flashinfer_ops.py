@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Int32s, Shape, Unusable, beside
+from sgla.attention.base import AttentionShape, DeviceBatch, Int32s, Unusable, beside
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
 
@@ -23,7 +23,7 @@ PLANS = 4  # a plan's pinned buffer is read by the device later: as many as step
 class FlashInferExtend:
     name, captured, grows, narrow = "flashinfer", True, False, False
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         """Raises Unusable: whatever is broken in its installation is met by importing and compiling."""
         self._shape = shape
         try:
@@ -59,7 +59,7 @@ class FlashInferExtend:
         self._plan_paged(one - 1, one, one, one[None] - 1)
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         """Why it cannot be used if its installation is whole, or None."""
         if importlib.util.find_spec("flashinfer") is None:
             return "it is not installed (pip install flashinfer-python)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Extend, Shape
+from sgla.attention.base import AttentionShape, DeviceBatch, Extend
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
 
@@ -19,7 +19,7 @@ class WholeOrPaged:
         self.name = f"{whole.name} and {paged.name}"
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         return None
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Shape
+from sgla.attention.base import AttentionShape, DeviceBatch
 from sgla.attention.torch_ops import rows_of
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
@@ -16,7 +16,7 @@ HEAD_DIM = 256
 CHUNK, CHUNKS = 512, 32  # tokens of a chunk, at least; chunks of the longest history, at most
 
 
-def chunk_of(shape: Shape) -> int:
+def chunk_of(shape: AttentionShape) -> int:
     """Tokens of a chunk: it depends on nothing that changes while the server runs."""
     return CHUNK * max(1, -(-shape.context_len // (CHUNK * CHUNKS)))
 
@@ -24,7 +24,7 @@ def chunk_of(shape: Shape) -> int:
 class InvariantDecode:
     name, captured, grows, cascades, fused = "invariant", True, False, False, None
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._chunk = chunk_of(shape)
         size = (shape.max_rows, shape.heads, -(-shape.context_len // self._chunk))
         self._parts = (
@@ -35,7 +35,7 @@ class InvariantDecode:
         self._tiles = torch.stack([self._q_start, torch.zeros_like(self._q_start)], 1)
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         return refuses(shape)
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
@@ -51,13 +51,13 @@ class InvariantDecode:
 class InvariantExtend:
     name, captured, grows, narrow, beside = "invariant", True, False, True, False
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._chunk, self._group = chunk_of(shape), shape.group
         self._tiles = torch.empty(0)
         self._part: DeviceBatch | None = None
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         return refuses(shape)
 
     def plan(self, batch: DeviceBatch) -> None:
@@ -77,7 +77,7 @@ class InvariantExtend:
         out.copy_(y)
 
 
-def refuses(shape: Shape) -> str | None:
+def refuses(shape: AttentionShape) -> str | None:
     """Why these kernels cannot be used, or None."""
     if shape.mixed:
         return shape.mixed

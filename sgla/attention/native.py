@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sgla.attention import cascade
-from sgla.attention.base import DeviceBatch, Shape, beside, cut
+from sgla.attention.base import AttentionShape, DeviceBatch, beside, cut
 from sgla.device import Device
 from sgla.kernels.cuda import decode_attention, prompt_attention
 from sgla.kernels.cuda.decode_attention import PrefixParts, Projection
@@ -22,7 +22,7 @@ TILE = decode_attention.TILE
 class NativeDecode:
     name, captured, grows, cascades = "native", True, False, True
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._kernel = decode_attention.DecodeAttention(
             shape.max_rows, shape.kv_heads, shape.group, shape.head_dim
         )
@@ -30,7 +30,7 @@ class NativeDecode:
         self._processors = device.multiprocessors
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
         if shape.mixed:
             return shape.mixed
@@ -69,11 +69,11 @@ class NativeDecode:
 
 
 class NativePrompts:
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         self.tile = prompt_attention.tile_tokens(shape.group)
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
         if shape.fp8_kv:
             return "the KV cache has 8 bits"
@@ -90,14 +90,14 @@ class NativeExtend:
 
     name, captured, grows, narrow = "native", True, False, False
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._shape, self._tile = shape, prompt_attention.tile_tokens(shape.group)
         self.beside = False  # whether some rows are whole prompts
         self._paged = False  # whether some are not
         self._tiles = torch.empty(0)
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
         if shape.mixed:
             return shape.mixed

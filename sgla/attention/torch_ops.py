@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Shape
+from sgla.attention.base import AttentionShape, DeviceBatch
 from sgla.device import Device
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer, Scoring
@@ -17,11 +17,11 @@ PAIRS = 1 << 22  # of a prompt's token and a place in its history
 class TorchDecode:
     name, captured, grows, cascades, fused = "torch", False, True, False, None
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         pass
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         return None
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
@@ -39,11 +39,11 @@ class TorchExtend:
 
     name, captured, grows, narrow, beside = "torch", False, True, True, False
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         pass
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         return None
 
     def plan(self, batch: DeviceBatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sgla.attention.base import DeviceBatch, Shape, cut
+from sgla.attention.base import AttentionShape, DeviceBatch, cut
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton import attention
@@ -13,7 +13,7 @@ from sgla.kernels.triton import attention
 HEAD_DIM = 512  # beyond, not even the smallest tiles fit into the shared memory of a block
 
 
-def refuses(shape: Shape) -> str | None:
+def refuses(shape: AttentionShape) -> str | None:
     """Why the kernels cannot be used, or None."""
     if shape.head_dim > HEAD_DIM:
         return f"heads of {shape.head_dim} values, and it ends at {HEAD_DIM}"
@@ -23,11 +23,11 @@ def refuses(shape: Shape) -> str | None:
 class TritonDecode:
     name, captured, grows, cascades, fused = "triton", True, False, False, None
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._kv_heads, self._device = shape.kv_heads, device
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         return refuses(shape)
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
@@ -43,12 +43,12 @@ class TritonDecode:
 class TritonExtend:
     name, captured, grows, narrow, beside = "triton", True, False, True, False
 
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._tiles = torch.empty(0)
         self._prompts = TritonPrompts(shape, device)
 
     @staticmethod
-    def refuses(shape: Shape, device: Device) -> str | None:
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
         return refuses(shape)
 
     def plan(self, batch: DeviceBatch) -> None:
@@ -62,7 +62,7 @@ class TritonExtend:
 
 
 class TritonPrompts:
-    def __init__(self, shape: Shape, device: Device) -> None:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._cut = attention.extend_cut(shape.head_dim, shape.dtype.itemsize, device.shared)
         self.tile = self._cut.m
 

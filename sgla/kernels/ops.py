@@ -1,5 +1,5 @@
 """The ops a model is made of, beside plain torch operations. Each body here is the oracle in torch, on any
-device and dtype; what else may compute an op is in ``kernels/instructions.py`` (CPU programs) and
+device and dtype; what else may compute an op is in ``kernels/cpu/instructions.py`` (CPU programs) and
 ``kernels/gpu``.
 
 Shapes: T tokens, S sampled rows, d width, Hq/Hkv heads of width hd.

@@ -13,7 +13,7 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels import ops
-from sgla.kernels.panels import GROUP
+from sgla.kernels.cpu.panels import GROUP
 from sgla.layers.build import Build, Part, Reordered, fill
 from sgla.quant.weight import SourceTensor
 

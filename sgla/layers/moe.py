@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.kernels.cpu.panels import GROUP
 from sgla.kernels.ops import Biases
-from sgla.kernels.panels import GROUP
 from sgla.kernels.routing import Activation, Gating, Routing
 from sgla.layers.build import Build, Part, Share, Values, fill
 from sgla.layers.mlp import GatedMLP

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sgla.hub.gguf import LazyTensor
 from sgla.hub.source import ModelSource
-from sgla.kernels.panels import GROUP
+from sgla.kernels.cpu.panels import GROUP
 from sgla.model.spec import ModelSpec
 from sgla.quant.groups import Groups
 from sgla.quant.weight import Weight, storage

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol, Self, cast
 import torch
 from torch import Tensor
 
-from sgla.kernels.panels import Kind, Panels
+from sgla.kernels.cpu.panels import Kind, Panels
 from sgla.quant.formats import FORMATS
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.kernels.build import BuildError
-from sgla.kernels.native import library
+from sgla.kernels.cpu.native import library
 from sgla.sampling.draw import Distribution, Draw, Floats, draw
 
 

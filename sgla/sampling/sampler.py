@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla.grammar.matcher import Constraint, Matchers, MatchFailed
-from sgla.kernels.native import DRAW
+from sgla.kernels.cpu.native import DRAW
 from sgla.messages import Failed, LogprobBlock, RowSampling
 from sgla.sampling import faults
 from sgla.sampling.draw import Distribution, Draw, Floats, draw

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sgla.config import Config
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
-from sgla.kernels.program import ProgramLimits
+from sgla.kernels.cpu.program import ProgramLimits
 from sgla.messages import (
     SAMPLE,
     Facts,

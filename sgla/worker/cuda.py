@@ -208,9 +208,9 @@ class CudaRunner(Runner):
         if self._decodes(plan, rows):
             out, landed, pending = self.graphs.run(slots, starts)
             return self.flights.begin(plan, begin, out, rows, landed, pending, [])
-        out, count, scored, pending, beside = self._extend(plan, slots, starts)
+        out, count, scored, pending, extras = self._extend(plan, slots, starts)
         flight = self.flights.begin(plan, begin, out, count, None, pending, scored)
-        flight.beside = beside
+        flight.extras = extras
         return flight
 
     def _decodes(self, plan: StepPlan, rows: int) -> bool:

@@ -15,7 +15,7 @@ from sgla.device import check_encoder
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.program import ProgramLimits
+from sgla.kernels.cpu.program import ProgramLimits
 from sgla.messages import CacheGroup, Facts, Pooling, StepPlan, StepResult
 from sgla.model.encoder import EncoderSpec
 from sgla.model.heads import apply, pool

@@ -19,7 +19,7 @@ from sgla.worker.device_state import DeviceTables
 from sgla.worker.state import Int32s, column
 
 
-class Beside(NamedTuple):
+class Extras(NamedTuple):
     """What some steps bring beside tokens, pinned: ``vectors``, with their rows, of prompts that are
     complete, and ``hidden`` states, float32 [q_len, width] of each row that wants them."""
 
@@ -47,7 +47,7 @@ class Flight:
     tokens: Tensor | None = None
     unmet: list[tuple[int, str]] = field(default_factory=list)
     on_host: tuple[Any, Any] | None = None
-    beside: Beside | None = None
+    extras: Extras | None = None
 
     @property
     def step(self) -> int:
@@ -131,8 +131,8 @@ class Flights:
                 result.failed.append(faults.no_logprobs(scored.row))
             else:
                 result.logprobs.append(block)
-        if flight.beside is not None:
-            self._add(flight.beside, result)
+        if flight.extras is not None:
+            self._add(flight.extras, result)
         unmet = flight.unmet
         if flight.on_host is not None and self._constraints is not None:
             taken = self._constraints.take(*flight.on_host, tokens)
@@ -145,9 +145,9 @@ class Flights:
             result.failed += self._failed(flight.plan, unmet, tokens)
         return result
 
-    def _add(self, beside: Beside, result: StepResult) -> None:
-        result.hidden = [states.numpy().tobytes() for states in beside.hidden]
-        for row, vector in beside.vectors:
+    def _add(self, extras: Extras, result: StepResult) -> None:
+        result.hidden = [states.numpy().tobytes() for states in extras.hidden]
+        for row, vector in extras.vectors:
             result.vectors.append(vector.numpy().tobytes())
             result.failed += faults.of_vector(row, vector.numpy(), self._labels)
 

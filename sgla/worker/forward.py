@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sgla.kernels import native, ops
+from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.build import BuildError
+from sgla.kernels.cpu import native
+from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.program import Program, ProgramLimits
 from sgla.kernels.trace import NotRecorded
 from sgla.model.base import CausalLM
 

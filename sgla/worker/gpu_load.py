@@ -55,7 +55,7 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
     return Kernels(backend, ops, cascade, DTYPES[dtype], kv_dtype, config.deterministic), notes
 
 
-def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> list[attention.Shape]:
+def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> list[attention.AttentionShape]:
     """What attention has to serve on a rank: layers with the same heads have one shape."""
     groups: dict[attention.Heads, list[AttentionSpec]] = {}
     for layer in spec.attention:
@@ -63,7 +63,7 @@ def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> li
         key = attention.Heads(len(heads), len(kv_heads), layer.head_dim, layer.v_dim)
         groups.setdefault(key, []).append(layer)
     return [
-        attention.Shape(
+        attention.AttentionShape(
             key.heads,
             key.kv_heads,
             key.head_dim,

@@ -21,7 +21,7 @@ from sgla.model.state import kv_groups
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.batch import Columns, PromptSpan, Wanted, read
 from sgla.worker.device_state import DeviceTables, upload, upload_columns
-from sgla.worker.flights import Beside
+from sgla.worker.flights import Extras
 from sgla.worker.kv import Arena, allocate_kv
 from sgla.worker.pooler import Pooler
 
@@ -60,7 +60,7 @@ class Launched(NamedTuple):
     rows: int
     scored: list[Scored]
     pending: Pending | None
-    beside: Beside | None
+    extras: Extras | None
 
 
 def sizes_up_to(limit: int) -> list[int]:
@@ -156,17 +156,17 @@ class GpuSteps:
         vectors = self._vectors(wanted, columns, picked[count : count + len(tails)], hidden, moved)
         begun = [(row.first + moved[row.row], row.end + moved[row.row]) for row in wanted.stated]
         states = [to_host(hidden[begin:end].float()) for begin, end in begun]
-        beside = Beside(vectors, states) if vectors or states else None
+        extras = Extras(vectors, states) if vectors or states else None
         if not count:
-            return Launched(batch.ids, 0, scored, None, beside)
+            return Launched(batch.ids, 0, scored, None, extras)
         host, where, positions = host[:, :count], where[:count], positions[:count]
         logits = self.logits_of(picked[:count])
         out = torch.empty(count, dtype=torch.int32, device="cuda")
         if self.sampler.plain(host[1]):
             self.sampler.draw(logits, where, positions, out)
-            return Launched(out, count, scored, None, beside)
+            return Launched(out, count, scored, None, extras)
         pending = Pending(logits, where, positions, out, wanted.rows, (host[1], host[2]))
-        return Launched(out, count, scored, pending, beside)
+        return Launched(out, count, scored, pending, extras)
 
     def _vectors(
         self, wanted: Wanted, columns: Columns, tails: Tensor, hidden: Tensor, moved: Any

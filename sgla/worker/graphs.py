@@ -56,7 +56,7 @@ class Capture:
         return graph
 
 
-class Columns(NamedTuple):
+class DecodeColumns(NamedTuple):
     """What a decode graph reads of the plan: int32[size] each: slots, positions of the input token (-1:
     padding), positions of the sampled one (0: padding); and int32[1] each: where the tokens land, and whether
     a draw by temperature serves all rows."""
@@ -68,12 +68,12 @@ class Columns(NamedTuple):
     plain: Any
 
     @staticmethod
-    def of(flat: Any, size: int) -> Columns:
+    def of(flat: Any, size: int) -> DecodeColumns:
         """``flat`` int32[``length(size)``, at least]: each column begins at a multiple of 16 bytes."""
         each = -(-size // 4) * 4
         slots, starts, ends = (flat[i * each : i * each + size] for i in range(3))
         stage, plain = (flat[3 * each + i : 3 * each + i + 1] for i in range(2))
-        return Columns(slots, starts, ends, stage, plain)
+        return DecodeColumns(slots, starts, ends, stage, plain)
 
     @staticmethod
     def length(size: int) -> int:
@@ -81,9 +81,9 @@ class Columns(NamedTuple):
 
 
 class DecodeGraphs:
-    """One graph for each size, all in one memory pool. Each reads the beginning of ``plan`` as ``Columns`` of
-    its size, and leaves its tokens in pinned memory, where the host finds them without a copy: few bytes go
-    to the GPU, and no copy comes back, because one takes 11 us each way.
+    """One graph for each size, all in one memory pool. Each reads the beginning of ``_on_gpu`` as
+    ``DecodeColumns`` of its size, and leaves its tokens in pinned memory, where the host finds them without a
+    copy: few bytes go to the GPU, and no copy comes back, because one takes 11 us each way.
 
     Rows that share prefixes run in graphs of their own, which read what is shared from a buffer that is
     written when the set of rows changes."""
@@ -95,11 +95,11 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._cascade_sizes = cascade_sizes(self.sizes) if steps.cascade is not None else []
         self._cascades: dict[int, torch.cuda.CUDAGraph] = {}
-        self._plan: Prefixes | None = None  # what the buffer holds
+        self._shared_plan: Prefixes | None = None  # what the buffer holds
         flat = torch.from_numpy(pack(None, self.limit, most_items(self.limit)))
         self._shared, self._pinned_shared = flat.cuda(), [flat.clone().pin_memory() for _ in range(STAGES)]
-        self.plan = torch.zeros(Columns.length(self.limit), dtype=torch.int32, device="cuda")
-        self._pinned = [torch.zeros_like(self.plan, device="cpu").pin_memory() for _ in range(STAGES)]
+        self._on_gpu = torch.zeros(DecodeColumns.length(self.limit), dtype=torch.int32, device="cuda")
+        self._pinned = [torch.zeros_like(self._on_gpu, device="cpu").pin_memory() for _ in range(STAGES)]
         self._landed = torch.zeros(STAGES, self.limit, dtype=torch.int32, pin_memory=True)
         self._stage = 0
         self._ids, self._positions, self._kv_len = torch.zeros(
@@ -143,9 +143,10 @@ class DecodeGraphs:
             self._cascades[size] = capture.unrun(partial(self._forward, size, True))
 
     def _forward(self, size: int, cascade: bool = False) -> None:
-        """The step of ``size`` rows described by ``plan``; ``cascade``: with the prefixes in the buffer."""
+        """The step of ``size`` rows whose columns are on the GPU; ``cascade``: with the prefixes in the
+        buffer."""
         steps, tables = self._steps, self._steps.tables
-        slots, starts, ends, stage, plain = Columns.of(self.plan, size)
+        slots, starts, ends, stage, plain = DecodeColumns.of(self._on_gpu, size)
         landing = Landing(self._landed, stage)
         kv_len, cum = self._kv_len[:size], {w: c[: size + 1] for w, c in self._cum.items()}
         prefixes = self._prefixes(size) if cascade else None
@@ -197,13 +198,13 @@ class DecodeGraphs:
         """Send the step's columns to the graph of this size. Returns the place where its tokens land."""
         stage, rows = self._stage, len(slots)
         self._stage = (stage + 1) % STAGES
-        pinned = self._pinned[stage][: Columns.length(size)]
-        host = Columns.of(pinned.numpy(), size)
+        pinned = self._pinned[stage][: DecodeColumns.length(size)]
+        host = DecodeColumns.of(pinned.numpy(), size)
         host.slots[:rows], host.starts[:rows] = slots, starts
         host.slots[rows:], host.starts[rows:], host.ends[rows:] = self._steps.slots, -1, 0
         np.add(starts, 1, out=host.ends[:rows])
         host.stage[0], host.plain[0] = stage, self._steps.sampler.plain(slots)
-        self.plan[: len(pinned)].copy_(pinned, non_blocking=True)
+        self._on_gpu[: len(pinned)].copy_(pinned, non_blocking=True)
         return stage
 
     def run(self, slots: Any, starts: Any) -> tuple[Tensor, Tensor | None, Pending | None]:
@@ -214,15 +215,15 @@ class DecodeGraphs:
         plan = self._plan_prefixes(slots, starts)
         sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)
         size = next(size for size in sizes if size >= rows)
-        if plan is not None and plan is not self._plan:
-            shared, self._plan = self._pinned_shared[self._stage], plan
+        if plan is not None and plan is not self._shared_plan:
+            shared, self._shared_plan = self._pinned_shared[self._stage], plan
             shared.numpy()[:] = pack(plan, self.limit, most_items(self.limit))
             self._shared.copy_(shared, non_blocking=True)
         stage = self._send(slots, starts, size)
         graphs[size].replay()
         if self._steps.sampler.plain(slots):
             return self.out, self._landed[stage, :rows], None
-        columns = Columns.of(self.plan, size)
+        columns = DecodeColumns.of(self._on_gpu, size)
         numbers = np.arange(rows, dtype=np.int32)
         return (
             self.out,

@@ -14,9 +14,9 @@ from sgla.config import Config
 from sgla.device import Device
 from sgla.dist import Shard, join
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.device import describe, use
 from sgla.kernels.dispatch import using
-from sgla.kernels.program import ProgramLimits
 from sgla.worker.forward import Forward, compiled
 from sgla.worker.memory import available_bytes, resident_bytes
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.program import ProgramLimits
+from sgla.kernels.cpu.program import ProgramLimits
 from sgla.messages import StepPlan, StepResult
 from sgla.model.base import CausalLM
 from sgla.model.load_pooled import load_decoder

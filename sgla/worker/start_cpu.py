@@ -10,7 +10,7 @@ from sgla.device import check_answers
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels.build import BuildError
-from sgla.kernels.native import library, prepare
+from sgla.kernels.cpu.native import library, prepare
 from sgla.messages import Progress
 from sgla.model.pooling import read_pooling
 from sgla.model.spec import ModelSpec

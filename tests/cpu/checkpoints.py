@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.program import ProgramLimits
+from sgla.kernels.cpu.program import ProgramLimits
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
 from sgla.worker.forward import make_forward

@@ -21,7 +21,7 @@ from sgla.kernels.cuda import decode_attention
 from sgla.kernels.ops import KVLayer, Scoring
 
 pytest.importorskip("triton")
-SHAPE = attention.Shape(16, 8, 128, 16, torch.bfloat16, frozenset({0}), 0.0, 64)
+SHAPE = attention.AttentionShape(16, 8, 128, 16, torch.bfloat16, frozenset({0}), 0.0, 64)
 NATIVE, TRITON = "NativePrompts", "TritonPrompts"
 HOPPER, AMPERE = nvidia("H200", (9, 0), 132), nvidia("A100", (8, 0), 108)
 
@@ -42,7 +42,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlashInferExtend, "__init__", lambda self, shape, device: None)
 
 
-def names(name: str = "auto", shape: attention.Shape = SHAPE, **parts: str) -> tuple[str, str, str]:
+def names(name: str = "auto", shape: attention.AttentionShape = SHAPE, **parts: str) -> tuple[str, str, str]:
     backend = attention.choose(name, [shape], **parts)[0]
     return backend.decode.name, backend.extend.name, type(backend.prompts).__name__
 

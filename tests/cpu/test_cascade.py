@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from sgla.attention.base import Shape
+from sgla.attention.base import AttentionShape
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.kernels.triton.cascade import attend_prefixes, tile_rows
 
@@ -23,8 +23,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 16
 
 
-def shape(heads: int = 32, kv_heads: int = 8, dim: int = 128, rows: int = 64) -> Shape:
-    return Shape(heads, kv_heads, dim, PAGE, torch.bfloat16, frozenset({0}), 0.0, rows)
+def shape(heads: int = 32, kv_heads: int = 8, dim: int = 128, rows: int = 64) -> AttentionShape:
+    return AttentionShape(heads, kv_heads, dim, PAGE, torch.bfloat16, frozenset({0}), 0.0, rows)
 
 
 def families(

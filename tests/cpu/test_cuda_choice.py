@@ -8,9 +8,9 @@ import torch
 from sgla.device import nvidia
 from sgla.kernels import device
 from sgla.kernels.cuda import batch_gemm, decode_attention
-from sgla.kernels.cuda.decode_step import Shape
+from sgla.kernels.cuda.decode_step import DenseShape
 
-QWEN3 = Shape(hidden=1024, heads=16, kv_heads=8, inner=3072, qk_norm=True, page_size=16)
+QWEN3 = DenseShape(hidden=1024, heads=16, kv_heads=8, inner=3072, qk_norm=True, page_size=16)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.kernels import build, ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.program import Program, ProgramLimits
+from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.quant.weight import pack
 from sgla.worker.encoder import make_batch
 

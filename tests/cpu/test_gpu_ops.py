@@ -325,7 +325,7 @@ def test_a_whole_step_is_found_in_what_was_recorded(
 ) -> None:
     driver, made = small_model(architecture), Mock()
     monkeypatch.setattr(whole_step, "DecodeStep", made)
-    monkeypatch.setattr(whole_step.Shape, "pays", lambda *_: True)
+    monkeypatch.setattr(whole_step.DenseShape, "pays", lambda *_: True)
     monkeypatch.setattr(whole_step.MixtureShape, "pays", lambda *_: True)
     forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
     assert forward.whole() is made.return_value

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sgla.kernels import build, ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.native import DRAW
+from sgla.kernels.cpu.native import DRAW
+from sgla.kernels.cpu.panels import FIXED_LEVELS, KINDS, Kind, Panels
+from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.panels import FIXED_LEVELS, KINDS, Kind, Panels
-from sgla.kernels.program import Program, ProgramLimits
 from sgla.quant.groups import Int4
 from sgla.quant.weight import Weight, pack, storage
 

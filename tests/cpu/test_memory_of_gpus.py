@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sgla.attention import torch_ops
-from sgla.attention.base import DeviceBatch, ExtendRows, Shape
+from sgla.attention.base import AttentionShape, DeviceBatch, ExtendRows
 from sgla.config import Config
 from sgla.device import nvidia
 from sgla.dist import gpus
@@ -219,7 +219,7 @@ def test_torch_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ops.attention(q, kv, batch, 0.3)
     monkeypatch.setattr(torch_ops, "PLACES", 10)
     monkeypatch.setattr(torch_ops, "PAIRS", 30)
-    shape = Shape(heads, 2, dim, page_size, torch.float32, frozenset({0}), 0.0, 5)
+    shape = AttentionShape(heads, 2, dim, page_size, torch.float32, frozenset({0}), 0.0, 5)
     out, device = torch.empty_like(q), nvidia("H200", (9, 0))
     out[:3] = torch_ops.TorchDecode(shape, device).forward(q[:3], kv, batch, Scoring(0.3))
     torch_ops.TorchExtend(shape, device).forward(q[3:], kv, batch, Scoring(0.3), out[3:])

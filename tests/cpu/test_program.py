@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from sgla.config import Config
-from sgla.kernels import build, native, ops
+from sgla.kernels import build, ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu import native
+from sgla.kernels.cpu.fuse import Buffer, Node, fuse, place
+from sgla.kernels.cpu.instructions import LOWERINGS
+from sgla.kernels.cpu.native import Opcode
+from sgla.kernels.cpu.panels import KINDS, Kind
+from sgla.kernels.cpu.program import Program, ProgramLimits
+from sgla.kernels.cpu.record import Recorder
 from sgla.kernels.dispatch import using
-from sgla.kernels.fuse import Buffer, Node, fuse, place
-from sgla.kernels.instructions import LOWERINGS
-from sgla.kernels.native import Opcode
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.panels import KINDS, Kind
-from sgla.kernels.program import Program, ProgramLimits
-from sgla.kernels.record import Recorder
 from sgla.kernels.routing import Routing
 from sgla.messages import Progress
 from sgla.quant.weight import Weight, pack
@@ -311,7 +312,7 @@ def test_live_buffers_never_overlap() -> None:
 def test_no_compiler_is_no_failure(tmp_path: Path) -> None:
     """With an empty cache and no g++, recording raises BuildError and the note says what to install."""
     code = (
-        "from sgla.kernels import native, build\n"
+        "from sgla.kernels import build\nfrom sgla.kernels.cpu import native\n"
         "print(native.note())\n"
         "try: native.library()\n"
         "except build.BuildError: print('refused')\n"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sgla.kernels.panels import HALF
+from sgla.kernels.cpu.panels import HALF
 from sgla.quant.formats import FORMATS
 from sgla.quant.groups import Groups
 from sgla.quant.weight import pack, storage

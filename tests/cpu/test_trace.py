@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.fuse import Node
+from sgla.kernels.cpu.native import Opcode
+from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.kernels.dispatch import op, using
-from sgla.kernels.fuse import Node
-from sgla.kernels.native import Opcode
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.program import Program, ProgramLimits
 from sgla.kernels.trace import NotRecorded
 from sgla.quant.weight import pack
 from sgla.worker.forward import compiled

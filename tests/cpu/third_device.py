@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgla.device import Device, Platform
-from sgla.kernels.program import ProgramLimits
+from sgla.kernels.cpu.program import ProgramLimits
 from sgla.worker.cpu import CpuRunner, Forward
 
 

@@ -117,20 +117,20 @@ def compare(decoder: Decoder, token: int, length: int) -> None:
     [(1024, 16, 8, 3072, True), (2048, 16, 4, 2048, False), (4096, 32, 8, 3072, False)],
 )
 def test_step_equals_torch(hidden: int, heads: int, kv_heads: int, inner: int, qk_norm: bool) -> None:
-    from sgla.kernels.cuda.decode_step import Shape
+    from sgla.kernels.cuda.decode_step import DenseShape
 
     torch.manual_seed(0)
-    decoder = Decoder(Shape(hidden, heads, kv_heads, inner, qk_norm, 16), 4200)
+    decoder = Decoder(DenseShape(hidden, heads, kv_heads, inner, qk_norm, 16), 4200)
     for token, length in enumerate(LENGTHS):
         compare(decoder, token, length)
 
 
 def test_words_of_a_step_long_ago_are_not_taken() -> None:
     """Numbers of layers come again: here the ones of the parts that only the long steps have."""
-    from sgla.kernels.cuda.decode_step import Shape
+    from sgla.kernels.cuda.decode_step import DenseShape
 
     torch.manual_seed(0)
-    decoder = Decoder(Shape(1024, 16, 8, 3072, True, 16), 700)
+    decoder = Decoder(DenseShape(1024, 16, 8, 3072, True, 16), 700)
     decoder.run(1, 1)
     expected = decoder.oracle(3, 640)[0]
     for _ in range(2):

@@ -106,7 +106,9 @@ def test_prefill(heads: int, kv_heads: int, dim: int, window: int, softcap: floa
     q, wide, batch = paged(q_lens, kv_lens, heads, kv_heads, dim, (window,))
     kv = quantize(wide)
     expected = oracle(q, kv, batch, dim**-0.5, window, softcap)
-    shape = attention.Shape(heads, kv_heads, dim, 16, BF16, frozenset({window}), softcap, 300, fp8_kv=True)
+    shape = attention.AttentionShape(
+        heads, kv_heads, dim, 16, BF16, frozenset({window}), softcap, 300, fp8_kv=True
+    )
     attend = attention.choose("auto", [shape])[0]
     attend.plan(batch)
     assert relative(attend(q, kv, batch, Scoring(dim**-0.5, window, softcap)), expected) < 1e-2
@@ -124,7 +126,9 @@ def test_shared_prefixes(
     monkeypatch.setattr("sgla.attention.cascade.FIXED", 0.0)
     rows = 60
     table, lengths = tree(np.random.default_rng(rows), rows)
-    shape = attention.Shape(heads, kv_heads, dim, 16, BF16, frozenset({0}), softcap, 256, fp8_kv=True)
+    shape = attention.AttentionShape(
+        heads, kv_heads, dim, 16, BF16, frozenset({0}), softcap, 256, fp8_kv=True
+    )
     attend = attention.choose("auto", [shape])[0]
     planner = Cascade.of([shape], attend)
     assert planner is not None

@@ -47,7 +47,7 @@ def test_attention_is_invariant(heads: int, kv_heads: int, dim: int, window: int
     table = (1 + torch.randperm(3 * 100)).view(3, 100).int().cuda()
     pool = torch.randn(2, 301, kv_heads, page_size, dim, dtype=BF16, device="cuda").transpose(2, 3)
     q = torch.randn(length, heads * dim, dtype=BF16, device="cuda")
-    shape = attention.Shape(
+    shape = attention.AttentionShape(
         heads,
         kv_heads,
         dim,

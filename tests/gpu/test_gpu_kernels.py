@@ -92,7 +92,7 @@ def backend(
     scale: float,
 ):
     _, page_size, kv_heads, dim = kv.k.shape
-    shape = attention.Shape(heads, kv_heads, dim, page_size, BF16, frozenset(windows), softcap, 300)
+    shape = attention.AttentionShape(heads, kv_heads, dim, page_size, BF16, frozenset(windows), softcap, 300)
     if name == "flashinfer":
         why = FlashInferExtend.refuses(shape, this_device())
         if why is not None:
@@ -197,7 +197,9 @@ def test_sinks(heads: int, kv_heads: int, dim: int, window: int) -> None:
         q, kv, batch = paged(q_lens, kv_lens, heads, kv_heads, dim, (window,))
         clean = KVLayer(kv.k.float().nan_to_num(), kv.v.float().nan_to_num())
         expected = ops.attention(q.float(), clean, batch, scale, window, 0.0, sinks)
-        shape = attention.Shape(heads, kv_heads, dim, 16, BF16, frozenset({window}), 0.0, 300, sinks=True)
+        shape = attention.AttentionShape(
+            heads, kv_heads, dim, 16, BF16, frozenset({window}), 0.0, 300, sinks=True
+        )
         for name, decode in (("auto", "native"), ("triton", "triton"), ("torch", "torch")):
             attend, _ = attention.choose(name, [shape])
             assert attend.decode.name == decode

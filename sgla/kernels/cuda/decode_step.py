@@ -42,7 +42,7 @@ class StepShape(Protocol):
     def kernel(self) -> Kernel: ...
 
 
-class Shape(NamedTuple):
+class DenseShape(NamedTuple):
     """What ``decode_step.cu`` is compiled for."""
 
     hidden: int
@@ -150,7 +150,7 @@ class _Params(ctypes.Structure):
 
 
 @cache
-def _kernel(shape: Shape) -> Kernel:
+def _kernel(shape: DenseShape) -> Kernel:
     defines = {"HIDDEN": shape.hidden, "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "INTER": shape.inner}
     defines |= {
         "QK_NORM": int(shape.qk_norm),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, LayerWeights, Shape
+from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, DenseShape, LayerWeights
 from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.gpu import mixture
 from sgla.kernels.gpu.record import Node, Record, Ref
@@ -91,7 +91,7 @@ def _layer(
         if act.given["kind"] != "silu":
             raise Refused("gates are not SiLU")
         weights = LayerWeights(qkv, _plain(out), gate_up, _plain(node), *norms)
-        shape = Shape(*counts, node.given["w"].k, q_norm is not None, page_size)
+        shape = DenseShape(*counts, node.given["w"].k, q_norm is not None, page_size)
     after = _next(nodes, ops.add_rms_norm, Ref(node.results[0]))
     if added.given["residual"] != h or after.given["residual"] != Ref(added.results[1]):
         raise Refused("the residual stream takes another way")

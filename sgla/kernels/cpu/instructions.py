@@ -11,12 +11,12 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.fuse import ACTIVATIONS, Node
+from sgla.kernels.cpu.native import Opcode
+from sgla.kernels.cpu.panels import FORMATS, Kind, Panels
+from sgla.kernels.cpu.record import Recorder
 from sgla.kernels.dispatch import Lowerings
-from sgla.kernels.fuse import ACTIVATIONS, Node
-from sgla.kernels.native import Opcode
 from sgla.kernels.ops import NO_BIASES, Biases
-from sgla.kernels.panels import FORMATS, Kind, Panels
-from sgla.kernels.record import Recorder
 from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 
 if TYPE_CHECKING:

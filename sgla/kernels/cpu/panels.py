@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels.native import library, memory
+from sgla.kernels.cpu.native import library, memory
 
 Kind = Literal["f32", "bf16", "int8", "int4", "q8_0", "q5_0", "q4_0", "fp8"]  # the last one on GPUs alone
 HALF: dict[Kind, int] = {"q8_0": 128, "q5_0": 16, "q4_0": 8}  # of the range: what is 0

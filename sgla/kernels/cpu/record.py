@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.fuse import Body, Buffer, Node
+from sgla.kernels.cpu.native import Opcode
 from sgla.kernels.dispatch import Lowerings, Op, using
-from sgla.kernels.fuse import Body, Buffer, Node
-from sgla.kernels.native import Opcode
 from sgla.kernels.trace import (
     STAND_INS,
     BatchPart,

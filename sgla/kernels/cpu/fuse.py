@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sgla.kernels.native import Opcode
-from sgla.kernels.panels import FORMATS, WIDTH
+from sgla.kernels.cpu.native import Opcode
+from sgla.kernels.cpu.panels import FORMATS, WIDTH
 
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 

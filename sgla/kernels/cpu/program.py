@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.fuse import Body, Buffer, Node, fuse, place
+from sgla.kernels.cpu.instructions import LOWERINGS
+from sgla.kernels.cpu.native import DRAW, Instr, Library, Opcode, Step, Team, library, memory
+from sgla.kernels.cpu.record import INPUTS, Recorder
 from sgla.kernels.dispatch import using
-from sgla.kernels.fuse import Body, Buffer, Node, fuse, place
-from sgla.kernels.instructions import LOWERINGS
-from sgla.kernels.native import DRAW, Instr, Library, Opcode, Step, Team, library, memory
-from sgla.kernels.record import INPUTS, Recorder
 from sgla.kernels.trace import Running
 
 

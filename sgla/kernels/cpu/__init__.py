@@ -1,0 +1,1 @@
+"""The CPU program: ops recorded as native instructions, and what runs them."""
