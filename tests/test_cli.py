@@ -213,6 +213,12 @@ def test_doctor_advises() -> None:
     assert "--shm-size" in found["shared memory"].advice
 
 
+def test_doctor_looks_for_the_demo_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLA_DOWNLOAD_DIR", str(tmp_path / "models"))
+    assert f"not in {tmp_path / 'models'};" in run("doctor")[1]
+    assert f"not in {tmp_path / 'given'};" in run("doctor", "--download-dir", str(tmp_path / "given"))[1]
+
+
 # pull, list, rm, completion --------------------------------------------------------------------------------------------
 
 

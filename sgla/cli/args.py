@@ -516,7 +516,7 @@ def _add_pull(parser: argparse.ArgumentParser) -> None:
     _add_config(parser, groups=(), names=names)
 
 
-def _add_list(parser: argparse.ArgumentParser) -> None:
+def _add_downloads(parser: argparse.ArgumentParser) -> None:
     _add_config(parser, groups=(), names=("download_dir",))
     _add_json(parser)
 
@@ -549,11 +549,11 @@ BUILT: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "bench": ("load a server and measure it; one JSON object a line", _add_bench),
     "eval": ("measure a model on tasks of lm_eval", _add_eval),
     "run-batch": ("answer the requests of a file, without a server", _add_run_batch),
-    "doctor": ("show what of this machine will be used and what is missing", _add_json),
+    "doctor": ("show what of this machine will be used and what is missing", _add_downloads),
     "health": ("say whether the server on this machine is ready", _add_health),
     "replay": ("play a step log again, or send dumped requests to a server", _add_replay),
     "pull": ("download a model", _add_pull),
-    "list": ("show the models on this disk", _add_list),
+    "list": ("show the models on this disk", _add_downloads),
     "rm": ("delete models from this disk", _add_rm),
     "launch": ("start a coding agent that uses a running server", _add_launch),
     "completion": ("print a script that completes flags in a shell", _add_completion),

@@ -9,6 +9,7 @@ import platform
 import sys
 from typing import NamedTuple
 
+from sgla.cli.settings import load_config
 from sgla.cli.show import table
 from sgla.config import Config
 from sgla.errors import ConfigError
@@ -41,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    found = examine(detect())
+    found = examine(detect(), load_config(args.flags, args.config).download_dir)
     if args.json:
         print(json.dumps([finding._asdict() for finding in found], indent=2))
     elif sys.stdout.isatty():
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(finding.status == "broken" for finding in found))
 
 
-def examine(machine: Machine) -> list[Finding]:
+def examine(machine: Machine, download_dir: str | None = None) -> list[Finding]:
     return [
         Finding(
             "sgla",
@@ -71,7 +72,7 @@ def examine(machine: Machine) -> list[Finding]:
         _compiler(machine),
         _gpu(machine),
         _shared_memory(machine),
-        _model(),
+        _model(download_dir),
         Finding("packages", "ok", ", ".join(f"{name} {version(name) or '(missing)'}" for name in PACKAGES)),
         _choice(machine),
     ]
@@ -148,12 +149,14 @@ def _shared_memory(machine: Machine) -> Finding:
     return Finding("shared memory", "ok", detail)
 
 
-def _model() -> Finding:
-    path = demo.cached("demo")
+def _model(download_dir: str | None) -> Finding:
+    path = demo.cached("demo", download_dir)
     if path:
         return Finding("demo model", "ok", str(path))
     megabytes = sum(wheel.size for wheel in demo.MODELS["demo"].wheels) / 1e6
-    detail = f"not in {demo.cache_folder()}; the first 'sgla serve' downloads it ({megabytes:.0f} MB)"
+    detail = (
+        f"not in {demo.cache_folder(download_dir)}; the first 'sgla serve' downloads it ({megabytes:.0f} MB)"
+    )
     try:
         demo.find_pip()
     except ConfigError as error:
