@@ -93,10 +93,10 @@ MODELS = {
         about="The demo is SmolLM2-135M-Instruct, a very small model, which often errs; 'sgla serve "
         "Qwen/Qwen3-0.6B' knows more.",
         # The best of what was measured (bench/questions.py, docs/performance-cpu.md): short answers are more
-        # often right, and no run of tokens comes twice. Shorter runs end loops sooner, but would spoil JSON
-        # and calls, so they are for conversations alone.
+        # often right, and no run of tokens comes twice. A penalty ends long answers, but would spoil JSON and
+        # calls, so it is for conversations alone.
         sampling={"temperature": 0, "no_repeat_ngram_size": 8, "max_tokens": 1024},
-        talk={"no_repeat_ngram_size": 4},
+        talk={"frequency_penalty": 0.2},
         chat_template=SHORT_ANSWERS,
     ),
     "gemma3-270m": Packaged(
