@@ -46,7 +46,7 @@ def test_products_are_named_by_their_place(model: str, layer: list[str], expecte
     rest = (
         ["batch_gemm"] if spec.moe else ["batch_gemm", "batch_gemm"]
     )  # down; q, k and v or the output layer
-    names = ["_take_rows", "batch_gemm", *["decode_attention", *layer, *rest] * spec.layers, "_race"]
+    names = ["_take_rows", "batch_gemm", *["decode_attention", *layer, *rest] * spec.layers, "_bound_scores"]
     found = timeline.table(steps(names), spec, timeline.Load(64, 640, 0))
     operations = found["operations"]
     assert {name: operations[name]["calls"] for name in expected} == {
