@@ -15,15 +15,15 @@ def qwen(c: Reader, layers: int) -> MoESpec:
     """Qwen2-MoE and Qwen3-MoE: a mixture in every ``decoder_sparse_step``-th layer but the
     ``mlp_only_layers``. Qwen2 has a shared expert with a gate."""
     step, dense = c.integer("decoder_sparse_step", LAYERS), c.integers("mlp_only_layers", LAYERS)
-    shared = "shared_expert_intermediate_size"
-    experts = _experts(c, 128)
+    experts, key = _experts(c, 128), "shared_expert_intermediate_size"
+    shared = c.integer(key, INNER, 0) if c.given(key) else 0  # published files of Qwen3 say 0
     return MoESpec(
         experts,
         c.integer("moe_intermediate_size", INNER),
         _routing(c, experts, normalize=c.flag("norm_topk_prob")),
         frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
-        shared=c.integer(shared, INNER) if shared in c.values else 0,
-        shared_gate=shared in c.values,
+        shared=shared,
+        shared_gate=shared > 0,
     )
 
 
