@@ -285,7 +285,7 @@ FAMILIES = {
         },
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
         model="sgla.model.llama:Llama",
-        mixture="sgla.model.mixture_spec:qwen",
+        mixture="sgla.model.mixture_spec:qwen3",
         qk_norm="head",
     ),
     "MixtralForCausalLM": Family(
@@ -329,7 +329,7 @@ FAMILIES = {
         _CAUSAL,
         {"num_local_experts": "num_experts"},
         model="sgla.model.llama:Llama",
-        mixture="sgla.model.mixture_spec:qwen",
+        mixture="sgla.model.mixture_spec:qwen2",
         renamed=((".shared_expert.", ".shared_experts."),),
         pattern=2,
     ),

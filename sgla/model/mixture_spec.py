@@ -11,20 +11,22 @@ from sgla.model.families import Reader
 from sgla.model.spec import EXPERTS, INNER, LAYERS, MoESpec
 
 
-def qwen(c: Reader, layers: int) -> MoESpec:
-    """Qwen2-MoE and Qwen3-MoE: a mixture in every ``decoder_sparse_step``-th layer but the
-    ``mlp_only_layers``. Qwen2 has a shared expert with a gate."""
+def qwen3(c: Reader, layers: int) -> MoESpec:
+    """A mixture in every ``decoder_sparse_step``-th layer but the ``mlp_only_layers``."""
     step, dense = c.integer("decoder_sparse_step", LAYERS), c.integers("mlp_only_layers", LAYERS)
-    experts, key = _experts(c, 128), "shared_expert_intermediate_size"
-    shared = c.integer(key, INNER, 0) if c.given(key) else 0  # published files of Qwen3 say 0
+    experts = _experts(c, 128)
     return MoESpec(
         experts,
         c.integer("moe_intermediate_size", INNER),
         _routing(c, experts, normalize=c.flag("norm_topk_prob")),
         frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
-        shared=shared,
-        shared_gate=shared > 0,
     )
+
+
+def qwen2(c: Reader, layers: int) -> MoESpec:
+    """And a shared expert with a gate."""
+    shared = c.integer("shared_expert_intermediate_size", INNER)
+    return replace(qwen3(c, layers), shared=shared, shared_gate=True)
 
 
 def mixtral(c: Reader, layers: int) -> MoESpec:
