@@ -88,6 +88,10 @@ def unknown_fields(target: Target) -> dict[str, Any]:
     return {"prompt": "a", "max_tokens": 1} | {f"field_{i}": i for i in range(target.many(250))}
 
 
+def million_fields(target: Target) -> bytes:
+    return b"{" + b",".join([b'"0":0'] * target.many(1_700_000)) + b"}"
+
+
 def unknown_sampling(target: Target) -> dict[str, Any]:
     fields = {f"field_{i}": i for i in range(250)}
     count = target.many(256)
@@ -465,6 +469,7 @@ PLAIN: dict[str, Attack] = {
     "4,096 messages with calls": one(CHAT, messages(4096, EMPTY_CALL)),
     "8,192 items": one(RESPONSES, items),
     "unknown fields": one(TEXT, unknown_fields, copies=20),
+    "1.7M fields, /invocations": one("/invocations", million_fields),
     "unknown sampling fields": one(NATIVE, unknown_sampling),
     "2M backslashes": one(TEXT, backslashes),
     "headers of 64 KB": headers,

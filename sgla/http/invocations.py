@@ -8,11 +8,9 @@ import msgspec
 from aiohttp import web
 
 from sgla.errors import BadRequest
-from sgla.http.bodies import SHARE
 from sgla.http.openai import chat, text
 from sgla.http.pooling import classify, embeddings, pooling, rerank, score
-from sgla.http.request.intake import BODY
-from sgla.http.request.schema import fields_of
+from sgla.http.request.intake import looked_at
 from sgla.http.server import SERVER
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -36,12 +34,10 @@ class InvocationRequest(msgspec.Struct, kw_only=True):
 
 
 async def invocations(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
-    server.ingress.require_ready()
-    request[BODY] = body = await request[SHARE].read(request)
-    facts = server.ingress.facts
+    fields = await looked_at(request)
+    facts = request.app[SERVER].ingress.facts
     task = facts.pooling.task if facts is not None and facts.pooling is not None else ""
-    return await asked(fields_of(body), task)(request)
+    return await asked(fields, task)(request)
 
 
 def asked(fields: Mapping[str, msgspec.Raw], task: str) -> Handler:

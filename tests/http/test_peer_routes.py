@@ -151,6 +151,12 @@ async def test_invocations_take_every_field_of_their_route(site: Site) -> None:
     assert (status, reply["object"]) == (200, "chat.completion")
 
 
+async def test_invocations_are_counted_before_they_are_told_apart(site: Site) -> None:
+    body = b'{"0":0' + b',"1":0' * 70_000 + b"}"
+    status, reply = await site.post("/invocations", body)
+    assert (status, reply["error"]["code"]) == (400, "request_too_complex")
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [

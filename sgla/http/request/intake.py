@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from sgla import census
 from sgla.http.bodies import SHARE, Share
-from sgla.http.request.schema import Schema
-from sgla.http.server import IGNORED_FIELDS, RID, SERVER
+from sgla.http.request.schema import Schema, fields_of
+from sgla.http.server import IGNORED_FIELDS, RID, SERVER, Server
 from sgla.http.turns import pause, stepped
 
 BODY = web.RequestKey("body", bytes)  # of a request that somebody has read already
@@ -36,29 +37,44 @@ async def optional_intake(request: web.Request, schema: Schema[R]) -> R:
     return await decoded(request, schema, await share.read(request) or b"{}", share)
 
 
+async def looked_at(request: web.Request) -> dict[str, msgspec.Raw]:
+    """The fields of the body, unread, before an ``intake`` of it. Raises as ``intake`` does."""
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    request[BODY] = body = await request[SHARE].read(request)
+    async with _turn(server, body):
+        await _counted(server, body)
+        fields = fields_of(body)
+    await others(body)
+    return fields
+
+
 async def decoded(request: web.Request, schema: Schema[R], body: bytes, share: Share) -> R:
     """What is decoded stays in ``share`` until that is closed; the body leaves it.
     Large bodies take turns."""
-    if len(body) <= census.SMALL:
-        return await _counted(request, schema, body, share)
-    async with request.app[SERVER].memory.decoding:
-        return await _counted(request, schema, body, share)
+    server = request.app[SERVER]
+    async with _turn(server, body):
+        share.take((await _counted(server, body)).memory(body))
+        await others(body)
+        fields, request[IGNORED_FIELDS] = await stepped(schema.steps(body))
+        await others(body)
+        if server.dump is not None:
+            server.dump.add(request[RID], request.method, request.path, body)
+        share.give(len(body))
+        return fields
 
 
-async def _counted(request: web.Request, schema: Schema[R], body: bytes, share: Share) -> R:
-    ingress = request.app[SERVER].ingress
-    counted = census.Census(ingress.facts.context_len if ingress.facts is not None else 0)
+def _turn(server: Server, body: bytes) -> AbstractAsyncContextManager[Any]:
+    return nullcontext() if len(body) <= census.SMALL else server.memory.decoding
+
+
+async def _counted(server: Server, body: bytes) -> census.Census:
+    """Raises TooComplex for what takes too long to decode."""
+    facts = server.ingress.facts
+    counted = census.Census(facts.context_len if facts is not None else 0)
     for _ in census.counting(body, counted):
         await asyncio.sleep(0)
-    share.take(counted.memory(body))
-    await others(body)
-    fields, request[IGNORED_FIELDS] = await stepped(schema.steps(body))
-    await others(body)
-    dump = request.app[SERVER].dump
-    if dump is not None:
-        dump.add(request[RID], request.method, request.path, body)
-    share.give(len(body))
-    return fields
+    return counted
 
 
 async def others(body: bytes) -> None:
