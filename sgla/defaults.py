@@ -146,7 +146,7 @@ def find_defaults(config: Config, source: ModelSource | None) -> Defaults:
         packaged = MODELS.get(config.model)
         if packaged is not None:
             layers.append(
-                ("the demo's card" if config.model == "demo" else "the model's card", packaged.sampling)
+                ("chosen for the demo" if config.model == "demo" else "the model's card", packaged.sampling)
             )
             talks = packaged.talk
         if source is not None:

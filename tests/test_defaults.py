@@ -38,10 +38,10 @@ def test_the_file_goes_before_the_card_and_the_user_before_both(monkeypatch: pyt
     found = find_defaults(config, source(top_p=0.5, max_new_tokens=9, eos_token_id=3))
     assert found.values == {"temperature": 0.2, "top_p": 0.5, "min_p": 0, "max_tokens": 7}
     assert found.sources == {
-        "temperature": "the demo's card", "top_p": FILE, "min_p": GIVEN, "max_tokens": GIVEN,
+        "temperature": "chosen for the demo", "top_p": FILE, "min_p": GIVEN, "max_tokens": GIVEN,
     }  # fmt: skip
     assert str(found) == (
-        "temperature 0.2 (the demo's card), top_p 0.5 (generation_config.json), "
+        "temperature 0.2 (chosen for the demo), top_p 0.5 (generation_config.json), "
         "min_p 0, max_tokens 7 (--preferred-sampling-params)"
     )
     assert found.notes == []

@@ -17,7 +17,8 @@ from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.sandbox import compile_grammar
 from sgla.http.answer.collect import Choice
 from sgla.http.responses.answer import Answer, ResponseStream
-from sgla.http.responses.input import RESPONSES, chat_request, check_fields, input_items, resolved
+from sgla.http.responses.input import RESPONSES, ToolName, chat_request, check_fields, input_items, resolved
+from sgla.http.responses.output import OutputItems, free_text
 from sgla.http.server import SERVER
 from sgla.messages import Event, TokenLogprob, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
@@ -744,6 +745,27 @@ async def test_a_custom_tool_with_a_grammar(serve: Serve) -> None:
             assert answer.error is None
             outputs = [texts[syntax], texts[syntax].replace("say hi", "say 1").replace("a+b", "b")]
             assert [takes(answer.source, output) for output in outputs] == [True, False]
+
+
+def test_a_cut_call_of_a_custom_tool_has_its_text_alone() -> None:
+    text = 'say "é\\n\n\U0001f600" /\tend'
+    escaped = '"' + "".join(f"\\u{u:04x}" for u in (0xE9, 0xD83D, 0xDE00, 0x22, 0x41)) + '"'
+    for written in (json.dumps(text), json.dumps(text, ensure_ascii=False), escaped, '"a\nb"'):
+        whole = json.loads(written, strict=False)
+        for before in ('{"input": ', ' {\n"input":'):
+            arguments = f"{before}{written}}}"
+            shown = []
+            for end in range(len(arguments) + 1):
+                output = OutputItems({"speak": ToolName("speak", custom=True)})
+                output.take([Piece(CALL, "speak", "call_1"), Piece(ARGUMENTS, arguments[:end])])
+                delta, done, _ = output.close("incomplete")
+                shown.append(output.items[0]["input"])
+                assert delta["delta"] == done["input"] == shown[-1]
+                assert whole.startswith(shown[-1])
+                assert len(shown) < 2 or len(shown[-2]) <= len(shown[-1]) <= len(shown[-2]) + 1
+            assert shown[0] == ""
+            assert shown[-1] == shown[-3] == whole
+    assert free_text('{"other": "x') == '{"other": "x'
 
 
 async def test_tools_of_mcp_servers_need_a_flag(site: Site) -> None:

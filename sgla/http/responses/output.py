@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,11 @@ PARTS: dict[str, Item] = {
 }
 # Calls whose arguments are streamed, and what their events are called.
 STREAMED = {"function_call": "function_call_arguments", "mcp_call": "mcp_call_arguments"}
+# The input of a custom tool up to a quote, or to an escape or a pair of surrogates that is cut.
+BEGUN = re.compile(
+    r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]|\\["\\/bfnrt]|\\u(?:'
+    r"(?![dD][89a-fA-F])[\da-fA-F]{4}|[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}))*+)"
+)
 
 
 class OutputItems:
@@ -201,14 +208,22 @@ def beside(kind: str, logprobs: Sequence[Any]) -> EventFields:
 
 
 def free_text(arguments: str) -> str:
-    """The text that a custom tool was called with;
+    """The text that a custom tool was called with, as far as it goes if the call was cut;
     whatever was written, if that is not the object it should be."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):
-        return arguments
+        return _begun_text(arguments)
     text = value.get("input") if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments
+
+
+def _begun_text(arguments: str) -> str:
+    """Of a call that was cut: its text up to the last whole character."""
+    begun = BEGUN.match(arguments)
+    if begun is not None:
+        return str(json.loads(f'"{begun[1]}"', strict=False))
+    return "" if '{"input":"'.startswith("".join(arguments.split())) else arguments
 
 
 def new_id(prefix: str) -> str:
