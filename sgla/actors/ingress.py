@@ -40,15 +40,18 @@ class Sink(Protocol):
 class _Open:
     """One admitted request: its sink, and which children have not finished."""
 
-    __slots__ = ("children", "client", "cost", "extra", "n", "sink", "yields")
+    __slots__ = ("beyond", "children", "client", "cost", "extra", "n", "sink", "yields")
 
-    def __init__(self, sink: Sink, client: str, n: int, cost: int, extra: int, yields: bool) -> None:
+    def __init__(
+        self, sink: Sink, client: str, n: int, cost: int, extra: int, beyond: int, yields: bool
+    ) -> None:
         self.sink = sink
         self.client = client
         self.n = n
         self.children = n
         self.cost = cost
         self.extra = extra  # choices by which it raises the capacity while it is open
+        self.beyond = beyond  # bytes by which it raises the room for prompts while it is open
         self.yields = yields
 
 
@@ -56,10 +59,11 @@ class Ingress:
     """Bounded admission, the table of open requests, and the read-only facts that handlers need.
 
     Nobody else refuses for want of room. The capacity, slots and ``max_queued_requests`` together, bounds the
-    choices that are open, wherever they are. One client may fill it; clients that have little open then find
-    an eighth more. Lines of batches (``Job.yields``) are counted apart: one may be opened while fewer of
-    their choices are open than there are slots. Invariant: every rid accepted by ``open`` gets, unless it is
-    cancelled first, a finish for each of its ``n`` children or one Rejected; then it is forgotten.
+    choices that are open, wherever they are. One client may fill it, and a request that comes alone may go
+    beyond it, which raises it while that request is open; clients that have little open then find an eighth
+    more. Lines of batches (``Job.yields``) are counted apart: one may be opened while fewer of their choices
+    are open than there are slots. Invariant: every rid accepted by ``open`` gets, unless it is cancelled
+    first, a finish for each of its ``n`` children or one Rejected; then it is forgotten.
     """
 
     def __init__(self, config: Config) -> None:
@@ -84,6 +88,7 @@ class Ingress:
         self._held_by: Counter[str] = Counter()  # of them, by client
         self._yielding = 0  # of them, those that yield
         self._bytes = 0
+        self._beyond = 0  # of OPEN_BYTES, by requests that came alone
         self._capacity = 0  # most open choices
         self._freed = asyncio.Event()  # set when a choice ends or a request is forgotten
         self._last_end: float | None = None
@@ -181,12 +186,19 @@ class Ingress:
             self._refused += 1
             raise Overloaded(full, retry_after=self._retry_after())
         now = clock.now()
+        # What goes beyond the room there is belongs to the first jobs, which end first.
+        alone = not self._open
+        over = n if extra else max(0, n - self._capacity) if alone else 0
+        over_bytes = max(0, sum(costs) - OPEN_BYTES) if alone else 0
         for (job, sink), cost in zip(jobs, costs):
             job.arrival = now
-            entry = _Open(sink, job.client, job.sampling.n, cost, job.sampling.n if extra else 0, yields)
+            raised, beyond = min(over, job.sampling.n), min(over_bytes, cost)
+            over, over_bytes = over - raised, over_bytes - beyond
+            entry = _Open(sink, job.client, job.sampling.n, cost, raised, beyond, yields)
             self._open[job.rid] = entry
             self._held_by[entry.client] += entry.n
             self._capacity += entry.extra
+            self._beyond += entry.beyond
             self._yielding += entry.n if yields else 0
             self._children += entry.n
             self._bytes += cost
@@ -211,7 +223,7 @@ class Ingress:
                 f"{self._children} requests are open, which is the limit; "
                 "retry later or raise --max-queued-requests"
             )
-        if self._bytes + cost > room * OPEN_BYTES:
+        if self._bytes + cost > room * (OPEN_BYTES + self._beyond):
             return (
                 "the prompts of the open requests fill the "
                 f"{OPEN_BYTES >> 20} MiB there are for them; retry later"
@@ -264,8 +276,7 @@ class Ingress:
             self._leave(entry, 1)
             if entry.children == 0:
                 del self._open[event.rid]
-                self._bytes -= entry.cost
-                self._capacity -= entry.extra
+                self._give_back(entry)
             self._free()
         entry.sink.push(event)
 
@@ -289,10 +300,15 @@ class Ingress:
         entry = self._open.pop(rid, None)
         if entry is not None:
             self._leave(entry, entry.children)
-            self._bytes -= entry.cost
-            self._capacity -= entry.extra
+            self._give_back(entry)
             self._free()
         return entry
+
+    def _give_back(self, entry: _Open) -> None:
+        """None of its choices is open any more."""
+        self._bytes -= entry.cost
+        self._capacity -= entry.extra
+        self._beyond -= entry.beyond
 
     def _leave(self, entry: _Open, count: int) -> None:
         """So many of its choices are open no longer."""

@@ -81,6 +81,33 @@ async def test_a_request_larger_than_all_room_is_served_alone(tiny_model: Path) 
         assert (status, len(json.loads(text)["choices"])) == (200, 10)
 
 
+@pytest.mark.parametrize("open_bytes", [1 << 20, 100])
+async def test_beside_a_request_larger_than_all_room_others_find_their_part(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, open_bytes: int
+) -> None:
+    """More choices than there are places, or longer prompts than there is memory for; its client has no more."""
+    monkeypatch.setattr("sgla.actors.ingress.OPEN_BYTES", open_bytes)
+    room = {"max_running_requests": 4, "max_queued_requests": 12}
+    async with local_server(model=str(tiny_model), api_key=["noisy", "quiet"], **room) as local:
+        ingress = local.system.ingress
+        ingress.pause(True)
+
+        async def ask(key: str, prompts: int) -> int:
+            body = {"prompt": [[5, 6, 7]] * prompts, "max_tokens": 2, "ignore_eos": True}
+            return (await local.post("/v1/completions", body, Authorization=f"Bearer {key}"))[0]
+
+        large = asyncio.ensure_future(ask("noisy", 40))
+        while ingress.open_requests < 40:
+            await asyncio.sleep(0.001)
+        assert await ask("noisy", 1) == 429
+        quiet = asyncio.ensure_future(ask("quiet", 1))
+        while ingress.open_requests < 41 and not quiet.done():
+            await asyncio.sleep(0.001)
+        ingress.pause(False)
+        assert [await large, await quiet] == [200, 200]
+        assert (ingress._capacity, ingress._beyond) == (16, 0)
+
+
 async def test_a_client_that_takes_all_room_keeps_nobody_out(tiny_model: Path) -> None:
     """It has all places; then others with little open have an eighth more, and are served in turn with it."""
     room = {"max_running_requests": 4, "max_queued_requests": 20}
