@@ -23,7 +23,6 @@ OF_PAGES = (
     "decode_attention_backend",
     "prefill_attention_backend",
     "kv_cache_dtype",
-    "memory_fraction",
 )
 OTHERS = {  # kinds that people may ask for
     "rocm": "AMD GPUs", "hip": "AMD GPUs", "xpu": "Intel GPUs", "hpu": "Gaudi", "npu": "Ascend NPUs",

@@ -8,16 +8,20 @@ What is not supported is refused by name.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from sgla.cli.aliases import ALIASES, Alias, Switch
 from sgla.cli.settings import settings as fields_of
 from sgla.engine import BeamSearchParams, Engine, Output, SamplingParams
 from sgla.errors import ConfigError, UnsupportedField
 from sgla.messages import TokenLogprob
 from sgla.text.beams import MAX_CANDIDATES
+
+log = logging.getLogger(__name__)
 
 TEXT, IDS = "prompt", "prompt_token_ids"  # keys of vLLM's TextPrompt and TokensPrompt
 
@@ -313,14 +317,17 @@ class LLM:
 
 
 def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of Config from vLLM's keywords and ours.
-    Raises ConfigError, which names what is not supported."""
+    """Fields of Config from vLLM's keywords and ours. What is so in any case, and values that are understood
+    as others, are logged. Raises ConfigError, which names what is not supported."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         if value is None:
             continue
+        if key == "dtype":
+            value = str(value).removeprefix("torch.")
+        renamed = isinstance(ALIASES.get(key.replace("_", "-")), Alias | Switch)
         try:
-            found |= fields_of(key, value, lambda text: None)
+            found |= fields_of(key, value, log.info if renamed else log.warning)
         except ValueError as error:
             raise ConfigError(f"LLM({key}=...): {error}", param=key) from error
     return found

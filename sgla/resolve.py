@@ -118,7 +118,7 @@ def resolve(
     if not config.served_model_name:
         filling.filled["served_model_name"] = [config.model]
         filling.reasons["served_model_name"] = "the model's name"
-    found = [*notes(config, machine, device), *(spec.notes if spec else ())]
+    found = [*notes(config, machine, device, encoder), *(spec.notes if spec else ())]
     if isinstance(spec, ModelSpec) and spec.dtype == "float16" and dtype == "bfloat16":
         found.append(
             "the checkpoint is float16 and is computed in bfloat16, which keeps "
@@ -156,11 +156,6 @@ def check_features(config: Config, device: str, vectors: bool, encoder: bool) ->
     """Raise ConfigError for what ``device``, or a model that answers with vectors, cannot do."""
     if config.kv_cache_dtype == "fp8" and device != "cuda":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
-    if config.memory_fraction != 1 and device != "cuda":
-        raise ConfigError(
-            "--memory-fraction is of a GPU's memory; on the CPU give --kv-cache-bytes",
-            param="memory_fraction",
-        )
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         backend = getattr(config, name)
         if backend not in (None, "auto") and device != "cuda":
@@ -331,7 +326,7 @@ def choose_context(positions: int, room: int) -> Settled:
     return Settled(positions, "the model's own limit")
 
 
-def notes(config: Config, machine: Machine, device: str) -> list[str]:
+def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[str]:
     """Advice: what slows this configuration down on this machine, and how to change it."""
     found = []
     if device == "cpu" and config.native_kernels and not (machine.compiler or machine.kernels):
@@ -347,6 +342,9 @@ def notes(config: Config, machine: Machine, device: str) -> list[str]:
             "0.024 nats a token and another most probable token at 8 % of places; --quantization int8 has "
             "0.0001 and 1 %, as bfloat16 has"
         )
+    if config.memory_fraction != 1 and (device != "cuda" or encoder):
+        what = "an encoder keeps no KV cache" if encoder else "--kv-cache-bytes sizes that of a CPU"
+        found.append(f"--memory-fraction is for the KV cache of a GPU and changes nothing here: {what}")
     if config.threads and config.threads * config.tp > machine.cores:
         found.append(
             f"{config.threads * config.tp} threads on {machine.cores} cores: they will wait for each other"

@@ -125,7 +125,6 @@ def test_what_a_step_does_not_give_is_refused(setting: dict[str, Any]) -> None:
     [
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 cannot be honoured by an encoder"),
         ({"attention_backend": "triton"}, "--attention-backend triton cannot be honoured by an encoder"),
-        ({"memory_fraction": 0.5}, "--memory-fraction cannot be honoured by an encoder"),
         ({"quantization": "fp8"}, "--quantization fp8 cannot be honoured for encoders on a GPU"),
         ({"quantization": "int8"}, "int8 has no GPU kernels"),
         ({"tp": 2}, "an encoder is not split over ranks; use --tp 1"),
@@ -141,8 +140,11 @@ def test_what_an_encoder_does_not_do_on_a_gpu(setting: dict[str, Any], message: 
 def test_a_part_of_the_memory_is_a_gpus() -> None:
     gpu = Machine(gpus=(H200,), torch_cuda="13.0")
     assert resolve(Config(memory_fraction=0.5), gpu).config.memory_fraction == 0.5
-    with pytest.raises(ConfigError, match="on the CPU give --kv-cache-bytes"):
-        resolve(Config(memory_fraction=0.5), LAPTOP)
+    (note,) = [one for one in resolve(Config(memory_fraction=0.9), LAPTOP).notes if "--memory" in one]
+    assert note.endswith("changes nothing here: --kv-cache-bytes sizes that of a CPU")
+    found = resolve(Config(memory_fraction=0.9), gpu, MINILM)
+    assert "changes nothing here: an encoder keeps no KV cache" in " ".join(found.notes)
+    assert "--memory" not in " ".join(resolve(Config(memory_fraction=0.9), gpu).notes)
 
 
 def test_variables_of_the_template_are_not_those_of_requests() -> None:
@@ -185,7 +187,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("max-model-len: 1\ncontext_length: 2", "sets context_length, which another key sets too"),
         ("enable_lora: true", "enable_lora: not supported: LoRA adapters"),
         ("port: many", r"c\.yaml: port: 'many' is no whole number"),
-        ("dtype: float16", r"c\.yaml: dtype: 'float16' is none of auto"),
+        ("dtype: float8", r"c\.yaml: dtype: 'float8' is none of auto"),
         ("tensor-parallel-size: true", "tensor-parallel-size: it takes a value"),
         ("kv_cache_bytes: 3 bananas", "kv_cache_bytes: '3 bananas' is no size"),
         ("- port", "expected lines of 'key: value'"),

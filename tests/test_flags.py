@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import typing
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import pytest
 from test_config import sample
 
 from sgla.cli import flags_page
-from sgla.cli.aliases import ALIASES, COMMANDS, REFUSED, SHORT, Always, Fields, Switch, refusal
+from sgla.cli.aliases import ALIASES, COMMANDS, REFUSED, SHORT, VALUES, Always, Fields, Switch, Word, refusal
 from sgla.cli.args import parse
-from sgla.cli.settings import load_config
+from sgla.cli.settings import kinds, load_config
 from sgla.config import SECRETS, Config
 from sgla.errors import ConfigError
+from sgla.llm import translated
 
 HERE = Path(__file__).parent
 OWN = {name.replace("_", "-") for name in Config.__struct_fields__} | {"config"}
@@ -293,6 +295,101 @@ def test_values_that_peers_write_differently() -> None:
     }
     assert "--runner: 'pooling' is none of auto, generate, embed" in refused("--runner", "pooling")
     assert "2 is not supported: a model is split over the GPUs of one host" in refused("--pp-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("flag", "word", "value", "said"),
+    [
+        ("--dtype", "half", "bfloat16", "--dtype half is --dtype bfloat16 here: float16 is not computed in"),
+        ("--dtype", "float16", "bfloat16", "--dtype float16 is --dtype bfloat16 here"),
+        ("--dtype", "float", "float32", "--dtype float is --dtype float32 here"),
+        ("--kv-cache-dtype", "fp8_e4m3", "fp8", "--kv-cache-dtype fp8_e4m3 is --kv-cache-dtype fp8 here"),
+        ("--kv-cache-dtype", "fp8_e5m2", None, "fp8_e5m2 is not supported: an 8-bit KV cache is e4m3"),
+        ("--attention-backend", "fa3", "auto", "the kernels are this server's own"),
+        ("--attention-backend", "FLASH_ATTN", "auto", "the kernels are this server's own"),
+        ("--attention-backend", "FLASHINFER", "flashinfer", ""),
+        ("--attention-backend", "TRITON_ATTN", "triton", "is --attention-backend triton here"),
+        ("--decode-attention-backend", "torch_native", "torch", "is --decode-attention-backend torch here"),
+        ("--attention-backend", "flashmla", None, "flashmla is not supported: --attention-backend auto"),
+        ("--quantization", "gptq_marlin", "default", "as if it were left out here: the checkpoint tells"),
+        ("--quantization", "modelopt", "default", "as if it were left out here: the checkpoint tells"),
+        ("--quantization", "bitsandbytes", None, "bitsandbytes is not supported: use another checkpoint"),
+        ("--load-format", "mistral", None, "mistral is not supported: weights are safetensors or GGUF"),
+        ("--chunked-prefill-size", "-1", None, "-1 is not supported: long prompts are always read in chunks"),
+        ("--dtype", "nonsense", None, "invalid choice: 'nonsense' (choose from"),
+    ],
+)
+def test_values_of_peers_are_understood_or_refused_by_name(
+    flag: str, word: str, value: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = flag.removeprefix("--").replace("-", "_")
+    file = tmp_path / "c.yaml"
+    file.write_text(f"{name}: {word}\n")
+    if value is None:
+        assert said in refused(flag, word)
+        with pytest.raises(ConfigError, match="is none of" if word == "nonsense" else "is not supported"):
+            load_config({}, str(file), {})
+        return
+    want = None if value == "default" else value
+    args = parse(["serve", flag, word])
+    assert args.flags == {name: want}
+    assert said in "".join(args.hints)
+    assert getattr(load_config({}, str(file), {}), name) == want
+    assert getattr(load_config({}, None, {f"SGLA_{name.upper()}": word}), name) == want
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_words_of_peers_stand_for_values_that_there_are(name: str) -> None:
+    own = typing.get_args(kinds()[name])
+    for word, here in VALUES[name].items():
+        assert word == word.lower()
+        assert word not in own
+        if isinstance(here, Word):
+            assert here.value is None or here.value in own
+
+
+def test_levels_of_optimization_and_reasoning() -> None:
+    for given in (["-O3"], ["-O", "3"], ["--enforce-eager"], ["--disable-cuda-graph"]):
+        args = parse(["serve", "a/b", *given])
+        assert args.flags == {"model": "a/b"}
+        assert "run from CUDA graphs" in args.hints[0]
+    assert "reasoning is told apart" in parse(["serve", "--enable-reasoning"]).hints[0]
+
+
+def test_a_script_of_vllm_changes_one_import(caplog: pytest.LogCaptureFixture) -> None:
+    """What vLLM's scripts give, its own defaults among them."""
+    nothing = {
+        "enforce_eager": False,
+        "swap_space": 4,
+        "cpu_offload_gb": 0,
+        "trust_remote_code": False,
+        "tokenizer_mode": "auto",
+        "skip_tokenizer_init": False,
+        "enable_lora": False,
+        "enable_sleep_mode": False,
+        "hf_overrides": {},
+        "allowed_local_media_path": "",
+        "max_seq_len_to_capture": 8192,
+        "disable_custom_all_reduce": False,
+        "pipeline_parallel_size": 1,
+        "quantization": None,
+        "compilation_config": None,
+    }
+    assert translated(nothing) == {}
+    assert translated({"enforce_eager": True}) == {}
+    assert "run from CUDA graphs" in caplog.text
+    caplog.clear()
+    assert translated({"dtype": "half", "gpu_memory_utilization": 0.9, "tensor_parallel_size": 2}) == {
+        "dtype": "bfloat16",
+        "memory_fraction": 0.9,
+        "tp": 2,
+    }
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "--dtype half is --dtype bfloat16 here"
+    ]
+    with pytest.raises(ConfigError, match=r"LLM\(enable_lora=...\): not supported"):
+        translated({"enable_lora": True})
 
 
 def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:

@@ -44,9 +44,17 @@ class Fields(NamedTuple):
     hint: str
 
 
+class Word(NamedTuple):
+    """A peer's word for ``value``; ``hint`` says what is different, if anything is."""
+
+    value: Any
+    hint: str = ""
+
+
 OPEN = {"auto": None, "-1": None, "0": None}  # of a length that the model decides
 ONE_HOST = "a model is split over the GPUs of one host, by --tp"
 OFF = Switch("prefix_cache", False)
+GRAPHS = "a GPU's steps run from CUDA graphs in any case, with the same answers, and a CPU has none"
 
 LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # of llama.cpp
 NGRAM = dict.fromkeys(LOOKUPS, "ngram") | {"none": None}
@@ -76,6 +84,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "config-format": Always("configurations are read in Hugging Face's format", ("auto", "hf")),
     "response-role": Always("answers have the role assistant", ("assistant",)),
     "chat-template-content-format": Always("the chat template tells how content is rendered", ("auto",)),
+    "enable-reasoning": Always("reasoning is told apart wherever the chat template shows it"),
     "enable-auto-tool-choice": Always("tools may be called wherever the chat template shows them"),
     "use-tqdm-on-load": Always("loading shows its progress"),
     "jinja": Always("chat templates are rendered by jinja2"),
@@ -92,6 +101,10 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "nnodes": Always(ONE_HOST, ("1",)),
     "node-rank": Always(ONE_HOST, ("0",)),
     "distributed-executor-backend": Always("each rank is a process of this host", ("mp", "uni")),
+    "enforce-eager": Always(GRAPHS),
+    "disable-cuda-graph": Always(GRAPHS),
+    "optimization-level": Always(GRAPHS, ("0", "1", "2", "3")),
+    "max-seq-len-to-capture": Always(GRAPHS, ("8192",)),
     "flash-attn": Always("attention is fused; --attention-backend chooses its kernels", ("on", "auto", "1")),
     # memory
     "gpu-memory-utilization": Alias("memory_fraction"),
@@ -100,7 +113,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "kv-cache-memory-bytes": Alias("kv_cache_bytes"),
     "block-size": Alias("page_size"),
     "cpu-offload-gb": Always("weights stay on the device; use --quantization or --tp", ("0", "0.0")),
-    "swap-space": Always("requests that lose their KV cache are computed again", ("0", "0.0")),
+    "swap-space": Always("requests that lose their KV cache are computed again", ("0", "0.0", "4", "4.0")),
     "kv-offloading-size": Always("the KV cache stays on the device", ("0", "0.0")),
     # scheduling and cache
     "max-num-seqs": Alias("max_running_requests"),
@@ -176,6 +189,70 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "tokenizer-worker-num": Always("one process tokenizes, in several threads", ("1",)),
     "root-path": Always("let the proxy take its prefix off the path", ("", "/")),
     "fastapi-root-path": Always("let the proxy take its prefix off the path", ("", "/")),
+}
+
+STORED = Word(None, "the checkpoint tells how it is quantized")
+CHOSEN = Word("auto", "the kernels are this server's own, chosen for the device")
+FP16 = Word("bfloat16", "float16 is not computed in; bfloat16 keeps 8 of its 11 bits, float32 all")
+ONLY_E4M3 = "an 8-bit KV cache is e4m3: use fp8"
+NO_METHOD = "use another checkpoint, with --quantization int8 or int4 on a CPU, fp8 on a GPU if need be"
+KERNELS = "--attention-backend auto chooses for the model and the device; leave it out"
+
+BACKENDS: dict[str, Word | str] = {
+    **dict.fromkeys(
+        ("fa2", "fa3", "fa4", "flash_attn", "flash_attention", "flash-attn", "trtllm_mha"), CHOSEN
+    ),
+    **dict.fromkeys(("cpu_attn", "intel_amx"), CHOSEN),
+    **dict.fromkeys(("torch_native", "torch_sdpa", "sdpa"), Word("torch")),
+    "triton_attn": Word("triton"),
+    **dict.fromkeys(("flash_attn_vllm_v1", "triton_attn_vllm_v1", "flashinfer_vllm_v1"), KERNELS),
+    **dict.fromkeys(
+        ("flex_attention", "xformers", "tree_attn", "aiter", "rocm_attn", "rocm_aiter_fa"), KERNELS
+    ),
+    **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla", "flashinfer_mla", "triton_mla"), KERNELS),
+    **dict.fromkeys(("nsa", "dual_chunk_flash_attn", "hybrid_linear_attn", "wave", "ascend"), KERNELS),
+}
+# Values of settings that peers write differently, in small letters: our word, or what to do instead.
+VALUES: dict[str, dict[str, Word | str]] = {
+    "dtype": {
+        **dict.fromkeys(("half", "float16", "fp16"), FP16),
+        "float": Word("float32"),
+        "fp32": Word("float32"),
+        "bf16": Word("bfloat16"),
+    },
+    "kv_cache_dtype": {
+        "fp8_e4m3": Word("fp8"),
+        "bfloat16": Word("auto", "the KV cache is in --dtype"),
+        "bf16": Word("auto", "the KV cache is in --dtype"),
+        "fp8_e5m2": ONLY_E4M3,
+        "fp8_inc": ONLY_E4M3,
+        **dict.fromkeys(("int8", "fp4_e2m1", "nvfp4"), "the KV cache is in --dtype, or fp8"),
+    },
+    "attention_backend": BACKENDS,
+    "decode_attention_backend": BACKENDS,
+    "prefill_attention_backend": BACKENDS,
+    "quantization": {
+        **dict.fromkeys(("gptq_marlin", "awq_marlin", "marlin", "compressed-tensors", "mxfp4"), STORED),
+        **dict.fromkeys(("modelopt", "modelopt_fp8", "fbgemm_fp8"), STORED),
+        **dict.fromkeys(
+            ("bitsandbytes", "modelopt_fp4", "nvfp4", "hqq", "quark", "moe_wna16", "qoq"), NO_METHOD
+        ),
+        **dict.fromkeys(
+            ("w8a8_fp8", "torchao", "experts_int8", "w8a8_int8", "w4afp8", "petit_nvfp4"), NO_METHOD
+        ),
+        **dict.fromkeys(("auto-round", "auto_round", "inc", "deepspeedfp", "ptpc_fp8", "aqlm"), NO_METHOD),
+    },
+    "step_tokens": {
+        "-1": "long prompts are always read in chunks; leave it out, or give their length in tokens"
+    },
+    "load_format": {
+        **dict.fromkeys(
+            ("mistral", "bitsandbytes", "npcache", "pt", "sharded_state", "runai_streamer", "tensorizer"),
+            "weights are safetensors or GGUF files; leave it out",
+        ),
+        "hf": Word("auto"),
+    },
+    "task": {"generation": Word("generate"), "embedding": Word("embed")},
 }
 
 # Flags of one hyphen, and what they are short for.
@@ -267,8 +344,8 @@ REFUSED: list[tuple[str, str]] = [
     ),
     ("n-gpu-layers gpu-layers", "--device cuda puts the whole model on the GPU, --device cpu none of it"),
     (
-        "cuda-graph-* *-cuda-graph* *cudagraph* enforce-eager compilation-config optimization-level "
-        "performance-mode *torch-compile* max-seq-len-to-capture",
+        "cuda-graph-* *-cuda-graph* *cudagraph* compilation-config performance-mode "
+        "*torch-compile*",
         "a GPU's steps run from CUDA graphs, made for --max-running-requests; leave it out",
     ),
     (

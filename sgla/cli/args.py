@@ -6,6 +6,7 @@ import argparse
 import difflib
 import functools
 import os
+import re
 import typing
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sgla.cli.aliases import ALIASES, COMMANDS, SHORT, Alias, Always, Fields, Switch, refusal
+from sgla.cli.aliases import ALIASES, COMMANDS, SHORT, VALUES, Alias, Always, Fields, Switch, refusal
 from sgla.cli.settings import (
     TOKENS,
     alias_values,
@@ -24,6 +25,7 @@ from sgla.cli.settings import (
     parse_count,
     parse_list,
     parse_object,
+    understood,
 )
 from sgla.config import SECRETS, Config
 from sgla.errors import ConfigError
@@ -74,6 +76,16 @@ class Given(NamedTuple):
     value: Any
 
 
+class Choices(tuple[str, ...]):
+    """Values of the setting ``name``, which is shown; words of peers, in any letters, are in it too."""
+
+    name: str
+
+    def __contains__(self, word: object) -> bool:
+        low = str(word).lower()
+        return super().__contains__(low) or super().__contains__(word) or low in VALUES.get(self.name, {})
+
+
 class Give(argparse.Action):
     """Adds to ``given``, which keeps the order of the command line."""
 
@@ -87,6 +99,13 @@ class Give(argparse.Action):
         assert flag is not None
         if self.nargs == 0:
             values = not flag.startswith("--no-")
+        elif self.choices is not None:
+            hints: list[str] = []
+            try:
+                values = understood(self.dest, values, hints.append)
+            except ValueError as error:
+                raise argparse.ArgumentError(self, str(error)) from error
+            namespace.hints = [*getattr(namespace, "hints", ()), *hints]
         self.give(namespace, Given(flag, self.dest, values))
 
     def give(self, namespace: argparse.Namespace, *given: Given) -> None:
@@ -143,6 +162,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _long(word: str) -> str:
     """``-m`` -> ``--model``: flags of one hyphen that other servers have."""
+    if re.fullmatch(r"-O\d", word):
+        return f"{SHORT['-O']}={word[2]}"
     name, equals, value = word.partition("=")
     return SHORT[name] + equals + value if name in SHORT else word
 
@@ -265,7 +286,9 @@ def _options(name: str) -> dict[str, Any]:
     kind = kinds()[name]
     options: dict[str, Any] = {"action": Give, "default": argparse.SUPPRESS}
     if typing.get_origin(kind) is typing.Literal:
-        return options | {"choices": typing.get_args(kind)}
+        choices = Choices(typing.get_args(kind))
+        choices.name = name
+        return options | {"choices": choices}
     if kind is bool:
         return options | {"nargs": 0}
     if typing.get_origin(kind) is list:

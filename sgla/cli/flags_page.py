@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from sgla.cli.aliases import ALIASES, REFUSED, SHORT, VARIABLES, Alias, Always, Fields, Switch
+from sgla.cli.aliases import ALIASES, REFUSED, SHORT, VALUES, VARIABLES, Alias, Always, Fields, Switch, Word
 from sgla.cli.settings import spelled
 
 HEAD = """# Flags, variables and files
@@ -41,6 +42,12 @@ What is refused, and what to do instead (`*` stands for any text):
 | there | here |
 |---|---|
 """
+WORDS = """
+Values that other servers write differently, in small or large letters:
+
+| flag | there | here |
+|---|---|---|
+"""
 TAIL = """
 Variables of other servers are not read. A note says what to set:
 
@@ -54,7 +61,26 @@ def page() -> str:
     understood = "".join(f"| {_names(name)} | {_meaning(alias)} |\n" for name, alias in ALIASES.items())
     refused = "".join(f"| {_patterns(patterns)} | {hint} |\n" for patterns, hint in REFUSED)
     variables = "".join(f"| `{name}` | `{instead}` |\n" for name, instead in VARIABLES.items())
-    return HEAD + understood + MIDDLE + refused + TAIL + variables
+    words = "".join(
+        f"| `--{name.replace('_', '-')}` | {', '.join(f'`{word}`' for word in there)} | {_here(here)} |\n"
+        for name, known in VALUES.items()
+        for here, there in _grouped(known).items()
+    )
+    return HEAD + understood + MIDDLE + refused + WORDS + words + TAIL + variables
+
+
+def _grouped(known: Mapping[str, Word | str]) -> dict[Word | str, list[str]]:
+    """Words that mean the same."""
+    found: dict[Word | str, list[str]] = {}
+    for word, here in known.items():
+        found.setdefault(here, []).append(word)
+    return found
+
+
+def _here(word: Word | str) -> str:
+    if not isinstance(word, Word):
+        return f"refused: {word}"
+    return "; ".join(filter(None, (f"`{word.value}`" if word.value else "left out", word.hint)))
 
 
 def _names(name: str) -> str:

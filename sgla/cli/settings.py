@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from sgla.cli.aliases import ALIASES, VARIABLES, Alias, Always, Fields, Switch, refusal
+from sgla.cli.aliases import ALIASES, VALUES, VARIABLES, Alias, Always, Fields, Switch, Word, refusal
 from sgla.config import SECRETS, TOOL_TOKEN, Config
 from sgla.errors import ConfigError
 
@@ -82,10 +82,28 @@ def kinds() -> dict[str, Any]:
     return found
 
 
-def value_of(name: str, text: str) -> Any:
+def understood(name: str, text: str, say: Say) -> Any:
+    """``text``, or where it is a peer's word for a value of field ``name``, that value, of which ``say`` is
+    told. Raises ValueError, with what to use, for a word of what there is not."""
+    word = VALUES.get(name, {}).get(text.lower())
+    if word is None:
+        own = typing.get_args(kinds()[name])
+        return text.lower() if text not in own and text.lower() in own else text
+    if not isinstance(word, Word):
+        raise ValueError(f"{text} is not supported: {word}")
+    flag = "--" + name.replace("_", "-")
+    value = "as if it were left out" if word.value is None else f"{flag} {word.value}"
+    say(f"{flag} {text} is {value} here" + (f": {word.hint}" if word.hint else ""))
+    return word.value
+
+
+def value_of(name: str, text: str, say: Say = lambda text: None) -> Any:
     """A value of field ``name`` that is written as ``text``, in an alias,
-    the environment or a string of a file. Raises ValueError."""
+    the environment or a string of a file; ``say`` is told of a peer's word. Raises ValueError."""
     kind = kinds()[name]
+    text = understood(name, text, say)
+    if text is None:
+        return None
     if typing.get_origin(kind) is list:
         return parse_list(name, text)
     if typing.get_origin(kind) is dict:
@@ -199,13 +217,16 @@ def settings(key: str, value: Any, say: Say) -> dict[str, Any]:
     """The fields and values of a line of a file. Raises ValueError."""
     name, flag = key.replace("-", "_"), key.replace("_", "-")
     if name in Config.__struct_fields__:
-        return {name: value_of(name, value) if isinstance(value, str) else value}
+        return {name: value_of(name, value, say) if isinstance(value, str) else value}
     if flag in ALIASES:
-        say(hint(flag))
+        if value is not False:
+            say(hint(flag))
         if value is not None and not isinstance(value, str | bool):
             value = json.dumps(value)
         return alias_values(flag, "" if value is None else value)
     if other := refusal(flag):
+        if value is None or value is False or value in ("", [], {}):  # what it is without the line
+            return {}
         raise ValueError(f"not supported: {other}")
     raise ValueError(f"unknown key{nearest(key)}")
 
@@ -220,7 +241,7 @@ def read_environment(environ: Mapping[str, str], say: Say) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for variable, text in sorted(environ.items()):
         if variable == "SGLA_USE_MODELSCOPE":
-            if _variable(variable, "deterministic", text or "false"):
+            if _variable(variable, "deterministic", text or "false", say):
                 found.setdefault("model_source", "modelscope")
             continue
         name = variable.removeprefix(PREFIX).lower()
@@ -232,7 +253,7 @@ def read_environment(environ: Mapping[str, str], say: Say) -> dict[str, Any]:
             if name == "port" and "://" in text:
                 say("SGLA_PORT is ignored: it is a URL, as Kubernetes sets it for a service named sgla")
             elif text or name in SECRETS:
-                found[name] = _variable(variable, name, text)
+                found[name] = _variable(variable, name, text, say)
         elif (
             variable not in ELSEWHERE
             and not variable.startswith(TOOL_TOKEN)
@@ -244,13 +265,13 @@ def read_environment(environ: Mapping[str, str], say: Say) -> dict[str, Any]:
     return found
 
 
-def _variable(variable: str, name: str, text: str) -> Any:
+def _variable(variable: str, name: str, text: str, say: Say) -> Any:
     if name in SECRETS:
         if not text.split():
             raise ConfigError(f"{variable} is empty; unset it to serve without a key", param=name)
         return text.split()
     try:
-        return value_of(name, text)
+        return value_of(name, text, say)
     except ValueError as error:
         raise ConfigError(f"{variable}: {error}", param=name) from error
 
