@@ -607,17 +607,18 @@ FAMILIES = {
     "SmolLM3ForCausalLM": Family(
         ("smollm3",),
         _DECODER
-        | _WINDOWS
         | _sizes(128256, 2048, 11008, 36, 16, 32768, 4)
         | _BIASES
         | {
             "rope_theta": 2e6,
             "tie_word_embeddings": True,
+            "use_sliding_window": False,
             "sliding_window": None,
+            "layer_types": None,
             "no_rope_layers": None,
             "no_rope_layer_interval": 4,
         },
-        _CAUSAL,
+        _CAUSAL | {"max_window_layers": 28},
         model="sgla.model.llama:Llama",
         rotates="listed",
     ),

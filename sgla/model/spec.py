@@ -351,20 +351,25 @@ def _out_bias(c: Reader, family: Family, bias: bool) -> bool:
 
 
 def _unrotated(c: Reader, family: Family, windows: tuple[int, ...]) -> frozenset[int]:
-    """SmolLM3 names the layers that rotate, or every how many there is one that does not;
-    others do not rotate where they see all."""
-    layers = range(len(windows))
+    """SmolLM3 names these layers; others do not rotate where they see all. but EXAONE 4
+    rotates everywhere without ``sliding_window``."""
     if family.rotates == "listed":
-        flags = c.integers("no_rope_layers", LAYERS)
-        if not flags:
-            step = c.integer("no_rope_layer_interval", LAYERS)
-            flags = [int((i + 1) % step != 0) for i in layers]
-        if len(flags) != len(windows):
-            raise c.error("no_rope_layers", f"a list of {len(windows)} numbers, one for each layer")
-        return frozenset(i for i in layers if not flags[i])
-    if family.rotates == "windows" and any(windows):
-        return frozenset(i for i in layers if not windows[i])
-    return frozenset(layers) if family.rotates == "windows" and c.given("sliding_window") else frozenset()
+        return _listed(c, len(windows))
+    if family.rotates == "all" or (family.windows_optional and not c.given("sliding_window")):
+        return frozenset()
+    return frozenset(i for i, window in enumerate(windows) if not window)
+
+
+def _listed(c: Reader, layers: int) -> frozenset[int]:
+    """The layers that do not rotate: those with a 0 in ``no_rope_layers``, or every
+    ``no_rope_layer_interval``-th."""
+    flags = c.integers("no_rope_layers", LAYERS)
+    if not flags:
+        step = c.integer("no_rope_layer_interval", LAYERS)
+        flags = [(i + 1) % step for i in range(layers)]
+    if len(flags) != layers:
+        raise c.error("no_rope_layers", f"a list of {layers} numbers, one for each layer")
+    return frozenset(i for i, flag in enumerate(flags) if not flag)
 
 
 def _dual_chunk(c: Reader) -> int:
@@ -418,7 +423,7 @@ def _mixture(c: Reader, family: Family, layers: int) -> MoESpec | None:
 def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
     """Gemma slides in layers of ``layer_types``, or all but every ``sliding_window_pattern``-th; Qwen only
     when ``use_sliding_window`` is set, from layer ``max_window_layers`` on, or (Qwen2-MoE) in every other one
-    before it. Other mixtures have one window for all layers."""
+    before it; SmolLM3 in the layers that do not rotate. Other mixtures have one window for all layers."""
     known = family.defaults
     if "sliding_window" not in known or ("use_sliding_window" in known and not c.flag("use_sliding_window")):
         window = 0
@@ -426,8 +431,12 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
         window = c.integer("sliding_window", POSITIONS) if c.given("sliding_window") else 0
     if "layer_types" not in known:
         return (window,) * layers
+    if not (window or family.windows_optional or "use_sliding_window" in known):
+        raise c.error("sliding_window", "a number of tokens")
     if c.given("layer_types"):
         return tuple(window if kind == "sliding_attention" else 0 for kind in _layer_types(c, layers, window))
+    if family.rotates == "listed":
+        return tuple(window if i in _listed(c, layers) else 0 for i in range(layers))
     if "max_window_layers" in known:
         if not window and not c.given("max_window_layers"):
             return (0,) * layers
@@ -442,8 +451,6 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
         raise c.error(
             "_sliding_window_pattern", f"that of sliding_window_pattern, {pattern}, or with layer_types"
         )
-    if not window and pattern > 1:
-        raise c.error("sliding_window", "a number of tokens")
     return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
 
 

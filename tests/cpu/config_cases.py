@@ -523,6 +523,19 @@ HONOURED: dict[str, Case] = {
             use_qkv_bias=True,
         )
     ),
+    **{
+        f"smollm3 windows {words}": Case(
+            decoder("SmolLM3ForCausalLM", "smollm3", use_sliding_window=True, sliding_window=8, pad_token_id=0, **changes)
+        )
+        for words, changes in (
+            ("where no layer rotates", {"no_rope_layers": [1, 0, 1]}),
+            ("by interval", {"no_rope_layer_interval": 2, "max_window_layers": 28}),
+            ("by layer", {"no_rope_layers": [0, 1, 1], "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+        )
+    },
+    "cohere2 full everywhere": Case(
+        decoder("Cohere2ForCausalLM", "cohere2", sliding_window=8, layer_types=["full_attention"] * 3)
+    ),
     "qwen2 without windows": Case(qwen2(max_window_layers=None), twin=qwen2()),
     "Qwen2.5-1M within its chunks": Case(
         qwen2(
@@ -810,11 +823,24 @@ REFUSED: dict[str, Case] = {
             ("CohereForCausalLM", "cohere", "use_qk_norm", True),
             ("Starcoder2ForCausalLM", "starcoder2", "mlp_type", "gated"),
             ("SmolLM3ForCausalLM", "smollm3", "no_rope_layers", [1, 0]),
+            ("SmolLM3ForCausalLM", "smollm3", "max_window_layers", 1),
+            ("Cohere2ForCausalLM", "cohere2", "rotary_pct", 0.5),
             ("Exaone4ForCausalLM", "exaone4", "sliding_window_pattern", 0),
             ("GemmaForCausalLM", "gemma", "use_bidirectional_attention", True),
             ("MistralForCausalLM", "mistral", "attention_bias", True),
             ("GraniteForCausalLM", "granite", "residual_multiplier", 0),
             ("ArceeForCausalLM", "arcee", "hidden_act", "xielu"),
+        )
+    },
+    **{
+        f"{model_type} without a window": Case(
+            decoder(name, model_type, sliding_window=None, layer_types=["full_attention"] * 3), "sliding_window"
+        )
+        for name, model_type in (
+            ("Cohere2ForCausalLM", "cohere2"),
+            ("Gemma2ForCausalLM", "gemma2"),
+            ("Gemma3ForCausalLM", "gemma3_text"),
+            ("GptOssForCausalLM", "gpt_oss"),
         )
     },
     "Phi3 longrope": Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from dataclasses import fields
@@ -156,9 +157,15 @@ def test_hints_name_the_same_model_only(name: str, hint: str | None) -> None:
     assert hint is None or f"Did you mean {hint}?" in caught.value.message
 
 
+READ_BY_ALL = {"rope_scaling", "original_max_position_embeddings", "dual_chunk_attention_config"}
+# Keys of the family whose values are not computed with.
+NOTHING = {"Qwen3MoeForCausalLM": {"max_window_layers"}, "Glm4MoeLiteForCausalLM": {"num_nextn_predict_layers"}}
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_families_have_the_keys_and_defaults_of_transformers(architecture: str) -> None:
-    """Each key that HF's configuration class declares is the family's, fixed, or harmless; and its default is ours."""
+    """Each key that HF's configuration class declares is the family's, fixed, or harmless, and its default is ours;
+    and HF's files have each key that is read here, or all its classes do."""
     from transformers import AutoConfig
 
     family = FAMILIES[architecture]
@@ -174,6 +181,9 @@ def test_families_have_the_keys_and_defaults_of_transformers(architecture: str) 
         ), key
         if key in family.defaults and key not in same:
             assert family.defaults[key] == default or key in ("dim", "n_layers", "n_heads"), key
+    sources = Path(inspect.getfile(type(theirs))).parent.glob("*.py")
+    words = set(re.findall(r"\w+", " ".join(path.read_text() for path in sources)))
+    assert family.defaults.keys() <= words | READ_BY_ALL | NOTHING.get(architecture, set())
 
 
 def write(folder: Path, name: str, text: str) -> Path:
