@@ -431,9 +431,10 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
         window = c.integer("sliding_window", POSITIONS) if c.given("sliding_window") else 0
     if "layer_types" not in known:
         return (window,) * layers
-    if not (window or family.windows_optional or "use_sliding_window" in known):
-        raise c.error("sliding_window", "a number of tokens")
+    needed = not (window or family.windows_optional or "use_sliding_window" in known)
     if c.given("layer_types"):
+        if needed:
+            raise c.error("sliding_window", "a number of tokens")
         return tuple(window if kind == "sliding_attention" else 0 for kind in _layer_types(c, layers, window))
     if family.rotates == "listed":
         return tuple(window if i in _listed(c, layers) else 0 for i in range(layers))
@@ -451,6 +452,8 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
         raise c.error(
             "_sliding_window_pattern", f"that of sliding_window_pattern, {pattern}, or with layer_types"
         )
+    if needed and pattern > 1:
+        raise c.error("sliding_window", "a number of tokens")
     return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
 
 
