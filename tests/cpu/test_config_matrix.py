@@ -159,7 +159,10 @@ def test_hints_name_the_same_model_only(name: str, hint: str | None) -> None:
 
 READ_BY_ALL = {"rope_scaling", "original_max_position_embeddings", "dual_chunk_attention_config"}
 # Keys of the family whose values are not computed with.
-NOTHING = {"Qwen3MoeForCausalLM": {"max_window_layers"}, "Glm4MoeLiteForCausalLM": {"num_nextn_predict_layers"}}
+NOTHING = {
+    "Qwen3MoeForCausalLM": {"max_window_layers"},
+    "Glm4MoeLiteForCausalLM": {"num_nextn_predict_layers"},
+}
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
