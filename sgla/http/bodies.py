@@ -12,7 +12,7 @@ from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.http_exceptions import HttpProcessingError
 
 from sgla.errors import BadRequest, Overloaded, TooLarge
-from sgla.http.turns import Door
+from sgla.http.turns import Desk, Door
 
 BODY_SECONDS = 120  # a client that sends its body more slowly is not waited for
 SLICE = 64 << 10  # bytes that are inflated at once; others run in between
@@ -37,9 +37,9 @@ class RequestMemory:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
-        # One body at a time is inflated, and one that is large decoded,
+        # One large body at a time is inflated, and one decoded,
         # so that many add no more than one to a turn of the loop.
-        self.inflating, self.decoding = asyncio.Lock(), asyncio.Lock()
+        self.inflating, self.decoding = Desk(), Desk()
         self.reading = Door()  # for pieces of large bodies; what has not been read is not received either
         self.of_client: Counter[str] = Counter()
         self._arriving: dict[Share, float] = {}  # and since when, the longest first
@@ -71,7 +71,7 @@ class Share:
         self.body = 0  # bytes of the request's body, inflated
         self.evicted = False
         self._memory = memory
-        self._client = client
+        self.client = client
         self._timer: asyncio.Timeout | None = None
 
     def take(self, size: int) -> None:
@@ -85,8 +85,8 @@ class Share:
                 "the requests of all clients; send less, or start the server with a larger "
                 "--request-memory-bytes"
             )
-        if large and self.size < memory.of_client[self._client] > memory.limit // 2 - size:
-            raise full("your requests", memory.of_client[self._client], memory.limit // 2)
+        if large and self.size < memory.of_client[self.client] > memory.limit // 2 - size:
+            raise full("your requests", memory.of_client[self.client], memory.limit // 2)
         if memory.used + size > most and not memory.make_room(size, most, self):
             raise full("the requests of all clients", memory.used, most)
         self._change(size)
@@ -98,9 +98,9 @@ class Share:
         memory = self._memory
         self.size += size
         memory.used += size
-        memory.of_client[self._client] += size
-        if not memory.of_client[self._client]:
-            del memory.of_client[self._client]
+        memory.of_client[self.client] += size
+        if not memory.of_client[self.client]:
+            del memory.of_client[self.client]
 
     def close(self) -> None:
         self.give(self.size)
@@ -128,14 +128,11 @@ class Share:
                     arrived += len(data)
                     check_length(arrived, limit)
                     if arrived > SMALL:
-                        await self._memory.reading.enter(self._client)
+                        await self._memory.reading.enter(self.client)
                     if inflate is None:
                         self._add(body, data, limit)
                         continue
-                    async with self._memory.inflating:
-                        for piece in inflate.pieces(data):
-                            self._add(body, piece, limit)
-                            await asyncio.sleep(0)
+                    await self._inflate(body, inflate.pieces(data), limit)
         except TimeoutError as error:
             if self.evicted:
                 raise Overloaded(
@@ -152,6 +149,22 @@ class Share:
             inflate.check_end()
         self.body = len(body)
         return bytes(body)
+
+    async def _inflate(self, body: bytearray, pieces: Iterator[bytes], limit: int) -> None:
+        """A large body goes on when no other one of its client does, and piece by piece by turns."""
+        while len(body) < SMALL:
+            await self._memory.reading.enter(self.client)
+            if (piece := next(pieces, None)) is None:
+                return
+            self._add(body, piece, limit)
+        desk = self._memory.inflating
+        async with desk.own(self.client):
+            while True:
+                async with desk.everybodys:
+                    if (piece := next(pieces, None)) is None:
+                        return
+                    self._add(body, piece, limit)
+                    await asyncio.sleep(0)
 
     def _add(self, body: bytearray, piece: bytes, limit: int) -> None:
         check_length(len(body) + len(piece), limit)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterable
+from collections.abc import AsyncIterator, Generator, Iterable
+from contextlib import asynccontextmanager
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from sgla import clock
 
@@ -82,3 +84,21 @@ class Door:
         if self._waiting:
             self._since = clock.now()
             asyncio.get_running_loop().call_soon(self._turn)
+
+
+class Desk:
+    """Serves one task at a time, by turns between clients: a task waits for the earlier ones of its client,
+    then for one of each other client."""
+
+    def __init__(self) -> None:
+        self.everybodys = asyncio.Lock()
+        self._own: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def own(self, client: str) -> asyncio.Lock:
+        """Whoever has it is the one task of ``client`` that asks for ``everybodys``."""
+        return self._own.setdefault(client, asyncio.Lock())
+
+    @asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        async with self.own(client), self.everybodys:
+            yield

@@ -88,6 +88,26 @@ async def test_a_bomb_is_inflated_up_to_the_limit(serve: Serve, inflated: list[i
     assert MIB < sum(inflated) <= MIB + bodies.SLICE
 
 
+async def test_bombs_of_one_client_keep_nobody_waiting(serve: Serve) -> None:
+    """A small body waits for none of them, a large one for a piece of each client."""
+    site = await serve(api_key=["noisy", "quiet"])
+    memory = site.app[SERVER].memory
+
+    async def ask(key: str, body: bytes) -> int:
+        headers = {"Content-Encoding": "gzip", "Authorization": f"Bearer {key}"}
+        return (await site.post(TEXT, gzip.compress(body), headers=headers))[0]
+
+    bombs = [asyncio.ensure_future(ask("noisy", bytes(4 * MIB))) for _ in range(20)]
+    while memory.used < MIB:
+        await asyncio.sleep(0)
+    assert await ask("quiet", b'{"prompt": "x", "user": "%b"}' % (b"a" * 300_000)) == 200
+    assert sum(bomb.done() for bomb in bombs) < 10
+    async with memory.inflating.everybodys:
+        assert await ask("quiet", b'{"prompt": "x"}') == 200
+    assert await asyncio.gather(*bombs) == [400] * 20
+    assert memory.used == 0
+
+
 async def test_only_bodies_that_are_wanted_are_inflated(serve: Serve, inflated: list[int]) -> None:
     site = await serve(api_key=["secret"])
     bomb = gzip.compress(bytes(8 * MIB))

@@ -20,7 +20,7 @@ from sgla.http.native.generate import SCHEMA as GENERATE
 from sgla.http.openai.text import SCHEMA
 from sgla.http.request import numbers
 from sgla.http.request.schema import CHECKED, LOOKED, Schema
-from sgla.http.turns import AT_ONCE, TURNS, Door, paced, pause, stepped
+from sgla.http.turns import AT_ONCE, TURNS, Desk, Door, paced, pause, stepped
 
 
 async def turns_of_another(running: list[bool]) -> int:
@@ -231,6 +231,29 @@ async def test_a_task_alone_goes_on_at_once() -> None:
         await door.enter("a")
     running.clear()
     assert await other == 0
+
+
+async def test_a_desk_serves_clients_by_turns() -> None:
+    """One at a time; who is cancelled while it waits has no turn, and nobody is left."""
+    desk, served, busy = Desk(), [], 0
+
+    async def serve(client: str) -> None:
+        nonlocal busy
+        async with desk.turn(client):
+            busy += 1
+            assert busy == 1
+            await asyncio.sleep(0)
+            served.append(client)
+            busy -= 1
+
+    noisy = [asyncio.ensure_future(serve("noisy")) for _ in range(20)]
+    await asyncio.sleep(0)
+    quiet = [asyncio.ensure_future(serve("quiet")) for _ in range(2)]
+    noisy[1].cancel()
+    await asyncio.gather(*noisy, *quiet, return_exceptions=True)
+    assert len(served) == 21
+    assert served.index("quiet") <= 2
+    assert "quiet" in served[served.index("quiet") + 1 :][:2]
 
 
 async def test_a_flood_of_requests_is_answered_in_turns(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ class Runner:
             return await self._decoded(batch, text)
         facts = self._server.ingress.facts
         counted = census.Census(facts.context_len if facts is not None else 0)
-        async with self._server.memory.decoding:
+        async with self._server.memory.decoding.turn(batch.client.name):
             try:
                 for _ in census.counting(text, counted):
                     await asyncio.sleep(0)

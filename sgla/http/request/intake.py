@@ -41,8 +41,9 @@ async def looked_at(request: web.Request) -> dict[str, msgspec.Raw]:
     """The fields of the body, unread, before an ``intake`` of it. Raises as ``intake`` does."""
     server = request.app[SERVER]
     server.ingress.require_ready()
-    request[BODY] = body = await request[SHARE].read(request)
-    async with _turn(server, body):
+    share = request[SHARE]
+    request[BODY] = body = await share.read(request)
+    async with _turn(server, share, body):
         await _counted(server, body)
         fields = fields_of(body)
     await others(body)
@@ -53,7 +54,7 @@ async def decoded(request: web.Request, schema: Schema[R], body: bytes, share: S
     """What is decoded stays in ``share`` until that is closed; the body leaves it.
     Large bodies take turns."""
     server = request.app[SERVER]
-    async with _turn(server, body):
+    async with _turn(server, share, body):
         share.take((await _counted(server, body)).memory(body))
         await others(body)
         fields, request[IGNORED_FIELDS] = await stepped(schema.steps(body))
@@ -64,8 +65,8 @@ async def decoded(request: web.Request, schema: Schema[R], body: bytes, share: S
         return fields
 
 
-def _turn(server: Server, body: bytes) -> AbstractAsyncContextManager[Any]:
-    return nullcontext() if len(body) <= census.SMALL else server.memory.decoding
+def _turn(server: Server, share: Share, body: bytes) -> AbstractAsyncContextManager[Any]:
+    return nullcontext() if len(body) <= census.SMALL else server.memory.decoding.turn(share.client)
 
 
 async def _counted(server: Server, body: bytes) -> census.Census:
