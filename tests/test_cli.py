@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import http.server
 import io
@@ -804,6 +805,21 @@ def test_errors_of_servers_are_shown_as_text() -> None:
     assert chat.error_text(b'{"error": {"message": "m"}}') == "m"
     assert chat.error_text(b"<html>") == "<html>"
     assert chat.error_text(b'{"error": "plain"}') == '{"error": "plain"}'
+
+
+@pytest.mark.parametrize(("words", "name"), [(["rm", "x"], "rm.remove"), (["pull"], "pull.resolve_model")])
+def test_files_that_cannot_be_changed_are_named(
+    words: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system", "/models/x")
+
+    monkeypatch.setattr(f"sgla.cli.{name}", fail)
+    code, _, err = run(*words)
+    assert (code, err) == (
+        2,
+        "sgla: /models/x: Read-only file system; make it writable, or choose another place\n",
+    )
 
 
 def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:

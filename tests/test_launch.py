@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sgla.cli import args, main
+from sgla.cli import args, launch, main
 from sgla.cli.launch import AGENTS, Target, merged
 
 KEY = "geheim"
@@ -162,12 +162,41 @@ def test_settings_are_written_and_given_back(
     if not own:
         assert json.loads(text)["theme"] == "dark"
         assert json.loads(text)["env"]["A"] == "b"
-        assert path.stat().st_mode & 0o777 == 0o640
+        assert path.stat().st_mode & 0o777 == (0o600 if KEY in text else 0o640)
         (copy,) = path.parent.glob("*.sgla-backup-*")
         assert copy.read_text() == mine
     assert main(["launch", name, "--restore", "--yes"]) == 0
     assert (path.read_text() == mine) if not own else not path.exists()
     assert main(["launch", name, "--restore", "--yes"]) == 1
+
+
+def test_each_copy_is_kept(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several writes in one second."""
+    monkeypatch.setattr(launch.time, "time", lambda: 1_800_000_000.0)
+    path = home / ".claude" / "settings.json"
+    path.parent.mkdir()
+    path.write_text('{"theme": "dark"}')
+    words = ["launch", "claude", "--url", url, "--config-only", "--yes"]
+    texts = [path.read_text()]
+    for model in ("org/m", "other", "org/m"):
+        assert main([*words, "--model", model]) == 0
+        texts.append(path.read_text())
+    for text in reversed(texts[:-1]):
+        assert main(["launch", "claude", "--restore", "--yes"]) == 0
+        assert path.read_text() == text
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_home_that_cannot_be_written(
+    name: str, url: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "file").touch()
+    monkeypatch.setenv("HOME", str(home / "file"))  # also for root, who may write wherever there is a folder
+    monkeypatch.setattr(launch, "read", lambda path: None)
+    assert main(["launch", name, "--url", url, "--config-only", "--yes"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{home / 'file'}" in last
+    assert "Not a directory; make it writable" in last
 
 
 def test_what_is_not_changed(url: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sgla.cli.chat import Remote
+from sgla.cli.settings import changing_files
 from sgla.errors import ConfigError, SglaError
 
 COPY = ".sgla-backup-"
@@ -309,22 +310,34 @@ def write(path: Path, settings: dict[str, Any], yes: bool, show_only: bool, key:
         say(line.replace(key, "***") if key != NO_KEY else line)
     if show_only or not agreed(f"write {path}?", yes):
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    now = time.strftime("%Y%m%d-%H%M%S")
-    copy = path.with_name(f"{path.name}{MADE if before is None else COPY}{now}")
-    if before is None:
-        copy.touch(mode=0o600)
-    else:
-        shutil.copy2(path, copy)
-        say(f"a copy of what was there is {copy}; 'sgla launch AGENT --restore' gives it back")
-    place = path.resolve()
-    new = place.with_name(f"{place.name}.sgla-new")
-    new.touch(mode=0o600)
-    new.write_text(after)
-    if before is not None:
-        shutil.copymode(place, new)
-    os.replace(new, place)
+    with changing_files():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        copy = reserve(path, MADE if before is None else COPY)
+        if before is not None:
+            shutil.copy2(path, copy)
+            say(f"a copy of what was there is {copy}; 'sgla launch AGENT --restore' gives it back")
+        place = path.resolve()
+        new = place.with_name(f"{place.name}.sgla-new")
+        new.unlink(missing_ok=True)
+        new.touch(mode=0o600, exist_ok=False)
+        new.write_text(after)
+        if before is not None and (key == NO_KEY or key not in after):
+            shutil.copymode(place, new)
+        os.replace(new, place)
     return True
+
+
+def reserve(path: Path, kind: str) -> Path:
+    """A new file beside ``path``, named after this second, or the next one that is free."""
+    at = int(time.time())
+    while True:
+        copy = path.with_name(f"{path.name}{kind}{time.strftime('%Y%m%d-%H%M%S', time.localtime(at))}")
+        try:
+            copy.touch(mode=0o600, exist_ok=False)
+        except FileExistsError:
+            at += 1
+        else:
+            return copy
 
 
 def restore(path: Path, yes: bool) -> int:
@@ -336,11 +349,12 @@ def restore(path: Path, yes: bool) -> int:
     made = MADE in newest.name
     if not agreed(f"remove {path}?" if made else f"put {newest} in the place of {path}?", yes):
         return 1
-    if made:
-        path.unlink(missing_ok=True)
-        newest.unlink()
-    else:
-        os.replace(newest, path.resolve())
+    with changing_files():
+        if made:
+            path.unlink(missing_ok=True)
+            newest.unlink()
+        else:
+            os.replace(newest, path.resolve())
     return 0
 
 

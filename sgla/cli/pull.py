@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from sgla.cli.progress import ProgressPrinter
-from sgla.cli.settings import load_config
+from sgla.cli.settings import changing_files, load_config
 from sgla.hub.fetch import resolve_model
 
 
@@ -13,7 +13,8 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     progress = ProgressPrinter()
     try:
-        path = resolve_model(config, progress)
+        with changing_files():
+            path = resolve_model(config, progress)
     finally:
         progress.close()
     print(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from sgla.cli.settings import load_config
+from sgla.cli.settings import changing_files, load_config
 from sgla.cli.show import bytes_text
 from sgla.hub.cache import remove
 
@@ -12,6 +12,7 @@ from sgla.hub.cache import remove
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     for name in args.names:
-        gone = remove(name, config.download_dir)
+        with changing_files():
+            gone = remove(name, config.download_dir)
         print(f"removed {name}, {bytes_text(sum(one.size for one in gone))}")
     return 0

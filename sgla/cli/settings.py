@@ -3,6 +3,7 @@ every mistake is a ConfigError that names its place."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import json
@@ -10,7 +11,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,19 @@ def _variable(variable: str, name: str, text: str, say: Say) -> Any:
         return value_of(name, text, say)
     except ValueError as error:
         raise ConfigError(f"{variable}: {error}", param=name) from error
+
+
+@contextlib.contextmanager
+def changing_files() -> Iterator[None]:
+    """What the system refuses about a file becomes a ConfigError that names its path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}; make it writable, or choose another place"
+        ) from error
 
 
 def complain(text: str) -> None:
