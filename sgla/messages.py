@@ -174,6 +174,7 @@ class Job(msgspec.Struct, kw_only=True):
     pool: list[int] | None = None
     pair: str | None = None
     truncate: int | None = None
+    prompt_logprobs: int | None = None  # most that the prompt may have, alternatives included
 
 
 class Submit(msgspec.Struct, kw_only=True):

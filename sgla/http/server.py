@@ -326,9 +326,10 @@ def sampled(params: SamplingParams) -> SamplingParams:
     return params if params.max_tokens != 0 else msgspec.structs.replace(params, max_tokens=1)
 
 
-def check_logprobs(jobs: Iterable[Job], facts: Facts | None, limit: int, outputs: bool = True) -> None:
+def check_logprobs(jobs: Sequence[Job], facts: Facts | None, limit: int, outputs: bool = True) -> None:
     """Raise InvalidField for more logprobs than an answer may have, where texts have a token for each
-    character at most. Without ``outputs`` those of prompts alone count."""
+    character at most; what a single prompt may have is left to those who know its tokens. Without
+    ``outputs`` those of prompts alone count."""
     context = facts.context_len if facts is not None else 0
     most = 0
     for job in jobs:
@@ -339,6 +340,10 @@ def check_logprobs(jobs: Iterable[Job], facts: Facts | None, limit: int, outputs
             most += sampling.n * tokens * named
         if sampling.prompt_logprobs is not None:
             prompt = job.token_ids or job.text
+            if len(jobs) == 1 and job.token_ids is None:
+                room = limit - most
+                job.prompt_logprobs = room if job.prompt_logprobs is None else min(room, job.prompt_logprobs)
+                continue
             tokens = context if prompt is None else min(len(prompt), context)
             most += tokens * (1 + sampling.prompt_logprobs + len(sampling.logprob_token_ids))
     if most > limit:

@@ -102,6 +102,8 @@ class Preparer:
         tokens = self._cut(self.tokens(job), job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
         common = self._common(job)
+        if job.prompt_logprobs is not None:
+            check_prompt_logprobs(len(tokens), common.sampling, job.prompt_logprobs)
         repetition = check_repetition(job.sampling.repetition_detection)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
         thinking = self._think_limit(job.sampling.thinking, tokens)
@@ -412,6 +414,17 @@ def check_counts(sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
         raise InvalidField(
             f"min_tokens holds back at most {MAX_STOP_IDS} stop tokens, not {len(stop_ids)}",
             param="min_tokens",
+        )
+
+
+def check_prompt_logprobs(tokens: int, sampling: RowSampling, most: int) -> None:
+    """Raise InvalidField for a prompt of so many tokens with more than ``most`` logprobs."""
+    count = tokens * (1 + sampling.prompt_logprobs + len(sampling.logprob_ids))
+    if count > most:
+        raise InvalidField(
+            f"the answer would have {count} logprobs of the prompt's {tokens} tokens, {most} is the limit "
+            "of this request; send a shorter prompt, or ask for fewer alternatives",
+            param="prompt_logprobs",
         )
 
 

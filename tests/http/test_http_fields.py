@@ -10,7 +10,10 @@ import pytest
 from http_fake import FakeIngress, ScriptedIngress
 from http_site import Serve, Site
 
-from sgla.messages import Event, Thinking, TokenLogprob
+from sgla.errors import InvalidField
+from sgla.http.request.schema import MAX_LOGPROBS
+from sgla.http.server import check_logprobs
+from sgla.messages import Event, Job, SamplingParams, Thinking, TokenLogprob
 
 USER = [{"role": "user", "content": "weather?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -68,6 +71,18 @@ async def test_prompt_logprobs_are_those_of_vllm(site: Site) -> None:
     )
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
     assert {len(entry) for entry in chat["prompt_logprobs"][1:]} == {1}
+
+
+def test_logprobs_of_one_text_or_chat_are_counted_in_its_tokens() -> None:
+    facts = FakeIngress(context=8192).facts
+    sampling = SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=49_152, logprob_token_ids=[5])
+    for prompt in ({"text": "x" * 900}, {"messages": USER}):
+        job = Job(rid="r", sampling=sampling, **prompt)
+        for limit, room in ((MAX_LOGPROBS, MAX_LOGPROBS - 6), (100, 94), (200, 94)):
+            check_logprobs([job], facts, limit)
+            assert job.prompt_logprobs == room
+        with pytest.raises(InvalidField, match="may have"):
+            check_logprobs([job, job], facts, MAX_LOGPROBS)
 
 
 async def test_echoed_logprobs_have_only_the_alternatives_that_were_asked_for(site: Site) -> None:

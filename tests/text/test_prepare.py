@@ -45,6 +45,18 @@ def test_choices_are_children_with_seeds_of_their_own(byte_level: Tokenizer) -> 
     assert {one.priority for one in made} == {2}
 
 
+def test_a_prompt_has_the_logprobs_that_there_is_room_for(byte_level: Tokenizer) -> None:
+    prepared, tokens = preparer(byte_level), len(byte_level.encode("the dog"))
+    wish = {"prompt_logprobs": 6, "logprob_token_ids": [5]}
+    for room in (None, 8 * tokens):
+        assert len(prepared(job(text="the dog", sampling=wish, prompt_logprobs=room))) == 1
+    with pytest.raises(
+        InvalidField, match=f"{8 * tokens} logprobs of the prompt's {tokens} tokens"
+    ) as refused:
+        prepared(job(text="the dog", sampling=wish, prompt_logprobs=8 * tokens - 1))
+    assert refused.value.param == "prompt_logprobs"
+
+
 def test_choices_share_what_is_made_of_a_long_list(byte_level: Tokenizer) -> None:
     wish = {"n": 3, "allowed_token_ids": [7, 5, 7, 6] * 100, "logit_bias": {9: 1.0, 8: 2.0}}
     first, *others = [one.sampling for one in preparer(byte_level)(job(text="a", sampling=wish))]
