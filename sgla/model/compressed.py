@@ -39,6 +39,10 @@ class Packed(Grouped):
         found = [Reader(self.name, groups.table(name)) for name in groups.values]
         if len(found) != 1 or found[0].values.get("targets") != ["Linear"]:
             raise Reader(self.name, config).error("config_groups", "one group, whose targets are Linear")
+        if config.get("kv_cache_scheme"):
+            raise Reader(self.name, config).error(
+                "kv_cache_scheme", "null: scales of the KV cache are not read"
+            )
         if found[0].table("input_activations"):
             raise found[0].error("input_activations", "null: only weights may be integers")
         weights = Reader(self.name, found[0].table("weights"))

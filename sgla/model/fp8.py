@@ -83,6 +83,13 @@ def check_compressed(config: Mapping[str, Any]) -> None:
     sparsity = Reader("compressed-tensors", q.table("sparsity_config"))
     if sparsity.values.get("format", "dense") != "dense":
         raise sparsity.error("format", "dense in sparsity_config")
+    groups = Reader("compressed-tensors", q.table("config_groups"))
+    for name in groups.values:
+        group = Reader("compressed-tensors", groups.table(name))
+        if group.table("output_activations"):
+            raise group.error("output_activations", "null: the results of layers are not rounded")
+        if group.given("format") and group.values["format"] != q.values.get("format"):
+            raise group.error("format", f"that of the file, {shown(q.values.get('format'))}")
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:

@@ -49,10 +49,7 @@ class Gptq(Grouped):
         self.bits = _bits(c, (4, 8))
         self.group = _group(c, "group_size")
         self.symmetric, self.reordered = c.flag("sym") or not c.given("sym"), c.flag("desc_act")
-        version = config.get("checkpoint_format") or "gptq"
-        if version not in ("gptq", "gptq_v2"):
-            raise c.error("checkpoint_format", "gptq or gptq_v2")
-        self.plus = 1 if version == "gptq" else 0
+        self.plus = 1 if _format(c, ("gptq", "gptq_v2"), "checkpoint_format", "format") == "gptq" else 0
         self.keep(self.symmetric, self.reordered)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
@@ -92,8 +89,9 @@ class Awq(Grouped):
         c = Reader("awq", config)
         self.bits = _bits(c, (4,), "bits" if c.given("bits") else "w_bit")
         self.group = _group(c, "group_size" if c.given("group_size") else "q_group_size")
-        if str(config.get("version", "gemm")).lower() != "gemm":
-            raise c.error("version", "gemm")
+        _format(c, ("gemm",), "checkpoint_format", "version", "format")
+        if config.get("backend") == "llm-awq":
+            raise c.error("backend", "another: only numbers in the order of gemm are supported")
         if config.get("zero_point", True) is not True:
             raise c.error("zero_point", "true")
         self.keep(symmetric=False)
@@ -119,6 +117,19 @@ def _left_out(c: Reader) -> list[str]:
     if not all(rule.startswith("-:") for rule in rules):
         raise c.error("dynamic", "rules that leave layers out (-:...)")
     return [f"re:{rule[2:]}" for rule in rules]
+
+
+def _format(c: Reader, known: tuple[str, ...], *keys: str) -> str:
+    """How the numbers lie; a file says it by any of ``keys``. Raises ConfigError where they differ, too."""
+    found = {}
+    for key in keys:
+        if c.given(key):
+            found[key] = str(c.values[key]).lower()
+            if found[key] not in known:
+                raise c.error(key, " or ".join(known))
+    if len(set(found.values())) > 1:
+        raise c.error(min(found), f"that of {max(found)}")
+    return next(iter(found.values()), known[0])
 
 
 def _bits(c: Reader, known: tuple[int, ...], key: str = "bits") -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.model.families import shown
+from sgla.model.method_keys import check_method_keys
 from sgla.quant.method import Method
 
 _METHODS: dict[str, str] = {}
@@ -39,6 +40,7 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
         raise unsupported(kind, c)
     module, _, attribute = _METHODS[kind].partition(":")
     made: Method = getattr(import_module(module), attribute)(c)
+    made.notes += check_method_keys(kind, c)
     return made
 
 

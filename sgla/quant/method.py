@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # types, as safetensors calls them
-_LISTS = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+LISTS = (
+    "modules_to_not_convert",
+    "ignore",
+    "ignored_layers",
+    "exclude_modules",
+)  # of layers left as they are
 EXPRESSIONS, LENGTH = 4096, 1024  # in the ignore lists of a file, and characters of each
 SECONDS = 5.0  # that all layers' names may be compared with them
 
@@ -45,7 +50,7 @@ class Method:
 
     def __init__(self, config: Mapping[str, Any], left_out: Iterable[str] = ()) -> None:
         """``left_out``: entries of another list."""
-        self.ignored = Ignored([*(name for key in _LISTS for name in _names(config, key)), *left_out])
+        self.ignored = Ignored([*(name for key in LISTS for name in _names(config, key)), *left_out])
 
     def covers(self, module: str) -> bool:
         """Whether the file has this layer so: no ignore list names it, or what it is a part of. Raises

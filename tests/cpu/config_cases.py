@@ -723,6 +723,42 @@ REFUSED: dict[str, Case] = {
         quantized("gptq", bits=4, group_size=128, dynamic={r"+:.*\.mlp\..*": {"bits": 8}}), "dynamic"
     ),
     "gptq for marlin": Case(quantized("gptq", bits=4, group_size=128, checkpoint_format="marlin"), "checkpoint_format"),
+    **{
+        f"{method} with {key} {value}": Case(quantized(method, bits=4, group_size=128, **{key: value}), key)
+        for method, key, value in (
+            ("gptq", "format", "marlin"),
+            ("gptq", "format", "gptq_v3"),
+            ("gptq", "adapter", {"name": "lora", "path": "eora", "rank": 64}),
+            ("gptq", "rotation", "hadamard"),
+            ("gptq", "lm_head", True),
+            ("gptq", "pack_dtype", "int8"),
+            ("awq", "format", "gemv_fast"),
+            ("awq", "checkpoint_format", "gemv"),
+            ("awq", "backend", "llm-awq"),
+            ("awq", "lm_head", True),
+        )
+    },
+    "gptq of two formats": Case(
+        quantized("gptq", bits=4, group_size=128, format="gptq", checkpoint_format="gptq_v2"), "checkpoint_format"
+    ),
+    "fp8 of some layers": Case(quantized("fp8", modules_to_convert=["mlp"]), "modules_to_convert"),
+    "fp8 with experts in fp4": Case(quantized("fp8", expert_dtype="fp4"), "expert_dtype"),
+    "int4 of compressed-tensors with a quantized cache": Case(
+        quantized(
+            "compressed-tensors",
+            format="pack-quantized",
+            config_groups={"group_0": PACKED},
+            kv_cache_scheme={"num_bits": 8, "type": "float"},
+        ),
+        "kv_cache_scheme",
+    ),
+    "fp8 of compressed-tensors with rounded results": Case(
+        llama(
+            quantization_config=FP8["channel"]
+            | {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}, "output_activations": {"num_bits": 8}}}}
+        ),
+        "output_activations",
+    ),
     "bitsandbytes": Case(quantized("bitsandbytes", load_in_4bit=True), "bitsandbytes"),
     "bitsandbytes of old": Case(quantized(None, load_in_8bit=True), "bitsandbytes"),
     "int4 of compressed-tensors without groups": Case(
@@ -738,6 +774,8 @@ REFUSED: dict[str, Case] = {
         for key, value, words in (
             ("targets", ["re:.*mlp.*"], "config_groups"),
             ("input_activations", {"num_bits": 8, "type": "int"}, "input_activations"),
+            ("output_activations", {"num_bits": 8, "type": "int"}, "output_activations"),
+            ("format", "int-quantized", "format"),
             ("weights", {"num_bits": 2, "type": "int", "strategy": "channel"}, "num_bits"),
             ("weights", {"num_bits": 8, "type": "float", "strategy": "channel"}, "weights"),
             ("weights", {"num_bits": 4, "type": "int", "strategy": "tensor"}, "strategy"),

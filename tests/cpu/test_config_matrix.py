@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Eager, store_as_fp8
-from config_cases import HONOURED, REFUSED, RUN, Case
+from config_cases import FP8, HONOURED, REFUSED, RUN, Case, llama, quantized
 from tiny import make_core, run, submit, tiny_config
 
 from sgla.cli.explain import ledger
@@ -119,6 +119,13 @@ NOTED = {
     "auto_map": RUN["MiniLM-L6"].config | {"auto_map": {"AutoModel": "code.Model"}},
     "beyond 80 tokens": HONOURED["Qwen2.5-1M within its chunks"].config,
     "scales of activations": HONOURED["llama in fp8 by tensor"].config,
+    "activation_scale_ub is not used": HONOURED["llama in fp8 by fbgemm"].config,
+    "kv_cache_scheme is not used": llama(
+        quantization_config=FP8["channel"] | {"kv_cache_scheme": {"num_bits": 8}}
+    ),
+    "keys of gptq that sgla does not know: secret": quantized(
+        "gptq", bits=4, group_size=128, secret=1, lm_head=False, damp_percent=0.1, meta={"quantizer": ["a"]}
+    ),
 }
 
 

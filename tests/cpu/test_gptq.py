@@ -65,7 +65,7 @@ def quantize(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tens
     if config["quant_method"] == "awq":
         parts = {"qweight": pack(q.T, 1, 4, AWQ_ORDER), "qzeros": pack(zero.T, 1, 4, AWQ_ORDER)}
         return parts | {"scales": scale.T.contiguous()}, dense
-    stored = zero if config.get("checkpoint_format") == "gptq_v2" else zero - 1
+    stored = zero if "gptq_v2" in (config.get("checkpoint_format"), config.get("format")) else zero - 1
     parts = {"qweight": pack(q.T, 0, bits), "qzeros": pack(stored.T, 1, bits), "g_idx": g_idx.int()}
     return parts | {"scales": scale.T.contiguous()}, dense
 
@@ -123,6 +123,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "gptq, groups of 32, version 2": (gptq(group_size=32, checkpoint_format="gptq_v2"), "q4_0"),
     "gptq, 8 bits, one group": (gptq(bits=8, group_size=-1), "q8_0"),
     "gptq, asymmetric": (gptq(sym=False), "int4"),
+    "gptq, asymmetric, version 2 by its newer name": (gptq(sym=False, format="gptq_v2"), "int4"),
     "awq": (AWQ, "int4"),
     "compressed-tensors": (compressed(), "q4_0"),
     "compressed-tensors, 8 bits, channels": (compressed(bits=8, group_size=-1), "q8_0"),

@@ -1,0 +1,92 @@
+"""The keys that each method's ``quantization_config`` has. Loads no torch.
+
+As in ``families``: those that a method reads, and those that only say how its numbers were found, are known.
+Those that change what the numbers mean are refused by name; all others are noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgla.errors import ConfigError
+from sgla.model.families import shown
+from sgla.quant.method import LISTS
+
+
+@dataclass(frozen=True)
+class Keys:
+    """``known``: those that a method reads or that do not matter. ``fixed``: those that it does not read,
+    each with the only value that it may have, if any. ``noted``: those whose values are not used, each with
+    what it is."""
+
+    known: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    noted: Mapping[str, str] = field(default_factory=dict)
+
+
+_GPTQMODEL = {"adapter": None, "rotation": None, "lm_head": False, "pack_dtype": "int32"}
+_CACHE = "quantization of the KV cache, whose scales are measured at start"
+_GPTQ = """bits group_size desc_act sym format checkpoint_format dynamic method meta backend damp_percent
+    damp_auto_increment static_groups true_sequential act_group_aware mse parallel_packing
+    offload_to_disk offload_to_disk_path pack_impl gptaq gptaq_alpha v2 v2_alpha hyb_act mock_quantization
+    model_name_or_path model_file_base_name dataset tokenizer batch_size pad_token_id max_input_length
+    model_seqlen cache_block_outputs block_name_to_quantize module_name_preceding_first_block
+    modules_in_block_to_quantize use_cuda_fp16 use_exllama disable_exllama exllama_config"""
+_METHODS = {
+    "gptq": Keys(_GPTQ, _GPTQMODEL | {"is_marlin_format": False}),
+    "awq": Keys(
+        _GPTQ.replace(" dynamic ", " ")
+        + " w_bit q_group_size version zero_point do_fuse fuse_max_seq_len modules_to_fuse",
+        _GPTQMODEL | {"dynamic": {}},
+    ),
+    "fp8": Keys(
+        "fmt weight_block_size activation_scheme scale_fmt dequantize config_groups",
+        {"modules_to_convert": None, "expert_dtype": "fp8"},
+        {"kv_cache_scheme": _CACHE},
+    ),
+    "fbgemm_fp8": Keys(
+        "weight_block_size", noted={"activation_scale_ub": "a bound of the activations, which are not cut"}
+    ),
+    "modelopt": Keys(
+        "quant_algo config_groups producer weight_block_size",
+        noted={"kv_cache_quant_algo": _CACHE, "kv_cache_scheme": _CACHE},
+    ),
+    "compressed-tensors": Keys(
+        "config_groups format quantization_status global_compression_ratio version sparsity_config "
+        "transform_config run_compressed dequantize use_optimized_inference",
+        noted={"kv_cache_scheme": _CACHE},
+    ),
+    "mxfp4": Keys("dequantize"),
+}
+
+
+def check_method_keys(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What to say of the keys that are not used. Raises ConfigError for those that change what the numbers
+    mean. A method that is registered from outside has no table."""
+    keys = _METHODS.get(kind)
+    if keys is None:
+        return ()
+    notes, unknown = [], []
+    for key, value in config.items():
+        if key == "quant_method" or key in LISTS or key in keys.known.split() or value is None:
+            continue
+        if key in keys.noted:
+            notes.append(f"config.json: quantization_config: {key} is not used ({keys.noted[key]})")
+        elif key not in keys.fixed:
+            unknown.append(key)
+        elif value != keys.fixed[key] and value not in (False, "", [], {}):
+            wanted = keys.fixed[key] or "none"
+            raise ConfigError(
+                f"config.json: quantization_config: {key} {shown(value)} is not supported for {kind}; "
+                f"{wanted} is",
+                param="model",
+            )
+    if unknown:
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        names = ", ".join(key[:40] for key in unknown[:8])
+        notes.append(
+            f"config.json: quantization_config: keys of {kind} that sgla does not know: {names}{more}"
+        )
+    return tuple(notes)
