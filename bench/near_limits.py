@@ -254,6 +254,10 @@ def scored_near(target: Target) -> dict[str, Any]:
     }
 
 
+def strings(field: str, more: dict[str, Any]) -> Body:
+    return lambda target: {**more, field: ["a"] * target.many(262_000)}
+
+
 # Tools and grammars ---------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +279,11 @@ def tools(choice: str) -> Body:
         }
 
     return body
+
+
+def ollama_calls(target: Target) -> dict[str, Any]:
+    calls = [{"function": {"name": "f", "arguments": {}}}] * target.many(21_000)
+    return {"model": "demo", "stream": False, "messages": [{"role": "assistant", "tool_calls": calls}]}
 
 
 def regex(target: Target) -> dict[str, Any]:
@@ -486,6 +495,9 @@ PLAIN: dict[str, Attack] = {
     "n 128, 131,072 allowed ids": one(TEXT, allowed(1)),
     "15 x 4,096 biases": one(NATIVE, native_biases),
     "n 128, stop_regex, streamed": one(TEXT, regex_streams),
+    "score, 262k texts": one("/v1/score", strings("text_2", {"text_1": "a"})),
+    "rerank, 262k documents": one("/rerank", strings("documents", {"query": "a"})),
+    "21,000 calls, /api/chat": one("/api/chat", ollama_calls),
     "score, 8 MiB x 100": one("/v1/score", scored),
     "score, 160 kB x 100": one("/v1/score", scored_near, patience=SHORT),
     "1,024 tools": one(CHAT, tools("auto")),

@@ -20,16 +20,14 @@ from sgla.http.answer.whole import answered
 from sgla.http.errors import Aborted, error_headers
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
-from sgla.http.request.chat import check_tool_list
+from sgla.http.request.chat import check_messages, check_tool_list
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import sampling_params
 from sgla.http.request.schema import (
-    MAX_MESSAGES,
     ChatRequest,
     RequestFields,
     SamplingFields,
     Schema,
-    check_count,
     unsupported,
 )
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
@@ -104,7 +102,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     check_tool_list(fields.tools)
     if not fields.messages:
         return json_response(loaded(server, fields, {"message": {"role": "assistant", "content": ""}}))
-    check_count("messages", fields.messages, MAX_MESSAGES)
+    check_messages(fields.messages)
     messages = [chat_message(message, i) for i, message in enumerate(fields.messages)]
     asked = ChatRequest(messages=messages, tools=fields.tools, **passed(server, fields))
     reading = Reading(server, asked)

@@ -26,6 +26,8 @@ RESPONSES, ANTHROPIC, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
 USER = {"role": "user", "content": "x"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}] * 9000}
 ITEM_PARTS = {"role": "user", "content": [{"type": "input_text", "text": "x"}] * 9000}
+CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": {}}}] * 9000}
+PICTURE = {"role": "user", "content": "x", "images": ["x"]}  # which is refused where a message is looked at
 TOOL = {"type": "function", "function": {"name": "a"}}
 RESULT = {
     "role": "user",
@@ -74,6 +76,11 @@ def chat(**fields: Any) -> dict[str, Any]:
         (ANTHROPIC, chat(messages=[RESULT] * 2), "18002 parts and calls"),
         (ANTHROPIC, chat(tools=[{"name": "a", "input_schema": {}}] * 2000), "tools has 2000 items"),
         (OLLAMA, {"model": "fake", "messages": [USER] * 9000}, "messages has 9000 items"),
+        (OLLAMA, {"model": "fake", "messages": [CALLS, CALLS, PICTURE]}, "18000 parts and calls"),
+        ("/v1/score", {"text_1": "a", "text_2": ["a"] * 5000}, "text_2 has 5000 items"),
+        ("/v1/score", {"text_1": ["a"] * 5000, "text_2": "a"}, "text_1 has 5000 items"),
+        ("/rerank", {"query": "a", "documents": ["a"] * 5000}, "documents has 5000 items"),
+        ("/v2/embed", {"inputs": [{}] * 5000}, "inputs has 5000 items"),
     ],
 )
 async def test_too_many(site: Site, path: str, body: dict[str, Any], words: str) -> None:

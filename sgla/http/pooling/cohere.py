@@ -15,7 +15,7 @@ from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, ru
 from sgla.http.pooling.embeddings import ROWS
 from sgla.http.pooling.score import text_of
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import Schema, unsupported
+from sgla.http.request.schema import MAX_CHOICES, Schema, check_count, unsupported
 from sgla.http.server import IGNORED_FIELDS, SERVER, UID
 from sgla.text.vectors import Floats, check_dimensions, embedding
 
@@ -85,7 +85,10 @@ def given(fields: CohereEmbedRequest) -> list[str]:
         raise InvalidField("max_tokens must be at least 1, and needs truncate: END", param="max_tokens")
     if (fields.texts is None) == (fields.inputs is None):
         raise InvalidField("give either texts or inputs", param="texts")
-    return [text_of(item, "inputs") for item in fields.inputs or []] if fields.texts is None else fields.texts
+    if fields.inputs is None:
+        return fields.texts or []
+    check_count("inputs", fields.inputs, MAX_CHOICES)
+    return [text_of(item, "inputs") for item in fields.inputs]
 
 
 def shown(row: Floats, form: str) -> Any:

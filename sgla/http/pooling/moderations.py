@@ -11,7 +11,7 @@ from sgla.errors import InvalidField, UnsupportedTask
 from sgla.http.answer.whole import answered, each
 from sgla.http.pooling.common import PooledFields, inputs, pooling_of, run, vector
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import Schema
+from sgla.http.request.schema import MAX_PARTS, Schema, check_count
 from sgla.http.server import SERVER, UID
 from sgla.text.vectors import scores
 
@@ -79,7 +79,10 @@ async def moderations(request: web.Request) -> web.StreamResponse:
 
 def texts(value: Any) -> Any:
     """The texts to judge; parts of a message are one text."""
-    if isinstance(value, str) or not any(isinstance(item, dict) for item in value):
+    if isinstance(value, str):
+        return value
+    check_count("input", value, MAX_PARTS)
+    if not any(isinstance(item, dict) for item in value):
         return value
     parts = [
         item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in value

@@ -11,7 +11,7 @@ from sgla.http.answer.whole import answered
 from sgla.http.pooling.common import ENTRY, text_prompt, usage
 from sgla.http.pooling.score import PairFields, similarities
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import Schema
+from sgla.http.request.schema import MAX_CHOICES, Schema, check_count
 from sgla.http.server import SERVER, UID
 
 
@@ -32,6 +32,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     text_prompt(fields.query, "query")
+    check_count("documents", fields.documents, MAX_CHOICES)
     documents = [document_text(document) for document in fields.documents]
     if not documents:
         raise InvalidField("documents: the list is empty", param="documents")

@@ -124,7 +124,9 @@ def pair_names(fields: ScoreRequest) -> tuple[str, str]:
 def texts(value: Any, param: str) -> list[str]:
     if value is None:
         raise InvalidField(f"{param} is required", param=param)
-    given = [text_of(item, param) for item in as_list(value)]
+    items = as_list(value)
+    check_count(param, items, MAX_CHOICES)
+    given = [text_of(item, param) for item in items]
     if not given:
         raise InvalidField(f"{param}: the list is empty", param=param)
     for text in given:
@@ -164,7 +166,6 @@ async def similarities(
             f"{names[0]} has {len(left)} texts and {names[1]} has {len(right)}; send one, or as many",
             param=names[0],
         )
-    check_count("input", right, MAX_CHOICES)
     pairs = list(zip(left * (len(right) // len(left)), right))
     if server.config.task == "rerank":
         labels = reranking.answer_ids(server.ingress.tokenizer)

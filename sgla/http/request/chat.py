@@ -29,11 +29,16 @@ def checked_messages(messages: list[Message]) -> list[Message]:
     """``messages`` themselves. Raises InvalidField or UnsupportedField that names the wrong one."""
     if not messages:
         raise InvalidField("messages: at least one message is needed", param="messages")
-    check_count("messages", messages, MAX_MESSAGES)
-    check_parts("messages", [part for message in messages for part in _lists(message)])
+    check_messages(messages)
     for i, message in enumerate(messages):
         _check_message(message, f"messages[{i}]")
     return messages
+
+
+def check_messages(messages: list[Message]) -> None:
+    """Raise InvalidField for too many messages, or too many parts and calls in them."""
+    check_count("messages", messages, MAX_MESSAGES)
+    check_parts("messages", [part for message in messages for part in _lists(message)])
 
 
 def _lists(message: Message) -> list[list[Any]]:
