@@ -390,7 +390,12 @@ async def test_calls_that_must_be_are_read_in_any_model(serve: Serve) -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED])
 async def test_a_model_that_knows_no_tools_calls_them(serve: Serve, choice: Any) -> None:
-    message = await both(serve, lambda: Writer(f"{CALL}\n{SECOND}", source="plain"), tool_choice=choice)
+    message = await both(
+        serve,
+        lambda: Writer(f"{CALL}\n{SECOND}", source="plain"),
+        tool_choice=choice,
+        parallel_tool_calls=True,
+    )
     assert [call["name"] for call in message["tool_calls"]] == ["weather", "time"]
     assert message["content"] is None
     _, spec = await constraint(serve, source="plain", tool_choice=choice)
@@ -408,6 +413,17 @@ async def test_a_call_that_is_cut_is_no_content(serve: Serve, length: int) -> No
         (whole,) = (await ask(site, tool_choice=choice)).choices
         streamed = put_together(await chunks_of(site, tool_choice=choice))
         assert (whole.finish_reason, whole.message.content or "", streamed["content"]) == ("length", "", None)
+
+
+async def test_models_that_are_told_of_tools_call_one_unless_more_are_asked_for(serve: Serve) -> None:
+    """As llama.cpp has it for templates without tools: such models call on until they are cut."""
+    for wish, calls in ((None, 1), (True, 2), (False, 1)):
+        asked = {} if wish is None else {"parallel_tool_calls": wish}
+        message = await both(serve, lambda: Writer(CALL + SECOND, source="plain"), **asked)
+        assert len(message["tool_calls"]) == calls
+        for choice, at in (("required", lambda spec: spec["elements"][0]), ("auto", lambda spec: spec)):
+            _, spec = await constraint(serve, source="plain", tool_choice=choice, **asked)
+            assert at(spec)["stop_after_first"] == (calls == 1)
 
 
 async def test_harmony_is_constrained_as_a_whole(serve: Serve) -> None:

@@ -37,8 +37,11 @@ class Reading:
         self._budget = budget
         self.metrics = server.metrics
         self.tokenizer: Any = server.ingress.tokenizer
-        self._choice = chosen_tools(fields)
         dialect = server_dialect(server)
+        # Models that do not know tools tend to call on until they are cut.
+        single = dialect.generic and fields.parallel_tool_calls is None
+        self._choice = chosen_tools(fields, single)
+        self.most_calls = 1 if single or fields.parallel_tool_calls is False else None
         self.dialect = dialect.forced() if self._choice.forced else dialect
         self.tools = fields.tools if self._choice.tools else None
         template = server.ingress.template  # without one the chat itself is refused
@@ -238,7 +241,7 @@ class ChatReader:
         self._tokens = 0
         self._length = 0  # characters read
         self._calls = 0
-        self._most_calls = 1 if fields.parallel_tool_calls is False else None
+        self._most_calls = reading.most_calls
         self._shown = fields.include_reasoning is not False
         self._gathered: list[str] | None = [] if fields.stream_reasoning is False else None
 

@@ -108,11 +108,12 @@ class Chosen(NamedTuple):
     fewer: bool = False
 
 
-def chosen_tools(fields: ChatRequest) -> Chosen:
-    """The tools whose calls are wanted. Raises InvalidField or UnsupportedField."""
+def chosen_tools(fields: ChatRequest, single: bool = False) -> Chosen:
+    """The tools whose calls are wanted; ``single``: one call, even if the request does not say so.
+    Raises InvalidField or UnsupportedField."""
     check_tool_list(fields.tools)
     tools, choice = fields.tools or [], fields.tool_choice
-    once = fields.parallel_tool_calls is False
+    once = single or fields.parallel_tool_calls is False
     if choice == "none":
         return Chosen([])
     if choice in (None, "auto"):
