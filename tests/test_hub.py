@@ -6,7 +6,9 @@ import hashlib
 import http.server
 import json
 import multiprocessing
+import os
 import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -16,7 +18,9 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import pytest
+from prompt_toolkit.history import InMemoryHistory
 
+from sgla.cli import main, terminal
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import cache, demo, fetch, quantized
@@ -145,6 +149,28 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo.cache_folder("/other") == Path("/other")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert demo.cache_folder() == Path.home() / ".cache/sgla"
+
+
+def test_a_user_without_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container that runs as a number: no HOME, and no line in /etc/passwd."""
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "MODELSCOPE_CACHE", "PI_CODING_AGENT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = tmp_path / f"cache-{os.getuid()}"
+    assert demo.cache_folder() == mine / "sgla"
+    assert mine.stat().st_mode & 0o777 == 0o700
+    assert mine / "modelscope" in cache._modelscope_folders(None)
+    assert isinstance(terminal.open_history(), InMemoryHistory)
+    assert main(["list"]) == 0
+    assert main(["launch", "pi", "--restore"]) == 2
+    assert f"user {os.getuid()} has no home folder; set HOME" in capsys.readouterr().err
+    monkeypatch.setattr("os.getuid", lambda: mine.stat().st_uid + 1)
+    (tmp_path / f"cache-{os.getuid()}").mkdir()  # by somebody else
+    with pytest.raises(ConfigError, match="belongs to another user; set HOME"):
+        demo.cache_folder()
 
 
 # local folders and files ---------------------------------------------------------------------------------------------

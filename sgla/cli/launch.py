@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sgla import homes
 from sgla.cli.chat import Remote
 from sgla.cli.settings import changing_files
 from sgla.errors import ConfigError, SglaError
@@ -55,7 +56,7 @@ class Agent(NamedTuple):
 def home(variable: str, *parts: str) -> Path:
     """A folder of settings: what the variable names, else below the user's home."""
     named = os.environ.get(variable)
-    return Path(named) if named else Path.home().joinpath(*parts)
+    return Path(named) if named else homes.home().joinpath(*parts)
 
 
 def claude_variables(target: Target) -> dict[str, str]:

@@ -3,7 +3,6 @@ lines with history by prompt_toolkit, answers as Markdown by rich while they com
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ from rich.live import Live
 from rich.markdown import Markdown
 
 from sgla.cli.conversation import COMMANDS
+from sgla.errors import ConfigError
+from sgla.homes import below_home
 
 REFRESH = 8  # a second
 # A terminal obeys these; nothing that a model writes may reach it.
@@ -27,19 +28,17 @@ FENCE = re.compile(r"^\s{0,3}(```|~~~)", re.MULTILINE)
 
 def history_file() -> Path:
     """``$XDG_STATE_HOME/sgla/chat_history``, else below ``~/.local/state``."""
-    base = os.environ.get("XDG_STATE_HOME")
-    folder = Path(base) if base and os.path.isabs(base) else Path.home() / ".local" / "state"
-    return folder / "sgla" / "chat_history"
+    return below_home("XDG_STATE_HOME", ".local", "state") / "sgla" / "chat_history"
 
 
 def open_history() -> History:
     """The lines of earlier conversations, for this user alone;
     those of this one, if there is no place for a file."""
-    path = history_file()
     try:
+        path = history_file()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
-    except OSError:
+    except (OSError, ConfigError):
         return InMemoryHistory()
     return FileHistory(str(path))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgla.errors import ConfigError
+from sgla.homes import cache_home
 from sgla.hub import demo
 from sgla.hub.quantized import PART, quantization
 
@@ -83,7 +84,7 @@ def _hub_folders(download_dir: str | None) -> list[Path]:
 
 def _modelscope_folders(download_dir: str | None) -> list[Path]:
     own = [demo.cache_folder(download_dir) / "modelscope"] if download_dir else []
-    return [*own, Path(os.environ.get("MODELSCOPE_CACHE") or Path.home() / ".cache" / "modelscope")]
+    return [*own, Path(os.environ.get("MODELSCOPE_CACHE") or cache_home() / "modelscope")]
 
 
 def _snapshot(folder: Path, source: str) -> Iterator[Cached]:

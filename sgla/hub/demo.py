@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sgla.errors import ConfigError
+from sgla.homes import cache_home
 from sgla.messages import Progress
 from sgla.processes import tied
 
@@ -139,8 +140,7 @@ def cache_folder(download_dir: str | None = None) -> Path:
     """``--download-dir``, else ``$XDG_CACHE_HOME/sgla``, else ``~/.cache/sgla``. Not created here."""
     if download_dir:
         return Path(download_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "sgla"
+    return cache_home() / "sgla"
 
 
 def cached(name: str = "demo", download_dir: str | None = None) -> Path | None:

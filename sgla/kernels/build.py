@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from sgla.homes import cache_home
 from sgla.processes import tied
 
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
@@ -127,17 +128,6 @@ def source_folder(device: str) -> Path:
     return (inside if inside.is_dir() else Path(__file__).parents[2] / "csrc") / device
 
 
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME``, ``~/.cache``,
-    or for a user without a home a temporary folder of that user's own."""
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given)
-    try:
-        return Path.home() / ".cache"
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
-
-
 def shipped_folder() -> Path:
     """Where a wheel has libraries that were compiled with it."""
     return Path(__file__).parent / "compiled"
@@ -155,7 +145,7 @@ def library_path(target: Level) -> Path:
     """The library of this level: what the wheel brought, or where it belongs in the cache."""
     name = library_name(target)
     shipped = shipped_folder() / name
-    return shipped if shipped.exists() else cache_folder() / "sgla" / "kernels" / name
+    return shipped if shipped.exists() else cache_home() / "sgla" / "kernels" / name
 
 
 def build(target: Level, path: Path | None = None, on_file: OnFile = lambda done, of: None) -> Path:
