@@ -68,7 +68,7 @@ class Share:
 
     def __init__(self, memory: RequestMemory, client: str) -> None:
         self.size = 0
-        self.body = 0  # bytes of the request's body, inflated
+        self.body = 0  # bytes of the request's body, inflated, and of what it goes on from
         self.evicted = False
         self._memory = memory
         self.client = client

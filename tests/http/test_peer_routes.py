@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -88,6 +91,35 @@ async def test_input_tokens_are_those_of_the_prompt(site: Site) -> None:
     assert alone.input_tokens > 0
     with pytest.raises(openai.BadRequestError):
         await site.client.responses.input_tokens.count(model="fake")
+
+
+@pytest.mark.parametrize(
+    ("path", "named"), [("/v1/chat/completions/render", "messages"), ("/v1/responses/input_tokens", "input")]
+)
+async def test_work_is_as_large_as_what_was_sent(site: Site, path: str, named: str) -> None:
+    """Whether its length was said or not, packed or not; and as the stored conversation that is gone on from."""
+    sizes: list[int] = []
+    run = site.ingress.lanes.run
+
+    def counted(client: str, size: int, work: Any) -> Any:
+        sizes.append(size)
+        return run(client, size, work)
+
+    site.ingress.lanes.run = counted
+    body = json.dumps({named: [{"role": "user", "content": "a" * 1000}]}).encode()
+
+    async def chunked() -> AsyncIterator[bytes]:
+        yield body
+
+    packed = {"Content-Encoding": "gzip"}
+    for data, headers in ((body, {}), (chunked(), {}), (gzip.compress(body), packed)):
+        async with site.http.post(path, data=data, headers=headers) as response:
+            assert response.status == 200
+    assert sizes == [len(body)] * 3
+    if named == "input":
+        first = await site.client.responses.create(model="fake", input="b" * 3000, max_output_tokens=2)
+        await site.client.responses.input_tokens.count(previous_response_id=first.id, input="a")
+        assert sizes[-1] > 3000
 
 
 async def test_a_compacted_conversation_goes_on(serve: Serve) -> None:

@@ -69,7 +69,7 @@ def check_repeated(jobs: Sequence[Job]) -> int:
 
 async def submitted(request: web.Request, prepare: Preparer, job: Job) -> Submit:
     """What the scheduler would get for the job's first choice. Raises what would refuse the job."""
-    size = len(job.text or job.token_ids or ()) if job.messages is None else request.content_length or 0
+    size = len(job.text or job.token_ids or ()) if job.messages is None else job.size
     return (await beside(request, size, lambda: prepare(job), inline=-1))[0]
 
 

@@ -56,7 +56,7 @@ async def input_tokens(request: web.Request) -> web.Response:
     _, chat = await asked(request)
     (job,) = (await chat_work(request, server, chat, Reading(server, chat))).jobs
     prepare = preparer(server)
-    count = await beside(request, request.content_length or 0, lambda: len(prepare.tokens(job)), inline=-1)
+    count = await beside(request, job.size, lambda: len(prepare.tokens(job)), inline=-1)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 

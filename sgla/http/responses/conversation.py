@@ -153,6 +153,7 @@ async def look(
             f"limit is {limit}; begin a new conversation, or start the server with a larger --max-body-bytes"
         )
     share.take(earlier.size)
+    share.body += earlier.size
     return earlier
 
 
