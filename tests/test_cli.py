@@ -837,6 +837,30 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes == [2, 1, 130, 1]
 
 
+@pytest.mark.parametrize(
+    ("words", "unbuffered"), [("--help", ""), ("list", ""), ("explain", ""), ("explain", "1")]
+)
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (">/dev/full", "sgla: the output cannot be written: No space left on device\n"),
+        (">&-", "sgla: standard output is closed; give it a file, or /dev/null\n"),
+    ],
+)
+def test_an_output_that_cannot_be_written(words: str, unbuffered: str, output: str, message: str) -> None:
+    python = f"PYTHONUNBUFFERED={unbuffered} exec {shlex.quote(sys.executable)}"
+    command = f"{python} -m sgla {words} {output}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_errors_without_a_place_to_say_them() -> None:
+    """They do not go to stdout instead."""
+    command = f"exec {shlex.quote(sys.executable)} -m sgla serve --no 2>&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 @pytest.mark.parametrize(("words", "stream"), [("--help", "stdout"), ("list", "stdout"), ("--no", "stderr")])
 def test_a_reader_that_leaves_is_no_error(words: str, stream: str) -> None:
     """As ``sgla list | head`` does, before anything is written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -13,6 +14,8 @@ from sgla.errors import ConfigError, SglaError
 from sgla.leaving import leave
 
 MODULES = {"list": "listing", "run-batch": "run_batch"}  # of commands that are not named as their modules
+# What the system says of a stream that takes no more.
+UNWRITABLE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -27,13 +30,23 @@ def entry() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2: wrong flags, files or settings)."""
+    if sys.stderr is None:  # closed; print would take stdout instead
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if sys.stdout is None:
+        print("sgla: standard output is closed; give it a file, or /dev/null", file=sys.stderr)
+        return EXIT_FAILED
     try:
         try:
             return _run(sys.argv[1:] if argv is None else list(argv))
         finally:  # what is still buffered is written here, where a reader that has left is no news
             _flush()
-    except BrokenPipeError:
+    except OSError as error:
+        left = isinstance(error, BrokenPipeError)
+        if not left and (error.filename is not None or error.errno not in UNWRITABLE):
+            raise
         _discard()
+        if not left:
+            print(f"sgla: the output cannot be written: {error.strerror}", file=sys.stderr)
         return EXIT_FAILED
 
 
@@ -57,9 +70,10 @@ def _flush() -> None:
 
 
 def _discard() -> None:
-    """Send the streams whose readers have left to nowhere, so that the interpreter's last flush succeeds."""
+    """Send the streams that cannot be written, as those whose readers have left, to nowhere, so that the
+    interpreter's last flush succeeds."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
