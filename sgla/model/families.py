@@ -46,6 +46,7 @@ class Family:
     norm_offset: float = 0.0
     gated: bool = True
     interleaved: bool = False
+    longrope: bool = False  # the only rope scaling
     rotates: Literal["all", "listed", "windows"] = "all"  # which layers
     pattern: int = 0  # every how many layers there is one without a window, where no key says it
     windows_optional: bool = False
@@ -597,6 +598,7 @@ FAMILIES = {
         },
         _CAUSAL | {"attention_bias": False},
         model="sgla.model.llama:Llama",
+        longrope=True,
     ),
     "GraniteForCausalLM": Family(
         ("granite",),

@@ -182,6 +182,8 @@ class ModelSpec:
         method = method_of(config)
         family, text = family_of(architecture), _text(architecture, config)
         unknown = check_keys(architecture, family, text)
+        if config.get("tie_word_embeddings", False) is None:
+            raise Reader(architecture, config).error("tie_word_embeddings", "true or false")
         spec = _read(Reader(architecture, {**family.defaults, **text}), family)
         if method is not None and method.experts_alone and not (spec.moe and spec.moe.crossed):
             raise unsupported(method.name, {})
@@ -295,6 +297,11 @@ def _attention(
                 f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
             )
         rope, local = ropes(c, head_dim, positions, "partial_rotary_factor" in family.defaults)
+        if family.longrope and rope.kind not in ("default", "factors"):
+            raise ConfigError(
+                f"config.json: rope scaling {rope.kind!r} is not supported for {c.architecture}; longrope is",
+                param="model",
+            )
         known = "query_pre_attn_scalar" in family.defaults
         scale = c.number("query_pre_attn_scalar") if known else head_dim
         layer = AttentionSpec(

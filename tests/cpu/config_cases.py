@@ -264,6 +264,33 @@ def encoder(family: str, model_type: str, **changes: Any) -> Config:
     } | changes
 
 
+DOTS1: Config = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 2,
+}
+GRANITE_MOE: Config = {
+    "attention_bias": True,
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 4.0,
+    "num_experts_per_tok": 3,
+    "num_local_experts": 4,
+    "residual_multiplier": 0.3,
+}
+MINICPM3: Config = {
+    "dim_model_base": 16,
+    "kv_lora_rank": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "scale_depth": 0.7,
+    "scale_emb": 3,
+}
 LLAMA3 = {
     "factor": 8.0,
     "high_freq_factor": 4.0,
@@ -536,6 +563,33 @@ HONOURED: dict[str, Case] = {
     "cohere2 full everywhere": Case(
         decoder("Cohere2ForCausalLM", "cohere2", sliding_window=8, layer_types=["full_attention"] * 3)
     ),
+    **{
+        f"{model_type} {words}": Case(decoder(name, model_type, pad_token_id=0, **changes))
+        for name, model_type, words, changes in (
+            ("Cohere2ForCausalLM", "cohere2", "every second layer", {"sliding_window": 8, "sliding_window_pattern": 2}),
+            ("Cohere2ForCausalLM", "cohere2", "with biases", {"sliding_window": 8, "attention_bias": True, "logit_scale": 0.5}),
+            ("Exaone4ForCausalLM", "exaone4", "every second layer", {"sliding_window": 8, "sliding_window_pattern": 2}),
+            (
+                "Exaone4ForCausalLM",
+                "exaone4",
+                "full everywhere beside a window",
+                {"sliding_window": 8, "layer_types": ["full_attention"] * 3, "head_dim": 16},
+            ),
+            ("GlmForCausalLM", "glm", "a quarter rotated", {"head_dim": 16, "partial_rotary_factor": 0.25, "attention_bias": False}),
+            ("Glm4ForCausalLM", "glm4", "all rotated", {"head_dim": 16, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-2}),
+            ("Olmo2ForCausalLM", "olmo2", "with biases", {"attention_bias": True, "rms_norm_eps": 1e-2, "rope_theta": 5e5}),
+            (
+                "Dots1ForCausalLM",
+                "dots1",
+                "windows from a layer on",
+                DOTS1 | {"sliding_window": 8, "max_window_layers": 1},
+            ),
+            ("Dots1ForCausalLM", "dots1", "in groups", DOTS1 | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
+            ("GraniteMoeForCausalLM", "granitemoe", "with multipliers", GRANITE_MOE),
+            ("GraniteMoeSharedForCausalLM", "granitemoeshared", "with multipliers", GRANITE_MOE | {"shared_intermediate_size": 24}),
+            ("MiniCPM3ForCausalLM", "minicpm3", "with scales", MINICPM3),
+        )
+    },
     "qwen2 without windows": Case(qwen2(max_window_layers=None), twin=qwen2()),
     "Qwen2.5-1M within its chunks": Case(
         qwen2(
@@ -863,6 +917,15 @@ REFUSED: dict[str, Case] = {
             ("SmolLM3ForCausalLM", "smollm3", "no_rope_layers", [1, 0]),
             ("SmolLM3ForCausalLM", "smollm3", "max_window_layers", 1),
             ("Cohere2ForCausalLM", "cohere2", "rotary_pct", 0.5),
+            ("Cohere2ForCausalLM", "cohere2", "use_qk_norm", True),
+            ("Exaone4ForCausalLM", "exaone4", "sliding_window_pattern", "LLLG"),
+            ("Exaone4ForCausalLM", "exaone4", "attention_bias", True),
+            ("GlmForCausalLM", "glm", "mlp_bias", True),
+            ("Dots1ForCausalLM", "dots1", "use_sliding_window", True),
+            ("GraniteMoeForCausalLM", "granitemoe", "shared_intermediate_size", 24),
+            ("MiniCPM3ForCausalLM", "minicpm3", "partial_rotary_factor", 0.5),
+            ("Olmo2ForCausalLM", "olmo2", "clip_qkv", 8.0),
+            ("Olmo2ForCausalLM", "olmo2", "sliding_window", 8),
             ("Exaone4ForCausalLM", "exaone4", "sliding_window_pattern", 0),
             ("GemmaForCausalLM", "gemma", "use_bidirectional_attention", True),
             ("MistralForCausalLM", "mistral", "attention_bias", True),
@@ -879,6 +942,23 @@ REFUSED: dict[str, Case] = {
             ("Gemma2ForCausalLM", "gemma2"),
             ("Gemma3ForCausalLM", "gemma3_text"),
             ("GptOssForCausalLM", "gpt_oss"),
+        )
+    },
+    **{
+        f"Phi3 {kind}": Case(decoder("Phi3ForCausalLM", "phi3", rope_scaling=scaling, pad_token_id=0), kind)
+        for kind, scaling in (
+            ("linear", {"type": "linear", "factor": 2.0}),
+            ("dynamic", {"type": "dynamic", "factor": 2.0}),
+            ("yarn", YARN),
+            ("llama3", LLAMA3),
+        )
+    },
+    **{
+        f"{name} tied or not": Case(config, "tie_word_embeddings")
+        for name, config in (
+            ("llama", llama(tie_word_embeddings=None)),
+            ("gemma3", gemma3(tie_word_embeddings=None)),
+            ("gemma3 with a tower", gemma3_vision({}, tie_word_embeddings=None)),
         )
     },
     "Phi3 longrope": Case(
