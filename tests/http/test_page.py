@@ -180,6 +180,7 @@ async def test_a_conversation(site: Site, tmp_path: Path) -> None:
 @browser
 async def test_edit_retry_branch_and_what_is_kept(serve: Serve, tmp_path: Path) -> None:
     ingress = ScriptedIngress("one", TEMPLATE)
+    ingress.default_sampling.values["temperature"] = 0
     site = await serve(ingress)
     earlier = "document.querySelector('[aria-label=\"Earlier version\"]').click()"
     chats = "document.querySelectorAll('#kept-chats li').length"
@@ -190,6 +191,10 @@ async def test_edit_retry_branch_and_what_is_kept(serve: Serve, tmp_path: Path) 
         ingress.script = "two"
         await press_button(tab, "Retry")
         await tab.until(f"{SHOWN}.join() === 'Count,two' && {answers(1)}")
+        greedy, again = (job.sampling for job in ingress.jobs)  # which would give the same answer
+        assert (greedy.temperature, greedy.seed) == (0, None)
+        assert again.temperature == 0.6
+        assert again.seed is not None
         await tab.js(earlier)
         assert await tab.js(SHOWN) == ["Count", "one"]
         await ask(tab, "Go on")

@@ -20,6 +20,9 @@ const WEATHER = {
 };
 const EXAMPLES = { schema: CITY, tools: [WEATHER] };
 
+const AGAIN = 0.6; // temperature of a retry where the answer before it was greedy
+
+let known = {}; // what holds where the page sends nothing else
 let usual = {}; // fields that the page sends if nobody says otherwise
 
 for (const [name, step] of NUMBERS)
@@ -34,7 +37,7 @@ for (const [id, example] of Object.entries(EXAMPLES)) {
 // What the server says about its model: /get_model_info.
 export function tell({ about, max_model_len, preferred_sampling_params, chat_params, sampling_sources }) {
   usual = chat_params;
-  const values = { ...preferred_sampling_params, ...usual };
+  const values = known = { ...preferred_sampling_params, ...usual };
   for (const [name] of NUMBERS) $(name).placeholder = values[name] ?? "default";
   $("about").textContent = about;
   $("context").textContent = `${max_model_len} tokens`;
@@ -51,8 +54,8 @@ function parsed(id, what) {
   try { return JSON.parse(text); } catch (error) { throw new Error(`${what} is not valid JSON: ${error.message}`); }
 }
 
-// The body of a chat request. Throws an Error if a field cannot be read.
-export function fields(messages) {
+// The body of a chat request; `again`: another answer than the one there is. Throws an Error if a field cannot be read.
+export function fields(messages, again) {
   const body = { ...usual, model: $("model").value, stream: true, stream_options: { include_usage: true } };
   const system = $("system").value.trim();
   body.messages = [...(system ? [{ role: "system", content: system }] : []), ...messages];
@@ -60,6 +63,8 @@ export function fields(messages) {
     if ($(name).validity.badInput) throw new Error(`${name} is not a number`);
     if ($(name).value !== "") body[name] = Number($(name).value);
   }
+  if (again && (body.temperature ?? known.temperature) === 0)
+    Object.assign(body, { temperature: AGAIN, seed: Math.floor(Math.random() * 2 ** 31) });
   const plain = !$("schema").value.trim() && !$("tools").value.trim();
   if (!plain) for (const name of PENALTIES) if ($(name).value === "") delete body[name]; // they spoil JSON
   const stop = $("stops").value.split("\n").filter(Boolean);

@@ -74,7 +74,7 @@ function foot(owner, at, note) {
   }
   if (message.content) row.append(button("Copy", (event) => copyBy(event.target, message.content), { ariaLabel: "Copy the message" }));
   if (message.role !== "tool") row.append(button("Edit", (event) => edit(event.target.closest("article"), at), { className: "small act" }));
-  if (message.role === "assistant") row.append(button("Retry", () => answer(owner.nodes[at].parent), { className: "small act again" }));
+  if (message.role === "assistant") row.append(button("Retry", () => answer(owner.nodes[at].parent, true), { className: "small act again" }));
   row.append(button("Branch", () => branch(at), { className: "small act", title: "Go on from here in a new chat" }));
   for (const control of row.querySelectorAll(".act")) control.disabled = running !== null;
   return row;
@@ -256,7 +256,7 @@ class Answer {
     else this.conversation.nodes[this.parent].chosen = this.before;
     if (error && !stopped) this.view.append(complaint(error));
     this.view.append(at ? foot(this.conversation, at, note) : make("div", { className: "foot" }, make("span", { textContent: note }),
-      button("Retry", () => answer(this.parent), { className: "small act again" })));
+      button("Retry", () => answer(this.parent, !error), { className: "small act again" })));
     if (shown && !this.view.isConnected) draw(); // another version was looked at meanwhile
     keep(this.conversation);
   }
@@ -271,8 +271,8 @@ function busy(now) {
 
 addEventListener("pagehide", () => running?.keepPart());
 
-// Answer what `parent` says, beside the answers that it has.
-async function answer(parent) {
+// Answer what `parent` says, beside the answers that it has; `again`: in another way.
+async function answer(parent, again = false) {
   if (running) return;
   busy(new Answer(parent));
   conversation.nodes[parent].chosen = undefined;
@@ -282,7 +282,7 @@ async function answer(parent) {
   const mine = running, { signal } = mine.abort;
   let failure = null;
   try {
-    const body = fields(conversation.messages(parent));
+    const body = fields(conversation.messages(parent), again);
     for await (const chunk of events(await call("v1/chat/completions", body, signal))) mine.take(chunk);
     if (!mine.finish) throw new Error("The connection broke before the answer was complete.");
   } catch (error) {
