@@ -768,6 +768,13 @@ def test_a_cut_call_of_a_custom_tool_has_its_text_alone() -> None:
     assert free_text('{"other": "x') == '{"other": "x'
 
 
+async def test_an_image_is_refused_where_it_stands(site: Site) -> None:
+    parts = [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "data:,"}]
+    status, reply = await site.post("/v1/responses", {"input": [{"role": "user", "content": parts}]})
+    assert (status, reply["error"]["param"]) == (400, "input")
+    assert "(input[0].content[1]): the model takes text only" in reply["error"]["message"]
+
+
 async def test_tools_of_mcp_servers_need_a_flag(site: Site) -> None:
     body = {"input": "x", "tools": [{"type": "mcp", "server_label": "x", "server_url": "http://x"}]}
     status, reply = await site.post("/v1/responses", body)

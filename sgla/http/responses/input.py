@@ -464,9 +464,8 @@ def content_part(part: Any, path: str) -> dict[str, Any]:
         if not isinstance(text, str):
             raise InvalidField(f"{path}.{TEXTS[kind]} must be a string", param="input")
         return {"type": "text", "text": text}
-    if kind == "input_image":
-        return {"type": "image_url", "image_url": {"url": str(part.get("image_url"))}}
-    raise unsupported("input", f" with content of type {str(kind)[:40]!r} ({path})")
+    told = ": the model takes text only" if kind == "input_image" else ""
+    raise unsupported("input", f" with content of type {str(kind)[:40]!r} ({path}){told}")
 
 
 def call_output(item: Item, path: str) -> str | list[dict[str, Any]]:
