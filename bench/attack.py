@@ -58,6 +58,9 @@ BACK = 1.15  # times what a warm server takes
 DRAIN = 3.0
 LIMIT = 100.0  # milliseconds that a /health/live may take
 OTHERS = 500  # and another client's look at what it has stored
+OTHERS_WORK = (
+    15.0  # seconds for another client's work: a small schema, batch or text to parse, three calls of tools
+)
 
 # Bodies ---------------------------------------------------------------------------------------------------------------
 
@@ -133,9 +136,9 @@ async def tool_calls(target: Target) -> Outcome:
     ]
     await asyncio.sleep(0.2)
     began = time.monotonic()
-    await send(target, request("/tokenize", {"prompt": "word " * 1000}, OTHER))
+    other = await send(target, request("/tokenize", {"prompt": "word " * 1000}, OTHER))
     waited = time.monotonic() - began
-    outcome = Outcome(more={"other_s": round(waited, 2)})
+    outcome = Outcome(more={"other_s": round(waited, 2), "other": dict(other.statuses)})
     for found in await asyncio.gather(*attacking):
         outcome.statuses += found.statuses
     return outcome
@@ -288,26 +291,36 @@ ATTACKS = {name: attack for _, attacks in SERVERS for name, attack in attacks.it
 
 
 class Probe:
-    """Another process asks /health/live every 10 ms; ``slowest`` is the longest it waited, in milliseconds."""
+    """Another process asks /health/live every 10 ms."""
 
     def __init__(self, port: int) -> None:
         command = [sys.executable, __file__, "--probe", str(port)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self._process.stdout.readline()  # it has begun
+        self.slowest()  # it has begun
 
     def slowest(self) -> float:
-        return float(self._process.communicate("")[0])
+        """The longest that it waited since this was asked last, in milliseconds."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def probe(port: int) -> None:
-    """Until stdin ends; prints the longest time, failures as the time they took."""
-    ended, slowest = threading.Event(), 0.0
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+    """Until stdin ends; prints the longest time since the last line of it for each line, failures as the time they took."""
+    ended, asked, slowest = threading.Event(), threading.Event(), 0.0
+    threading.Thread(target=lambda: ([asked.set() for _ in sys.stdin], ended.set()), daemon=True).start()
     connection: socket.socket | None = None
-    print(flush=True)
     failing: float | None = None  # since when nothing is answered
     while not ended.wait(0.01):
+        if asked.is_set():
+            asked.clear()
+            print(1000 * max(slowest, time.monotonic() - failing if failing is not None else 0.0), flush=True)
+            slowest = 0.0
         began = time.monotonic()
         try:
             if connection is None:
@@ -320,9 +333,6 @@ def probe(port: int) -> None:
             slowest, failing = max(slowest, time.monotonic() - (failing or began)), None
         else:
             connection, failing = None, failing or began
-    if failing is not None:
-        slowest = max(slowest, time.monotonic() - failing)
-    print(slowest * 1000)
 
 
 def memory(pid: int) -> int:
@@ -370,6 +380,7 @@ def measure(name: str, attack: Attack, target: Target, baseline: int) -> dict[st
     seconds = time.monotonic() - began
     time.sleep(0.3)
     slowest = probing.slowest()
+    probing.close()
     over.set()
     sampler.join()
     after = settled(target.pid, BACK * baseline)
@@ -522,7 +533,9 @@ def faults(result: dict[str, Any]) -> list[str]:
             "500": "500" in result["statuses"],
             "no answer": "0" in result["statuses"],
             "broken streams": result.get("broken", 0) > 0,
-            "others suffer": result.get("other", {200: 1}) != {200: 1} or result.get("other_ms", 0) > OTHERS,
+            "others suffer": result.get("other", {200: 1}) != {200: 1}
+            or result.get("other_ms", 0) > OTHERS
+            or result.get("other_s", 0) > OTHERS_WORK,
         }
     return [name for name, so in found.items() if so]
 

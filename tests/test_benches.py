@@ -116,6 +116,7 @@ def test_what_an_attack_may_not_bring_about_is_named() -> None:
         ({"statuses": {"0": 1}}, "no answer"),
         ({"broken": 1}, "broken streams"),
         ({"other": {429: 1}}, "others suffer"),
+        ({"other_s": 60.0}, "others suffer"),
     ):
         assert attack.faults(fine | change) == [fault]
     end = {"attack": "SIGTERM", "seconds": 3.5, "exit": 0}
