@@ -25,8 +25,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: Annotated[
         str,
         Doc(
-            description="hub id (of GGUF files with ':Q4_K_M'), local folder, .gguf file, 'demo' "
-            "(SmolLM2-135M-Instruct) or 'minilm'"
+            description="hub id (of GGUF files with ':Q4_K_M'), local folder, .gguf file, or a packaged "
+            "model: demo (SmolLM2-135M-Instruct), minilm (all-MiniLM-L6-v2, for vectors), gemma3-270m (Gemma "
+            "3 270M, under the terms of ai.google.dev/gemma/terms)"
         ),
     ] = "demo"
     served_model_name: Annotated[

@@ -21,6 +21,7 @@ import pytest
 from prompt_toolkit.history import InMemoryHistory
 
 from sgla.cli import main, terminal
+from sgla.cli.args import descriptions
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import cache, demo, fetch, quantized
@@ -149,6 +150,17 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert demo.cache_folder("/other") == Path("/other")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert demo.cache_folder() == Path.home() / ".cache/sgla"
+
+
+def test_packaged_models_are_named_wherever_models_are() -> None:
+    root = Path(__file__).parents[1]
+    (row,) = [
+        line for line in (root / "README.md").read_text().splitlines() if line.startswith("| `--model`")
+    ]
+    origin = (root / "docs" / "models.md").read_text().partition("## Where models come from")[2]
+    for text in (row, origin, descriptions()["model"]):
+        assert [name for name in demo.MODELS if name not in text] == []
+        assert "ai.google.dev/gemma/terms" in text
 
 
 def test_a_user_without_a_home(
