@@ -113,6 +113,7 @@ def test_version() -> None:
         (["serve", "--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["explain", "./nowhere"], "no file or folder './nowhere'"),
         (["fly"], "invalid choice: 'fly'"),
+        (["srve"], "there is no command 'srve'; did you mean 'sgla serve'?"),
         (["run", "llama3"], "there is no command 'run'; use 'sgla chat'"),
         (["bench", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
         (["chat", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
@@ -466,6 +467,15 @@ def test_bench_prints_one_json_line_a_run(server: str, workload: str, api: str) 
             "itl_p99_ms",
         } <= set(line)
     assert all(body["ignore_eos"] and body["stream"] for body in StandIn.bodies)
+
+
+def test_bench_shows_a_bar_on_a_terminal(server: str) -> None:
+    argv = ["bench", "--url", server, "--requests", "3", "--input-len", "5", "--output-len", "4"]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(Terminal()) as err:
+        assert cli.main(argv) == 0
+    assert json.loads(out.getvalue())["requests"] == 3
+    assert "3/3" in err.getvalue()
+    assert "tok/s in" in err.getvalue()
 
 
 def test_bench_multi_turn_carries_the_history(server: str) -> None:

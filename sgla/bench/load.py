@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -16,7 +16,9 @@ import msgspec
 
 from sgla.bench.workloads import Prompt, Session
 from sgla.clock import now
-from sgla.streams import Choice, Usage, decode_event
+from sgla.messages import Usage
+from sgla.streams import Choice, decode_event
+from sgla.streams import Usage as Told
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 
@@ -49,11 +51,21 @@ class Record(msgspec.Struct):
     cached_tokens: int = 0
     error: str | None = None
 
+    @property
+    def usage(self) -> Usage:
+        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
+
 
 async def run(
-    target: Target, sessions: Sequence[Session], concurrency: int, rate: float | None = None, seed: int = 0
+    target: Target,
+    sessions: Sequence[Session],
+    concurrency: int,
+    rate: float | None = None,
+    seed: int = 0,
+    on_end: Callable[[Record], None] = lambda record: None,
 ) -> tuple[list[Record], float]:
     """Run all sessions, at most ``concurrency`` at once, arriving at ``rate`` a second if given.
+    ``on_end`` is called with each request that has ended.
 
     Returns the records in order of sessions, and the seconds from the first request to the last answer.
     """
@@ -64,7 +76,7 @@ async def run(
         async def one(session: Session, at: float) -> list[Record]:
             await asyncio.sleep(max(0.0, began + at - now()))
             async with gate:
-                return await converse(client, target, session)
+                return await converse(client, target, session, on_end)
 
         tasks = []
         for session in sessions:
@@ -75,7 +87,9 @@ async def run(
     return records, max(record.end for record in records) - min(record.start for record in records)
 
 
-async def converse(client: aiohttp.ClientSession, target: Target, session: Session) -> list[Record]:
+async def converse(
+    client: aiohttp.ClientSession, target: Target, session: Session, on_end: Callable[[Record], None]
+) -> list[Record]:
     """The turns of one session, each with the history of those before; stops at an error."""
     records: list[Record] = []
     messages: list[dict[str, str]] = []
@@ -90,6 +104,7 @@ async def converse(client: aiohttp.ClientSession, target: Target, session: Sessi
             record = await ask(client, target, {"prompt": prompt}, turn.max_tokens)
             history = prompt + record.text if isinstance(prompt, str) else ""
         records.append(record)
+        on_end(record)
         if record.error:
             break
     return records
@@ -145,7 +160,7 @@ def read_stream(record: Record, pieces: Sequence[tuple[float, bytes]]) -> None:
     record.completion_tokens = record.completion_tokens or len(record.chunks)
 
 
-def _read_usage(record: Record, usage: Usage) -> None:
+def _read_usage(record: Record, usage: Told) -> None:
     details = usage.prompt_tokens_details
     record.prompt_tokens = usage.prompt_tokens or 0
     record.completion_tokens = usage.completion_tokens or 0

@@ -137,6 +137,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = build(argv[0] if argv else None)
     if argv and argv[0] in COMMANDS:
         parser.error(f"there is no command '{argv[0]}'; use 'sgla {COMMANDS[argv[0]]}'")
+    if argv and argv[0] not in BUILT and (close := difflib.get_close_matches(argv[0], BUILT, n=1)):
+        parser.error(f"there is no command '{argv[0]}'; did you mean 'sgla {close[0]}'?")
     behind: list[str] = []
     if argv and argv[0] == "launch" and "--" in argv:
         at = argv.index("--")

@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ import aiohttp
 from sgla.bench import load, workloads
 from sgla.bench.report import summarize
 from sgla.cli.chat import error_text
+from sgla.engine.progress import Bar
 from sgla.errors import ConfigError
 from sgla.observe.machine import detect
 
@@ -46,13 +48,20 @@ def run(args: argparse.Namespace) -> int:
     with profiled(target, wish) if args.profile else contextlib.nullcontext():
         for repeat in range(args.repeat):
             sessions = sessions_of(args, random.Random(args.seed + repeat))
-            records, seconds = asyncio.run(load.run(target, sessions, args.concurrency, args.rate, args.seed))
+            with contextlib.closing(Bar(sum(map(len, sessions)), "req", None)) as bar:
+                ended = partial(ended_on, bar)
+                work = load.run(target, sessions, args.concurrency, args.rate, args.seed, ended)
+                records, seconds = asyncio.run(work)
             numbers = summarize(records, seconds)
             failed |= numbers["errors"] > 0
             print(json.dumps(head | ({"rate": args.rate} if args.rate else {}) | numbers), flush=True)
     if failed:
         print("sgla bench: some requests failed; first_error says how", file=sys.stderr)
     return int(failed)
+
+
+def ended_on(bar: Bar, record: load.Record) -> None:
+    bar.add([record])
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from sgla.messages import Progress, Usage
 
 
 class Counted(Protocol):
-    usage: Usage
+    @property
+    def usage(self) -> Usage: ...
 
 
 def shown(wanted: bool | None) -> bool:
