@@ -87,7 +87,8 @@ class Repetition(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
 class Processor(msgspec.Struct, array_like=True, frozen=True):
     """A logit processor that the server has (``sampling/processors.py``),
-    and the keyword arguments to make it with."""
+    and the keyword arguments to make it with. In ``SamplingParams`` the name "" stands for all that declare
+    the arguments."""
 
     name: str
     arguments: dict[str, Any] = {}
@@ -623,7 +624,8 @@ class Facts(msgspec.Struct, kw_only=True):
     timings: dict[str, float] = {}  # seconds by phase: import, weights, warmup, ...
     notes: list[str] = []  # decisions worth telling: kernels used, fallbacks and why
     grammars: bool = False  # the sampler honours RowSampling.grammar
-    processors: list[str] = []  # names that RowSampling.processors may have
+    # By the names that RowSampling.processors may have: the arguments that each declares.
+    processors: dict[str, list[str]] = {}
     pooling: Pooling | None = None  # the model answers with vectors alone
     drafts: int = 0  # most tokens that a decode row may guess and verify; 0: none
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured

@@ -10,7 +10,8 @@ it keeps nothing that it cannot find out from ``output``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,19 @@ def load(paths: Iterable[str]) -> dict[str, Kind]:
             raise ConfigError(f"--logits-processors {path} {why}", param="logits_processors")
         found[name] = kind
     return found
+
+
+def declared(kinds: Mapping[str, Kind]) -> dict[str, list[str]]:
+    """The names of the arguments that each takes, as far as it tells."""
+    return {name: list(_parameters(kind)) for name, kind in kinds.items()}
+
+
+def _parameters(kind: Kind) -> Iterable[str]:
+    try:
+        found = inspect.signature(kind).parameters.values()
+    except ValueError:
+        return []
+    return [one.name for one in found if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
 
 
 class Custom:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import random
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol, SupportsIndex
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 from msgspec.structs import replace
@@ -85,7 +86,7 @@ class Preparer:
         limits: ModelFacts,
         rng: random.Random,
         grammars: bool = False,
-        processors: Sequence[str] = (),
+        processors: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
@@ -147,7 +148,6 @@ class Preparer:
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
             self._check_known(name, getattr(job.sampling, name) or ())
         check_stops(job.sampling)
-        self._check_processors(job.sampling.processors)
         if job.sampling.hidden_states and not self.limits.hidden:
             raise UnsupportedField(
                 "return_hidden_states needs a server that runs with "
@@ -159,20 +159,44 @@ class Preparer:
             raise UnsupportedField(f"{grammar.param} is not supported on this device", param=grammar.param)
         words = word_tokens(job.sampling.bad_words, self.tokenizer)
         row = row_sampling(job.sampling, stop_ids, words)
+        if job.sampling.processors:
+            row = replace(row, processors=self._processors(job.sampling.processors))
         if job.sampling.prompt_logprobs == -1:
             row = replace(row, prompt_logprobs=self.limits.vocab_size)
         common = Common(infill, stop_ids, row)
         self._latest = job.sampling, common
         return common
 
-    def _check_processors(self, processors: Sequence[Processor]) -> None:
+    def _processors(self, processors: Sequence[Processor]) -> list[Processor]:
+        """Those that the request names, and those whose arguments it names alone."""
+        found: list[Processor] = []
         for asked in processors:
-            if asked.name not in self.processors:
+            if not asked.name:
+                found += self._declaring(asked.arguments)
+            elif asked.name in self.processors:
+                found.append(asked)
+            else:
                 there = ", ".join(self.processors) or "none; --logits-processors gives it some"
                 raise UnsupportedField(
                     f"logits_processors: there is no {asked.name[:100]!r}; this server has {there}",
                     param="logits_processors",
                 )
+        return found
+
+    def _declaring(self, arguments: dict[str, Any]) -> list[Processor]:
+        for key in arguments:
+            if not any(key in taken for taken in self.processors.values()):
+                listed = [f"{name}({', '.join(taken)})" for name, taken in self.processors.items()]
+                there = ", ".join(listed) or "none; --logits-processors gives it some"
+                raise UnsupportedField(
+                    f"vllm_xargs.{key[:100]}: no logit processor declares it; this server has {there}",
+                    param="vllm_xargs",
+                )
+        given = {
+            name: {key: value for key, value in arguments.items() if key in taken}
+            for name, taken in self.processors.items()
+        }
+        return [Processor(name, its) for name, its in given.items() if its]
 
     def _pooled(self, job: Job, labels: list[int]) -> Submit:
         """For a request that wants a vector.

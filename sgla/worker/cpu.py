@@ -31,6 +31,7 @@ from sgla.sampling.draw import draw
 from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.native import find_draw
+from sgla.sampling.processors import declared
 from sgla.sampling.processors import load as load_processors
 from sgla.sampling.runs import ragged
 from sgla.worker.batch import Columns, Wanted, build, cut, read
@@ -93,7 +94,7 @@ class CpuRunner(Runner):
             device=self.place.device.name,
             ledger={"weights": weights, "kv": size.bytes},
             notes=[note for note in (kernels, size.note) if note],
-            **answer_facts(config, spec, self.pooling, list(processors)),
+            **answer_facts(config, spec, self.pooling, declared(processors)),
         )
 
     def _load_model(self, config: Config, source: ModelSource, dtype: str, context_len: int) -> CausalLM:

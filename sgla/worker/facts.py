@@ -30,16 +30,16 @@ def answer_facts(
     config: Config,
     spec: ModelSpec | EncoderSpec,
     pooling: Pooling | None,
-    processors: list[str] | None = None,
+    processors: dict[str, list[str]] | None = None,
 ) -> dict[str, Any]:
-    """The fields of ``Facts`` that say what steps answer with. ``processors``: names of those that are
-    loaded."""
+    """The fields of ``Facts`` that say what steps answer with. ``processors``: as in
+    ``Facts``."""
     if pooling is not None:
         return {"pooling": pooling}
     return {
         "grammars": True,
         "scores": True,
-        "processors": processors or [],
+        "processors": processors or {},
         "hidden": spec.hidden if config.enable_return_hidden_states else 0,
         "drafts": (config.speculative_num_draft_tokens or 0) if config.speculative_algorithm else 0,
     }

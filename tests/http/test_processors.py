@@ -54,6 +54,8 @@ ASK: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 4, "return_token_ids": Tr
     [
         {"logits_processors": [{"qualname": "Count", "kwargs": {"start": 20}}]},
         {"vllm_xargs": {"Count": {"start": 20}}},
+        {"vllm_xargs": {"Count.start": 20}},
+        {"vllm_xargs": {"start": 20}},
     ],
 )
 async def test_requests_name_processors(folder: Path, more: dict[str, Any]) -> None:
@@ -77,8 +79,11 @@ async def test_wrong_processors_end_their_request_alone(folder: Path) -> None:
             ({"logits_processors": ["Other"]}, "logits_processors", "Count, Spoil"),
             ({"logits_processors": [{"name": "Count"}]}, "logits_processors", "qualname"),
             ({"logits_processors": [{"qualname": "Count", "args": [1]}]}, "logits_processors", "kwargs"),
+            ({"logits_processors": [""]}, "logits_processors", "qualname"),
             ({"logits_processors": ["Count"] * 17}, "logits_processors", "16"),
-            ({"vllm_xargs": {"odd": 3}}, "vllm_xargs", "vllm_xargs.odd"),
+            ({"vllm_xargs": {"start": 20, "odd": 3}}, "vllm_xargs", "vllm_xargs.odd: no logit processor"),
+            ({"vllm_xargs": {"Other.start": 3}}, "logits_processors", "'Other'"),
+            ({"vllm_xargs": {"Count.odd": 3}}, None, "odd"),
             ({"vllm_xargs": {"odd": {}}}, "logits_processors", "'odd'"),
             ({"logits_processors": ["Count"]}, None, "missing 1 required positional argument"),
             ({"vllm_xargs": {"Count": {"start": 40}}}, None, "no more"),

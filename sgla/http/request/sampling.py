@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgla.defaults import SAMPLING, Defaults
-from sgla.errors import InvalidField, UnsupportedField
+from sgla.errors import InvalidField
 from sgla.http.request.grammar import grammar_of
 from sgla.http.request.schema import (
     MAX_ALLOWED,
@@ -74,28 +74,26 @@ def sampling_params(
 
 
 def processors(fields: SamplingFields) -> list[Processor]:
-    """Those that ``logits_processors`` names, alone or as vLLM's ``qualname`` and ``kwargs``, and those that
-    are keys of ``vllm_xargs``, with their arguments. The engine knows which there are."""
+    """Those that ``logits_processors`` names, alone or as vLLM's ``qualname`` and ``kwargs``, and those of
+    ``vllm_xargs``: ``{NAME: {argument: value}}``, or flat as vLLM's, ``{"NAME.argument": value}`` or
+    ``{argument: value}``. The engine knows which there are."""
     asked = []
     check_count("logits_processors", fields.logits_processors or [], MAX_PROCESSORS)
     for item in fields.logits_processors or []:
         named = {"qualname": item} if isinstance(item, str) else item
         name, arguments = named.get("qualname"), named.get("kwargs") or {}
-        if not isinstance(name, str) or not isinstance(arguments, dict) or named.get("args"):
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict) or named.get("args"):
             raise InvalidField(
                 "logits_processors must be names, or objects with a qualname and kwargs",
                 param="logits_processors",
             )
         asked.append(Processor(name, arguments))
     check_count("vllm_xargs", fields.vllm_xargs or {}, MAX_PROCESSORS)
-    for name, arguments in (fields.vllm_xargs or {}).items():
-        if not isinstance(arguments, dict):
-            raise UnsupportedField(
-                f"vllm_xargs.{name[:100]} is not supported by this server; its keys are names of logit "
-                "processors, with objects of their arguments",
-                param="vllm_xargs",
-            )
-        asked.append(Processor(name, arguments))
+    given: dict[str, dict[str, Any]] = {}
+    for key, value in (fields.vllm_xargs or {}).items():
+        name, _, argument = (key, "", "") if isinstance(value, dict) else key.rpartition(".")
+        given.setdefault(name, {}).update(value if isinstance(value, dict) else {argument: value})
+    asked += [Processor(name, arguments) for name, arguments in given.items()]
     return asked
 
 
