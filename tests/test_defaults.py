@@ -173,3 +173,14 @@ def test_nonsense_on_the_command_line_ends_the_start(
         code = int(stop.code or 0)
     assert code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_name_of_a_file_tells_its_quantization() -> None:
+    names = {
+        "a.Q4_1.gguf": "Q4_1",
+        "gemma-3-270m-q4_k_m.gguf": "Q4_K_M",
+        "model.gguf": "",
+        "a.safetensors": "",
+    }
+    for name, kind in names.items():
+        assert ModelSource("gguf", Path(), (Path(name),), {}, {}).quantization == kind

@@ -78,6 +78,7 @@ class Ingress:
         self.tokenizer: Tokenizer | None = None
         self.template: BoundedTemplate | None = None
         self.architecture = ""  # config.json's, once the model is loaded
+        self.quantization = ""  # that of the model's file
         self.default_sampling = Defaults()
         self.random = random.Random(config.random_seed)
         self.lanes = Lanes()

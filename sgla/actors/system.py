@@ -133,6 +133,7 @@ class System:
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.architecture = architecture_of(source.config)
+        ingress.quantization = source.quantization
         self.metrics.started(facts, facts.timings)
         if isinstance(core, RecordedCore):
             ingress.step_log, schedule.rest = core.written, core.rest

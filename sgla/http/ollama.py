@@ -333,14 +333,14 @@ def card(server: Server, name: str) -> dict[str, Any]:
 
 
 def details(server: Server) -> dict[str, Any]:
-    facts = server.ingress.facts
+    facts, asked = server.ingress.facts, server.config.quantization
     return {
         "parent_model": "",
         "format": "sgla",
         "family": server.ingress.architecture,
         "families": [server.ingress.architecture],
         "parameter_size": "",
-        "quantization_level": server.config.quantization or (facts.dtype if facts is not None else ""),
+        "quantization_level": server.ingress.quantization or asked or (facts.dtype if facts else ""),
     }
 
 

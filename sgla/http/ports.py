@@ -57,6 +57,10 @@ class Ingress(Protocol):
         """The name of the model's class."""
 
     @property
+    def quantization(self) -> str:
+        """Of the model's file, as ``Q4_1``; empty if its values are not quantized."""
+
+    @property
     def default_sampling(self) -> Defaults: ...
 
     def require_ready(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from sgla.errors import ConfigError
 from sgla.hub.gguf import GGUFFile, read_gguf
+from sgla.hub.quantized import QUANTIZATION
 
 MAX_JSON = 16 << 20  # bytes of a configuration
 MAX_INDEX = 64 << 20  # bytes of an index of tensors
@@ -41,6 +42,12 @@ class ModelSource:
         """Parse the GGUF file (a tenth of a second)."""
         assert self.gguf_path is not None
         return read_gguf(self.gguf_path)
+
+    @property
+    def quantization(self) -> str:
+        """As ``Q4_1``, by the name of a GGUF file; empty if it tells none."""
+        found = self.gguf_path and QUANTIZATION.search(self.gguf_path.stem)
+        return found[1].upper() if found else ""
 
     @property
     def vocab_size(self) -> int | None:

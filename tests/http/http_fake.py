@@ -116,6 +116,7 @@ class FakeIngress:
         self.template: Any = FakeTemplate()
         self.lanes = Lanes()
         self.architecture = ""
+        self.quantization = ""
         file = "generation_config.json"
         self.default_sampling = Defaults(
             {"temperature": 0.6, "top_k": 50}, {"temperature": file, "top_k": file}

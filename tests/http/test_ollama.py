@@ -119,6 +119,10 @@ async def test_models_and_errors(site: Site) -> None:
     assert [model["name"] for model in tags["models"]] == ["fake", "fake-alias"]
     _, shown = await site.post("/api/show", {"model": "fake"})
     assert shown["capabilities"] == ["completion"]
+    assert shown["details"]["quantization_level"] == site.ingress.facts.dtype  # type: ignore[union-attr]
+    site.ingress.quantization = "Q4_1"
+    _, shown = await site.post("/api/show", {"model": "fake"})
+    assert shown["details"]["quantization_level"] == "Q4_1"
     for path, body, expected in (
         ("/api/chat", {"model": "other", "messages": USER}, 404),
         ("/api/show", {"model": "other"}, 404),
