@@ -87,11 +87,11 @@ class Door:
 
 
 class Desk:
-    """Serves one task at a time, by turns between clients: a task waits for the earlier ones of its client,
-    then for one of each other client."""
+    """Serves ``most`` tasks at a time, by turns between clients: a task waits for the earlier ones of its
+    client, then for one of each other client."""
 
-    def __init__(self) -> None:
-        self.everybodys = asyncio.Lock()
+    def __init__(self, most: int = 1) -> None:
+        self.everybodys = asyncio.Semaphore(most)
         self._own: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def own(self, client: str) -> asyncio.Lock:

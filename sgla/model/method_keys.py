@@ -68,9 +68,9 @@ def check_method_keys(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     keys = _METHODS.get(kind)
     if keys is None:
         return ()
-    notes, unknown = [], []
+    known, notes, unknown = {*keys.known.split(), *LISTS, "quant_method"}, [], []
     for key, value in config.items():
-        if key == "quant_method" or key in LISTS or key in keys.known.split() or value is None:
+        if key in known or value is None:
             continue
         if key in keys.noted:
             notes.append(f"config.json: quantization_config: {key} is not used ({keys.noted[key]})")

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SMALL, Eager, random_prompts, save_checkpoint
-from tiny import make_core, run, run_executor, submit, tiny_config
+from tiny import make_core, over_two_ranks, run, submit, tiny_config
 
 from sgla.errors import ConfigError
-from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
 from sgla.model import registry
 from sgla.model.families import FAMILIES, Family
@@ -106,11 +105,7 @@ async def test_two_ranks_split_the_heads_of_one_latent(tmp_path: Path) -> None:
     _, source = save(tmp_path, "minicpm3")
     requests = [submit(str(i), prompt, 8) for i, prompt in enumerate(PROMPTS)]
     one = CpuRunner(tiny_config(), source, 0, 1, "", lambda progress: None)
-    executor = ProcsExecutor(tiny_config(tp=2), source)
-    try:
-        both = await run_executor(executor, await executor.start(lambda progress: None), requests)
-    finally:
-        await executor.close()
+    both = await over_two_ranks(source, requests)
     assert both.tokens() == run(one, requests).tokens()
     assert state_of(one.model.spec, 2, 0) == state_of(one.model.spec, 1)  # each has the whole latent
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from checkpoints import SMALL, Eager, decided, random_prompts, save_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny import run, run_executor, submit, tiny_config
+from tiny import over_two_ranks, run, submit, tiny_config
 
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
-from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
 from sgla.model.load import load_model
 from sgla.model.sizes import parameters, read_spec, weight_bytes
@@ -116,11 +115,7 @@ async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
     source = open_source(tmp_path)
     requests = [submit(str(i), prompt, 8) for i, prompt in enumerate(PROMPTS)]
     one = CpuRunner(tiny_config(), source, 0, 1, "", lambda progress: None)
-    executor = ProcsExecutor(tiny_config(tp=2), source)
-    try:
-        both = await run_executor(executor, await executor.start(lambda progress: None), requests)
-    finally:
-        await executor.close()
+    both = await over_two_ranks(source, requests)
     assert both.tokens() == run(one, requests).tokens()
 
 

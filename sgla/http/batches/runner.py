@@ -15,7 +15,6 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 from aiohttp import web
 
@@ -42,8 +41,10 @@ from sgla.http.batches.store import Batch, BatchStore
 from sgla.http.batches.turns import Admission, Turns
 from sgla.http.openai import chat, text
 from sgla.http.pooling import embeddings, moderations, rerank, score
+from sgla.http.request.intake import counted
 from sgla.http.responses import routes as responses
 from sgla.http.server import SERVER
+from sgla.http.turns import Desk
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +90,7 @@ class Runner:
         self._tasks: dict[Batch, asyncio.Task[None]] = {}  # that run
         self._works: dict[Batch, asyncio.Task[None]] = {}  # that an early end cancels
         # One client at a time reads or checks, one batch of it at a time.
-        self._working = asyncio.Lock()
-        self._working_for: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._checking = asyncio.Semaphore(CHECKED)
-        self._checking_for: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._working, self._checking = Desk(), Desk(CHECKED)
         self._start: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -179,7 +177,7 @@ class Runner:
     async def _work(self, batch: Batch) -> None:
         await self._until_loaded()
         if batch.seen["status"] == "validating":
-            async with self._checking_for.setdefault(batch.client.name, asyncio.Lock()), self._checking:
+            async with self._checking.turn(batch.client.name):
                 await self._validate(batch)
         try:
             async with asyncio.TaskGroup() as group:
@@ -203,9 +201,9 @@ class Runner:
 
     async def _in_turns(self, batch: Batch, step: Callable[[], Awaitable[bool]]) -> None:
         """Call ``step`` until it returns False, in turns with other clients."""
-        more, client = True, self._working_for.setdefault(batch.client.name, asyncio.Lock())
+        more = True
         while more:
-            async with client, self._working:
+            async with self._working.turn(batch.client.name):
                 end = clock.now() + TURN
                 while more and clock.now() < end:
                     more = await step()
@@ -262,12 +260,9 @@ class Runner:
         as bodies are, and others run in between."""
         if text is None or len(text) <= census.SMALL:
             return await self._decoded(batch, text)
-        facts = self._server.ingress.facts
-        counted = census.Census(facts.context_len if facts is not None else 0)
         async with self._server.memory.decoding.turn(batch.client.name):
             try:
-                for _ in census.counting(text, counted):
-                    await asyncio.sleep(0)
+                await counted(self._server, text)
             except SglaError as error:
                 raise BadLine(error.code, error.message) from error
             return await self._decoded(batch, text)

@@ -44,7 +44,7 @@ async def looked_at(request: web.Request) -> dict[str, msgspec.Raw]:
     share = request[SHARE]
     request[BODY] = body = await share.read(request)
     async with _turn(server, share, body):
-        await _counted(server, body)
+        await counted(server, body)
         fields = fields_of(body)
     await others(body)
     return fields
@@ -55,7 +55,7 @@ async def decoded(request: web.Request, schema: Schema[R], body: bytes, share: S
     Large bodies take turns."""
     server = request.app[SERVER]
     async with _turn(server, share, body):
-        share.take((await _counted(server, body)).memory(body))
+        share.take((await counted(server, body)).memory(body))
         await others(body)
         fields, request[IGNORED_FIELDS] = await stepped(schema.steps(body))
         await others(body)
@@ -69,7 +69,7 @@ def _turn(server: Server, share: Share, body: bytes) -> AbstractAsyncContextMana
     return nullcontext() if len(body) <= census.SMALL else server.memory.decoding.turn(share.client)
 
 
-async def _counted(server: Server, body: bytes) -> census.Census:
+async def counted(server: Server, body: bytes) -> census.Census:
     """Raises TooComplex for what takes too long to decode."""
     facts = server.ingress.facts
     counted = census.Census(facts.context_len if facts is not None else 0)
