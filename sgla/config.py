@@ -211,7 +211,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = []
     admin_api_key: Annotated[
         list[str],
-        Doc(description="keys for aborts, pauses, profiles and the cache; without one, any key will do"),
+        Doc(
+            description="keys that may do what changes the server for all clients: pauses, profiles, "
+            "emptying the cache, ending others' requests; may be given several times"
+        ),
     ] = []
     isolate_keys: Annotated[
         bool,

@@ -3,6 +3,7 @@
 SglaError
   BadRequest 400            InvalidField, ContextTooLong, UnsupportedField, UnsupportedTask
   Unauthorized 401
+  Forbidden 403             the key is right, and may not do that
   NotFound 404              ModelNotFound
   TooLarge 413
   Overloaded 429            retryable
@@ -96,6 +97,12 @@ class Unauthorized(SglaError):
     status = 401
     code = "invalid_api_key"
     type = "authentication_error"
+
+
+class Forbidden(SglaError):
+    status = 403
+    code = "forbidden"
+    type = "permission_error"
 
 
 class NotFound(SglaError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from sgla.errors import InvalidField, NotFound, Unauthorized
+from sgla.errors import InvalidField, NotFound
 from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
 from sgla.http.request.intake import intake, optional_intake
@@ -29,8 +29,8 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI). Without an
-    admin key, those with the same API key alone."""
+    """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI). An API key
+    ends those with the same key alone."""
     fields = await intake(request, ABORT)
     if not fields.rid and not fields.abort_all:
         raise InvalidField("give rid, or abort_all: true", param="rid")
@@ -39,14 +39,13 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def pause(request: web.Request) -> web.Response:
-    """Stop generating. Running requests are aborted, without an admin key those with the same API key alone
-    and the others wait; with ``mode: in_place`` all wait. New ones wait in any case."""
+    """Stop generating. Running requests are aborted, or wait with ``mode: in_place``; new ones wait."""
     server = request.app[SERVER]
     fields = await optional_intake(request, PAUSE)
     mode = fields.mode or request.query.get("mode") or "abort"
     if mode not in ("abort", *KEEPING):
         raise unsupported("mode", f" as {mode[:40]!r}: it is abort or in_place")
-    aborted = 0 if mode in KEEPING else await server.abort(None, request[CLIENT])
+    aborted = 0 if mode in KEEPING else await server.abort(None)
     server.ingress.pause(True)
     return json_response({"status": "paused", "success": True, "aborted": aborted})
 
@@ -87,11 +86,8 @@ async def stop_profile(request: web.Request) -> web.Response:
 
 
 async def step_log(request: web.Request) -> web.Response:
-    """The scheduler's last steps, for ``sgla replay``.
-    They hold everybody's prompts: only an admin key will do."""
+    """The scheduler's last steps, for ``sgla replay``. They hold everybody's prompts."""
     server = request.app[SERVER]
-    if not server.config.admin_api_key:
-        raise Unauthorized("the step log holds prompts; start the server with --admin-api-key to read it")
     server.ingress.require_ready()
     if server.ingress.step_log is None:
         raise NotFound("the server keeps no steps; start it with --step-log 1000")

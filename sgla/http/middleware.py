@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from sgla.errors import Unauthorized
+from sgla.errors import Forbidden, Unauthorized
 from sgla.http.clients import ADDRESS, Client, with_key, without_key
 from sgla.http.ids import random_id
 from sgla.http.request.schema import header_value
@@ -16,18 +16,21 @@ from sgla.http.server import IGNORED_FIELDS, RID, SERVER, UID, unique
 
 PAGES = frozenset({"", "docs", "page"})  # first parts of paths
 OPEN = PAGES | {"health", "health_generate", "metrics", "ready", "readyz", "ping"}
-ADMIN = frozenset(
+# What changes the server for other clients, or shows what they sent, is for an admin key alone; where there
+# are no keys at all, everybody is an administrator. What a client may do to its own requests (``OWN``), any
+# key may. Where nobody has an admin key, nobody sees what others sent (``SECRET``).
+SECRET = frozenset({"step_log"})
+OWN = frozenset({"abort_request"})
+ADMIN = SECRET | frozenset(
     [
         "flush_cache",
         "reset_prefix_cache",
-        "abort_request",
         "pause_generation",
         "pause",
         "continue_generation",
         "resume",
         "start_profile",
         "stop_profile",
-        "step_log",
     ]
 )
 CLIENT_GONE = 499  # nginx's number, for metrics and logs only
@@ -51,16 +54,30 @@ class Gate:
     def __init__(self, keys: Sequence[str], admin_keys: Sequence[str], salt: bytes) -> None:
         users = [(key.encode(), with_key(key.encode(), key in admin_keys, salt)) for key in keys]
         admins = [(key.encode(), with_key(key.encode(), True, salt)) for key in admin_keys]
-        self._admin = admins or users
+        self._admins = admins
         self._all = [*users, *admins] if keys else []
 
     def check(self, request: web.Request, path: str) -> Client:
-        """Who asks. Raises Unauthorized unless the path is open or the key is right:
-        a bearer token, or Anthropic's x-api-key."""
+        """Who asks. Raises Unauthorized unless the path is open or the key is right: a bearer token, or
+        Anthropic's x-api-key. Raises Forbidden for a route of administrators, where the key is another."""
         first = path.split("/")[1]
-        keys = self._admin if first in ADMIN else self._all
-        if not keys or first in OPEN:
+        if first in ADMIN or (first in OWN and not self._all):
+            return self._administrator(request, first)
+        if not self._all or first in OPEN:
             return without_key(request[ADDRESS])
+        return self._holder(request, self._all)
+
+    def _administrator(self, request: web.Request, first: str) -> Client:
+        keys = self._all or self._admins
+        client = self._holder(request, keys) if keys else without_key(request[ADDRESS])
+        if client.admin or not (keys or first in SECRET):
+            return client
+        why = "shows what all clients sent" if first in SECRET else "changes the server for all clients"
+        how = "send an admin key" if self._admins else "start the server with --admin-api-key"
+        raise Forbidden(f"/{first} {why}, so it needs an admin key; {how} to use it")
+
+    def _holder(self, request: web.Request, keys: Sequence[tuple[bytes, Client]]) -> Client:
+        """Whose key was sent."""
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = request.headers.get("x-api-key", "")

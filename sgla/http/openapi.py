@@ -21,7 +21,7 @@ from sgla.http.batches.upload import FileForm
 from sgla.http.conversations import routes as conversations
 from sgla.http.conversations.routes import ConversationCreate, ConversationItems, ConversationUpdate
 from sgla.http.invocations import InvocationRequest
-from sgla.http.middleware import ADMIN, OPEN
+from sgla.http.middleware import OPEN
 from sgla.http.native import generate as native
 from sgla.http.native import parsing, sessions, tokens
 from sgla.http.native.parsing import ParseCallRequest, SeparateRequest
@@ -416,7 +416,7 @@ def security(route: str) -> list[dict[str, list[str]]]:
     """Keys are needed only where the server was given some, hence the empty alternative."""
     first = route.split("/")[1]
     keyed: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}]
-    if first in OPEN and first not in ADMIN:
+    if first in OPEN:
         return []
     return [*keyed, {}]
 

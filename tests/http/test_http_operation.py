@@ -19,8 +19,9 @@ from http_site import Serve, Site
 from sgla.bench.load import Target
 from sgla.bench.replay import send
 from sgla.errors import ConfigError
-from sgla.http import bodies
-from sgla.http.middleware import ADMIN
+from sgla.http import bodies, control
+from sgla.http.app import ROUTES
+from sgla.http.middleware import ADMIN, OWN
 from sgla.http.serve import shorten_parse_error
 from sgla.messages import MOST_PROFILED
 from sgla.observe import requests
@@ -36,20 +37,45 @@ async def test_several_keys(serve: Serve) -> None:
     site = await serve(api_key=["one", "two"])
     for key, status in (("one", 200), ("two", 200), ("three", 401), ("", 401), ("one,two", 401)):
         assert (await site.get("/v1/models", **bearer(key)))[0] == status
-        assert (await site.post("/pause", b"", **bearer(key)))[0] == status
     assert (await site.get("/v1/models", headers={"x-api-key": "two"}))[0] == 200
 
 
 async def test_admin_keys(serve: Serve) -> None:
     site = await serve(api_key=["user"], admin_api_key=["root"])
-    for key, user_status, admin_status in (("user", 200, 401), ("root", 200, 200), ("none", 401, 401)):
+    for key, user_status, admin_status in (("user", 200, 403), ("root", 200, 200), ("none", 401, 401)):
         assert (await site.get("/v1/models", **bearer(key)))[0] == user_status
-        for route in sorted(ADMIN - {"step_log"}):  # which has a test of its own
-            body = {"abort_all": True} if route == "abort_request" else {}
-            assert (await site.post(f"/{route}", body, **bearer(key)))[0] == admin_status
+        for route in sorted(ADMIN):
+            async with site.http.post(f"/{route}", json={}, **bearer(key)) as response:
+                assert response.status == admin_status
     open_site = await serve(admin_api_key=["root"])
     assert (await open_site.get("/v1/models"))[0] == 200
-    assert (await open_site.post("/flush_cache", b""))[0] == 401
+    for route in sorted(ADMIN | OWN):
+        assert (await open_site.post(f"/{route}", b""))[0] == 401
+    assert (await open_site.post("/abort_request", {"abort_all": True}, **bearer("root")))[0] == 200
+
+
+def test_each_route_that_changes_the_server_is_for_administrators() -> None:
+    handlers = {(path, handler) for path, methods in ROUTES.items() for handler in methods.values()}
+    changing = {path for path, handler in handlers if handler.__module__ == control.__name__}
+    assert changing - {"/is_paused"} == {f"/{first}" for first in ADMIN | OWN}
+
+
+async def test_api_keys_alone_change_nothing_for_other_clients(serve: Serve) -> None:
+    """Each route of the table, with a client's key and with none where there are none."""
+    keyed, bare = await serve(api_key=["user", "other"]), await serve()
+    refused = set()
+    for path, methods in ROUTES.items():
+        for method in methods:
+            for site in (keyed, bare):
+                asked = {"json": {}} if method == "POST" else {}
+                route = path.replace("{id}", "x").replace("{item}", "y")
+                async with site.http.request(method, route, **asked, **bearer("user")) as response:
+                    assert response.status != 401
+                    if response.status == 403:
+                        assert "--admin-api-key" in (await response.json())["error"]["message"]
+                        refused.add((path, site is bare))
+    assert refused == {*((f"/{first}", False) for first in ADMIN), ("/step_log", True)}
+    assert not keyed.ingress.paused
 
 
 async def test_pause_and_continue(site: Site) -> None:
@@ -95,9 +121,9 @@ async def test_profiles_go_to_the_servers_folder(serve: Serve) -> None:
 async def test_the_step_log_is_for_admins(serve: Serve) -> None:
     for site in (await serve(), await serve(api_key=["user"])):
         status, reply = await site.get("/step_log", **bearer("user"))
-        assert (status, "--admin-api-key" in reply["error"]["message"]) == (401, True)
+        assert (status, "--admin-api-key" in reply["error"]["message"]) == (403, True)
     site = await serve(api_key=["user"], admin_api_key=["root"])
-    for key, allowed in (("user", 401), ("root", 200)):
+    for key, allowed in (("user", 403), ("root", 200)):
         async with site.http.get("/step_log", **bearer(key)) as response:
             assert (response.status, await response.read() == b"steps") == (allowed, key == "root")
 
