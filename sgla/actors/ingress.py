@@ -15,6 +15,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import BadRequest, Draining, InvalidField, Loading, Overloaded, SglaError, UnsupportedTask
 from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
+from sgla.model.sizes import Outline
 
 if TYPE_CHECKING:
     from sgla.actors.tokenize import Tokenize
@@ -77,8 +78,7 @@ class Ingress:
         self.facts: Facts | None = None
         self.tokenizer: Tokenizer | None = None
         self.template: BoundedTemplate | None = None
-        self.architecture = ""  # config.json's, once the model is loaded
-        self.quantization = ""  # that of the model's file
+        self.model: Outline | None = None  # once it is loaded
         self.default_sampling = Defaults()
         self.random = random.Random(config.random_seed)
         self.lanes = Lanes()

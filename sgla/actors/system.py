@@ -23,7 +23,7 @@ from sgla.defaults import Defaults, find_defaults
 from sgla.errors import Draining, Overloaded, SglaError, WorkerStuck
 from sgla.grammar.compiler import Compiler
 from sgla.messages import Control, Facts, Opened, Progress
-from sgla.model.registry import architecture_of
+from sgla.model.sizes import outline
 from sgla.observe import steplog
 from sgla.observe.metrics import Metrics
 from sgla.observe.steplog import RecordedCore
@@ -132,8 +132,7 @@ class System:
         )
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
-        ingress.architecture = architecture_of(source.config)
-        ingress.quantization = source.quantization
+        ingress.model = outline(source.config, source.quantization)
         self.metrics.started(facts, facts.timings)
         if isinstance(core, RecordedCore):
             ingress.step_log, schedule.rest = core.written, core.rest

@@ -20,7 +20,7 @@ from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource, open_source
 from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
-from sgla.model.sizes import Parameters, parameters, read_spec, weight_bytes
+from sgla.model.sizes import Parameters, parameters, read_spec, short_count, weight_bytes
 from sgla.model.state import state_of, token_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, Resolved, kv_pool, resolve
@@ -140,7 +140,7 @@ def summary(
 
 
 def parameters_line(counts: Parameters) -> str:
-    total, active = (f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M" for count in counts)
+    total, active = map(short_count, counts)
     return f"parameters {total:>10}" + (f"  {active} of them for a token" if active != total else "")
 
 

@@ -104,7 +104,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     f"{ollama.PREFIX}/embed": {"POST": ollama_embed.embed},
     f"{ollama.PREFIX}/embeddings": {"POST": ollama_embed.embeddings},
     f"{ollama.PREFIX}/tags": {"GET": ollama.tags},
-    f"{ollama.PREFIX}/ps": {"GET": ollama.tags},
+    f"{ollama.PREFIX}/ps": {"GET": ollama.running},
     f"{ollama.PREFIX}/show": {"POST": ollama.show},
     f"{ollama.PREFIX}/version": {"GET": ollama.version},
     "/invocations": {"POST": invocations.invocations},

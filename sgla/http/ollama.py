@@ -33,10 +33,12 @@ from sgla.http.request.schema import (
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage
+from sgla.model.sizes import short_count
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 from sgla.version import __version__
 
 PREFIX = "/api"
+NEVER = "9999-12-31T23:59:59+00:00"  # when a model is unloaded
 LATEST = ":latest"  # what Ollama's clients put behind a name
 
 
@@ -321,36 +323,61 @@ async def tags(request: web.Request) -> web.Response:
     return json_response({"models": [card(server, name) for name in server.ingress.model_names]})
 
 
+async def running(request: web.Request) -> web.Response:
+    """The same as loaded: for ever, with the bytes that the model takes of a GPU."""
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    facts = server.ingress.facts
+    assert facts is not None
+    more = {
+        "expires_at": NEVER,
+        "size_vram": sum(facts.ledger.values()) if facts.device != "cpu" else 0,
+        "context_length": facts.context_len,
+    }
+    return json_response({"models": [card(server, name) | more for name in server.ingress.model_names]})
+
+
 def card(server: Server, name: str) -> dict[str, Any]:
+    facts = server.ingress.facts
     return {
         "name": name,
         "model": name,
         "modified_at": datetime.fromtimestamp(server.created, UTC).isoformat(),
-        "size": 0,
+        "size": facts.ledger.get("weights", 0) if facts else 0,
         "digest": server.fingerprint,
         "details": details(server),
     }
 
 
 def details(server: Server) -> dict[str, Any]:
-    facts, asked = server.ingress.facts, server.config.quantization
+    facts, model, asked = server.ingress.facts, server.ingress.model, server.config.quantization
+    assert facts is not None
+    assert model is not None
     return {
         "parent_model": "",
         "format": "sgla",
-        "family": server.ingress.architecture,
-        "families": [server.ingress.architecture],
-        "parameter_size": "",
-        "quantization_level": server.ingress.quantization or asked or (facts.dtype if facts else ""),
+        "family": model.family,
+        "families": [model.family],
+        "parameter_size": short_count(model.parameters),
+        "quantization_level": model.quantization or asked or facts.dtype,
     }
 
 
 async def show(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     fields = await intake(request, SHOW)
+    server.ingress.require_ready()
     known(server, fields.model or fields.name or "")
-    dialect, facts = server_dialect(server), server.ingress.facts
-    able = {"completion": True, "tools": dialect.tools is not None, "thinking": dialect.reasoning is not None}
-    context = facts.context_len if facts is not None else None
+    dialect, facts, model = server_dialect(server), server.ingress.facts, server.ingress.model
+    assert facts is not None
+    assert model is not None
+    task = facts.pooling.task if facts.pooling else "generate"
+    able = {
+        "completion": task == "generate",
+        "embedding": task == "embed",
+        "tools": task == "generate" and dialect.tools is not None,
+        "thinking": task == "generate" and dialect.reasoning is not None,
+    }
     return json_response(
         {
             "details": details(server),
@@ -360,8 +387,12 @@ async def show(request: web.Request) -> web.Response:
             ),
             "capabilities": [name for name, can in able.items() if can],
             "model_info": {
-                "general.architecture": server.ingress.architecture,
-                f"{server.ingress.architecture}.context_length": context,
+                "general.architecture": model.family,
+                "general.parameter_count": model.parameters,
+                f"{model.family}.block_count": model.layers,
+                f"{model.family}.context_length": facts.context_len,
+                f"{model.family}.embedding_length": model.hidden,
+                f"{model.family}.vocab_size": model.vocab,
             },
             "modified_at": datetime.fromtimestamp(server.created, UTC).isoformat(),
         }

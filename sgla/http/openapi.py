@@ -204,6 +204,7 @@ OPERATIONS: dict[Any, Operation] = {
         "Ollama: the vector of a text", OllamaEmbeddingsRequest, to.OllamaEmbedding
     ),
     ollama.tags: Operation("Ollama: the names of the model", answer=to.OllamaModels),
+    ollama.running: Operation("Ollama: the names of the model, as loaded", answer=to.OllamaModels),
     ollama.show: Operation("Ollama: facts of the model", OllamaShowRequest, to.OllamaModel),
     ollama.version: Operation("Ollama: the server's version", answer=to.Version),
     sessions.open_session: Operation("SGLang: begin a session of turns", OpenSessionRequest, str),

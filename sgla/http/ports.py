@@ -9,6 +9,7 @@ from sgla.actors.ingress import Sink
 from sgla.actors.lanes import Lanes
 from sgla.defaults import Defaults
 from sgla.messages import Control, Facts, Job
+from sgla.model.sizes import Outline
 
 
 class Progress(Protocol):
@@ -53,12 +54,8 @@ class Ingress(Protocol):
         """``text.process.BoundedTemplate``; None also for a model without one."""
 
     @property
-    def architecture(self) -> str:
-        """The name of the model's class."""
-
-    @property
-    def quantization(self) -> str:
-        """Of the model's file, as ``Q4_1``; empty if its values are not quantized."""
+    def model(self) -> Outline | None:
+        """None until it is loaded."""
 
     @property
     def default_sampling(self) -> Defaults: ...

@@ -78,6 +78,33 @@ def parameters(spec: ModelSpec | EncoderSpec) -> Parameters:
     return Parameters(total, active)
 
 
+class Outline(NamedTuple):
+    """What clients are told of a model: the name of its class and config.json's ``model_type``, its sizes
+    (``parameters``: values of its matrices), and the quantization of its file, as ``Q4_1``; empty if its
+    values are not quantized."""
+
+    architecture: str
+    family: str
+    parameters: int
+    layers: int
+    hidden: int
+    vocab: int
+    quantization: str
+
+
+def outline(config: Mapping[str, Any], quantization: str) -> Outline:
+    """Raises ConfigError."""
+    spec, name = read_spec(config), architecture_of(config)
+    family = str(config.get("model_type") or name)
+    total = parameters(spec).total
+    return Outline(name, family, total, spec.layers, spec.hidden, spec.vocab, quantization)
+
+
+def short_count(count: int) -> str:
+    """``134.5M``, ``7.6B``"""
+    return f"{count / 1e9:.1f}B" if count >= 999.95e6 else f"{count / 1e6:.1f}M"
+
+
 def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> int:
     """Bytes of one rank's matrices; norms are left out, and whether the file has 4 bits itself."""
     whole = _matrix_bytes(spec, dtype, quantization, ranks)

@@ -22,6 +22,7 @@ from sgla.messages import (
     TokenLogprob,
     Usage,
 )
+from sgla.model.sizes import Outline
 from sgla.sched.stats import Stats
 
 WORDS = [
@@ -115,8 +116,7 @@ class FakeIngress:
         self.tokenizer: Any = FakeTokenizer()
         self.template: Any = FakeTemplate()
         self.lanes = Lanes()
-        self.architecture = ""
-        self.quantization = ""
+        self.model = Outline("FakeForCausalLM", "fake", 134_479_872, 30, 576, 512, "")
         file = "generation_config.json"
         self.default_sampling = Defaults(
             {"temperature": 0.6, "top_k": 50}, {"temperature": file, "top_k": file}

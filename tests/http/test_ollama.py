@@ -9,6 +9,8 @@ import pytest
 from http_fake import ScriptedIngress, expected_text
 from http_site import Serve, Site
 
+from sgla.messages import Pooling
+
 USER = [{"role": "user", "content": "hi"}]
 QWEN = "<tool_call><think></think>"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -115,14 +117,43 @@ async def test_a_request_without_a_prompt_loads_the_model(site: Site) -> None:
 
 
 async def test_models_and_errors(site: Site) -> None:
+    facts, model = site.ingress.facts, site.ingress.model
+    assert facts is not None
+    facts.ledger = {"weights": 98_000_000, "kv": 2_000_000}
     _, tags = await site.get("/api/tags")
-    assert [model["name"] for model in tags["models"]] == ["fake", "fake-alias"]
+    assert [(each["name"], each["size"]) for each in tags["models"]] == [
+        ("fake", 98_000_000),
+        ("fake-alias", 98_000_000),
+    ]
+    _, running = await site.get("/api/ps")
+    assert [each["context_length"] for each in running["models"]] == [4096, 4096]
+    assert [each["size_vram"] for each in running["models"]] == [0, 0]
+    assert set(running["models"][0]) > {"name", "model", "size", "digest", "details", "expires_at"}
     _, shown = await site.post("/api/show", {"model": "fake"})
+    details = shown["details"]
+    assert tags["models"][0]["details"] == running["models"][0]["details"] == details
     assert shown["capabilities"] == ["completion"]
-    assert shown["details"]["quantization_level"] == site.ingress.facts.dtype  # type: ignore[union-attr]
-    site.ingress.quantization = "Q4_1"
+    assert shown["model_info"] == {
+        "general.architecture": "fake",
+        "general.parameter_count": 134_479_872,
+        "fake.block_count": 30,
+        "fake.context_length": 4096,
+        "fake.embedding_length": 576,
+        "fake.vocab_size": 512,
+    }
+    assert (details["family"], details["parameter_size"]) == ("fake", "134.5M")
+    assert details["quantization_level"] == facts.dtype
+    facts.device, facts.pooling = "cuda", Pooling(task="embed", kind="cls", size=576)
+    site.ingress.model = model._replace(quantization="Q4_1", parameters=7_615_616_512)
     _, shown = await site.post("/api/show", {"model": "fake"})
-    assert shown["details"]["quantization_level"] == "Q4_1"
+    assert (shown["details"]["quantization_level"], shown["details"]["parameter_size"]) == ("Q4_1", "7.6B")
+    assert shown["capabilities"] == ["embedding"]
+    _, running = await site.get("/api/ps")
+    assert running["models"][0]["size_vram"] == 100_000_000
+    site.ingress.phase = "load"
+    for answer in (await site.get("/api/ps"), await site.post("/api/show", {"model": "fake"})):
+        assert answer[0] == 503
+    site.ingress.phase = "ready"
     for path, body, expected in (
         ("/api/chat", {"model": "other", "messages": USER}, 404),
         ("/api/show", {"model": "other"}, 404),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import ssl
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 from server_process import ServerProcess
 
 
@@ -43,6 +45,15 @@ def test_a_paused_server_goes_on_where_it_was(server: ServerProcess) -> None:
     waiting.join(30)
     assert [status for status, _ in answers] == [200, 200]
     assert all(answer["choices"][0]["text"].startswith(expected) for _, answer in answers)
+
+
+def test_ollamas_clients_see_how_large_the_model_is(server: ServerProcess, tiny_model: Path) -> None:
+    with safe_open(tiny_model / "model.safetensors", "np") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 - it is no dict
+    count = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+    status, shown = server.request("POST", "/api/show", {"model": "tiny"})
+    assert (status, shown["model_info"]["general.parameter_count"]) == (200, count)
+    assert shown["details"]["parameter_size"] == f"{count / 1e6:.1f}M"
 
 
 def test_a_profile_is_written(server: ServerProcess) -> None:

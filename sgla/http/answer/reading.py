@@ -207,12 +207,12 @@ def tagged(spec: dict[str, Any], like: Grammar) -> Grammar:
 
 def server_dialect(server: Server) -> Dialect:
     """Raises ConfigError for parsers that nobody knows."""
-    config, template = server.config, server.ingress.template
+    config, template, model = server.config, server.ingress.template, server.ingress.model
     return dialect_of(
         getattr(template, "source", ""),
         config.tool_call_parser,
         config.reasoning_parser,
-        server.ingress.architecture,
+        model.architecture if model else "",
     )
 
 
