@@ -38,7 +38,7 @@ from sgla.worker.report import forward_of
 
 BF16 = torch.bfloat16
 ROWS = 64, 256, 16, 128, 1, 32, 192, 8, 2048, 96, 160, 224, 8192, 4, 1024, 2, 512, 4096
-MOST = 10  # choices of tiles that are tried
+MOST = 10  # choices of tiles that are tried; each is compiled, for 15 s of CPU
 FEW = [skinny_gemm.Config(1, half, 5, per_sm) for half in (False, True) for per_sm in (1, 2)] + [
     skinny_gemm.Config(2, False, stages, per_sm) for stages, per_sm in ((3, 1), (3, 2), (4, 1))
 ]
@@ -65,7 +65,7 @@ def layers_of(source: ModelSource) -> list[Layer]:
     return list(dict.fromkeys(found))
 
 
-def candidates(m: int, product: Product, behind: str) -> list[Choice]:
+def candidates(m: int, product: Product, behind: str, most: int = MOST) -> list[Choice]:
     """What can serve ``m`` rows, the estimate first."""
     n, k, gated, _ = product
     found = [estimated(m, product)]
@@ -75,7 +75,7 @@ def candidates(m: int, product: Product, behind: str) -> list[Choice]:
     if prompt_gemm.refuses(m, n, k, gated) is None:
         found.append(PROMPT)
     if batch_gemm.refuses(n, k) is None and not (gated and n % 16):
-        found += [Choice("tiles", config) for config in cuts(m, product)]
+        found += [Choice("tiles", config) for config in cuts(m, product)[:most]]
     return list(dict.fromkeys(found))
 
 
@@ -92,7 +92,7 @@ def cuts(m: int, product: Product) -> list[batch_gemm.Config]:
         for tile, (split, apart), per_sm in itertools.product(tiles, splits, (1, 2))
         if not (apart and per_sm > 1)
     ]
-    return sorted((c for c in found if fits(c, m, n)), key=lambda c: -busy(c, n))[:MOST]
+    return sorted((c for c in found if fits(c, m, n)), key=lambda c: -busy(c, n))
 
 
 def busy(config: batch_gemm.Config, n: int) -> float:
@@ -223,12 +223,12 @@ Timer = Callable[[Layer, int, Choice], float]
 
 
 def measure(
-    layers: Sequence[Layer], rows: Iterable[int], timer: Timer, spent: Callable[[], bool]
+    layers: Sequence[Layer], rows: Iterable[int], timer: Timer, spent: Callable[[], bool], most: int = MOST
 ) -> Iterator[tuple[Layer, int, dict[Choice, float]]]:
     """Times of every candidate for one layer and number of rows after the other, until the time is ``spent``."""
     for m, layer in jobs(layers, rows):
         times: dict[Choice, float] = {}
-        for choice in candidates(m, *layer):
+        for choice in candidates(m, *layer, most):
             if spent():
                 return
             try:
@@ -239,10 +239,10 @@ def measure(
             yield layer, m, times
 
 
-def compile_ahead(layers: Sequence[Layer], rows: Iterable[int]) -> None:
+def compile_ahead(layers: Sequence[Layer], rows: Iterable[int], most: int) -> None:
     """Begin to compile what ``measure`` will want, in its order, on other threads."""
     for m, layer in jobs(layers, rows):
-        for kernel, config in candidates(m, *layer):
+        for kernel, config in candidates(m, *layer, most):
             if kernel != "tiles":
                 continue
             assert isinstance(config, batch_gemm.Config)
@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", default="bench/models/qwen3-8b,bench/models/qwen3-0.6b")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="in the order of their weight")
+    parser.add_argument("--most", type=int, default=MOST, help="choices of tiles that are tried")
     parser.add_argument("--seconds", type=float, default=110)
     parser.add_argument("--gain", type=float, default=0.03)
     args = parser.parse_args()
@@ -266,16 +267,16 @@ def main() -> None:
     sources = [open_source(Path(model), "dummy") for model in args.models.split(",")]
     layers = list(dict.fromkeys(layer for source in sources for layer in layers_of(source)))
     rows = [int(m) for m in args.rows.split(",")]
-    compile_ahead(layers, rows)
+    compile_ahead(layers, rows, args.most)
     times: dict[tuple[Product, int], dict[Choice, float]] = {}
     path = args.out / file_of(this_device().name).name
     with torch.inference_mode(), (args.out / "tune.jsonl").open("w") as log:
-        for layer, m, found in measure(layers, rows, Gpu(), lambda: time.monotonic() > end):
+        for layer, m, found in measure(layers, rows, Gpu(), lambda: time.monotonic() > end, args.most):
             times.setdefault((layer.product, m), found)
+            path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in table(times, args.gain)))
             fields = {"behind": layer.behind, "m": m, "us": [[*choice, us] for choice, us in found.items()]}
             print(json.dumps(layer.product._asdict() | fields), file=log, flush=True)
     compilers().shutdown(wait=False, cancel_futures=True)
-    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in table(times, args.gain)))
     lines.emit({"bench": "tune", "measured": len(times), "of": len(list(jobs(layers, rows)))})
 
 

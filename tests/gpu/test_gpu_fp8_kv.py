@@ -114,7 +114,7 @@ def test_prefill(heads: int, kv_heads: int, dim: int, window: int, softcap: floa
     assert relative(attend(q, kv, batch, Scoring(dim**-0.5, window, softcap)), expected) < 1e-2
     same = attention.choose("auto", [shape._replace(deterministic=True, context_len=1600)])[0]
     same.plan(batch)
-    assert relative(same(q, kv, batch, dim**-0.5, window, softcap), expected) < 1e-2
+    assert relative(same(q, kv, batch, Scoring(dim**-0.5, window, softcap)), expected) < 1e-2
 
 
 @pytest.mark.parametrize(
