@@ -66,7 +66,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = "compact"
     json_additional_properties: Annotated[
         bool,
-        Doc(description="let constrained JSON objects have properties that their schema does not declare"),
+        Doc(
+            description="read schemas as JSON Schema does: objects may have other properties than those that "
+            "are declared, and a schema without type allows all types"
+        ),
     ] = False
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],

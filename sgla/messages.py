@@ -31,8 +31,8 @@ class Grammar(msgspec.Struct, kw_only=True, frozen=True):
     ``structural_tag`` the JSON object of that ``type``. ``after``: the output is free until one of these
     texts has been generated; with ``opener``, only if the prompt ends with that, or the output begins with
     it. ``whitespace``: a regular expression for the space between JSON tokens ("" for none), ``compact`` or
-    ``free``; ``additional``: objects may have properties that their schema does not declare; None: as the
-    server is set. ``param`` is the request field that errors name.
+    ``free``; ``additional``: objects may have properties that their schema does not declare, and keywords do
+    not imply a type; None: as the server is set. ``param`` is the request field that errors name.
     """
 
     kind: str

@@ -177,11 +177,11 @@ class _Unroller:
         self._root = root
         self._find = Find(root)
         self._beyond: dict[str, set[str]] = {}  # reference -> those in its target
-        waiting = list(_references(root))
+        waiting = list(references(root))
         while waiting:
             ref = waiting.pop()
             if ref not in self._beyond:
-                self._beyond[ref] = set(_references(self._find(ref)))
+                self._beyond[ref] = set(references(self._find(ref)))
                 waiting += self._beyond[ref]
         self._circular = {ref for ref in self._beyond if self._leads_to_itself(ref)}
         self._names: dict[str, str] = {}
@@ -319,26 +319,26 @@ def all_of(schemas: list[Json]) -> Json:
     return True if not different else different[0] if len(different) == 1 else {"allOf": different}
 
 
-def _references(schema: Json) -> Iterator[str]:
+def references(schema: Json) -> Iterator[str]:
     """All in a schema, except those in definitions."""
     if isinstance(schema, dict):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]
         for at, item in children(schema):
             if not at.startswith(DEFINITIONS):
-                yield from _references(item)
+                yield from references(item)
 
 
 def bare(root: Json) -> Json:
     """Without descriptions, and without definitions that nothing refers to."""
     if not isinstance(root, dict):
         return root
-    find, seen, waiting = Find(root), {""}, list(_references(root))
+    find, seen, waiting = Find(root), {""}, list(references(root))
     while waiting:
         ref = waiting.pop()
         if ref not in seen:
             seen.add(ref)
-            waiting += _references(find(ref))
+            waiting += references(find(ref))
     used = {
         key: {name: each for name, each in root[key].items() if f"#/{key}/{name}" in seen}
         for key in DEFINITIONS

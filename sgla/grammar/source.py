@@ -12,9 +12,10 @@ from llguidance import LLMatcher
 
 from sgla.grammar.closing import close
 from sgla.grammar.errors import GrammarError
+from sgla.grammar.implied import imply
 from sgla.grammar.notations import as_in_python, choice_lark, ebnf_lark
 from sgla.grammar.patterns import PatternError, portable
-from sgla.grammar.references import all_of, bare, mapped, unroll
+from sgla.grammar.references import all_of, bare, mapped, settle, unroll
 from sgla.grammar.schema import adapt, escapes, object_schema, uncounted, where
 from sgla.grammar.tags import tags_source
 from sgla.messages import MAX_GRAMMAR, Grammar
@@ -77,7 +78,7 @@ def json_schema(schema: Any, additional: bool) -> Any:
     """In the matcher's dialect; see ``Grammar.additional``.
     Raises GrammarError, also for what is no schema."""
     try:
-        adapted = adapt(schema)
+        adapted = adapt(schema if additional else imply(settle(schema)))
         found = ported(bare(unroll(adapted if additional else close(adapted))), adapted)
         place = uncounted(found)
     except (AttributeError, KeyError, TypeError) as error:

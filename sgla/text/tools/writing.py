@@ -60,7 +60,7 @@ class Writing:
 
     def _call(self, function: dict[str, Any]) -> Tag:
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        schema = arguments_schema(function.get("parameters"))
         if self.markup is not None:
             content = elements(self.markup, schema, function["name"])
         elif (lark := lark_of(text_input(schema))) is not None:
@@ -70,6 +70,11 @@ class Writing:
         if self.numbered:
             content = sequence([{"type": "regex", "pattern": "[0-9]{1,3}"}, constant(self.numbered), content])
         return tag(self.begin.replace(NAME, name), content, self.end)
+
+
+def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Of a tool's arguments, which are an object whatever its ``parameters`` say."""
+    return {"type": "object"} | (parameters or {"properties": {}})
 
 
 def text_input(schema: Any) -> Any:
