@@ -176,6 +176,7 @@ class Job(msgspec.Struct, kw_only=True):
     pair: str | None = None
     truncate: int | None = None
     prompt_logprobs: int | None = None  # most that the prompt may have, alternatives included
+    hidden_states: int | None = None  # most numbers that those of its choices may have
 
 
 class Submit(msgspec.Struct, kw_only=True):

@@ -327,11 +327,11 @@ def sampled(params: SamplingParams) -> SamplingParams:
 
 
 def check_logprobs(jobs: Sequence[Job], facts: Facts | None, limit: int, outputs: bool = True) -> None:
-    """Raise InvalidField for more logprobs than an answer may have, where texts have a token for each
-    character at most; what a single prompt may have is left to those who know its tokens. Without
-    ``outputs`` those of prompts alone count."""
+    """Raise InvalidField for more logprobs than an answer may have. How many tokens a prompt has is known
+    when it is prepared, so each job says for how many logprobs there is room. Without ``outputs`` those of
+    prompts alone count."""
     context = facts.context_len if facts is not None else 0
-    most = 0
+    most, later = 0, counted_later(jobs)
     for job in jobs:
         sampling = job.sampling
         if sampling.logprobs is not None and outputs:
@@ -339,13 +339,10 @@ def check_logprobs(jobs: Sequence[Job], facts: Facts | None, limit: int, outputs
             tokens = context if sampling.max_tokens is None else min(sampling.max_tokens, context)
             most += sampling.n * tokens * named
         if sampling.prompt_logprobs is not None:
-            prompt = job.token_ids or job.text
-            if len(jobs) == 1 and job.token_ids is None:
-                room = limit - most
-                job.prompt_logprobs = room if job.prompt_logprobs is None else min(room, job.prompt_logprobs)
-                continue
-            tokens = context if prompt is None else min(len(prompt), context)
-            most += tokens * (1 + sampling.prompt_logprobs + len(sampling.logprob_token_ids))
+            named = 1 + sampling.prompt_logprobs + len(sampling.logprob_token_ids)
+            room = limit - most if later else sampling.n * most_tokens(job, context) * named
+            job.prompt_logprobs = room if job.prompt_logprobs is None else min(room, job.prompt_logprobs)
+            most += 0 if later else room
     if most > limit:
         raise InvalidField(
             f"the answer may have {most} logprobs, {limit} is the limit of one request; send fewer prompts, "
@@ -354,23 +351,41 @@ def check_logprobs(jobs: Sequence[Job], facts: Facts | None, limit: int, outputs
         )
 
 
-def check_hidden_states(jobs: Iterable[Job], facts: Facts | None, limit: int) -> None:
+def check_hidden_states(jobs: Sequence[Job], facts: Facts | None, limit: int) -> None:
     """Raise InvalidField for hidden states of more numbers than an answer may have,
     counted as in ``check_logprobs``."""
     if facts is None:
         return
-    most = 0
+    most, context, later = 0, facts.context_len, counted_later(jobs)
     for job in jobs:
         if job.sampling.hidden_states:
-            prompt, outputs = job.token_ids or job.text or "", job.sampling.max_tokens
-            tokens = len(prompt) + (facts.context_len if outputs is None else outputs)
-            most += job.sampling.n * min(tokens, facts.context_len) * facts.hidden
+            prompt, outputs = 0 if later else most_tokens(job, context), job.sampling.max_tokens
+            tokens = context if outputs is None else min(prompt + outputs, context)
+            room = job.sampling.n * tokens * facts.hidden
+            most += room
+            room = limit if later else room
+            job.hidden_states = room if job.hidden_states is None else min(room, job.hidden_states)
     if most > limit:
         raise InvalidField(
             f"the hidden states of the answer may have {most} numbers, {limit} is the limit of one request; "
             "send fewer or shorter prompts, or ask for fewer choices or tokens",
             param="return_hidden_states",
         )
+
+
+def counted_later(jobs: Sequence[Job]) -> bool:
+    """Whether it is one prompt that is no list of ids yet."""
+    return len(jobs) == 1 and (jobs[0].token_ids is None or jobs[0].suffix is not None)
+
+
+def most_tokens(job: Job, context: int) -> int:
+    """That the job's prompt may have: a text one for each byte, and one at either end."""
+    if job.suffix is not None or job.messages is not None:
+        return context
+    if job.token_ids is not None or len(job.text or "") >= context:
+        return min(len(job.token_ids or job.text or ""), context)
+    assert job.text is not None
+    return min(len(job.text.encode("utf-8", "surrogatepass")) + 2, context)
 
 
 def trace(request: web.Request, rid: str, jobs: Sequence[Job]) -> None:

@@ -104,7 +104,11 @@ class Preparer:
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
         common = self._common(job)
         if job.prompt_logprobs is not None:
-            check_prompt_logprobs(len(tokens), common.sampling, job.prompt_logprobs)
+            check_prompt_logprobs(len(tokens), job.sampling.n, common.sampling, job.prompt_logprobs)
+        if job.hidden_states is not None:
+            check_hidden_states(
+                (len(tokens) + max_new) * job.sampling.n, self.limits.hidden, job.hidden_states
+            )
         repetition = check_repetition(job.sampling.repetition_detection)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
         thinking = self._think_limit(job.sampling.thinking, tokens)
@@ -441,14 +445,24 @@ def check_counts(sampling: SamplingParams, stop_ids: frozenset[int]) -> None:
         )
 
 
-def check_prompt_logprobs(tokens: int, sampling: RowSampling, most: int) -> None:
-    """Raise InvalidField for a prompt of so many tokens with more than ``most`` logprobs."""
-    count = tokens * (1 + sampling.prompt_logprobs + len(sampling.logprob_ids))
+def check_prompt_logprobs(tokens: int, n: int, sampling: RowSampling, most: int) -> None:
+    """Raise InvalidField for a prompt of so many tokens with more than ``most`` logprobs in ``n`` choices."""
+    count = n * tokens * (1 + sampling.prompt_logprobs + len(sampling.logprob_ids))
     if count > most:
         raise InvalidField(
             f"the answer would have {count} logprobs of the prompt's {tokens} tokens, {most} is the limit "
-            "of this request; send a shorter prompt, or ask for fewer alternatives",
+            "of this request; send a shorter prompt, or ask for fewer choices or alternatives",
             param="prompt_logprobs",
+        )
+
+
+def check_hidden_states(tokens: int, width: int, most: int) -> None:
+    """Raise InvalidField for more than ``most`` numbers in the hidden states of so many tokens."""
+    if tokens * width > most:
+        raise InvalidField(
+            f"the hidden states of the answer may have {tokens * width} numbers, {most} is the limit of this "
+            "request; send a shorter prompt, or ask for fewer choices or tokens",
+            param="return_hidden_states",
         )
 
 

@@ -57,6 +57,30 @@ def test_a_prompt_has_the_logprobs_that_there_is_room_for(byte_level: Tokenizer)
     assert refused.value.param == "prompt_logprobs"
 
 
+def test_choices_have_the_logprobs_of_the_prompt_each(byte_level: Tokenizer) -> None:
+    wish, tokens = {"prompt_logprobs": 6, "n": 3}, len(byte_level.encode("the dog"))
+    assert (
+        len(preparer(byte_level)(job(text="the dog", sampling=dict(wish), prompt_logprobs=21 * tokens))) == 3
+    )
+    with pytest.raises(InvalidField, match="fewer choices"):
+        preparer(byte_level)(job(text="the dog", sampling=dict(wish), prompt_logprobs=21 * tokens - 1))
+
+
+def test_an_answer_has_the_hidden_states_that_there_is_room_for(byte_level: Tokenizer) -> None:
+    """Counted in tokens, whatever the prompt was made of: three emojis are three characters."""
+    limits = SimpleNamespace(context_len=64, vocab_size=byte_level.vocab_size, hidden=4)
+    made = Preparer(byte_level, ChatTemplate(CHAT), limits, random.Random(0))
+    wish = {"hidden_states": True, "max_tokens": 5, "n": 2}
+    chat = {"messages": [{"role": "user", "content": "the dog"}]}
+    prompts: list[Any] = [{"text": "\U0001f9e1\U0001f9e2\U0001f9e3"}, {"token_ids": [1, 2, 3]}, chat]
+    for prompt in prompts:
+        tokens = made(job(sampling=dict(wish), **prompt))[0].tokens
+        numbers = (len(tokens) + 5) * 2 * 4
+        assert len(made(job(sampling=dict(wish), hidden_states=numbers, **prompt))) == 2
+        with pytest.raises(InvalidField, match=f"{numbers} numbers, {numbers - 1} is the limit"):
+            made(job(sampling=dict(wish), hidden_states=numbers - 1, **prompt))
+
+
 def test_choices_share_what_is_made_of_a_long_list(byte_level: Tokenizer) -> None:
     wish = {"n": 3, "allowed_token_ids": [7, 5, 7, 6] * 100, "logit_bias": {9: 1.0, 8: 2.0}}
     first, *others = [one.sampling for one in preparer(byte_level)(job(text="a", sampling=wish))]

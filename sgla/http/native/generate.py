@@ -28,7 +28,6 @@ from sgla.http.request.intake import intake
 from sgla.http.request.sampling import are_ids, check_ids, first, sampling_params
 from sgla.http.request.schema import (
     MAX_CHOICES,
-    MAX_LOGPROBS,
     MAX_REPEATED,
     GenerateRequest,
     NativeSampling,
@@ -78,8 +77,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     if fields.session_params is None:
         return await answer(request, server, work, form, many)
     turn = await begin_turn(request, server, fields.session_params, shown[0], work, many)
-    try:  # the prompt is longer now
-        check_hidden_states(work.jobs, server.ingress.facts, MAX_REPEATED if fields.stream else MAX_LOGPROBS)
+    try:
         return await answer(request, server, work, form, many, turn)
     finally:
         turn.close()
