@@ -1,9 +1,10 @@
-"""The plots and the table of docs/performance.md, from the lines in ``bench/results``.
+"""The plots and the tables of docs/performance.md and performance-cpu.md, from the lines in ``bench/results``.
 
-    python bench/plots.py            # writes docs/plots/*.svg and the table between its marks
-    python bench/plots.py --check    # exits with 1 if the table in the page is another
+    python bench/plots.py            # writes docs/plots/*.svg and the tables between their marks
+    python bench/plots.py --check    # exits with 1 if a table in a page is another
 
-A figure is the median of all lines of a workload and a model at the commits below, whatever machine they come from.
+A figure for the GPU is the median of all lines of a workload and a model at the commits below, whatever machine they come from.
+One beside llama.cpp is that of the last line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PLOTS, PAGE = ROOT / "bench/results", ROOT / "docs/plots", ROOT / "docs/performance.md"
+RESULTS, PLOTS = ROOT / "bench/results", ROOT / "docs/plots"
+PAGE, CPU_PAGE = ROOT / "docs/performance.md", ROOT / "docs/performance-cpu.md"
 BEGIN, END = "<!-- begin: bench/plots.py -->\n", "<!-- end: bench/plots.py -->\n"
 
 # Commits whose speed on a GPU is today's: nothing since the first has changed it by more than machines differ.
@@ -41,6 +43,14 @@ WORKLOADS = {
     "W5 256": ("ms_per_step", "W5: a step of 256 rows, ms", 2),
     "W6": ("out_tok_s", "W6: over HTTP, 64 at a time, tok/s out", 0),
 }
+# Of bench/llamacpp.py: workload and clients -> heading; levels in their order.
+BESIDE = {
+    ("decode", 1): "1 client",
+    ("prefill", 1): "first token of 1,024",
+    ("decode", 8): "8 clients",
+    ("decode", 32): "32 clients",
+}
+LEVELS = "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"
 BATCHES = (1, 16, 64, 256)
 OURS, THEIRS, THIRD, FLOOR = "#3f6fd8", "#e08a3c", "#7aa874", "#8a8a8a"
 Figures = dict[str, dict[str, float]]  # workload -> model -> value
@@ -80,6 +90,23 @@ def table(figures: Figures, peers: dict[str, Figures]) -> str:
             shown = ["" if value is None else f"{value:,.{digits}f}" for value in columns]
             rows.append(f"| {heading} | {MODELS[model]} | **{shown[0]}** | {shown[1]} | {shown[2]} |")
             heading = ""
+    return "\n".join(rows) + "\n"
+
+
+def beside_llamacpp() -> str:
+    """Rows of Markdown: a machine, a level and a file each."""
+    found: dict[tuple[str, ...], dict[tuple[str, int], dict[str, Any]]] = defaultdict(dict)
+    for line in lines("cpu-llamacpp.jsonl"):
+        machine = line["machine"].replace("(R)", "").rpartition(", ")[0]
+        found[machine, line["isa"], line["model"]][line["w"], line["clients"]] = line
+    machines = list(dict.fromkeys(machine for machine, _, _ in found))
+    rows = [f"| CPU | level | file | {' | '.join(BESIDE.values())} |", "|---" * (3 + len(BESIDE)) + "|"]
+    for key in sorted(found, key=lambda key: (machines.index(key[0]), LEVELS.index(key[1]))):
+        cells = [
+            f"{line['sgla_tok_s']:.0f} / {line['llamacpp_tok_s']:.0f} = {line['ratio']:.2f}" if line else "-"
+            for line in map(found[key].get, BESIDE)
+        ]
+        rows.append(f"| {' | '.join([*key, *cells])} |")
     return "\n".join(rows) + "\n"
 
 
@@ -169,14 +196,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare the table in the page, write nothing")
     check = parser.parse_args().check
     figures, peers = gpu_medians(), json.loads((RESULTS / "peers.json").read_text())
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    old, _, after = rest.partition(END)
-    new = table(figures, peers)
-    if check:
-        return int(old != new)
-    PAGE.write_text(before + BEGIN + new + END + after)
-    draw(figures, peers)
-    return 0
+    same = True
+    for page, new in ((PAGE, table(figures, peers)), (CPU_PAGE, beside_llamacpp())):
+        before, _, rest = page.read_text().partition(BEGIN)
+        old, _, after = rest.partition(END)
+        same = same and old == new
+        if not check:
+            page.write_text(before + BEGIN + new + END + after)
+    if not check:
+        draw(figures, peers)
+    return int(check and not same)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def test_a_borrowed_tokenizer_has_a_word_for_every_id(tmp_path: Path) -> None:
     assert sorted(vocab.values()) == [0, 1, 3, 4, 5]
 
 
-def test_the_table_of_performance_is_that_of_the_recorded_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_performance_are_those_of_the_recorded_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     import plots
 
     monkeypatch.setattr(sys, "argv", ["plots.py", "--check"])
