@@ -144,8 +144,9 @@ def _gpu(machine: Machine) -> Finding:
 
 def _shared_memory(machine: Machine) -> Finding:
     detail = f"/dev/shm has {machine.shm_free / MIB:.0f} MiB free"
-    if machine.shm_free < SHM_NEEDED:
-        return Finding("shared memory", "broken", detail, "with docker: docker run --shm-size 1g")
+    if len(machine.gpus) > 1 and machine.shm_free < SHM_NEEDED:
+        detail += ", of which ranks on several GPUs need more"
+        return Finding("shared memory", "missing", detail, "with docker: docker run --shm-size 1g")
     return Finding("shared memory", "ok", detail)
 
 

@@ -62,8 +62,9 @@ def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> 
     pipe.send(("progress", Progress(phase="spawn", message="importing torch")))
     try:
         rings = [Ring.create(PLANS)] + ([Ring.create(RESULTS)] if rank == 0 else [])
-    except RuntimeError as error:
-        message = f"shared memory cannot be had ({error}); give the container more of it with --shm-size"
+    except OSError as error:
+        need = f"{(PLANS + RESULTS) >> 20} MiB of shared memory"
+        message = f"{need} cannot be had ({error}); raise the limits of memory and of file sizes"
         pipe.send(("error", ConfigError(message)))
         return 2
     pipe.send(("rings", len(rings)))

@@ -1,8 +1,8 @@
 """A single-producer, single-consumer ring of byte records in shared memory, woken by an eventfd.
 
-The memory is a ``torch.multiprocessing`` shared tensor made by the worker and handed over as a file
-descriptor, so it has no name and nothing is left behind by a SIGKILL. The main process maps the descriptor
-and needs no torch for it.
+The memory is a memfd made by the worker and handed over as a file descriptor, so it has no name and nothing
+is left behind by a SIGKILL. It needs no torch, takes nothing of ``/dev/shm``, and has the pages that were
+written.
 
 Layout: word 0 is ``head`` (bytes ever produced), word 1 is ``origin`` (what ``head`` was when a record began
 at the start of the ring), word 8, in a cache line of its own, is ``tail`` (bytes ever consumed); records
@@ -18,7 +18,6 @@ import mmap
 import os
 import struct
 import threading
-from typing import Any
 
 DATA = 128  # bytes before the first record
 REWIND = 1 << 18  # an empty ring whose next record would start above this offset is rewound
@@ -36,7 +35,9 @@ class Ring:
     eventfd, set by every ``push``; the consumer polls ``fileno()`` and calls ``clear`` *before* it pops.
     """
 
-    def __init__(self, memory: memoryview, event: int, *, shared_fd: int = -1, owner: Any = None) -> None:
+    def __init__(
+        self, memory: memoryview, event: int, *, shared_fd: int = -1, owner: mmap.mmap | None = None
+    ) -> None:
         self.capacity = len(memory) - DATA
         assert self.capacity % 8 == 0, "records are aligned to 8 bytes"
         self.shared_fd = shared_fd
@@ -51,16 +52,15 @@ class Ring:
 
     @classmethod
     def create(cls, capacity: int) -> Ring:
-        """A new ring in torch shared memory;
-        ``shared_fd`` and ``fileno()`` are what the other side attaches to."""
-        import torch
-
-        tensor = torch.zeros(DATA + capacity, dtype=torch.uint8)
-        tensor.share_memory_()
-        fd, size = tensor.untyped_storage()._share_fd_cpu_()
-        assert size == DATA + capacity
-        event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        return cls(tensor.numpy().data, event, shared_fd=fd, owner=tensor)
+        """A new ring in shared memory; ``shared_fd`` and ``fileno()`` are what the other side attaches to.
+        Raises OSError where there is no memory."""
+        fd = os.memfd_create("sgla-ring")
+        try:
+            os.ftruncate(fd, DATA + capacity)
+            return cls.attach(fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        except OSError:
+            os.close(fd)
+            raise
 
     @classmethod
     def attach(cls, shared_fd: int, event: int) -> Ring:
@@ -124,7 +124,7 @@ class Ring:
             return
         self._words.release()
         self._data.release()
-        if isinstance(self._owner, mmap.mmap):
+        if self._owner is not None:
             self._owner.close()
         self._owner = None
         os.close(self._event)
