@@ -10,6 +10,7 @@ from sgla.errors import WeightError
 from sgla.model.families import Reader
 from sgla.model.fp8 import Fp8, check_compressed
 from sgla.model.gptq import SCALES, Grouped
+from sgla.model.schemes import schemes
 from sgla.quant.method import Held, Method
 
 if TYPE_CHECKING:
@@ -34,26 +35,29 @@ class Packed(Grouped):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        check_compressed(config)
-        groups = Reader(self.name, Reader(self.name, config).table("config_groups"))
-        found = [Reader(self.name, groups.table(name)) for name in groups.values]
-        if len(found) != 1 or found[0].values.get("targets") != ["Linear"]:
+        found = schemes(config)
+        check_compressed(config, found)
+        if len(found) != 1 or found[0].group.values.get("targets") != ["Linear"]:
             raise Reader(self.name, config).error("config_groups", "one group, whose targets are Linear")
         if config.get("kv_cache_scheme"):
             raise Reader(self.name, config).error(
                 "kv_cache_scheme", "null: scales of the KV cache are not read"
             )
-        if found[0].table("input_activations"):
-            raise found[0].error("input_activations", "null: only weights may be integers")
-        weights = Reader(self.name, found[0].table("weights"))
+        group, weights, inputs, _ = found[0]
+        if inputs.values:
+            raise group.error("input_activations", "null: only weights may be integers")
         self.bits = weights.integer("num_bits", 8, 4)
         if weights.values.get("type") != "int" or self.bits not in (4, 8):
-            raise found[0].error("weights", "int of 4 or 8 bits")
+            raise group.error("weights", "int of 4 or 8 bits")
         if weights.values.get("strategy") not in ("group", "channel"):
             raise weights.error("strategy", "group or channel")
         grouped = weights.values["strategy"] == "group"
         self.group = weights.integer("group_size", 1 << 17) if grouped else 0
-        self.symmetric = weights.flag("symmetric")
+        if not grouped and weights.values.get("group_size", -1) != -1:
+            raise weights.error("group_size", "null, where strategy is channel")
+        if weights.given("block_structure"):
+            raise weights.error("block_structure", "null, where strategy is no block")
+        self.symmetric = weights.flag("symmetric") or not weights.given("symmetric")
         order = weights.values.get("actorder")
         if order not in (None, *_IN_ORDER, *_REORDERED):
             raise weights.error("actorder", "group, weight or null")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sgla.errors import ConfigError, WeightError
 from sgla.model.families import Reader, shown
 from sgla.model.methods import unsupported
+from sgla.model.schemes import Scheme, check_floats, schemes
 from sgla.quant.method import Held, Method
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Fp8(Method):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.block = _scale_block(config)
+        groups = schemes(config)
+        self.block = _scale_block(config, groups)
         kind = config.get("quant_method", "fp8")
         e4m3 = {
             "fp8": config.get("fmt", "e4m3") in ("e4m3", None),
@@ -39,10 +41,10 @@ class Fp8(Method):
         }
         if not e4m3[kind]:
             raise unsupported(kind, config)
-        if kind == "compressed-tensors":
-            check_compressed(config)
-            _check_numbers(config)
-        if _static_scales(config):
+        check_compressed(config, groups)
+        for group in groups:
+            check_floats(group)
+        if _static_scales(config, groups):
             self.notes = (
                 "the checkpoint's scales of activations are not used: on a GPU each token gets its own, on a "
                 "CPU activations are not rounded",
@@ -65,17 +67,14 @@ class Fp8(Method):
         return _UNUSED.match(name) is not None
 
 
-def _static_scales(config: Mapping[str, Any]) -> bool:
+def _static_scales(config: Mapping[str, Any], groups: list[Scheme]) -> bool:
     """Whether the file has a scale for the activations of each linear layer."""
     if config.get("activation_scheme") == "static" or config.get("quant_method") == "modelopt":
         return True
-    q = Reader("compressed-tensors", config)
-    groups = Reader("compressed-tensors", q.table("config_groups"))
-    inputs = [Reader("", groups.table(name)).table("input_activations") for name in groups.values]
-    return any(found.get("dynamic") is False for found in inputs)
+    return any(group.inputs.values and not group.inputs.flag("dynamic") for group in groups)
 
 
-def check_compressed(config: Mapping[str, Any]) -> None:
+def check_compressed(config: Mapping[str, Any], groups: list[Scheme]) -> None:
     """compressed-tensors has more than its formats of numbers say. Raises ConfigError."""
     q = Reader("compressed-tensors", config)
     if q.table("transform_config"):
@@ -83,29 +82,22 @@ def check_compressed(config: Mapping[str, Any]) -> None:
     sparsity = Reader("compressed-tensors", q.table("sparsity_config"))
     if sparsity.values.get("format", "dense") != "dense":
         raise sparsity.error("format", "dense in sparsity_config")
-    groups = Reader("compressed-tensors", q.table("config_groups"))
-    for name in groups.values:
-        group = Reader("compressed-tensors", groups.table(name))
-        if group.table("output_activations"):
+    for group, _, _, outputs in groups:
+        if outputs.values:
             raise group.error("output_activations", "null: the results of layers are not rounded")
         if group.given("format") and group.values["format"] != q.values.get("format"):
             raise group.error("format", f"that of the file, {shown(q.values.get('format'))}")
 
 
-def _check_numbers(config: Mapping[str, Any]) -> None:
-    """It stores others than e4m3 under that name, too. Raises ConfigError."""
-    q = Reader("compressed-tensors", config)
-    groups = Reader("compressed-tensors", q.table("config_groups"))
-    for name in groups.values:
-        group = Reader("compressed-tensors", groups.table(name))
-        weights = group.table("weights")
-        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
-            raise group.error("weights", "float numbers of 8 bits in config_groups")
-
-
-def _scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
+def _scale_block(config: Mapping[str, Any], groups: list[Scheme]) -> tuple[int, int]:
     """Rows and columns of the weights that share a ``weight_scale_inv``. Raises ConfigError."""
     found = config.get("weight_block_size")
+    for group in groups:
+        if group.weights.given("block_structure"):
+            said = group.weights.values["block_structure"]
+            if found not in (None, said):
+                raise group.weights.error("block_structure", f"that of the others, {shown(found)}")
+            found = said
     if found is None:
         return 128, 128
     if not (
@@ -114,7 +106,9 @@ def _scale_block(config: Mapping[str, Any]) -> tuple[int, int]:
         and all(type(size) is int and 0 < size <= _WIDEST for size in found)
     ):
         raise ConfigError(
-            f"config.json: weight_block_size is {shown(found)}; it must be two whole numbers", param="model"
+            f"config.json: weight_block_size or block_structure is {shown(found)}; it must be two whole "
+            "numbers",
+            param="model",
         )
     return found[0], found[1]
 

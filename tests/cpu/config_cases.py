@@ -325,6 +325,12 @@ PACKED: Config = {
     "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
     "input_activations": None,
 }
+FP8_GROUP: Config = FP8["channel"]["config_groups"]["group_0"]
+FP8_NAMES: dict[str, Config] = {
+    "compressed-tensors": {"format": "float-quantized"},
+    "modelopt": {"quant_algo": "FP8"},
+    "fp8": {},
+}
 SHAPES: Config = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 DISTILBERT: Config = {
     "architectures": ["DistilBertModel"],
@@ -658,6 +664,18 @@ HONOURED: dict[str, Case] = {
     "llama in fp8 by fbgemm": Case(
         llama(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}), twin=llama(), fp8="channel"
     ),
+    "llama in fp8 by blocks of compressed-tensors": Case(
+        quantized(
+            "compressed-tensors",
+            format="float-quantized",
+            config_groups={
+                "group_0": FP8_GROUP
+                | {"weights": FP8_GROUP["weights"] | {"strategy": "block", "block_structure": [16, 16]}}
+            },
+        ),
+        twin=llama(),
+        fp8="block",
+    ),
     "llama by way of flash attention": Case(llama(use_flash_attention=True)),
     "llama keys that are off": Case(
         llama(sliding_window=None, logit_scale=1.0, alibi=False, num_experts=0, residual_multiplier=None)
@@ -835,6 +853,77 @@ REFUSED: dict[str, Case] = {
             ("weights", {"num_bits": 4, "type": "int", "strategy": "tensor"}, "strategy"),
         )
     },
+    **{
+        f"int4 of compressed-tensors whose {key} is {value}": Case(
+            quantized(
+                "compressed-tensors",
+                format="pack-quantized",
+                config_groups={"group_0": PACKED | {"weights": PACKED["weights"] | {key: value}}},
+            ),
+            f"config_groups.group_0.weights: {key}",
+        )
+        for key, value in (
+            ("rotation", "hadamard"),
+            ("dynamic", True),
+            ("dynamic", None),
+            ("symmetric", None),
+            ("num_bits", None),
+            ("block_structure", [16, 16]),
+            ("scale_dtype", "torch.float8_e4m3fn"),
+            ("zp_dtype", "torch.float16"),
+            ("group_size", 1.5),
+            ("actorder", "random"),
+            ("strategy", "tensor_group"),
+        )
+    },
+    **{
+        f"fp8 of {method} whose {key} of {part} is {value}": Case(
+            quantized(
+                method,
+                **FP8_NAMES[method],
+                config_groups={"group_0": FP8_GROUP | {part: FP8_GROUP[part] | {key: value}}},
+            ),
+            f"config_groups.group_0.{part}: {key}",
+        )
+        for method, part, key, value in (
+            ("compressed-tensors", "weights", "rotation", "hadamard"),
+            ("compressed-tensors", "weights", "dynamic", True),
+            ("compressed-tensors", "weights", "symmetric", False),
+            ("compressed-tensors", "weights", "strategy", "group"),
+            ("compressed-tensors", "weights", "group_size", 128),
+            ("compressed-tensors", "weights", "actorder", "group"),
+            ("compressed-tensors", "weights", "scale_dtype", "torch.float8_e8m0fnu"),
+            ("compressed-tensors", "input_activations", "num_bits", 4),
+            ("compressed-tensors", "input_activations", "type", "int"),
+            ("compressed-tensors", "input_activations", "dynamic", "local"),
+            ("compressed-tensors", "input_activations", "strategy", "block"),
+            ("compressed-tensors", "input_activations", "symmetric", False),
+            ("compressed-tensors", "input_activations", "observer_of", "max"),
+            ("modelopt", "weights", "num_bits", 4),
+            ("modelopt", "weights", "block_sizes", {"-1": 16}),
+            ("fp8", "weights", "type", "int"),
+        )
+    },
+    "int4 of compressed-tensors in groups without a size": Case(
+        quantized(
+            "compressed-tensors",
+            format="pack-quantized",
+            config_groups={"group_0": PACKED | {"weights": PACKED["weights"] | {"group_size": None}}},
+        ),
+        "config_groups.group_0.weights lacks 'group_size'",
+    ),
+    "a group of compressed-tensors with another key": Case(
+        quantized("compressed-tensors", format="pack-quantized", config_groups={"group_0": PACKED | {"lora": {"r": 8}}}),
+        "config_groups.group_0: lora",
+    ),
+    "blocks of compressed-tensors that are no numbers": Case(
+        quantized(
+            "compressed-tensors",
+            format="float-quantized",
+            config_groups={"g": FP8_GROUP | {"weights": FP8_GROUP["weights"] | {"block_structure": "16x16"}}},
+        ),
+        "block_structure",
+    ),
     "int8 of compressed-tensors": Case(quantized("compressed-tensors", format="int-quantized"), "int-quantized"),
     "nvfp4": Case(quantized("modelopt", quant_algo="NVFP4"), "NVFP4"),
     **{
