@@ -30,6 +30,13 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "3 270M, under the terms of ai.google.dev/gemma/terms)"
         ),
     ] = "demo"
+    demo: Annotated[
+        Literal["auto", "packaged", "hub"],
+        Doc(
+            description="which model demo is in sgla serve, chat and explain: that of the package index, one "
+            "of the model hub, which knows more, or (auto) the one on this disk, else the hub's if it answers"
+        ),
+    ] = "auto"
     served_model_name: Annotated[
         list[str], Doc(description="names clients may use; the first one is shown")
     ] = []

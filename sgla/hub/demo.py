@@ -92,7 +92,7 @@ MODELS = {
         ),
         hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         about="The demo is SmolLM2-135M-Instruct, a very small model, which often errs; 'sgla serve "
-        "Qwen/Qwen3-0.6B' knows more.",
+        "--demo hub' takes one that knows more.",
         # The best of what was measured (bench/questions.py, docs/performance-cpu.md): short answers are more
         # often right, and no run of tokens comes twice. A penalty ends long answers, but would spoil JSON and
         # calls, so it is for conversations alone.

@@ -14,7 +14,8 @@ from sgla.errors import ConfigError
 from sgla.hub.demo import OnProgress, cache_folder
 from sgla.messages import Progress
 
-PROBE_SECONDS = 3.0
+PROBE_SECONDS = 2.0
+_silent = threading.Event()  # the hub has not answered this process
 
 
 class HuggingFace:
@@ -110,21 +111,28 @@ def _relay(repo: str, report: OnProgress) -> Any:
 
 
 def hub_answers(repo: str, seconds: float = PROBE_SECONDS) -> bool:
-    """Whether the hub tells about ``repo`` within ``seconds``. A name lookup that hangs counts as no."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    """Whether the hub tells about ``repo`` within ``seconds``. A name lookup that hangs counts as no.
+    A hub that has not answered is not asked again by this process."""
+    if _silent.is_set() or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
         return False
-    answered = threading.Event()
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    answers: list[bool] = []
 
     def ask() -> None:
-        from huggingface_hub import HfApi
-
         try:
             HfApi().model_info(repo, timeout=seconds)
+        except HfHubHTTPError:  # there is no such model, or it is not for us
+            answers.append(False)
         except Exception:  # whatever went wrong, the package index is asked next
             return
-        answered.set()
+        else:
+            answers.append(True)
 
     thread = threading.Thread(target=ask, name="hub-probe", daemon=True)
     thread.start()
     thread.join(seconds)
-    return answered.is_set()
+    if not answers:
+        _silent.set()
+    return answers == [True]

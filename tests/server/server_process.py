@@ -21,7 +21,7 @@ class ServerProcess:
     """``args`` are the flags after ``sgla serve``; the port is picked by the server and read from its output."""
 
     def __init__(self, *args: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "SGLA_DEMO": "packaged"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "sgla", "serve", "--port", "0", *args],
             stdout=subprocess.PIPE,

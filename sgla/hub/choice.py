@@ -1,0 +1,101 @@
+"""Which model the demo is: one of a hub that knows more, where that answers, else the packaged one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.hub import demo
+from sgla.hub.fetch import find_local
+from sgla.hub.huggingface import hub_answers
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An instruct model of a hub. ``size``: bytes of its download; ``speed``: tokens a second of one client
+    on two cores of an AMD EPYC with AVX2, in bfloat16, of random weights in its shape; ``thinks``: unless it
+    is told not to."""
+
+    hub_id: str
+    licence: str
+    size: int
+    speed: int
+    thinks: bool = False
+
+    @property
+    def about(self) -> str:
+        return f"{self.hub_id.partition('/')[2]} ({self.licence}) is a small model, which errs."
+
+
+# The first that the hub has is taken: small downloads first. bench/questions.py measures what they answer.
+CANDIDATES = (
+    Candidate("Qwen/Qwen2.5-0.5B-Instruct", "Apache-2.0", 999_000_000, 30),
+    Candidate("Qwen/Qwen3-0.6B", "Apache-2.0", 1_519_000_000, 21, thinks=True),
+)
+
+
+def choose(config: Config, say: Callable[[str], None], ask: bool = True) -> Config:
+    """``config``, with the hub's model in place of ``demo`` if that is what is to be served; ``say`` is told
+    in a line what was chosen. A demo that is on this disk stays what it is. ``ask``: the hub may be asked,
+    for two seconds. Raises ConfigError where ``--demo hub`` cannot be had."""
+    if config.model != DEMO or config.demo == "packaged" or config.executor == "fake":
+        return config
+    if config.demo == "auto" and (not _is_plain(config) or find_local(config)):
+        return config
+    for candidate in CANDIDATES:
+        if find_local(_with(config, candidate)):
+            return _with(config, candidate)
+    if not ask:
+        return config
+    for candidate in CANDIDATES:
+        if config.model_source == "modelscope" or hub_answers(candidate.hub_id):
+            say(
+                f"the demo is {candidate.hub_id} ({candidate.licence}, a download of "
+                f"{candidate.size / 1e9:.1f} GB); --demo packaged takes {_packaged()}, which knows less"
+            )
+            return _with(config, candidate)
+    if config.demo == "hub":
+        raise ConfigError(
+            "--demo hub: the hub does not answer, or has none of "
+            f"{', '.join(each.hub_id for each in CANDIDATES)}; check the network (HF_ENDPOINT names a "
+            "mirror), or give --demo packaged",
+            param="demo",
+        )
+    say(f"the demo is {_packaged()}: the model hub, which has larger ones, cannot be reached (--demo hub)")
+    return config
+
+
+def about(model: str) -> str:
+    """What a user should know of a demo or packaged model; "" of others."""
+    return next((each.about for each in CANDIDATES if each.hub_id == model), "") or demo.about(model)
+
+
+def _is_plain(config: Config) -> bool:
+    """Whether nothing is asked for that the models of the hub might not do."""
+    return (
+        config.model_source == "huggingface"
+        and config.load_format in ("auto", "safetensors")
+        and config.revision is None
+    )
+
+
+def _with(config: Config, candidate: Candidate) -> Config:
+    variables = {"enable_thinking": False} if candidate.thinks else {}
+    return msgspec.structs.replace(
+        config,
+        model=candidate.hub_id,
+        served_model_name=config.served_model_name or [DEMO, candidate.hub_id],
+        default_chat_template_kwargs=variables | config.default_chat_template_kwargs,
+    )
+
+
+def _packaged() -> str:
+    model = demo.MODELS[DEMO]
+    size = sum(wheel.size for wheel in model.wheels)
+    return f"{(model.hub_id or model.file).rpartition('/')[2]} ({size / 1e6:.0f} MB)"
