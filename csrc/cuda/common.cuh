@@ -19,6 +19,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// silu(x) * up, or gelu_tanh(x) * up: the gated activation of every kernel.
+template <bool TANH>
+__device__ __forceinline__ float gate(float x, float up) {
+  const float u = TANH ? 1.595769122f * (x + 0.044715f * x * x * x) : x;
+  return __fdividef(x, 1.f + exp2_fast(-1.442695041f * u)) * up;
+}
 __device__ __forceinline__ u32 smem_addr(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 // Programmatic dependent launch: `pdl_wait` blocks until every earlier kernel of the stream has finished and its writes

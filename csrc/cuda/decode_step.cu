@@ -316,8 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
     times<2>(p, s, self, get_middle, [&](const float(&y)[Matrix<2>::RESULTS], int row) {
 #pragma unroll
       for (int i = 0; i < Matrix<2>::RESULTS; ++i) {
-        const float up = __shfl_down_sync(~0u, y[i], 8), gate = y[i];
-        const float z = __fdividef(gate, 1.f + exp2_fast(-1.442695041f * gate)) * up;
+        const float z = gate<false>(y[i], __shfl_down_sync(~0u, y[i], 8));
         if (self.lane % 16 == 0 && 4 * i + self.lane / 8 < Matrix<2>::PASS)
           tell(p.words + Exchange::INNER + self.me * (Matrix<2>::ROWS / 2) + row / 2 + 2 * i + self.lane / 16, z, tag);
       }

@@ -54,10 +54,6 @@ __device__ __forceinline__ void copy_row(u32 to, const bf16* from, int bytes, u3
 // Between plain accesses and those of the copy engine, of global and shared memory.
 __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 __device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-__device__ __forceinline__ float gate(float x, float up) {
-  const float u = GELU ? 1.595769122f * (x + 0.044715f * x * x * x) : x;
-  return x / (1.f + exp2_fast(-1.442695041f * u)) * up;
-}
 
 // What the sort leaves behind.
 struct Sorted {
@@ -322,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
           u32* to = reinterpret_cast<u32*>(p.y + pair * p.d + tile * BM + warp * 16) + t;
           if (r < rows) to[0] = lo, to[4] = hi;
         } else {
-          const u32 both = movmatrix(pack2(gate(v[0], v[2]), gate(v[1], v[3])));
+          const u32 both = movmatrix(pack2(gate<GELU>(v[0], v[2]), gate<GELU>(v[1], v[3])));
           if (r < rows) reinterpret_cast<u32*>(p.inner + pair * p.f + tile * (BM / 2) + warp * 8)[t] = both;
         }
       }

@@ -398,8 +398,8 @@ __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, in
     add_pair(sums.sum[0], a, x);
     float y[1];
     sums.total(self.lane, y);
-    const float gate = y[0] * f, up = __shfl_down_sync(~0u, y[0], 8) * probability;
-    if (self.lane == 0) tell(p.words + INNER + self.me * PAIRS + pair, __fdividef(gate, 1.f + exp2_fast(-1.442695041f * gate)) * up, tag);
+    const float up = __shfl_down_sync(~0u, y[0], 8) * probability, z = gate<false>(y[0] * f, up);
+    if (self.lane == 0) tell(p.words + INNER + self.me * PAIRS + pair, z, tag);
   }
   return contracted;
 }

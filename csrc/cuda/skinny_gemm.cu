@@ -65,13 +65,6 @@ struct Params {
 
 __device__ __forceinline__ u32 mul2(u32 a, float lo, float hi) { return pack2(lo2f(a) * lo, hi2f(a) * hi); }
 __device__ __forceinline__ float square2(u32 a) { return lo2f(a) * lo2f(a) + hi2f(a) * hi2f(a); }
-__device__ __forceinline__ float activate(float x) {
-  if (EPILOGUE == 4) {
-    const float u = 0.7978845608f * (x + 0.044715f * x * x * x);
-    return x / (1.f + exp2_fast(-2.885390082f * u));
-  }
-  return x / (1.f + exp2_fast(-1.442695041f * x));
-}
 __device__ __forceinline__ uint4 lds128(u32 addr) {
   uint4 r;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(addr) : "memory");
@@ -277,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       if (EPILOGUE == 3) {
         static_cast<float*>(p.out)[o] = y;
       } else {
-        if (GATED) y = activate(y) * up;
+        if (GATED) y = gate<EPILOGUE == 4>(y, up);
         if (EPILOGUE == 1) y += kept[i];
         static_cast<bf16*>(p.out)[o] = f2bf(y);
       }

@@ -1,5 +1,5 @@
 // Tensor-core products of a group of four warps (`wgmma`, Hopper), and what the kernels around them share: tiles in shared
-// memory, a ring of stages, the gated activation.
+// memory, a ring of stages.
 #pragma once
 #include "common.cuh"
 
@@ -91,10 +91,3 @@ struct Slot {
     if (++stage == COUNT) stage = 0, parity ^= 1;
   }
 };
-
-// silu(x) * up, or gelu_tanh(x) * up.
-template <bool TANH>
-__device__ __forceinline__ float gate(float x, float up) {
-  const float u = TANH ? 1.595769122f * (x + 0.044715f * x * x * x) : x;
-  return __fdividef(x, 1.f + exp2_fast(-1.442695041f * u)) * up;
-}

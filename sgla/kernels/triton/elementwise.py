@@ -68,18 +68,21 @@ def _add_rms_norm(x, residual, weight, out, total, d, eps, PDL: tl.constexpr, BL
 
 
 @triton.jit
+def _activate(gate, GELU: tl.constexpr):
+    if GELU:
+        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(2 * u)
+    return gate * tl.sigmoid(gate)
+
+
+@triton.jit
 def _act_mul(x, out, f, GELU: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
     _begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + row * 2 * f + i, mask=i < f, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * f + f + i, mask=i < f, other=0.0).to(tl.float32)
-    if GELU:
-        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        act = gate * tl.sigmoid(2 * u)
-    else:
-        act = gate * tl.sigmoid(gate)
-    tl.store(out + row * f + i, act * up, mask=i < f)
+    tl.store(out + row * f + i, _activate(gate, GELU) * up, mask=i < f)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.elementwise import _begin, _pdl, _warps
-from sgla.kernels.triton.moe import _activate
+from sgla.kernels.triton.elementwise import _activate, _begin, _pdl, _warps
 
 
 class Rounded(NamedTuple):

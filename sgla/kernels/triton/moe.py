@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sgla.kernels.triton.elementwise import _begin, _pdl
+from sgla.kernels.triton.elementwise import _activate, _begin, _pdl
 
 
 class Tile(NamedTuple):
@@ -57,14 +57,6 @@ class Cut(NamedTuple):
 
 
 GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 2048, 2)  # of DOWN: k of a token's experts together
-
-
-@triton.jit
-def _activate(gate, GELU: tl.constexpr):
-    if GELU:
-        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * tl.sigmoid(2 * u)
-    return gate * tl.sigmoid(gate)
 
 
 @triton.jit
