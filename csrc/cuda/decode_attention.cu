@@ -28,11 +28,14 @@
 #ifndef HD
 #define HD 128
 #endif
-#ifndef GROUP  // query heads per kv head, at most 8
+#ifndef GROUP  // query heads of a part, at most 8
 #define GROUP 4
 #endif
-#ifndef SHARE  // heads here that read the same kv head of the pages: larger groups are cut into parts, each a head of its own
+#ifndef SHARE  // parts of a kv head's query heads: a part is what is called a head here, and reads the pages itself
 #define SHARE 1
+#endif
+#ifndef LACK  // heads that the last part of a kv head has less than GROUP: a group of 13 is 7 and 6
+#define LACK 0
 #endif
 #ifndef WARPS  // that attend: an even number, at most STAGES
 #define WARPS 8
@@ -69,6 +72,7 @@
 #endif
 
 constexpr int TILE = 16;
+constexpr int ALL = GROUP * SHARE - LACK;  // query heads of a kv head
 constexpr int ELEMENT = FP8 ? 1 : 2;       // bytes
 constexpr int TOKEN_BYTES = HD * ELEMENT;
 constexpr int CHUNKS = TOKEN_BYTES / 16;
@@ -92,24 +96,24 @@ struct Params {
   const bf16* q;          // [R, q_stride]; FUSED: q heads, k heads, v heads of a row, else q heads
   unsigned char* k;       // element (page p, head h, token i) at p * page_stride + h * head_stride + i * HD
   unsigned char* v;
-  bf16* out;              // [R, Hkv * GROUP * HD]
+  bf16* out;              // [R, Hkv * ALL * HD]
   const int* page_table;  // [slots, table_stride]
   const int* slots;       // [R]
   const int* kv_len;      // [R]; 0 = padding row
   const int* cum;         // [R + 1]: tiles of the rows before
   float* part;            // [2 C, GROUP, HD] unnormalised partial outputs
   float* part_ml;         // [2 C, GROUP, 2] their maxima and sums
-  int* count;             // [R * Hkv], zero before and after
+  int* count;             // [R * kv_heads], zero before and after
   const float* q_norm;    // FUSED: [HD] or null
   const float* k_norm;
   const float* cos_sin;   // FUSED: [positions, HD], cosines then sines
   const int* skip;        // CASCADE: [R], tokens, whole tiles
   const int* first;       // CASCADE: [R + 1]: partial results of the rows before
-  const float* prefix;    // CASCADE: [first[R], Hkv * GROUP, HD] unnormalised
-  const float* prefix_ml; // CASCADE: [first[R], Hkv * GROUP, 2] maxima and sums
-  const float* sinks;     // [Hkv * GROUP] or null
+  const float* prefix;    // CASCADE: [first[R], Hkv * ALL, HD] unnormalised
+  const float* prefix_ml; // CASCADE: [first[R], Hkv * ALL, 2] maxima and sums
+  const float* sinks;     // [Hkv * ALL] or null
   long long page_stride, head_stride;
-  int q_stride, table_stride, rows, kv_heads, window;  // kv_heads: times SHARE
+  int q_stride, table_stride, rows, kv_heads, window;  // kv_heads: Hkv * SHARE
   float eps;
   float scale, softcap;   // scale already times log2(e), or 1 / softcap with soft cap
   float k_inverse, v_inverse, v_scale;  // FP8: 1 / scales of what is stored, and v's times 2^8
@@ -118,6 +122,10 @@ struct Params {
 // What a block has of a pair: `count` of the pair's `tiles` tiles from `tile` on, which is tile `first` + `tile` of the row.
 // No tiles: the end.
 struct __align__(16) Unit { int row, head, tile, count, tiles, len, first, slot; };
+
+// The first query head of a part, and how many it has.
+__device__ __forceinline__ int first_query(int head) { return head * GROUP - (LACK ? head / SHARE * LACK : 0); }
+__device__ __forceinline__ int queries_of(int head) { return GROUP - (LACK && head % SHARE == SHARE - 1 ? LACK : 0); }
 
 // Barriers of a unit: it is announced, its query is ready, its tiles are attended to, its results are merged.
 enum { ANNOUNCED, PREPARED, ATTENDED, MERGED };
@@ -330,7 +338,7 @@ struct Fresh {
   int page;
   __device__ __forceinline__ Fresh(const Params& p, const Unit& x, int slot, int lane) : v{} {
     page = p.page_table[(long long)slot * p.table_stride + (x.len - 1) / TILE / PAGE_TILES];
-    const bf16* from = p.q + (long long)x.row * p.q_stride + (p.kv_heads * GROUP + x.head / SHARE) * HD;
+    const bf16* from = p.q + (long long)x.row * p.q_stride + (p.kv_heads / SHARE * ALL + x.head / SHARE) * HD;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -375,18 +383,19 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
     const Unit x = memory.get(u);
     if (x.count == 0) return;
     unsigned char* to = memory.queries + u % QUERIES * Q_BYTES;
-    const bf16* q = p.q + (long long)x.row * p.q_stride + (x.head * GROUP + g) * HD;
+    const bf16* q = p.q + (long long)x.row * p.q_stride + (first_query(x.head) + g) * HD;
+    const bool live = g < queries_of(x.head);
     u32 qf[ACC][2];
     if (FUSED) {
       Fresh fresh(p, x, memory.slot[x.row], lane);
-      prepare_q(p, q, x.len - 1, t, g < GROUP, qf);
+      prepare_q(p, q, x.len - 1, t, live, qf);
       memory.wait(MERGED, u - QUERIES);
       if (x.tile + x.count == x.tiles) fresh.store(p, x, lane, to + ACC * 256, to + ACC * 256 + TOKEN_BYTES);
     } else {
 #pragma unroll
       for (int i = 0; i < ACC; ++i) {
-        const u32 a = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, 0)) : 0;
-        const u32 b = g < GROUP ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, 1)) : 0;
+        const u32 a = live ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, 0)) : 0;
+        const u32 b = live ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, 1)) : 0;
         qf[i][0] = FP8 ? pack_operand(lo2f(a), lo2f(b)) : a;
         qf[i][1] = FP8 ? pack_operand(hi2f(a), hi2f(b)) : b;
       }
@@ -640,8 +649,8 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
           const int e = place(j);
-          if (e >= GROUP * HD) break;
-          const long long k = ((long long)i * p.kv_heads + x.head) * GROUP + e / HD;
+          if (e >= queries_of(x.head) * HD) break;
+          const long long k = (long long)i * (p.kv_heads / SHARE * ALL) + first_query(x.head) + e / HD;
           const float4 y = *reinterpret_cast<const float4*>(p.prefix + k * HD + e % HD);
           constexpr float f = PREFIX_UNIT;
           sums[j].join<1>({{f * y.x, f * y.y, f * y.z, f * y.w}}, {{p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1]}});
@@ -710,12 +719,12 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
       }
       if (CASCADE) join_prefixes();
     }
-    bf16* out = p.out + (long long)(x.row * p.kv_heads + x.head) * GROUP * HD;
+    bf16* out = p.out + (long long)(x.row * (p.kv_heads / SHARE * ALL) + first_query(x.head)) * HD;
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
-      if (place(j) >= GROUP * HD) break;
+      if (place(j) >= queries_of(x.head) * HD) break;
       const Sum& sum = sums[j];
-      const float sink = p.sinks ? exp2_fast(p.sinks[x.head * GROUP + place(j) / HD] * LOG2E - sum.m) : 0.f;
+      const float sink = p.sinks ? exp2_fast(p.sinks[first_query(x.head) + place(j) / HD] * LOG2E - sum.m) : 0.f;
       const float f = (FP8 ? p.v_scale : 1.f) / (sum.l + sink);
       *reinterpret_cast<uint2*>(out + place(j)) = {pack2(sum.x.x * f, sum.x.y * f), pack2(sum.x.z * f, sum.x.w * f)};
     }

@@ -21,6 +21,17 @@ def test_decode_attention_needs_its_shared_memory(arch: tuple[int, int], why: st
     assert refused is None if why is None else why in str(refused)
 
 
+@pytest.mark.parametrize("group", range(1, 25))
+def test_decode_attention_takes_groups_of_all_sizes(group: int) -> None:
+    hopper = nvidia("", (9, 0), 132)
+    assert decode_attention.refuses(hopper, torch.bfloat16, 128, group, 16, 256) is None
+    parts, heads, lack = decode_attention.share(group)
+    assert parts * heads - lack == group
+    assert heads <= decode_attention.GROUP
+    assert 0 <= lack < heads  # no part is empty
+    assert "at most 24" in str(decode_attention.refuses(hopper, torch.bfloat16, 128, 25, 16, 256))
+
+
 @pytest.mark.parametrize(
     ("arch", "processors", "pays"), [((9, 0), 132, True), ((9, 0), 127, False), ((8, 0), 132, False)]
 )

@@ -51,6 +51,7 @@ def tree(rng: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
         (8, 4, 256, 20.0),
         (8, 1, 128, 0.0),
         (5, 5, 64, 0.0),
+        (26, 2, 64, 0.0),
     ],
 )
 @pytest.mark.parametrize("rows", [6, 40, 200])

@@ -112,6 +112,9 @@ CASES = [  # heads, kv_heads, dim, window, softcap
     (32, 2, 128, 0, 0.0),
     (24, 2, 64, 100, 0.0),
     (15, 1, 256, 0, 0.0),
+    (11, 1, 128, 0, 0.0),
+    (26, 2, 64, 100, 0.0),
+    (13, 1, 256, 33, 20.0),
 ]
 LENGTHS = {
     "one": [1],
@@ -189,7 +192,9 @@ def test_decode_from_the_projection(
     assert torch.equal(kv.v[page, offset], expected_kv.v[page, offset])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "window"), [(64, 8, 64, 128), (32, 2, 128, 0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window"), [(64, 8, 64, 128), (32, 2, 128, 0), (22, 2, 128, 0)]
+)
 def test_sinks(heads: int, kv_heads: int, dim: int, window: int) -> None:
     """As gpt-oss has them: of decode rows in several blocks, of prompts in Triton, and in any order of steps."""
     sinks, scale = torch.randn(heads, device="cuda") + 4, dim**-0.5

@@ -92,8 +92,8 @@ def refuses(
         return f"it needs a bfloat16 KV cache, not {dtype}"
     if head_dim not in (64, 128, 256):
         return f"it needs a head dimension of 64, 128 or 256, not {head_dim}"
-    if share(group) is None:
-        return f"it takes at most {GROUP} query heads a KV head, or equal parts of as many, not {group}"
+    if group > GROUP * PARTS:
+        return f"it takes at most {GROUP * PARTS} query heads a KV head, not {group}"
     if page_size % TILE:
         return f"it needs a page size that is a multiple of {TILE}"
     if rows > MAX_ROWS:
@@ -101,10 +101,19 @@ def refuses(
     return None
 
 
-def share(group: int) -> int | None:
-    """Into how many parts, each with the work of a KV head, a group of query heads is cut."""
-    parts = (n for n in range(1, PARTS + 1) if group % n == 0 and group // n <= GROUP)
-    return next(parts, None)
+class Share(NamedTuple):
+    """A group of query heads as ``parts``, each with the work of a KV head: of ``heads``, the last of
+    ``lack`` fewer."""
+
+    parts: int
+    heads: int
+    lack: int
+
+
+def share(group: int) -> Share:
+    parts = -(-group // GROUP)
+    heads = -(-group // parts)
+    return Share(parts, heads, parts * heads - group)
 
 
 class Cut(NamedTuple):
@@ -125,8 +134,7 @@ FEW, MANY = Cut(8, 1), Cut(4, 2)
 @cache
 def _kernel(
     head_dim: int,
-    group: int,
-    parts: int,
+    group: Share,
     page_tiles: int,
     softcap: bool,
     cut: Cut,
@@ -137,15 +145,16 @@ def _kernel(
 ) -> Kernel:
     token = head_dim * (1 if fp8 else 2)
     query = head_dim * 16 + 2 * token
-    result = cut.warps * (group * (head_dim + 4) + 16) * 4
+    result = cut.warps * (group.heads * (head_dim + 4) + 16) * 4
     fixed = 1024 + QUERIES * query + RESULTS * result + UNITS * 64 + 4 * PAGES + 16 * (rows + 1)
     stage = 2 * TILE * token + 16
     stages = (SHARED[cut.per_sm - 1] - 64 - fixed) // stage
     assert stages >= cut.warps
     defines = {
         "HD": head_dim,
-        "GROUP": group,
-        "SHARE": parts,
+        "GROUP": group.heads,
+        "SHARE": group.parts,
+        "LACK": group.lack,
         "WARPS": cut.warps,
         "PER_SM": cut.per_sm,
         "STAGES": stages,
@@ -189,10 +198,10 @@ class DecodeAttention:
         device = torch.device("cuda")
         self.cut: Cut | None = None
         self._rows = -(-rows // 256) * 256
-        blocks, parts = processors() * max(MANY.per_sm, FEW.per_sm), share(group) or 1
-        self._part = torch.empty(2 * blocks, group // parts, head_dim, device=device)
-        self._part_ml = torch.empty(2 * blocks, group // parts, 2, device=device)
-        self._count = torch.zeros(rows * kv_heads * parts, dtype=torch.int32, device=device)
+        blocks, shared = processors() * max(MANY.per_sm, FEW.per_sm), share(group)
+        self._part = torch.empty(2 * blocks, shared.heads, head_dim, device=device)
+        self._part_ml = torch.empty(2 * blocks, shared.heads, 2, device=device)
+        self._count = torch.zeros(rows * kv_heads * shared.parts, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -220,9 +229,7 @@ class DecodeAttention:
         _, page_size, kv_heads, dim = k.shape
         assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
-        group = width // (kv_heads * dim)
-        parts = share(group)
-        assert parts is not None
+        group = share(width // (kv_heads * dim))
         out = q.new_empty(q.shape[0], width)
         extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         eps = 0.0
@@ -256,15 +263,15 @@ class DecodeAttention:
         params = _Params(
             *maps,
             *(None if t is None else t.data_ptr() for t in tensors),
-            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0), slots.shape[0], kv_heads * parts,
+            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0),
+            slots.shape[0], kv_heads * group.parts,
             window, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale * unit,
         )  # fmt: skip
-        cut = self.cut or choose(dim, slots.shape[0] * kv_heads * parts)
+        cut = self.cut or choose(dim, slots.shape[0] * kv_heads * group.parts)
         kernel = _kernel(
             dim,
-            group // parts,
-            parts,
+            group,
             page_size // TILE,
             softcap > 0,
             cut,
