@@ -73,6 +73,9 @@ def nvidia(name: str, arch: tuple[int, int], multiprocessors: int = 1, memory: i
     return Device("cuda", name, arch, multiprocessors, SHARED.get(arch, LEAST_SHARED) << 10, memory)
 
 
+H200 = nvidia("H200", (9, 0), 132)  # on which kernels were measured: what is explained without a GPU
+
+
 class Platform(NamedTuple):
     """A kind of device that models run on. ``runner``: import path (``module:name``) of what runs steps in a
     worker, called as ``worker.runner.Runner`` is; ``find``: the devices of the kind that this machine has,

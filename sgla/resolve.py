@@ -24,6 +24,7 @@ from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import dialect_of
 
 MIB, GIB = 1 << 20, 1 << 30
+MOST_RANKS = 1024
 ROOM_TOKENS = 16384  # tokens the default KV cache has room for
 OF_CHECKPOINTS = {
     "gguf": "a quantized GGUF file",
@@ -355,7 +356,7 @@ def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[
 RANGES: dict[str, tuple[float, float]] = {
     "speculative_num_draft_tokens": (0, 63),
     "context_length": (1, LONGEST),
-    "tp": (1, 1024),
+    "tp": (1, MOST_RANKS),
     "threads": (1, 4096),
     "fake_step_ms": (0, math.inf),
     "max_running_requests": (1, 65536),

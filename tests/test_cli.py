@@ -169,6 +169,21 @@ def test_explain_says_which_kernels_layers_take(tmp_path: Path) -> None:
     assert "not 'tiles' (" in out
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "cpu"], "--kernels says what NVIDIA GPUs run; leave it or --device cpu out"),
+        (["--device", "rocm"], "AMD GPUs are not supported yet"),
+        (["--quantization", "int4"], "--quantization int4 has no GPU kernels yet"),
+        (["--deterministic", "--tp", "2"], "--deterministic cannot be honoured with --tp 2"),
+    ],
+)
+def test_kernels_are_explained_of_what_can_be_served(tmp_path: Path, flags: list[str], message: str) -> None:
+    code, out, err = run("explain", tiny_model(tmp_path), "--load-format", "dummy", "--kernels", *flags)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 def test_doctor_looks_at_everything() -> None:
     code, out, _ = run("doctor", "--json")
     found = {finding["name"]: finding for finding in json.loads(out)}

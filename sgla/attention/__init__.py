@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from sgla.attention.base import (
     Attention,
@@ -41,16 +41,29 @@ class Kind(Protocol[B]):
     def refuses(self, shape: AttentionShape, device: Device) -> str | None: ...
 
 
+Make = Callable[[Any, AttentionShape, Device], Any]  # of a kind
+
+
+def made(kind: Kind[B], shape: AttentionShape, device: Device) -> B:
+    return kind(shape, device)
+
+
+def unmade(kind: B, shape: AttentionShape, device: Device) -> B:
+    """The class itself, which says as much of itself as a backend would, and takes no memory of a GPU."""
+    return kind
+
+
 class Asked(NamedTuple):
-    """A backend by name, for ``decode`` or ``prefill``, and the setting that names it."""
+    """A backend by name, for ``decode`` or ``prefill``, the setting that names it, and what makes it."""
 
     name: str
     phase: str
     setting: str
+    make: Make
 
     @classmethod
-    def of(cls, phase: str, both: str, one: str | None) -> Asked:
-        return cls(one or both, phase, f"{phase}_attention_backend" if one else "attention_backend")
+    def of(cls, phase: str, both: str, one: str | None, make: Make) -> Asked:
+        return cls(one or both, phase, f"{phase}_attention_backend" if one else "attention_backend", make)
 
     def refused(self, why: str) -> ConfigError:
         flag = "--" + self.setting.replace("_", "-")
@@ -68,20 +81,21 @@ def choose(
     *,
     decode: str | None = None,
     prefill: str | None = None,
+    make: Make = made,
 ) -> tuple[Attention, list[str]]:
     """The backend called ``name`` (``auto``: the fastest that takes a shape) for the layers of each of
     ``shapes``, and what was decided why. ``device``: this process's if None; ``decode`` and ``prefill``:
-    another name for one of them.
+    another name for one of them; ``make``: ``unmade`` where there is no GPU.
 
     Raises ConfigError with the reason if one of the names cannot run this model.
     """
     device = device or this_device()
-    asked = Asked.of("decode", name, decode), Asked.of("prefill", name, prefill)
-    made = [_choose(asked, shape, device) for shape in shapes]
-    if len(made) == 1:
-        return made[0]
-    backend = ByLayer({shape.width: part for shape, (part, _) in zip(shapes, made)})
-    notes = [note for _, notes in made for note in notes[1:]]
+    asked = Asked.of("decode", name, decode, make), Asked.of("prefill", name, prefill, make)
+    parts = [_choose(asked, shape, device) for shape in shapes]
+    if len(parts) == 1:
+        return parts[0]
+    backend = ByLayer({shape.width: part for shape, (part, _) in zip(shapes, parts)})
+    notes = [note for _, notes in parts for note in notes[1:]]
     return backend, [f"attention: {backend.name}, no graphs", *dict.fromkeys(notes)]
 
 
@@ -113,9 +127,8 @@ def _deterministic(asked: tuple[Asked, Asked], shape: AttentionShape, device: De
             f"--{named.setting.replace('_', '-')} auto, or leave it out",
             param="deterministic",
         )
-    return Attention(
-        InvariantDecode(shape, device), InvariantExtend(shape, device), TritonPrompts(shape, device)
-    )
+    kinds = InvariantDecode, InvariantExtend, TritonPrompts
+    return Attention(*(named.make(kind, shape, device) for kind in kinds))
 
 
 def _first(
@@ -130,7 +143,7 @@ def _first(
         why = kind.refuses(shape, device)
         if why is None:
             try:
-                return kind(shape, device), notes
+                return asked.make(kind, shape, device), notes
             except Unusable as error:
                 why = str(error)
         if asked.name == name:
@@ -171,7 +184,7 @@ def _extend(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Extend
     if shape.fp8_kv and not extend.narrow:
         if asked.name != "auto":
             raise asked.refused(NARROW)
-        extend = WholeOrPaged(extend, TritonExtend(shape, device))
+        extend = WholeOrPaged(extend, asked.make(TritonExtend, shape, device))
     return extend, why
 
 
@@ -180,8 +193,10 @@ def _prompts(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Promp
     from sgla.attention.triton_ops import TritonPrompts
 
     if asked.name in ("torch", "triton"):
-        return TritonPrompts(shape, device), []
+        return asked.make(TritonPrompts, shape, device), []
     why = NativePrompts.refuses(shape, device)
     if why is None:
-        return NativePrompts(shape, device), []
-    return TritonPrompts(shape, device), [f"native attention of prompts in graphs not used: {why}"]
+        return asked.make(NativePrompts, shape, device), []
+    return asked.make(TritonPrompts, shape, device), [
+        f"native attention of prompts in graphs not used: {why}"
+    ]

@@ -15,6 +15,7 @@ from sgla.cli.settings import complain, load_config
 from sgla.cli.show import table
 from sgla.config import SECRETS, Config
 from sgla.defaults import Defaults, find_defaults
+from sgla.device import H200, platform
 from sgla.errors import ConfigError
 from sgla.hub.choice import choose
 from sgla.hub.fetch import find_local
@@ -24,14 +25,14 @@ from sgla.model.pooling import read_pooling
 from sgla.model.sizes import Parameters, parameters, read_spec, short_count, weight_bytes
 from sgla.model.state import state_of, token_bytes
 from sgla.observe.machine import Machine, detect
-from sgla.resolve import GIB, MIB, Resolved, kv_pool, resolve
+from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, kv_pool, resolve
 
 
 def run(args: argparse.Namespace) -> int:
     config = choose(load_config(args.flags, args.config), complain, ask=False)
     machine = detect()
     if args.kernels:
-        return kernels(config)
+        return kernels(config, machine)
     source = model_source(config)
     model = source.config if source else None
     pooled = source is not None and read_pooling(source, config.task) is not None
@@ -50,17 +51,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def kernels(config: Config) -> int:
+def kernels(config: Config, machine: Machine) -> int:
     """Print which kernels a GPU's layers take. A process of its own has torch."""
     path = find_local(config)
     if path is None:
         raise ConfigError("--kernels needs the model's files: 'sgla pull' brings them", param="model")
+    if config.device not in ("auto", "cuda"):
+        platform(config.device)
+        raise ConfigError(
+            f"--kernels says what NVIDIA GPUs run; leave it or --device {config.device} out", param="kernels"
+        )
+    source = open_source(path, config.load_format)
+    pooled = read_pooling(source, config.task) is not None
+    config = msgspec.structs.replace(config, device="cuda")
+    config = resolve(config, imagined(machine), source.config, pooled).config
     command = [sys.executable, "-m", "sgla.worker.report", str(path)]
     done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True)
     if done.returncode:
         raise ConfigError(done.stderr.decode().strip().rpartition("\n")[2], param="kernels")
     print(done.stdout.decode(), end="")
     return 0
+
+
+def imagined(machine: Machine) -> Machine:
+    """``machine`` with as many GPUs as ranks may ask for: its own kind where it has some, else H200s."""
+    usable = machine.gpus and machine.torch_cuda
+    gpu = machine.gpus[0] if usable else H200
+    return msgspec.structs.replace(machine, gpus=(gpu,) * MOST_RANKS, torch_cuda="any", torch_hip=None)
 
 
 def model_source(config: Config) -> ModelSource | None:

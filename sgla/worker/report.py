@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
+from sgla import attention
 from sgla.config import Config
-from sgla.device import nvidia
+from sgla.device import H200
 from sgla.dist import Shard
 from sgla.errors import SglaError
 from sgla.hub.source import ModelSource, open_source
@@ -27,8 +28,10 @@ from sgla.kernels.gpu.record import Node
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.tiles import GATES
 from sgla.model.load import decoder_build, model_of
+from sgla.model.pooling import read_pooling
 from sgla.model.spec import ModelSpec
 from sgla.model.state import kv_groups
+from sgla.worker.gpu_load import choose_sizes, dtype_of, shapes_of
 from sgla.worker.kv import allocate_kv
 
 CONTEXT = 256  # positions of the tables that are built
@@ -40,18 +43,44 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
     """Lines of text. Raises ConfigError for a model that cannot be built."""
     device = describe()
     if device.kind != "cuda":
-        device = nvidia("H200", (9, 0), 132)
+        device = H200
     use(device)
+    pooling = read_pooling(source, config.task)
+    if pooling is not None and pooling.encoder:
+        yield f"kernels on {device.name}: an encoder runs op by op, and no rule takes its layers"
+        return
     yield f"kernels on {device.name}: how many layers each rule takes, and why others are not taken"
+    spec = ModelSpec.from_config(source.config)
+    sizes = choose_sizes(config, spec, pooling)
+    backend, notes = attention.choose(
+        config.attention_backend,
+        shapes_of(config, spec, Shard(0, config.tp), sizes),
+        device,
+        decode=config.decode_attention_backend,
+        prefill=config.prefill_attention_backend,
+        make=attention.unmade,
+    )
+    yield from (f"  {note}" for note in notes)
     forward = forward_of(config, source)
-    whole = forward.whole()
-    yield f"  one row: {'a whole step is one kernel' if whole else forward.notes[-1]}"
-    for rows in DECODES:
-        asked = Asked({"tokens": rows, "sampled": 0, "rows": rows}, _Attention(), True, config.deterministic)
-        yield from _lines(f"{rows} rows", forward.rewritten("step", False, asked))
+    if pooling is None:
+        yield from _decode_steps(forward, backend, config.deterministic)
     for tokens in PROMPTS:
         asked = Asked({"tokens": tokens, "sampled": 1, "rows": 1}, deterministic=config.deterministic)
         yield from _lines(f"{tokens} tokens of prompts", forward.rewritten("hidden", True, asked))
+
+
+def _decode_steps(forward: gpu.Forward, backend: attention.Attention, deterministic: bool) -> Iterator[str]:
+    fused = backend.decode.fused is not None
+    if not fused:
+        yield f"  one row: no kernel for a whole step of one row: decode attention is {backend.decode.name}"
+    elif forward.whole() is None:
+        yield f"  one row: {forward.notes[-1]}"
+    else:
+        yield "  one row: a whole step is one kernel"
+    for rows in DECODES:
+        sizes = {"tokens": rows, "sampled": 0, "rows": rows}
+        asked = Asked(sizes, _Attention() if fused else None, forward.draws, deterministic)
+        yield from _lines(f"{rows} rows", forward.rewritten("step", False, asked))
 
 
 class _Attention:
@@ -67,7 +96,7 @@ class _Attention:
 
 def forward_of(config: Config, source: ModelSource) -> gpu.Forward:
     """The forward pass of a model without weights, which can be recorded and rewritten."""
-    spec, dtype = ModelSpec.from_config(source.config), "bfloat16" if config.dtype == "auto" else config.dtype
+    spec, dtype = ModelSpec.from_config(source.config), dtype_of(config)
     quantization = config.quantization or spec.quantization
     with torch.device("meta"):
         build = decoder_build(source, spec, dtype, quantization, Shard(0, config.tp))
@@ -92,7 +121,8 @@ def _lines(what: str, work: Work | None) -> Iterator[str]:
         for node in work.nodes.values()
         if not node.rule
     )
-    yield f"  {what}: " + ", ".join(f"{count} {name}" for name, count in work.taken.most_common())
+    taken = ", ".join(f"{count} {name}" for name, count in work.taken.most_common())
+    yield f"  {what}: {taken or 'no rule takes a layer'}"
     yield "    by themselves: " + ", ".join(f"{count} {name}" for name, count in others.most_common())
     sources = Counter(_source(work.rows(node), node) for node in work.nodes.values() if _is_product(node))
     yield "    products: " + (", ".join(f"{count} {source}" for source, count in sources.items()) or "none")

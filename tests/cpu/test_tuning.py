@@ -122,6 +122,42 @@ def test_rules_and_their_report_follow_the_table() -> None:
     assert any("products: " in line and "2 as measured (" in line and "H200.jsonl)" in line for line in lines)
 
 
+NATIVE = "heads + decode"  # the rule of the decode kernel that takes q, k and v from the projection
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "expected", "native"),
+    [
+        ({}, {}, "attention: native decode, native prefill", True),
+        ({"decode_attention_backend": "triton"}, {}, "attention: triton decode, native prefill", False),
+        (
+            {},
+            {"head_dim": 80},
+            "native decode not used: it needs a head dimension of 64, 128 or 256, not 80",
+            False,
+        ),
+        ({"deterministic": True}, {}, "not 'tiles' (8): its sums depend on the number of rows", False),
+    ],
+)
+def test_the_report_is_of_the_attention_that_serves(
+    settings: dict[str, Any], changes: dict[str, Any], expected: str, native: bool
+) -> None:
+    asked = Config(dtype="bfloat16", max_running_requests=64, **settings)
+    lines = list(report.report(asked, source_of(**SHAPES["qwen3-8b"] | QWEN | changes)))
+    assert any(expected in line for line in lines)
+    taken = [line for line in lines if " rows: " in line]
+    assert len(taken) == len(report.DECODES)
+    assert [NATIVE in line for line in taken] == [native] * len(taken)
+    assert native is not any("whole step of one row: decode attention is" in line for line in lines)
+
+
+def test_the_report_of_an_encoder_says_that_no_rule_takes_it() -> None:
+    bert = {"architectures": ["BertModel"], "model_type": "bert", "vocab_size": 99, "hidden_size": 32}
+    bert |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    (line,) = report.report(Config(), ModelSource("dummy", Path("dummy"), (), bert, {}))
+    assert "an encoder runs op by op" in line
+
+
 def test_what_is_faster_by_little_is_not_taken() -> None:
     import tune
 

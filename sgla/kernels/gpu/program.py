@@ -129,13 +129,20 @@ class Forward:
     def whole(self) -> DecodeStep | None:
         """A kernel for a whole decode step of one row, if there is one. ``notes`` say why not."""
         record = self._record("step", False)
-        if record is None or self._gpu.deterministic:
+        if record is None:
             return None
         try:
+            if self._gpu.deterministic:
+                raise whole_step.Refused("its sums are not those of several rows, as --deterministic wants")
             return whole_step.match(record)
         except whole_step.Refused as error:
             self.notes.append(f"no kernel for a whole step of one row: {error}")
         return None
+
+    @property
+    def draws(self) -> bool:
+        """Whether the layer that computes the logits may draw from them."""
+        return self._model.lm_head.plain
 
     def logits(self, hidden: Tensor, whole: bool = False) -> Tensor:
         """Float32 logits of ``hidden``: this rank's part of the vocabulary, or the whole."""

@@ -134,10 +134,15 @@ def rewrite(
     for node in record.nodes:
         for number in node.reads:
             work.left[number] -= 1
-        own = logits if node is record.logits else rules.get(node.op, ())
-        plain = asked.deterministic or node.given.get("addend") is not None  # which no kernel adds on the way
-        _visit(work, node, () if plain else own)
+        _visit(work, node, logits if node is record.logits else rules.get(node.op, ()))
     return work
+
+
+def _plain(work: Work, node: Node) -> str | None:
+    """Why no rule may take ``node``, or None."""
+    if work.asked.deterministic:
+        return "its sums depend on the number of rows, and --deterministic forbids that"
+    return None if node.given.get("addend") is None else "no kernel adds an addend on the way"
 
 
 def _visit(work: Work, node: Node, rules: Sequence[Rule]) -> None:
@@ -157,7 +162,7 @@ def _apply(work: Work, rule: Rule, node: Node) -> list[Node] | None:
     chain = work.chain(node, rule.pattern)
     if chain is None:
         return None
-    why = rule.refuses(work, *chain)
+    why = _plain(work, node) or rule.refuses(work, *chain)
     if why is not None:
         work.refused[rule.name, why] = work.refused.get((rule.name, why), 0) + 1
         return None
