@@ -48,7 +48,7 @@ def made(kind: Kind[B], shape: AttentionShape, device: Device) -> B:
     return kind(shape, device)
 
 
-def unmade(kind: B, shape: AttentionShape, device: Device) -> B:
+def unmade(kind: Any, shape: AttentionShape, device: Device) -> Any:
     """The class itself, which says as much of itself as a backend would, and takes no memory of a GPU."""
     return kind
 
