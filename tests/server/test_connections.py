@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import resource
 import shutil
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -56,8 +58,10 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def serving(limit: int, tls: ssl.SSLContext | None = None, **settings: Any) -> AsyncIterator[Server]:
-    config = Config(executor="fake", **settings)
+async def serve(
+    model: Path, limit: int, tls: ssl.SSLContext | None = None, **settings: Any
+) -> AsyncIterator[Server]:
+    config = Config(model=str(model), executor="fake", **settings)
     system = System(config)
     await system.start()
     app = make_app(system.ingress, config, system.metrics)
@@ -75,6 +79,14 @@ async def serving(limit: int, tls: ssl.SSLContext | None = None, **settings: Any
         await runner.cleanup()
 
 
+Serving = Callable[..., contextlib.AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture
+def serving(tiny_model: Path) -> Serving:
+    return functools.partial(serve, tiny_model)
+
+
 async def ended(reader: asyncio.StreamReader) -> bool:
     return await asyncio.wait_for(reader.read(), 10) == b""
 
@@ -86,7 +98,7 @@ def silent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("silent_at_once")
-async def test_silent_connections_make_room() -> None:
+async def test_silent_connections_make_room(serving: Serving) -> None:
     async with serving(limit=16) as server:
         silent = [await server.connect() for _ in range(50)]
         for path in ("/health", "/version", "/v1/models", "/metrics"):
@@ -97,7 +109,9 @@ async def test_silent_connections_make_room() -> None:
             writer.close()
 
 
-async def test_requests_of_many_new_connections_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_many_new_connections_are_answered(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More than there may be, from one client, that all connect before the first of them asks."""
     monkeypatch.setattr(connections, "NEW_SECONDS", 30.0)
     async with serving(limit=8) as server:
@@ -111,7 +125,7 @@ async def test_requests_of_many_new_connections_are_answered(monkeypatch: pytest
             writer.close()
 
 
-async def test_idle_connections_go_before_busy_ones() -> None:
+async def test_idle_connections_go_before_busy_ones(serving: Serving) -> None:
     async with serving(limit=16) as server:
         busy = [await server.connect(POST) for _ in range(15)]
         idle, writer = await server.connect(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -134,7 +148,7 @@ async def test_idle_connections_go_before_busy_ones() -> None:
         assert (await server.get("/version"))[0] == 200
 
 
-async def test_answered_clients_that_owe_a_body_make_room() -> None:
+async def test_answered_clients_that_owe_a_body_make_room(serving: Serving) -> None:
     """They are read from for a while, and hold neither a place nor a spare connection from others."""
     async with serving(limit=8) as server:
         data = b"GET /health/live HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
@@ -148,7 +162,7 @@ async def test_answered_clients_that_owe_a_body_make_room() -> None:
             writer.close()
 
 
-async def test_spare_connections_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_spare_connections_are_not_held(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all of them are busy the oldest one makes room; an answer that is not read is dropped."""
     hang = asyncio.Event()
 
@@ -192,7 +206,7 @@ async def answers(server: Server, address: str) -> asyncio.StreamWriter:
 
 @pytest.mark.parametrize("patience", [0.0, 60.0])
 async def test_who_holds_most_connections_makes_room(
-    monkeypatch: pytest.MonkeyPatch, patience: float
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, patience: float
 ) -> None:
     """The body that arrives for longest ends, or the newest request; with an answer that says why."""
     monkeypatch.setattr(connections, "PATIENCE", patience)
@@ -219,7 +233,7 @@ async def test_who_holds_most_connections_makes_room(
         assert not server.listener._leaving
 
 
-async def test_unread_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unread_answers_make_room(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     async def much(request: web.Request) -> web.Response:
         return web.Response(body=bytes(64 << 20))
 
@@ -237,7 +251,7 @@ async def test_unread_answers_make_room(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("silent_at_once")
-async def test_idle_connections_of_who_holds_most_go_first() -> None:
+async def test_idle_connections_of_who_holds_most_go_first(serving: Serving) -> None:
     async with serving(limit=8) as server:
         modest = await answers(server, ELSEWHERE)
         writers = [await answers(server, "127.0.0.1") for _ in range(20)]
@@ -246,7 +260,7 @@ async def test_idle_connections_of_who_holds_most_go_first() -> None:
             writer.close()
 
 
-async def test_connections_are_the_clients_that_keys_and_proxies_name() -> None:
+async def test_connections_are_the_clients_that_keys_and_proxies_name(serving: Serving) -> None:
     data = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\nX-Forwarded-For: %b\r\n\r\n"
     for settings, clients in (
         (
@@ -282,7 +296,7 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, 
 
 @pytest.mark.usefixtures("silent_at_once")
 async def test_handshakes_are_connections(
-    monkeypatch: pytest.MonkeyPatch, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
     """Those that do not end make room like silent connections, and end in time."""
     async with serving(limit=8, tls=contexts[0]) as server:
@@ -308,7 +322,7 @@ async def test_handshakes_are_connections(
             await asyncio.sleep(0.01)
 
 
-async def test_headers_come_in_time_and_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_headers_come_in_time_and_are_small(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.4)
     async with serving(limit=16) as server:
@@ -330,7 +344,7 @@ async def test_headers_come_in_time_and_are_small(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 async def test_what_takes_long_to_parse_is_parsed_in_many_turns(
-    monkeypatch: pytest.MonkeyPatch, seconds: float
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """Requests one behind the other, and a body in tiny chunks that arrives at once. Nothing is lost."""
     monkeypatch.setattr(connections, "SLICE", seconds)
