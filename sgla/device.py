@@ -88,9 +88,7 @@ class Platform(NamedTuple):
 
 PLATFORMS = {
     "cpu": Platform("sgla.worker.start_cpu:cpu_runner"),
-    "cuda": Platform(
-        "sgla.worker.start_gpu:cuda_runner", lacks=("logits_processors", "speculative_algorithm")
-    ),
+    "cuda": Platform("sgla.worker.start_gpu:cuda_runner", lacks=("logits_processors",)),
 }
 
 

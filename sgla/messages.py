@@ -301,6 +301,7 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
     limit: int = 0  # tokens it may have, outputs included; only where rows have drafts
 
 
+VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little
 SAMPLE = 1  # StepPlan.flags: the row's last token is the last known one, so sample its successor
 PROMPT_LOGPROBS = 2  # StepPlan.flags: return logprobs of the prompt tokens this row's span predicts
 POOL = 4  # StepPlan.flags: the row is for a vector, due when its span reaches the prompt's end

@@ -11,11 +11,11 @@ from itertools import islice
 from msgspec.structs import replace
 
 from sgla.errors import DeadlineExceeded, SglaError
-from sgla.messages import PAGES, Delta, Moved, Ready, StepPlan, StepResult, Submit
+from sgla.messages import VERIFIED, PAGES, Delta, Moved, Ready, StepPlan, StepResult, Submit
 from sgla.sched.admission import Admission
 from sgla.sched.budget import CostModel
 from sgla.sched.commit import commit
-from sgla.sched.limits import VERIFIED, Limits
+from sgla.sched.limits import Limits
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.prefill import Prefill
 from sgla.sched.pressure import Pressure

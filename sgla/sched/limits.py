@@ -15,7 +15,6 @@ STEP_BYTES = 1 << 20  # that the new requests of a step add, unless there is onl
 FLIGHT_BYTES = 6 << 20  # that those of all steps in flight add, unless there is only one
 SAMPLING_BYTES = 3 << 19  # of the sampling parameters of one request
 ANSWER = 3 << 19  # bytes of a step's logprobs and scores, which come back through one of 4 MiB
-VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little
 WIDE = 256  # logprobs of a prompt token from which on a step has few such tokens, of one request
 ALTERNATIVES = 1 << 17  # of these tokens together; one token may have more
 STATES = 1 << 18  # bytes of the hidden states of one request's prompt in a step

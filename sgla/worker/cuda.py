@@ -41,6 +41,7 @@ from sgla.worker.pooler import Pooler
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
 from sgla.worker.runner import Runner
 from sgla.worker.state import column
+from sgla.worker.verify import Verify
 from sgla.worker.warm_up import measure, rehearse, wake_triton, warm_up
 
 STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
@@ -203,13 +204,19 @@ class CudaRunner(Runner):
         if self.constraints is not None:
             for new in plan.new:
                 self.constraints.admit(new)
+        verify = None
+        if self.steps.drafts is not None:
+            if plan.new:
+                self.steps.drafts.admit(plan.new)
+            verify = self.steps.drafts.spread(plan)
+            plan = verify.plan
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
         if self._decodes(plan, rows):
-            out, landed, pending = self.graphs.run(slots, starts)
-            return self.flights.begin(plan, begin, out, rows, landed, pending, [])
-        out, count, scored, pending, extras = self._extend(plan, slots, starts)
-        flight = self.flights.begin(plan, begin, out, count, None, pending, scored)
+            out, landed, pending = self.graphs.run(slots, starts, verify)
+            return self.flights.begin(plan, begin, out, rows, landed, pending, [], verify)
+        out, count, scored, pending, extras = self._extend(plan, slots, starts, verify)
+        flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
         flight.extras = extras
         return flight
 
@@ -242,16 +249,16 @@ class CudaRunner(Runner):
             self.release(flight)
         return self.finish(flight)
 
-    def _extend(self, plan: StepPlan, slots: Any, starts: Any) -> Launched:
+    def _extend(self, plan: StepPlan, slots: Any, starts: Any, verify: Verify | None) -> Launched:
         """A step with prompt tokens, or one that brings hidden states."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         graphs = self._captures and not self.steps.deterministic and self.prompts.takes(starts, q_lens, flags)
         if self._states and self._brings_states(plan):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
-            out, count, pending = self.prompts.run(slots, starts, q_lens, flags)
+            out, count, pending = self.prompts.run(slots, starts, q_lens, flags, verify)
             return Launched(out, count, [], pending, None)
-        return self.steps.run_eagerly(plan)
+        return self.steps.run_eagerly(plan, verify)
 
     def _brings_states(self, plan: StepPlan) -> bool:
         return bool(self.steps.tables.host.hidden[column(plan.slots)].any())

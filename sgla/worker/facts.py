@@ -26,6 +26,11 @@ def most_rows(config: Config, hidden: int, pooling: Pooling | None, rows: int) -
     return rows
 
 
+def drafts_of(config: Config) -> int:
+    """Most tokens that a row may guess in a step."""
+    return (config.speculative_num_draft_tokens or 0) if config.speculative_algorithm else 0
+
+
 def answer_facts(
     config: Config,
     spec: ModelSpec | EncoderSpec,
@@ -41,5 +46,5 @@ def answer_facts(
         "scores": True,
         "processors": processors or {},
         "hidden": spec.hidden if config.enable_return_hidden_states else 0,
-        "drafts": (config.speculative_num_draft_tokens or 0) if config.speculative_algorithm else 0,
+        "drafts": drafts_of(config),
     }

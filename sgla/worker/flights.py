@@ -17,6 +17,7 @@ from sgla.sampling.runs import ragged
 from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables
 from sgla.worker.state import Int32s, column
+from sgla.worker.verify import Verify
 
 
 class Extras(NamedTuple):
@@ -33,7 +34,8 @@ class Flight:
     a draw by temperature is not all that they want and they are not sampled yet; ``on_host``: their slots and
     positions. A step that is ``held`` waits with these for the result of the step before, since grammars do.
     Once ``end`` has passed, ``tokens``, pinned, holds the ids, negative where there is none
-    (``sampling/faults.py``). ``unmet``: (i, why) of samples whose grammar cannot go on."""
+    (``sampling/faults.py``). ``unmet``: (i, why) of samples whose grammar cannot go on. ``verify``: where rows
+    may guess, what ``plan`` was made of."""
 
     plan: StepPlan
     out: Tensor
@@ -48,6 +50,7 @@ class Flight:
     unmet: list[tuple[int, str]] = field(default_factory=list)
     on_host: tuple[Any, Any] | None = None
     extras: Extras | None = None
+    verify: Verify | None = None
 
     @property
     def step(self) -> int:
@@ -81,11 +84,12 @@ class Flights:
         landed: Tensor | None,
         pending: Pending | None,
         scored: list[Scored],
+        verify: Verify | None = None,
     ) -> Flight:
         """The forward pass of ``plan`` has been queued.
         ``landed``: pinned memory that it brings the tokens to by itself."""
         end = torch.cuda.Event(enable_timing=True)
-        flight = Flight(plan, out, count, pending, scored, begin, end, tokens=landed)
+        flight = Flight(plan, out, count, pending, scored, begin, end, tokens=landed, verify=verify)
         constraints = self._constraints
         flight.on_host = pending and pending.on_host
         flight.held = pending is not None and constraints is not None and constraints.any(pending.on_host[0])
@@ -104,9 +108,14 @@ class Flights:
         self._sample(flight, masks)
 
     def _sample(self, flight: Flight, masks: Masks | None) -> None:
+        verify = flight.verify
         if flight.pending is not None:
+            if verify is not None:
+                verify.restore()
             flight.scored += self._sampler.sample(flight.pending, masks)
             flight.pending = None  # or logits of every step in flight would be kept
+        if verify is not None:
+            verify.accept(flight.out)
         if flight.tokens is None:
             flight.tokens = to_host(flight.out[: flight.count])
         flight.end.record()
@@ -133,16 +142,18 @@ class Flights:
                 result.logprobs.append(block)
         if flight.extras is not None:
             self._add(flight.extras, result)
-        unmet = flight.unmet
+        unmet, samples = flight.unmet, Samples(tokens, [], [], {}, set())
         if flight.on_host is not None and self._constraints is not None:
             taken = self._constraints.take(*flight.on_host, tokens)
             unmet = unmet + taken.failed
             ones = np.ones(len(tokens), np.int32)
-            samples = Samples(tokens, [], [], taken.forced, taken.known)
+            samples = samples._replace(forced=taken.forced, known=taken.known)
             result.tokens, result.counts = ragged(samples, np.arange(len(tokens), dtype=np.int32), ones)
             self._put(*flight.on_host, taken.forced)
         if unmet or (len(tokens) and tokens.min() < 0):
             result.failed += self._failed(flight.plan, unmet, tokens)
+        if flight.verify is not None:
+            flight.verify.fold(result, samples)
         return result
 
     def _add(self, extras: Extras, result: StepResult) -> None:

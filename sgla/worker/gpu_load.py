@@ -11,9 +11,9 @@ from sgla.device import check as check_device
 from sgla.dist import Shard
 from sgla.kernels.gpu import GpuOps
 from sgla.layers.linear import split_heads
-from sgla.messages import LONGEST, Pooling
+from sgla.messages import LONGEST, VERIFIED, Pooling
 from sgla.model.spec import AttentionSpec, ModelSpec
-from sgla.worker.facts import most_rows
+from sgla.worker.facts import drafts_of, most_rows
 from sgla.worker.gpu_memory import FEWER_ROWS, Weights, splits, within_memory
 from sgla.worker.gpu_steps import Kernels, Sizes
 from sgla.worker.kv import DTYPES
@@ -28,11 +28,13 @@ def dtype_of(config: Config) -> str:
 
 
 def choose_sizes(config: Config, spec: ModelSpec, pooling: Pooling | None) -> Sizes:
+    slots = most_rows(config, spec.hidden, pooling, SLOTS)
     return Sizes(
-        most_rows(config, spec.hidden, pooling, SLOTS),
+        slots,
         config.step_tokens or STEP_TOKENS,
         config.context_length or min(spec.context_len, LONGEST),
         config.page_size,
+        slots + min(VERIFIED, slots * drafts_of(config)),
     )
 
 
@@ -51,7 +53,8 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
             prefill=config.prefill_attention_backend,
         )
     ops = GpuOps(backend, config.deterministic)
-    cascade = Cascade.of(shapes, backend, place.device)
+    guesses = sizes.rows > sizes.slots  # then the host does not know where rows begin
+    cascade = None if guesses else Cascade.of(shapes, backend, place.device)
     return Kernels(backend, ops, cascade, DTYPES[dtype], kv_dtype, config.deterministic), notes
 
 
@@ -71,7 +74,7 @@ def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> li
             DTYPES[dtype_of(config)],
             frozenset(layer.window for layer in layers),
             max(layer.softcap for layer in layers),
-            sizes.slots,
+            sizes.rows,
             fp8_kv=config.kv_cache_dtype == "fp8",
             deterministic=config.deterministic,
             context_len=sizes.context_len + 1,

@@ -20,10 +20,11 @@ from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.batch import Columns, PromptSpan, Wanted, read
-from sgla.worker.device_state import DeviceTables, upload, upload_columns
+from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
 from sgla.worker.flights import Extras
 from sgla.worker.kv import Arena, allocate_kv
 from sgla.worker.pooler import Pooler
+from sgla.worker.verify import DeviceDrafts, Verify
 
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
 EAGER = 3000.0  # microseconds that an eager step takes longer to launch
@@ -44,12 +45,14 @@ class Kernels(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Rows, and tokens of a step and of a request, that there may be; tokens of a page."""
+    """Requests, and tokens of a step and of a request, that there may be; tokens of a page; ``rows``: tokens that a
+    step may sample, more than requests where these guess."""
 
     slots: int
     step_tokens: int
     context_len: int
     page_size: int
+    rows: int
 
 
 class Launched(NamedTuple):
@@ -71,22 +74,23 @@ def sizes_up_to(limit: int) -> list[int]:
 
 class GpuSteps:
     """A model with its tables, sampler and pages on the GPU. ``kv`` is set when its size is known, and again
-    whenever that changes; ``logits`` float32[slots, this rank's part of V] are those of graphs;
-    ``scales``: of k and v of each layer."""
+    whenever that changes; ``logits`` float32[rows, this rank's part of V] are those of graphs;
+    ``scales``: of k and v of each layer; ``drafts``: None where no row guesses."""
 
     pooler: Pooler | None = None  # of a model that answers with vectors
 
     def __init__(self, model: CausalLM, kernels: Kernels, sizes: Sizes) -> None:
         self.model, self.shard = model, model.shard
         self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
-        self.slots, self.step_tokens, self.context_len, page_size = sizes
+        self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
-        self._sampled = sizes_up_to(self.slots)  # rows of a step that sample
+        self._sampled = sizes_up_to(self.rows)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * model.spec.layers
         self.groups = kv_groups(model.state(), self.context_len, self.kv_dtype)
         windows = [group.window for group in self.groups]
         self.tables = DeviceTables(self.slots, self.context_len, page_size, windows)
-        self.logits = torch.empty(self.slots, len(model.lm_head.own), device="cuda")
+        self.drafts = DeviceDrafts(self.tables) if self.rows > self.slots else None
+        self.logits = torch.empty(self.rows, len(model.lm_head.own), device="cuda")
         self.forget_rows()
 
     @property
@@ -131,7 +135,7 @@ class GpuSteps:
             layer.k_scale, layer.v_scale = scales
         return layers
 
-    def run_eagerly(self, plan: StepPlan) -> Launched:
+    def run_eagerly(self, plan: StepPlan, verify: Verify | None = None) -> Launched:
         """Decode rows go first, then what has a history (see ``ExtendRows``),
         which the row numbers of the result must not show."""
         columns, wanted = read(plan, self.tables.host)
@@ -148,7 +152,7 @@ class GpuSteps:
         host[0, count : count + len(tails)] = tails
         host[:, :count] = wanted.tokens + moved[wanted.rows], wanted.slots, wanted.positions
         at, where, positions = upload(host)
-        batch = self.extend_batch(slots, starts, q_lens)
+        batch = self.extend_batch(slots, starts, q_lens, verify, (where, positions))
         whole = bool(wanted.prompt_spans or wanted.stated) or (self.pooler is not None and self.pooler.whole)
         hidden = self.forward.hidden(batch, None if whole else at)
         picked = hidden[at[: count + len(tails)]] if whole else hidden
@@ -186,8 +190,16 @@ class GpuSteps:
         labels = [self.sampler.labels(row.slot) for row in wanted.pooled]
         return [(row, to_host(own[ids])) for row, own, ids in zip(rows, logprobs, labels)]
 
-    def extend_batch(self, slots: Any, starts: Any, q_lens: Any) -> DeviceBatch:
-        """Rows with any number of tokens; those with one come first."""
+    def extend_batch(
+        self,
+        slots: Any,
+        starts: Any,
+        q_lens: Any,
+        verify: Verify | None = None,
+        samples: tuple[Tensor, Tensor] | None = None,
+    ) -> DeviceBatch:
+        """Rows with any number of tokens; those with one come first. ``samples``: slots and positions of what is
+        sampled, which ``verify`` corrects as it does those of rows that guess."""
         rows, tokens, decodes = len(slots), int(q_lens.sum()), int((q_lens == 1).sum())
         q_start = np.zeros(rows + 1, np.int32)
         np.cumsum(q_lens, out=q_start[1:])
@@ -196,9 +208,17 @@ class GpuSteps:
         cums = [self._tiles(kv_lens[:decodes], window, skip) for window in self.windows]
         packed = upload_columns([slots, starts, q_start, kv_lens, *cums])
         d_slots, d_starts, d_q_start, d_kv_len = packed[:4]
-        columns = torch.empty(2 + len(self.groups), tokens, dtype=torch.int32, device="cuda")
+        cum = dict(zip(self.windows, packed[4:]))
+        columns = aligned(2 + len(self.groups), tokens)
         ids, positions, out_loc = columns[0], columns[1], columns[2:] if len(self.groups) > 1 else columns[2]
+        if verify is not None and samples is not None:
+            verify.guess(ids, d_slots, d_starts, *samples)
         self.tables.prepare_extend(d_slots, d_starts, d_q_start, int(q_lens.max()), ids, positions, out_loc)
+        if verify is not None and verify.guesses:
+            n = decodes
+            self.tables.prepare_decode(
+                d_slots[:n], d_starts[:n], ids[:n], positions[:n], d_kv_len[:n], out_loc[..., :n], cum
+            )
         extend = None
         if decodes < rows:
             extend = ExtendRows(
@@ -213,7 +233,7 @@ class GpuSteps:
             out_loc=out_loc,
             sample_rows=d_q_start,  # not used: the runner gathers by itself
             decode_rows=decodes,
-            cum=dict(zip(self.windows, packed[4:])),
+            cum=cum,
             extend=extend,
             prefixes=prefixes,
         )

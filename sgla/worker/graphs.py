@@ -16,6 +16,7 @@ from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Pending
 from sgla.worker.gpu_steps import GpuSteps, sizes_up_to
+from sgla.worker.verify import Verify
 
 STAGES = 8  # pinned buffers, more than steps in flight
 
@@ -89,7 +90,7 @@ class DecodeGraphs:
     written when the set of rows changes."""
 
     def __init__(self, steps: GpuSteps) -> None:
-        self.limit = steps.slots
+        self.limit = steps.rows
         self.sizes = sizes_up_to(self.limit)
         self._steps = steps
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -170,8 +171,9 @@ class DecodeGraphs:
             prefixes=prefixes,
         )
         decode = steps.attention.decode
-        # The prefixes' kernel wants q before the decode kernel would make it.
-        fused = decode.fused if not cascade else None
+        # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what
+        # others of the same slot store.
+        fused = decode.fused if not cascade and steps.drafts is None else None
         draw = steps.sampler.fused_draw(slots, ends, self._keys[:size], plain)
         drawing = draw if steps.model.lm_head.plain else None
         logits, drawn = steps.forward.step(batch, None, steps.logits[:size], drawing, fused)
@@ -194,7 +196,7 @@ class DecodeGraphs:
         tables = self._steps.tables
         return cascade.plan(slots, starts, tables.host.page_table[0], tables.admissions, size)
 
-    def _send(self, slots: Any, starts: Any, size: int) -> int:
+    def _send(self, slots: Any, starts: Any, size: int, verify: Verify | None = None) -> int:
         """Send the step's columns to the graph of this size. Returns the place where its tokens land."""
         stage, rows = self._stage, len(slots)
         self._stage = (stage + 1) % STAGES
@@ -205,9 +207,14 @@ class DecodeGraphs:
         np.add(starts, 1, out=host.ends[:rows])
         host.stage[0], host.plain[0] = stage, self._steps.sampler.plain(slots)
         self._on_gpu[: len(pinned)].copy_(pinned, non_blocking=True)
+        if verify is not None:
+            columns = DecodeColumns.of(self._on_gpu, size)
+            verify.guess(self._ids, columns.slots, columns.starts, columns.slots, columns.ends)
         return stage
 
-    def run(self, slots: Any, starts: Any) -> tuple[Tensor, Tensor | None, Pending | None]:
+    def run(
+        self, slots: Any, starts: Any, verify: Verify | None = None
+    ) -> tuple[Tensor, Tensor | None, Pending | None]:
         """Decode one token of each row: int32[rows, at least] on the GPU, and int32[rows] in pinned memory,
         to be read before ``STAGES`` further steps. ``Pending`` instead of the latter if a draw by temperature
         is not all that rows need."""
@@ -219,7 +226,7 @@ class DecodeGraphs:
             shared, self._shared_plan = self._pinned_shared[self._stage], plan
             shared.numpy()[:] = pack(plan, self.limit, most_items(self.limit))
             self._shared.copy_(shared, non_blocking=True)
-        stage = self._send(slots, starts, size)
+        stage = self._send(slots, starts, size, verify)
         graphs[size].replay()
         if self._steps.sampler.plain(slots):
             return self.out, self._landed[stage, :rows], None

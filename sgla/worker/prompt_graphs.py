@@ -17,6 +17,7 @@ from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import STAGES, Capture
+from sgla.worker.verify import Verify
 
 ROWS = 16  # prompt rows: at most 14 real ones, one that owns the padding tokens, one that is empty
 REAL = ROWS - 2
@@ -25,7 +26,7 @@ TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
 # Tokens of the longest history of a prompt row: with more, eager steps are faster, whose attention splits
 # histories.
 HISTORY = 8192
-DECODES = (0, 64)  # decode rows among these tokens, at most; or as many as there are slots
+DECODES = (0, 64)  # decode rows among these tokens, at most; or as many as there may be
 
 
 class PromptGraphs:
@@ -35,19 +36,19 @@ class PromptGraphs:
     def __init__(self, steps: GpuSteps) -> None:
         self._steps = steps
         self.tokens = [n for n in TOKENS if n <= min(steps.step_tokens, steps.context_len)]
-        self.decodes = [n for n in DECODES if n < steps.slots] + [steps.slots]
+        self.decodes = [n for n in DECODES if n < steps.rows] + [steps.rows]
         self.pairs = sorted({(min(n, size), size) for n in self.decodes for size in self.tokens})
         self.limit = self.tokens[-1] if self.tokens else 0
         self._tile = steps.attention.prompts.tile
         self._tiles = self.limit // self._tile + REAL
-        size = sum(self._lengths(steps.slots))
+        size = sum(self._lengths(steps.rows))
         self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
         self._stage = 0
         self._tokens = torch.zeros(2, self.limit, dtype=torch.int32, device="cuda")
         self._out_loc = steps.tables.places(self.limit)
-        self._cum = {w: torch.zeros(steps.slots + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
-        self._out = torch.zeros(steps.slots, dtype=torch.int32, device="cuda")
+        self._cum = {w: torch.zeros(steps.rows + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
+        self._out = torch.zeros(steps.rows, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:
@@ -105,6 +106,12 @@ class PromptGraphs:
         tiles[: len(cuts)] = cuts
         self._columns[: len(host)].copy_(pinned, non_blocking=True)
 
+    def _guess(self, verify: Verify, padded: int) -> None:
+        """Correct the columns on the GPU."""
+        lengths = self._lengths(padded)
+        _, slots, starts, _, _, where, ends, _ = self._columns[: sum(lengths)].split(lengths)
+        verify.guess(self._tokens[0], slots, starts, where, ends)
+
     def _forward(self, n: int, size: int) -> None:
         """The step in the columns: ``size`` tokens, of which up to ``n`` are decode rows."""
         steps, tables = self._steps, self._steps.tables
@@ -112,7 +119,7 @@ class PromptGraphs:
         tiles, slots, starts, kv_len, at, where, ends, q_start = self._columns[: sum(lengths)].split(lengths)
         ids, positions = self._tokens[:, :size]
         out_loc = self._out_loc[..., :size]
-        sampled = min(n + ROWS, steps.slots)
+        sampled = min(n + ROWS, steps.rows)
         at, where, ends = at[:sampled], where[:sampled], ends[:sampled]
         logits, out = steps.logits[:sampled], self._out[:sampled]
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
@@ -139,7 +146,9 @@ class PromptGraphs:
             logits.copy_(found)
         steps.sampler.draw(logits, where, ends, out)
 
-    def run(self, slots: Any, starts: Any, q_lens: Any, flags: Any) -> tuple[Tensor, int, Pending | None]:
+    def run(
+        self, slots: Any, starts: Any, q_lens: Any, flags: Any, verify: Verify | None = None
+    ) -> tuple[Tensor, int, Pending | None]:
         """The tokens of the rows that sample, in their order,
         how many they are, and ``Pending`` as ``DecodeGraphs.run``."""
         decodes, sampled = _decodes(q_lens, flags), np.flatnonzero(flags & SAMPLE)
@@ -147,6 +156,8 @@ class PromptGraphs:
         size = next(size for size in self.tokens if size >= q_lens.sum())
         sizes = min(next(n for n in self.decodes if n >= count), size), size
         self._fill(slots, starts, q_lens, decodes, sampled, sizes)
+        if verify is not None:
+            self._guess(verify, sizes[0])
         self._graphs[sizes].replay()
         if self._steps.sampler.plain(slots[sampled]):
             return self._out, new, None

@@ -122,12 +122,12 @@ def _read_most(steps: GpuSteps) -> None:
 
 def _sample_most(steps: GpuSteps) -> None:
     """Every row wants everything."""
-    slots = np.arange(steps.slots, dtype=np.int32)
+    slots = np.arange(steps.rows, dtype=np.int32) % steps.slots
     ends = np.full_like(slots, steps.context_len)
     d_slots, d_ends = upload(np.stack([slots, ends]))
     spec, out = steps.model.spec, torch.zeros_like(d_slots)
-    logits = steps.logits_of(torch.zeros(steps.slots, spec.hidden, dtype=steps.dtype, device="cuda"))
-    words = torch.zeros(steps.slots, -(-spec.vocab // 32), dtype=torch.int32, device="cuda")
+    logits = steps.logits_of(torch.zeros(steps.rows, spec.hidden, dtype=steps.dtype, device="cuda"))
+    words = torch.zeros(steps.rows, -(-spec.vocab // 32), dtype=torch.int32, device="cuda")
     steps.sampler.sample(
         Pending(logits, d_slots, d_ends, out, slots, (slots, ends)), Masks(d_slots, words, d_ends)
     )
