@@ -11,7 +11,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from sgla.errors import DeadlineExceeded, SglaError
-from sgla.messages import VERIFIED, PAGES, Delta, Moved, Ready, StepPlan, StepResult, Submit
+from sgla.messages import PAGES, VERIFIED, Delta, Moved, Ready, StepPlan, StepResult, Submit
 from sgla.sched.admission import Admission
 from sgla.sched.budget import CostModel
 from sgla.sched.commit import commit

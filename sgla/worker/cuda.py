@@ -208,7 +208,7 @@ class CudaRunner(Runner):
         if self.steps.drafts is not None:
             if plan.new:
                 self.steps.drafts.admit(plan.new)
-            verify = self.steps.drafts.spread(plan)
+            verify = Verify(self.steps.drafts, plan)
             plan = verify.plan
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)

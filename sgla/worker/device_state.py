@@ -145,12 +145,15 @@ def upload(host: Int32s) -> Tensor:
 
 def upload_columns(columns: list[Int32s]) -> list[Tensor]:
     """Several arrays in one copy; each begins at a multiple of 16 bytes, as kernels are compiled for."""
-    ends = np.cumsum([-(-len(column) // 4) * 4 for column in columns])
-    host, begins = np.zeros(ends[-1], np.int32), [0, *ends[:-1]]
-    for begin, column in zip(begins, columns):
-        host[begin : begin + len(column)] = column
+    places, end = [], 0
+    for values in columns:
+        places.append(slice(end, end + len(values)))
+        end += -(-len(values) // 4) * 4
+    host = np.zeros(end, np.int32)
+    for place, values in zip(places, columns):
+        host[place] = values
     flat = upload(host)
-    return [flat[begin : begin + len(column)] for begin, column in zip(begins, columns)]
+    return [flat[place] for place in places]
 
 
 def aligned(columns: int, rows: int) -> Tensor:

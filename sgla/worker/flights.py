@@ -34,8 +34,8 @@ class Flight:
     a draw by temperature is not all that they want and they are not sampled yet; ``on_host``: their slots and
     positions. A step that is ``held`` waits with these for the result of the step before, since grammars do.
     Once ``end`` has passed, ``tokens``, pinned, holds the ids, negative where there is none
-    (``sampling/faults.py``). ``unmet``: (i, why) of samples whose grammar cannot go on. ``verify``: where rows
-    may guess, what ``plan`` was made of."""
+    (``sampling/faults.py``). ``unmet``: (i, why) of samples whose grammar cannot go on. ``verify``: what has
+    made ``plan``, where rows may guess."""
 
     plan: StepPlan
     out: Tensor

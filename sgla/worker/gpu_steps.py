@@ -45,8 +45,8 @@ class Kernels(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Requests, and tokens of a step and of a request, that there may be; tokens of a page; ``rows``: tokens that a
-    step may sample, more than requests where these guess."""
+    """Requests, and tokens of a step and of a request, that there may be; tokens of a page. ``rows``: samples
+    that a step may have, more than one of a request that guesses."""
 
     slots: int
     step_tokens: int
@@ -198,8 +198,8 @@ class GpuSteps:
         verify: Verify | None = None,
         samples: tuple[Tensor, Tensor] | None = None,
     ) -> DeviceBatch:
-        """Rows with any number of tokens; those with one come first. ``samples``: slots and positions of what is
-        sampled, which ``verify`` corrects as it does those of rows that guess."""
+        """Rows with any number of tokens; those with one come first. ``verify`` corrects those that guess,
+        and slots and positions of their ``samples``."""
         rows, tokens, decodes = len(slots), int(q_lens.sum()), int((q_lens == 1).sum())
         q_start = np.zeros(rows + 1, np.int32)
         np.cumsum(q_lens, out=q_start[1:])

@@ -1,12 +1,12 @@
-"""Rows that guess on a GPU. Each token that a row may verify is a decode row of the same slot, so that every
-kernel for decode rows serves; where these begin, what is guessed and how much of it is right is decided on the
-device, which is steps ahead of the host."""
+"""Rows that guess on a GPU. Each token that such a row verifies is a decode row of its slot, so that all
+kernels for decode rows serve. Where it begins, what it guesses and how much of that is right is decided on
+the device, which is steps ahead of the host."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 from torch import Tensor
 
 from sgla.kernels.triton import drafts
@@ -15,32 +15,27 @@ from sgla.sampling.runs import ragged
 from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables, upload
 from sgla.worker.drafts import FIRST, LONGEST, SHORTEST
-from sgla.worker.state import Int32s, column
+from sgla.worker.state import column
 
 
 class DeviceDrafts:
-    """What ``NGrams`` and ``SlotTables`` know of each slot, on the GPU: int32[slots + 1] each."""
+    """What ``NGrams`` and ``SlotTables`` know of each slot on a CPU, int32[slots + 1] each on the GPU."""
 
     def __init__(self, tables: DeviceTables) -> None:
-        self.tokens = tables.tokens
-        self.padding = tables.tokens.shape[0] - 1
-        self.computed, self.limits, self.trusts = torch.zeros(
-            3, self.padding + 1, dtype=torch.int32, device="cuda"
-        )
+        self.tokens, self.padding = tables.tokens, len(tables.tokens) - 1
+        shape = 3, len(tables.tokens)
+        self.computed, self.limits, self.trusts = torch.zeros(shape, dtype=torch.int32, device="cuda")
 
     def admit(self, rows: list[NewRow]) -> None:
         """Requests take slots."""
         slots, limits = upload(np.array([[new.slot, new.limit] for new in rows]).T)
-        self.limits[slots.long()] = limits
+        self.limits.index_copy_(0, slots.long(), limits)
         self.trusts.index_fill_(0, slots.long(), FIRST)
-
-    def spread(self, plan: StepPlan) -> Verify:
-        return Verify(self, plan)
 
 
 class Verify:
-    """A step whose rows may guess. ``plan``: it has a row for each token that a row of the step may verify, at the
-    latest place where that can be."""
+    """A step whose rows may guess. ``plan``: the same with a decode row for each token that a row verifies,
+    at the latest place where that can be."""
 
     _ids: Tensor
     _where: Tensor
@@ -56,7 +51,7 @@ class Verify:
         self._runs = spans[sampled]
         self._first = (np.cumsum(self._runs) - self._runs).astype(np.int32)
         guessing = np.flatnonzero(most >= 0)
-        self._leading = int(spans[: guessing[-1] + 1].sum()) if len(guessing) else 0  # rows up to the last that guess
+        self._leading = int(spans[: guessing[-1] + 1].sum()) if len(guessing) else 0  # up to the last guess
         self._counts = torch.ones(2, len(sampled), dtype=torch.int32, pin_memory=True)
         if len(sampled):
             self._columns = upload(np.stack([slots[sampled], most[sampled], self._first]))
@@ -72,9 +67,14 @@ class Verify:
                 drafts=b"",
             )
 
+    @property
+    def guesses(self) -> bool:
+        """Some of its rows may guess."""
+        return self._leading > 0
+
     def guess(self, ids: Tensor, slots: Tensor, starts: Tensor, where: Tensor, ends: Tensor) -> None:
-        """The columns of ``plan`` are on the GPU: correct those of rows that guess, which are the first of its
-        tokens, whose input is going to be in ``ids``, and of its samples. See ``kernels/triton/drafts.py``."""
+        """The columns of ``plan`` are on the GPU: slots and positions of its tokens, whose ids will be in
+        ``ids``, and of its samples. Those of rows that guess are the first, and corrected."""
         self._ids, self._where, self._ends = ids, where, ends
         state = self._state
         if self._leading:
@@ -83,27 +83,20 @@ class Verify:
                 ends, state.padding, (LONGEST, SHORTEST), VERIFIED,
             )  # fmt: skip
 
-    @property
-    def guesses(self) -> bool:
-        """Some of its rows may guess."""
-        return self._leading > 0
-
     def restore(self) -> None:
-        """Put the guesses back into the token table, where a graph has put what it has drawn: rules read them."""
+        """Put the guesses, which rules read, back into the token table, where a graph put what it drew."""
         if self._leading:
             slots, ends = self._where[: self._leading].long(), self._ends[: self._leading].long()
             self._state.tokens[slots, ends - 1] = self._ids[: self._leading]
 
     def accept(self, out: Tensor) -> None:
-        """All rows have drawn."""
-        state = self._state
+        """All rows have drawn, into ``out``."""
+        state, columns = self._state, (self._ids, out, self._ends)
         if len(self._runs):
-            drafts.accept(
-                self._columns, self._ids, out, self._ends, state.computed, state.trusts, self._counts, VERIFIED
-            )
+            drafts.accept(self._columns, *columns, state.computed, state.trusts, self._counts, VERIFIED)
 
     def fold(self, result: StepResult, samples: Samples) -> None:
-        """Make the result of ``plan``, which has one sample of each row, that of the step, which is done."""
+        """Make the result of ``plan``, with one sample of each of its rows, that of the step. It is over."""
         counts, guessed = self._counts.numpy()
         of, rows = np.repeat(np.arange(len(self._runs)), self._runs), self._rows
         samples = samples._replace(
@@ -119,6 +112,5 @@ class Verify:
             result.logprobs = [block for block in result.logprobs if block.prompt or block.row not in wrong]
             for block in result.logprobs:
                 block.row = int(rows[block.row])
-            result.failed = [
-                Failed(int(rows[row]), why, fault) for row, why, fault in map(astuple, result.failed) if row not in wrong
-            ]
+            failed = (failed for failed in result.failed if failed.row not in wrong)
+            result.failed = [Failed(int(rows[each.row]), each.why, each.fault) for each in failed]

@@ -26,6 +26,7 @@ from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Peak, within_memory
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import DecodeGraphs
 from sgla.worker.prompt_graphs import PromptGraphs
+from sgla.worker.verify import Verify
 
 SIZES = 600, 1000, 2000, 4000, 8000, 3  # tokens of prompts: the libraries have kernels for each size
 EVERYTHING = RowSampling(  # that a request can ask of the sampler, but for grammars
@@ -73,6 +74,9 @@ def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
         DecodeGraphs(steps).rehearse()
         if not steps.deterministic:
             PromptGraphs(steps).rehearse()
+        if steps.drafts is not None:
+            verify = Verify(steps.drafts, msgspec.structs.replace(_step([(0, 0, 1)]), drafts=bytes(4)))
+            verify.accept(steps.run_eagerly(verify.plan, verify).out)
         measure(steps)
         for plan in _plans(steps):
             steps.tables.apply(plan, steps.sampler)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import triton
@@ -217,6 +218,12 @@ def steps(runner: cuda.CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
     ``sizes`` tokens together."""
     half = runner.steps.context_len // 2
     three = min(3, half)
+    if runner.facts.drafts:
+        for rows in (1, 3):
+            for others in ([], [(rows, 0, half)]):
+                parts = [*((slot, half, 4) for slot in range(rows)), *others]
+                drafts = np.array([3] * rows + [-1] * len(others), np.int32).tobytes()
+                yield msgspec.structs.replace(plan(parts), drafts=drafts)
     for rows in range(1, runner.steps.slots + 1):
         yield plan([(slot, half * (rows % 2), 1) for slot in range(rows)])
     for decodes in (0, 1, 5, runner.steps.slots - 1):

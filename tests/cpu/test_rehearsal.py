@@ -56,6 +56,11 @@ CASES = {
     "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
     "windows": ("", WINDOWS, {}),
+    "guesses": (
+        "qwen3-0.6b",
+        DENSE,
+        {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8},
+    ),
 }
 
 

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Rows that guess: their guesses before a step, and how many of them were right behind it. The rule is that of
-``worker/drafts.py``."""
+"""Rows that guess: what they guess before a step, and how much of it was right after the draw.
+The rule is that of ``worker/drafts.py``."""
 
 from __future__ import annotations
 
@@ -86,19 +86,20 @@ def guess(
     lengths: tuple[int, int],
     most: int,
 ) -> None:
-    """Fill in the rows of one token that each of R rows may verify.
+    """Fill in the decode rows that R rows with guesses are made of.
 
-    ``columns`` int32[3, R]: slot, guesses at most (-1: the row is as it is), and which row of one token is its
-    first. By slot: ``tokens`` int32[slots, *], into which the guesses go behind what is known; ``computed``,
-    the tokens with KV; ``limits``, the tokens it may have; ``trusts``, the guesses it may have. Of each row of
-    one token: ``slots`` and ``starts``, those of its input; ``where`` and ``ends``, of what it samples. Those
-    that are not needed are the first of the slot ``padding``, and sample nothing (end 0). ``lengths``: the most
-    and the fewest tokens that have come before."""
+    ``columns`` int32[3, R]: slot, guesses at most (-1: the row does not guess), and the number of its first
+    decode row. Int32 of each slot: ``tokens`` [slots, *], into which the guesses go behind what is known;
+    ``computed``, how many have KV; ``limits``, how many there may be; ``trusts``, how many may be guessed.
+    Int32 of each decode row: slot and position of its input (``slots``, ``starts``) and of what it samples
+    (``where``, ``ends``). One without a guess reads the first token of the slot ``padding`` and samples
+    nothing (end 0). ``lengths``: most and fewest tokens that must have come before; ``most``: decode rows of
+    a row, a power of two."""
     longest, shortest = lengths
     rows = columns.shape[1]
     _guess[(rows,)](
-        columns, rows, tokens, tokens.stride(0), computed, limits, trusts, slots, starts, where, ends, padding,
-        LONGEST=longest, SHORTEST=shortest, PLACES=PLACES, MOST=most, BLOCK=HISTORY, num_warps=4,
+        columns, rows, tokens, tokens.stride(0), computed, limits, trusts, slots, starts, where, ends,
+        padding, LONGEST=longest, SHORTEST=shortest, PLACES=PLACES, MOST=most, BLOCK=HISTORY, num_warps=4,
     )  # fmt: skip
 
 
@@ -112,8 +113,8 @@ def accept(
     counts: Tensor,
     most: int,
 ) -> None:
-    """Behind the draw: ``counts`` int32[2, R] tells how many tokens each row of ``columns`` brings, and how many
-    it had guessed; ``computed`` and ``trusts`` go on. Of each row of one token: ``ids``, its input, and ``out``,
-    what it has drawn; ``ends`` as in ``guess``."""
+    """After the draw: ``counts`` int32[2, R] says how many tokens each row brings, and how many it guessed;
+    ``computed`` and ``trusts`` go on. ``ids`` and ``out``: input and token of each decode row; others as in
+    ``guess``."""
     rows = columns.shape[1]
     _accept[(rows,)](columns, rows, ids, out, ends, computed, trusts, counts, MOST=most, num_warps=1)

@@ -1,0 +1,125 @@
+"""Rows that guess bring the text of rows that do not, on a GPU: with graphs and without, many steps in flight, beside prompts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_runner import TINY, agreement, make
+from test_gpu_windows import MODEL as WINDOWS
+from test_gpu_windows import run
+from tiny import make_core, submit
+
+from sgla.messages import Submit
+
+GUESSING: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "float32": (TINY, {"dtype": "float32"}),
+    "the same bits": (TINY, {"deterministic": True}),
+    "windows": (WINDOWS, {"dtype": "float32"}),
+    "windows, the same bits": (WINDOWS, {"deterministic": True}),
+}
+
+
+def requests(**more: Any) -> list[Submit]:
+    """Prompts that repeat themselves, and outputs that have little choice, so that there is much to guess."""
+    rng = random.Random(4)
+    stem = [rng.randrange(5000) for _ in range(40)]
+    few = [rng.randrange(5000) for _ in range(3)]
+    return [
+        submit("greedy", stem * 4, 60, **more),
+        submit("always", stem[:5], 90, allowed=few[:1]),
+        submit("drawn", stem * 3, 80, allowed=few, temperature=1.0, seed=2, **more),
+        submit("warm", stem * 2 + few, 40, temperature=0.7, seed=3),
+        submit("cut", stem + few, 40, allowed=few, temperature=1.0, seed=5, top_k=2, top_p=0.9),
+        submit(
+            "ruled",
+            stem * 3,
+            40,
+            allowed=[*few, *stem],
+            repetition=1.1,
+            frequency=0.5,
+            min_tokens=9,
+            stop_ids=few,
+        ),
+        submit("stops", stem, 50, allowed=few, temperature=1.0, seed=8, stop_ids=few[2:]),
+        submit("once", stem * 3, 40, ngram=2),
+        submit("logprobs", stem * 2, 40, allowed=few, logprobs=2),
+        submit("prompt", stem * 3, 25, prompt_logprobs=1),
+        submit("one", stem, 1),
+        submit("two", stem * 2, 2, allowed=few[:1]),
+    ]
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def both(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
+    model, settings = CASES[request.param]
+    yield make(model, **settings), make(model, **settings | GUESSING)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"depth": 1},
+        {"depth": 3},
+        {"drafts": 2},
+        {"step_tokens": 60},
+        {"pages": 45, "reserve": 0.0, "depth": 3},
+    ],
+)
+def test_text_is_the_same(both: tuple[Any, Any], limits: dict[str, Any]) -> None:
+    """The second time behind cached prefixes."""
+    plain, guessing = both
+    limits = limits if len(plain.facts.groups) == 1 else limits | {"pages": 0}
+    assert guessing.facts.drafts == 8
+    expected = run(plain, requests(), make_core(plain.facts, depth=1))
+    core = make_core(guessing.facts, **{"drafts": 8} | limits)
+    for _ in range(2):
+        assert run(guessing, requests(), core) == expected
+    stats = core.stats()
+    right = sum(stats.right_at)
+    assert stats.verified_tokens == stats.verifies + right
+    assert stats.draft_tokens > right > 40
+    assert stats.preemptions > 0 or not limits.get("pages")
+
+
+def test_without_graphs(both: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, guessing = both
+    expected = run(plain, requests(), make_core(plain.facts))
+    monkeypatch.setattr(guessing, "_captures", False)
+    for depth in (1, 3):
+        assert run(guessing, requests(), make_core(guessing.facts, drafts=8, depth=depth)) == expected
+
+
+def test_alone_and_together(both: tuple[Any, Any]) -> None:
+    _, guessing = both
+    together = run(guessing, requests(), make_core(guessing.facts, drafts=8))
+    for request in requests()[:6]:
+        alone = run(guessing, [request], make_core(guessing.facts, drafts=8, prefix_cache=False))
+        assert alone[request.rid] == together[request.rid]
+
+
+def test_guesses_that_are_right_save_steps(both: tuple[Any, Any]) -> None:
+    def steps(drafts: int) -> int:
+        core = make_core(both[1].facts, drafts=drafts, depth=1)
+        run(both[1], requests()[1:2], core)
+        return core.stats().steps
+
+    assert steps(8) < 0.3 * steps(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"), [(TINY, {}), (TINY, {"kv_cache_dtype": "fp8"}), (WINDOWS, {})]
+)
+def test_kernels_of_bfloat16(model: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Their sums depend on the batch."""
+    plain, guessing = make(model, **settings), make(model, **settings | GUESSING)
+    expected = run(plain, requests(), make_core(plain.facts))
+    for depth in (1, 3):
+        core = make_core(guessing.facts, drafts=8, depth=depth)
+        assert agreement(run(guessing, requests(), core), expected) > 0.8
+        assert sum(core.stats().right_at) > 40
