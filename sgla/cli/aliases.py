@@ -293,7 +293,7 @@ REFUSED: list[tuple[str, str]] = [
     (
         "speculative-* spec-* decoupled-spec-* model-draft draft* num-speculative-tokens "
         "num-lookahead-slots enable-multi-layer-eagle diffusion-config dllm-*",
-        "of speculative decoding there is --speculative-algorithm ngram, on CPUs; leave this out",
+        "of speculative decoding there is --speculative-algorithm ngram; leave this out",
     ),
     (
         "disaggregation-* *kv-transfer-config *pdmux* sm-group-num num-reserved-decode-tokens "

@@ -126,10 +126,12 @@ def check_draws(runner: Any) -> None:
     runner.sampler._sample_row = check
 
 
-def run(runner: Any, submits: list[Submit], core: Core | None = None, **limits: Any) -> Transcript:
-    """All requests at once through a runner in this thread."""
+def run(
+    runner: Any, submits: list[Submit], core: Core | None = None, executor: Any = None, **limits: Any
+) -> Transcript:
+    """All requests at once through a runner in this thread; ``executor``: of it, if it is no Synchronous one."""
     core = core or make_core(runner.facts, **limits)
-    executor, transcript = Synchronous(runner), Transcript()
+    executor, transcript = executor or Synchronous(runner), Transcript()
     for request in submits:
         core.offer(request, 0.0)
     while not core.idle:

@@ -1,0 +1,91 @@
+"""Rows that guess on a GPU bring what a CPU brings without guesses, as far as that shows without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from sgla.kernels.triton import drafts
+from sgla.worker.drafts import LONGEST, SHORTEST, NGrams
+
+HERE = Path(__file__).parent
+MOST = 8
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    """In a process of its own: see ``interpreted_drafts.py``."""
+    done = subprocess.run(
+        [sys.executable, "interpreted_drafts.py"], cwd=HERE, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("case", ["eager", "graphs", "windows"])
+def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any], case: str) -> None:
+    """With steps in flight, beside prompts, with rules and logprobs; ends come in the middle of what a row brings."""
+    cpu, gpu = answers[case]["cpu"], answers[case]["gpu"]
+    assert {kind: gpu[kind] for kind in cpu} == cpu
+    assert {"length", "stop"} <= set(cpu["finish"].values())
+    assert gpu["guessed"] > sum(gpu["right"]) > 5
+    assert gpu["verifies"] + sum(gpu["right"]) < sum(map(len, cpu["tokens"].values()))
+
+
+def columns(*values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and no interpreter")
+def test_kernels_guess_and_accept_as_a_cpu_does() -> None:
+    """Slots 0 to 4: what may be guessed is limited by trust, by the request, by the plan; one has all its tokens, and one does
+    not guess. Behind guesses of which some are right, trust and places are those of ``NGrams``."""
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        tokens = torch.from_numpy(rng.integers(0, 3, (6, 80)).astype(np.int32))
+        before = tokens.clone()
+        computed = torch.from_numpy(rng.integers(1, 60, 6).astype(np.int32))
+        limits = computed + 1 + columns([9, 9, 3, 0, 9, 0])[0]
+        trusts = columns([9, 2, 9, 9, 9, 9])[0]
+        most = [5, 5, 5, 5, -1]
+        first = np.cumsum([0, 6, 6, 6, 6]).tolist()
+        slots = columns([r for r, n in enumerate(most) for _ in range(max(n, 0) + 1)])[0]
+        starts, where, ends = torch.full_like(slots, 7), slots.clone(), torch.full_like(slots, 8)
+        ends[-1] = 33
+        rows, state = columns(list(range(5)), most, first), (computed.clone(), limits, trusts.clone())
+        drafts.guess(rows, tokens, *state, slots, starts, where, ends, 5, (LONGEST, SHORTEST), MOST)
+        out, ids = torch.zeros_like(slots), torch.zeros_like(slots)
+        expected = []
+        for slot, limit in enumerate([5, 2, 2, -1]):
+            known, at = int(computed[slot]) + 1, first[slot]
+            guess = NGrams.propose(before[slot, :known].numpy(), limit)
+            real = len(guess) + (limit >= 0)
+            assert tokens[slot, known : known + len(guess)].tolist() == guess.tolist()
+            assert (
+                slots[at : at + 6].tolist() == where[at : at + 6].tolist() == [slot] * real + [5] * (6 - real)
+            )
+            assert starts[at : at + 6].tolist() == [*range(known - 1, known - 1 + real)] + [0] * (6 - real)
+            assert ends[at : at + 6].tolist() == [*range(known, known + real)] + [0] * (6 - real)
+            right = int(rng.integers(0, len(guess) + 1))
+            ids[at + 1 : at + 1 + len(guess)] = out[at : at + len(guess)] = torch.from_numpy(guess.copy())
+            if right < len(guess):
+                out[at + right] += 1
+            trust = int(trusts[slot]) + 1 if right == len(guess) > 0 else max(right, 1)
+            trust = trust if len(guess) else int(trusts[slot])
+            expected.append(
+                (right + 1 if real else 0, len(guess), known + right if real else known - 1, trust)
+            )
+        expected.append((1, 0, 33, 9))
+        counts = torch.zeros(2, 5, dtype=torch.int32)
+        drafts.accept(rows, ids, out, ends, state[0], state[2], counts, MOST)
+        found = zip(*counts.tolist(), state[0].tolist(), state[2].tolist())
+        assert list(found) == expected
