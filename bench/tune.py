@@ -24,7 +24,7 @@ import torch
 from gpu_kernels import time_us
 
 from sgla.config import Config
-from sgla.hub.source import ModelSource, open_source
+from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.build import processors
@@ -34,6 +34,7 @@ from sgla.kernels.gpu.tuning import LIBRARY, PROMPT, Choice, Line, Product, esti
 from sgla.kernels.ops import Norm
 from sgla.kernels.rehearsal import compilers
 from sgla.kernels.triton import elementwise
+from sgla.model.source import open_source
 from sgla.worker.report import forward_of
 
 BF16 = torch.bfloat16

@@ -30,9 +30,10 @@ import torch.multiprocessing
 from safetensors.torch import save_file
 
 from sgla.dist import Shard
-from sgla.hub.source import ModelSource, open_source
+from sgla.hub.source import ModelSource
 from sgla.layers.build import Build
 from sgla.model.load import load_model, model_of
+from sgla.model.source import open_source
 from sgla.model.spec import ModelSpec
 from sgla.model.upload import threads_for
 

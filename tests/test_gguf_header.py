@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sgla.errors import ConfigError
 from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_header import MOST_ENTRIES, MOST_ITEMS
+from sgla.model.registry import layouts
 from sgla.model.spec import ModelSpec
 from sgla.text.tokenizer import load_tokenizer
 
@@ -114,7 +115,7 @@ def read(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         path.write_bytes(content)
-        file = read_gguf(path)
+        file = read_gguf(path, layouts())
         ModelSpec.from_config(file.config)
         for weight in file.tensors():
             weight.numpy()

@@ -1,242 +1,42 @@
 """GGUF files: HF-style configuration, raw tokenizer tables and tensors under their HF names.
 
-``gguf_header`` reads the file, ``gguf_keys`` says which keys are honoured. The configuration is one that HF's
-class of the architecture could have, so what HF has no words for is refused. Quantized blocks are decoded by
-the ``gguf`` package.
+``gguf_header`` reads the file, ``gguf_layout`` says what the files of an architecture hold, ``gguf_keys``
+which keys are honoured, ``gguf_blocks`` decodes. The configuration is one that HF's class of the architecture
+could have, so what HF has no words for is refused.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import isclose, log, prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
-from sgla.hub.gguf_header import check_places, parse, type_name
+from sgla.hub.gguf_blocks import LazyTensor, storage_of
+from sgla.hub.gguf_header import GGUFTensor, check_places, parse, type_name
 from sgla.hub.gguf_keys import read_keys, read_sampling, read_vocabulary, token_id
-
-Quants = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
+from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, TOP, Layout, Place, Stored
 
 # Ends of a turn that some files do not list as eos_token_id, by the token's text.
 _END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"}
 _NAMED = 8  # tensor names shown in an error
 
-
-class _Place(NamedTuple):
-    """Where HF has a tensor, and the dims of its weight:
-    d hidden, f of the MLP, q and k of all heads, h of one, v tokens."""
-
-    stem: str
-    dims: str
-
-
-_TENSORS = {
-    "token_embd": _Place("model.embed_tokens", "vd"),
-    "output_norm": _Place("model.norm", "d"),
-    "output": _Place("lm_head", "vd"),
-}
-_LLAMA = {
-    "attn_norm": _Place("input_layernorm", "d"),
-    "attn_q": _Place("self_attn.q_proj", "qd"),
-    "attn_k": _Place("self_attn.k_proj", "kd"),
-    "attn_v": _Place("self_attn.v_proj", "kd"),
-    "attn_output": _Place("self_attn.o_proj", "dq"),
-    "ffn_norm": _Place("post_attention_layernorm", "d"),
-    "ffn_gate": _Place("mlp.gate_proj", "fd"),
-    "ffn_up": _Place("mlp.up_proj", "fd"),
-    "ffn_down": _Place("mlp.down_proj", "df"),
-}
-_QWEN3 = _LLAMA | {
-    "attn_q_norm": _Place("self_attn.q_norm", "h"),
-    "attn_k_norm": _Place("self_attn.k_norm", "h"),
-}
-_GEMMA3 = _QWEN3 | {
-    "ffn_norm": _Place("pre_feedforward_layernorm", "d"),
-    "post_attention_norm": _Place("post_attention_layernorm", "d"),
-    "post_ffw_norm": _Place("post_feedforward_layernorm", "d"),
-}
-_QKV, _MLP = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up", "ffn_down")
-
-
-class _Architecture(NamedTuple):
-    """HF's class, its ``model_type``, the tensors of a layer, and those that have biases: always, all of them
-    or none by HF's ``attention_bias``, all or none by ``mlp_bias``."""
-
-    hf_class: str
-    model_type: str
-    layer: dict[str, _Place]
-    biased: tuple[str, ...] = ()
-    attention_bias: tuple[str, ...] = (*_QKV, "attn_output")
-    mlp_bias: tuple[str, ...] = ()
-
-
-_ARCHITECTURES = {
-    "llama": _Architecture("LlamaForCausalLM", "llama", _LLAMA, mlp_bias=_MLP),
-    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", _LLAMA, biased=_QKV, attention_bias=()),
-    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", _QWEN3),
-    "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", _GEMMA3),
-}
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor of the file under its HF name, decoded on demand.
-
-    ``blocks`` uint8 ``[n, bytes of a row]``:
-    memory-mapped, rows possibly reordered; ``type_name`` as ``Q4_1``.
-    """
-
-    name: str
-    type_name: str
-    shape: tuple[int, ...]
-    blocks: NDArray[np.uint8]
-    shift: float = 0.0
-
-    def numpy(self, rows: range | None = None) -> NDArray[np.float32]:
-        """The values as a new float32 array: ``rows`` of the first dim, or all."""
-        values = self._decode(rows or range(self.shape[0])).astype(np.float32, copy=self.type_name == "F32")
-        if self.shift:
-            values += np.float32(self.shift)
-        return values
-
-    def _decode(self, rows: range) -> NDArray[np.float32]:
-        """By the ``gguf`` package, except for three simple types,
-        at which this is two to three times as fast."""
-        if len(self.shape) == 1:
-            return self._dequantize(self.blocks)[0, rows.start : rows.stop]
-        if self.type_name in _SIMPLE and (quants := self.quants(rows)) is not None:
-            return _affine(*quants)
-        return self._dequantize(self.blocks[rows.start : rows.stop])
-
-    def _dequantize(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        return dequantize(blocks, GGMLQuantizationType[self.type_name])
-
-    @property
-    def bits(self) -> int | None:
-        """Of the quants of a matrix in groups of 32 with one scale and minimum; None for other types."""
-        return {"Q4_K": 4, "Q5_K": 5}.get(self.type_name) or getattr(
-            _SIMPLE.get(self.type_name), "bits", None
-        )
-
-    @property
-    def kept(self) -> str | None:
-        """The storage that has these values at the least loss for its bytes;
-        None of floating-point numbers."""
-        return _kept(self.type_name) or None
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the minimum is half of the range of ``bits`` below 0."""
-        return self.type_name in _SIMPLE and _SIMPLE[self.type_name].symmetric
-
-    def quants(self, rows: range) -> Quants | None:
-        """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None
-        of others. Those of Q4_K and Q5_K are products, which are rounded to float16."""
-        if self.type_name in ("Q4_K", "Q5_K"):
-            return self._nested_quants(rows)
-        if self.type_name not in _SIMPLE:
-            return None
-        kind = _SIMPLE[self.type_name]
-        blocks = self.blocks[rows.start : rows.stop].view(kind.record)
-        stored = blocks["quants"]
-        if kind.bits == 8:
-            quants = stored ^ np.uint8(128)  # from -128..127 to 0..255
-        else:
-            quants = np.concatenate([stored & 15, stored >> 4], axis=-1)
-        if kind.bits == 5:
-            quants |= np.unpackbits(blocks["high"], axis=-1, bitorder="little") << 4
-        scale = blocks["scale"].copy()
-        minimum = scale * np.float16(-(1 << kind.bits - 1)) if kind.symmetric else blocks["minimum"].copy()
-        return quants.reshape(len(blocks), -1), scale, minimum
-
-    def _nested_quants(self, rows: range) -> Quants:
-        """Blocks of eight groups:
-        two float16 numbers, 6-bit multiples of them for each group, the fifth bits, four bits."""
-        from gguf.quants import Q4_K
-
-        size = 144 if self.type_name == "Q4_K" else 176
-        blocks = self.blocks[rows.start : rows.stop].reshape(-1, size)
-        steps = blocks[:, :4].copy().view(np.float16).astype(np.float32)
-        scales, minima = Q4_K.get_scale_min(blocks[:, 4:16])
-        low = blocks[:, -128:].reshape(-1, 4, 1, 32)
-        quants = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 8, 32)
-        if self.type_name == "Q5_K":
-            high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]
-            quants |= (high & 1) << 4
-        count = len(rows)
-        scale, minimum = steps[:, :1] * scales, -steps[:, 1:] * minima
-        return (
-            quants.reshape(count, -1),
-            scale.astype(np.float16).reshape(count, -1),
-            minimum.astype(np.float16).reshape(count, -1),
-        )
-
-
-def _kept(name: str) -> str:
-    """Of a type of tensors: the storage, "" of floating-point numbers."""
-    return "" if name in _FLOATS else _KEPT.get(name, "int8")
-
-
-class _Simple(NamedTuple):
-    """A block of 32 quants with one scale, and one minimum unless it is half of the range below zero."""
-
-    bits: int
-    symmetric: bool
-
-    @property
-    def record(self) -> np.dtype[Any]:
-        fields: list[Any] = [("scale", "<f2")]
-        fields += [] if self.symmetric else [("minimum", "<f2")]
-        fields += [("high", "u1", 4)] if self.bits == 5 else []
-        return np.dtype([*fields, ("quants", "u1", 32 if self.bits == 8 else 16)])
-
-
-# The storage (quant/formats.py) in which a CPU keeps quantized matrices; types that are not here: int8.
-_KEPT = {
-    "Q4_0": "q4_0",
-    "Q4_1": "int4",
-    "Q4_K": "int4",
-    "Q5_0": "q5_0",
-    "Q6_K": "q8_0",
-    "Q8_0": "q8_0",
-}
-_FLOATS = ("F32", "F16", "BF16", "F64")
-
-_SIMPLE = {
-    "Q4_0": _Simple(4, True),
-    "Q4_1": _Simple(4, False),
-    "Q5_0": _Simple(5, True),
-    "Q5_1": _Simple(5, False),
-    "Q8_0": _Simple(8, True),
-}
-
-
-def _affine(
-    quants: NDArray[np.uint8], scale: NDArray[np.float16], minimum: NDArray[np.float16]
-) -> NDArray[np.float32]:
-    """``quants * scale + minimum`` in groups of 32."""
-    values = quants.reshape(*scale.shape, 32).astype(np.float32)
-    values *= scale.astype(np.float32)[..., None]
-    values += minimum.astype(np.float32)[..., None]
-    return values.reshape(quants.shape)
+Layouts = Mapping[str, tuple[Layout, ...]]  # by the architecture's name
 
 
 class GGUFFile:
-    """A parsed GGUF file. Raises ConfigError if it is no such file or its architecture is not supported."""
+    """A parsed GGUF file. ``layouts``: the architectures that there are; its vocabulary can be read without.
+    Raises ConfigError if it is no such file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, layouts: Layouts) -> None:
+        self.path, self._layouts = path, layouts
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -245,82 +45,241 @@ class GGUFFile:
             raise ConfigError(f"{path} is not a valid GGUF file: {error}") from error
         self.metadata, self._tensors = self._header.metadata, self._header.tensors
         self.architecture = str(self.metadata.get("general.architecture"))
-        if self.architecture not in _ARCHITECTURES:
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What the files of its architecture hold. Raises ConfigError if there is no such architecture."""
+        found = [layout for layout in self._layouts.get(self.architecture, ()) if self._is_of(layout)]
+        if not found:
             raise ConfigError(
-                f"{path}: GGUF architecture {self.architecture!r} is not supported; "
-                f"supported: {', '.join(sorted(_ARCHITECTURES))}"
+                f"{self.path}: GGUF architecture {self.architecture!r} is not supported; "
+                f"supported: {', '.join(sorted(self._layouts))}"
             )
+        return max(found, key=lambda layout: len(layout.when))
+
+    def _is_of(self, layout: Layout) -> bool:
+        given = {key: self.metadata.get(f"{layout.name}.{key}") for key in layout.when}
+        return all(
+            bool(given[key]) if want is True else given[key] == want for key, want in layout.when.items()
+        )
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """What ``config.json`` of the same model would say. Raises ConfigError for keys that are not
         supported, and WeightError for tensors that do not fit them, so that no size in it is larger than the
         file's."""
+        layout = self.layout
         try:
-            keys = read_keys(self.metadata, self.architecture)
             check_places(self._header, len(self._map))
-            config = self._read_config(keys)
-            self._check_tensors(config)
+            config = self._read_config(layout, self._keys)
+            self._check_tensors()
         except WeightError as error:
             raise WeightError(f"{self.path}: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from error
         return config
 
-    def _read_config(self, keys: dict[str, Any]) -> dict[str, Any]:
-        hidden, heads = keys["embedding_length"], keys["attention.head_count"]
+    @cached_property
+    def _keys(self) -> dict[str, Any]:
+        return read_keys(self.metadata, self.layout)
+
+    def _value(self, key: str) -> Any:
+        """Of a key in HF's words, also where it is missing."""
+        value = self._keys.get(key, self.layout.missing.get(key))
+        return MISSING.get(key, value) if value is None or (value == 0 and value is not False) else value
+
+    @cached_property
+    def _layers(self) -> int:
+        """Those behind them, which guess further tokens, are left out."""
+        left_out = self._value("nextn_predict_layers") if self.layout.hf_key("nextn_predict_layers") else 0
+        count: int = self._keys["block_count"] - left_out
+        if count < 1:
+            raise ConfigError(
+                f"{self.architecture}.nextn_predict_layers is {left_out}, and there are no others"
+            )
+        return count
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Of the letters of ``Place.dims``."""
+        keys, heads = self._keys, self._keys["attention.head_count"]
+        hidden, inner = keys["embedding_length"], keys["feed_forward_length"]
         head_dim = keys.get("attention.key_length", hidden // heads)
-        if head_dim < 2 or head_dim % 2:
-            raise ConfigError(f"heads of {head_dim} values are not supported; their size must be even")
-        architecture = _ARCHITECTURES[self.architecture]
-        for name in ("attention.value_length", "rope.dimension_count"):
-            if keys.get(name, head_dim) != head_dim:
-                raise ConfigError(
-                    f"{self.architecture}.{name} is {keys[name]}, and only the "
-                    f"size of a head, {head_dim}, is supported"
-                )
-        config = {
-            "architectures": [architecture.hf_class],
-            "model_type": architecture.model_type,
-            "hidden_size": hidden,
-            "intermediate_size": keys["feed_forward_length"],
-            "num_hidden_layers": keys["block_count"],
-            "num_attention_heads": heads,
-            "num_key_value_heads": keys.get("attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "max_position_embeddings": keys["context_length"],
-            "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
-            "vocab_size": self._vocab_size(),
+        kv_heads = keys.get("attention.head_count_kv", heads)
+        expert = keys.get("expert_feed_forward_length", inner)
+        sizes = {
+            "1": 1,
+            "d": hidden,
+            "f": inner,
+            "q": heads * head_dim,
+            "k": kv_heads * head_dim,
+            "h": head_dim,
+            "n": heads,
+            "t": keys.get("rope.dimension_count", head_dim) // 2,
+            "v": self._vocab_size(),
+            "e": keys.get("expert_count", 0),
+            "m": expert,
+            "s": keys.get("expert_shared_feed_forward_length") or expert * keys.get("expert_shared_count", 0),
+        }
+        if not self.layout.latent:
+            return sizes
+        rotated, rank = keys["rope.dimension_count"], keys["attention.kv_lora_rank"]
+        still = keys.get("attention.key_length_mla", head_dim) - rotated
+        value = keys.get("attention.value_length_mla", keys["attention.value_length"])
+        if still < 1:
+            raise ConfigError(
+                f"{self.architecture}.rope.dimension_count is {rotated}, which is all of a head's key"
+            )
+        return sizes | {
+            "a": keys.get("attention.q_lora_rank", 0),
+            "r": rank,
+            "l": rank + rotated,
+            "u": heads * (still + rotated),
+            "g": still,
+            "y": value,
+            "o": heads * value,
+            "b": heads * (still + value),
+        }
+
+    def _read_config(self, layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "architectures": [layout.hf_class],
+            "model_type": layout.model_type,
+            "vocab_size": self._sizes["v"],
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "rope_theta": keys.get("rope.freq_base", 1e6 if self.architecture == "gemma3" else 1e4),
-            "rope_scaling": self._rope_scaling(keys),
+            "rope_theta": keys.get("rope.freq_base", layout.missing.get("rope.freq_base", 1e4)),
             "bos_token_id": token_id(self.metadata, "bos"),
             "eos_token_id": self.eos_token_ids,
             "torch_dtype": "float16" if self._is_float16() else "float32",
         }
-        for flag, stems in (
-            ("attention_bias", architecture.attention_bias),
-            ("mlp_bias", architecture.mlp_bias),
-        ):
-            if any(f"blk.0.{stem}.bias" in self._tensors for stem in stems):
-                config[flag] = True
+        for key in HF_KEYS:
+            if name := layout.hf_key(key):
+                value = self._value(key)
+                if value is not None or key in MISSING:
+                    config[name] = value
+        config["num_hidden_layers"] = self._layers
+        if "num_nextn_predict_layers" in config:
+            config["num_nextn_predict_layers"] = 0
+        config |= self._flags
+        if layout.mixture:
+            self._check_widths(layout, keys)
+        config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
+        config |= self._windows(layout, keys)
+        config["rope_scaling"] = self._rope_scaling(keys)
+        if layout.yarn and config["rope_scaling"] is None:
+            config["rope_parameters"] = None  # where HF's class would fill in another scaling
         if kept := self._kept_parts():
             config["quantization_config"] = {"quant_method": "gguf", "kept": kept}
-        scale = keys.get("attention.scale") or self._default_scale(config)
-        if self.architecture == "gemma3":
-            config |= _gemma_config(keys, scale)
-        elif not isclose(scale, head_dim**-0.5, rel_tol=1e-5):
+        return config
+
+    @cached_property
+    def _flags(self) -> dict[str, bool]:
+        """HF's flags: whether any layer has one of their tensors, and then all must have all."""
+        return {flag: self._has(flag) for flag in {s.flag for s in self.layout.tensors.values()} - {""}}
+
+    def _has(self, flag: str) -> bool:
+        names = {name for name, stored in self.layout.tensors.items() if stored.flag == flag}
+        names |= {whole for whole, parts in JOINED.items() if names.intersection(parts)}
+        return any(name.partition(".")[2].partition(".")[2] in names for name in self._tensors)
+
+    def _check_widths(self, layout: Layout, keys: dict[str, Any]) -> None:
+        """Whether the keys agree on the widths of experts, which not every class has keys for."""
+        said = {"expert_feed_forward_length": keys["feed_forward_length"]}
+        said["expert_shared_feed_forward_length"] = self._sizes["m"] * keys.get("expert_shared_count", 0)
+        for key, width in said.items():
+            if not layout.hf_key(key) and keys.get(key, width) != width:
+                raise ConfigError(f"{self.architecture}.{key} is {keys[key]}, and only {width} is supported")
+
+    def _heads(self, layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
+        """The size of heads, how much of it is rotated, and the scale of queries."""
+        head_dim, heads = self._sizes["h"], keys["attention.head_count"]
+        if head_dim < 2 or head_dim % 2:
+            raise ConfigError(f"heads of {head_dim} values are not supported; their size must be even")
+        found: dict[str, Any] = {}
+        if "num_key_value_heads" in layout.known:
+            found["num_key_value_heads"] = keys.get("attention.head_count_kv", heads)
+        partly, sized = "partial_rotary_factor" in layout.known, "head_dim" in layout.known
+        rotated = keys.get("rope.dimension_count", head_dim)
+        self._check_head(keys, "attention.value_length", head_dim)
+        if not partly:
+            self._check_head(keys, "rope.dimension_count", head_dim)
+        elif rotated > head_dim:
+            raise ConfigError(
+                f"{layout.name}.rope.dimension_count is {rotated}, and heads have {head_dim} values"
+            )
+        else:
+            found["partial_rotary_factor"] = rotated / head_dim
+        if sized:
+            found["head_dim"] = head_dim
+        else:
+            self._check_head(keys, "attention.key_length", keys["embedding_length"] // heads)
+        return found | self._scale(layout, keys)
+
+    def _check_head(self, keys: dict[str, Any], name: str, size: int) -> None:
+        if keys.get(name, size) != size:
+            raise ConfigError(
+                f"{self.architecture}.{name} is {keys[name]}, and only the size of a head, {size}, "
+                "is supported"
+            )
+
+    def _scale(self, layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
+        """Of queries."""
+        head_dim = self._sizes["h"]
+        default = float(head_dim**-0.5)
+        if layout.by_width == self._layers:
+            default = float((keys["embedding_length"] // keys["attention.head_count"]) ** -0.5)
+        scale = keys.get("attention.scale") or default
+        if "attention_multiplier" in layout.known:
+            return {"attention_multiplier": scale}
+        if "query_pre_attn_scalar" in layout.known:
+            scalar = scale**-2
+            whole = isclose(scalar, round(scalar), rel_tol=1e-5)
+            return {"query_pre_attn_scalar": round(scalar) if whole else scalar}
+        if not isclose(scale, default, rel_tol=1e-5):
             raise ConfigError(
                 f"{self.architecture}.attention.scale is {scale:g}, and only 1/sqrt({head_dim}) is supported"
             )
-        return config
+        return {}
 
-    def _default_scale(self, config: dict[str, Any]) -> float:
-        """Of queries. Gemma's 27B model alone has hidden/heads instead of the size of a head;
-        the metadata does not say so."""
-        if self.architecture == "gemma3" and config["num_hidden_layers"] == 62:
-            return float((config["hidden_size"] // config["num_attention_heads"]) ** -0.5)
-        return float(config["head_dim"] ** -0.5)
+    def _latent(self, keys: dict[str, Any]) -> dict[str, Any]:
+        sizes, heads = self._sizes, keys["attention.head_count"]
+        rotated, rank = keys["rope.dimension_count"], sizes["r"]
+        mla = "attention.key_length_mla" in keys
+        said = {
+            "attention.head_count_kv": 1 if mla else heads,
+            "attention.key_length": rank + rotated if mla else sizes["h"],
+            "attention.value_length": rank if mla else sizes["y"],
+        }
+        for key, value in said.items():
+            if keys.get(key, value) != value:
+                raise ConfigError(f"{self.architecture}.{key} is {keys[key]}, and only {value} is supported")
+        if not isclose(scale := keys.get("attention.scale") or 1.0, 1.0):
+            raise ConfigError(f"{self.architecture}.attention.scale is {scale:g}, which is not supported")
+        found: dict[str, Any] = {
+            "num_key_value_heads": heads,
+            "qk_rope_head_dim": rotated,
+            "qk_nope_head_dim": sizes["g"],
+            "v_head_dim": sizes["y"],
+        }
+        if "topk_method" in self.layout.known:
+            grouped = self._value("expert_group_count") > 1
+            found["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+        return found
+
+    def _windows(self, layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
+        """Which layers have a window."""
+        if not layout.windowed:
+            return {"sliding_window": None} if "sliding_window" in layout.known else {}
+        if self._value("attention.sliding_window") is None:
+            return {"sliding_window_pattern": 1} if "sliding_window_pattern" in layout.known else {}
+        pattern = keys.get("attention.sliding_window_pattern")
+        if pattern is None:
+            return {}
+        if isinstance(pattern, int) and "sliding_window_pattern" in layout.known:
+            return {"sliding_window_pattern": pattern}
+        if isinstance(pattern, int):
+            pattern = [(i + 1) % pattern for i in range(self._layers)]
+        return {"layer_types": ["sliding_attention" if flag else "full_attention" for flag in pattern]}
 
     def _is_float16(self) -> bool:
         """Whether matrices are float16, whose bits bfloat16 cannot keep."""
@@ -332,7 +291,7 @@ class GGUFFile:
         values: dict[str, int] = {}
         for t in self._tensors.values():
             if len(t.shape) > 1:
-                kind = _kept(type_name(t.type))
+                kind = storage_of(type_name(t.type))
                 values[kind] = values.get(kind, 0) + prod(t.shape)
         total = sum(values.values())
         return {kind: count / total for kind, count in values.items()} if values.keys() - {""} else {}
@@ -365,7 +324,12 @@ class GGUFFile:
             }
             given = {hf: keys.get(f"rope.scaling.{name}") for name, hf in names.items()}
             scaling |= {hf: value for hf, value in given.items() if value is not None}
-            scaling["attention_factor"] = attention * (0.1 * log(factor) + 1.0 if factor > 1 else 1.0)
+            scaling |= self.layout.yarn
+            warmer = keys.get("rope.scaling.yarn_log_multiplier", 0.0)
+            if warmer:
+                scaling["mscale_all_dim"] = 10 * warmer
+            stretched = factor > 1 and not self.layout.latent
+            scaling["attention_factor"] = attention * (0.1 * log(factor) + 1.0 if stretched else 1.0)
         return scaling
 
     def _rope_factors(self) -> list[float]:
@@ -378,61 +342,90 @@ class GGUFFile:
         factors: list[float] = values.tolist()
         return factors
 
-    def _check_tensors(self, config: dict[str, Any]) -> None:
+    def _check_tensors(self) -> None:
         """Raises WeightError naming missing, unexpected and misshapen tensors."""
         layers = {
             name.split(".")[1] for name in self._tensors if name.startswith("blk.") and name.count(".") > 1
         }
-        if config["num_hidden_layers"] != len(layers):
+        if self._keys["block_count"] != len(layers):
             raise WeightError(
-                f"{self.architecture}.block_count is {config['num_hidden_layers']}, and there are tensors of "
+                f"{self.architecture}.block_count is {self._keys['block_count']}, and there are tensors of "
                 f"{len(layers)} layers"
             )
-        expected = self._expected(config)
+        expected = {name: self._shape(places) for name, places in self._expected.items()}
         absent = set() if "output.weight" in self._tensors else {"output.weight"}
         misshapen = [
-            f"{name} has shape {list(tensor.shape)}, expected {list(expected[name][1])}"
+            f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}"
             for name, tensor in self._tensors.items()
-            if name in expected and expected[name][1] != tensor.shape
+            if name in expected and _cut(expected[name]) != _cut(tensor.shape)
         ]
+        missing = [name for name in expected if name not in self._tensors and name not in absent]
+        unexpected = [name for name in self._tensors if name not in expected and not self._left_out(name)]
         complaints = (
-            _complain(
-                "missing", [name for name in expected if name not in self._tensors and name not in absent]
-            )
-            + _complain("unexpected", [name for name in self._tensors if name not in expected])
+            _complain("missing", missing)
+            + _complain("unexpected", unexpected)
             + _complain("misshapen", misshapen)
         )
         if complaints:
             raise WeightError(f"the tensors do not fit a {self.architecture} model: " + "; ".join(complaints))
 
-    def _expected(self, config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """GGUF name -> HF name and shape of every tensor that the file may have."""
-        architecture, head_dim = _ARCHITECTURES[self.architecture], config["head_dim"]
-        dims = {
-            "d": config["hidden_size"],
-            "f": config["intermediate_size"],
-            "q": config["num_attention_heads"] * head_dim,
-            "k": config["num_key_value_heads"] * head_dim,
-            "h": head_dim,
-            "v": config["vocab_size"],
-        }
-        biased = set(architecture.biased)
-        biased.update(architecture.attention_bias if "attention_bias" in config else ())
-        biased.update(architecture.mlp_bias if "mlp_bias" in config else ())
-        places = {stem: (place, False) for stem, place in _TENSORS.items()}
-        for i in range(config["num_hidden_layers"]):
-            for stem, place in architecture.layer.items():
-                hf = place._replace(stem=f"model.layers.{i}.{place.stem}")
-                places[f"blk.{i}.{stem}"] = hf, stem in biased
-        expected: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for stem, (place, bias) in places.items():
-            shape = tuple(dims[dim] for dim in place.dims)
-            expected[f"{stem}.weight"] = f"{place.stem}.weight", shape
-            if bias:
-                expected[f"{stem}.bias"] = f"{place.stem}.bias", shape[:1]
-        if self.architecture == "llama" and "rope_freqs.weight" in self._tensors:
-            expected["rope_freqs.weight"] = "", (head_dim // 2,)
+    def _left_out(self, name: str) -> bool:
+        """Whether a tensor is not used: of layers that guess further tokens, or a table that is read
+        otherwise."""
+        layer = name.split(".")[1] if name.startswith("blk.") else ""
+        return name == "rope_freqs.weight" or (layer.isdecimal() and int(layer) >= self._layers)
+
+    def _shape(self, places: tuple[Place, ...]) -> tuple[int, ...]:
+        """Of a tensor with these places, one below the other."""
+        shapes = [tuple(self._sizes[dim] for dim in place.dims) for place in places]
+        at = 1 if "{e}" in places[0].name else 0
+        rows = sum(shape[at] for shape in shapes)
+        return *shapes[0][:at], rows, *shapes[0][at + 1 :]
+
+    @cached_property
+    def _expected(self) -> dict[str, tuple[Place, ...]]:
+        """GGUF name -> the places in HF's class of every tensor that the file must have."""
+        expected = {name: stored.places for name, stored in TOP.items()}
+        if "attn_norm.bias" not in self.layout.tensors:
+            del expected["output_norm.bias"]
+        if "rope_freqs.weight" in self._tensors:
+            expected["rope_freqs.weight"] = (Place("", "t"),)
+        for i in range(self._layers):
+            expected |= {
+                f"blk.{i}.{name}": tuple(p._replace(name=f"model.layers.{i}.{p.name}") for p in places)
+                for name, places in self._expected_of(i).items()
+            }
         return expected
+
+    def _expected_of(self, layer: int) -> dict[str, tuple[Place, ...]]:
+        kind = "sparse" if self._is_sparse(layer) else "dense"
+        found = {
+            name: stored.places
+            for name, stored in self.layout.tensors.items()
+            if stored.layers in ("all", kind) and self._is_there(stored)
+        }
+        for whole, parts in JOINED.items():
+            if f"blk.{layer}.{whole}" in self._tensors and all(part in found for part in parts):
+                found[whole] = tuple(place for part in parts for place in found.pop(part))
+        halves = "attn_k_b.weight", "attn_v_b.weight"
+        other = f"blk.{layer}.{halves[0]}" in self._tensors
+        for name in ("attn_kv_b.weight",) if other else halves:
+            found.pop(name, None)
+        return found
+
+    def _is_sparse(self, layer: int) -> bool:
+        if not self.layout.mixture:
+            return False
+        step = self._value("interleave_moe_layer_step")
+        behind: bool = layer >= self._value("leading_dense_block_count")
+        return behind and (layer + 1) % step == 0
+
+    def _is_there(self, stored: Stored) -> bool:
+        if stored.flag and not self._flags[stored.flag]:
+            return False
+        if stored.unless and self._sizes[stored.unless]:
+            return False
+        return all(self._sizes[dim] for place in stored.places for dim in place.dims)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -486,51 +479,57 @@ class GGUFFile:
         return raw
 
     def tensors(self) -> Iterator[LazyTensor]:
-        """Every weight under its HF name and in HF's row order. Raises as ``config`` does."""
+        """Every weight under its HF name and in HF's row order, that of each expert for itself. Raises as
+        ``config`` does."""
+        assert self.config
+        for tensor in self._tensors.values():
+            if tensor.name in self._expected and tensor.name != "rope_freqs.weight":
+                yield from self._parts(tensor, self._expected[tensor.name])
+
+    def _parts(self, tensor: GGUFTensor, places: tuple[Place, ...]) -> Iterator[LazyTensor]:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        expected = self._expected(self.config)
-        for tensor in self._tensors.values():
-            if tensor.name == "rope_freqs.weight":
-                continue
-            name, shape = expected[tensor.name]
-            kind = GGMLQuantizationType(tensor.type)
-            block, size = GGML_QUANT_SIZES[kind]
-            rows, row_bytes = prod(shape[:-1]), shape[-1] // block * size
-            start = self._header.data + tensor.offset
-            blocks = np.frombuffer(self._map, np.uint8, rows * row_bytes, start).reshape(rows, row_bytes)
-            if self.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-                if len(shape) == 1 and block > 1:
-                    raise WeightError(
-                        f"{self.path}: {tensor.name} has type {kind.name}, whose values have no order"
-                    )
-                blocks = self._reorder(blocks, "q_proj" in name, size if len(shape) == 1 else row_bytes)
-            yield LazyTensor(name, kind.name, shape, blocks, self._shift(name))
+        kind = GGMLQuantizationType(tensor.type)
+        block, size = GGML_QUANT_SIZES[kind]
+        shapes = [tuple(self._sizes[dim] for dim in place.dims) for place in places]
+        width = 1 if len(shapes[0]) == 1 else shapes[0][-1]  # a vector has rows of one value
+        if block > 1 and width == 1 and (len(places) > 1 or self._is_permuted(places[0])):
+            raise WeightError(f"{self.path}: {tensor.name} has type {kind.name}, whose values have no order")
+        each = "{e}" in places[0].name
+        rows = prod(tensor.shape) // width
+        start = self._header.data + tensor.offset
+        blocks = np.frombuffer(self._map, np.uint8, prod(tensor.shape) // block * size, start)
+        blocks = blocks if block > 1 and width == 1 else blocks.reshape(rows, -1)
+        at = 0
+        for e in range(self._sizes["e"] if each else 1):
+            for place, shape in zip(places, shapes):
+                shape = shape[1:] if each else shape
+                count = prod(shape) // width
+                part = blocks if len(places) == 1 and not each else blocks[at : at + count]
+                at += count
+                if self._is_permuted(place):
+                    part = self._halves_apart(part, "q" if place.dims[0] == "q" else "k")
+                part = part.reshape(1, -1) if len(shape) == 1 else part
+                flat = (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
+                yield LazyTensor(place.name.replace("{e}", str(e)), kind.name, flat, part, self._shift(place))
 
-    def _reorder(self, blocks: NDArray[np.uint8], query: bool, size: int) -> NDArray[np.uint8]:
-        """Llama files interleave the two rotary halves of each q and k head; HF keeps them apart. ``size``:
-        bytes of a row, or of one value of a bias."""
-        heads = self.config["num_attention_heads" if query else "num_key_value_heads"]
-        halves = blocks.reshape(heads, -1, 2, size).swapaxes(1, 2)
-        return np.ascontiguousarray(halves).reshape(blocks.shape)
+    def _is_permuted(self, place: Place) -> bool:
+        return self.layout.permuted and (".q_proj." in place.name or ".k_proj." in place.name)
 
-    def _shift(self, name: str) -> float:
+    def _halves_apart(self, rows: NDArray[np.uint8], dim: str) -> NDArray[np.uint8]:
+        """Llama files interleave the two rotary halves of each q and k head; HF keeps them apart."""
+        heads = self._sizes[dim] // self._sizes["h"]
+        halves = rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2)
+        return np.ascontiguousarray(halves).reshape(rows.shape)
+
+    def _shift(self, place: Place) -> float:
         """Gemma files hold 1 + w of HF's norm weights w."""
-        return -1.0 if self.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
+        return -self.layout.shift if place.name.endswith("norm.weight") else 0.0
 
 
-def _gemma_config(keys: dict[str, Any], scale: float) -> dict[str, Any]:
-    scalar = scale**-2
-    return {
-        "query_pre_attn_scalar": round(scalar) if isclose(scalar, round(scalar), rel_tol=1e-5) else scalar,
-        "sliding_window": keys.get("attention.sliding_window") or None,
-        "sliding_window_pattern": keys.get("attention.sliding_window_pattern", 6)
-        if keys.get("attention.sliding_window")
-        else 1,
-        "rope_local_base_freq": keys.get("rope.freq_base_swa", 10000.0),
-        "hidden_activation": "gelu_pytorch_tanh",
-        "final_logit_softcapping": keys.get("final_logit_softcapping") or None,
-    }
+def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without leading dims of 1, which files leave out."""
+    return _cut(shape[1:]) if len(shape) > 1 and shape[0] == 1 else shape
 
 
 def _complain(what: str, names: list[str]) -> list[str]:
@@ -540,9 +539,9 @@ def _complain(what: str, names: list[str]) -> list[str]:
     return [f"{len(names)} {what}: {', '.join(names[:_NAMED])}{more}"]
 
 
-def read_gguf(path: str | Path) -> GGUFFile:
-    """Open a GGUF file. Raises ConfigError when it cannot be read or its architecture is not supported."""
+def read_gguf(path: str | Path, layouts: Layouts | None = None) -> GGUFFile:
+    """Open a GGUF file. Raises ConfigError when it cannot be read."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
-    return GGUFFile(path)
+    return GGUFFile(path, layouts or {})

@@ -16,6 +16,7 @@ from math import isfinite
 from typing import Any
 
 from sgla.errors import ConfigError
+from sgla.hub.gguf_layout import HF_KEYS, Layout
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,26 @@ class Text:
         return "a string" if self.items is None else f"a list of {self.items.__name__}"
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """Every how many layers there is one without a window, or for each layer whether it has one."""
+
+    def fits(self, value: Any) -> bool:
+        if isinstance(value, list):
+            return all(flag in (0, 1) for flag in value)
+        return SIZE.fits(value)
+
+    def __str__(self) -> str:
+        return "a whole number from 1 on, or a list of true and false"
+
+
 SIZE = Number(whole=True, low=1)
+COUNT = Number(whole=True)
 SIZE_OF_LAYERS = Number(whole=True, low=1, layers=True)
 POSITIVE = Number(low=1e-30)
 TOKEN = Number(whole=True)
 FLAG = Only((True, False))
-Rule = Number | Only | Text
+Rule = Number | Only | Text | Pattern
 
 REQUIRED = (
     "block_count",
@@ -76,17 +91,17 @@ REQUIRED = (
     "embedding_length",
     "feed_forward_length",
     "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
+)
+_OF_MIXTURES = ("expert_count", "expert_used_count")
+_OF_LATENTS = (
+    "attention.kv_lora_rank",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
 )
 
 _COMMON: dict[str, Rule] = {
-    "block_count": SIZE,
-    "context_length": SIZE,
-    "embedding_length": SIZE,
-    "feed_forward_length": SIZE_OF_LAYERS,
     "vocab_size": SIZE,  # the embedding says it too
-    "attention.head_count": SIZE_OF_LAYERS,
-    "attention.head_count_kv": SIZE_OF_LAYERS,
     "attention.key_length": SIZE,
     "attention.value_length": SIZE,
     "attention.layer_norm_rms_epsilon": Number(),
@@ -121,18 +136,71 @@ _COMMON: dict[str, Rule] = {
     "pooling_type": Only((0,)),
     "use_parallel_residual": Only((False,)),
 }
-_TABLES: dict[str, dict[str, Rule]] = {
-    "llama": _COMMON | {"tensor_data_layout": Only(("Meta AI original pth",))},
-    "qwen2": _COMMON,
-    "qwen3": _COMMON,
-    "gemma3": _COMMON
-    | {
-        "attention.sliding_window": Number(whole=True),
-        "attention.sliding_window_pattern": SIZE,
-        "final_logit_softcapping": Number(),
-        "rope.freq_base_swa": POSITIVE,
-    },
+_MIXTURE: dict[str, Rule] = {
+    "expert_feed_forward_length": SIZE,  # feed_forward_length and the tensors say it too
+    "expert_shared_feed_forward_length": COUNT,
+    "expert_weights_scale": Only((0.0, 1.0)),
+    "expert_group_count": Only((0, 1)),
+    "expert_group_used_count": Only((0, 1)),
+    "leading_dense_block_count": Only((0,)),
+    "interleave_moe_layer_step": Only((0, 1)),
 }
+_LATENT: dict[str, Rule] = {
+    "attention.key_length_mla": SIZE,
+    "attention.value_length_mla": SIZE,
+    "rope.scaling.yarn_log_multiplier": Number(),
+    "rope.scaling.attn_factor": Only((1.0,)),
+}
+# Of the keys that HF's class may have, too (``HF_KEYS``): the values, where it does.
+_HONOURED: dict[str, Rule] = {
+    "block_count": SIZE,
+    "context_length": SIZE,
+    "embedding_length": SIZE,
+    "feed_forward_length": SIZE_OF_LAYERS,
+    "attention.head_count": SIZE_OF_LAYERS,
+    "attention.head_count_kv": SIZE_OF_LAYERS,
+    "attention.layer_norm_rms_epsilon": Number(),
+    "attention.layer_norm_epsilon": Number(),
+    "attention.sliding_window": COUNT,
+    "attention.q_lora_rank": COUNT,
+    "attention.kv_lora_rank": SIZE,
+    "attn_logit_softcapping": Number(),
+    "final_logit_softcapping": Number(),
+    "rope.freq_base_swa": POSITIVE,
+    "embedding_scale": Number(),
+    "residual_scale": Number(),
+    "logit_scale": Number(),
+    "expert_count": SIZE,
+    "expert_used_count": SIZE,
+    "expert_feed_forward_length": SIZE,
+    "expert_shared_count": COUNT,
+    "expert_shared_feed_forward_length": COUNT,
+    "expert_weights_scale": Number(),
+    "expert_weights_norm": FLAG,
+    "expert_group_count": COUNT,
+    "expert_group_used_count": COUNT,
+    "leading_dense_block_count": COUNT,
+    "interleave_moe_layer_step": COUNT,
+    "nextn_predict_layers": COUNT,
+}
+
+
+def rules(layout: Layout) -> dict[str, Rule]:
+    """The keys that files of an architecture may have, without its name, and their values."""
+    table = {**_COMMON, **(_MIXTURE if layout.mixture else {}), **(_LATENT if layout.latent else {})}
+    for key, names in HF_KEYS.items():
+        fixed = [layout.fixed[name] for name in names if layout.fixed.get(name) is not None]
+        if layout.hf_key(key):
+            table[key] = _HONOURED[key]
+        elif fixed:
+            table[key] = Only((fixed[0],))
+    if layout.windowed and "layer_types" in layout.known:
+        table["attention.sliding_window_pattern"] = Pattern()
+    if layout.permuted:
+        table["tensor_data_layout"] = Only(("Meta AI original pth",))
+    return table | {key: Only(values) for key, values in layout.only.items()}
+
+
 _FILES: dict[str, Rule] = {
     "general.type": Only(("model",)),
     "general.quantization_version": Only((2,)),
@@ -181,31 +249,38 @@ _ADVICE = {
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _SAMPLING |= {"penalty_repeat": "repetition_penalty"}
 _OTHER_SAMPLERS = ("sequence", "xtc_probability", "mirostat")
-_SEEING = ("gemma3.mm.", "gemma3.vision.")  # of the part that reads images, which the file does not hold
+_SEEING = ("mm.", "vision.")  # of the part of Gemma 3 that reads images, which the file does not hold
 _OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.", "xielu.")
 
 
-def read_keys(metadata: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+def read_keys(metadata: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """The values of the architecture's own keys, by names without the architecture;
     one number for each list over layers.
 
     Raises ConfigError for a key that is neither honoured nor harmless,
     for a value of a wrong kind, and for a missing key.
     """
-    table, found = _TABLES[architecture], {}
+    architecture, table, found = layout.name, rules(layout), {}
     for key, value in metadata.items():
         if key in _FILES:
             _check(key, value, _FILES[key])
         elif key.startswith(_OTHER_FILES):
             raise ConfigError(f"the key {key} belongs to another kind of GGUF file than a language model's")
-        elif key.startswith(f"{architecture}.") and not key.startswith(_SEEING):
+        elif key.startswith(f"{architecture}."):
             name = key.removeprefix(f"{architecture}.")
+            if architecture == "gemma3" and name.startswith(_SEEING):
+                continue
             if name not in table:
                 raise ConfigError(
                     f"the key {key} is not supported, and it may change what the model computes"
                 )
             found[name] = _check(key, value, table[name], metadata.get(f"{architecture}.block_count"))
-    for name in REQUIRED:
+    for name in (
+        *REQUIRED,
+        layout.eps,
+        *(_OF_MIXTURES if layout.mixture else ()),
+        *(_OF_LATENTS if layout.latent else ()),
+    ):
         if name not in found:
             raise ConfigError(f"the GGUF metadata lacks {architecture}.{name}")
     return found

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sgla.errors import ConfigError
-from sgla.hub.gguf import GGUFFile, read_gguf
+from sgla.hub.gguf import GGUFFile, Layouts, read_gguf
+from sgla.hub.gguf_layout import Layout
 from sgla.hub.quantized import QUANTIZATION
 
 MAX_JSON = 16 << 20  # bytes of a configuration
@@ -24,7 +25,7 @@ class ModelSource:
 
     ``files`` hold the weights: ``.safetensors`` files, one ``.gguf`` file, or none for ``dummy`` (random
     weights). ``folder`` is where tokenizer files are (none for GGUF, which carries its vocabulary: see
-    ``gguf``).
+    ``gguf``). ``layout``: what a GGUF file of its architecture holds.
     """
 
     kind: Literal["safetensors", "gguf", "dummy"]
@@ -32,6 +33,7 @@ class ModelSource:
     files: tuple[Path, ...]
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    layout: Layout | None = None
 
     @property
     def gguf_path(self) -> Path | None:
@@ -41,7 +43,7 @@ class ModelSource:
     def gguf(self) -> GGUFFile:
         """Parse the GGUF file (a tenth of a second)."""
         assert self.gguf_path is not None
-        return read_gguf(self.gguf_path)
+        return read_gguf(self.gguf_path, {self.layout.name: (self.layout,)} if self.layout else {})
 
     @property
     def quantization(self) -> str:
@@ -77,20 +79,21 @@ class ModelSource:
         return []
 
 
-def open_source(path: str | Path, load_format: str = "auto") -> ModelSource:
-    """Describe the model in a local folder or ``.gguf`` file. ``load_format`` as in the settings.
+def open_source(path: str | Path, load_format: str = "auto", layouts: Layouts | None = None) -> ModelSource:
+    """Describe the model in a local folder or ``.gguf`` file. ``load_format`` as in the settings;
+    ``layouts``: the architectures that GGUF files may have (``model/source.py`` has those of all families).
 
     Raises ConfigError when there is no such path, configuration or weight file.
     """
     path = Path(path)
     if path.is_file() and path.suffix == ".gguf":
-        return _open_gguf(path, load_format)
+        return _open_gguf(path, load_format, layouts)
     if not path.is_dir():
         raise ConfigError(f"{path} is neither a folder nor a .gguf file", param="model")
     if not (path / "config.json").is_file():
         found = sorted(path.glob("*.gguf"))
         if len(found) == 1:
-            return _open_gguf(found[0], load_format)
+            return _open_gguf(found[0], load_format, layouts)
         raise ConfigError(
             f"{path} has no config.json" + (", and several .gguf files: name one" if found else "")
         )
@@ -101,10 +104,10 @@ def open_source(path: str | Path, load_format: str = "auto") -> ModelSource:
     return ModelSource("safetensors", path, _safetensors(path), config, generation_config)
 
 
-def _open_gguf(path: Path, load_format: str) -> ModelSource:
-    file = read_gguf(path)
+def _open_gguf(path: Path, load_format: str, layouts: Layouts | None) -> ModelSource:
+    file = read_gguf(path, layouts)
     kind: Literal["gguf", "dummy"] = "dummy" if load_format == "dummy" else "gguf"
-    return ModelSource(kind, path.parent, (path,), file.config, file.generation_config)
+    return ModelSource(kind, path.parent, (path,), file.config, file.generation_config, file.layout)
 
 
 def _safetensors(folder: Path) -> tuple[Path, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sgla.errors import ConfigError
+from sgla.model.gguf_layouts import GEMMA_NORMS, Gguf
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Family:
     sinks: bool = False  # of attention
     mixture: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
+    gguf: tuple[Gguf, ...] = ()  # architectures of GGUF files
 
 
 _DECODER = {
@@ -201,6 +203,7 @@ FAMILIES = {
         _CAUSAL,
         model="sgla.model.llama:Llama",
         pooled=True,
+        gguf=(Gguf("llama", permuted=True),),
     ),
     "MiniCPM3ForCausalLM": Family(
         ("minicpm3",),
@@ -240,6 +243,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         pooled=True,
         qkv_bias=True,
+        gguf=(Gguf("qwen2"),),
     ),
     "Qwen3ForCausalLM": Family(
         ("qwen3",),
@@ -260,6 +264,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         pooled=True,
         qk_norm="head",
+        gguf=(Gguf("qwen3"),),
     ),
     "Qwen3MoeForCausalLM": Family(
         ("qwen3_moe",),
@@ -579,6 +584,7 @@ FAMILIES = {
         qk_norm="head",
         norm_offset=1.0,
         scaled_embedding=True,
+        gguf=(Gguf("gemma3", GEMMA_NORMS, missing={"rope.freq_base": 1e6}, by_width=62),),
     ),
     "MistralForCausalLM": Family(
         ("mistral",),

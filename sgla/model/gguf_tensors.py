@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sgla.hub.gguf import LazyTensor
+from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
 from sgla.kernels.cpu.panels import GROUP
 from sgla.model.spec import ModelSpec

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgla.errors import ConfigError
+from sgla.hub.gguf_layout import Layout
 from sgla.model.families import FAMILIES, Family
+from sgla.model.gguf_layouts import layout_of
 
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
@@ -36,6 +38,17 @@ def supported() -> list[str]:
     families = [name.removesuffix("ForCausalLM") for name in _POOLED_DECODERS]
     decoders = [family + suffix for family in families for suffix in _DECODER_SUFFIXES]
     return sorted({*_GENERATING, *encoders, *decoders})
+
+
+def layouts() -> dict[str, tuple[Layout, ...]]:
+    """What the GGUF files of each architecture hold, by the architecture's name in the file."""
+    found: dict[str, tuple[Layout, ...]] = {}
+    for architecture, family in _GENERATING.items():
+        if architecture in family.also:
+            continue
+        for gguf in family.gguf:
+            found[gguf.name] = (*found.get(gguf.name, ()), layout_of(architecture, family, gguf))
+    return found
 
 
 def is_encoder(name: str) -> bool:

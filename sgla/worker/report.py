@@ -20,7 +20,7 @@ from sgla.config import Config
 from sgla.device import H200
 from sgla.dist import Shard
 from sgla.errors import SglaError
-from sgla.hub.source import ModelSource, open_source
+from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.device import describe, this_device, use
 from sgla.kernels.gpu import tuning
@@ -29,6 +29,7 @@ from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.tiles import GATES
 from sgla.model.load import decoder_build, model_of
 from sgla.model.pooling import read_pooling
+from sgla.model.source import open_source
 from sgla.model.spec import ModelSpec
 from sgla.model.state import kv_groups
 from sgla.worker.gpu_load import choose_sizes, dtype_of, shapes_of

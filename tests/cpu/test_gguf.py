@@ -20,10 +20,11 @@ from sgla.config import Config
 from sgla.defaults import find_defaults
 from sgla.errors import ConfigError, WeightError
 from sgla.hub import demo
-from sgla.hub.gguf import LazyTensor, read_gguf
+from sgla.hub.gguf import read_gguf
+from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.gguf_header import decodable
-from sgla.hub.source import open_source
 from sgla.model.load import load_model
+from sgla.model.source import open_source
 from sgla.model.spec import ModelSpec
 from sgla.resolve import resolve
 
@@ -178,11 +179,11 @@ def test_rope_tables_and_scaling_come_along(tmp_path: Path) -> None:
     factors = [1.0, 2.0, 4.0, 8.0]
     hf = save_checkpoint(tmp_path, "llama")
     table = (
-        ModelSpec.from_config(read_gguf(convert(hf, tmp_path / "a.gguf", factors)).config).attention[0].rope
+        ModelSpec.from_config(open_source(convert(hf, tmp_path / "a.gguf", factors)).config).attention[0].rope
     )
     assert (table.kind, table.scaling["factors"]) == ("factors", factors)
     path = convert(hf, tmp_path / "b.gguf", rope__scaling__type="linear", rope__scaling__factor=4.0)
-    linear = ModelSpec.from_config(read_gguf(path).config).attention[0].rope
+    linear = ModelSpec.from_config(open_source(path).config).attention[0].rope
     assert (linear.kind, linear.scaling["factor"]) == ("linear", 4.0)
 
 

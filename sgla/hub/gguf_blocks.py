@@ -1,0 +1,157 @@
+"""The values of a GGUF file's tensors. Quantized blocks are decoded by the ``gguf`` package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Quants = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor of the file under its HF name, decoded on demand.
+
+    ``blocks`` uint8 ``[n, bytes of a row]``:
+    memory-mapped, rows possibly reordered; ``type_name`` as ``Q4_1``.
+    """
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    blocks: NDArray[np.uint8]
+    shift: float = 0.0
+
+    def numpy(self, rows: range | None = None) -> NDArray[np.float32]:
+        """The values as a new float32 array: ``rows`` of the first dim, or all."""
+        values = self._decode(rows or range(self.shape[0])).astype(np.float32, copy=self.type_name == "F32")
+        if self.shift:
+            values += np.float32(self.shift)
+        return values
+
+    def _decode(self, rows: range) -> NDArray[np.float32]:
+        """By the ``gguf`` package, except for three simple types,
+        at which this is two to three times as fast."""
+        if len(self.shape) == 1:
+            return self._dequantize(self.blocks)[0, rows.start : rows.stop]
+        if self.type_name in _SIMPLE and (quants := self.quants(rows)) is not None:
+            return _affine(*quants)
+        return self._dequantize(self.blocks[rows.start : rows.stop])
+
+    def _dequantize(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        return dequantize(blocks, GGMLQuantizationType[self.type_name])
+
+    @property
+    def bits(self) -> int | None:
+        """Of the quants of a matrix in groups of 32 with one scale and minimum; None for other types."""
+        return {"Q4_K": 4, "Q5_K": 5}.get(self.type_name) or getattr(
+            _SIMPLE.get(self.type_name), "bits", None
+        )
+
+    @property
+    def kept(self) -> str | None:
+        """The storage that has these values at the least loss for its bytes;
+        None of floating-point numbers."""
+        return storage_of(self.type_name) or None
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the minimum is half of the range of ``bits`` below 0."""
+        return self.type_name in _SIMPLE and _SIMPLE[self.type_name].symmetric
+
+    def quants(self, rows: range) -> Quants | None:
+        """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None
+        of others. Those of Q4_K and Q5_K are products, which are rounded to float16."""
+        if self.type_name in ("Q4_K", "Q5_K"):
+            return self._nested_quants(rows)
+        if self.type_name not in _SIMPLE:
+            return None
+        kind = _SIMPLE[self.type_name]
+        blocks = self.blocks[rows.start : rows.stop].view(kind.record)
+        stored = blocks["quants"]
+        if kind.bits == 8:
+            quants = stored ^ np.uint8(128)  # from -128..127 to 0..255
+        else:
+            quants = np.concatenate([stored & 15, stored >> 4], axis=-1)
+        if kind.bits == 5:
+            quants |= np.unpackbits(blocks["high"], axis=-1, bitorder="little") << 4
+        scale = blocks["scale"].copy()
+        minimum = scale * np.float16(-(1 << kind.bits - 1)) if kind.symmetric else blocks["minimum"].copy()
+        return quants.reshape(len(blocks), -1), scale, minimum
+
+    def _nested_quants(self, rows: range) -> Quants:
+        """Blocks of eight groups:
+        two float16 numbers, 6-bit multiples of them for each group, the fifth bits, four bits."""
+        from gguf.quants import Q4_K
+
+        size = 144 if self.type_name == "Q4_K" else 176
+        blocks = self.blocks[rows.start : rows.stop].reshape(-1, size)
+        steps = blocks[:, :4].copy().view(np.float16).astype(np.float32)
+        scales, minima = Q4_K.get_scale_min(blocks[:, 4:16])
+        low = blocks[:, -128:].reshape(-1, 4, 1, 32)
+        quants = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 8, 32)
+        if self.type_name == "Q5_K":
+            high = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]
+            quants |= (high & 1) << 4
+        count = len(rows)
+        scale, minimum = steps[:, :1] * scales, -steps[:, 1:] * minima
+        return (
+            quants.reshape(count, -1),
+            scale.astype(np.float16).reshape(count, -1),
+            minimum.astype(np.float16).reshape(count, -1),
+        )
+
+
+def storage_of(name: str) -> str:
+    """Of a type of tensors: the storage, "" of floating-point numbers."""
+    return "" if name in _FLOATS else _KEPT.get(name, "int8")
+
+
+class _Simple(NamedTuple):
+    """A block of 32 quants with one scale, and one minimum unless it is half of the range below zero."""
+
+    bits: int
+    symmetric: bool
+
+    @property
+    def record(self) -> np.dtype[Any]:
+        fields: list[Any] = [("scale", "<f2")]
+        fields += [] if self.symmetric else [("minimum", "<f2")]
+        fields += [("high", "u1", 4)] if self.bits == 5 else []
+        return np.dtype([*fields, ("quants", "u1", 32 if self.bits == 8 else 16)])
+
+
+# The storage (quant/formats.py) in which a CPU keeps quantized matrices; types that are not here: int8.
+_KEPT = {
+    "Q4_0": "q4_0",
+    "Q4_1": "int4",
+    "Q4_K": "int4",
+    "Q5_0": "q5_0",
+    "Q6_K": "q8_0",
+    "Q8_0": "q8_0",
+}
+_FLOATS = ("F32", "F16", "BF16", "F64")
+
+_SIMPLE = {
+    "Q4_0": _Simple(4, True),
+    "Q4_1": _Simple(4, False),
+    "Q5_0": _Simple(5, True),
+    "Q5_1": _Simple(5, False),
+    "Q8_0": _Simple(8, True),
+}
+
+
+def _affine(
+    quants: NDArray[np.uint8], scale: NDArray[np.float16], minimum: NDArray[np.float16]
+) -> NDArray[np.float32]:
+    """``quants * scale + minimum`` in groups of 32."""
+    values = quants.reshape(*scale.shape, 32).astype(np.float32)
+    values *= scale.astype(np.float32)[..., None]
+    values += minimum.astype(np.float32)[..., None]
+    return values.reshape(quants.shape)

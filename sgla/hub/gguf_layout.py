@@ -1,0 +1,141 @@
+"""What the files of a GGUF architecture hold, in the words of HF's class.
+
+The tables here hold for all architectures. A ``Layout`` says what one of them has of these, and what it has
+besides; the families (``model/gguf_layouts.py``) hand it down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+
+class Place(NamedTuple):
+    """A tensor's name in HF's class, and its dims: letters that ``GGUFFile`` has the sizes of. ``{e}``: the
+    tensor is one of each expert.
+
+    d hidden, f of the MLP, q and k of all heads, h of one, n heads, t half of what is rotated, v tokens. Of
+    mixtures e experts, m of one, s of the shared one. Of latent attention a the queries' latent, r that of
+    keys and values, l with the rotated part, u queries, g a head's part that is not rotated, y its value, o
+    all values, b keys and values."""
+
+    name: str
+    dims: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a layer: the places that its rows have, one below the other. ``layers``: all, or those
+    without or with experts. ``flag``: the key of HF's configuration that says whether there is one.
+    ``unless``: a size without which alone there is one."""
+
+    places: tuple[Place, ...]
+    layers: Literal["all", "dense", "sparse"] = "all"
+    flag: str = ""
+    unless: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``known``: keys that HF's class reads; ``fixed``: keys with the only value it has. ``tensors``: of a
+    layer, without ``blk.N.``. ``missing``: keys of the metadata that mean something where they are missing;
+    ``only``: keys with the values that alone are supported; ``when``: keys and values by which this one is
+    told from others of the same name. ``shift``: what files add to the weights of norms. ``permuted``: rows
+    of q and k are interleaved. ``latent``: attention is multi-head latent. ``by_width``: layers of the one
+    model whose queries are scaled by hidden/heads, which no key says."""
+
+    name: str
+    hf_class: str
+    model_type: str
+    known: frozenset[str]
+    fixed: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+    missing: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    when: Mapping[str, Any] = field(default_factory=dict)
+    eps: str = "attention.layer_norm_rms_epsilon"
+    shift: float = 0.0
+    permuted: bool = False
+    latent: bool = False
+    mixture: bool = False
+    by_width: int = 0
+    yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
+
+    def hf_key(self, key: str) -> str:
+        """HF's name of a key of the metadata; empty if the class reads none."""
+        if key == "attention.sliding_window" and not self.known.isdisjoint(_OTHER_WINDOWS):
+            return ""
+        return next((name for name in HF_KEYS.get(key, ()) if name in self.known), "")
+
+    @property
+    def windowed(self) -> bool:
+        return bool(self.hf_key("attention.sliding_window"))
+
+
+# In these the window has conditions, and files have none.
+_OTHER_WINDOWS = frozenset({"use_sliding_window", "max_window_layers"})
+# Keys of the metadata, and what families call them in config.json.
+HF_KEYS: dict[str, tuple[str, ...]] = {
+    "block_count": ("num_hidden_layers",),
+    "context_length": ("max_position_embeddings",),
+    "embedding_length": ("hidden_size",),
+    "feed_forward_length": ("intermediate_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "attention.sliding_window": ("sliding_window",),
+    "attention.q_lora_rank": ("q_lora_rank",),
+    "attention.kv_lora_rank": ("kv_lora_rank",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "rope.freq_base_swa": ("rope_local_base_freq",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logit_scale", "logits_scaling"),
+    "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k"),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "nextn_predict_layers": ("num_nextn_predict_layers",),
+}
+# What it means that one of them is missing, or 0.
+MISSING: dict[str, Any] = {
+    "attention.sliding_window": None,
+    "attention.q_lora_rank": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rope.freq_base_swa": 10000.0,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+    "expert_shared_count": 0,
+    "expert_shared_feed_forward_length": 0,
+    "expert_weights_scale": 1.0,
+    "expert_weights_norm": False,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "leading_dense_block_count": 0,
+    "interleave_moe_layer_step": 1,
+    "nextn_predict_layers": 0,
+}
+TOP = {
+    "token_embd.weight": Stored((Place("model.embed_tokens.weight", "vd"),)),
+    "output_norm.weight": Stored((Place("model.norm.weight", "d"),)),
+    "output_norm.bias": Stored((Place("model.norm.bias", "d"),)),
+    "output.weight": Stored((Place("lm_head.weight", "vd"),)),
+}
+# Tensors that some files have in place of others, joined along the rows.
+JOINED = {
+    "attn_qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+    "attn_qkv.bias": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
+    "ffn_gate_up_exps.weight": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+}

@@ -1,0 +1,158 @@
+"""The GGUF architectures of families, made of their entries (``families.py``). Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from sgla.hub.gguf_layout import Layout, Place, Stored
+
+if TYPE_CHECKING:
+    from sgla.model.families import Family
+
+_QKV = (("q", "qd"), ("k", "kd"), ("v", "kd"))
+PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **POST_NORMS}
+# The norm before the MLP is called after what comes before it.
+AFTER_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+
+
+def one(name: str, dims: str, **more: Any) -> Stored:
+    return Stored((Place(name, dims),), **more)
+
+
+BALANCED = {"exp_probs_b.bias": one("mlp.gate.e_score_correction_bias", "e", layers="sparse")}
+SHARED_GATE = {"ffn_gate_inp_shexp.weight": one("mlp.shared_expert_gate.weight", "1d", layers="sparse")}
+EXPERT_BIASES = {
+    "ffn_gate_inp.bias": one("mlp.gate.bias", "e", layers="sparse"),
+    "ffn_gate_exps.bias": one("mlp.experts.gate_proj_bias", "em", layers="sparse"),
+    "ffn_up_exps.bias": one("mlp.experts.up_proj_bias", "em", layers="sparse"),
+    "ffn_down_exps.bias": one("mlp.experts.down_proj_bias", "ed", layers="sparse"),
+}
+SIGMOID, SOFTMAX = 2, 1  # values of expert_gating_func
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """How the GGUF files of a family differ from most. ``norms``: of a layer, in HF's words; ``mlp``: HF's
+    up and down without a gate. ``joined``: ``ffn_up`` is gate and up. ``tensors``: more of a layer. The
+    others are those of ``Layout``."""
+
+    name: str
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
+    mlp: tuple[str, str] = ("up_proj", "down_proj")
+    joined: bool = False
+    permuted: bool = False
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
+    missing: Mapping[str, Any] = field(default_factory=dict)
+    gating: tuple[int, ...] = (0, SOFTMAX)
+    when: Mapping[str, Any] = field(default_factory=dict)
+    by_width: int = 0
+
+
+def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
+    known = frozenset(family.defaults)
+    rope = family.defaults.get("rope_parameters") or {}
+    return Layout(
+        gguf.name,
+        architecture,
+        family.types[0],
+        known,
+        family.fixed,
+        dict(_tensors(family, gguf)),
+        gguf.missing,
+        {"expert_gating_func": gguf.gating} if family.mixture else {},
+        gguf.when,
+        eps=f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon",
+        shift=family.norm_offset,
+        permuted=gguf.permuted,
+        latent=_is_latent(family),
+        mixture=bool(family.mixture),
+        by_width=gguf.by_width,
+        yarn={"truncate": rope["truncate"]} if "truncate" in rope else {},
+    )
+
+
+def _is_latent(family: Family) -> bool:
+    return "kv_lora_rank" in family.defaults
+
+
+def _tensors(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
+    for name, hf in gguf.norms.items():
+        yield f"{name}.weight", one(f"{hf}.weight", "d")
+        if family.norm == "layer" and family.norm_bias:
+            yield f"{name}.bias", one(f"{hf}.bias", "d")
+    yield from _latent() if _is_latent(family) else _attention(family)
+    yield from _mlp(family, gguf)
+    yield from gguf.tensors.items()
+
+
+def _attention(family: Family) -> Iterator[tuple[str, Stored]]:
+    known = family.defaults
+    bias = next(
+        (key for key in ("use_qkv_bias", "qkv_bias", "use_bias", "attention_bias") if key in known), ""
+    )
+    for part, dims in _QKV:
+        yield f"attn_{part}.weight", one(f"self_attn.{part}_proj.weight", dims)
+        if family.qkv_bias or bias:
+            flag = "" if family.qkv_bias else bias
+            yield f"attn_{part}.bias", one(f"self_attn.{part}_proj.bias", dims[0], flag=flag)
+    yield "attn_output.weight", one("self_attn.o_proj.weight", "dq")
+    out = "attention_out_bias"
+    if out not in known:
+        out = bias if family.out_bias and bias in ("use_bias", "attention_bias") else ""
+    if out:
+        yield "attn_output.bias", one("self_attn.o_proj.bias", "d", flag=out)
+    if family.qk_norm:
+        dims = "hh" if family.qk_norm == "head" else "qk"
+        flag = "use_qk_norm" if "use_qk_norm" in known else ""
+        yield "attn_q_norm.weight", one("self_attn.q_norm.weight", dims[0], flag=flag)
+        yield "attn_k_norm.weight", one("self_attn.k_norm.weight", dims[1], flag=flag)
+    if family.sinks:
+        yield "attn_sinks.weight", one("self_attn.sinks", "n")
+
+
+def _latent() -> Iterator[tuple[str, Stored]]:
+    """Of the matrix that makes keys and values of the latent newer files have two, of which that of the keys
+    is transposed."""
+    yield "attn_q.weight", one("self_attn.q_proj.weight", "ud", unless="a")
+    yield "attn_q_a.weight", one("self_attn.q_a_proj.weight", "ad")
+    yield "attn_q_a_norm.weight", one("self_attn.q_a_layernorm.weight", "a")
+    yield "attn_q_b.weight", one("self_attn.q_b_proj.weight", "ua")
+    yield "attn_kv_a_mqa.weight", one("self_attn.kv_a_proj_with_mqa.weight", "ld")
+    yield "attn_kv_a_norm.weight", one("self_attn.kv_a_layernorm.weight", "r")
+    yield "attn_kv_b.weight", one("self_attn.kv_b_proj.weight", "br")
+    yield "attn_k_b.weight", one("self_attn.k_b_proj.weight", "nrg")
+    yield "attn_v_b.weight", one("self_attn.v_b_proj.weight", "nyr")
+    yield "attn_output.weight", one("self_attn.o_proj.weight", "do")
+
+
+def _mlp(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
+    known = family.defaults
+    parts = {"ffn_up": (gguf.mlp[0], "fd"), "ffn_down": (gguf.mlp[1], "df")}
+    if family.gated:
+        parts = {"ffn_gate": ("gate_proj", "fd"), **parts}
+    layers: Any = "dense" if family.mixture else "all"
+    flag = next((key for key in ("mlp_bias", "use_bias") if key in known), "")
+    held = {name: one(f"mlp.{hf}.weight", dims, layers=layers) for name, (hf, dims) in parts.items()}
+    if gguf.joined:
+        up = held["ffn_up"]
+        held["ffn_up"] = replace(up, places=held.pop("ffn_gate").places + up.places)
+    for name, stored in held.items():
+        yield f"{name}.weight", stored
+        if flag and not family.mixture:
+            biases = tuple(Place(p.name.replace(".weight", ".bias"), p.dims[0]) for p in stored.places)
+            yield f"{name}.bias", Stored(biases, flag=flag)
+    if not family.mixture:
+        return
+    yield "ffn_gate_inp.weight", one("mlp.gate.weight", "ed", layers="sparse")
+    for part, dims in (("gate", "md"), ("up", "md"), ("down", "dm")):
+        hf = f"mlp.experts.{{e}}.{part}_proj.weight"
+        yield f"ffn_{part}_exps.weight", one(hf, f"e{dims}", layers="sparse")
+        shared = f"mlp.shared_experts.{part}_proj.weight"
+        yield f"ffn_{part}_shexp.weight", one(shared, dims.replace("m", "s"), layers="sparse")
