@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from forked import ForkedExecutor
 from numpy.typing import NDArray
 from tiny import Transcript, make_core, run, run_executor, submit, tiny_config, tiny_source
 
-from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import open_source
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
@@ -120,7 +120,7 @@ async def test_ranks_and_alone(tmp_path: Path) -> None:
         tiny_config(enable_return_hidden_states=True), tiny_source(), 0, 1, "", lambda progress: None
     )
     wanted = requests(one.facts.vocab_size)
-    executor = ProcsExecutor(tiny_config(tp=2, enable_return_hidden_states=True), tiny_source())
+    executor = ForkedExecutor(tiny_config(tp=2, enable_return_hidden_states=True), tiny_source())
     try:
         facts = await executor.start(lambda progress: None)
         assert facts.hidden == one.facts.hidden == 64

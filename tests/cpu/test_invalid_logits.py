@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from forked import ForkedExecutor
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, make_core, run, run_executor, submit, tiny_config
 
-from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import ModelSource, open_source
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
@@ -115,7 +115,7 @@ def test_nothing_of_a_broken_request_is_left_in_the_cache(runner: CpuRunner, kep
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_worker_processes_go_on(source: ModelSource, ranks: int) -> None:
     config = tiny_config(tp=ranks, native_kernels=True)
-    executor = ProcsExecutor(config, source)
+    executor = ForkedExecutor(config, source)
     try:
         facts = await executor.start(lambda progress: None)
         alone = await run_executor(executor, facts, good(), depth=2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from checkpoints import SMALL, Eager, decided, random_prompts, save_checkpoint
+from forked import CONTEXT
 from safetensors.torch import load_file, save_file
 
 from sgla.dist import Shard, join
@@ -315,7 +316,7 @@ def rank_main(rank: int, folder: str) -> None:
 
 def test_two_ranks_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
+    mp.start_processes(rank_main, (str(tmp_path),), nprocs=2, start_method=CONTEXT.get_start_method())
     expected = generate(Shard())
     for rank in range(2):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forked import ForkedExecutor
 from msgspec.structs import replace
 
 from sgla.config import Config
 from sgla.executor.base import Executor
-from sgla.executor.procs import ProcsExecutor
 from sgla.hub.source import ModelSource
 from sgla.messages import Delta, Facts, RowSampling, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
@@ -170,7 +170,7 @@ async def run_executor(executor: Executor, facts: Facts, submits: list[Submit], 
 
 async def over_two_ranks(source: ModelSource, submits: list[Submit]) -> Transcript:
     """All requests at once through two processes that share the model."""
-    executor = ProcsExecutor(tiny_config(tp=2), source)
+    executor = ForkedExecutor(tiny_config(tp=2), source)
     try:
         return await run_executor(executor, await executor.start(lambda progress: None), submits)
     finally:
