@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_script
 
 from sgla.device import nvidia
 from sgla.kernels import device
@@ -38,12 +39,7 @@ def start(cases: list[dict[str, Any]], model: dict[str, Any] | None = None) -> l
         case | {"model": model | case.get("model", {}), "config": few | case.get("config", {})}
         for case in cases
     ]
-    code = "import os; os.environ.pop('TRITON_INTERPRET', 0); import runpy; runpy.run_path('fake_gpu.py', run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(full)], cwd=HERE, capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in run_script("fake_gpu.py", json.dumps(full), seconds=1200)]
 
 
 @pytest.mark.parametrize("dims", [(72, 512), pytest.param(HEAD_DIMS, marks=pytest.mark.slow)])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_script
 
 KINDS = "logprobs", "vector", "states"
 
@@ -17,11 +15,7 @@ KINDS = "logprobs", "vector", "states"
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
     """In a process of its own: see ``interpreted_gpu.py``."""
-    done = subprocess.run(
-        [sys.executable, "interpreted_gpu.py"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=240
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(run_script("interpreted_gpu.py")[-1])
     return found
 
 

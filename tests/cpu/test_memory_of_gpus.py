@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked import run_script
 
 from sgla.attention import torch_ops
 from sgla.attention.base import AttentionShape, DeviceBatch, ExtendRows
@@ -183,12 +182,8 @@ def test_runners_that_do_not_fit_and_runners_of_short_contexts() -> None:
         {"free": 1200 * MIB, "config": {"kv_cache_bytes": None, "context_length": None}},
         *({"config": {"context_length": n}} for n in (1, 2, 3, 17)),
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", "import os; os.environ.pop('TRITON_INTERPRET', 0); import runpy; runpy.run_path('fake_gpu.py', run_name='__main__')", json.dumps([{"model": tiny} | case for case in cases])],
-        cwd=HERE, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    weights, steps, pool, whole, *short = map(json.loads, done.stdout.splitlines())
+    lines = run_script("fake_gpu.py", json.dumps([{"model": tiny} | case for case in cases]))
+    weights, steps, pool, whole, *short = map(json.loads, lines)
     assert (weights["code"], weights["param"]) == ("out_of_memory", "model")  # there is one GPU
     assert weights["error"].endswith("46 MiB more than the 20 MiB that are free; use a smaller model")
     assert (steps["code"], steps["param"]) == ("out_of_memory", "model")

@@ -6,8 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from config_cases import gemma3
+from forked import run_script
 
 from sgla.device import nvidia
 from sgla.kernels import device
@@ -76,12 +75,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(names: list[str]) -> None:
         }
         for case, (name, changes, config) in ((case, CASES[case]) for case in names)
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", "import os; os.environ.pop('TRITON_INTERPRET', 0); import runpy; runpy.run_path('fake_gpu.py', run_name='__main__')", json.dumps(cases)],
-        cwd=HERE, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
+    found = dict(zip(names, map(json.loads, run_script("fake_gpu.py", json.dumps(cases))), strict=True))
     assert {name: case["late"] for name, case in found.items()} == {name: [] for name in names}
     assert min(case["asked"] for case in found.values()) > 20
 
