@@ -8,7 +8,9 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import interpreter
@@ -37,18 +39,31 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 
+SLOW = "server", "cpu", "http", "grammar"  # folders whose tests take long, the slowest first
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
     torch.set_num_threads(1)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Of a plain ``pytest``: a process for each core with 4 GiB of memory. None for single files, nor beside a GPU, which they would share."""
+    """Of a plain ``pytest``: three for two cores, since tests wait for servers, if there are 4 GiB of memory for each. None for single files, nor
+    beside a GPU, which they would share."""
     if torch.cuda.is_available() or not all(os.path.isdir(path.partition("::")[0]) for path in config.args):
         return 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
-    return min(cores, memory >> 32) if cores > 1 else 0
+    return min(cores + cores // 2, memory >> 32) if cores > 1 else 0
+
+
+def _turn(tests: Counter[Path]) -> Callable[[pytest.Item], tuple[int, int, Path]]:
+    """Files that take long begin first, so that none of them is the last that runs: those of SLOW, and those of many tests."""
+
+    def turn(item: pytest.Item) -> tuple[int, int, Path]:
+        folder = item.path.parent.name
+        return SLOW.index(folder) if folder in SLOW else len(SLOW), -tests[item.path], item.path
+
+    return turn
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,6 +83,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=_turn(Counter(item.path for item in items)))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
