@@ -260,8 +260,8 @@ def decode(model: str) -> None:
         x, residual = (torch.randn(tokens, d, dtype=BF16, device="cuda") for _ in range(2))
         tiles = moe_tiles.choose(tokens, count, top_k, f, d, 2, True)
 
-        def choose(w: torch.Tensor) -> router.Choice:
-            return router.choose(
+        def choose(w: torch.Tensor) -> router.RoutedExperts:
+            return router.route(
                 x, w, top_k, True, residual=residual, norm=norm, eps=1e-6, places=experts.places(count)
             )
 

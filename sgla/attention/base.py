@@ -138,10 +138,12 @@ class Decode(Backend, Protocol):
 
 
 class Extend(Backend, Protocol):
+    """Rows with several query tokens: prompts, or their parts. The host plans them for every step."""
+
     narrow: bool  # reads an 8-bit KV cache
 
     @property
-    def beside(self) -> bool:
+    def in_place(self) -> bool:
         """After ``plan``: whether it wants q in the projection's output ``[T, (Hq + 2 Hkv) * hd]``, with k
         and v beside it."""
 
@@ -153,8 +155,8 @@ class Extend(Backend, Protocol):
 
 
 class Prompts(Protocol):
-    """``Extend`` whose plan lies on the device, so that it can be captured:
-    tiles of at most ``tile`` tokens (``cut``)."""
+    """The same rows in a captured step, where the host cannot plan: their plan lies on the device, as tiles
+    of at most ``tile`` tokens (``cut``)."""
 
     tile: int
 
@@ -176,7 +178,7 @@ def cut(slots: Int32s, starts: Int32s, q_lens: Int32s, first: int, tile: int) ->
     return tiles[np.argsort(-start - count, kind="stable")]
 
 
-def beside(q: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+def kv_beside(q: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
     """k and v ``[T, Hkv, hd]`` that follow q in each row of the projection's output."""
     width = shape.kv_heads * shape.head_dim
     assert q.stride(0) == q.shape[1] + 2 * width
@@ -205,8 +207,8 @@ class Attention:
 
     @property
     def in_place(self) -> bool:
-        """See ``Extend.beside``."""
-        return self.extend.beside
+        """See ``Extend.in_place``."""
+        return self.extend.in_place
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.attention.base import AttentionShape, DeviceBatch, Int32s, Unusable, beside
+from sgla.attention.base import AttentionShape, DeviceBatch, Int32s, Unusable, kv_beside
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
 
@@ -53,7 +53,7 @@ class FlashInferExtend:
             BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernel) for _ in range(PLANS)
         ]
         self._tokens = 0  # of the planned step's rows that read pages, which come first
-        self.beside = False  # whether others read what lies beside q
+        self.in_place = False  # whether others read what lies beside q
         one = np.ones(1, np.int32)  # to compile both kernels, or to find out that it is impossible
         self._plan_whole(one)
         self._plan_paged(one - 1, one, one, one[None] - 1)
@@ -84,8 +84,8 @@ class FlashInferExtend:
         behind = len(whole) - int(whole.sum())
         if not whole[behind:].all():
             behind = len(whole)
-        self._tokens, self.beside = int(rows.q_lens[:behind].sum()), behind < len(whole)
-        if self.beside:
+        self._tokens, self.in_place = int(rows.q_lens[:behind].sum()), behind < len(whole)
+        if self.in_place:
             self._plan_whole(rows.q_lens[behind:])
         if behind:
             slots, q_lens, kv_lens = (column[:behind] for column in rows[:3])
@@ -120,8 +120,8 @@ class FlashInferExtend:
         if n:
             # [pages, Hkv, page_size, hd], as they lie in memory
             self._paged[0].run(heads[:n], (kv.k.transpose(1, 2), kv.v.transpose(1, 2)), out=y[:n])
-        if self.beside:
-            k, v = beside(q[n:], shape)
+        if self.in_place:
+            k, v = kv_beside(q[n:], shape)
             self._whole[0].run(heads[n:], k, v, out=y[n:])
 
 

@@ -23,7 +23,7 @@ class WholeOrPaged:
         return None
 
     @property
-    def beside(self) -> bool:
+    def in_place(self) -> bool:
         return self._now is self._whole
 
     def plan(self, batch: DeviceBatch) -> None:

@@ -49,7 +49,7 @@ class InvariantDecode:
 
 
 class InvariantExtend:
-    name, captured, grows, narrow, beside = "invariant", True, False, True, False
+    name, captured, grows, narrow, in_place = "invariant", True, False, True, False
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._chunk, self._group = chunk_of(shape), shape.group

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sgla.attention import cascade
-from sgla.attention.base import AttentionShape, DeviceBatch, beside, cut
+from sgla.attention.base import AttentionShape, DeviceBatch, cut, kv_beside
 from sgla.device import Device
 from sgla.kernels.cuda import decode_attention, prompt_attention
 from sgla.kernels.cuda.decode_attention import PrefixParts, Projection
@@ -92,7 +92,7 @@ class NativeExtend:
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._shape, self._tile = shape, prompt_attention.tile_tokens(shape.group)
-        self.beside = False  # whether some rows are whole prompts
+        self.in_place = False  # whether some rows are whole prompts
         self._paged = False  # whether some are not
         self._tiles = torch.empty(0)
 
@@ -114,11 +114,11 @@ class NativeExtend:
         assert rows is not None
         starts = rows.kv_lens - rows.q_lens
         whole = starts == 0
-        self.beside, self._paged = bool(whole.any()), not whole.all()
+        self.in_place, self._paged = bool(whole.any()), not whole.all()
         tiles = torch.from_numpy(cut(np.where(whole, -1, rows.slots), starts, rows.q_lens, 0, self._tile))
         self._tiles = tiles.pin_memory().to("cuda", non_blocking=True)
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
         pages = Pages(kv.k, kv.v, batch.pages(kv.group)) if self._paged else None
-        rows = Beside(*beside(q, self._shape)) if self.beside else None
+        rows = Beside(*kv_beside(q, self._shape)) if self.in_place else None
         prompt_attention.attend(q, pages, rows, self._tiles, scoring.scale, out)

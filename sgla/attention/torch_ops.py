@@ -37,7 +37,7 @@ class TorchDecode:
 class TorchExtend:
     """A few tokens of a row at a time, but with all of its history."""
 
-    name, captured, grows, narrow, beside = "torch", False, True, True, False
+    name, captured, grows, narrow, in_place = "torch", False, True, True, False
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         pass

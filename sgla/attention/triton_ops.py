@@ -41,7 +41,7 @@ class TritonDecode:
 
 
 class TritonExtend:
-    name, captured, grows, narrow, beside = "triton", True, False, True, False
+    name, captured, grows, narrow, in_place = "triton", True, False, True, False
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._tiles = torch.empty(0)

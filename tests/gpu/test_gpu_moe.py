@@ -114,7 +114,7 @@ def test_the_router_adds_norms_and_chooses_as_separate_kernels(count: int, d: in
             residual, total = (h.clone(), expected) if add else (None, None)
             if norm:
                 expected = elementwise.rms_norm(expected, weight, 1e-6)
-            found = router.choose(
+            found = router.route(
                 x, w, top_k, normalize,
                 residual=residual, norm=weight if norm else None, eps=1e-6, places=200,
             )  # fmt: skip
@@ -141,7 +141,7 @@ def test_grouped_products_equal_the_oracle(f: int, skew: bool) -> None:
         expected = ops.moe(
             x.float(), *(pack(part, "bf16") for part in w), Routing(top_k, normalize=True), "silu"
         )
-        found = router.choose(x, w[0], top_k, True, places=native.places(count))
+        found = router.route(x, w[0], top_k, True, places=native.places(count))
         y = native.forward(found, w[1], w[2], "silu")
         assert relative(moe.combine(y, found.probabilities), expected) < 0.01
 

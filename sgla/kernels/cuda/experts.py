@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel, processors
-from sgla.kernels.cuda.router import Choice
+from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
 MAX_PAIRS = 2048
@@ -39,7 +39,7 @@ def refuses(pairs: int, f: int, d: int, experts: int) -> str | None:
 
 
 def places(experts: int) -> int:
-    """How many zeros ``Choice.done`` must have:
+    """How many zeros ``RoutedExperts.done`` must have:
     a count for each place, and one of the tiles that are taken."""
     return experts + MAX_PAIRS // PAIRS + 1
 
@@ -50,10 +50,10 @@ def _kernel(experts: int, gelu: bool) -> Kernel:
     return Kernel("experts.cu", "experts", {"EXPERTS": experts, "GELU": int(gelu)}, shared)
 
 
-def forward(choice: Choice, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+def forward(routed: RoutedExperts, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
     """``down_e(act(gate_e(x)) * up_e(x))`` of every pair of row and expert: gate_up bf16 ``[E * 2 f, d]``,
-    down bf16 ``[E * d, f]`` -> bf16 ``[m * top_k, d]``. ``choice.done`` is used up."""
-    x, _, ids, done = choice
+    down bf16 ``[E * d, f]`` -> bf16 ``[m * top_k, d]``. ``routed.done`` is used up."""
+    x, _, ids, done = routed
     assert done is not None
     (m, d), f, pairs = x.shape, down.shape[1], ids.numel()
     experts = down.shape[0] // d

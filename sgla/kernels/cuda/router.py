@@ -28,7 +28,7 @@ class _Params(ctypes.Structure):
     )
 
 
-class Choice(NamedTuple):
+class RoutedExperts(NamedTuple):
     """The normed rows bf16 ``[m, d]``, probabilities float32 ``[m, top_k]``, experts int32 ``[m, top_k]``,
     and int32 zeros if they were wanted."""
 
@@ -53,7 +53,7 @@ def _kernel(experts: int, d: int, add: bool, norm: bool) -> Kernel:
     return Kernel("router.cu", "router", defines, cluster=CLUSTER)
 
 
-def choose(
+def route(
     x: Tensor,
     router: Tensor,
     top_k: int,
@@ -63,7 +63,7 @@ def choose(
     norm: Tensor | None = None,
     eps: float = 0.0,
     places: int = 0,
-) -> Choice:
+) -> RoutedExperts:
     """The best ``top_k`` experts of each row of x bf16 ``[m, d]``:
     router bf16 ``[experts, d]``, see ``refuses``.
 
@@ -84,4 +84,4 @@ def choose(
     )  # fmt: skip
     kernel = _kernel(experts, d, residual is not None, norm is not None)
     kernel.launch(-(-m // ROWS) * CLUSTER, experts * 2, params)
-    return Choice(normed, probabilities, ids, done)
+    return RoutedExperts(normed, probabilities, ids, done)

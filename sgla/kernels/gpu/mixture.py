@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.cuda import experts, grouped_gemm
 from sgla.kernels.cuda import router as router_cuda
+from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Clamped, Gating, Routing
@@ -101,34 +102,49 @@ def run(
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
-    tokens, d = x.shape
-    pairs = tokens * routing.top_k
-    chosen = None
+    count, (tokens, d) = router.n, x.shape
     if refuses(routing, activation, biases) is not None:
         assert norm is residual is None
-        chosen = _choose(x, routing, biases, router)
-    ours = chosen is None and _native(x, router) and down.kind == "bf16" and tokens > FEW
-    ours = ours and experts.refuses(pairs, down.k, d, router.n) is None
-    choice = chosen or _route(x, norm, residual, router, routing, experts.places(router.n) if ours else 0)
-    x, probabilities, ids, *_ = choice
-    if isinstance(activation, Clamped) or biases.gate_up is not None or biases.down is not None:
-        return _apart(choice, router.n, gate_up, down, activation, biases)
+        routed = _route_in_torch(x, routing, biases, router)
+        if isinstance(activation, Clamped) or biases.gate_up is not None or biases.down is not None:
+            return _apart(routed, count, gate_up, down, activation, biases)
+        one_kernel = False
+    else:
+        one_kernel = _native(x, router) and down.kind == "bf16" and tokens > FEW
+        one_kernel = one_kernel and experts.refuses(tokens * routing.top_k, down.k, d, count) is None
+        places = experts.places(count) if one_kernel else 0
+        routed = _route(x, norm, residual, router, routing, places)
+    assert not isinstance(activation, Clamped)
+    if one_kernel:
+        return Grouped(experts.forward(routed, gate_up.data, down.data, activation), routed.probabilities)
+    return _products(routed, count, gate_up, down, activation, rounded)
+
+
+def _products(
+    routed: RoutedExperts,
+    count: int,
+    gate_up: Weight,
+    down: Weight,
+    activation: Literal["silu", "gelu_tanh"],
+    rounded: fp8.Rounded | None,
+) -> Outputs:
+    """The experts' two products, of ``count`` experts."""
+    x, probabilities, ids, _ = routed
+    tokens, d = x.shape
     if tokens <= FEW:
         inner = moe.few_gate_up(x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation)
         return Few(inner, ids, down, d)
-    if ours:
-        return Grouped(experts.forward(choice, gate_up.data, down.data, activation), probabilities)
     if (
-        pairs >= MANY * router.n
+        ids.numel() >= MANY * count
         and down.kind == "bf16"
         and this_device().wgmma
         and grouped_gemm.refuses(down.k, d) is None
     ):
-        groups = moe.group(ids, router.n, grouped_gemm.ROWS)
+        groups = moe.group(ids, count, grouped_gemm.ROWS)
         inner = grouped_gemm.product(x, gate_up.data, down.k, groups, activation)
         return Grouped(grouped_gemm.product(inner, down.data, d, groups), probabilities)
-    tiles = _tiles(ids, router.n, down, d)
-    groups = moe.group(ids, router.n, tiles.rows)
+    tiles = _tiles(ids, count, down, d)
+    groups = moe.group(ids, count, tiles.rows)
     inner = moe.experts(
         *(rounded or _input(x, gate_up)),
         gate_up.data,
@@ -143,10 +159,10 @@ def run(
 
 
 def _apart(
-    choice: router_cuda.Choice, count: int, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
+    routed: RoutedExperts, count: int, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
 ) -> Outputs:
     """Both products grouped, and between and behind them what their kernels do not do."""
-    x, probabilities, ids, *_ = choice
+    x, probabilities, ids, _ = routed
     d, each = x.shape[1], ids.flatten().long()
     tiles = _tiles(ids, count, down, d)
     groups = moe.group(ids, count, tiles.rows)
@@ -165,13 +181,13 @@ def _tiles(ids: Tensor, count: int, down: Weight, d: int) -> moe.Tiles:
     return moe_tiles.choose(ids.shape[0], count, ids.shape[1], down.k, d, size, hopper)
 
 
-def _choose(x: Tensor, routing: Routing, biases: Biases, router: Weight) -> router_cuda.Choice:
-    """By torch operations, none of which waits for the GPU."""
+def _route_in_torch(x: Tensor, routing: Routing, biases: Biases, router: Weight) -> RoutedExperts:
+    """The experts of each row by torch operations, none of which waits for the GPU."""
     logits = _logits(x, router.data)
     if biases.logits is not None:
         logits = logits + biases.logits
     weights, ids = ops.route(logits, routing, biases.choice)
-    return router_cuda.Choice(x, weights.contiguous(), ids.to(torch.int32).contiguous())
+    return RoutedExperts(x, weights.contiguous(), ids.to(torch.int32).contiguous())
 
 
 def _route(
@@ -181,12 +197,12 @@ def _route(
     router: Weight,
     routing: Routing,
     places: int,
-) -> router_cuda.Choice:
-    """By our kernels: see ``refuses``."""
+) -> RoutedExperts:
+    """The experts of each row by our kernels: see ``refuses``."""
     weight, eps = norm or (None, 0.0)
     top_k, normalize = routing.top_k, routing.normalize
     if _native(x, router) and x.shape[0] > ROUTED:
-        return router_cuda.choose(
+        return router_cuda.route(
             x, router.data, top_k, normalize, residual=residual, norm=weight, eps=eps, places=places
         )
     if residual is not None:
@@ -198,7 +214,7 @@ def _route(
         x = x if weight is None else elementwise.rms_norm(x, weight, eps)
         logits = _logits(x, router.data)
     done = torch.empty(places, dtype=torch.int32, device=x.device) if places else None
-    return router_cuda.Choice(x, *moe.route(logits, top_k, normalize, done), done)
+    return RoutedExperts(x, *moe.route(logits, top_k, normalize, done), done)
 
 
 def _native(x: Tensor, router: Weight) -> bool:

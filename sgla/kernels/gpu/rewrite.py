@@ -26,7 +26,9 @@ class Asked(NamedTuple):
 
 @dataclass(slots=True)
 class Work:
-    """A record on its way through the rules. ``left``: how many of a value's readers are still to come."""
+    """A record on its way through the rules, node by node. Of each value: ``made``, the node that makes it;
+    ``uses``, how many nodes read it, of those that the rules have put and those of the record that are still
+    to come, and one more if the record returns it; ``left``, those still to come alone."""
 
     record: Record
     asked: Asked
@@ -86,7 +88,9 @@ class Work:
             maker = self.made.get(x)
             if maker is None or maker.op is not op or maker.results[0] != x or self.uses[x] != 1:
                 return None
-            for n in maker.results[1:]:  # which nobody may have read yet
+            # Its other results will be made later than now, so nothing that was put may read them:
+            # all their readers are to come, or are ``node``, which ``left`` counts no more.
+            for n in maker.results[1:]:
                 if self.uses.get(n, 0) != self.left.get(n, 0) + node.reads.count(n):
                     return None
             memory = self.record.memory

@@ -50,7 +50,8 @@ def _config(m: int, weight: Tensor, gated: bool = False) -> batch_gemm.Config:
 
 
 def settle(work: Work, node: Node) -> None:
-    """Choose the kernel, now that what stands around the layer is known."""
+    """Choose the kernel, now that what stands around the layer is known. The rule takes every layer, for what
+    may join it; where nothing has made the tiles faster than cuBLAS, it is a plain layer again."""
     kernel, _ = _choice(work, node, node.given["epilogue"] in GATES.values())
     if kernel == "prompt tiles":
         node.fn, node.rule = _run_prompt, node.rule.replace("tiles", "prompt tiles")
@@ -125,6 +126,8 @@ def _added(
 
 
 def _scaled(x: Tensor, weight: Tensor, eps: float, rows: batch_gemm.Unscaled) -> Tensor:
+    """The norm for whoever wants its result. ``rows``: what tiles read in its place, see ``settle``; a norm
+    that nobody else reads is dropped."""
     return elementwise.rms_norm(x, weight, eps)
 
 
