@@ -109,14 +109,15 @@ async def test_bombs_of_one_client_keep_nobody_waiting(serve: Serve) -> None:
 
 
 async def test_only_bodies_that_are_wanted_are_inflated(serve: Serve, inflated: list[int]) -> None:
-    site = await serve(api_key=["secret"])
+    site = await serve(api_key=["secret"], admin_api_key=["boss"])
     bomb = gzip.compress(bytes(8 * MIB))
     keyed = {"Content-Encoding": "gzip", "Authorization": "Bearer secret"}
     for path, status, headers in (
         (TEXT, 401, {"Content-Encoding": "gzip"}),
         ("/nothing", 404, keyed),
         ("/version", 405, keyed),
-        ("/flush_cache", 200, keyed),
+        ("/flush_cache", 403, keyed),
+        ("/flush_cache", 200, keyed | {"Authorization": "Bearer boss"}),
     ):
         async with site.http.post(path, data=bomb, headers=headers) as response:
             assert response.status == status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import openai
@@ -141,6 +142,7 @@ def test_leaving_a_stream_frees_it(server: ServerProcess, lenient: openai.OpenAI
     for _ in range(100):
         if server.metric("sgla:num_running_reqs") == 0:
             return
+        time.sleep(0.02)
     raise AssertionError("the abandoned request still runs")
 
 
