@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sgla.errors import ConfigError
-from sgla.model.gguf_layouts import GEMMA_NORMS, Gguf
+from sgla.model.gguf_layouts import (
+    AFTER_NORMS,
+    GEMMA_NORMS,
+    GLM4_NORMS,
+    ONE_NORM,
+    POST_NORMS,
+    Gguf,
+)
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,11 @@ _GRANITE = {
     "logits_scaling": 1.0,
 }
 _GRANITE_EXPERTS = _GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2}
+_GEMMA2 = {
+    "attention.sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}  # in old GGUF files
 _ROUTED = {
     "n_routed_experts": 256,
     "n_shared_experts": 1,
@@ -605,12 +617,14 @@ FAMILIES = {
         _CAUSAL | {"attention_bias": False},
         model="sgla.model.llama:Llama",
         longrope=True,
+        gguf=(Gguf("phi3", joined=True),),
     ),
     "GraniteForCausalLM": Family(
         ("granite",),
         _DECODER | _sizes(32000, 4096, 11008, 32, 32, 2048) | _GRANITE | _BIASES,
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        gguf=(Gguf("granite", permuted=True),),
     ),
     "SmolLM3ForCausalLM": Family(
         ("smollm3",),
@@ -629,6 +643,7 @@ FAMILIES = {
         _CAUSAL | {"max_window_layers": 28},
         model="sgla.model.llama:Llama",
         rotates="listed",
+        gguf=(Gguf("smollm3", permuted=True),),
     ),
     "SeedOssForCausalLM": Family(
         ("seed_oss",),
@@ -637,6 +652,7 @@ FAMILIES = {
         | {"head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        gguf=(Gguf("seed_oss", AFTER_NORMS),),
     ),
     "HeliumForCausalLM": Family(
         ("helium",),
@@ -663,12 +679,25 @@ FAMILIES = {
         _CAUSAL,
         model="sgla.model.llama:Llama",
         interleaved=True,
+        gguf=(Gguf("ernie4_5"),),
     ),
     "GlmForCausalLM": Family(
-        ("glm",), _DECODER | _GLM, _CAUSAL, model="sgla.model.llama:Llama", interleaved=True, out_bias=False
+        ("glm",),
+        _DECODER | _GLM,
+        _CAUSAL,
+        model="sgla.model.llama:Llama",
+        interleaved=True,
+        out_bias=False,
+        gguf=(Gguf("chatglm", joined=True),),
     ),
     "Glm4ForCausalLM": Family(
-        ("glm4",), _DECODER | _GLM, _CAUSAL, model="sgla.model.gemma:Glm4", interleaved=True, out_bias=False
+        ("glm4",),
+        _DECODER | _GLM,
+        _CAUSAL,
+        model="sgla.model.gemma:Glm4",
+        interleaved=True,
+        out_bias=False,
+        gguf=(Gguf("glm4", GLM4_NORMS, joined=True),),
     ),
     "GemmaForCausalLM": Family(
         ("gemma",),
@@ -685,6 +714,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         norm_offset=1.0,
         scaled_embedding=True,
+        gguf=(Gguf("gemma"),),
     ),
     "Gemma2ForCausalLM": Family(
         ("gemma2",),
@@ -707,6 +737,7 @@ FAMILIES = {
         norm_offset=1.0,
         scaled_embedding=True,
         pattern=2,
+        gguf=(Gguf("gemma2", GEMMA_NORMS, missing=_GEMMA2, by_width=46),),
     ),
     "StableLmForCausalLM": Family(
         ("stablelm",),
@@ -716,6 +747,7 @@ FAMILIES = {
         _CAUSAL | {"use_parallel_residual": False, "qk_layernorm": False, "head_dim": None},
         model="sgla.model.llama:Llama",
         norm="layer",
+        gguf=(Gguf("stablelm"),),
     ),
     "Starcoder2ForCausalLM": Family(
         ("starcoder2",),
@@ -732,6 +764,7 @@ FAMILIES = {
         model="sgla.model.llama:Starcoder2",
         norm="layer",
         gated=False,
+        gguf=(Gguf("starcoder2", mlp=("c_fc", "c_proj")),),
     ),
     "NemotronForCausalLM": Family(
         ("nemotron",),
@@ -744,6 +777,7 @@ FAMILIES = {
         norm="layer",
         norm_offset=1.0,
         gated=False,
+        gguf=(Gguf("nemotron"),),
     ),
     "ArceeForCausalLM": Family(
         ("arcee",),
@@ -754,6 +788,7 @@ FAMILIES = {
         _CAUSAL,
         model="sgla.model.llama:Llama",
         gated=False,
+        gguf=(Gguf("arcee", permuted=True),),
     ),
     "Olmo2ForCausalLM": Family(
         ("olmo2",),
@@ -761,6 +796,7 @@ FAMILIES = {
         _CAUSAL,
         model="sgla.model.olmo:Olmo2",
         qk_norm="width",
+        gguf=(Gguf("olmo2", POST_NORMS),),
     ),
     "Exaone4ForCausalLM": Family(
         ("exaone4",),
@@ -772,6 +808,7 @@ FAMILIES = {
         qk_norm="head",
         rotates="windows",
         windows_optional=True,
+        gguf=(Gguf("exaone4", POST_NORMS),),
     ),
     "CohereForCausalLM": Family(
         ("cohere",),
@@ -781,6 +818,7 @@ FAMILIES = {
         norm="layer",
         norm_bias=False,
         interleaved=True,
+        gguf=(Gguf("command-r", ONE_NORM),),
     ),
     "Cohere2ForCausalLM": Family(
         ("cohere2",),
@@ -794,6 +832,7 @@ FAMILIES = {
         norm_bias=False,
         interleaved=True,
         rotates="windows",
+        gguf=(Gguf("cohere2", ONE_NORM),),
     ),
     "Bert": Family(("bert",), _BERT, _ENCODER, _SAME),
     "DistilBert": Family(

@@ -18,6 +18,13 @@ POST_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 GEMMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **POST_NORMS}
+GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+ONE_NORM = {"attn_norm": "input_layernorm"}
 # The norm before the MLP is called after what comes before it.
 AFTER_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 
