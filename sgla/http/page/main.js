@@ -137,6 +137,12 @@ function close() {
 function toggle(control, shown) {
   $(control.getAttribute("aria-controls")).classList.toggle("open", shown);
   control.setAttribute("aria-expanded", shown);
+  if (shown) $(control.getAttribute("aria-controls")).focus();
+}
+
+function closeByKey(control) {
+  close();
+  control.focus();
 }
 
 for (const control of document.querySelectorAll(".drawer")) {
@@ -169,7 +175,8 @@ $("key").onclick = () => unlock("It is kept in this page's memory only.");
 $("later").onclick = () => $("locked").close();
 $("locked").onsubmit = () => { useKey($("secret").value); link = "down"; };
 document.onkeydown = (event) => {
-  if (event.key === "Escape" && !$("locked").open) { if (document.querySelector(".drawer[aria-expanded=true]")) close(); else running?.abort.abort(); }
+  const drawer = document.querySelector(".drawer[aria-expanded=true]");
+  if (event.key === "Escape" && !$("locked").open) { if (drawer) closeByKey(drawer); else running?.abort.abort(); }
   if (event.altKey && event.code === "KeyN") { event.preventDefault(); fresh(); }
 };
 

@@ -2,6 +2,7 @@
 /* global marked, DOMPurify, hljs, katex */
 import { make } from "./dom.js";
 
+const BELOW = 2; // headings of the page are above those of an answer
 const MOST_CODE = 50_000, MOST_MATH = 5_000; // characters; longer ones stay plain
 const ALLOWED = {
   ALLOWED_TAGS: [
@@ -60,9 +61,10 @@ function block(token, links) {
   const tokens = Object.assign([token], { links });
   const element = make("div", { className: "block" }, fragment(markdown.parser(tokens)));
   for (const link of element.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
+  for (const heading of element.querySelectorAll("h1, h2, h3, h4, h5, h6")) heading.ariaLevel = Number(heading.tagName[1]) + BELOW;
   for (const code of element.querySelectorAll("pre > code")) dress(code);
   for (const table of element.querySelectorAll("table")) {
-    const frame = make("div", { className: "scroll", tabIndex: 0 });
+    const frame = make("div", { className: "scroll", tabIndex: 0, role: "group", ariaLabel: "Table" });
     table.replaceWith(frame);
     frame.append(table);
   }
@@ -74,7 +76,7 @@ function dress(code) {
   const language = code.className.replace("language-", ""), text = code.textContent;
   if (hljs.getLanguage(language) && text.length < MOST_CODE)
     code.replaceChildren(fragment(hljs.highlight(text, { language, ignoreIllegals: true }).value));
-  code.parentElement.tabIndex = 0;
+  Object.assign(code.parentElement, { tabIndex: 0, role: "group", ariaLabel: language ? `Code, ${language}` : "Code" });
   code.parentElement.before(make("div", { className: "bar" }, make("span", { textContent: language }),
     make("button", { type: "button", className: "small copy", textContent: "Copy", ariaLabel: "Copy the code" })));
 }

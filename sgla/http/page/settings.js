@@ -18,7 +18,7 @@ const WEATHER = {
     parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"], additionalProperties: false },
   },
 };
-const EXAMPLES = { schema: CITY, tools: [WEATHER] };
+const EXAMPLES = [["schema", CITY, "of a schema"], ["tools", [WEATHER], "of tools"]];
 
 const AGAIN = 0.6; // temperature of a retry where the answer before it was greedy
 
@@ -28,10 +28,10 @@ let usual = {}; // fields that the page sends if nobody says otherwise
 for (const [name, step] of NUMBERS)
   $("sampling").append(labelled(name, make("input", { id: name, type: "number", step, placeholder: "default" })));
 
-for (const [id, example] of Object.entries(EXAMPLES)) {
+for (const [id, example, what] of EXAMPLES) {
   const text = JSON.stringify(example, null, 2);
   $(id).placeholder = text;
-  $(id).after(button("Use the example", () => { $(id).value = text; $(id).focus(); }));
+  $(id).after(button("Use the example", () => { $(id).value = text; $(id).focus(); }, { ariaLabel: `Use the example ${what}` }));
 }
 
 // What the server says about its model: /get_model_info.
