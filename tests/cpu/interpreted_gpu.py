@@ -24,6 +24,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import interpreter
 import numpy as np
 import torch
+import toy_family
+import toy_weights
 from config_cases import gemma3
 from fake_gpu import Nothing, _cpu, pretend
 from test_pooling import BERT, write_modules
@@ -35,7 +37,7 @@ from sgla.kernels import ops
 from sgla.kernels.cuda import build
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.messages import Submit
-from sgla.model import load
+from sgla.model import load, registry
 from sgla.worker import cuda
 from sgla.worker.gpu_memory import Peak
 from sgla.worker.start_cpu import cpu_runner
@@ -85,6 +87,10 @@ def text() -> list[Submit]:
     ]
 
 
+def short_text() -> list[Submit]:
+    return [submit("greedy", [5, 9, 2], 4), submit("scored", list(range(1, 30)), 3, logprobs=2)]
+
+
 def inputs() -> list[Submit]:
     lengths = (1, 40, 5, 5, 17)
     prompts = [np.random.default_rng(n).integers(2, 300, length).tolist() for n, length in enumerate(lengths)]
@@ -127,6 +133,10 @@ def source(folder: Path, model: dict[str, Any], pooling: str) -> ModelSource:
 
 
 DECODER = LLAMA | {"hidden_size": 48, "head_dim": 12}
+TOY = DECODER | {"architectures": ["ToyForCausalLM"], "model_type": "toy", "hidden_act": "silu"}
+TERNARY = DECODER | {"quantization_config": {"quant_method": "toy-ternary"}}
+LAYER_NORM = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"}
+LAYER_NORM |= {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
 ENCODER = BERT | {"architectures": ["BertModel"], "vocab_size": 331}
 WINDOW = 7
 WINDOWS = gemma3(
@@ -143,6 +153,9 @@ STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
 CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
     "text": (DECODER, "", text, STATES, {"attention_backend": "torch"}),
+    "toy family": (TOY, "", short_text, {}, {"attention_backend": "torch"}),
+    "toy format": (TERNARY, "", short_text, {"quantization": "checkpoint"}, {"attention_backend": "torch"}),
+    "layer norm": (LAYER_NORM, "", short_text, {}, {"attention_backend": "torch"}),
     "last": (DECODER, "lasttoken", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "mean": (DECODER, "mean_tokens", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "windows, decode": (
@@ -199,6 +212,8 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
+        registry.register("ToyForCausalLM", toy_family.FAMILY)
+        toy_weights.register()
         sources = {case: source(Path(name), *parts[:2]) for case, parts in CASES.items()}
         found = {case: {"cpu": answers(cpu_runner, case, sources[case])} for case in CASES}
         become_gpu()

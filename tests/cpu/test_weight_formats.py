@@ -108,6 +108,19 @@ def test_a_format_from_outside_runs_everywhere(tmp_path: Path) -> None:
     assert [row.tokens for row in native.generate(PROMPTS, 8)] == tokens
 
 
+def test_kernels_are_explained_of_it_without_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors are made and asked on a device that is not the CPU."""
+    pytest.importorskip("triton")
+    from sgla.kernels import device
+    from sgla.worker import report
+
+    monkeypatch.setattr(device, "_this", [])
+    lines = "\n".join(report.report(Config(quantization="checkpoint"), ternary(tmp_path)[0]))
+    assert "it multiplies bfloat16 weights, not ternary" in lines
+
+
 def test_other_storages_take_its_numbers(tmp_path: Path) -> None:
     toy, plain = ternary(tmp_path)
     for quantization in (None, "int8"):

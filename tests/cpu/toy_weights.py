@@ -33,7 +33,7 @@ class Ternary(Weight):
     @classmethod
     def decode(cls, k: int, *tensors: Tensor) -> Tensor:
         data, scale = tensors
-        digits = (data[..., None] >> PLACES & 3).view(len(data), -1)[:, :k]
+        digits = (data[..., None] >> PLACES.to(data.device) & 3).view(len(data), -1)[:, :k]
         return (digits.float() - 1) * scale[:, None]
 
     def columns(self, start: int, stop: int) -> Self:
@@ -43,7 +43,7 @@ class Ternary(Weight):
 
 def bits(digits: Tensor) -> Tensor:
     digits = F.pad(digits, (0, -digits.shape[1] % 4)).view(len(digits), -1, 4)
-    return (digits << PLACES).sum(-1, dtype=torch.uint8)
+    return (digits << PLACES.to(digits.device)).sum(-1, dtype=torch.uint8)
 
 
 class TernaryMethod(Method):
