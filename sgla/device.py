@@ -79,16 +79,22 @@ H200 = nvidia("H200", (9, 0), 132)  # on which kernels were measured: what is ex
 class Platform(NamedTuple):
     """A kind of device that models run on. ``runner``: import path (``module:name``) of what runs steps in a
     worker, called as ``worker.runner.Runner`` is; ``find``: the devices of the kind that this machine has,
-    found without torch; ``lacks``: settings that ask of a step what it cannot give there."""
+    found without torch; ``lacks``: settings that ask of a step what it cannot give there; ``place``: import
+    path of a ``worker.place.Place``, called as ``take_place`` is, where not the CPU and its memory serve."""
 
     runner: str
     find: Callable[[], tuple[Device, ...]] = tuple
     lacks: tuple[str, ...] = ()
+    place: str = "sgla.worker.place:Cpu"
 
 
 PLATFORMS = {
     "cpu": Platform("sgla.worker.start_cpu:cpu_runner"),
-    "cuda": Platform("sgla.worker.start_gpu:cuda_runner", lacks=("logits_processors",)),
+    "cuda": Platform(
+        "sgla.worker.start_gpu:cuda_runner",
+        lacks=("logits_processors",),
+        place="sgla.worker.place:Gpu",
+    ),
 }
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels import ops
-from sgla.kernels.cpu.panels import GROUP
 from sgla.layers.build import Build, Part, Reordered, fill
+from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cpu.panels import GROUP
 from sgla.kernels.routing import Activation
 from sgla.layers.build import Build
 from sgla.layers.linear import GateUpLinear, MergedColumnLinear, RowLinear
+from sgla.quant.groups import GROUP
 
 
 class GatedMLP:

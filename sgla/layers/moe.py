@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.cpu.panels import GROUP
 from sgla.kernels.ops import Biases
 from sgla.kernels.routing import Activation, Gating, Routing
 from sgla.layers.build import Build, Part, Share, Values, fill
 from sgla.layers.mlp import GatedMLP
+from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor, Weight, storage
 
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
-from sgla.kernels.cpu.panels import GROUP
 from sgla.model.spec import ModelSpec
-from sgla.quant.groups import Groups
+from sgla.quant.groups import GROUP, Groups
 from sgla.quant.weight import Weight, storage
 
 # Formats that have the values of others without loss, the smaller ones first.

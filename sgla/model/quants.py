@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.errors import WeightError
-from sgla.kernels.cpu.panels import GROUP
-from sgla.quant.groups import Groups
+from sgla.quant.groups import GROUP, Groups
 from sgla.quant.weight import StoredTensor, Weight, storage
 
 

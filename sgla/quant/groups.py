@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.errors import ConfigError
-from sgla.kernels.cpu.panels import GROUP, cut_fifth, join_fifth
+from sgla.kernels.cpu.panels import GROUP as GROUP
+from sgla.kernels.cpu.panels import cut_fifth, join_fifth
 from sgla.quant.weight import Weight
 
 STEPS = (14.0, 14.5, 15.0, 15.5, 16.0)  # into which int4 may cut the span of a group, which has 15

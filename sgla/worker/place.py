@@ -1,17 +1,19 @@
-"""Where a rank computes: its threads or its GPU, and its memory."""
+"""Where a rank computes: its threads or its GPU, and its memory. Other devices bring places of their own
+(``device.Platform``)."""
 
 from __future__ import annotations
 
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sgla.config import Config
-from sgla.device import Device
+from sgla.device import Device, platform
 from sgla.dist import Shard, join
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
@@ -71,7 +73,7 @@ class NoPages:
 class Gpu:
     """The NVIDIA GPU that has the rank's number."""
 
-    def __init__(self, rank: int, size: int, store: Path) -> None:
+    def __init__(self, config: Config, rank: int, size: int, store: Path) -> None:
         from sgla.dist.gpus import join_gpus
 
         self.shard, ranks = join_gpus(rank, size, store)
@@ -100,8 +102,7 @@ class Gpu:
         return run, ""
 
 
-def take_place(config: Config, rank: int, size: int, store: Path) -> Cpu | Gpu:
+def take_place(config: Config, rank: int, size: int, store: Path) -> Place:
     """That of rank ``rank`` of ``size``, which meet through the file ``store``. Raises ConfigError."""
-    if config.device == "cuda":
-        return Gpu(rank, size, store)
-    return Cpu(config, rank, size, store)
+    place: Place = resolve_name(platform(config.device).place)(config, rank, size, store)
+    return place

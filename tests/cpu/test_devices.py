@@ -85,7 +85,9 @@ def test_a_third_device_runs_by_torch_bodies(monkeypatch: pytest.MonkeyPatch) ->
     module, _, name = runner_of(config).partition(":")
     make = getattr(importlib.import_module(module), name)
     requests = [submit("greedy", [5, 9, 2], 12), submit("drawn", [7] * 30, 12, temperature=0.9, seed=3)]
-    tokens = run(make(config, tiny_source(), 0, 1, "", lambda p: None), requests).tokens()
+    runner = make(config, tiny_source(), 0, 1, "", lambda p: None)
+    assert (runner.facts.device, runner.place.free()) == ("Third 1", 1 << 30)
+    tokens = run(runner, requests).tokens()
     own = CpuRunner(tiny_config(native_kernels=False), tiny_source(), 0, 1, "", lambda p: None)
     assert tokens == run(own, requests).tokens()
 

@@ -43,6 +43,7 @@ def tiny_source(**changes: Any) -> ModelSource:
 
 def tiny_config(**changes: Any) -> Config:
     settings: dict[str, Any] = {
+        "device": "cpu",
         "dtype": "float32",
         "threads": 1,
         "max_running_requests": 8,
