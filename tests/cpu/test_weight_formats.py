@@ -108,9 +108,7 @@ def test_a_format_from_outside_runs_everywhere(tmp_path: Path) -> None:
     assert [row.tokens for row in native.generate(PROMPTS, 8)] == tokens
 
 
-def test_kernels_are_explained_of_it_without_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_explained_of_it_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors are made and asked on a device that is not the CPU."""
     pytest.importorskip("triton")
     from sgla.kernels import device
