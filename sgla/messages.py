@@ -320,8 +320,8 @@ class Copy(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Moved(msgspec.Struct, array_like=True, frozen=True):
-    """Workers -> schedule, at any time: a ``Copy`` has ended.
-    If it has failed, what its targets hold means nothing."""
+    """Workers -> schedule, at any time: a ``Copy`` has ended. Every rank tells; the executor hands on that
+    all have. If one has failed, what the targets hold means nothing."""
 
     transfer: int
     ok: bool
@@ -632,6 +632,9 @@ class Facts(msgspec.Struct, kw_only=True):
     drafts: int = 0  # most tokens that a decode row may guess and verify; 0: none
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
     hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
+    # Pages of host memory that the worker copies pages of the device to and from; 0: StepPlan.copies is not
+    # honoured. Only where there is one cache group.
+    host_pages: int = 0
 
 
 class Progress(msgspec.Struct, kw_only=True):

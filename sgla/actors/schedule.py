@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from sgla import clock
 from sgla.actors.base import Actor
 from sgla.errors import SglaError
-from sgla.messages import Cancel, Delta, Deltas, Ready, StepResult, Submit
+from sgla.messages import Cancel, Delta, Deltas, Moved, Ready, StepResult, Submit
 
 if TYPE_CHECKING:
     import asyncio
@@ -85,11 +85,15 @@ class Schedule(Actor[Submit | Ready | Cancel]):
         self._observe([])
 
     def _on_results(self) -> None:
-        results = self._executor.drain()
         now = clock.now()
         deltas: list[Delta] = []
-        for result in results:
-            deltas.extend(self.core.retire(result, now))
+        results: list[StepResult] = []
+        for told in self._executor.drain():
+            if isinstance(told, Moved):
+                self.core.moved(told)
+            else:
+                deltas.extend(self.core.retire(told, now))
+                results.append(told)
         self._watchdog.received(len(results))
         self._advance(now)
         self._publish(deltas)

@@ -342,6 +342,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         prefix_cache=config.prefix_cache and (facts.pooling is None or facts.pooling.kind == "last"),
         encoder=facts.pooling is not None and facts.pooling.encoder,
         hidden=facts.hidden,
+        host_pages=facts.host_pages,
     )
 
 

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from sgla.errors import WorkerDied
-from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
+from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
 
 STACKS = signal.SIGUSR1  # has a worker print the stacks of its threads
 
 
 class Executor(Protocol):
-    """Runs step plans in the order of ``submit`` and gives one result each, in the same order.
+    """Runs step plans in the order of ``submit`` and gives one result each, in the same order; and tells when
+    each of their copies has ended.
 
     All methods are called from one thread, the loop's; callbacks come there too.
     Once ``on_death`` was called no result comes.
@@ -33,8 +34,8 @@ class Executor(Protocol):
         """A descriptor that is readable while results wait."""
         ...
 
-    def drain(self) -> list[StepResult]:
-        """The results that wait; clears the descriptor.
+    def drain(self) -> list[StepResult | Moved]:
+        """The results that wait, and the copies that have ended on all ranks; clears the descriptor.
         A step that failed gives none: ``on_death`` tells it."""
         ...
 
@@ -61,18 +62,18 @@ class Executor(Protocol):
 
 
 class Results:
-    """Step results on their way to the loop:
+    """Step results and ends of copies on their way to the loop:
     any thread puts, the loop drains when ``fd`` (an eventfd) is readable."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waiting: deque[StepResult] = deque()
+        self._waiting: deque[StepResult | Moved] = deque()
 
-    def put(self, result: StepResult) -> None:
+    def put(self, result: StepResult | Moved) -> None:
         self._waiting.append(result)
         os.eventfd_write(self.fd, 1)
 
-    def drain(self) -> list[StepResult]:
+    def drain(self) -> list[StepResult | Moved]:
         """Clears first: a result put meanwhile is taken now or signalled again, never forgotten."""
         try:
             os.eventfd_read(self.fd)

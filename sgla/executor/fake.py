@@ -8,6 +8,7 @@ against them.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,6 +44,7 @@ WRONG = -1  # what a wrong guess leaves in a page
 POOL_TOKENS = 1 << 20
 BYTES_PER_TOKEN = 1024  # what a token is said to take of --kv-cache-bytes
 FAKE_WIDTH = 4  # of hidden states
+COPY_SECONDS = 0.002
 
 
 def mix(state: int, token: int) -> int:
@@ -445,11 +447,13 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> None:
         if not self._dead:
             self._results.put(self.model.execute(plan))
+            for copy in plan.copies:
+                self._results.put(self.model.move(copy.transfer, True))
 
     def results_fd(self) -> int:
         return self._results.fd
 
-    def drain(self) -> list[StepResult]:
+    def drain(self) -> list[StepResult | Moved]:
         results = self._results.drain()
         return [] if self._dead else results
 
@@ -494,8 +498,11 @@ class FakeRunner:
     real process boundary.
 
     It stands for a device: steps queue up, and each lasts ``fake_step_ms`` from its launch, or from the end
-    of the one before if that is later. The gap before a step is the time in which the device had none.
+    of the one before if that is later. The gap before a step is the time in which the device had none. With
+    ``host_pages`` its pages have contents, and a copy lasts ``COPY_SECONDS`` beside the steps.
     """
+
+    host_pages = 0
 
     def __init__(
         self,
@@ -507,7 +514,9 @@ class FakeRunner:
         report: Callable[[Progress], None],
     ) -> None:
         self.facts = fake_facts(config, source)
-        self._model = FakeModel(self.facts, config.random_seed or 0, verify=False)
+        self.facts.host_pages = self.host_pages
+        self._model = FakeModel(self.facts, config.random_seed or 0, verify=self.host_pages > 0)
+        self._copies: deque[tuple[float, int]] = deque()  # when they end, and their transfers
         self._step_seconds = config.fake_step_ms / 1000
         self._end = clock.now()  # of the last step launched
 
@@ -515,6 +524,7 @@ class FakeRunner:
         result = self._model.execute(plan)
         result.gap, result.seconds = max(0.0, clock.now() - self._end), self._step_seconds
         self._end += result.gap + self._step_seconds
+        self._copies += [(self._end + COPY_SECONDS, copy.transfer) for copy in plan.copies]
         return FakeFlight(plan.step, result, self._end)
 
     def release(self, flight: FakeFlight) -> None:
@@ -522,6 +532,20 @@ class FakeRunner:
 
     def finish(self, flight: FakeFlight) -> StepResult:
         return flight.result
+
+    @property
+    def copying(self) -> bool:
+        return bool(self._copies)
+
+    def moved(self) -> list[Moved]:
+        now, ended = clock.now(), []
+        while self._copies and self._copies[0][0] <= now:
+            ended.append(self._model.move(self._copies.popleft()[1], self._copied()))
+        return ended
+
+    def _copied(self) -> bool:
+        """Whether a copy succeeds."""
+        return True
 
     def control(self, command: Control) -> dict[str, Any]:
         return control(self.facts, command)

@@ -17,7 +17,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError, WorkerDied
 from sgla.executor.base import Results
 from sgla.executor.procs import runner_of
-from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
+from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
@@ -80,6 +80,8 @@ class InlineExecutor:
                 continue
             try:
                 self._results.put(steps.launch(item).result)
+                for moved in runner.moved() if item.copies else ():
+                    self._results.put(moved)
             except BaseException as error:
                 traceback.print_exc()
                 died = WorkerDied(f"a model step failed: {type(error).__name__}: {error}")
@@ -112,7 +114,7 @@ class InlineExecutor:
     def results_fd(self) -> int:
         return self._results.fd
 
-    def drain(self) -> list[StepResult]:
+    def drain(self) -> list[StepResult | Moved]:
         results = self._results.drain()
         return [] if self._gone else results
 

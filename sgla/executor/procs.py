@@ -32,7 +32,7 @@ from sgla.device import platform
 from sgla.errors import SglaError, WorkerDied
 from sgla.executor.base import STACKS
 from sgla.executor.ring import Ring
-from sgla.messages import Control, Facts, Progress, StepPlan, StepResult
+from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
@@ -169,6 +169,8 @@ class ProcsExecutor:
         self._obituary: asyncio.Task[None] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepResult).decode
+        self._moving: dict[int, list[bool]] = {}  # of copies: the ranks that are done, whether it went well
+        self._moved: list[Moved] = []  # to hand on
 
     def spawn(self) -> None:
         """Start the processes.
@@ -231,6 +233,8 @@ class ProcsExecutor:
             future = rank.replies.popleft()
             if not future.done():
                 future.set_result(payload)
+        elif kind == "moved":
+            self._merge(payload)
         elif kind == "error" and not self._ready.done():
             self._gone = True
             self._ready.set_exception(payload)
@@ -239,12 +243,22 @@ class ProcsExecutor:
             if all(r.facts for r in self._ranks) and not self._ready.done():
                 self._ready.set_result(self._common_facts())
 
+    def _merge(self, moved: Moved) -> None:
+        """Hand on the end of a copy when every rank has told of it. The ranks' pipes bring them, which step
+        results do not wait for; the descriptor is that of the results."""
+        told = self._moving.setdefault(moved.transfer, [])
+        told.append(moved.ok)
+        if len(told) == len(self._ranks):
+            self._moved.append(Moved(moved.transfer, all(self._moving.pop(moved.transfer))))
+            os.eventfd_write(self.results_fd(), 1)
+
     def _common_facts(self) -> Facts:
         """Rank 0's, with no more pages than any rank has, and no longer contexts."""
         facts = [rank.facts for rank in self._ranks if rank.facts]
         same = zip(*(f.groups for f in facts))
         facts[0].groups = [min(groups, key=lambda group: group.pages) for groups in same]
         facts[0].context_len = min(f.context_len for f in facts)
+        facts[0].host_pages = min(f.host_pages for f in facts)
         return facts[0]
 
     def _on_stderr(self, rank: Rank) -> None:
@@ -298,19 +312,21 @@ class ProcsExecutor:
         assert results is not None
         return results.fileno()
 
-    def drain(self) -> list[StepResult]:
+    def drain(self) -> list[StepResult | Moved]:
         if self._gone:
             return []
         ring = self._ranks[0].results
         assert ring is not None
         ring.clear()
-        results = []
+        results: list[StepResult | Moved] = []
         while (record := ring.pop()) is not None:
             result = self._decode(record)
             if result.error is not None:
                 self._lose(self._ranks[0], result.error)
                 break
             results.append(result)
+        results += self._moved
+        self._moved.clear()
         return results
 
     async def control(self, command: Control) -> dict[str, Any]:

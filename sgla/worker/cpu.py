@@ -16,6 +16,7 @@ from sgla.messages import (
     SAMPLE,
     Facts,
     Failed,
+    Moved,
     NewRow,
     RowSampling,
     StepPlan,
@@ -38,7 +39,7 @@ from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.drafts import NGrams, verify
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import Forward, Kept, make_forward
-from sgla.worker.kv import allocate_kv, zero_pages
+from sgla.worker.kv import HostPages, allocate_kv, zero_pages
 from sgla.worker.memory import cache_groups, check_weights, size_kv
 from sgla.worker.place import Cpu
 from sgla.worker.runner import Runner
@@ -52,6 +53,7 @@ class CpuRunner(Runner):
     """Computes a step when it is told to. Also of devices that have torch bodies alone."""
 
     place: Cpu
+    host_pages = 0  # kept for a prefix tree that outgrows the pool: here both are the same memory
 
     def _load(self, config: Config, source: ModelSource) -> None:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
@@ -72,6 +74,8 @@ class CpuRunner(Runner):
         )
         self.model = self._load_model(config, source, dtype, size.context_len)
         self.kv = allocate_kv(state, groups, size.pages, config.page_size, dtype)
+        self._host = HostPages(self.kv, self.host_pages) if self.host_pages and len(groups) == 1 else None
+        self._moved: list[Moved] = []
         self._most_logits = max(slots, LOGIT_ROWS)
         limits = ProgramLimits(step_tokens, self._most_logits)
         self._kept = Kept() if config.enable_return_hidden_states else None
@@ -94,6 +98,7 @@ class CpuRunner(Runner):
             device=self.place.device.name,
             ledger={"weights": weights, "kv": size.bytes},
             notes=[note for note in (kernels, size.note) if note],
+            host_pages=self.host_pages if self._host else 0,
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
 
@@ -109,6 +114,8 @@ class CpuRunner(Runner):
     def execute(self, plan: StepPlan) -> StepResult:
         """All ranks return the same tokens; logprobs come from rank 0."""
         self._apply(plan)
+        if not plan.slots:
+            return StepResult(step=plan.step, tokens=b"")
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling)
             self._drafter.admit(new.slot)
@@ -142,7 +149,19 @@ class CpuRunner(Runner):
         """Bring tables and pages to where the plan's rows begin."""
         self.tables.apply(plan)
         if plan.zeroed:
-            zero_pages(self.kv, [torch.from_numpy(column(p).astype(np.int64)) for p in plan.zeroed])
+            zero_pages(self.kv, [places(p) for p in plan.zeroed])
+        for copy in plan.copies:
+            assert self._host is not None, "copies for a runner without host pages"
+            self._host.copy(copy.source, copy.target, places(copy.sources), places(copy.targets))
+            self._moved.append(Moved(copy.transfer, ok=True))
+
+    @property
+    def copying(self) -> bool:
+        return bool(self._moved)
+
+    def moved(self) -> list[Moved]:
+        moved, self._moved = self._moved, []
+        return moved
 
     def _sample(
         self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None
@@ -221,6 +240,11 @@ class CpuRunner(Runner):
         one, zero = np.ones(1, np.int32).tobytes(), np.zeros(1, np.int32).tobytes()
         new = NewRow(slot=0, tokens=zero, prompt_len=1, pages=[], sampling=RowSampling())
         self.execute(StepPlan(step=0, slots=zero, starts=zero, q_lens=one, flags=bytes([SAMPLE]), new=[new]))
+
+
+def places(pages: bytes) -> torch.Tensor:
+    """int64[n]"""
+    return torch.from_numpy(column(pages).astype(np.int64))
 
 
 def label_logprobs(logits: torch.Tensor, labels: list[int]) -> NDArray[np.float32]:

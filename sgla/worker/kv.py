@@ -56,6 +56,20 @@ def zero_pages(kv: list[KVLayer], pages: Sequence[Tensor]) -> None:
             x.index_fill_(0, pages[layer.group], 0)
 
 
+class HostPages:
+    """Host memory for copies of pages of the first cache group, in all its layers."""
+
+    def __init__(self, kv: Sequence[KVLayer], pages: int) -> None:
+        device = [x.view(torch.uint8) if x.itemsize == 1 else x for layer in kv for x in (layer.k, layer.v)]
+        host = [x.new_empty(pages + 1, *x.shape[1:]) for x in device]  # place 0 is never used
+        self._places = {"device": device, "host": host}
+
+    def copy(self, source: str, target: str, sources: Tensor, targets: Tensor) -> None:
+        """Pages int64[n] of ``source`` to those of ``target``: each is ``device`` or ``host``."""
+        for x, y in zip(self._places[source], self._places[target]):
+            y[targets] = x[sources]
+
+
 def untouched(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Unlike ``torch.zeros`` this touches nothing:
     the system gives memory to a place when it is first written."""

@@ -12,9 +12,10 @@ import msgspec
 
 from sgla import clock
 from sgla.errors import SglaError
-from sgla.messages import Control, Facts, StepPlan, StepResult
+from sgla.messages import Control, Facts, Moved, StepPlan, StepResult
 
 LOOK = 0.01  # seconds between looks at the pipe while steps are on their way
+COPYING = 0.001  # and at copies, while there is nothing else
 
 
 class Ring(Protocol):
@@ -69,6 +70,18 @@ class Launches(Protocol):
     def control(self, command: Control) -> dict[str, Any]: ...
 
 
+@runtime_checkable
+class Copies(Protocol):
+    """A runner that honours ``StepPlan.copies``, if its ``facts`` have host pages."""
+
+    @property
+    def copying(self) -> bool:
+        """Some copy has not been told of by ``moved``."""
+
+    def moved(self) -> list[Moved]:
+        """The copies that have ended since the last call."""
+
+
 class Computed(msgspec.Struct):
     """The flight of a step that is over."""
 
@@ -110,6 +123,7 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
     before sleeping.
     """
     device: Launches = runner if isinstance(runner, Launches) else AtOnce(runner)
+    copies = runner if runner.facts.host_pages and isinstance(runner, Copies) else None
     decode, encode = msgspec.msgpack.Decoder(StepPlan).decode, msgspec.msgpack.Encoder().encode
     commands = select.poll()
     commands.register(pipe, select.POLLIN)
@@ -135,6 +149,9 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
             if flights and flights[0].done:
                 step = flights[0].step
                 publish(device.finish(flights.popleft()))
+            if copies is not None and copies.copying:
+                for moved in copies.moved():
+                    pipe.send(("moved", moved))
             now = clock.now()
             if now - looked > LOOK or (record is None and not flights):
                 looked = now
@@ -142,7 +159,7 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
                     return True
             if record is None:
                 if not flights:
-                    _sleep(plans, inputs, spin, None)
+                    _sleep(plans, inputs, spin, COPYING if copies is not None and copies.copying else None)
                 elif flights[0].due > now:
                     _sleep(plans, inputs, 0.0, flights[0].due - now)
     except Exception as error:

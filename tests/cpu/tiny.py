@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from sgla.config import Config
 from sgla.executor.base import Executor
 from sgla.hub.source import ModelSource
-from sgla.messages import Delta, Facts, RowSampling, StepPlan, StepResult, Submit
+from sgla.messages import Delta, Facts, Moved, RowSampling, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
 
@@ -64,6 +64,7 @@ def make_core(facts: Facts, *, pages: int = 0, windows: Sequence[int] = (), **ch
         "context_len": facts.context_len,
         "step_tokens": facts.step_tokens,
         "hidden": facts.hidden,
+        "host_pages": facts.host_pages,
     }
     return Core(Limits(**limits | changes))
 
@@ -105,8 +106,11 @@ class Transcript(dict[str, list[Delta]]):
         return {rid: deltas[-1].finish for rid, deltas in self.items()}
 
 
-def _take(core: Core, results: list[StepResult], transcript: Transcript) -> None:
+def _take(core: Core, results: Sequence[StepResult | Moved], transcript: Transcript) -> None:
     for result in results:
+        if isinstance(result, Moved):
+            core.moved(result)
+            continue
         assert result.error is None, result.error
         for delta in core.retire(result, 0.0):
             transcript.setdefault(delta.rid, []).append(delta)

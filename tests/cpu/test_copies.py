@@ -1,0 +1,105 @@
+"""Copies of pages between device and host in worker processes, as a server has them: planned, carried out, told by every rank."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from forked import ForkedExecutor
+from msgspec.structs import replace
+from tiny import submit, tiny_config, tiny_source
+
+from sgla.actors.schedule import Schedule
+from sgla.actors.system import make_limits
+from sgla.executor.base import Executor
+from sgla.executor.fake import FakeExecutor, fake_facts
+from sgla.executor.inline import InlineExecutor
+from sgla.messages import Delta, Deltas, Submit
+from sgla.sched.core import Core
+
+CONFIG = tiny_config(step_tokens=256)
+LONG = [(7 * i) % 300 for i in range(165)]
+OTHER = [(3 * i + 1) % 300 for i in range(165)]
+NOBODY: Any = SimpleNamespace(  # in place of the metrics and the watchdog
+    step=lambda seconds, gap: None,
+    finished=lambda finished: None,
+    expect=lambda: None,
+    received=lambda answers: None,
+)
+
+
+def crash(name: str, error: BaseException) -> None:
+    raise AssertionError(f"{name} crashed") from error
+
+
+class Answers:
+    """In place of the detokenizer."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.ended = asyncio.Event()
+
+    def post(self, message: Deltas) -> None:
+        self.deltas += message.items
+        if any(delta.finish for delta in message.items):
+            self.ended.set()
+
+    async def to(self, schedule: Schedule, request: Submit) -> tuple[list[int], int]:
+        """The request's tokens, and how many of its prompt's were served from the tree."""
+        self.deltas.clear()
+        self.ended.clear()
+        schedule.post(request)
+        await asyncio.wait_for(self.ended.wait(), 20)
+        while not schedule.core.idle:  # its pages are on their way to the host
+            await asyncio.sleep(0.001)
+        return [t for delta in self.deltas for t in delta.tokens], self.deltas[0].cached_tokens
+
+
+async def returned(executor: Executor) -> int:
+    """How many tokens of a prompt are served when it comes again after another has pushed it from the device. Its
+    answer is the same."""
+    facts = await executor.start(lambda progress: None)
+    limits = make_limits(CONFIG, facts)
+    core = Core(replace(limits, groups=[replace(facts.groups[0], pages=15)]))
+    answers: Any = Answers()
+    schedule = Schedule(core, executor, answers, NOBODY, NOBODY, crash)
+    try:
+        first, cached = await answers.to(schedule, submit("first", LONG, 4))
+        assert cached == 0
+        await answers.to(schedule, submit("other", OTHER, 4))
+        again, cached = await answers.to(schedule, submit("again", LONG, 4))
+    finally:
+        schedule.close()
+        await executor.close()
+    assert again == first
+    core.check()
+    return cached
+
+
+@pytest.mark.parametrize(
+    ("runner", "ranks", "all_of_it"),
+    [
+        ("CopyingFake", 1, True),
+        ("CopyingFake", 2, True),
+        ("FailingFake", 2, False),
+        ("CopyingCpu", 1, True),
+        ("CopyingCpu", 2, True),
+    ],
+)
+async def test_an_evicted_prefix_comes_back_in_processes(runner: str, ranks: int, all_of_it: bool) -> None:
+    config = replace(CONFIG, tp=ranks)
+    executor = ForkedExecutor(config, tiny_source(), runner=f"copying:{runner}")
+    assert (await returned(executor) == 160) is all_of_it
+
+
+async def test_an_evicted_prefix_comes_back_in_this_process() -> None:
+    assert await returned(InlineExecutor(CONFIG, tiny_source(), runner="copying:CopyingCpu")) == 160
+    facts = fake_facts(CONFIG, tiny_source())
+    facts.host_pages = 64
+    assert await returned(FakeExecutor(facts)) == 160
+
+
+async def test_no_copies_are_planned_for_a_runner_without_host_pages() -> None:
+    assert await returned(InlineExecutor(CONFIG, tiny_source())) < 160
