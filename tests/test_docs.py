@@ -12,10 +12,30 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sgla import errors
+from sgla import census, errors, messages
+from sgla.actors import lanes
 from sgla.cli.args import parse
+from sgla.config import Config
+from sgla.grammar import compiler, matcher, notations, sandbox, schema
+from sgla.http import bodies, connections
 from sgla.http.app import ROUTES
+from sgla.http.batches import asking, files, lines, store, upload
+from sgla.http.conversations import routes as conversations
+from sgla.http.mcp import process, protocol, servers
+from sgla.http.native import session_store, tokens
+from sgla.http.openai import common, render
+from sgla.http.openai import text as completions
+from sgla.http.realtime import session
+from sgla.http.request import sampling
+from sgla.http.request import schema as request
+from sgla.http.responses import agent, answer, compact, items, mcp
+from sgla.http.state import database
+from sgla.hub import gguf_header, source
+from sgla.model import spec
 from sgla.model.registry import supported
+from sgla.text import beams, prepare, regex, stops, tokenizer
+from sgla.text import process as texts
+from sgla.text import template as templates
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -103,3 +123,134 @@ def test_routes_that_are_named_exist(page: str) -> None:
     named = set(re.findall(r"`(/(?:v1|v2|api|health)[a-z_/0-9]*)`", PAGES[page]))
     known = {re.sub(r"/\{.*", "", route) for route in ROUTES}
     assert named <= known
+
+
+DEFAULTS = Config()
+# The beginning of a row in the tables of limits -> what the code has.
+LIMITS: dict[str, tuple[float, ...]] = {
+    "body, inflated": (DEFAULTS.max_body_bytes,),
+    "bodies of all requests": (DEFAULTS.request_memory_bytes,),
+    "time for the body": (bodies.BODY_SECONDS,),
+    "- a large body that makes room": (bodies.PATIENCE,),
+    "values in a JSON text": (census.LIMITS["values"], 1 << 16),
+    "strings in it": (census.LIMITS["strings"],),
+    "backslashes in it": (census.LIMITS["backslashes"],),
+    "members of objects": (census.LIMITS["members of objects"],),
+    "lists and objects": (census.LIMITS["lists and objects"],),
+    "characters of a number": (census.MAX_NUMBER,),
+    "depth of nesting": (census.MAX_DEPTH,),
+    "fields of a body": (request.MAX_FIELDS,),
+    "fields whose integers": (request.MAX_REWRITTEN,),
+    "messages of a conversation": (request.MAX_MESSAGES,),
+    "parts and calls": (request.MAX_PARTS,),
+    "tools": (request.MAX_TOOLS,),
+    "prompts": (request.MAX_CHOICES,),
+    "items of `allowed_token_ids`": (request.MAX_ALLOWED, messages.MAX_BIASES),
+    "characters of a grammar": (messages.MAX_GRAMMAR,),
+    "`stop` and `stop_regex`": (request.MAX_STOPS, request.MAX_STOP_CHARS, request.MAX_STOPS_CHARS),
+    "`stop_regex`, repetitions": (regex.POSITIONS,),
+    "`bad_words`": (sampling.MAX_WORDS, request.MAX_STOP_CHARS, messages.MAX_WORD_TOKENS),
+    "`logits_processors`": (sampling.MAX_PROCESSORS,),
+    "stop tokens that": (messages.MAX_STOP_IDS,),
+    "`logprob_token_ids`": (common.MAX_LOGPROB_IDS,),
+    "beams of": (beams.MAX_WIDTH,),
+    "choices of a grammar": (notations.MAX_CHOICES,),
+    "characters of a `chat_template`": (templates.MAX_SOURCE,),
+    "characters of a name": (request.MAX_NAME, session_store.MAX_NAME),
+    "`custom_id`": (lines.MAX_ID,),
+    "`/tokenize`": (tokens.MAX_CHARS, tokens.MAX_TOKENS),
+    "`/detokenize`": (tokens.MAX_IDS,),
+    "texts of either": (tokens.MAX_TEXTS,),
+    "`/v1/completions/render`": (render.MAX_REPEATED,),
+    "tokens beyond the context": (prepare.CUT,),
+    "a session of `/v1/realtime`": (session.MAX_MESSAGE,),
+    "- items |": (session.MAX_ITEMS,),
+    "- silence": (session.IDLE_SECONDS,),
+    "logprobs, alternatives": (request.MAX_LOGPROBS,),
+    "- where the answer shows": (request.MAX_REPEATED,),
+    "- of a prompt that a stream": (completions.MAX_AT_ONCE,),
+    "numbers of hidden states": (request.MAX_LOGPROBS, request.MAX_REPEATED),
+    "tokens of a summary": (compact.LONGEST,),
+    "calls of MCP tools by a response": (mcp.MAX_CALLS,),
+    "its handshake of TLS": (connections.HANDSHAKE_SECONDS,),
+    "the first header": (connections.HEADER_SECONDS,),
+    "the next header": (connections.IDLE_SECONDS,),
+    "a client that reads nothing": (connections.UNREAD_SECONDS,),
+    "what a client leaves unread": (DEFAULTS.sink_limit_bytes,),
+    "all headers": (connections.HEADER_BYTES,),
+    "tokens of all sessions": (session_store.MAX_TOKENS,),
+    "turns of a session": (session_store.MAX_TURNS,),
+    "items of a conversation": (conversations.MAX_ADDED,),
+    "a page of a list": (items.PAGE,),
+    "what a response repeats": (answer.MAX_ECHOED,),
+    "requests of a client that wait": (database.WAITING,),
+    "fields of its form": (upload.MAX_FIELDS, upload.MAX_LINES),
+    "size of a file": (files.MOST_BYTES,),
+    "time for a file": (upload.SECONDS, upload.SILENT),
+    "age of a file": (files.TTL,),
+    "lines of a batch": (lines.MAX_LINES,),
+    "an answer in a batch": (asking.MAX_ANSWER,),
+    "batches of a client": (store.MOST_UNENDED,),
+    "batches of all clients": (store.MOST,),
+    "CPU time of a new grammar": (compiler.FIRST,),
+    "CPU time of a grammar": (compiler.TIMEOUT,),
+    "memory to compile": (sandbox.MEMORY,),
+    "grammars of a client": (compiler.WAITING,),
+    "characters of one, also": (messages.MAX_GRAMMAR,),
+    "parts of a schema": (schema.SCHEMAS,),
+    "memory of its process beside": (protocol.MEMORY,),
+    "time to connect": (servers.START,),
+    "time of a call": (DEFAULTS.tool_timeout,),
+    "an answer to a ping": (servers.SILENT,),
+    "names, descriptions": (protocol.LIST,),
+    "age of the list": (servers.AGE,),
+    "one message; an event": (process.ANSWER,),
+    "messages in a second": (process.PACE,),
+    "output of a call": (protocol.MOST,),
+    "outputs of the calls": (agent.MAX_OUTPUTS,),
+    "calls of a client to it": (servers.AT_ONCE,),
+    "calls that a request approves": (mcp.MAX_CALLS,),
+    "CPU time of one": (texts.SECONDS, texts.SECONDS * texts.BUSY),
+    "memory of its process |": (texts.MEMORY,),
+    "text that comes out": (texts.MOST,),
+    "texts of one client": (lanes.HELD,),
+    "config.json": (source.MAX_JSON,),
+    "an index of tensors": (source.MAX_INDEX,),
+    "layers; heads": (spec.LAYERS, spec.HEADS, spec.HEAD_DIM),
+    "width; width": (spec.WIDTH, spec.INNER),
+    "experts": (spec.EXPERTS,),
+    "tokens of the vocabulary": (spec.VOCAB,),
+    "ids that end": (source.MAX_ENDS,),
+    "header of a GGUF": (gguf_header.MOST_BYTES,),
+    "- its keys": (gguf_header.MOST_ENTRIES,),
+    "- items of its lists": (gguf_header.MOST_ITEMS,),
+    "ordinary text": (tokenizer.PROBE_SECONDS,),
+    "automata of lists of stop strings": (stops.KEPT,),
+    "automata of lists of stop expressions": (regex.AUTOMATA,),
+    "compiled grammars": (compiler.ENTRIES,),
+    "- in each worker": (matcher.KEPT, matcher.KEPT_BYTES),
+    "refused grammars": (compiler.REFUSALS,),
+}
+UNITS = {
+    "Mi": 1 << 20, "MiB": 1 << 20, "KiB": 1 << 10, "GiB": 1 << 30, "second": 1, "seconds": 1, "minute": 60, "minutes": 60,
+    "hour": 3600, "days": 86400,
+}  # fmt: skip
+
+
+def amounts(cell: str) -> set[float]:
+    """What a cell says, in bytes, seconds or pieces."""
+    words = (
+        cell.replace("`", " ").replace(";", " ").replace("an hour", "1 hour").replace("a minute", "1 minute")
+    )
+    found = re.findall(r"(?<![\w.])([\d,]*\d(?:\.\d+)?) ?(\w+)?", words)
+    return {float(number.replace(",", "")) * UNITS.get(unit, 1) for number, unit in found}
+
+
+def test_limits_are_those_of_the_code() -> None:
+    limits = PAGES["operating.md"].partition("\n## Limits\n")[2].partition("\n## ")[0]
+    rows = [row for row in re.findall(r"^\| (.*) \|$", limits, re.M) if not row.startswith("---")]
+    for beginning, values in LIMITS.items():
+        found = [row for row in rows if row.startswith(beginning)]
+        assert len(found) == 1, (beginning, found)
+        told = amounts(found[0].split(" | ")[1])
+        assert told >= set(map(float, values)), (found[0], told)
