@@ -105,28 +105,43 @@ def test_tiles_fit_the_memory_of_a_block() -> None:
     assert attention.extend_cut(256, 2, 99 << 10) == (64, 32, 2)
 
 
+CARDS = {"A100": (8, 0), "L40S": (8, 9), "H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
 COMPILE = """
-import json, sys, triton
+import json, os, sys
+os.environ.pop('TRITON_INTERPRET', 0)
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sgla.device import nvidia
 from sgla.kernels.triton import attention
-dim, capability = 192, (8, 9)
-cut = attention.extend_cut(dim, 2, nvidia('', capability).shared)
-sizes = dict(HD=dim, HB=attention.padded(dim), GROUP=2, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=False, SINKS=True)
-types = dict.fromkeys(('q', 'k', 'v', 'out'), '*bf16') | {'page_table': '*i32', 'tiles': '*i32', 'sinks': '*fp32'}
-types |= dict.fromkeys(('scale', 'v_scale', 'softcap'), 'fp32') | dict.fromkeys(sizes, 'constexpr')
-kernel = attention._extend
-source = ASTSource(kernel, {name: types.get(name, 'i32') for name in kernel.arg_names}, sizes)
-options = {'num_warps': 4, 'num_stages': cut.stages}
-print(triton.compile(source, target=GPUTarget('cuda', 89, 32), options=options).metadata.shared)
+
+TYPES = dict.fromkeys(('q', 'k', 'v', 'out'), '*bf16') | dict.fromkeys(('part', 'part_ml', 'sinks'), '*fp32')
+TYPES |= dict.fromkeys(('page_table', 'tiles', 'slots', 'kv_len'), '*i32')
+TYPES |= dict.fromkeys(('scale', 'v_scale', 'softcap'), 'fp32')
+
+def shared(kernel, arch, stages, **sizes):
+    sizes |= {'GROUP': 2, 'SOFTCAP': False, 'SINKS': True}
+    types = TYPES | dict.fromkeys(sizes, 'constexpr')
+    source = ASTSource(kernel, {name: types.get(name, 'i32') for name in kernel.arg_names}, sizes)
+    target, options = GPUTarget('cuda', 10 * arch[0] + arch[1], 32), {'num_warps': 4, 'num_stages': stages}
+    return triton.compile(source, target=target, options=options).metadata.shared
+
+found = []
+for arch in json.loads(sys.argv[1]):
+    cut = attention.decode_cut(64, 16, 2, nvidia('', tuple(arch)).shared)
+    found.append(shared(attention._decode, arch, cut.stages, HD=64, HB=64, GROUP_BLOCK=16, BLOCK=cut.n))
+cut = attention.extend_cut(192, 2, nvidia('', (8, 9)).shared)
+sizes = {'HD': 192, 'HB': attention.padded(192), 'BLOCK_M': cut.m, 'BLOCK_N': cut.n}
+found.append(shared(attention._extend, (8, 9), cut.stages, **sizes))
+print(json.dumps(found))
 """
 
 
-def test_the_prompt_kernel_compiles_for_a_small_card() -> None:
-    """For heads padded to 256, with no more shared memory than was reckoned."""
+def test_attention_compiles_for_every_card() -> None:
+    """Of decode rows, and for a small card that of prompts with heads padded to 256."""
     pytest.importorskip("triton")
-    code = "import os; os.environ.pop('TRITON_INTERPRET', 0)\n" + COMPILE
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", COMPILE, json.dumps(list(CARDS.values()))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) <= 99 << 10
+    for name, shared in zip([*CARDS, "L40S"], json.loads(done.stdout), strict=True):
+        assert 0 < shared <= nvidia(name, CARDS[name]).shared

@@ -7,13 +7,12 @@ import json
 from typing import Any
 
 import pytest
-from test_cards import HERE, start
+from test_cards import CARDS, HERE, start
 
 from sgla.device import nvidia
 from sgla.kernels.build import source_folder
 
 pytest.importorskip("triton")
-CARDS = {"A100": (8, 0), "L40S": (8, 9), "H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
 Model = dict[str, Any]
 BASE: Model = {
     "architectures": ["LlamaForCausalLM"],
