@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -15,6 +16,11 @@ import torch
 from sgla.config import Config
 from sgla.hub.source import ModelSource
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
+from sgla.model import registry
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+import toy_family
+import toy_weights
 
 TINY: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "bench/models/qwen3-0.6b/config.json").read_text()
@@ -343,32 +349,51 @@ def broken_runner() -> Any:
     return runner
 
 
-def test_latent_attention_equals_that_of_the_cpu() -> None:
-    """In float32, whose tokens rounding decides seldom: MiniCPM 3, whose layers keep one latent and no v."""
+HEADS = {
+    **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 5000},
+    **{"num_attention_heads": 4, "max_position_embeddings": 1024},
+}
+LATENT = HEADS | {
+    **{"architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "num_key_value_heads": 4},
+    **{
+        "kv_lora_rank": 64,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    },
+}
+GROUPED = HEADS | {"num_key_value_heads": 2}
+STARCODER2 = GROUPED | {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
+COHERE = GROUPED | {"architectures": ["CohereForCausalLM"], "model_type": "cohere"}
+TOY = GROUPED | {"architectures": ["ToyForCausalLM"], "model_type": "toy", "hidden_act": "silu"}
+LLAMA = GROUPED | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+TERNARY = LLAMA | {"quantization_config": {"quant_method": "toy-ternary"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "attention", "settings"),
+    [
+        pytest.param(LATENT, "torch decode, torch prefill, no graphs", {}, id="latent attention"),
+        pytest.param(STARCODER2, "triton decode, triton prefill", {}, id="LayerNorm with biases"),
+        pytest.param(COHERE, "triton decode, triton prefill", {}, id="LayerNorm without biases"),
+        pytest.param(TOY, "triton decode, triton prefill", {}, id="a family of its own"),
+        pytest.param(
+            TERNARY, "triton decode, triton prefill", {"quantization": "checkpoint"}, id="a format of its own"
+        ),
+    ],
+)
+def test_tokens_are_those_of_the_cpu(model: dict[str, Any], attention: str, settings: dict[str, Any]) -> None:
+    """In float32, whose tokens rounding decides seldom."""
     from sgla.worker.cpu import CpuRunner
 
-    model = {
-        **{"architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "hidden_size": 128},
-        **{
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-        },
-        **{
-            "kv_lora_rank": 64,
-            "q_lora_rank": 48,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 32,
-        },
-        **{"vocab_size": 5000, "max_position_embeddings": 1024},
-    }
-    on_gpu = make(model, dtype="float32", random_seed=3)
-    assert any("attention: torch decode, torch prefill, no graphs" in note for note in on_gpu.facts.notes)
+    registry.register("ToyForCausalLM", toy_family.FAMILY)
+    toy_weights.register()
+    on_gpu = make(model, dtype="float32", random_seed=3, **settings)
+    assert any(f"attention: {attention}" in note for note in on_gpu.facts.notes)
     config = Config(
         device="cpu", load_format="dummy", dtype="float32", max_running_requests=24, step_tokens=1024,
-        kv_cache_bytes=256 << 20, context_length=640, random_seed=3, threads=4, native_kernels=False,
+        kv_cache_bytes=256 << 20, context_length=640, random_seed=3, threads=4, native_kernels=False, **settings,
     )  # fmt: skip
     source = ModelSource("dummy", Path("."), (), model, {})
     on_cpu = CpuRunner(config, source, 0, 1, "", lambda progress: None)
