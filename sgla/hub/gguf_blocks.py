@@ -50,7 +50,7 @@ class LazyTensor:
     @property
     def bits(self) -> int | None:
         """Of the quants of a matrix in groups of 32 with one scale and minimum; None for other types."""
-        return {"Q4_K": 4, "Q5_K": 5}.get(self.type_name) or getattr(
+        return {"Q4_K": 4, "Q5_K": 5, "MXFP4": 5}.get(self.type_name) or getattr(
             _SIMPLE.get(self.type_name), "bits", None
         )
 
@@ -63,13 +63,15 @@ class LazyTensor:
     @property
     def symmetric(self) -> bool:
         """Whether the minimum is half of the range of ``bits`` below 0."""
-        return self.type_name in _SIMPLE and _SIMPLE[self.type_name].symmetric
+        return self.type_name == "MXFP4" or getattr(_SIMPLE.get(self.type_name), "symmetric", False)
 
     def quants(self, rows: range) -> Quants | None:
         """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None
         of others. Those of Q4_K and Q5_K are products, which are rounded to float16."""
         if self.type_name in ("Q4_K", "Q5_K"):
             return self._nested_quants(rows)
+        if self.type_name == "MXFP4":
+            return self._small_floats(rows)
         if self.type_name not in _SIMPLE:
             return None
         kind = _SIMPLE[self.type_name]
@@ -84,6 +86,14 @@ class LazyTensor:
         scale = blocks["scale"].copy()
         minimum = scale * np.float16(-(1 << kind.bits - 1)) if kind.symmetric else blocks["minimum"].copy()
         return quants.reshape(len(blocks), -1), scale, minimum
+
+    def _small_floats(self, rows: range) -> Quants:
+        """Numbers of four bits with one exponent, which are whole ones of half of its power of two. Powers
+        that float16 has not become 0 or infinite."""
+        blocks = self.blocks[rows.start : rows.stop].reshape(len(rows), -1, 17)
+        scale = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128).astype(np.float16)
+        codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+        return _MXFP4[codes].reshape(len(rows), -1), scale, scale * np.float16(-16)
 
     def _nested_quants(self, rows: range) -> Quants:
         """Blocks of eight groups:
@@ -129,6 +139,7 @@ class _Simple(NamedTuple):
 
 # The storage (quant/formats.py) in which a CPU keeps quantized matrices; types that are not here: int8.
 _KEPT = {
+    "MXFP4": "q5_0",
     "Q4_0": "q4_0",
     "Q4_1": "int4",
     "Q4_K": "int4",
@@ -136,6 +147,8 @@ _KEPT = {
     "Q6_K": "q8_0",
     "Q8_0": "q8_0",
 }
+_HALF = (0, 1, 2, 3, 4, 6, 8, 12)
+_MXFP4 = np.array([16 + x for x in _HALF] + [16 - x for x in _HALF], np.uint8)
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 _SIMPLE = {

@@ -104,12 +104,20 @@ class MoE:
         inner, own = torch.zeros(self.experts, 2 * len(self.own)), self.own
         outer = torch.zeros(self.experts, self.hidden)
 
-        def take(source: SourceTensor) -> None:
-            both = source.dense()
-            parts = (both[:, ::2], both[:, 1::2]) if crossed else both.chunk(2, 1)
-            inner.copy_(torch.cat([part[:, own.start : own.stop] for part in parts], 1))
+        def take(part: int, step: int, source: SourceTensor) -> None:
+            mine = inner[:, part * len(own) : (part + 1) * len(own)]
+            mine.copy_(source.dense()[:, part % step :: step][:, own.start : own.stop])
 
-        build.declare(f"{name}.gate_up_proj_bias", (self.experts, 2 * self.intermediate), take)
+        def take_both(source: SourceTensor) -> None:
+            for part in (0, 1):
+                take(part, 2, source)
+
+        if crossed:
+            build.declare(f"{name}.gate_up_proj_bias", (self.experts, 2 * self.intermediate), take_both)
+        else:
+            for i, part in enumerate(("gate", "up")):
+                shape = self.experts, self.intermediate
+                build.declare(f"{name}.{part}_proj_bias", shape, partial(take, i, 1))
         build.declare(f"{name}.down_proj_bias", tuple(outer.shape), lambda source: _copy(outer, source))
         return inner, outer if self.shard.rank == 0 else None
 

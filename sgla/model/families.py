@@ -18,10 +18,16 @@ from typing import Any, Literal
 from sgla.errors import ConfigError
 from sgla.model.gguf_layouts import (
     AFTER_NORMS,
+    BALANCED,
+    CHOSEN_SOFTMAX,
+    EXPERT_BIASES,
     GEMMA_NORMS,
     GLM4_NORMS,
     ONE_NORM,
     POST_NORMS,
+    SHARED_GATE,
+    SIGMOID,
+    SOFTMAX,
     Gguf,
 )
 
@@ -305,6 +311,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         mixture="sgla.model.mixture_spec:qwen3",
         qk_norm="head",
+        gguf=(Gguf("qwen3moe", missing={"expert_weights_norm": True}),),
     ),
     "MixtralForCausalLM": Family(
         ("mixtral",),
@@ -328,6 +335,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         mixture="sgla.model.mixture_spec:mixtral",
         renamed=_MIXTRAL,
+        gguf=(Gguf("llama", permuted=True, when={"expert_count": True}),),
     ),
     "Qwen2MoeForCausalLM": Family(
         ("qwen2_moe",),
@@ -350,6 +358,7 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:qwen2",
         renamed=((".shared_expert.", ".shared_experts."),),
         pattern=2,
+        gguf=(Gguf("qwen2moe", tensors=SHARED_GATE),),
     ),
     "OlmoeForCausalLM": Family(
         ("olmoe",),
@@ -361,6 +370,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         mixture="sgla.model.mixture_spec:olmo",
         qk_norm="width",
+        gguf=(Gguf("olmoe"),),
     ),
     "FlexOlmoForCausalLM": Family(
         ("flex_olmo",),
@@ -404,6 +414,7 @@ FAMILIES = {
         renamed=((".mlp.router.", ".mlp.gate."),),
         pattern=2,
         sinks=True,
+        gguf=(Gguf("gpt-oss", AFTER_NORMS, tensors=EXPERT_BIASES, gating=(0, SOFTMAX, CHOSEN_SOFTMAX)),),
     ),
     "DeepseekV2ForCausalLM": Family(
         ("deepseek_v2",),
@@ -427,6 +438,7 @@ FAMILIES = {
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v2",
         interleaved=True,
+        gguf=(Gguf("deepseek2"),),
     ),
     "DeepseekV3ForCausalLM": Family(
         ("deepseek_v3",),
@@ -447,6 +459,7 @@ FAMILIES = {
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         interleaved=True,
+        gguf=(Gguf("deepseek2", tensors=BALANCED, gating=(SIGMOID,), when={"expert_gating_func": SIGMOID}),),
     ),
     "Glm4MoeForCausalLM": Family(
         ("glm4_moe",),
@@ -469,6 +482,7 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:deepseek_v3",
         qk_norm="head",
         out_bias=False,
+        gguf=(Gguf("glm4moe", AFTER_NORMS, tensors=BALANCED, gating=(0, SIGMOID)),),
     ),
     "Glm4MoeLiteForCausalLM": Family(
         ("glm4_moe_lite",),
@@ -519,6 +533,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         qk_norm="head",
+        gguf=(Gguf("dots1", tensors=BALANCED, gating=(SIGMOID,)),),
     ),
     "GraniteMoeForCausalLM": Family(
         ("granitemoe",),
@@ -538,6 +553,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         mixture="sgla.model.mixture_spec:mixtral",
         renamed=_GRANITE_MOE,
+        gguf=(Gguf("granitemoe", permuted=True),),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         ("ernie4_5_moe",),
@@ -562,6 +578,7 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:ernie",
         renamed=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         interleaved=True,
+        gguf=(Gguf("ernie4_5-moe", tensors=BALANCED),),
     ),
     "Gemma3ForCausalLM": Family(
         ("gemma3_text",),

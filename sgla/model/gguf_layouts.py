@@ -41,7 +41,7 @@ EXPERT_BIASES = {
     "ffn_up_exps.bias": one("mlp.experts.up_proj_bias", "em", layers="sparse"),
     "ffn_down_exps.bias": one("mlp.experts.down_proj_bias", "ed", layers="sparse"),
 }
-SIGMOID, SOFTMAX = 2, 1  # values of expert_gating_func
+SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is none
 
 
 @dataclass(frozen=True)

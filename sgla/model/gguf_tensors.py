@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
+from sgla.model.latent_spec import LatentSpec
 from sgla.model.spec import ModelSpec
 from sgla.quant.groups import GROUP, Groups
-from sgla.quant.weight import Weight, storage
+from sgla.quant.weight import SourceTensor, Weight, storage
 
 # Formats that have the values of others without loss, the smaller ones first.
 HOLDS: dict[str, set[str]] = {
@@ -28,16 +30,68 @@ def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) 
     kinds = {tensor.name: tensor.kept or plain for tensor in source.gguf().tensors()}
     for i in range(spec.layers):
         layer = f"model.layers.{i}"
-        for module, parts in (("self_attn", ("q", "k", "v")), ("mlp", ("gate", "up"))):
-            names = [f"{layer}.{module}.{part}_proj.weight" for part in parts]
-            found = {kinds[name] for name in names}
+        for names in _groups(spec, i):
+            names = [f"{layer}.{name}_proj.weight" for name in names]
+            found = {kinds[name] for name in names if name in kinds}
             if len(found) > 1:
                 kinds |= dict.fromkeys(names, next((k for k, held in HOLDS.items() if found <= held), plain))
         out = f"{layer}.self_attn.o_proj.weight"
         attention = spec.attention[i]
-        if attention.heads // ranks * attention.v_dim % GROUP and kinds[out] != plain:
+        width = attention.value if isinstance(attention, LatentSpec) else attention.v_dim
+        if attention.heads // ranks * width % GROUP and kinds[out] != plain:
             kinds[out] = "q8_0"  # which may be cut inside of a group
     return kinds
+
+
+def _groups(spec: ModelSpec, layer: int) -> Iterator[list[str]]:
+    """Matrices of a layer that are multiplied as one."""
+    yield [f"self_attn.{part}" for part in "qkv"]
+    if spec.moe is None or layer not in spec.moe.layers:
+        yield ["mlp.gate", "mlp.up"]
+        return
+    experts = [f"mlp.experts.{e}" for e in range(spec.moe.experts)]
+    yield [f"{expert}.{part}" for expert in experts for part in ("gate", "up")]
+    yield ["mlp.shared_experts.gate", "mlp.shared_experts.up"]
+
+
+def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
+    """The tensors of a GGUF file under the names that layers declare."""
+    halves: dict[str, dict[str, LazyTensor]] = {}
+    for tensor in source.gguf().tensors():
+        module, _, half = tensor.name.removesuffix("_b_proj.weight").rpartition(".")
+        if not tensor.name.endswith("_b_proj.weight") or half not in ("k", "v"):
+            yield tensor.name, Blocks(tensor)
+            continue
+        both = halves.setdefault(module, {})
+        both[half] = tensor
+        if len(both) == 2:
+            yield f"{module}.kv_b_proj.weight", KeysAndValues(both["k"], both["v"])
+
+
+@dataclass(frozen=True)
+class KeysAndValues:
+    """What makes keys and values of the latent, ``[heads * (key + value), rank]``: for each head the rows of
+    its key, then those of its value. The file has ``keys`` ``[heads * rank, key]`` and ``values``
+    ``[heads * value, rank]``."""
+
+    keys: LazyTensor
+    values: LazyTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rank = self.values.shape[1]
+        heads = self.keys.shape[0] // rank
+        return heads * self.keys.shape[1] + self.values.shape[0], rank
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        keys, values = (torch.from_numpy(half.numpy()) for half in (self.keys, self.values))
+        rank = values.shape[1]
+        keys = keys.view(-1, rank, keys.shape[1]).transpose(1, 2)
+        both = torch.cat([keys, values.view(len(keys), -1, rank)], 1).flatten(0, 1)
+        return both if rows is None else both[rows.start : rows.stop]
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
 
 
 @dataclass(frozen=True)

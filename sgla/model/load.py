@@ -23,7 +23,7 @@ from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
 from sgla.model.fp8 import Fp8
-from sgla.model.gguf_tensors import Blocks, kinds_of_file
+from sgla.model.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.model.registry import class_path, family_of
 from sgla.model.sizes import as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
@@ -64,6 +64,8 @@ def load_model(
     spec = ModelSpec.from_config(source.config)
     if spec.tied and has_own_head(source):
         spec = replace(spec, tied=False)
+    if source.kind == "gguf" and spec.moe is not None:
+        spec = replace(spec, moe=replace(spec.moe, crossed=False))  # the file has gate and up apart
     if _device().type == "cuda":
         quantization = quantization or spec.quantization
     rename = _renaming(spec.architecture)
@@ -267,7 +269,7 @@ def _stream(
         device = _device()
         return ((name, _Dummy(name, slot.shape, seed, device)) for name, slot in build.table.items())
     if source.kind == "gguf":
-        return ((rename(tensor.name), Blocks(tensor)) for tensor in source.gguf().tensors())
+        return weights_of_file(source)
     stored: dict[str, FileTensor] = {}
     for raw, tensor in safetensors(source):
         if (name := rename(raw)) in stored:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from checkpoints import Eager, random_prompts, save_checkpoint
 from gguf import MODEL_ARCH as Arch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, WeightError
 from sgla.model.load import load_model
 from sgla.model.source import open_source
 
@@ -44,11 +45,38 @@ KEYS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
     "logit_scale": "logit_scale",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "n_routed_experts": "expert_count",
+    "moe_num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_k": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "moe_num_shared_experts": "expert_shared_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
 }
 
 
-def write(folder: Path, hf: Any, arch: Arch, quantized: Type | None = None, **changes: Any) -> Path:
-    """``changes``: of the keys, with ``__`` for dots; ``None`` leaves one out. ``quantized``: the type of matrices of experts."""
+def write(
+    folder: Path,
+    hf: Any,
+    arch: Arch,
+    quantized: Type | None = None,
+    change: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None,
+    **changes: Any,
+) -> Path:
+    """``changes``: of the keys, with ``__`` for dots; ``None`` leaves one out. ``quantized``: the type of matrices of experts.
+    ``change``: of the tensors, by their names in the file."""
     config = hf.config.to_dict()
     layers = config["num_hidden_layers"]
     writer = gguf.GGUFWriter(folder / "model.gguf", gguf.MODEL_ARCH_NAMES[arch])
@@ -70,16 +98,18 @@ def write(folder: Path, hf: Any, arch: Arch, quantized: Type | None = None, **ch
     writer.add_tokenizer_model("gpt2")
     writer.add_eos_token_id(2)
     names = gguf.get_tensor_name_map(arch, layers)
+    tensors: dict[str, np.ndarray] = {}
     for name, tensor in converted(load_file(folder / "model.safetensors"), arch, config).items():
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
-            continue
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found, name
-        values = np.ascontiguousarray(tensor.squeeze().numpy())
-        if quantized is not None and "_exps.weight" in found:
-            writer.add_tensor(found, quantize(values, quantized), raw_dtype=quantized)
+        if name != "lm_head.weight" or not config["tie_word_embeddings"]:
+            found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert found, name
+            tensors[found] = tensor.squeeze().numpy()
+    change(tensors)
+    for name, values in tensors.items():
+        if quantized is not None and "_exps.weight" in name:
+            writer.add_tensor(name, quantize(values, quantized), raw_dtype=quantized)
         else:
-            writer.add_tensor(found, values)
+            writer.add_tensor(name, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -176,6 +206,68 @@ def test_logits_of_dense_families_equal_transformers(name: str, tmp_path: Path) 
     check(tmp_path, hf, write(tmp_path, hf, arch, **keys))
 
 
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
+GROUPS = ROUTED | {"n_group": 4, "topk_group": 2}
+LATENT = {
+    "num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
+LATENT_KEYS = {
+    "attention__head_count_kv": 1, "attention__key_length": 40, "attention__value_length": 32,
+    "attention__key_length_mla": 24, "attention__value_length_mla": 16, "rope__dimension_count": 8,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+SIGMOID = {"expert_gating_func": 2}
+MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
+    "mixtral": (Arch.LLAMA, "mixtral", {"num_local_experts": 5, "head_dim": 8}, {}),
+    "qwen2moe": (Arch.QWEN2MOE, "qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 72, "use_sliding_window": False}, {"attention__sliding_window": None}),
+    "qwen3moe": (Arch.QWEN3MOE, "qwen3_moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}, {"attention__sliding_window": None}),
+    "olmoe": (Arch.OLMOE, "olmoe", {"num_experts": 6, "num_experts_per_tok": 2}, {}),
+    "gpt-oss": (
+        Arch.GPT_OSS, "gpt_oss", {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
+        | {"rope_parameters": YARN | {"truncate": False}},
+        {"expert_feed_forward_length": 96},
+    ),
+    "deepseek-v2": (
+        Arch.DEEPSEEK2, "deepseek_v2",
+        LATENT | GROUPS | {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "first_k_dense_replace": 1, "routed_scaling_factor": 3.0},
+        LATENT_KEYS,
+    ),
+    "deepseek-v3": (
+        Arch.DEEPSEEK2, "deepseek_v3",
+        LATENT | GROUPS | {"q_lora_rank": 24, "first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        LATENT_KEYS | SIGMOID | {"expert_weights_norm": True, "rope__scaling__yarn_log_multiplier": 0.1},
+    ),
+    "moonlight": (
+        Arch.DEEPSEEK2, "deepseek_v3",
+        LATENT | ROUTED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 1},
+        LATENT_KEYS | SIGMOID,
+    ),
+    "glm-4.5": (
+        Arch.GLM4_MOE, "glm4_moe", ROUTED | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+        SIGMOID | {"expert_weights_norm": True},
+    ),
+    "glm-4.5-air": (
+        Arch.GLM4_MOE, "glm4_moe", GROUPS | {"head_dim": 8, "first_k_dense_replace": 2}, {"expert_weights_norm": True},
+    ),
+    "dots": (
+        Arch.DOTS1, "dots1", ROUTED | {"head_dim": 8, "n_shared_experts": 2, "norm_topk_prob": True, "first_k_dense_replace": 1},
+        SIGMOID | {"expert_weights_norm": True, "attention__sliding_window": None},
+    ),
+    "granite": (Arch.GRANITE_MOE, "granitemoe", GRANITE | {"num_local_experts": 5, "attention_bias": True}, {}),
+    "granite shared": (Arch.GRANITE_MOE, "granitemoeshared", GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 64}, {}),
+    "ernie": (Arch.ERNIE4_5_MOE, "ernie4_5_moe", TIED | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_of_mixtures_equal_transformers(name: str, tmp_path: Path) -> None:
+    arch, model_type, layout, keys = MIXTURES[name]
+    hf = save_checkpoint(tmp_path, model_type, **layout)
+    check(tmp_path, hf, write(tmp_path, hf, arch, **keys))
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
@@ -186,10 +278,16 @@ def test_logits_of_dense_families_equal_transformers(name: str, tmp_path: Path) 
         ("stablelm", "rope__dimension_count", 16),
         ("starcoder2", "attention__sliding_window", 4),
         ("exaone4", "attention__sliding_window_pattern", [True, False, True, False, True]),
+        ("qwen3moe", "expert_weights_norm", False),
+        ("glm-4.5", "expert_weights_scale", 2.5),
+        ("deepseek-v3", "expert_group_used_count", 3),
+        ("deepseek-v3", "rope__scaling__yarn_log_multiplier", 0.0),
+        ("gpt-oss", "attention__sliding_window", 5),
+        ("gpt-oss", "attention__sliding_window_pattern", 3),
     ],
 )
 def test_keys_change_what_they_name(name: str, key: str, value: Any, tmp_path: Path) -> None:
-    arch, model_type, layout, keys = DENSE[name]
+    arch, model_type, layout, keys = {**DENSE, **MIXTURES}[name]
     hf = save_checkpoint(tmp_path, model_type, **layout)
     plain, other = (
         Eager(load_model(open_source(write(tmp_path, hf, arch, **given)))).prompt_logprobs(PROMPTS)
@@ -211,12 +309,118 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, tmp_path: P
         ("arcee", "expert_count", 4),
         ("nemotron", "rope__dimension_count", 10),
         ("granite", "attention__layer_norm_rms_epsilon", None),
+        ("qwen3moe", "expert_weights_scale", 2.0),
+        ("qwen2moe", "leading_dense_block_count", 1),
+        ("qwen2moe", "expert_used_count", None),
+        ("olmoe", "expert_gating_func", 2),
+        ("dots", "expert_gating_func", 1),
+        ("mixtral", "expert_weights_norm", False),
+        ("deepseek-v2", "expert_weights_norm", True),
+        ("deepseek-v3", "attention__scale", 0.2),
+        ("deepseek-v3", "attention__head_count_kv", 3),
+        ("glm-4.5", "expert_shared_feed_forward_length", 64),
+        ("gpt-oss", "swiglu_clamp_exp", [7.0, 7.0, 7.0]),
     ],
 )
 def test_keys_of_other_mathematics_are_refused_by_name(
     name: str, key: str, value: Any, tmp_path: Path
 ) -> None:
-    arch, model_type, layout, keys = DENSE[name]
+    arch, model_type, layout, keys = {**DENSE, **MIXTURES}[name]
     hf = save_checkpoint(tmp_path, model_type, **layout)
     with pytest.raises(ConfigError, match=re.escape(key.replace("__", "."))):
         open_source(write(tmp_path, hf, arch, **keys | {key: value}))
+
+
+def join_rows(tensors: dict[str, np.ndarray]) -> None:
+    """As newer converters may: q, k and v as one, and gate and up of the experts."""
+    for layer in range(3):
+        qkv = [tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in "qkv"]
+        tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(qkv)
+        both = [tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight") for part in ("gate", "up")]
+        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(both, 1)
+
+
+def join_keys_and_values(tensors: dict[str, np.ndarray]) -> None:
+    """As older converters did."""
+    for layer in range(3):
+        keys, values = (tensors.pop(f"blk.{layer}.attn_{part}_b.weight") for part in "kv")
+        both = np.concatenate([keys.swapaxes(1, 2), values], 1)
+        tensors[f"blk.{layer}.attn_kv_b.weight"] = both.reshape(-1, both.shape[2])
+
+
+def add_predictor(tensors: dict[str, np.ndarray]) -> None:
+    """A layer that guesses a further token, which is left out."""
+    last = {name: values for name, values in tensors.items() if name.startswith("blk.2.")}
+    tensors |= {name.replace("blk.2.", "blk.3."): values for name, values in last.items()}
+    tensors["blk.3.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
+
+
+OLD = {"attention__head_count_kv": 3, "attention__key_length": 24, "attention__value_length": 16}
+OLD |= {"attention__key_length_mla": None, "attention__value_length_mla": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "more"),
+    [
+        ("mixtral", join_rows, {}),
+        ("deepseek-v3", join_keys_and_values, OLD),
+        ("glm-4.5", add_predictor, {"block_count": 4, "nextn_predict_layers": 1}),
+    ],
+)
+def test_other_converters_tensors(
+    name: str, change: Callable[..., None], more: dict[str, Any], tmp_path: Path
+) -> None:
+    arch, model_type, layout, keys = MIXTURES[name]
+    hf = save_checkpoint(tmp_path, model_type, **layout)
+    check(tmp_path, hf, write(tmp_path, hf, arch, change=change, **keys | more))
+
+
+def test_a_tensor_that_one_layer_lacks_is_named(tmp_path: Path) -> None:
+    arch, model_type, layout, keys = MIXTURES["glm-4.5"]
+    hf = save_checkpoint(tmp_path, model_type, **layout)
+    for name in (
+        "blk.1.exp_probs_b.bias",
+        "blk.2.attn_k.bias",
+        "blk.0.ffn_gate.weight",
+        "blk.1.attn_q_norm.weight",
+    ):
+        with pytest.raises(WeightError, match=f"1 missing: {name}"):
+            open_source(
+                write(tmp_path, hf, arch, change=lambda tensors, name=name: tensors.pop(name), **keys)
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "storage"),
+    [
+        ("qwen3moe", Type.Q4_0, "q4_0"),
+        ("qwen3moe", Type.Q8_0, "q8_0"),
+        ("qwen3moe", Type.F16, "f32"),
+        ("gpt-oss", Type.MXFP4, "q5_0"),
+        ("deepseek-v2", Type.Q5_0, "q5_0"),
+    ],
+)
+@torch.no_grad()
+def test_stacks_of_quantized_experts(name: str, kind: Type, storage: str, tmp_path: Path) -> None:
+    """They are kept as the file has them, and the logits are HF's with the values that the package decodes."""
+    arch, model_type, layout, keys = MIXTURES[name]
+    width = "intermediate_size" if name == "gpt-oss" else "moe_intermediate_size"
+    hf = save_checkpoint(tmp_path, model_type, **layout | {"hidden_size": 96, width: 64})
+    if name == "gpt-oss":
+        keys = keys | {"expert_feed_forward_length": 64}
+    path = write(tmp_path, hf, arch, kind, **keys)
+    for layer in hf.model.layers:
+        for parameter in layer.mlp.experts.parameters() if hasattr(layer.mlp, "experts") else ():
+            if parameter.dim() == 3:
+                crossed = name == "gpt-oss"  # [input, output]
+                values = parameter.transpose(1, 2) if crossed else parameter
+                read = torch.from_numpy(dequantize(quantize(values.contiguous().numpy(), kind), kind))
+                parameter.copy_(read.transpose(1, 2) if crossed else read)
+    expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
+    model = load_model(open_source(path), "float32", None if kind == Type.F16 else "gguf")
+    assert model.blocks[-1].mlp.gate_up.kind == model.blocks[-1].mlp.down.kind == storage
+    torch.testing.assert_close(Eager(model).prompt_logprobs(PROMPTS), expected, rtol=0, atol=2e-3)
+    rows = Eager(model).generate(PROMPTS, 6)
+    assert [row.tokens for row in Eager(model, native=True).generate(PROMPTS, 6)] == [
+        row.tokens for row in rows
+    ]
