@@ -472,14 +472,25 @@ def test_a_demo_on_this_disk_stays_what_it_is(demos: Config, hub: type[Hub]) -> 
     demo.fetch("demo", demos.download_dir)
     assert choice.choose(demos, pytest.fail) == demos
     assert choice.choose(structs.replace(demos, demo="hub"), lambda line: None).model == "org/small"
-    for other in (
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
         {"demo": "packaged"},
         {"model": "org/other"},
         {"executor": "fake"},
         {"load_format": "gguf"},
-    ):
-        config = structs.replace(demos, **other)
-        assert choice.choose(config, pytest.fail) == config
+        {"quantization": "gguf"},
+        {"revision": "v1"},
+        {"model_source": "modelscope"},
+    ],
+)
+def test_the_hub_is_not_asked_where_its_models_might_not_do(
+    demos: Config, hub: type[Hub], other: dict[str, Any]
+) -> None:
+    config = structs.replace(demos, **other)
+    assert choice.choose(config, pytest.fail) == config
 
 
 @pytest.mark.parametrize("trouble", ["silent", "slow", "forbidden", "offline"])

@@ -82,6 +82,7 @@ def _is_plain(config: Config) -> bool:
         config.model_source == "huggingface"
         and config.load_format in ("auto", "safetensors")
         and config.revision is None
+        and config.quantization != "gguf"
     )
 
 
