@@ -1,9 +1,13 @@
-"""One stream with and without ``--speculative-algorithm ngram``: the same prompts, greedy, the same number of output tokens.
+"""Streams with and without ``--speculative-algorithm ngram``: the same prompts, the same number of output tokens.
 
-    python bench/drafts.py [--model demo] [--tokens 200] [--repeat 5]
+    python bench/drafts.py [--model demo] [--tokens 200] [--repeat 5] [--rows 1] [--device cuda] [--dummy]
 
-``code``: repeat 2,000 characters of code, where there is much to guess. ``story``: tell one. Both servers are there at once, and are
-measured in turn after a warm-up. Prints a JSON line for each text with medians; the exit code is 1 if texts differ.
+``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one. ``--dummy``: random weights and no
+tokenizer. The prompts are then 512 tokens that repeat themselves: ``loop`` goes on greedily, ``right`` may say one token alone, so that all
+guesses are right, and ``free`` draws from the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time.
+
+Both engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text with medians; the exit code is 1
+if texts differ, but for GPUs, whose sums in bfloat16 depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -20,15 +24,68 @@ import lines
 from sgla import LLM, SamplingParams
 
 CODE = (Path(__file__).parents[1] / "sgla" / "sched" / "commit.py").read_text()[1200:3200]
-PROMPTS = {"code": f"Repeat this code exactly:\n{CODE}", "story": "Tell me a story about a fox."}
+TEXTS = {"code": f"Repeat this code exactly:\n{CODE}", "story": "Tell me a story about a fox."}
+IDS = [*range(1000, 1064)] * 8
+DUMMY: dict[str, dict[str, Any]] = {
+    "loop": {"temperature": 0},
+    "right": {"temperature": 0, "allowed_token_ids": [1000]},
+    "free": {"temperature": 1.0, "seed": 1},
+}
 
 
-def answer(llm: LLM, prompt: str, tokens: int) -> tuple[str, float]:
-    """The text and its seconds."""
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    began = time.perf_counter()
-    [result] = llm.chat([{"role": "user", "content": prompt}], params, use_tqdm=False)
-    return result.outputs[0].text, time.perf_counter() - began
+class Case:
+    """``answer``: the tokens of each stream and their seconds."""
+
+    def __init__(self, name: str, tokens: int, rows: int) -> None:
+        self._text, self._rows = TEXTS.get(name), rows
+        own = DUMMY.get(name, {"temperature": 0})
+        self._params = SamplingParams(max_tokens=tokens, ignore_eos=True, **own)
+
+    def answer(self, llm: LLM) -> tuple[list[Any], float]:
+        began = time.perf_counter()
+        if self._text is None:
+            prompts = [{"prompt_token_ids": [row, *IDS]} for row in range(self._rows)]
+            results = llm.generate(prompts, self._params, use_tqdm=False)
+        else:
+            chats = [[{"role": "user", "content": self._text}]] * self._rows
+            results = llm.chat(chats, self._params, use_tqdm=False)
+        return [result.outputs[0].token_ids for result in results], time.perf_counter() - began
+
+
+def measure(name: str, llms: dict[str, LLM], args: argparse.Namespace) -> bool:
+    """Whether all texts are the same."""
+    case = Case(name, args.tokens, args.rows)
+    texts = {kind: case.answer(llm)[0] for kind, llm in llms.items()}
+    seconds: dict[str, list[float]] = {kind: [] for kind in llms}
+    before, same = llms["ngram"].engine.stats(), True
+    for _ in range(args.repeat):
+        for kind, llm in llms.items():
+            found, took = case.answer(llm)
+            seconds[kind].append(took)
+            same &= found == texts["none"]
+    after = llms["ngram"].engine.stats()
+    verifies, verified, guessed = (
+        getattr(after, field) - getattr(before, field)
+        for field in ("verifies", "verified_tokens", "draft_tokens")
+    )
+    speeds = {kind: round(args.rows * args.tokens / median(found), 1) for kind, found in seconds.items()}
+    lines.emit(
+        {
+            "bench": "drafts",
+            "model": args.model,
+            "device": args.device,
+            "text": name,
+            "rows": args.rows,
+            "tokens": args.tokens,
+            "repeat": args.repeat,
+            "tok_s": speeds,
+            "ratio": round(speeds["ngram"] / speeds["none"], 2),
+            "tokens_a_step": round(verified / max(1, verifies), 2),
+            "guessed_a_step": round(guessed / max(1, verifies), 2),
+            "same_text": same,
+        }
+    )
+    return same
 
 
 def main() -> int:
@@ -38,34 +95,21 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dummy", action="store_true")
     args = parser.parse_args()
-    llms: dict[str, Any] = {
-        "none": LLM(args.model),
-        "ngram": LLM(args.model, speculative_algorithm="ngram"),
+    settings: dict[str, Any] = {"device": args.device}
+    if args.device == "cuda":
+        settings |= {"kv_cache_bytes": 4 << 30}
+    if args.dummy:
+        settings |= {"load_format": "dummy", "context_length": len(IDS) + args.tokens + 2}
+    llms = {
+        "none": LLM(args.model, **settings),
+        "ngram": LLM(args.model, speculative_algorithm="ngram", **settings),
     }
-    different = 0
-    for name, prompt in PROMPTS.items():
-        texts = {kind: answer(llm, prompt, args.tokens)[0] for kind, llm in llms.items()}
-        seconds: dict[str, list[float]] = {kind: [] for kind in llms}
-        for _ in range(args.repeat):
-            for kind, llm in llms.items():
-                text, took = answer(llm, prompt, args.tokens)
-                seconds[kind].append(took)
-                different += text != texts["none"]
-        speeds = {kind: round(args.tokens / median(found), 1) for kind, found in seconds.items()}
-        lines.emit(
-            {
-                "bench": "drafts",
-                "model": args.model,
-                "text": name,
-                "tokens": args.tokens,
-                "repeat": args.repeat,
-                "tok_s": speeds,
-                "ratio": round(speeds["ngram"] / speeds["none"], 2),
-                "same_text": not different,
-            }
-        )
-    return int(different > 0)
+    same = [measure(name, llms, args) for name in (DUMMY if args.dummy else TEXTS)]
+    return int(args.device == "cpu" and not all(same))
 
 
 if __name__ == "__main__":
