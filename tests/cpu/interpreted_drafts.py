@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +14,22 @@ from typing import Any, NamedTuple
 
 import torch
 from interpreted_gpu import DECODER, SMALL_STEPS, WINDOWS, become_gpu, source
-from tiny import Transcript, make_core, run, submit, tiny_config
+from tiny import VOCAB, Transcript, make_core, run, submit, tiny_config
 
+from sgla.grammar.protocol import Vocabulary
+from sgla.grammar.source import source_of
 from sgla.kernels.triton import attention
-from sgla.messages import StepPlan, StepResult, Submit
+from sgla.messages import Control, Grammar, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
 from sgla.worker import cuda
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
 
 DRAFTS = 4
+LETTERS = Vocabulary(
+    [bytes([i]) for i in range(256)] + [b""] * (VOCAB - 257) + [b"</s>"], [VOCAB - 1], [VOCAB - 1]
+)
+REGEX = source_of(Grammar(kind="regex", text="[ab]{3}(xyzw)+"), {"</s>": VOCAB - 1})
 
 
 class Capture:
@@ -37,56 +44,71 @@ class Graph(NamedTuple):
 
 
 class Launching:
-    """An executor that launches a step when it is planned, and finishes it when it is drained."""
+    """An executor that launches a step when it is planned, unless the one before is held, and finishes it when it is drained."""
 
     def __init__(self, runner: Any) -> None:
-        self.runner = runner
-        self.flights: deque[Any] = deque()
+        self._runner, self.held = runner, 0
+        self._plans: deque[StepPlan] = deque()
+        self._flights: deque[Any] = deque()
 
     def submit(self, plan: StepPlan) -> None:
-        self.flights.append(self.runner.launch(plan))
+        self._plans.append(plan)
+        self._go_on()
 
     def drain(self) -> list[StepResult]:
-        return [self.runner.finish(self.flights.popleft())]
+        self._go_on()
+        result = self._runner.finish(self._flights.popleft())
+        self._go_on()
+        return [result]
+
+    def _go_on(self) -> None:
+        while self._plans and not (self._flights and self._flights[-1].held):
+            self._flights.append(self._runner.launch(self._plans.popleft()))
+        if self._flights and self._flights[0].held:
+            self._runner.release(self._flights[0])
+            self.held += 1
 
 
 def requests() -> list[Submit]:
     """Outputs that have little choice, so that there is much to guess."""
     stem = [5, 9, 2, 7]
     return [
-        submit("greedy", stem * 3, 8),
         submit("always", [5, 6, 7], 12, allowed=[9]),
         submit("drawn", [4, 4, 8], 9, allowed=[3, 4], temperature=1.0, seed=4, logprobs=1),
-        submit("ruled", stem * 3, 9, allowed=stem, repetition=1.1, frequency=0.5, min_tokens=4, stop_ids=[2]),
+        submit("ruled", [5], 14, allowed=[8, 9], logit_bias=[(9, 30.0)], bad_words=[[9, 9, 9]]),
         submit("stops", stem, 12, allowed=[3, 4], temperature=1.0, seed=2, stop_ids=[4]),
         submit("prompt", list(range(20)), 3, prompt_logprobs=1),
+        submit("grammar", [5, 9], 8, grammar=REGEX, temperature=1.0, seed=6),
     ]
 
 
 # model, settings, those of the GPU alone, limits of the scheduler
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "eager": (DECODER, {}, {"attention_backend": "torch"}, {"depth": 3, "step_tokens": 24}),
     "graphs": (DECODER, {}, {"attention_backend": "triton"}, {"depth": 2}),
     "windows": (
         WINDOWS,
         SMALL_STEPS | {"step_tokens": 16},
         {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
-        {"depth": 2},
+        {"depth": 3},
     ),
 }
 
 
 def shown(transcript: Transcript) -> dict[str, Any]:
-    entries = {
-        rid: [[e.token, e.rank, round(e.logprob, 3)] for delta in deltas for e in delta.logprobs or []]
-        for rid, deltas in transcript.items()
+    entries = [e for rid in sorted(transcript) for delta in transcript[rid] for e in delta.logprobs or []]
+    return {
+        "tokens": transcript.tokens(),
+        "finish": transcript.finish(),
+        "ranks": [entry.rank for entry in entries],
+        "logprobs": [entry.logprob for entry in entries],
     }
-    return {"tokens": transcript.tokens(), "finish": transcript.finish(), "logprobs": entries}
 
 
 def guessed(runner: Any, case: str) -> dict[str, Any]:
     core: Core = make_core(runner.facts, drafts=DRAFTS, **CASES[case][3])
-    found = shown(run(runner, requests(), core, executor=Launching(runner)))
+    executor = Launching(runner)
+    found = shown(run(runner, requests(), core, executor=executor))
+    assert executor.held > 0
     stats = core.stats()
     return found | {"verifies": stats.verifies, "guessed": stats.draft_tokens, "right": stats.right_at}
 
@@ -99,7 +121,11 @@ def main() -> None:
     def make(maker: Any, case: str, **own: Any) -> Any:
         model, common, _, _ = CASES[case]
         config = tiny_config(**settings | common | own)
-        return maker(config, source(Path("."), model, ""), 0, 1, "", lambda progress: None)
+        runner = maker(config, source(Path("."), model, ""), 0, 1, "", lambda progress: None)
+        with tempfile.NamedTemporaryFile() as file:
+            LETTERS.write(Path(file.name))
+            runner.control(Control(verb="vocabulary", args={"path": file.name}))
+        return runner
 
     for case in CASES:
         runner = make(cpu_runner, case)

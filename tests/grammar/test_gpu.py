@@ -111,3 +111,11 @@ def test_depth_batch_and_forced_tokens_change_nothing(on_gpu: Start) -> None:
     assert (alone.tokens, alone.finish) == together[0]
     assert texts(on_gpu(deterministic=True, depth=1)) == together
     assert texts(on_gpu(deterministic=True, depth=3)) == together
+
+
+def test_rows_that_guess_beside_grammars_change_nothing(on_gpu: Start) -> None:
+    expected = texts(on_gpu(deterministic=True))
+    for depth in (1, 3):
+        engine = on_gpu(deterministic=True, depth=depth, speculative_algorithm="ngram")
+        assert texts(engine) == expected
+        assert engine.stats().verifies > 0
