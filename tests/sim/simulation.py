@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from random import Random
 from typing import Any
+
+from msgspec.structs import replace
 
 from sgla.executor.fake import FakeModel
 from sgla.messages import CacheGroup, Delta, Facts, Failed, Ready, RowSampling, StepCost, StepPlan, Submit
@@ -63,6 +66,7 @@ class Simulation:
             drafts=limits.drafts,
             dtype="none",
             device="fake",
+            hidden=limits.hidden,
         )
         self.limits = limits
         self.core = Core(limits)
@@ -170,6 +174,8 @@ class Simulation:
     def alone(self, rid: str) -> tuple[list[int], str]:
         """What the request must produce, and how it must end, whatever else happens."""
         submit = self.submits[rid]
+        if submit.sampling.pool is not None:
+            return [], "stop"
         room = min(self.limits.context_len, self.limits.pool_tokens + 1) - len(submit.tokens)
         max_new = min(submit.max_new, room)
         tokens = self.model.continuation(submit.tokens, submit.sampling, submit.stop_ids, max_new)
@@ -178,7 +184,7 @@ class Simulation:
 
     def verify(self) -> None:
         """Every request ended, with the text it has alone (a prefix of it if it was cut short); all is given back."""
-        for rid in self.submits:
+        for rid, submit in self.submits.items():
             tokens, finish = self.alone(rid)
             got = self.tokens(rid)
             assert self.finish(rid) is not None, f"{rid} never ended"
@@ -186,7 +192,38 @@ class Simulation:
                 assert got == tokens[: len(got)], rid
             else:
                 assert (got, self.finish(rid)) == (tokens, finish), rid
+                vector = None if submit.sampling.pool is None else self.model.vector(submit.tokens)
+                assert self.deltas[rid][-1].vector == vector, rid
+        self.verify_states()
+        self.verify_shared()
         self.assert_released()
+
+    def verify_states(self) -> None:
+        """Each request that wanted hidden states has those of its own tokens, each once, with the token that followed."""
+        for rid, submit in self.submits.items():
+            found, tokens = b"", list(submit.tokens)
+            for delta in self.deltas[rid]:
+                found += b"".join(delta.hidden or [])
+                tokens += delta.tokens
+                if submit.sampling.hidden and delta.tokens:
+                    assert found == self.model.states(tokens[:-1]), rid
+            assert submit.sampling.hidden or not found
+
+    def verify_shared(self) -> None:
+        """Nobody has read more from the cache than another prompt or text begins with, whose media are the same."""
+        if self.core.stats().preemptions:
+            return  # who comes back reads what was its own
+        keys = {rid: self._key(rid) for rid in self.submits}
+        for rid, key in keys.items():
+            cached = sum(delta.cached_tokens for delta in self.deltas[rid])
+            common = (shared(key, other) for name, other in keys.items() if name != rid)
+            assert cached <= max([0, *common]), rid
+
+    def _key(self, rid: str) -> list[Any]:
+        submit = self.submits[rid]
+        media = dict(submit.media)
+        tokens = enumerate(submit.tokens + self.alone(rid)[0])
+        return [submit.namespace, *((token, media.get(position, b"")) for position, token in tokens)]
 
     def assert_released(self) -> None:
         stats = self.core.stats()
@@ -199,6 +236,11 @@ class Simulation:
         )
         assert stats.pages_evictable == stats.pages_cached
         self.core.check()
+
+
+def shared(key: list[Any], other: list[Any]) -> int:
+    """How many tokens both begin with, in the same namespace."""
+    return max(0, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(key, other))) - 1)
 
 
 def random_limits(random: Random, **changes: Any) -> Limits:
@@ -276,3 +318,21 @@ def random_submits(random: Random, count: int, longest: int = 24, end: float = 6
             )
         )
     return submits
+
+
+def of_any_kind(random: Random, submit: Submit) -> Submit:
+    """The request, at times for a vector or with hidden states, and with something else among its tokens."""
+    sampling, max_new = submit.sampling, submit.max_new
+    match random.choice(("text", "text", "text", "vector", "states")):
+        case "vector":
+            sampling, max_new = RowSampling(pool=random.choice(([], [1, 2]))), 0
+        case "states":
+            sampling = replace(sampling, hidden=True)
+    media = [(random.randrange(len(submit.tokens)), random.choice((b"cat", b"dog")))]
+    return replace(
+        submit,
+        sampling=sampling,
+        sampling_bytes=plan_bytes_of(sampling),
+        max_new=max_new,
+        media=media if random.random() < 0.3 else [],
+    )

@@ -8,47 +8,21 @@ from random import Random
 import pytest
 from simulation import VOCAB, Simulation, make_limits, make_submit
 
-from sgla.executor.fake import FakeModel
-from sgla.messages import Facts, RowSampling
+from sgla.messages import RowSampling
 from sgla.sched.limits import STATES, Limits
 
 WIDTH = 4
 
 
-class Stating(Simulation):
-    """The model has hidden states. Grammars of other requests force up to three tokens at once."""
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
-        facts = Facts(
-            groups=limits.groups,
-            page_size=limits.page_size,
-            slots=limits.slots,
-            context_len=limits.context_len,
-            vocab_size=VOCAB,
-            step_tokens=limits.step_tokens,
-            dtype="none",
-            device="fake",
-            hidden=limits.hidden,
-        )
-        self.model = FakeModel(facts, seed=1, forced=3)
-
-    def verify_states(self) -> None:
-        """Each request that wanted hidden states has those of its own tokens, each once, with the token that followed."""
-        for rid, submit in self.submits.items():
-            found, tokens = b"", list(submit.tokens)
-            for delta in self.deltas[rid]:
-                found += b"".join(delta.hidden or [])
-                tokens += delta.tokens
-                if submit.sampling.hidden and delta.tokens:
-                    assert found == self.model.states(tokens[:-1]), rid
-            assert submit.sampling.hidden or not found
+def stating(limits: Limits) -> Simulation:
+    """Grammars of other requests force up to three tokens at once."""
+    return Simulation(limits, forced=3)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_token_has_its_own_state(seed: int) -> None:
     random = Random(seed)
-    simulation = Stating(
+    simulation = stating(
         make_limits(
             slots=random.randint(1, 5),
             pages=random.choice((14, 33)),
@@ -81,7 +55,7 @@ def test_every_token_has_its_own_state(seed: int) -> None:
 
 
 def test_retracted_requests_bring_each_state_once() -> None:
-    simulation = Stating(make_limits(slots=5, pages=14, reserve=0.0, hidden=WIDTH))
+    simulation = stating(make_limits(slots=5, pages=14, reserve=0.0, hidden=WIDTH))
     for i in range(5):
         simulation.offer(make_submit(f"r{i}", [i, 1, 2, 3], 30, sampling=RowSampling(hidden=True)))
     simulation.run()
@@ -91,7 +65,7 @@ def test_retracted_requests_bring_each_state_once() -> None:
 
 def test_a_step_brings_few_states_of_one_prompt() -> None:
     width = STATES // 4 // 10  # of ten tokens
-    simulation = Stating(make_limits(pages=200, context_len=400, step_tokens=64, hidden=width))
+    simulation = stating(make_limits(pages=200, context_len=400, step_tokens=64, hidden=width))
     for i in range(2):
         simulation.offer(make_submit(f"r{i}", [i] * 35, 2, sampling=RowSampling(hidden=True)))
     simulation.run()
@@ -104,7 +78,7 @@ def test_a_step_brings_few_states_of_one_prompt() -> None:
 
 
 def test_who_wants_states_reads_no_cached_prefix() -> None:
-    simulation = Stating(make_limits(hidden=WIDTH))
+    simulation = stating(make_limits(hidden=WIDTH))
     for i, hidden in enumerate((False, True, True, False)):
         simulation.offer(make_submit(f"r{i}", [*range(20), i], 3, sampling=RowSampling(hidden=hidden)))
         simulation.run()
