@@ -41,18 +41,18 @@ class Sink(Protocol):
 class _Open:
     """One admitted request: its sink, and which children have not finished."""
 
-    __slots__ = ("beyond", "children", "client", "cost", "extra", "n", "sink", "yields")
+    __slots__ = ("children", "client", "cost", "more", "more_bytes", "n", "sink", "yields")
 
     def __init__(
-        self, sink: Sink, client: str, n: int, cost: int, extra: int, beyond: int, yields: bool
+        self, sink: Sink, client: str, n: int, cost: int, more: int, more_bytes: int, yields: bool
     ) -> None:
         self.sink = sink
         self.client = client
         self.n = n
         self.children = n
         self.cost = cost
-        self.extra = extra  # choices by which it raises the capacity while it is open
-        self.beyond = beyond  # bytes by which it raises the room for prompts while it is open
+        self.more = more  # choices by which it raises the capacity while it is open
+        self.more_bytes = more_bytes  # bytes by which it raises the room for prompts while it is open
         self.yields = yields
 
 
@@ -89,7 +89,7 @@ class Ingress:
         self._held_by: Counter[str] = Counter()  # of them, by client
         self._yielding = 0  # of them, those that yield
         self._bytes = 0
-        self._beyond = 0  # of OPEN_BYTES, by requests that came alone
+        self._more_bytes = 0  # than OPEN_BYTES, for requests that came alone
         self._capacity = 0  # most open choices
         self._freed = asyncio.Event()  # set when a choice ends or a request is forgotten
         self._last_end: float | None = None
@@ -189,17 +189,17 @@ class Ingress:
         now = clock.now()
         # What goes beyond the room there is belongs to the first jobs, which end first.
         alone = not self._open
-        over = n if extra else max(0, n - self._capacity) if alone else 0
-        over_bytes = max(0, sum(costs) - OPEN_BYTES) if alone else 0
+        left = n if extra else max(0, n - self._capacity) if alone else 0
+        left_bytes = max(0, sum(costs) - OPEN_BYTES) if alone else 0
         for (job, sink), cost in zip(jobs, costs):
             job.arrival = now
-            raised, beyond = min(over, job.sampling.n), min(over_bytes, cost)
-            over, over_bytes = over - raised, over_bytes - beyond
-            entry = _Open(sink, job.client, job.sampling.n, cost, raised, beyond, yields)
+            more, more_bytes = min(left, job.sampling.n), min(left_bytes, cost)
+            left, left_bytes = left - more, left_bytes - more_bytes
+            entry = _Open(sink, job.client, job.sampling.n, cost, more, more_bytes, yields)
             self._open[job.rid] = entry
             self._held_by[entry.client] += entry.n
-            self._capacity += entry.extra
-            self._beyond += entry.beyond
+            self._capacity += entry.more
+            self._more_bytes += entry.more_bytes
             self._yielding += entry.n if yields else 0
             self._children += entry.n
             self._bytes += cost
@@ -224,7 +224,7 @@ class Ingress:
                 f"{self._children} requests are open, which is the limit; "
                 "retry later or raise --max-queued-requests"
             )
-        if self._bytes + cost > room * (OPEN_BYTES + self._beyond):
+        if self._bytes + cost > room * (OPEN_BYTES + self._more_bytes):
             return (
                 "the prompts of the open requests fill the "
                 f"{OPEN_BYTES >> 20} MiB there are for them; retry later"
@@ -308,8 +308,8 @@ class Ingress:
     def _give_back(self, entry: _Open) -> None:
         """None of its choices is open any more."""
         self._bytes -= entry.cost
-        self._capacity -= entry.extra
-        self._beyond -= entry.beyond
+        self._capacity -= entry.more
+        self._more_bytes -= entry.more_bytes
 
     def _leave(self, entry: _Open, count: int) -> None:
         """So many of its choices are open no longer."""

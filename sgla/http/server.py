@@ -278,8 +278,8 @@ async def make_work(
         )
         for i, (prompt, params) in enumerate(zip(prompts, each))
     )
-    check_logprobs(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
-    check_hidden_states(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
+    limit_logprobs(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
+    limit_hidden_states(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
     tell_ignored(request, each)
     trace(request, rid or request[RID], jobs)
     if YIELDS in request:
@@ -326,10 +326,10 @@ def sampled(params: SamplingParams) -> SamplingParams:
     return params if params.max_tokens != 0 else msgspec.structs.replace(params, max_tokens=1)
 
 
-def check_logprobs(jobs: Sequence[Job], facts: Facts | None, limit: int, outputs: bool = True) -> None:
+def limit_logprobs(jobs: Sequence[Job], facts: Facts | None, limit: int, outputs: bool = True) -> None:
     """Raise InvalidField for more logprobs than an answer may have. How many tokens a prompt has is known
-    when it is prepared, so each job says for how many logprobs there is room. Without ``outputs`` those of
-    prompts alone count."""
+    when it is prepared, so this sets for how many there is room in each job's ``prompt_logprobs``. Without
+    ``outputs`` those of prompts alone count."""
     context = facts.context_len if facts is not None else 0
     most, later = 0, counted_later(jobs)
     for job in jobs:
@@ -351,9 +351,9 @@ def check_logprobs(jobs: Sequence[Job], facts: Facts | None, limit: int, outputs
         )
 
 
-def check_hidden_states(jobs: Sequence[Job], facts: Facts | None, limit: int) -> None:
-    """Raise InvalidField for hidden states of more numbers than an answer may have,
-    counted as in ``check_logprobs``."""
+def limit_hidden_states(jobs: Sequence[Job], facts: Facts | None, limit: int) -> None:
+    """Raise InvalidField for hidden states of more numbers than an answer may have, and set for how many
+    there is room in each job's ``hidden_states``: as ``limit_logprobs`` does."""
     if facts is None:
         return
     most, context, later = 0, facts.context_len, counted_later(jobs)

@@ -170,7 +170,6 @@ class Core:
         running = list(islice(self._queues.running, self._taking_part()))
         room = min(VERIFIED, self.limits.step_tokens) // max(len(running), 1)
         most = min(self.limits.drafts, max(room - 1, 0))
-        page = self.limits.page_size
         for request in running:
             if request.state is not State.RUNNING or request.planned >= request.goal:
                 continue
@@ -178,16 +177,20 @@ class Core:
                 prefills.append(request)
                 continue
             drafts = most if request.drafting else 0
-            lacking = -(-(min(request.planned + 1 + drafts, request.goal) - request.allocated) // page)
-            if lacking > 0 and drafts and lacking > self._memory.room(request):
-                drafts = 0
-                lacking = -(-(request.planned + 1 - request.allocated) // page)
+            lacking = self._lacking(request, drafts)
+            if drafts and lacking > max(0, self._memory.room(request)):
+                drafts, lacking = 0, self._lacking(request, 0)
             if lacking > 0:
                 if not self._pressure.grow(request, lacking):
                     continue
                 step.tell_pages(request)
             step.add_verify(request, drafts, request.goal)
         return prefills
+
+    def _lacking(self, request: Request, drafts: int) -> int:
+        """Pages that a row of the pending token and so many drafts has not; none or less: it has all."""
+        end = min(request.planned + 1 + drafts, request.goal)
+        return -(-(end - request.allocated) // self.limits.page_size)
 
     def _taking_part(self) -> int | None:
         """How many of the running requests the step is for; None: all. Those that yield are the last: none of

@@ -89,8 +89,9 @@ class CudaRunner(Runner):
     def _begin(
         self, kernels: Kernels, sizes: Sizes, woken: Future[None], before: int, model: CausalLM
     ) -> None:
-        """Work with a model whose weights are still to come.
-        ``before``: bytes that were allocated before it was made; ``woken``: Triton is ready."""
+        """``load_model`` calls this when it has made the model, whose weights are still to come: tables are
+        allocated and steps rehearsed while these load. ``before``: bytes that were allocated before it was
+        made; ``woken``: Triton is ready."""
         made = torch.cuda.memory_allocated()
         with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
             self.steps = GpuSteps(model, kernels, sizes)

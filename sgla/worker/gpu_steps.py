@@ -137,28 +137,30 @@ class GpuSteps:
 
     def run_eagerly(self, plan: StepPlan, verify: Verify | None = None) -> Launched:
         """Decode rows go first, then what has a history (see ``ExtendRows``),
-        which the row numbers of the result must not show."""
+        which the row numbers of the result must not show: ``wanted`` counts rows and tokens in the order of
+        the plan, ``order`` has the plan's rows in that of the batch, ``shift`` takes tokens from one to the
+        other."""
         columns, wanted = read(plan, self.tables.host)
         order = np.argsort((columns.q_lens > 1) * (1 + (columns.starts == 0)), kind="stable")
         slots, starts, q_lens = (column[order] for column in columns[:3])
         first = q_lens.cumsum() - q_lens
-        moved = np.empty_like(first)  # how far the tokens of each row of the plan move
-        moved[order] = first - (columns.q_lens.cumsum() - columns.q_lens)[order]
-        tails = [row.token + moved[row.row] for row in wanted.pooled]
+        shift = np.empty_like(first)  # how far the tokens of each row of the plan move
+        shift[order] = first - (columns.q_lens.cumsum() - columns.q_lens)[order]
+        tails = [row.token + shift[row.row] for row in wanted.pooled]
         count = len(wanted.rows)
         # As many as a graph has, so that no kernel is new; a row that is not wanted is the first token's.
         size = next(size for size in self._sampled if size >= count + len(tails))
         host = np.zeros((3, size), np.int32)
         host[0, count : count + len(tails)] = tails
-        host[:, :count] = wanted.tokens + moved[wanted.rows], wanted.slots, wanted.positions
+        host[:, :count] = wanted.tokens + shift[wanted.rows], wanted.slots, wanted.positions
         at, where, positions = upload(host)
         batch = self.extend_batch(slots, starts, q_lens, verify, (where, positions))
         whole = bool(wanted.prompt_spans or wanted.stated) or (self.pooler is not None and self.pooler.whole)
         hidden = self.forward.hidden(batch, None if whole else at)
         picked = hidden[at[: count + len(tails)]] if whole else hidden
-        scored = [one for span in wanted.prompt_spans for one in self._score_prompt(span, hidden, moved)]
-        vectors = self._vectors(wanted, columns, picked[count : count + len(tails)], hidden, moved)
-        begun = [(row.first + moved[row.row], row.end + moved[row.row]) for row in wanted.stated]
+        scored = [one for span in wanted.prompt_spans for one in self._score_prompt(span, hidden, shift)]
+        vectors = self._vectors(wanted, columns, picked[count : count + len(tails)], hidden, shift)
+        begun = [(row.first + shift[row.row], row.end + shift[row.row]) for row in wanted.stated]
         states = [to_host(hidden[begin:end].float()) for begin, end in begun]
         extras = Extras(vectors, states) if vectors or states else None
         if not count:
@@ -173,13 +175,13 @@ class GpuSteps:
         return Launched(out, count, scored, pending, extras)
 
     def _vectors(
-        self, wanted: Wanted, columns: Columns, tails: Tensor, hidden: Tensor, moved: Any
+        self, wanted: Wanted, columns: Columns, tails: Tensor, hidden: Tensor, shift: Any
     ) -> list[tuple[int, Tensor]]:
         """Of the rows whose prompts are complete, whose last hidden states are ``tails``: row and values."""
         rows = [row.row for row in wanted.pooled]
         if self.pooler is not None:
             if self.pooler.whole:
-                ends = columns.q_lens.cumsum() + moved
+                ends = columns.q_lens.cumsum() + shift
                 self.pooler.add(columns.slots, columns.starts, ends - columns.q_lens, ends, hidden)
                 slots = columns.slots[rows]
                 tails = self.pooler.take(slots, self.tables.host.prompt_len[slots])
@@ -274,9 +276,9 @@ class GpuSteps:
         """Of this rank's part of the vocabulary."""
         return self.forward.logits(hidden)
 
-    def _score_prompt(self, span: PromptSpan, hidden: Tensor, moved: Any) -> Iterator[Scored]:
+    def _score_prompt(self, span: PromptSpan, hidden: Tensor, shift: Any) -> Iterator[Scored]:
         """Logprobs of the prompt tokens that a row owes, a few rows of logits at a time."""
-        count, first, slot = span.end - span.first, span.first + int(moved[span.row]), span.slot
+        count, first, slot = span.end - span.first, span.first + int(shift[span.row]), span.slot
         k, asked = max(0, int(self.tables.host.prompt_logprobs[slot])), self.sampler.logprob_ids(slot)
         parts = []
         for at in range(0, count, LOGIT_ROWS):

@@ -12,7 +12,7 @@ from http_site import Serve, Site
 
 from sgla.errors import InvalidField
 from sgla.http.request.schema import MAX_LOGPROBS
-from sgla.http.server import check_logprobs
+from sgla.http.server import limit_logprobs
 from sgla.messages import Event, Job, SamplingParams, Thinking, TokenLogprob
 
 USER = [{"role": "user", "content": "weather?"}]
@@ -79,10 +79,10 @@ def test_logprobs_of_one_text_or_chat_are_counted_in_its_tokens() -> None:
     for prompt in ({"text": "x" * 900}, {"messages": USER}):
         job = Job(rid="r", sampling=sampling, **prompt)
         for limit, room in ((MAX_LOGPROBS, MAX_LOGPROBS - 6), (100, 94), (200, 94)):
-            check_logprobs([job], facts, limit)
+            limit_logprobs([job], facts, limit)
             assert job.prompt_logprobs == room
         with pytest.raises(InvalidField, match="may have"):
-            check_logprobs([job, job], facts, MAX_LOGPROBS)
+            limit_logprobs([job, job], facts, MAX_LOGPROBS)
 
 
 async def test_echoed_logprobs_have_only_the_alternatives_that_were_asked_for(site: Site) -> None:

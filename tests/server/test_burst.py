@@ -105,7 +105,7 @@ async def test_beside_a_request_larger_than_all_room_others_find_their_part(
             await asyncio.sleep(0.001)
         ingress.pause(False)
         assert [await large, await quiet] == [200, 200]
-        assert (ingress._capacity, ingress._beyond) == (16, 0)
+        assert (ingress._capacity, ingress._more_bytes) == (16, 0)
 
 
 async def test_a_client_that_takes_all_room_keeps_nobody_out(tiny_model: Path) -> None:

@@ -40,8 +40,8 @@ from sgla.http.server import (
     SERVER,
     Server,
     Work,
-    check_hidden_states,
-    check_logprobs,
+    limit_hidden_states,
+    limit_logprobs,
     make_work,
 )
 from sgla.http.turns import paced
@@ -70,8 +70,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
         raise InvalidField("sampling_params: n must be the same for all prompts", param="sampling_params")
     work = await make_work(request, fields, prompts, sampling, rids[0])
     if fields.stream:
-        check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
-        check_hidden_states(work.jobs, server.ingress.facts, MAX_REPEATED)
+        limit_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
+        limit_hidden_states(work.jobs, server.ingress.facts, MAX_REPEATED)
     shown = [rid or job.rid for rid, job in zip(rids, work.jobs)]
     form = AnswerFormat(fields, work, shown, server)
     if fields.session_params is None:

@@ -31,7 +31,7 @@ from sgla.http.openai.common import (
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import are_ids, check_max_tokens, first, sampling_params
 from sgla.http.request.schema import MAX_CHOICES, CompletionRequest, Schema, check_count
-from sgla.http.server import ABORTED, SERVER, Server, Work, check_logprobs, make_work, raise_aborted
+from sgla.http.server import ABORTED, SERVER, Server, Work, limit_logprobs, make_work, raise_aborted
 from sgla.http.turns import paced
 from sgla.http.wire import encode
 from sgla.messages import Event, Job, SamplingParams, TokenLogprob
@@ -51,7 +51,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     model = server.model(fields.model)
     work = await text_work(request, server, fields)
     if fields.stream and fields.echo:
-        check_logprobs(work.jobs, server.ingress.facts, MAX_AT_ONCE, outputs=False)
+        limit_logprobs(work.jobs, server.ingress.facts, MAX_AT_ONCE, outputs=False)
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
     search = beams.is_beam_search(fields)
     if fields.stream and not search:

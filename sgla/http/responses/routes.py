@@ -48,7 +48,7 @@ from sgla.http.responses.input import (
 )
 from sgla.http.responses.items import listed
 from sgla.http.responses.store import END, Found, Place, Stored
-from sgla.http.server import PATH_ID, SERVER, Server, Work, check_logprobs
+from sgla.http.server import PATH_ID, SERVER, Server, Work, limit_logprobs
 from sgla.http.state.shelf import UNREAD
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, TokenLogprob
@@ -97,7 +97,7 @@ async def respond(
     chat = chat_request(fields, items, remote)
     reading = Reading(server, chat)
     work = await chat_work(request, server, chat, reading)
-    check_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
+    limit_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
     work.jobs[0].drop_turns = fields.truncation == "auto"
     answer = Answer(fields, reading.reader(), stored, logprobs_of(server, chat), context.turn, remote)
     check_repeated(answer.response, facts.context_len if (facts := server.ingress.facts) is not None else 0)

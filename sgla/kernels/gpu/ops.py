@@ -62,7 +62,7 @@ class GpuOps:
 
     def __init__(self, attend: Attend, deterministic: bool = False) -> None:
         self.attend, self.deterministic = attend, deterministic
-        self.float32 = False  # linear layers give float32, as logits should be
+        self.logits_next = False  # the next linear layer is the output layer: float32
 
     def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         made = LOWERINGS.run(self, op, args, kwargs)
@@ -97,7 +97,7 @@ class GpuOps:
     def linear(
         self, x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | None = None
     ) -> Tensor:
-        if self.float32:
+        if self.logits_next:
             return self.logits(x, w, bias, addend, None)
         y = self._product(x, w, bias)
         return y if addend is None else y.add_(addend)

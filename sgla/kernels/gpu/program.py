@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,12 +94,17 @@ def _plain(gpu: GpuOps, node: Node) -> Callable[..., Any]:
     return named.get(node.op) or partial(LOWERINGS[node.op], gpu)
 
 
+# What a record computes: ``hidden`` the final hidden states of a batch, ``step`` a rank's part of its logits;
+# ``part`` and ``logits`` such a part of, or all, the logits of hidden states that are there.
+Computes = Literal["hidden", "step", "part", "logits"]
+
+
 class Forward:
     """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op."""
 
     def __init__(self, model: CausalLM, kv: list[KVLayer], gpu: GpuOps) -> None:
         self._model, self._kv, self._gpu = model, kv, gpu
-        self._records: dict[tuple[str, bool], Record | None] = {}
+        self._records: dict[tuple[Computes, bool], Record | None] = {}
         self._programs: dict[Any, Program] = {}
         self.notes: list[str] = []
 
@@ -121,7 +126,7 @@ class Forward:
         the projection."""
         return Output(*self._run("step", batch, rows, out, draw, decode))
 
-    def rewritten(self, what: str, rows: bool, asked: Asked) -> Work | None:
+    def rewritten(self, what: Computes, rows: bool, asked: Asked) -> Work | None:
         """What the rules make of a ``step`` or of ``hidden`` states; None if it cannot be recorded."""
         record = self._record(what, rows)
         return None if record is None else apply(record, asked)
@@ -164,13 +169,15 @@ class Forward:
 
     def _run(
         self,
-        what: str,
+        what: Computes,
         batch: ForwardBatch,
         rows: Tensor | None,
         out: Tensor | None = None,
         draw: batch_gemm.Draw | None = None,
         decode: Any = None,
     ) -> tuple[Any, bool]:
+        """``rows``: int32[S], those of the batch that are wanted (None: all); or hidden states, without a
+        batch. Returns also whether it has drawn."""
         record = self._record(what, rows is not None)
         if record is None:
             return self._call(what, batch, rows, self._gpu), False
@@ -216,7 +223,7 @@ class Forward:
         kernels = [choice.kernel for shape in _tiled(record) for choice in _choices(m, *shape)]
         return tuple(kernels), limits, reduced
 
-    def _record(self, what: str, rows: bool) -> Record | None:
+    def _record(self, what: Computes, rows: bool) -> Record | None:
         if (what, rows) not in self._records:
             try:
                 self._records[what, rows] = self._recorded(what, rows)
@@ -227,7 +234,7 @@ class Forward:
                 )
         return self._records[what, rows]
 
-    def _recorded(self, what: str, rows: bool) -> Record:
+    def _recorded(self, what: Computes, rows: bool) -> Record:
         recorder = Recorder(LOWERINGS)
         batch: Any = None
         given: Tensor | None = None
@@ -241,7 +248,7 @@ class Forward:
         return recorder.record
 
     def _call(
-        self, what: str, batch: ForwardBatch, rows: Tensor | None, dispatcher: GpuOps | Recorder
+        self, what: Computes, batch: ForwardBatch, rows: Tensor | None, dispatcher: GpuOps | Recorder
     ) -> Tensor:
         model = self._model
         with using(dispatcher):
@@ -252,11 +259,11 @@ class Forward:
                 hidden = rows
             if what == "hidden":
                 return hidden
-            dispatcher.float32 = True
+            dispatcher.logits_next = True
             try:
                 return model.logits(hidden) if what == "logits" else model.logits_part(hidden)
             finally:
-                dispatcher.float32 = False
+                dispatcher.logits_next = False
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -131,7 +131,7 @@ class Recorder:
         self._lowered = lowered
         self._known: dict[int, int] = {}  # number of a value by the identity of its symbol
         self._kept: list[Any] = []  # so that identities stay
-        self.float32 = False  # the linear layer that comes next computes the logits: in float32
+        self.logits_next = False  # the next linear layer is the output layer: float32
         for name in ("out", "draw"):  # which rules hand to the node of the logits
             self.record.inputs.append(name)
             self.record.dtypes.append(torch.float32)
@@ -208,7 +208,7 @@ class Recorder:
         rows = size_of(tensors[0].shape[0]) if tensors and tensors[0].dim() else 0
         node = Node(op, fn, {name: self._stand_in(x) for name, x in given.items()}, [], rows)
         record.nodes.append(node)
-        if self.float32 and op is ops.linear:
+        if self.logits_next and op is ops.linear:
             record.logits, made = node, [(shape, torch.float32) for shape, _ in made]
         symbols = []
         for shape, dtype in made:
