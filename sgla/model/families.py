@@ -38,6 +38,8 @@ class Family:
     fills in. ``fixed``: keys it does not read, or reads in vain, each with the value that describes what the
     class does. ``same``: keys it does not read, each with the one that says the same.
 
+    ``nulls``: keys that may be null, beside ``NULLS``; of all others HF's class makes nothing with a null.
+
     ``model``: module and class that run it; an encoder has none. ``pooled``: whether there are architectures
     that make vectors of it. ``attention``: module and function (without torch) that reads the shapes of the
     layers, ``(reader, layers, positions) -> tuple[AttentionSpec, ...]``, where other keys say them than most
@@ -47,6 +49,7 @@ class Family:
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     same: Mapping[str, str] = field(default_factory=dict)
+    nulls: tuple[str, ...] = ()
     model: str = ""
     attention: str = ""
     layers_differ: bool = False  # heads, KV heads and head_dim may be lists
@@ -71,6 +74,7 @@ class Family:
     gguf: tuple[Gguf, ...] = ()  # architectures of GGUF files
 
 
+_HEAD_DIM, _KV_HEADS = ("head_dim",), ("num_key_value_heads",)  # null: as many as follow from the others
 _DECODER = {
     "hidden_act": "silu",
     "num_key_value_heads": None,
@@ -220,6 +224,7 @@ FAMILIES = {
         },
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        nulls=_HEAD_DIM + _KV_HEADS,
         pooled=True,
         gguf=(Gguf("llama", permuted=True),),
     ),
@@ -242,6 +247,7 @@ FAMILIES = {
         },
         _CAUSAL | _BIASES,
         model="sgla.model.latent:Latent",
+        nulls=_HEAD_DIM + _KV_HEADS + ("v_head_dim",),
         attention="sgla.model.latent_spec:read",
     ),
     "Qwen2ForCausalLM": Family(
@@ -259,6 +265,7 @@ FAMILIES = {
         },
         _CAUSAL | {"qkv_bias": True},
         model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
         pooled=True,
         qkv_bias=True,
         gguf=(Gguf("qwen2"),),
@@ -280,6 +287,7 @@ FAMILIES = {
         },
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
         model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
         pooled=True,
         qk_norm="head",
         gguf=(Gguf("qwen3"),),
@@ -309,6 +317,7 @@ FAMILIES = {
         },
         _CAUSAL | {"use_qk_norm": True, "qk_norm": True},
         model="sgla.model.llama:Llama",
+        nulls=("max_window_layers",),
         mixture="sgla.model.mixture_spec:qwen3",
         qk_norm="head",
         gguf=(Gguf("qwen3moe", missing={"expert_weights_norm": True}),),
@@ -333,6 +342,7 @@ FAMILIES = {
         },
         _CAUSAL | {"norm_topk_prob": True},
         model="sgla.model.llama:Llama",
+        nulls=_HEAD_DIM,
         mixture="sgla.model.mixture_spec:mixtral",
         renamed=_MIXTRAL,
         gguf=(Gguf("llama", permuted=True, when={"expert_count": True}),),
@@ -368,6 +378,7 @@ FAMILIES = {
         _CAUSAL | {"clip_qkv": None},
         {"num_local_experts": "num_experts"},
         model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
         mixture="sgla.model.mixture_spec:olmo",
         qk_norm="width",
         gguf=(Gguf("olmoe"),),
@@ -380,6 +391,7 @@ FAMILIES = {
         _CAUSAL,
         {"num_local_experts": "num_experts"},
         model="sgla.model.olmo:Olmo2",
+        nulls=_KV_HEADS,
         mixture="sgla.model.mixture_spec:olmo",
         qk_norm="width",
     ),
@@ -435,6 +447,7 @@ FAMILIES = {
         _CAUSAL | _BIASES | {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
         {"num_experts": "n_routed_experts"},
         model="sgla.model.latent:Latent",
+        nulls=_HEAD_DIM + _KV_HEADS,
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v2",
         interleaved=True,
@@ -456,6 +469,7 @@ FAMILIES = {
         _CAUSAL | _BALANCED | {"rope_interleave": True, "attention_bias": False},
         {"num_local_experts": "n_routed_experts"},
         model="sgla.model.latent:Latent",
+        nulls=_KV_HEADS,
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         interleaved=True,
@@ -531,6 +545,7 @@ FAMILIES = {
         _CAUSAL | _BALANCED,
         {"num_local_experts": "n_routed_experts"},
         model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
         mixture="sgla.model.mixture_spec:deepseek_v3",
         qk_norm="head",
         gguf=(Gguf("dots1", tensors=BALANCED, gating=(SIGMOID,)),),
@@ -540,6 +555,7 @@ FAMILIES = {
         _DECODER | _sizes(32000, 4096, 11008, 32, 32, 2048) | _GRANITE_EXPERTS,
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
         mixture="sgla.model.mixture_spec:mixtral",
         renamed=_GRANITE_MOE,
     ),
@@ -551,6 +567,7 @@ FAMILIES = {
         | {"shared_intermediate_size": 0},
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
         mixture="sgla.model.mixture_spec:mixtral",
         renamed=_GRANITE_MOE,
         gguf=(Gguf("granitemoe", permuted=True),),
@@ -620,6 +637,7 @@ FAMILIES = {
         _DECODER | _sizes(32000, 4096, 14336, 32, 32, 131072, 8) | {"sliding_window": 4096},
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        nulls=_HEAD_DIM,
     ),
     "Phi3ForCausalLM": Family(
         ("phi3",),
@@ -633,6 +651,7 @@ FAMILIES = {
         },
         _CAUSAL | {"attention_bias": False},
         model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
         longrope=True,
         gguf=(Gguf("phi3", joined=True),),
     ),
@@ -642,6 +661,7 @@ FAMILIES = {
         _CAUSAL,
         model="sgla.model.llama:Llama",
         gguf=(Gguf("granite", permuted=True),),
+        nulls=_KV_HEADS,
     ),
     "SmolLM3ForCausalLM": Family(
         ("smollm3",),
@@ -659,6 +679,7 @@ FAMILIES = {
         },
         _CAUSAL | {"max_window_layers": 28},
         model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
         rotates="listed",
         gguf=(Gguf("smollm3", permuted=True),),
     ),
@@ -670,6 +691,7 @@ FAMILIES = {
         _CAUSAL,
         model="sgla.model.llama:Llama",
         gguf=(Gguf("seed_oss", AFTER_NORMS),),
+        nulls=_HEAD_DIM + _KV_HEADS,
     ),
     "HeliumForCausalLM": Family(
         ("helium",),
@@ -695,6 +717,7 @@ FAMILIES = {
         },
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        nulls=_HEAD_DIM + _KV_HEADS,
         interleaved=True,
         gguf=(Gguf("ernie4_5"),),
     ),
@@ -763,6 +786,7 @@ FAMILIES = {
         | {"use_qkv_bias": False, "partial_rotary_factor": 0.25},
         _CAUSAL | {"use_parallel_residual": False, "qk_layernorm": False, "head_dim": None},
         model="sgla.model.llama:Llama",
+        nulls=_HEAD_DIM,
         norm="layer",
         gguf=(Gguf("stablelm"),),
     ),
@@ -779,6 +803,7 @@ FAMILIES = {
         },
         _CAUSAL | {"mlp_type": "default", "norm_type": "layer_norm"},
         model="sgla.model.llama:Starcoder2",
+        nulls=_HEAD_DIM,
         norm="layer",
         gated=False,
         gguf=(Gguf("starcoder2", mlp=("c_fc", "c_proj")),),
@@ -791,6 +816,7 @@ FAMILIES = {
         | {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        nulls=_HEAD_DIM,
         norm="layer",
         norm_offset=1.0,
         gated=False,
@@ -804,6 +830,7 @@ FAMILIES = {
         | {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        nulls=_HEAD_DIM + _KV_HEADS,
         gated=False,
         gguf=(Gguf("arcee", permuted=True),),
     ),
@@ -812,6 +839,7 @@ FAMILIES = {
         _DECODER | _sizes(50304, 4096, 11008, 32, 32, 2048) | {"attention_bias": False, "rms_norm_eps": 1e-5},
         _CAUSAL,
         model="sgla.model.olmo:Olmo2",
+        nulls=_KV_HEADS,
         qk_norm="width",
         gguf=(Gguf("olmo2", POST_NORMS),),
     ),
@@ -832,6 +860,7 @@ FAMILIES = {
         _COHERE | _sizes(256000, 8192, 22528, 40, 64, 8192),
         _CAUSAL | {"use_qk_norm": False},
         model="sgla.model.cohere:Cohere",
+        nulls=_KV_HEADS,
         norm="layer",
         norm_bias=False,
         interleaved=True,
@@ -845,13 +874,14 @@ FAMILIES = {
         _CAUSAL
         | {"use_qk_norm": False, "use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0},
         model="sgla.model.cohere:Cohere",
+        nulls=_KV_HEADS,
         norm="layer",
         norm_bias=False,
         interleaved=True,
         rotates="windows",
         gguf=(Gguf("cohere2", ONE_NORM),),
     ),
-    "Bert": Family(("bert",), _BERT, _ENCODER, _SAME),
+    "Bert": Family(("bert",), _BERT, _ENCODER, _SAME, nulls=("pad_token_id",)),
     "DistilBert": Family(
         ("distilbert",),
         {
@@ -868,12 +898,30 @@ FAMILIES = {
             "pad_token_id": 0,
         },
         _ENCODER | {"layer_norm_eps": 1e-12},
+        nulls=("pad_token_id",),
     ),
     "Roberta": _ROBERTA,
     "XLMRoberta": Family(_ROBERTA.types, _BERT | {"pad_token_id": 1}, _ENCODER, _SAME),
 }
 # The file of Gemma 3 with a vision tower: the language model has keys of its own in ``text_config``.
 GEMMA3 = Family(("gemma3",), {"tie_word_embeddings": True, "text_config": None, "vision_config": None})
+
+# Keys that say "none" with a null, or are worked out then.
+NULLS = frozenset(
+    """
+    layer_types mlp_layer_types mlp_only_layers no_rope_layers rope_scaling rope_parameters
+    dual_chunk_attention_config sliding_window _sliding_window_pattern q_lora_rank qk_head_dim
+    attn_logit_softcapping final_logit_softcapping num_nextn_predict_layers dim_model_base scale_depth
+    text_config vision_config
+    """.split()  # noqa: SIM905
+)
+# Keys that HF's classes read in vain, or under another name, and yet not as null.
+_NOT_NULL = frozenset(
+    """
+    is_causal rope_interleave attention_bias mlp_bias add_cross_attention is_decoder qk_layernorm
+    use_parallel_residual num_experts num_local_experts num_experts_per_tok
+    """.split()  # noqa: SIM905
+)
 
 # Keys without a part in the forward pass: a whole name, or the end of one.
 HARMLESS = frozenset(
@@ -938,12 +986,16 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
     unknown = []
     for key, value in config.items():
         name = key.strip("_")
+        if value is None and not may_be_null(family, key):
+            raise ConfigError(
+                f"config.json: {key} null is not supported for {architecture}, in transformers neither; give "
+                "it a value, or leave it out",
+                param="model",
+            )
         if key in family.defaults or name in HARMLESS or _HARMLESS_END.match(name):
             continue
         if key in family.fixed:
-            # Null says nothing, but of causal attention, which transformers turns off then.
-            nothing = value is None and (key, family.fixed[key]) != ("is_causal", True)
-            if not nothing and value != family.fixed[key]:
+            if value is not None and value != family.fixed[key]:
                 raise ConfigError(
                     f"config.json: {key} {shown(value)} is not supported for {architecture}; "
                     f"{family.fixed[key]!r} is",
@@ -967,6 +1019,14 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
                 param="model",
             )
     return unknown
+
+
+def may_be_null(family: Family, key: str) -> bool:
+    """Whether HF's class runs with a null there, and then as is computed here."""
+    if key in family.defaults:
+        return key in NULLS or key in family.nulls
+    read = key in _NOT_NULL and (key in family.fixed or key in family.same)
+    return not read or (key == "is_causal" and not family.fixed[key])
 
 
 def _off(name: str, value: Any) -> bool:

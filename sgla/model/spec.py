@@ -182,8 +182,6 @@ class ModelSpec:
         method = method_of(config)
         family, text = family_of(architecture), _text(architecture, config)
         unknown = check_keys(architecture, family, text)
-        if config.get("tie_word_embeddings", False) is None:
-            raise Reader(architecture, config).error("tie_word_embeddings", "true or false")
         spec = _read(Reader(architecture, {**family.defaults, **text}), family)
         if method is not None and method.experts_alone and not (spec.moe and spec.moe.crossed):
             raise unsupported(method.name, {})
@@ -453,7 +451,7 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
             return tuple(window if (i + 1) % family.pattern and i < first else 0 for i in range(layers))
         return tuple(window if i >= first else 0 for i in range(layers))
     if not window and family.windows_optional:
-        return (0,) * layers
+        raise c.error("layer_types", "a list, where sliding_window is null")
     pattern = family.pattern or c.integer("sliding_window_pattern", LAYERS)
     if c.values.get("_sliding_window_pattern") not in (None, pattern):
         raise c.error(

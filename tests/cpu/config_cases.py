@@ -596,7 +596,21 @@ HONOURED: dict[str, Case] = {
             ("MiniCPM3ForCausalLM", "minicpm3", "with scales", MINICPM3),
         )
     },
-    "qwen2 without windows": Case(qwen2(max_window_layers=None), twin=qwen2()),
+    "qwen2 with as many KV heads": Case(qwen2(num_key_value_heads=None)),
+    "granite with as many KV heads": Case(
+        TINY | USUAL | {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "num_key_value_heads": None}
+    ),
+    "ernie with heads that follow": Case(
+        TINY
+        | USUAL
+        | {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": None, "num_key_value_heads": None}
+    ),
+    "seed-oss with heads that follow": Case(
+        TINY
+        | USUAL
+        | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "head_dim": None, "num_key_value_heads": None}
+    ),
+    "deepseek without a latent of queries": Case(deepseek(3, q_lora_rank=None, num_nextn_predict_layers=None)),
     "Qwen2.5-1M within its chunks": Case(
         qwen2(
             dual_chunk_attention_config={"chunk_size": 96, "local_size": 16, "original_max_position_embeddings": 96}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Eager, store_as_fp8
-from config_cases import FP8, HONOURED, REFUSED, RUN, Case, llama, quantized
+from config_cases import FP8, HONOURED, REFUSED, RUN, TINY, Case, llama, quantized
 from tiny import make_core, run, submit, tiny_config
 
 from sgla.cli.explain import ledger
@@ -342,3 +342,47 @@ def test_labels_and_scores_are_honoured_or_refused(
     config = POOLED | {"architectures": ["BertForSequenceClassification"]} | changes
     with pytest.raises(ConfigError, match=words):
         read_pooling(open_source(write(tmp_path, "config.json", json.dumps(config)), "dummy"))
+
+
+SMALL = {  # of mixtures and of latent attention
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16
+    ),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "head_dim"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "n_group", "moe_k"), 2),
+    **dict.fromkeys(("n_shared_experts", "topk_group", "moe_num_shared_experts", "type_vocab_size"), 1),
+}
+
+
+def small(family: str) -> dict[str, Any]:
+    """A configuration of the family's own architecture with small sizes."""
+    known = FAMILIES[family]
+    name = family if known.model else f"{family}Model"
+    sizes = {key: value for key, value in (TINY | SMALL).items() if key in known.defaults}
+    if known.attention:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    return sizes | {"architectures": [name], "model_type": known.types[0], "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_null_is_taken_only_where_transformers_builds_a_model_with_it(family: str) -> None:
+    import transformers
+
+    base, known = small(family), FAMILIES[family]
+    read_spec(base)
+
+    def takes(key: str) -> bool:
+        try:
+            read_spec(base | {key: None})
+        except ConfigError:
+            return False
+        return True
+
+    taken = list(filter(takes, {*known.defaults, *known.fixed, *known.same}))
+    assert taken
+    for key in taken:
+        settings = transformers.AutoConfig.for_model(**base | {key: None})
+        if key in known.defaults and key not in ("rope_parameters", "rope_scaling"):
+            with torch.device("meta"):
+                getattr(transformers, base["architectures"][0])._from_config(settings)
