@@ -35,6 +35,7 @@ settings.load_profile("usual")
 settings.register_profile("full", max_examples=1000)  # .ci/full
 
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # no process needs plug-ins of torch
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each would compile all of its modules again
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 

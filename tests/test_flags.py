@@ -6,14 +6,16 @@ import contextlib
 import io
 import re
 import typing
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_config import sample
 
-from sgla.cli import flags_page
+from sgla.cli import args, flags_page
 from sgla.cli.aliases import ALIASES, COMMANDS, REFUSED, SHORT, VALUES, Always, Fields, Switch, Word, refusal
 from sgla.cli.args import parse
 from sgla.cli.settings import kinds, load_config
@@ -195,6 +197,14 @@ NAMED = [
     "-tp",
     "-q",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_once() -> Iterator[None]:
+    """Parsers are made once for each command, which is most of what it takes to parse."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(args, "build", cache(args.build))
+        yield
 
 
 def flags_of(*argv: str) -> dict[str, Any]:
