@@ -32,7 +32,7 @@ class StubRunner:
         print(f"rank {rank} of {size} loads")
         report(Progress(phase="load", message=f"rank {rank}"))
         self.misbehave("load")
-        notes = [str("pytest" in sys.modules), rendezvous]
+        notes = [" ".join({"pytest", "torch"} & sys.modules.keys()), rendezvous]
         self.facts = Facts(
             groups=[CacheGroup(100 + rank)],
             page_size=16,
