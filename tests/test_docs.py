@@ -89,6 +89,20 @@ def test_architectures_that_are_named_are_supported() -> None:
     }
 
 
+def test_steps_name_files_that_there_are_and_what_is_in_them() -> None:
+    """``design.md`` says in numbered steps how to add a model, an op, a kernel, a format, an axis."""
+    files = [path for top in ("csrc", "sgla", "tests", "bench") for path in (ROOT / top).rglob("*.*")]
+    steps = re.findall(r"^\d\. .*(?:\n   .*)*", PAGES["design.md"], re.M)
+    named = [place for step in steps for place in re.findall(r"`([\w/]+\.\w+)(?:: (\w+))?`", step)]
+    assert len(named) > 40
+    for name, within in named:
+        found = [path for path in files if path.as_posix().endswith(f"/{name}") and path.is_file()]
+        if "/" not in name and not found and not name.endswith((".py", ".h", ".cuh", ".cpp", ".cu")):
+            continue  # an attribute, such as ``methods.register``
+        assert found or "NAME" in name, name
+        assert any(re.search(rf"\b{within}\b", path.read_text()) for path in found) or not within, within
+
+
 def test_commands_parse() -> None:
     found = [
         words
