@@ -97,6 +97,12 @@ _DATE = (
 )
 _HOUR = "([01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](\.[0-9]+)?([Zz]|[+-]{_HOUR}:[0-5][0-9])"
+# RFC 1123, without labels that have -- at their third place: most of those with xn-- encode nothing.
+_LETTER, _INNER = "[A-Za-z0-9]", "[A-Za-z0-9-]"
+_LABEL = (
+    f"{_LETTER}({_LETTER}|{_INNER}{_LETTER}({_INNER}{{0,59}}{_LETTER})?"
+    f"|{_INNER}-{_LETTER}({_INNER}{{0,58}}{_LETTER})?)?"
+)
 # Regular expressions that every dialect has, without groups in groups.
 _ATOM = (
     r"([^\\^$.|?*+()\[\]{}\x00-\x1f]|\.|\\[dDwWsS\\^$.|?*+()\[\]{}/nrt-]"
@@ -109,6 +115,7 @@ PATTERNS: dict[str, Json] = {
     "date": {"pattern": f"^{_DATE}$"},
     "time": {"pattern": f"^{_TIME}$"},
     "date-time": {"pattern": f"^{_DATE}[Tt]{_TIME}$"},
+    "hostname": {"pattern": rf"^{_LABEL}(\.{_LABEL})*$"},
     "json-pointer": {"pattern": "^(/([^/~]|~[01])*)*$"},
     "regex": {"pattern": EXPRESSION},
     "relative-json-pointer": {"pattern": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$"},

@@ -521,3 +521,13 @@ def test_no_output_ends_in_a_pattern_whose_names_are_all_there() -> None:
     answer = compiled(schema | {"additionalProperties": False})
     matcher = make_matcher(TOKENIZER, answer.source)
     assert matcher.validate_tokens(list(b'{"a": null, "b": null, ')) < len(b'{"a": null, "b": null, ')
+
+
+@pytest.mark.parametrize("name", ["hostname", "idn-hostname"])
+def test_hosts_have_names_that_exist(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    hosts = ["a", "ab", "a-b", "www.ex-ample.org", "a--b.c", "1.2", "x" * 63, f"{'b-' * 20}c.d"]
+    wrong = ["", "-a", "a-", "a..b", "x" * 64, "ab--c", "xn--X", "XN--aa---o47jg78q", "a.xn--X"]
+    assert all(validator.is_valid(each) and accepted(schema, f'"{each}"') for each in hosts)
+    assert not any(accepted(schema, f'"{each}"') for each in wrong)
