@@ -184,6 +184,13 @@ def test_kernels_are_explained_of_what_can_be_served(tmp_path: Path, flags: list
     assert message in err
 
 
+def test_kernels_are_explained_where_triton_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgla.cli.explain.find_spec", lambda name: None)
+    code, out, err = run("explain", tiny_model(tmp_path), "--load-format", "dummy", "--kernels")
+    assert (code, out) == (2, "")
+    assert "--kernels needs Triton: pip install triton" in err
+
+
 def test_doctor_looks_at_everything() -> None:
     code, out, _ = run("doctor", "--json")
     found = {finding["name"]: finding for finding in json.loads(out)}

@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -62,6 +63,8 @@ def kernels(config: Config, machine: Machine) -> int:
         raise ConfigError(
             f"--kernels says what NVIDIA GPUs run; leave it or --device {config.device} out", param="kernels"
         )
+    if find_spec("triton") is None:
+        raise ConfigError("--kernels needs Triton: pip install triton", param="kernels")
     source = open_source(path, config.load_format)
     pooled = read_pooling(source, config.task) is not None
     config = msgspec.structs.replace(config, device="cuda")
