@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -386,3 +388,18 @@ def test_a_null_is_taken_only_where_transformers_builds_a_model_with_it(family: 
         if key in known.defaults and key not in ("rope_parameters", "rope_scaling"):
             with torch.device("meta"):
                 getattr(transformers, base["architectures"][0])._from_config(settings)
+
+
+ABSURD: list[Any] = [None, "", "x", -1, 0, 1.5, 1e308, 10**400, [], {}, True, [None], {"a": None}, "\ud800"]
+
+
+def test_no_value_of_any_key_ends_in_a_traceback(machine: Machine) -> None:
+    """Each key of each family, with some of the values that it cannot have."""
+    random = Random(0)
+    for family, known in FAMILIES.items():
+        for key in sorted({*known.defaults, *known.fixed, *known.same, "quantization_config", "dtype"}):
+            for value in random.sample(ABSURD, 2):
+                config = small(family) | {key: value}
+                with contextlib.suppress(ConfigError):
+                    resolved = resolve(tiny_config(device="cpu"), machine, config)
+                    ledger(resolved.config, config)
