@@ -71,6 +71,7 @@ class GGUFFile:
         layout = self.layout
         try:
             check_places(self._header, len(self._map))
+            self._check_layers()
             config = self._read_config(layout, self._keys)
             self._check_tensors()
         except WeightError as error:
@@ -227,7 +228,7 @@ class GGUFFile:
         head_dim = self._sizes["h"]
         default = float(head_dim**-0.5)
         if layout.by_width == self._layers:
-            default = float((keys["embedding_length"] // keys["attention.head_count"]) ** -0.5)
+            default = float((keys["embedding_length"] / keys["attention.head_count"]) ** -0.5)
         scale = keys.get("attention.scale") or default
         if "attention_multiplier" in layout.known:
             return {"attention_multiplier": scale}
@@ -342,8 +343,8 @@ class GGUFFile:
         factors: list[float] = values.tolist()
         return factors
 
-    def _check_tensors(self) -> None:
-        """Raises WeightError naming missing, unexpected and misshapen tensors."""
+    def _check_layers(self) -> None:
+        """Raises WeightError if there are not the tensors of as many layers as the metadata says."""
         layers = {
             name.split(".")[1] for name in self._tensors if name.startswith("blk.") and name.count(".") > 1
         }
@@ -352,6 +353,9 @@ class GGUFFile:
                 f"{self.architecture}.block_count is {self._keys['block_count']}, and there are tensors of "
                 f"{len(layers)} layers"
             )
+
+    def _check_tensors(self) -> None:
+        """Raises WeightError naming missing, unexpected and misshapen tensors."""
         expected = {name: self._shape(places) for name, places in self._expected.items()}
         absent = set() if "output.weight" in self._tensors else {"output.weight"}
         misshapen = [

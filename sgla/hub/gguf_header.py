@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -182,6 +183,7 @@ def check_places(header: Header, size: int) -> None:
             raise WeightError(f"the file ends before tensor {tensor.name} does; is the download complete?")
 
 
+@cache
 def decodable() -> dict[int, str]:
     """Number -> name of the types that the ``gguf`` package decodes."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType

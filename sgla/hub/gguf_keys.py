@@ -22,15 +22,18 @@ from sgla.hub.gguf_layout import HF_KEYS, Layout
 @dataclass(frozen=True)
 class Number:
     """Values of a key: whole numbers or any finite ones, from ``low`` on; ``layers``: or a list with one for
-    each layer, which must all be the same."""
+    each layer, which must all be the same; ``zero``: or 0."""
 
     whole: bool = False
     low: float = 0.0
     layers: bool = False
+    zero: bool = False
 
     def fits(self, value: Any) -> bool:
         kinds = (int,) if self.whole else (int, float)
-        return type(value) in kinds and isfinite(value) and self.low <= value < 2**31
+        if type(value) not in kinds or not isfinite(value):
+            return False
+        return self.low <= value < 2**31 or (self.zero and value == 0)
 
     def __str__(self) -> str:
         return f"a {'whole ' if self.whole else ''}number from {self.low:g} on"
@@ -105,7 +108,7 @@ _COMMON: dict[str, Rule] = {
     "attention.key_length": SIZE,
     "attention.value_length": SIZE,
     "attention.layer_norm_rms_epsilon": Number(),
-    "attention.scale": Number(),
+    "attention.scale": Number(low=1e-30, zero=True),
     "attention.causal": Only((True,)),
     "rope.dimension_count": SIZE,
     "rope.freq_base": POSITIVE,

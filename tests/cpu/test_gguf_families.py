@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,15 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
 from sgla.errors import ConfigError, WeightError
+from sgla.hub.gguf import read_gguf
+from sgla.hub.gguf_keys import rules
 from sgla.model.load import load_model
+from sgla.model.registry import layouts
 from sgla.model.source import open_source
+from sgla.model.spec import ModelSpec
 
 PROMPTS = random_prompts([1, 7, 33])
+Saved = Callable[[str], tuple[Path, Any, Arch, dict[str, Any]]]
 PERMUTED = (Arch.LLAMA, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
 ADD_ONE = (Arch.GEMMA, Arch.GEMMA2, Arch.NEMOTRON)
 # Keys of the metadata by those of HF's configuration, as the converter writes them for every model that has these.
@@ -79,7 +86,8 @@ def write(
     ``change``: of the tensors, by their names in the file."""
     config = hf.config.to_dict()
     layers = config["num_hidden_layers"]
-    writer = gguf.GGUFWriter(folder / "model.gguf", gguf.MODEL_ARCH_NAMES[arch])
+    path = folder / f"{len(list(folder.iterdir()))}.gguf"
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     rope = config["rope_parameters"]
     keys = {name: config[key] for key, name in KEYS.items() if config.get(key) is not None}
     keys |= {"block_count": layers, "rope.freq_base": float(rope["rope_theta"])}
@@ -114,7 +122,7 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return folder / "model.gguf"
+    return path
 
 
 def converted(
@@ -192,18 +200,30 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Of a family by its name: a folder with its checkpoint, HF's model, the architecture and more keys."""
+
+    @cache
+    def save(name: str) -> tuple[Path, Any, Arch, dict[str, Any]]:
+        arch, model_type, layout, keys = {**DENSE, **MIXTURES}[name]
+        folder = tmp_path_factory.mktemp("family")
+        return folder, save_checkpoint(folder, model_type, **layout), arch, keys
+
+    return save
+
+
 @torch.no_grad()
-def check(folder: Path, hf: Any, path: Path, tolerance: float = 2e-4) -> None:
+def check(hf: Any, path: Path, tolerance: float = 2e-4) -> None:
     expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
     found = Eager(load_model(open_source(path))).prompt_logprobs(PROMPTS)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_logits_of_dense_families_equal_transformers(name: str, tmp_path: Path) -> None:
-    arch, model_type, layout, keys = DENSE[name]
-    hf = save_checkpoint(tmp_path, model_type, **layout)
-    check(tmp_path, hf, write(tmp_path, hf, arch, **keys))
+def test_logits_of_dense_families_equal_transformers(name: str, saved: Saved) -> None:
+    folder, hf, arch, keys = saved(name)
+    check(hf, write(folder, hf, arch, **keys))
 
 
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
@@ -255,17 +275,16 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         Arch.DOTS1, "dots1", ROUTED | {"head_dim": 8, "n_shared_experts": 2, "norm_topk_prob": True, "first_k_dense_replace": 1},
         SIGMOID | {"expert_weights_norm": True, "attention__sliding_window": None},
     ),
-    "granite": (Arch.GRANITE_MOE, "granitemoe", GRANITE | {"num_local_experts": 5, "attention_bias": True}, {}),
-    "granite shared": (Arch.GRANITE_MOE, "granitemoeshared", GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 64}, {}),
-    "ernie": (Arch.ERNIE4_5_MOE, "ernie4_5_moe", TIED | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}, {}),
+    "granite moe": (Arch.GRANITE_MOE, "granitemoe", GRANITE | {"num_local_experts": 5, "attention_bias": True}, {}),
+    "granite moe shared": (Arch.GRANITE_MOE, "granitemoeshared", GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 64}, {}),
+    "ernie moe": (Arch.ERNIE4_5_MOE, "ernie4_5_moe", TIED | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}, {}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_logits_of_mixtures_equal_transformers(name: str, tmp_path: Path) -> None:
-    arch, model_type, layout, keys = MIXTURES[name]
-    hf = save_checkpoint(tmp_path, model_type, **layout)
-    check(tmp_path, hf, write(tmp_path, hf, arch, **keys))
+def test_logits_of_mixtures_equal_transformers(name: str, saved: Saved) -> None:
+    folder, hf, arch, keys = saved(name)
+    check(hf, write(folder, hf, arch, **keys))
 
 
 @pytest.mark.parametrize(
@@ -286,11 +305,10 @@ def test_logits_of_mixtures_equal_transformers(name: str, tmp_path: Path) -> Non
         ("gpt-oss", "attention__sliding_window_pattern", 3),
     ],
 )
-def test_keys_change_what_they_name(name: str, key: str, value: Any, tmp_path: Path) -> None:
-    arch, model_type, layout, keys = {**DENSE, **MIXTURES}[name]
-    hf = save_checkpoint(tmp_path, model_type, **layout)
+def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Saved) -> None:
+    folder, hf, arch, keys = saved(name)
     plain, other = (
-        Eager(load_model(open_source(write(tmp_path, hf, arch, **given)))).prompt_logprobs(PROMPTS)
+        Eager(load_model(open_source(write(folder, hf, arch, **given)))).prompt_logprobs(PROMPTS)
         for given in (keys, keys | {key: value})
     )
     assert (plain - other).abs().max() > 1e-3
@@ -322,13 +340,10 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, tmp_path: P
         ("gpt-oss", "swiglu_clamp_exp", [7.0, 7.0, 7.0]),
     ],
 )
-def test_keys_of_other_mathematics_are_refused_by_name(
-    name: str, key: str, value: Any, tmp_path: Path
-) -> None:
-    arch, model_type, layout, keys = {**DENSE, **MIXTURES}[name]
-    hf = save_checkpoint(tmp_path, model_type, **layout)
+def test_keys_of_other_mathematics_are_refused_by_name(name: str, key: str, value: Any, saved: Saved) -> None:
+    folder, hf, arch, keys = saved(name)
     with pytest.raises(ConfigError, match=re.escape(key.replace("__", "."))):
-        open_source(write(tmp_path, hf, arch, **keys | {key: value}))
+        open_source(write(folder, hf, arch, **keys | {key: value}))
 
 
 def join_rows(tensors: dict[str, np.ndarray]) -> None:
@@ -368,16 +383,14 @@ OLD |= {"attention__key_length_mla": None, "attention__value_length_mla": None}
     ],
 )
 def test_other_converters_tensors(
-    name: str, change: Callable[..., None], more: dict[str, Any], tmp_path: Path
+    name: str, change: Callable[..., None], more: dict[str, Any], saved: Saved
 ) -> None:
-    arch, model_type, layout, keys = MIXTURES[name]
-    hf = save_checkpoint(tmp_path, model_type, **layout)
-    check(tmp_path, hf, write(tmp_path, hf, arch, change=change, **keys | more))
+    folder, hf, arch, keys = saved(name)
+    check(hf, write(folder, hf, arch, change=change, **keys | more))
 
 
-def test_a_tensor_that_one_layer_lacks_is_named(tmp_path: Path) -> None:
-    arch, model_type, layout, keys = MIXTURES["glm-4.5"]
-    hf = save_checkpoint(tmp_path, model_type, **layout)
+def test_a_tensor_that_one_layer_lacks_is_named(saved: Saved) -> None:
+    folder, hf, arch, keys = saved("glm-4.5")
     for name in (
         "blk.1.exp_probs_b.bias",
         "blk.2.attn_k.bias",
@@ -385,9 +398,7 @@ def test_a_tensor_that_one_layer_lacks_is_named(tmp_path: Path) -> None:
         "blk.1.attn_q_norm.weight",
     ):
         with pytest.raises(WeightError, match=f"1 missing: {name}"):
-            open_source(
-                write(tmp_path, hf, arch, change=lambda tensors, name=name: tensors.pop(name), **keys)
-            )
+            open_source(write(folder, hf, arch, change=lambda tensors, name=name: tensors.pop(name), **keys))
 
 
 @pytest.mark.parametrize(
@@ -424,3 +435,44 @@ def test_stacks_of_quantized_experts(name: str, kind: Type, storage: str, tmp_pa
     assert [row.tokens for row in Eager(model, native=True).generate(PROMPTS, 6)] == [
         row.tokens for row in rows
     ]
+
+
+HOSTILE = (
+    0,
+    1,
+    3,
+    2**31 - 1,
+    2**63,
+    -1,
+    1e-300,
+    1e300,
+    float("nan"),
+    True,
+    "x",
+    [1],
+    [True] * 3,
+    [0.5, "x", 2],
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("gemma2", "exaone4", "deepseek-v3") else
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in {**DENSE, **MIXTURES}
+    ],
+)  # fmt: skip
+def test_any_value_of_any_key_is_read_or_refused(name: str, saved: Saved) -> None:
+    folder, hf, arch, keys = saved(name)
+    path = write(folder, hf, arch, **keys)
+    plain, own = read_gguf(path, layouts()), gguf.MODEL_ARCH_NAMES[arch]
+    known = {f"{own}.{key}" for key in rules(read_gguf(path, layouts()).layout)} | plain.metadata.keys()
+    for key in sorted(key for key in known if key.startswith(f"{own}.")):
+        for value in HOSTILE:
+            changed = copy(plain)
+            changed.metadata = {**plain.metadata, key: value}
+            try:
+                ModelSpec.from_config(changed.config)
+            except ConfigError:
+                pass
