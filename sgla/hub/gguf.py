@@ -272,6 +272,8 @@ class GGUFFile:
         if not layout.windowed:
             return {"sliding_window": None} if "sliding_window" in layout.known else {}
         if self._value("attention.sliding_window") is None:
+            if layout.windows_optional:
+                return {"layer_types": ["full_attention"] * self._layers}
             return {"sliding_window_pattern": 1} if "sliding_window_pattern" in layout.known else {}
         pattern = keys.get("attention.sliding_window_pattern")
         if pattern is None:

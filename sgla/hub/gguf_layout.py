@@ -60,6 +60,7 @@ class Layout:
     latent: bool = False
     mixture: bool = False
     by_width: int = 0
+    windows_optional: bool = False  # HF's class runs without any
     yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
 
     def hf_key(self, key: str) -> str:
