@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sgla.errors import ConfigError
-from sgla.model.gguf_layouts import (
+from sgla.model.gguf_words import (
     AFTER_NORMS,
     BALANCED,
     CHOSEN_SOFTMAX,

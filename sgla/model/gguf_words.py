@@ -1,0 +1,58 @@
+"""What families' entries say of their GGUF files (``families.py``), and words for it. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgla.hub.gguf_layout import Place, Stored
+
+PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **POST_NORMS}
+GLM4_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+ONE_NORM = {"attn_norm": "input_layernorm"}
+# The norm before the MLP is called after what comes before it.
+AFTER_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+
+
+def one(name: str, dims: str, **more: Any) -> Stored:
+    return Stored((Place(name, dims),), **more)
+
+
+BALANCED = {"exp_probs_b.bias": one("mlp.gate.e_score_correction_bias", "e", layers="sparse")}
+SHARED_GATE = {"ffn_gate_inp_shexp.weight": one("mlp.shared_expert_gate.weight", "1d", layers="sparse")}
+EXPERT_BIASES = {
+    "ffn_gate_inp.bias": one("mlp.gate.bias", "e", layers="sparse"),
+    "ffn_gate_exps.bias": one("mlp.experts.gate_proj_bias", "em", layers="sparse"),
+    "ffn_up_exps.bias": one("mlp.experts.up_proj_bias", "em", layers="sparse"),
+    "ffn_down_exps.bias": one("mlp.experts.down_proj_bias", "ed", layers="sparse"),
+}
+SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is none
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """How the GGUF files of a family differ from most. ``norms``: of a layer, in HF's words; ``mlp``: HF's
+    up and down without a gate. ``joined``: ``ffn_up`` is gate and up. ``tensors``: more of a layer. The
+    others are those of ``Layout``."""
+
+    name: str
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
+    mlp: tuple[str, str] = ("up_proj", "down_proj")
+    joined: bool = False
+    permuted: bool = False
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
+    missing: Mapping[str, Any] = field(default_factory=dict)
+    gating: tuple[int, ...] = (0, SOFTMAX)
+    when: Mapping[str, Any] = field(default_factory=dict)
+    by_width: int = 0
