@@ -112,6 +112,8 @@ def _commit_runs(
                 request.verifies += 1
                 delta.verifies = request.verifies
                 verified.append((guessed[i], count))
+                if drafts:
+                    request.misses = 0 if count > 1 else request.misses + 1
         if drafts < 0:
             request.known = max(request.known, len(request.tokens))
         else:

@@ -25,6 +25,9 @@ from sgla.sched.request import Request, State
 from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
 
+MISSES = 4  # rows without a right guess after which a request guesses more rarely,
+RAREST = 16  # in one of so many steps at least
+
 
 class Core:
     """Puts steps together out of what its parts say: ``Queues`` which requests there are, ``Memory`` which
@@ -176,7 +179,7 @@ class Core:
             if request.planned < request.prompt_len or request.known - request.planned > 1:
                 prefills.append(request)
                 continue
-            drafts = most if request.drafting else 0
+            drafts = most if request.drafting and self._may_guess(request, step.number) else 0
             lacking = self._lacking(request, drafts)
             if drafts and lacking > max(0, self._memory.room(request)):
                 drafts, lacking = 0, self._lacking(request, 0)
@@ -186,6 +189,13 @@ class Core:
                 step.tell_pages(request)
             step.add_verify(request, drafts, request.goal)
         return prefills
+
+    def _may_guess(self, request: Request, step: int) -> bool:
+        """Where drafts cost time that are not guessed, a request whose latest were all wrong gets them ever
+        more rarely."""
+        if not self.limits.padded_drafts or request.misses < MISSES:
+            return True
+        return step % min(2 ** (request.misses - MISSES + 1), RAREST) == 0
 
     def _lacking(self, request: Request, drafts: int) -> int:
         """Pages that a row of the pending token and so many drafts has not; none or less: it has all."""

@@ -33,6 +33,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     step_tokens: int  # most tokens in one step
     costs: list[StepCost] = []  # Facts.costs
     drafts: int = 0  # most tokens that a decode row may guess and verify
+    padded_drafts: bool = False  # Facts.padded_drafts
     host_pages: int = 0  # of host memory that keep copies of the prefix tree's
     depth: int = 2  # most steps in flight
     itl_target: float | None = None  # seconds a step with decode rows should take at most

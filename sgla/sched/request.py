@@ -129,6 +129,7 @@ class Request:
         "told",
         "turn",
         "unit",
+        "misses",
         "verifies",
         "windows",
         "yields",
@@ -188,6 +189,7 @@ class Request:
         self.drafting = False
         self.ahead = 0  # tokens that its rows in flight may bring
         self.verifies = 0  # rows that might guess and brought tokens
+        self.misses = 0  # its latest rows with drafts of which none was right
 
         self.cached = 0
         self.preemptions = 0

@@ -151,6 +151,7 @@ class CudaRunner(Runner):
             vocab_size=vocab,
             step_tokens=steps.step_tokens,
             costs=self._costs(),
+            padded_drafts=True,
             dtype=dtype_of(config),
             device=self.place.device.name,
             ledger=self.budget.ledger,

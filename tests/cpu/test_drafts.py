@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from config_cases import gemma3
 from tiny import VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config, tiny_source
 
-from sgla.messages import Submit
+from sgla.messages import StepPlan, Submit
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.drafts import NGrams
 
@@ -59,6 +60,7 @@ def alone() -> Transcript:
     [
         {"drafts": 1, "depth": 1},
         {"drafts": 4},
+        {"drafts": 4, "padded_drafts": True},
         {"drafts": 8, "depth": 3},
         {"drafts": 30, "step_tokens": 40},
         {"drafts": 5, "pages": 12, "reserve": 0.0},
@@ -99,6 +101,23 @@ def test_guesses_that_are_right_save_steps(runner: CpuRunner) -> None:
 
     assert steps(greedy, 8) < steps(greedy, 0)
     assert steps(always, 8) < 0.3 * steps(always, 0)
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_padding_for_guesses_that_are_wrong_becomes_rare(runner: CpuRunner, wrong: bool) -> None:
+    core = make_core(runner.facts, drafts=8, depth=1, padded_drafts=True)
+    rows: list[int] = []
+
+    def plan(now: float, wanted: Callable[[float], StepPlan | None] = core.plan) -> StepPlan | None:
+        if (made := wanted(now)) is not None and made.drafts:
+            rows.extend(np.frombuffer(made.drafts, np.int32))
+        return made
+
+    core.plan = plan  # type: ignore[method-assign]
+    few = {} if wrong else {"allowed": [9]}
+    run(runner, [submit("one", [5, 6, 7], 150, temperature=50.0, seed=1, **few)], core)
+    assert (sum(most > 0 for most in rows) < 0.25 * len(rows)) == wrong
+    assert len(rows) > (120 if wrong else 10)
 
 
 def test_guesses_are_counted(runner: CpuRunner) -> None:

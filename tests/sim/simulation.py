@@ -265,6 +265,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "host_pages": random.choice((0, 3, 10, 60)) if len(groups) == 1 else 0,
         "depth": random.randint(1, 3),
         "drafts": random.choice((0, 0, 1, 3, 8)),
+        "padded_drafts": random.random() < 0.5,
         "itl_target": random.choice((None, None, 2.0)),
         "policy": random.choice(("fcfs", "lpm", "dfs-weight", "lof", "priority")),
         "eviction": random.choice(("lru", "lfu", "fifo", "mru")),
