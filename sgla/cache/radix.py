@@ -55,6 +55,7 @@ class RadixCache(RadixTree):
         self.version = 0
         self._pool = pool
         self._groups = OtherGroups(page_size, windows, states)
+        self._beside = bool(self._groups)  # something stands beside the pages
         self._leaves = Leaves(eviction)
         self._clock = 0
 
@@ -70,7 +71,7 @@ class RadixCache(RadixTree):
     ) -> Match:
         """Like ``match``, but going on below ``node``, which ends at token ``start`` (whole pages)."""
         top, reach, soon = node, 0, False
-        if self._groups:
+        if self._beside:
             end, reach = self._locate(node, namespace, tokens, start, limit, marks)
             limit, soon = self._groups.served(end, reach, start)
         node, at, child, part = self._descend(node, namespace, tokens, start, limit, marks)
@@ -86,7 +87,11 @@ class RadixCache(RadixTree):
             node = node.parent
         self._touch(node)
         below, length = path(node, top), at // TOKEN_BYTES
-        pages = [page for part in below for page in part.pages]
+        pages: list[int] = []
+        for run in below:
+            pages += run.pages
+        if not self._beside:
+            return Match(node, pages, length - start, [], pending=pending)
         windows = self._groups.pages(below, length, len(pages))
         state = 0 if node is top else self._groups.state(node)
         return Match(node, pages, length - start, windows, state, reach - start, soon, pending)
@@ -155,8 +160,11 @@ class RadixCache(RadixTree):
         ``None``: the tree has the first page already; the caller keeps them all.
         """
         assert len(tokens) == len(pages) * self._width, "tokens and pages disagree"
-        if self._edge(node, namespace, tokens[: self._width], marks and marks.get(0)) in node.children:
+        edge = self._edge(node, namespace, tokens[: self._width], marks and marks.get(0))
+        if edge in node.children:
             return None
+        if not marks:
+            return self._adopt_run(node, edge, tokens, pages, windows, held)
         cuts = sorted(i for i in marks if 0 < i < len(pages))
         for first, last in pairwise((0, *cuts, len(pages))):
             run = tokens[first * self._width : last * self._width]
@@ -176,7 +184,8 @@ class RadixCache(RadixTree):
     ) -> Node:
         self._clock += 1
         child = self._add(node, edge, tokens, pages, self._clock)
-        self._groups.put(child, windows, held)
+        if windows:
+            self._groups.put(child, windows, held)
         self.pages += len(pages)
         self.evictable += len(pages)
         self.version += 1
@@ -207,7 +216,7 @@ class RadixCache(RadixTree):
                 node, namespace, tokens[at:], pages[have:], rest, marks=marks_from(marks, have)
             )
             assert adopted is not None
-        return pages[:have], self._groups.refill(path(node, top), windows)
+        return pages[:have], self._groups.refill(path(node, top), windows) if windows else []
 
     # --- transfers
 

@@ -108,7 +108,9 @@ class RadixTree:
         at = start * TOKEN_BYTES
         end = limit // self.page_size * width
         while at < end:
-            edge = self._edge(node, namespace, tokens[at : at + width], marks and marks.get(at // width))
+            edge: object = tokens[at : at + width]
+            if marks or node is self.root:
+                edge = self._edge(node, namespace, tokens[at : at + width], marks.get(at // width))
             child = node.children.get(edge)
             if child is None:
                 break

@@ -8,7 +8,7 @@ from sgla.sched.limits import FLIGHT_BYTES, STEP_BYTES, Limits
 from sgla.sched.memory import Memory
 from sgla.sched.policy import order
 from sgla.sched.prefill import Prefill
-from sgla.sched.pressure import Pressure, together
+from sgla.sched.pressure import Pressure, plus
 from sgla.sched.queues import Queues, before_yielding
 from sgla.sched.request import Request
 from sgla.sched.stats import Ledger
@@ -109,7 +109,7 @@ class Admission:
         self._prefill.count_hit(request, request.borrowed)
         step.add_new(request)
         self._prefill.add(step, request, min(count, request.allocated - request.planned), budget)
-        self._reserved = together(self._reserved, [self._pressure.lacking(request)])
+        self._reserved = plus(self._reserved, self._pressure.lacking(request))
         return True
 
     def _fits(self, request: Request) -> bool:
@@ -119,4 +119,4 @@ class Admission:
             return False
         if not self._queues.running and not self._queues.draining:
             return True
-        return self._pressure.fits(together(self._reserved, [self._pressure.lacking(request)]))
+        return self._pressure.fits(plus(self._reserved, self._pressure.lacking(request)))

@@ -38,9 +38,10 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
     verified: list[tuple[int, int]] = []
     if result.counts or step.drafts:
         forced, verified = _commit_runs(step, result, deltas, ended, now)
+        outputs = sum(len(delta.tokens) for delta in deltas)
     else:
         _commit_singles(step, result, deltas, ended, now)
-    outputs = sum(len(delta.tokens) for delta in deltas)
+        outputs = len(deltas)
     if result.logprobs:
         attach(step.rows, result.logprobs, deltas)
     deltas += broken

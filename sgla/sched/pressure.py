@@ -6,7 +6,7 @@ Numbers of pages are lists with one for each cache group.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import le
+from operator import add, le
 
 from sgla.sched.memory import Memory
 from sgla.sched.queues import Queues
@@ -19,6 +19,11 @@ RATIO_RISE, RATIO_FALL = 0.1, 0.001
 def together(start: list[int], more: Iterable[list[int]]) -> list[int]:
     """The sum."""
     return [sum(column) for column in zip(start, *more)]
+
+
+def plus(one: list[int], other: list[int]) -> list[int]:
+    """The sum of two."""
+    return list(map(add, one, other))
 
 
 def at_most(wanted: list[int], there: list[int]) -> bool:

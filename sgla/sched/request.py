@@ -313,5 +313,6 @@ class Request:
         self._on("end")
 
     def _on(self, event: str) -> None:
-        assert event in LIFE[self.state], f"{self.rid}: {event} while {self.state.value}"
-        self.state = LIFE[self.state][event]
+        after = LIFE[self.state].get(event)
+        assert after is not None, f"{self.rid}: {event} while {self.state.value}"
+        self.state = after

@@ -28,13 +28,13 @@ class Transfer:
 
 class Transfers:
     """``under_way``: transfers that have begun or begin with the next plan, which takes ``copies``.
-    Without host pages there are none."""
+    Without host pages there are none, and it is not ``active``."""
 
     def __init__(self, cache: RadixCache, pool: PagePool, host_pages: int, page_size: int) -> None:
         self.under_way: dict[int, Transfer] = {}
         self.copies: list[Copy] = []
         self.tier = HostTier(host_pages)
-        self._active = host_pages > 0
+        self.active = host_pages > 0
         self._cache = cache
         self._pool = pool
         self._width = page_size * TOKEN_BYTES
@@ -44,7 +44,7 @@ class Transfers:
     def load(self, request: Request, room: int) -> bool:
         """Have pages behind those that the request found in the tree copied from the host, ``room`` at most.
         They are the tree's at once, which lacks them until the copy has ended. False: there are none."""
-        if not self._active or not request.reads_cache:
+        if not self.active or not request.reads_cache:
             return False
         assert request.node is not None
         first, last = request.shared, (request.known - 1) // self._page_size
@@ -72,7 +72,7 @@ class Transfers:
     def save(self, request: Request, count: int) -> None:
         """Have those of the request's first ``count`` pages copied to the host of which it has no copy.
         The tree has all."""
-        if not self._active:
+        if not self.active:
             return
         tokens = request.tokens[: count * self._page_size].tobytes()
         keys = chain(request.namespace, tokens, self._width, request.marks)
@@ -100,7 +100,7 @@ class Transfers:
 
     def forget(self, request: Request) -> None:
         """Nothing of the request's text is left on the host."""
-        if self._active:
+        if self.active:
             tokens = request.tokens.tobytes()
             self.tier.forget_keys(chain(request.namespace, tokens, self._width, request.marks))
 
