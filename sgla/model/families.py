@@ -447,7 +447,7 @@ FAMILIES = {
         _CAUSAL | _BIASES | {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
         {"num_experts": "n_routed_experts"},
         model="sgla.model.latent:Latent",
-        nulls=_HEAD_DIM + _KV_HEADS,
+        nulls=(*_HEAD_DIM, *_KV_HEADS, "n_group", "topk_group"),
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v2",
         interleaved=True,

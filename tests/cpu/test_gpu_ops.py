@@ -85,6 +85,12 @@ MODELS: dict[str, dict[str, Any]] = {
 SHAPE = SMALL | {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
 
 
+def shape(architecture: str, **more: Any) -> dict[str, Any]:
+    """A configuration; None leaves a key of ``SHAPE`` out."""
+    config = SHAPE | {"architectures": [architecture]} | MODELS[architecture] | more
+    return {key: value for key, value in config.items() if value is not None}
+
+
 class Oracle:
     """``ops.attention`` by its body."""
 
@@ -115,7 +121,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(architecture: str, quantization: str | None) -> tuple[Eager, list[list[list[int]]]]:
-    config = SHAPE | {"architectures": [architecture]} | MODELS[architecture]
+    config = shape(architecture)
     source = ModelSource("dummy", Path("dummy"), (), config, {})
     few, many = random_prompts([2]), random_prompts([1, 3])
     return Eager(load_model(source, quantization=quantization)), [few, many]
@@ -225,7 +231,7 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
     monkeypatch.setattr(elementwise, "qk_norm_rope_store", store)
     monkeypatch.setattr(batch_gemm, "choose", lambda *shape: None)
     monkeypatch.setattr(prompt_gemm, "refuses", lambda *shape: "not here")
-    config = SHAPE | {"architectures": [architecture]} | MODELS[architecture]
+    config = shape(architecture)
     driver = Eager(load_model(ModelSource("dummy", Path("dummy"), (), config, {}), "bfloat16"))
     prompts = random_prompts([30, 1, 7])
     driver.prompt_logprobs(prompts)
@@ -294,7 +300,7 @@ def test_steps_of_a_kind_take_the_same_kernels(architecture: str, monkeypatch: p
     for part in (batch_gemm, prompt_gemm):
         monkeypatch.setattr(part, "processors", lambda: 132)
     wide = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 2048, "num_hidden_layers": 2}
-    config = SHAPE | {"architectures": [architecture]} | MODELS[architecture] | wide
+    config = shape(architecture, **wide)
     model = load_model(ModelSource("dummy", Path("dummy"), (), config, {}), "bfloat16")
     driver = Eager(model)
     driver.prompt_logprobs([[1]])
