@@ -1,9 +1,10 @@
-"""Sums over the ranks of one host inside a CUDA graph, one JSON line a size: ours, NCCL's and torch's symmetric memory.
+"""Sums over the ranks of one host inside a CUDA graph, one JSON line a size: ours, NCCL's and torch's
+symmetric memory.
 
     python bench/allreduce.py [--ranks 2] [--width 4096] [--rows 1,16,64,256,1024,8192]
 
-Microseconds of one [rows, width] bf16 sum; ``_norm`` with the add into the residual and the RMSNorm behind it. Medians over
-replays, the slowest rank's.
+Microseconds of one [rows, width] bf16 sum; ``_norm`` with the add into the residual and the RMSNorm behind
+it. Medians over replays, the slowest rank's.
 """
 
 from __future__ import annotations

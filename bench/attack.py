@@ -1,10 +1,13 @@
-"""Hostile clients against a server of its own: how long does the loop stand still, what stays in memory, does the process end?
+"""Hostile clients against a server of its own: how long does the loop stand still, what stays in memory, does
+the process end?
 
     python bench/attack.py [--model demo] [--scale 1] [--only NAME ...] [--server-args "..."]
 
-Each attack is one client, without care for what it gets; another process asks ``/health/live`` all the while, which is open and
-costs nothing, so its slowest answer is how long one client held the loop. Prints a JSON line for each attack and one for
-SIGTERM; the exit code is 1 if anything breaks the server's promises (``faults``). ``--scale`` makes every attack smaller: ``tests/server/test_attacks.py`` runs them so. All traffic is on the loopback.
+Each attack is one client, without care for what it gets; another process asks ``/health/live`` all the while,
+which is open and costs nothing, so its slowest answer is how long one client held the loop. Prints a JSON
+line for each attack and one for SIGTERM; the exit code is 1 if anything breaks the server's promises
+(``faults``). ``--scale`` makes every attack smaller: ``tests/server/test_attacks.py`` runs them so. All
+traffic is on the loopback.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ OTHERS_WORK = (
     15.0  # seconds for another client's work: a small schema, batch or text to parse, three calls of tools
 )
 
-# Bodies ---------------------------------------------------------------------------------------------------------------
+# Bodies
 
 
 def bomb(target: Target, mebibytes: int) -> bytes:
@@ -110,7 +113,7 @@ async def deep_arguments(target: Target) -> Outcome:
     return await send(target, request(CHAT, {**chat, "max_tokens": 1}), request(CHAT, nested))
 
 
-# Work for one request -------------------------------------------------------------------------------------------------
+# Work for one request
 
 
 async def references(target: Target) -> Outcome:
@@ -183,7 +186,7 @@ async def slow_schemas(target: Target) -> Outcome:
     return outcome
 
 
-# Connections and admission --------------------------------------------------------------------------------------------
+# Connections and admission
 
 
 async def silent_connections(target: Target) -> Outcome:
@@ -214,7 +217,8 @@ async def open_health(target: Target) -> Outcome:
 
 
 async def streams(target: Target, count: int, tokens: int = 8) -> Counter[str]:
-    """So many at once: how many came whole, were refused before the first byte with a time to retry, or broke."""
+    """So many at once: how many came whole, were refused before the first byte with a time to retry, or
+    broke."""
     body = {"prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True, "stream": True}
 
     async def stream() -> str:
@@ -287,7 +291,7 @@ SERVERS: list[tuple[list[str], dict[str, Attack]]] = [
 ATTACKS = {name: attack for _, attacks in SERVERS for name, attack in attacks.items()}
 
 
-# Measuring ------------------------------------------------------------------------------------------------------------
+# Measuring
 
 
 class Probe:
@@ -311,7 +315,8 @@ class Probe:
 
 
 def probe(port: int) -> None:
-    """Until stdin ends; prints the longest time since the last line of it for each line, failures as the time they took."""
+    """Until stdin ends; prints the longest time since the last line of it for each line, failures as the time
+    they took."""
     ended, asked, slowest = threading.Event(), threading.Event(), 0.0
     threading.Thread(target=lambda: ([asked.set() for _ in sys.stdin], ended.set()), daemon=True).start()
     connection: socket.socket | None = None
@@ -336,8 +341,9 @@ def probe(port: int) -> None:
 
 
 def memory(pid: int) -> int:
-    """Resident bytes of the server and its helpers; what forked helpers share counts once. Model workers are left out: they touch their
-    KV pool little by little; and the commands of MCP servers, whose memory is their own."""
+    """Resident bytes of the server and its helpers; what forked helpers share counts once. Model workers are
+    left out: they touch their KV pool little by little; and the commands of MCP servers, whose memory is
+    their own."""
     others = (b"sgla.executor.child", b"mcp_hostile")
     return sum(
         proportional(child)
@@ -362,8 +368,8 @@ def settled(pid: int, bound: float) -> int:
 
 
 def measure(name: str, attack: Attack, target: Target, baseline: int) -> dict[str, Any]:
-    """One attack: seconds, answers, the slowest /health/live in ms, and resident MB (``memory``): the ``baseline`` of the server when it
-    was warm, at most, and after."""
+    """One attack: seconds, answers, the slowest /health/live in ms, and resident MB (``memory``): the
+    ``baseline`` of the server when it was warm, at most, and after."""
     peak, over = 0, threading.Event()
 
     def sample() -> None:
@@ -396,7 +402,8 @@ def measure(name: str, attack: Attack, target: Target, baseline: int) -> dict[st
 
 
 async def warm_up(target: Target) -> None:
-    """Have the server start all its helpers and the loop's threads, and fill what it keeps of every token it has seen."""
+    """Have the server start all its helpers and the loop's threads, and fill what it keeps of every token it
+    has seen."""
     await streams(target, 64)
     seen = [list(range(20 * i, 20 * i + 20)) for i in range(256)]
     await send(target, request(TEXT, {"prompt": seen, "max_tokens": 4, "logprobs": 20}))
@@ -422,19 +429,22 @@ async def warm_up(target: Target) -> None:
 
 
 async def crowd(target: Target) -> None:
-    """As many streams at once as the server admits. Python keeps the room of so many small objects for the next crowd."""
+    """As many streams at once as the server admits. Python keeps the room of so many small objects for the
+    next crowd."""
     await streams(target, target.many(1000), 1)
 
 
 def ended(status: int, answer: bytes) -> str:
-    """How a stream did: it had an end, which may be a typed error, or broke off; or it was refused before its first byte."""
+    """How a stream did: it had an end, which may be a typed error, or broke off; or it was refused before its
+    first byte."""
     if status != 200:
         return "refused" if b'"error"' in answer else "cut"
     return "told" if b'"error"' in answer or b"[DONE]" in answer else "cut"
 
 
 def ends(server: Server, target: Target) -> dict[str, Any]:
-    """SIGTERM under a text that is being parsed and streams that are longer than the drain: seconds until the process is gone."""
+    """SIGTERM under a text that is being parsed and streams that are longer than the drain: seconds until the
+    process is gone."""
 
     async def attack() -> tuple[float, Counter[str]]:
         text = "<tool_call>{" * target.many(100_000)

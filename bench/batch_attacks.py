@@ -1,5 +1,6 @@
-"""Attacks by files of batches, and by MCP servers that do what they should not. Another client's small batch, or its call of another MCP
-server, comes while they run. What was stored is removed, so that memory can come back."""
+"""Attacks by files of batches, and by MCP servers that do what they should not. Another client's small batch,
+or its call of another MCP server, comes while they run. What was stored is removed, so that memory can come
+back."""
 
 from __future__ import annotations
 
@@ -185,7 +186,7 @@ async def many_batches(target: Target) -> Outcome:
     return await beside(target, run)
 
 
-# MCP servers ----------------------------------------------------------------------------------------------------------
+# MCP servers
 
 
 def asking(label: str, tool: str, key: str) -> bytes:
@@ -202,7 +203,8 @@ def asking(label: str, tool: str, key: str) -> bytes:
 
 
 async def tools(target: Target) -> Outcome:
-    """Calls of all tools that do harm, a few of each, and those of another client to another MCP server meanwhile."""
+    """Calls of all tools that do harm, a few of each, and those of another client to another MCP server
+    meanwhile."""
     copies = target.many(8)
     attacking = [
         asyncio.ensure_future(exchange(target, asking("bad", name, KEY)))

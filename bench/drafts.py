@@ -1,13 +1,16 @@
-"""Streams with and without ``--speculative-algorithm ngram``: the same prompts, the same number of output tokens.
+"""Streams with and without ``--speculative-algorithm ngram``: the same prompts, the same number of output
+tokens.
 
     python bench/drafts.py [--model demo] [--tokens 200] [--repeat 5] [--rows 1] [--device cuda] [--dummy]
 
-``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one. ``--dummy``: random weights and no
-tokenizer. The prompts are then 512 tokens that repeat themselves: ``loop`` goes on greedily, ``right`` may say one token alone, so that all
-guesses are right, and ``free`` draws from the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time.
+``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one.
+``--dummy``: random weights and no tokenizer. The prompts are then 512 tokens that repeat themselves: ``loop``
+goes on greedily, ``right`` may say one token alone, so that all guesses are right, and ``free`` draws from
+the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time.
 
-Both engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text with medians; the exit code is 1
-if texts differ, but for GPUs, whose sums in bfloat16 depend on the number of rows.
+Both engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text
+with medians; the exit code is 1 if texts differ, but for GPUs, whose sums in bfloat16 depend on the number of
+rows.
 """
 
 from __future__ import annotations

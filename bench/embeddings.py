@@ -1,5 +1,5 @@
-"""Embeddings over HTTP, and by transformers and sentence-transformers in a process without a server. One JSON object a line,
-medians of ``--repeat`` runs.
+"""Embeddings over HTTP, and by transformers and sentence-transformers in a process without a server. One JSON
+object a line, medians of ``--repeat`` runs.
 
     python bench/embeddings.py --model minilm --server-args "--quantization int8"
     python bench/embeddings.py --model FOLDER --engine transformers

@@ -52,7 +52,8 @@ def time_us(body: Callable[[], Any], calls: int, repeats: int = 20) -> float:
 
 
 def decode_rows(lens: torch.Tensor) -> DeviceBatch:
-    """Decode rows of these lengths, int[R] on the CPU, over shuffled pages of 16 tokens. Page 0 is nobody's."""
+    """Decode rows of these lengths, int[R] on the CPU, over shuffled pages of 16 tokens. Page 0 is
+    nobody's."""
     size, rows = 16, len(lens)
     counts, last, slots = -(-lens // size), lens.long() - 1, torch.arange(rows)
     table = torch.zeros(rows, int(counts.max()), dtype=torch.int32)
@@ -60,11 +61,20 @@ def decode_rows(lens: torch.Tensor) -> DeviceBatch:
     tiles = -(-lens // attention.TILE)
     empty = torch.zeros(0, dtype=torch.int32, device="cuda")
     return DeviceBatch(
-        rows=rows, tokens=rows, ids=empty, positions=last.int().cuda(), slots=slots.int().cuda(), q_start=empty,
-        kv_len=lens.int().cuda(), out_loc=(table[slots, last // size] * size + last % size).int().cuda(),
-        page_table=table.cuda(), page_size=size, sample_rows=empty, decode_rows=rows,
+        rows=rows,
+        tokens=rows,
+        ids=empty,
+        positions=last.int().cuda(),
+        slots=slots.int().cuda(),
+        q_start=empty,
+        kv_len=lens.int().cuda(),
+        out_loc=(table[slots, last // size] * size + last % size).int().cuda(),
+        page_table=table.cuda(),
+        page_size=size,
+        sample_rows=empty,
+        decode_rows=rows,
         cum={0: torch.cat([torch.zeros(1), tiles.cumsum(0)]).int().cuda()},
-    )  # fmt: skip
+    )
 
 
 def decode_batch(
@@ -172,8 +182,15 @@ def bench_cascade() -> None:
                 time_us(lambda: [attend(q, kv, batch, Scoring(0.088)) for kv in layers], len(layers)), 1
             )
         emit(
-            bench="cascade", rows=rows, shared=shared, own=own, heads=heads, kv_heads=8, us=us, plain_us=round(plain, 1)
-        )  # fmt: skip
+            bench="cascade",
+            rows=rows,
+            shared=shared,
+            own=own,
+            heads=heads,
+            kv_heads=8,
+            us=us,
+            plain_us=round(plain, 1),
+        )
 
 
 def bench_skinny() -> None:
@@ -291,10 +308,15 @@ def bench_small() -> None:
             wide = torch.randn(tokens, 2 * inner, dtype=BF16, device="cuda")
             norm = torch.ones(hidden, device="cuda")
             cases = {
-                "qk_norm_rope_store": (lambda: ew.qk_norm_rope_store(qkv, positions, table, w, w, 1e-6, pool[0], pool[1], positions), 2 * qkv.nbytes),
+                "qk_norm_rope_store": (
+                    lambda: ew.qk_norm_rope_store(
+                        qkv, positions, table, w, w, 1e-6, pool[0], pool[1], positions
+                    ),
+                    2 * qkv.nbytes,
+                ),
                 "add_rms_norm": (lambda: ew.add_rms_norm(x, x, norm, 1e-6), 4 * x.nbytes),
                 "act_mul": (lambda: ew.act_mul(wide, "silu"), 1.5 * wide.nbytes),
-            }  # fmt: skip
+            }
             for name, (call, bytes_) in cases.items():
                 us = time_us(lambda call=call: [call() for _ in range(10)], 10)
                 emit(

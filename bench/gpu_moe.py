@@ -1,13 +1,15 @@
 # ruff: noqa: B023
-"""Find how the grouped products of a mixture of experts are best cut: the data of ``sgla/kernels/triton/moe_tiles.py``.
+"""Find how the grouped products of a mixture of experts are best cut: the data of
+``sgla/kernels/triton/moe_tiles.py``.
 
     python bench/gpu_moe.py tune [--model bench/models/qwen3-30b-a3b] [--fp8]     # prints the table, JSON lines above it
     python bench/gpu_moe.py few                                                  # the kernels for very few tokens
     python bench/gpu_moe.py decode                                               # those for decode batches
     python bench/gpu_moe.py prompts                                              # those for prompts
 
-Times are medians of graph replays over random routings; each layer's experts are far larger than the L2 cache.
-"""
+Times are medians of graph replays over random routings; each layer's experts are far larger than the L2
+cache.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -208,7 +210,14 @@ def tune(model: str, fp8: bool) -> None:
         assert best is not None
         active = sum(int(i.unique().numel()) for i in ids) / len(ids)
         floor = active * 3 * layer.f * layer.d * size / 4.34e6
-        emit(bench="moe", fp8=fp8, tokens=tokens, gate_up_us=round(best[2][0][0], 1), down_us=round(best[2][1][0], 1), read_floor_us=round(floor, 1))  # fmt: skip
+        emit(
+            bench="moe",
+            fp8=fp8,
+            tokens=tokens,
+            gate_up_us=round(best[2][0][0], 1),
+            down_us=round(best[2][1][0], 1),
+            read_floor_us=round(floor, 1),
+        )
         table.append(best[1])
     print(f"({layer.experts}, {layer.f}, {layer.d}, {size}): [")
     for tiles in sorted(table):
@@ -251,7 +260,8 @@ def few(model: str, fp8: bool) -> None:
 
 
 def decode(model: str) -> None:
-    """From the attention's output to the outputs of all pairs: by CUDA kernels, and by Triton's behind the same router."""
+    """From the attention's output to the outputs of all pairs: by CUDA kernels, and by Triton's behind the
+    same router."""
     layers = [Layer(read_spec(model), False) for _ in range(4)]
     count, f, d, top_k = layers[0].experts, layers[0].f, layers[0].d, layers[0].top_k
     routers = [torch.randn(count, d, dtype=BF16, device="cuda") * d**-0.5 for _ in layers]

@@ -1,9 +1,10 @@
-"""Whole layers of a mixture of experts as a decode step has them, one after another in a graph: one JSON line a batch size.
+"""Whole layers of a mixture of experts as a decode step has them, one after another in a graph: one JSON line
+a batch size.
 
     python bench/gpu_moe_layers.py [--model bench/models/qwen3-30b-a3b] [--batches 16,64,128,256]
 
-``us``: of a layer, median of replays. ``floor_us``: its weights (of the experts that some row wants, on average) and the KV of
-the rows, which have 100 to 1472 tokens, at 4.34 TB/s.
+``us``: of a layer, median of replays. ``floor_us``: its weights (of the experts that some row wants, on
+average) and the KV of the rows, which have 100 to 1472 tokens, at 4.34 TB/s.
 """
 
 from __future__ import annotations

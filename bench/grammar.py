@@ -3,10 +3,10 @@
     python bench/grammar.py --model demo [--batch 32] [--tokens 128] [--repeat 3] [--schema names]
     python bench/grammar.py --model bench/models/qwen3-8b --extra '{"device": "cuda", "load_format": "dummy", "tokenizer": "FOLDER"}'
 
-The schema is a list of records that is longer than any output here, so that every request runs to ``--tokens``. The records of
-``--schema names`` have long names and short values: most tokens are forced. Both kinds are measured in turn. Prints one
-JSON line with medians.
-"""
+The schema is a list of records that is longer than any output here, so that every request runs to
+``--tokens``. The records of ``--schema names`` have long names and short values: most tokens are forced. Both
+kinds are measured in turn. Prints one JSON line with medians.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Clients without manners, for the attacks: each request on a connection of its own, in any shape, whatever comes back."""
+"""Clients without manners, for the attacks: each request on a connection of its own, in any shape, whatever
+comes back."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ RESPONSES = "/v1/responses"
 
 @dataclass
 class Target:
-    """The server at ``port`` of 127.0.0.1, its process, and the share of each attack's size that is used (1: all)."""
+    """The server at ``port`` of 127.0.0.1, its process, and the share of each attack's size that is used (1:
+    all)."""
 
     port: int
     scale: float = 1.0
@@ -50,8 +52,8 @@ def head(path: str, length: int, key: str, method: str = "POST", more: str = "")
 async def exchange(
     target: Target, data: bytes | Iterable[bytes], patience: float = PATIENCE
 ) -> tuple[int, bytes]:
-    """Send a request on a connection of its own; its status (0 for none, GONE after ``patience`` seconds) and what came after the first
-    line."""
+    """Send a request on a connection of its own; its status (0 for none, GONE after ``patience`` seconds) and
+    what came after the first line."""
     status, answer = 0, b""
     writer = None
     try:

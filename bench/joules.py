@@ -1,10 +1,11 @@
-"""Joules of kernels that run for a second, as they do under load, where the power limits the clock: one JSON line a measurement.
+"""Joules of kernels that run for a second, as they do under load, where the power limits the clock: one JSON
+line a measurement.
 
     python bench/joules.py [--rows 208,256] [--chains chosen,ours,library] [--alone] [--seconds 0.5]
 
-Decode layers of Qwen3-8B with weights and KV of their own (100 to 1424 tokens a row) in one graph; ``mj`` and ``us`` are of a layer
-or a call, ``w`` and ``mhz`` the averages meanwhile. The energy counter moves ten times a second, so ``w`` is good to a few percent;
-times compare better, with repeats side by side.
+Decode layers of Qwen3-8B with weights and KV of their own (100 to 1424 tokens a row) in one graph; ``mj`` and
+``us`` are of a layer or a call, ``w`` and ``mhz`` the averages meanwhile. The energy counter moves ten times
+a second, so ``w`` is good to a few percent; times compare better, with repeats side by side.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Meter:
     def measure(
         self, body: Callable[[], Any], calls: int, seconds: float, settle: float = 0.25
     ) -> dict[str, float]:
-        """Of one of the ``calls`` that ``body`` makes, replayed from a graph for ``settle`` and ``seconds``."""
+        """Of one of the ``calls`` that ``body`` makes, replayed from a graph for ``settle`` and
+        ``seconds``."""
         graph = capture(body)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

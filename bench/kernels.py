@@ -29,7 +29,8 @@ PAGE = 16
 
 
 def seconds(fn: Callable[[], object], least: float = 0.3) -> float:
-    """Shortest time of a call, over at least ``least`` seconds: what is left of noise from other processes."""
+    """Shortest time of a call, over at least ``least`` seconds: what is left of noise from other
+    processes."""
     fn()
     times: list[float] = []
     start = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Result lines: one JSON object a line, each with the machine, the versions, the commit and the command it comes from."""
+"""Result lines: one JSON object a line, each with the machine, the versions, the commit and the command it
+comes from."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ PACKAGES = "sgla", "torch", "triton", "flashinfer-python", "transformers"
 
 
 def line(fields: Mapping[str, Any]) -> str:
-    """``fields``, and behind them ``command``, ``commit`` and ``versions``, and ``machine`` if it is missing."""
+    """``fields``, and behind them ``command``, ``commit`` and ``versions``, and ``machine`` if it is
+    missing."""
     more = {"command": command(), "commit": commit(), "versions": versions()}
     return json.dumps({**fields, **more} if "machine" in fields else {**fields, "machine": machine(), **more})
 
@@ -49,7 +51,8 @@ def command() -> str:
 
 @cache
 def commit() -> str | None:
-    """What ``BENCH_COMMIT`` says, for a copy of the sources; else of this working tree, ``-dirty`` where it differs."""
+    """What ``BENCH_COMMIT`` says, for a copy of the sources; else of this working tree, ``-dirty`` where it
+    differs."""
     if given := os.environ.get("BENCH_COMMIT"):
         return given
     describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]

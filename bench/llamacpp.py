@@ -3,11 +3,13 @@
     python bench/llamacpp.py --model gemma3-270m
     SGLA_CPU_ISA=avx2 python bench/llamacpp.py --random smollm2-135m:BF16 smollm2-135m:Q8_0 qwen3-0.6b:Q4_K
 
-``decode``: tokens a second of all clients together, without what precedes the first token. ``prefill``: tokens a second of one prompt
-until its first token. sgla is measured through its engine, with scheduling and greedy sampling; llama.cpp through ``llama_decode``
-alone, a batch of one token of each sequence, without sampling and without a server (as its own llama-batched-bench does). ``--random`` makes
-files with random weights in the shape of a model; speed does not depend on values. ``--peer``: a folder for sys.path with the package ``llama_cpp``;
-where its library has several CPU backends, the one for ``SGLA_CPU_ISA`` is taken, or the best one.
+``decode``: tokens a second of all clients together, without what precedes the first token. ``prefill``:
+tokens a second of one prompt until its first token. sgla is measured through its engine, with scheduling and
+greedy sampling; llama.cpp through ``llama_decode`` alone, a batch of one token of each sequence, without
+sampling and without a server (as its own llama-batched-bench does). ``--random`` makes files with random
+weights in the shape of a model; speed does not depend on values. ``--peer``: a folder for sys.path with the
+package ``llama_cpp``; where its library has several CPU backends, the one for ``SGLA_CPU_ISA`` is taken, or
+the best one.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class Sgla:
         self.random = np.random.default_rng(0)
 
     def seconds(self, case: Case) -> float:
-        """Of the prompt, or of the steps behind the prompts: what more of them takes than the first tokens alone."""
+        """Of the prompt, or of the steps behind the prompts: what more of them takes than the first tokens
+        alone."""
         first = self._run(case, 1)
         return self._run(case, case.steps + 1) - first if case.steps else first
 
@@ -209,8 +212,8 @@ def measure(path: Path, name: str, args: argparse.Namespace, base: dict[str, Any
 
 @contextlib.contextmanager
 def random_file(shape: Shape, type_name: str) -> Iterator[Path]:
-    """A GGUF file with random matrices of this type. Where rows are no multiple of its block, they have the type that llama.cpp's
-    quantizer takes instead; Q4_K has Q6_K and Q8_0 where Q4_K_M has."""
+    """A GGUF file with random matrices of this type. Where rows are no multiple of its block, they have the
+    type that llama.cpp's quantizer takes instead; Q4_K has Q6_K and Q8_0 where Q4_K_M has."""
     import gguf
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,5 @@
-"""An MCP server on stdin and stdout that does what it should not: ``python mcp_hostile.py [first]``; ``first``: the id stands first in answers,
-else last, as SDKs differ in that."""
+"""An MCP server on stdin and stdout that does what it should not: ``python mcp_hostile.py [first]``;
+``first``: the id stands first in answers, else last, as SDKs differ in that."""
 
 from __future__ import annotations
 

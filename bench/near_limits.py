@@ -46,7 +46,7 @@ def words(count: int) -> str:
     return "words of some text, " * (count // 20)
 
 
-# JSON -----------------------------------------------------------------------------------------------------------------
+# JSON
 
 
 def ids(value: bytes, more: bytes = b"") -> Body:
@@ -145,7 +145,8 @@ def repetitive(target: Target) -> dict[str, Any]:
 
 
 async def headers(target: Target) -> Outcome:
-    """Requests whose headers together come near 64 KB, in many lines and in few, one behind the other on a connection."""
+    """Requests whose headers together come near 64 KB, in many lines and in few, one behind the other on a
+    connection."""
     many = "".join(f"x-{i}: a\r\n" for i in range(target.many(6000)))
     few = "".join(f"x-{i}: {'a' * 8000}\r\n" for i in range(target.many(7)))
     answers = [send(target, head("/version", 0, KEY, "GET", more)) for more in (many, few) for _ in range(20)]
@@ -165,7 +166,7 @@ async def refused(target: Target) -> Outcome:
     return await send(target, *[head("/v1/models", 0, "wrong", "GET")] * target.many(1500))
 
 
-# Prompts and choices --------------------------------------------------------------------------------------------------
+# Prompts and choices
 
 
 def new_grammar(target: Target) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def strings(field: str, more: dict[str, Any]) -> Body:
     return lambda target: {**more, field: ["a"] * target.many(262_000)}
 
 
-# Tools and grammars ---------------------------------------------------------------------------------------------------
+# Tools and grammars
 
 
 def tools(choice: str) -> Body:
@@ -313,7 +314,7 @@ async def grammars(target: Target) -> Outcome:
     )
 
 
-# Texts ----------------------------------------------------------------------------------------------------------------
+# Texts
 
 
 def tokenized(target: Target) -> dict[str, Any]:
@@ -350,7 +351,8 @@ def call(target: Target) -> dict[str, Any]:
 
 
 async def background(target: Target) -> Outcome:
-    """Responses that are stored with all they came with; then they are deleted, since what is stored takes memory."""
+    """Responses that are stored with all they came with; then they are deleted, since what is stored takes
+    memory."""
     metadata = {"a": "m" * target.many(1_048_000)}
     body = {"input": "a", "background": True, "max_output_tokens": 64, "metadata": metadata}
     answers = await asyncio.gather(*(exchange(target, request(RESPONSES, body)) for _ in range(60)))
@@ -405,7 +407,7 @@ async def drain(socket: aiohttp.ClientWebSocketResponse) -> None:
         pass
 
 
-# Workers and connections ----------------------------------------------------------------------------------------------
+# Workers and connections
 
 
 def workers(pid: int) -> list[int]:

@@ -1,13 +1,14 @@
-"""A newcomer's way, timed: a fresh virtual environment and an empty home, from the README's first command to the first sensible answer.
-One JSON line.
+"""A newcomer's way, timed: a fresh virtual environment and an empty home, from the README's first command to
+the first sensible answer. One JSON line.
 
     python bench/newcomer.py                                              # a fresh clone, installed as the README says
     python bench/newcomer.py --no-compiler                                # the same where there is no compiler: slow kernels
     python bench/newcomer.py --no-compiler --wheel dist/sgla-0.1.0-py3-none-linux_x86_64.whl   # which brings its kernels
 
-A wheel with kernels: ``SGLA_WHEEL_KERNELS=avx2,avx512,generic python -m build --wheel``. Nothing of this user's home is read, neither pip's
-cache nor a model; settings of pip in the environment and in /etc hold. The answer is sensible if it names Paris.
-"""
+A wheel with kernels: ``SGLA_WHEEL_KERNELS=avx2,avx512,generic python -m build --wheel``. Nothing of this
+user's home is read, neither pip's cache nor a model; settings of pip in the environment and in /etc hold. The
+answer is sensible if it names Paris.
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
     python bench/offline.py --model bench/models/qwen3-0.6b --workloads W1,W2,W3,W4,W5 [--engine sgla|vllm] [--repeat 2]
 
-W1: 256 requests, random.seed(0), 100-1024 tokens in and out, temperature 0.6. W2: one request, 128 in, 512 out, greedy.
-W3: 32 prompts of 4096, 1 out. W4: 256 requests, 2048 shared + 64 own in, 64 out. W5: batches of 512 in, 256 out.
-Weights are random (``load_format=dummy``), prompts are token ids, no request stops early. Llama wants a tokenizer all the same:
-``--extra '{"tokenizer": "FOLDER"}'``.
-"""
+W1: 256 requests, random.seed(0), 100-1024 tokens in and out, temperature 0.6. W2: one request, 128 in, 512
+out, greedy. W3: 32 prompts of 4096, 1 out. W4: 256 requests, 2048 shared + 64 own in, 64 out. W5: batches of
+512 in, 256 out. Weights are random (``load_format=dummy``), prompts are token ids, no request stops early.
+Llama wants a tokenizer all the same: ``--extra '{"tokenizer": "FOLDER"}'``.
+"""  # noqa: E501
 
 from __future__ import annotations
 

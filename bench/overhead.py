@@ -2,8 +2,8 @@
 
     python bench/overhead.py --streams 256 --step-ms 6
 
-Server and client are separate processes. ``idle`` is the share of its time that the worker waited for plans while all
-streams were running, out of the server's own step metrics.
+Server and client are separate processes. ``idle`` is the share of its time that the worker waited for plans
+while all streams were running, out of the server's own step metrics.
 """
 
 from __future__ import annotations

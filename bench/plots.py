@@ -1,10 +1,11 @@
-"""The plots and the tables of docs/performance.md and performance-cpu.md, from the lines in ``bench/results``.
+"""The plots and the tables of docs/performance.md and performance-cpu.md, from the lines in
+``bench/results``.
 
     python bench/plots.py            # writes docs/plots/*.svg and the tables between their marks
     python bench/plots.py --check    # exits with 1 if a table in a page is another
 
-A figure for the GPU is the median of all lines of a workload and a model at the commits below, whatever machine they come from.
-One beside llama.cpp is that of the last line.
+A figure for the GPU is the median of all lines of a workload and a model at the commits below, whatever
+machine they come from. One beside llama.cpp is that of the last line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ RESULTS, PLOTS = ROOT / "bench/results", ROOT / "docs/plots"
 PAGE, CPU_PAGE = ROOT / "docs/performance.md", ROOT / "docs/performance-cpu.md"
 BEGIN, END = "<!-- begin: bench/plots.py -->\n", "<!-- end: bench/plots.py -->\n"
 
-# Commits whose speed on a GPU is today's: nothing since the first has changed it by more than machines differ.
+# Commits whose speed on a GPU is today's: nothing since the first has changed it by more than machines
+# differ.
 COMMITS = {"60fa9cc", "6d75205", "ca86889", "ee75c56", "b9c157d", "e5654d4", "fd60420", "a1e7c91"}
 MODELS = {
     "qwen3-0.6b": "Qwen3-0.6B",
@@ -130,8 +132,10 @@ def draw(figures: Figures, peers: dict[str, Figures]) -> None:
     # The same file from the same figures; text as text, in a grey that can be read on white and on black.
     matplotlib.rcParams.update(
         {"svg.hashsalt": "sgla", "svg.fonttype": "none", "savefig.transparent": True, "font.size": 9}
-        | dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808080")
-    )  # fmt: skip
+        | dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#808080"
+        )
+    )
     from matplotlib import pyplot
 
     def save(figure: Any, name: str) -> None:
@@ -156,8 +160,10 @@ def draw(figures: Figures, peers: dict[str, Figures]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7.5, 3.2))
     for label, source, colour in (
-        ("sgla", figures, OURS), (PEER, peers[PEER], THEIRS), ("limit of the chip", peers[LIMIT], FLOOR),
-    ):  # fmt: skip
+        ("sgla", figures, OURS),
+        (PEER, peers[PEER], THEIRS),
+        ("limit of the chip", peers[LIMIT], FLOOR),
+    ):
         values = [source[f"W5 {batch}"]["qwen3-8b"] for batch in BATCHES]
         axes.plot(BATCHES, values, "o-", label=label, color=colour)
     axes.set_xscale("log", base=2)
@@ -181,9 +187,13 @@ def draw(figures: Figures, peers: dict[str, Figures]) -> None:
             found.setdefault((line["engine"], line["w"]), line["out_tok_s"])
     figure, axes = pyplot.subplots(figsize=(7.5, 3.2))
     bars(
-        axes, list(names.values()),
-        {label: ([found.get((engine, w)) for w in names], colour) for engine, (label, colour) in engines.items()},
-    )  # fmt: skip
+        axes,
+        list(names.values()),
+        {
+            label: ([found.get((engine, w)) for w in names], colour)
+            for engine, (label, colour) in engines.items()
+        },
+    )
     axes.set_title("SmolLM2-135M in bf16 on two cores, tok/s out, more is better")
     axes.legend(frameon=False)
     save(figure, "cpu")

@@ -20,7 +20,8 @@ SAMPLE_SECONDS = 0.1
 
 
 class Server:
-    """Context manager. ``ready_s``: seconds from spawn to the first 200 of ``path``; ``peak_rss``: bytes, sum over processes."""
+    """Context manager. ``ready_s``: seconds from spawn to the first 200 of ``path``; ``peak_rss``: bytes, sum
+    over processes."""
 
     def __init__(self, command: Sequence[str], url: str, path: str, log: Path, timeout: float = 600) -> None:
         self.command, self.url, self.log = list(command), url, log
@@ -104,7 +105,8 @@ def resident(pid: int) -> int:
 
 
 def proportional(pid: int) -> int:
-    """Resident bytes of a process, each page divided by the number of processes that share it (forked ones do); 0 if it has gone."""
+    """Resident bytes of a process, each page divided by the number of processes that share it (forked ones
+    do); 0 if it has gone."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -2,10 +2,11 @@
 
     python bench/quality.py --model demo --quantization none,int8,int4 --out bench/results/cpu-quality.jsonl
 
-The model continues PROMPTS greedily in float32. On these texts each quantization is measured: ``kl``, the divergence of its
-distribution from that of float32 in nats, the mean over all tokens; ``kl_p99``, the 99th percentile; ``top1``, how often both have the
-same most probable token. ``prefix``: how much of the greedy continuation is the same before the first token that differs, the mean
-over prompts. ``none`` is bfloat16 without quantization, ``gguf`` a quantized GGUF file as it is.
+The model continues PROMPTS greedily in float32. On these texts each quantization is measured: ``kl``, the
+divergence of its distribution from that of float32 in nats, the mean over all tokens; ``kl_p99``, the 99th
+percentile; ``top1``, how often both have the same most probable token. ``prefix``: how much of the greedy
+continuation is the same before the first token that differs, the mean over prompts. ``none`` is bfloat16
+without quantization, ``gguf`` a quantized GGUF file as it is.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Model:
         self._table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
 
     def logprobs(self, tokens: list[int], start: int = 0) -> Tensor:
-        """float32 ``[len(tokens) - start, vocabulary]`` behind each token from ``start`` on; those before are known."""
+        """float32 ``[len(tokens) - start, vocabulary]`` behind each token from ``start`` on; those before are
+        known."""
         positions, count = torch.arange(start, len(tokens)), len(tokens) - start
         batch = ForwardBatch(
             rows=1,

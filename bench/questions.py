@@ -1,11 +1,14 @@
-"""What a small model knows: right answers to 30 easy questions, and loops in 30 open ones. One JSON line a setting.
+"""What a small model knows: right answers to 30 easy questions, and loops in 30 open ones. One JSON line a
+setting.
 
     python bench/questions.py --model demo --settings '{"temperature": 0}' '{"temperature": 0.2, "repetition_penalty": 1.1}'
 
-A setting has the fields of ``SamplingParams``, and may have ``system``, a system message, ``examples``, pairs of questions and answers
-that come before, and ``talk``: what the page and ``sgla chat`` ask for besides. An answer is right if it has one of the words before its 200th character; it loops if eight words in
-a row come back four times. The questions are what a newcomer asks first, and were written down before any model was measured.
-"""
+A setting has the fields of ``SamplingParams``, and may have ``system``, a system message, ``examples``, pairs
+of questions and answers that come before, and ``talk``: what the page and ``sgla chat`` ask for besides. An
+answer is right if it has one of the words before its 200th character; it loops if eight words in a row come
+back four times. The questions are what a newcomer asks first, and were written down before any model was
+measured.
+"""  # noqa: E501
 
 from __future__ import annotations
 

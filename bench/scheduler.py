@@ -1,4 +1,5 @@
-"""Cost of the scheduler itself: time of ``plan`` + ``retire`` for a full batch of decode rows, without a model.
+"""Cost of the scheduler itself: time of ``plan`` + ``retire`` for a full batch of decode rows, without a
+model.
 
     python bench/scheduler.py [--rows 256] [--steps 400] [--window 512]
 

@@ -1,12 +1,14 @@
-"""How many public JSON Schemas compile, what the others are refused for, and whether anything invalid is accepted.
+"""How many public JSON Schemas compile, what the others are refused for, and whether anything invalid is
+accepted.
 
     python bench/schemas.py FOLDER ... [--limit 1000] [--walks 4] [--open] [--show 20]
 
-A folder holds JSON files: schemas; MaskBench's, with ``schema`` and ``tests`` of ``valid`` and ``data``; or lists of such groups, as
-JSON-Schema-Test-Suite has them. Each schema is compiled in a process of its own within the server's limits. Outputs are then made by
-random walks through the grammar and checked by jsonschema_rs, and so is every test's text that the grammar accepts. Schemas that refer
-to other files are left out. Prints one JSON line; the exit code is 1 if something invalid is accepted, or a schema fails otherwise than by
-being refused.
+A folder holds JSON files: schemas; MaskBench's, with ``schema`` and ``tests`` of ``valid`` and ``data``; or
+lists of such groups, as JSON-Schema-Test-Suite has them. Each schema is compiled in a process of its own
+within the server's limits. Outputs are then made by random walks through the grammar and checked by
+jsonschema_rs, and so is every test's text that the grammar accepts. Schemas that refer to other files are
+left out. Prints one JSON line; the exit code is 1 if something invalid is accepted, or a schema fails
+otherwise than by being refused.
 """
 
 from __future__ import annotations
@@ -124,7 +126,8 @@ def takes(matcher: Any, text: str) -> bool:
 
 
 def walk(matcher: Any, rng: random.Random) -> tuple[str, bool | None]:
-    """A random output that ends as soon as it may, once it is long. Whether it ended; None: no token was left."""
+    """A random output that ends as soon as it may, once it is long. Whether it ended; None: no token was
+    left."""
     output = bytearray()
     for _ in range(LENGTH):
         mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)

@@ -6,12 +6,12 @@
     python bench/serve.py --only W6 --model bench/models/qwen3-8b --dummy TOKENIZER --server-args "--device cuda --context-length 8192"
     python bench/serve.py --only W6 --model bench/models/qwen3-8b --dummy TOKENIZER --engine vllm --python peer-venv/bin/python
 
-All workloads stream ``/v1/completions`` and ignore EOS. Prompts are new in every run, so no prefix is cached before it.
-W6 is for a GPU, where vllm and sglang have not been run with this script; the others are for a CPU and run if ``--only`` names
-none. ``--dummy`` serves a folder that has only config.json, with random weights. Its tokens have to make text, since one
-without makes no chunk and two steps would look like one: so the tokenizer in the folder TOKENIZER, of any model, is given a
-made-up word for each further id.
-"""
+All workloads stream ``/v1/completions`` and ignore EOS. Prompts are new in every run, so no prefix is cached
+before it. W6 is for a GPU, where vllm and sglang have not been run with this script; the others are for a CPU
+and run if ``--only`` names none. ``--dummy`` serves a folder that has only config.json, with random weights.
+Its tokens have to make text, since one without makes no chunk and two steps would look like one: so the
+tokenizer in the folder TOKENIZER, of any model, is given a made-up word for each further id.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ from sgla.observe.machine import detect
 
 @dataclass(frozen=True)
 class Workload:
-    """``requests``, each ``input_len`` own tokens after ``prefix_len`` common ones, ``output_len`` out. ``concurrency`` at a time,
-    or all at once. ``warm_up``: tokens out of as many requests as run at a time, before the first run."""
+    """``requests``, each ``input_len`` own tokens after ``prefix_len`` common ones, ``output_len`` out.
+    ``concurrency`` at a time, or all at once. ``warm_up``: tokens out of as many requests as run at a time,
+    before the first run."""
 
     requests: int
     input_len: int
@@ -74,8 +75,8 @@ WORKLOADS = CPU | {"W6": Workload(256, 1024, 256, concurrency=64, warm_up=32)}
 
 @dataclass(frozen=True)
 class Engine:
-    """How to start a server: ``{python} {model} {port} {threads}`` are filled in. ``dummy``: what to add for random weights and the
-    ``{tokenizer}`` of another model."""
+    """How to start a server: ``{python} {model} {port} {threads}`` are filled in. ``dummy``: what to add for
+    random weights and the ``{tokenizer}`` of another model."""
 
     command: str
     ready: str
@@ -92,13 +93,15 @@ ENGINES = {
         dummy="--load-format dummy --tokenizer {tokenizer}",
     ),
     "vllm": Engine(
-        "{python} -m vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype bfloat16 --max-model-len 8192",
+        "{python} -m vllm.entrypoints.openai.api_server --model {model} --port {port} --dtype bfloat16 "
+        "--max-model-len 8192",
         "/health",
         "vllm",
         dummy="--load-format dummy --tokenizer {tokenizer}",
     ),
     "sglang": Engine(
-        "{python} -m sglang.launch_server --model-path {model} --port {port} --dtype bfloat16 --context-length 8192",
+        "{python} -m sglang.launch_server --model-path {model} --port {port} --dtype bfloat16 "
+        "--context-length 8192",
         "/health",
         "sglang",
         dummy="--load-format dummy --tokenizer-path {tokenizer}",

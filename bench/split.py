@@ -1,10 +1,12 @@
-"""Where the time of the main process goes, and when it saturates: chats in a closed loop, over a fake executor.
+"""Where the time of the main process goes, and when it saturates: chats in a closed loop, over a fake
+executor.
 
     chrt -f 10 python bench/split.py --streams 256 --step-ms 6
 
-Each stream sends its next chat when the one before has ended. The server runs once as it is (``server_cpu_us_per_tok``,
-latencies) and once with timers around the parts that a token or a request passes (``parts``: microseconds of the loop's thread
-a token, without those of the parts inside; ``loop`` is the rest of its CPU time). Steps of 0.5 ms show what it can do at most.
+Each stream sends its next chat when the one before has ended. The server runs once as it is
+(``server_cpu_us_per_tok``, latencies) and once with timers around the parts that a token or a request passes
+(``parts``: microseconds of the loop's thread a token, without those of the parts inside; ``loop`` is the rest
+of its CPU time). Steps of 0.5 ms show what it can do at most.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ class Load:
                 "max_tokens": length,
             }
         ).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"  # noqa: E501
         return head.encode() + body
 
 
@@ -331,9 +333,21 @@ def main() -> None:
     for timed in (False, True):
         port = free_port()
         server = [
-            "serve", "--model", args.model, "--executor", "fake", "--fake-step-ms", str(args.step_ms), "--port", str(port),
-            "--max-running-requests", str(args.streams), "--log-level", "warning", *args.server_args,
-        ]  # fmt: skip
+            "serve",
+            "--model",
+            args.model,
+            "--executor",
+            "fake",
+            "--fake-step-ms",
+            str(args.step_ms),
+            "--port",
+            str(port),
+            "--max-running-requests",
+            str(args.streams),
+            "--log-level",
+            "warning",
+            *args.server_args,
+        ]
         folder = Path(tempfile.gettempdir())
         parts = folder / "split-parts.json"
         begin = [__file__, "--serve", str(parts), "--server-args"] if timed else ["-m", "sgla"]

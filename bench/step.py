@@ -3,10 +3,11 @@
     python bench/step.py --model bench/models/qwen3-8b [--batches 1,16,64,256] [--context 640] [--tp 2]
     python bench/step.py --model bench/models/qwen3-8b --profile [--prompts 0+4096,64+700] [--traces FOLDER]
 
-``graph_ms``: replays of the graph, back to back. ``step_ms``: launches as the worker makes them, two in flight.
-``step_gap_ms``: idle time of the GPU between steps. Each batch is measured twice: with a temperature alone, whose draw is
-in the graph, and with Qwen3's ``top_k`` and ``top_p`` behind the graph. ``floor_ms``: weights and KV that must be read, at
-4.34 TB/s. With several ranks the times are those of rank 0. ``--profile``: see ``timeline.py``.
+``graph_ms``: replays of the graph, back to back. ``step_ms``: launches as the worker makes them, two in
+flight. ``step_gap_ms``: idle time of the GPU between steps. Each batch is measured twice: with a temperature
+alone, whose draw is in the graph, and with Qwen3's ``top_k`` and ``top_p`` behind the graph. ``floor_ms``:
+weights and KV that must be read, at 4.34 TB/s. With several ranks the times are those of rank 0.
+``--profile``: see ``timeline.py``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Attacks on what clients store (``sgla/http/state``): floods of lists, huge objects that are deleted, forms that are none, and clients that
-do not read. Beside each of them another client asks for a small response of its own; ``other_ms`` is the longest that it waited.
+"""Attacks on what clients store (``sgla/http/state``): floods of lists, huge objects that are deleted, forms
+that are none, and clients that do not read. Beside each of them another client asks for a small response of
+its own; ``other_ms`` is the longest that it waited.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ PURPOSE = part(b'name="purpose"', b"batch")
 
 def upload(body: bytes, kind: str = FORM) -> bytes:
     return (
-        f"POST {FILES} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n{kind}Content-Length: {len(body)}\r\n\r\n"
+        f"POST {FILES} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n{kind}Content-Length: "
+        f"{len(body)}\r\n\r\n"
     ).encode() + body
 
 
@@ -107,7 +109,8 @@ async def remove(target: Target, path: str, uids: list[str]) -> None:
 
 
 async def deleted(target: Target) -> Outcome:
-    """A conversation with as many items as there may be, of 48 MiB, and 60 responses of a MiB: made, and deleted."""
+    """A conversation with as many items as there may be, of 48 MiB, and 60 responses of a MiB: made, and
+    deleted."""
     _, answer = await exchange(target, request(CONVERSATIONS, {}))
     uid = uid_of(answer)
     message = {"type": "message", "role": "user", "content": "x" * 6000}
@@ -125,7 +128,8 @@ async def deleted(target: Target) -> Outcome:
 
 
 async def unread(target: Target, asks: list[bytes]) -> tuple[Counter[int], list[str]]:
-    """Connections that ask and do not read; statuses of those that had an answer, and ids of responses that begin it."""
+    """Connections that ask and do not read; statuses of those that had an answer, and ids of responses that
+    begin it."""
     statuses: Counter[int] = Counter()
     uids: list[str] = []
 
@@ -156,7 +160,8 @@ async def unread(target: Target, asks: list[bytes]) -> tuple[Counter[int], list[
 
 
 async def streams(target: Target) -> Outcome:
-    """Streams in the background whose events are large, live and stored, and their responses: nobody reads."""
+    """Streams in the background whose events are large, live and stored, and their responses: nobody
+    reads."""
     body = {
         **{"input": "a", "background": True, "stream": True, "max_output_tokens": 64},
         "metadata": {"k": "v" * target.many(1_048_000)},

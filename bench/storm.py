@@ -1,9 +1,10 @@
-"""Many streaming clients, of which some leave: are the others' streams whole, and does the main loop stay on time?
+"""Many streaming clients, of which some leave: are the others' streams whole, and does the main loop stay on
+time?
 
     python bench/storm.py MODEL_FOLDER [--clients 512] [--rounds 4] [--leave 0.3] [--step-ms 25]
 
-The model is not computed: a worker process answers each step after ``step-ms``. The clients are in this process. Prints one
-JSON line; lags come from the server's own histogram, as upper bounds of its buckets.
+The model is not computed: a worker process answers each step after ``step-ms``. The clients are in this
+process. Prints one JSON line; lags come from the server's own histogram, as upper bounds of its buckets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a step consists of: each operation's kernels, their time, and the time that the chip needs at least.
 
-Kernels of a step overlap: each starts while the one before ends. So an operation's time is that from the end of all kernels before
-it to its own end, and these times add up to the step's.
+Kernels of a step overlap: each starts while the one before ends. So an operation's time is that from the end
+of all kernels before it to its own end, and these times add up to the step's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = {  # by the kernel's name, the first that fits
     "attention of decode rows": r"^decode_attention|^_decode|^_attend|^_tokens|^_merge",
     "attention of prompts": r"^prompt_attention|^_extend|flash|Prefill|Ragged|Paged",
     "experts": r"^experts|^grouped_gemm|^_experts|^_few",
-    "router, sort and sum of the experts": r"^router|^_norm_router|^_route|^_count|^_group|^_weight|^_combine",
+    "router, sort and sum of the experts": r"^router|^_norm_router|^_route|^_count|^_group|^_weight|^_combine",  # noqa: E501
     "part of a product": r"splitKreduce",
     "linear": r"gemm|nvjet|cutlass|cublas|^_linear",
     "add and norm": r"rms_norm",
@@ -44,7 +44,8 @@ class Launch(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A step: decode rows with so many tokens of context, prompts of so many tokens in all, one prompt at most."""
+    """A step: decode rows with so many tokens of context, prompts of so many tokens in all, one prompt at
+    most."""
 
     rows: int
     context: int
@@ -82,7 +83,8 @@ def kind_of(name: str) -> str:
 
 
 def operations(steps: list[Launch], spec: ModelSpec) -> list[str]:
-    """What each launch belongs to. Linear layers have no names of their own: their place between two attentions tells."""
+    """What each launch belongs to. Linear layers have no names of their own: their place between two
+    attentions tells."""
     kinds, group = [kind_of(launch.name) for launch in steps], list[int]()
     layer, before = 0, ""
     for i, kind in enumerate([*kinds, "attention"]):
@@ -108,7 +110,8 @@ def _linear_names(count: int, layer: int, spec: ModelSpec) -> list[str]:
 
 
 def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
-    """Microseconds a step that each operation takes at least: bytes that must be read or written, or FLOPs."""
+    """Microseconds a step that each operation takes at least: bytes that must be read or written, or
+    FLOPs."""
 
     def least(size: float, flops: float = 0.0) -> float:
         return max(size / BANDWIDTH, flops / RATE) * 1e6
@@ -156,7 +159,8 @@ def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
 
 
 def table(steps: list[Launch], spec: ModelSpec, load: Load) -> dict[str, Any]:
-    """``us``: of a step, and of each operation in it; ``idle_us``: no kernel ran; ``floor_us``: of each operation that has one."""
+    """``us``: of a step, and of each operation in it; ``idle_us``: no kernel ran; ``floor_us``: of each
+    operation that has one."""
     lowest, done, idle = floors(spec, load), steps[0].begin, 0.0
     rows: dict[str, dict[str, Any]] = {}
     for launch, what in zip(steps, operations(steps, spec)):

@@ -1,11 +1,13 @@
-"""Find which kernel multiplies by each weight of a model, and how it is best cut: the tables of ``sgla/kernels/gpu/tuned``.
+"""Find which kernel multiplies by each weight of a model, and how it is best cut: the tables of
+``sgla/kernels/gpu/tuned``.
 
     python bench/tune.py --out DIR [--seconds 110] [--models bench/models/qwen3-8b,...] [--gain 0.03]
 
-Each product is timed with what its kernels do behind it (the gate, the add with its norm, the heads of prompts), by medians of graph
-replays over weights larger than the L2 cache. What is estimated is kept, unless another choice is faster by more than ``--gain``.
-DIR gets the table of the card, to be put beside the others, and ``tune.jsonl``: all times. Numbers of rows that people meet most come
-first for all models, so that little time gives a table, too.
+Each product is timed with what its kernels do behind it (the gate, the add with its norm, the heads of
+prompts), by medians of graph replays over weights larger than the L2 cache. What is estimated is kept, unless
+another choice is faster by more than ``--gain``. DIR gets the table of the card, to be put beside the others,
+and ``tune.jsonl``: all times. Numbers of rows that people meet most come first for all models, so that little
+time gives a table, too.
 """
 
 from __future__ import annotations
@@ -118,8 +120,9 @@ def choose(times: Mapping[Choice, float], gain: float) -> Choice:
 
 
 def first_row(m: int, product: Product) -> int:
-    """From how many rows on what is measured with ``m`` speaks: behind the next smaller number that is tried, as long as the
-    estimate stays, and no more than a tile, with which another kernel may fill the GPU better."""
+    """From how many rows on what is measured with ``m`` speaks: behind the next smaller number that is tried,
+    as long as the estimate stays, and no more than a tile, with which another kernel may fill the GPU
+    better."""
     above = max((other for other in ROWS if other < m), default=0)
     first, there, least = m, estimated(m, product), max(above, m - batch_gemm.MAX_ROWS) + 1
     while first > least and estimated(first - 1, product) == there:
@@ -226,7 +229,8 @@ Timer = Callable[[Layer, int, Choice], float]
 def measure(
     layers: Sequence[Layer], rows: Iterable[int], timer: Timer, spent: Callable[[], bool], most: int = MOST
 ) -> Iterator[tuple[Layer, int, dict[Choice, float]]]:
-    """Times of every candidate for one layer and number of rows after the other, until the time is ``spent``."""
+    """Times of every candidate for one layer and number of rows after the other, until the time is
+    ``spent``."""
     for m, layer in jobs(layers, rows):
         times: dict[Choice, float] = {}
         for choice in candidates(m, *layer, most):

@@ -2,12 +2,13 @@
 
     python bench/weights.py --model bench/models/qwen3-8b [--layers 8] [--folder /tmp/weights] [--shards 3]
 
-Writes a checkpoint of random values in the model's shapes (cut to ``--layers``), then reads its files plainly, with as many
-threads as the loader has, and loads it in new processes, whole and as two halves at once, on two GPUs where there are two: from
-the page cache, and with ``--disk`` after dropping that (root; it slows whatever else runs on the host). ``load_gb_s`` is the sum over the
-ranks; ``again_gb_s`` is a second load from the page cache, where buffers are pinned and libraries loaded.
-``host_mib`` is the most that loading adds to a rank's resident memory, mapped files not counted; ``pinned_mib`` are the
-buffers that copies start from, which a process's resident memory need not show.
+Writes a checkpoint of random values in the model's shapes (cut to ``--layers``), then reads its files
+plainly, with as many threads as the loader has, and loads it in new processes, whole and as two halves at
+once, on two GPUs where there are two: from the page cache, and with ``--disk`` after dropping that (root; it
+slows whatever else runs on the host). ``load_gb_s`` is the sum over the ranks; ``again_gb_s`` is a second
+load from the page cache, where buffers are pinned and libraries loaded. ``host_mib`` is the most that loading
+adds to a rank's resident memory, mapped files not counted; ``pinned_mib`` are the buffers that copies start
+from, which a process's resident memory need not show.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def own_kib() -> int:
 
 
 class Part(NamedTuple):
-    """A rank's load: seconds, and of a second one, bytes of its weights, MiB of host memory and of pinned buffers."""
+    """A rank's load: seconds, and of a second one, bytes of its weights, MiB of host memory and of pinned
+    buffers."""
 
     seconds: float
     again: float

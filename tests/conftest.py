@@ -1,5 +1,6 @@
-"""For all tests: GPU tests are skipped without CUDA, and Triton kernels run in its interpreter then. Tests of the compiled CPU kernels,
-and of equal bits in any batch, which torch's operations do not give, are skipped where these cannot be built."""
+"""For all tests: GPU tests are skipped without CUDA, and Triton kernels run in its interpreter then. Tests of
+the compiled CPU kernels, and of equal bits in any batch, which torch's operations do not give, are skipped
+where these cannot be built."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Of a plain ``pytest``: three for two cores, since tests wait for servers, if there are 4 GiB of memory for each. None for single files, nor
-    beside a GPU, which they would share."""
+    """Of a plain ``pytest``: three for two cores, since tests wait for servers, if there are 4 GiB of memory
+    for each. None for single files, nor beside a GPU, which they would share."""
     if torch.cuda.is_available() or not all(os.path.isdir(path.partition("::")[0]) for path in config.args):
         return 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -58,7 +59,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def _turn(tests: Counter[Path]) -> Callable[[pytest.Item], tuple[int, int, Path]]:
-    """Files that take long begin first, so that none of them is the last that runs: those of SLOW, and those of many tests."""
+    """Files that take long begin first, so that none of them is the last that runs: those of SLOW, and those
+    of many tests."""
 
     def turn(item: pytest.Item) -> tuple[int, int, Path]:
         folder = item.path.parent.name
@@ -69,7 +71,8 @@ def _turn(tests: Counter[Path]) -> Callable[[pytest.Item], tuple[int, int, Path]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Imports make no garbage, and looking for it takes a quarter of their time; what they made is never looked at again."""
+    """Imports make no garbage, and looking for it takes a quarter of their time; what they made is never
+    looked at again."""
     gc.disable()
     try:
         return (yield)

@@ -18,8 +18,8 @@ DISTRIBUTIONS = [
 
 
 def possible(logits: np.ndarray, distribution: Distribution, seed: int, position: int) -> set[int]:
-    """Tokens of ``logits`` float32[V] that a GPU may draw: mostly one; more where two scores, or a logit and the threshold, are too
-    close for its arithmetic."""
+    """Tokens of ``logits`` float32[V] that a GPU may draw: mostly one; more where two scores, or a logit and
+    the threshold, are too close for its arithmetic."""
     ids, tokens = np.arange(len(logits)), set()
     factor = LOG2_E / np.float32(distribution.temperature)
     scores = logits.astype(np.float64) * factor - noise(bits_of(seed, position, ids))

@@ -8,9 +8,9 @@ from typing import Any
 
 
 def patch_once() -> None:
-    """Have it put its operations into Triton's language once for each module of kernels, instead of at every call from
-    kernel to function, and make a type of tensors once, instead of for every tensor; that takes two fifths of the time.
-    Triton 3.6 takes arrays of one value for numbers, which NumPy 2.4 does not."""
+    """Have it put its operations into Triton's language once for each module of kernels, instead of at every
+    call from kernel to function, and make a type of tensors once, instead of for every tensor; that takes two
+    fifths of the time. Triton 3.6 takes arrays of one value for numbers, which NumPy 2.4 does not."""
     from triton import language
     from triton.runtime import interpreter
 

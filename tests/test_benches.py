@@ -24,7 +24,8 @@ def spec_of(model: str) -> ModelSpec:
 
 
 def steps(names: list[str]) -> Any:
-    """Each launch starts before the one before ends, but for the last, in front of which nothing runs for 5 us."""
+    """Each launch starts before the one before ends, but for the last, in front of which nothing runs for 5
+    us."""
     import timeline
 
     begins = [10.0 * i for i in range(len(names))]

@@ -49,7 +49,7 @@ class Terminal(io.StringIO):
 
 def modules_after(code: str) -> set[str]:
     """Top-level modules that a fresh interpreter has loaded after ``code``."""
-    script = f"import contextlib, sys\nwith contextlib.suppress(SystemExit):\n    {code}\nprint(*sys.modules, file=sys.stderr)"
+    script = f"import contextlib, sys\nwith contextlib.suppress(SystemExit):\n    {code}\nprint(*sys.modules, file=sys.stderr)"  # noqa: E501
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
@@ -128,15 +128,20 @@ def test_mistakes_get_one_line_and_exit_code_2(argv: list[str], message: str) ->
     assert err.count("\n") == 1
 
 
-# explain, doctor ------------------------------------------------------------------------------------------------------
+# explain, doctor
 
 
 def tiny_model(folder: Path) -> str:
     config = {
-        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "hidden_size": 64,
-        "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 128,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "vocab_size": 300,
+        "max_position_embeddings": 128,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -247,7 +252,7 @@ def test_doctor_looks_for_the_demo_where_it_is_kept(tmp_path: Path, monkeypatch:
     assert f"not in {tmp_path / 'given'};" in run("doctor", "--download-dir", str(tmp_path / "given"))[1]
 
 
-# pull, list, rm, completion --------------------------------------------------------------------------------------------
+# pull, list, rm, completion
 
 
 def test_models_are_pulled_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +299,19 @@ def test_bash_completes() -> None:
     assert done.stdout.split() == ["--step-tokens", "--step-log"]
 
 
-# serve ---------------------------------------------------------------------------------------------------------------
+# serve
 
 FACTS = Facts(
-    groups=[CacheGroup(101)], page_size=16, slots=8, context_len=512, vocab_size=300, step_tokens=64, dtype="bfloat16", device="cpu",
+    groups=[CacheGroup(101)],
+    page_size=16,
+    slots=8,
+    context_len=512,
+    vocab_size=300,
+    step_tokens=64,
+    dtype="bfloat16",
+    device="cpu",
     notes=["torch operations"],
-)  # fmt: skip
+)
 
 
 def test_ready_line_has_a_curl_command_that_parses() -> None:
@@ -354,7 +366,7 @@ def test_progress_on_a_terminal_ends_each_phase_with_its_last_state() -> None:
     assert "3/3" in kept[2]
 
 
-# a stand-in server ---------------------------------------------------------------------------------------------------
+# a stand-in server
 
 
 TRACES = {"ranks": [{"file": "/traces/0.json"}, {"file": "/traces/1.json"}]}
@@ -454,7 +466,7 @@ def server() -> Iterator[str]:
     httpd.server_close()
 
 
-# bench ---------------------------------------------------------------------------------------------------------------
+# bench
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])
@@ -592,7 +604,7 @@ def test_workloads_repeat_and_have_their_lengths() -> None:
     assert {50 <= len(session[0].prompt) <= 150 for session in spread} == {True}
 
 
-# chat ----------------------------------------------------------------------------------------------------------------
+# chat
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, text: str, *argv: str) -> tuple[int, str, str]:
@@ -715,9 +727,14 @@ class Keyboard:
         }
         command = [sys.executable, "-m", "sgla", "chat", "--url", url]
         self.process = subprocess.Popen(
-            command, stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True,
+            command,
+            stdin=other,
+            stdout=other,
+            stderr=other,
+            env=environment,
+            start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        )
         os.close(other)
 
     def press(self, keys: bytes) -> None:

@@ -36,14 +36,26 @@ LAPTOP = Machine(
 H200 = nvidia("NVIDIA H200", (9, 0), 132, 140 * GIB)
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
-    "intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-}  # fmt: skip
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 MINILM = {
     "architectures": ["BertModel"],
-    "num_hidden_layers": 6, "num_attention_heads": 12, "hidden_size": 384, "intermediate_size": 1536,
-    "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "hidden_act": "gelu",
-}  # fmt: skip
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+}
 
 
 def config_of(*argv: str) -> Config:
@@ -232,7 +244,7 @@ def test_what_is_no_size(text: str) -> None:
         parse_bytes(text)
 
 
-# resolve -------------------------------------------------------------------------------------------------------------
+# resolve
 
 
 def test_every_value_is_filled_and_has_a_reason() -> None:

@@ -1,4 +1,5 @@
-"""Sampling defaults: what the model's files, its card and the user say, and what each way into the engine makes of it."""
+"""Sampling defaults: what the model's files, its card and the user say, and what each way into the engine
+makes of it."""
 
 from __future__ import annotations
 
@@ -38,8 +39,11 @@ def test_the_file_goes_before_the_card_and_the_user_before_both(monkeypatch: pyt
     found = find_defaults(config, source(top_p=0.5, max_new_tokens=9, eos_token_id=3))
     assert found.values == {"temperature": 0.2, "top_p": 0.5, "min_p": 0, "max_tokens": 7}
     assert found.sources == {
-        "temperature": "chosen for the demo", "top_p": FILE, "min_p": GIVEN, "max_tokens": GIVEN,
-    }  # fmt: skip
+        "temperature": "chosen for the demo",
+        "top_p": FILE,
+        "min_p": GIVEN,
+        "max_tokens": GIVEN,
+    }
     assert str(found) == (
         "temperature 0.2 (chosen for the demo), top_p 0.5 (generation_config.json), "
         "min_p 0, max_tokens 7 (--preferred-sampling-params)"
@@ -84,11 +88,21 @@ def test_who_says_nothing_gets_the_models_length_but_for_short_routes() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -1}, {"temperature": "warm"}, {"temperature": True}, {"top_p": 0}, {"top_p": 1.5},
-        {"top_k": 2.5}, {"top_k": 1e30}, {"min_p": [0.1]}, {"repetition_penalty": 0},
-        {"temperature": float("nan")}, {"top_p": {"a": 1}}, {"max_new_tokens": -5}, {"max_new_tokens": 10**400},
+        {"temperature": -1},
+        {"temperature": "warm"},
+        {"temperature": True},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": 2.5},
+        {"top_k": 1e30},
+        {"min_p": [0.1]},
+        {"repetition_penalty": 0},
+        {"temperature": float("nan")},
+        {"top_p": {"a": 1}},
+        {"max_new_tokens": -5},
+        {"max_new_tokens": 10**400},
     ],
-)  # fmt: skip
+)
 def test_nonsense_of_the_file_is_told_and_left_aside(wrong: dict[str, Any]) -> None:
     found = find_defaults(Config(model="x/y"), source(**wrong))
     (name,) = wrong
@@ -119,7 +133,8 @@ def test_what_is_not_supported_is_told(asked: dict[str, Any]) -> None:
     assert find_defaults(Config(model="x/y"), source(**quiet)) == Defaults()
 
 
-# Of HF's GenerationConfig, what changes no token of a request: lengths, which requests have, beams' options, outputs, caches, speed.
+# Of HF's GenerationConfig, what changes no token of a request: lengths, which requests have, beams' options,
+# outputs, caches, speed.
 NO_CHANGE = """
     max_length early_stopping length_penalty num_return_sequences use_cache cache_implementation cache_config max_cache_len
     output_attentions output_hidden_states output_scores output_logits return_dict_in_generate renormalize_logits
@@ -127,7 +142,7 @@ NO_CHANGE = """
     num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens
     max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type
     compile_config disable_compile continuous_batching_config low_memory prefill_chunk_size transformers_version
-"""
+"""  # noqa: E501
 
 
 def test_all_that_generation_config_may_say_is_known() -> None:

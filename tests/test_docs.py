@@ -246,9 +246,17 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "refused grammars": (compiler.REFUSALS,),
 }
 UNITS = {
-    "Mi": 1 << 20, "MiB": 1 << 20, "KiB": 1 << 10, "GiB": 1 << 30, "second": 1, "seconds": 1, "minute": 60, "minutes": 60,
-    "hour": 3600, "days": 86400,
-}  # fmt: skip
+    "Mi": 1 << 20,
+    "MiB": 1 << 20,
+    "KiB": 1 << 10,
+    "GiB": 1 << 30,
+    "second": 1,
+    "seconds": 1,
+    "minute": 60,
+    "minutes": 60,
+    "hour": 3600,
+    "days": 86400,
+}
 
 
 def amounts(cell: str) -> set[float]:

@@ -1,4 +1,5 @@
-"""Settings from flags, the environment and files; and what other servers' flags are here: the one table of them."""
+"""Settings from flags, the environment and files; and what other servers' flags are here: the one table of
+them."""
 
 from __future__ import annotations
 
@@ -453,7 +454,7 @@ def test_two_names_of_a_setting_must_agree() -> None:
         parse(["serve", "--tp-size", "4", "--tp", "2"])
 
 
-# lists and MODEL ------------------------------------------------------------------------------------------------------
+# lists and MODEL
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -477,7 +478,7 @@ def test_a_model_may_stand_behind_other_flags() -> None:
     assert flags_of("--port", "1", "a/b", "--tp", "2") == {"model": "a/b", "port": 1, "tp": 2}
 
 
-# the environment ------------------------------------------------------------------------------------------------------
+# the environment
 
 
 def test_flags_come_before_the_environment_and_the_file(tmp_path: Path) -> None:

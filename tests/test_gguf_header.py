@@ -1,4 +1,5 @@
-"""Damaged and hostile GGUF files: a typed error that says what is wrong, before any size in them is believed."""
+"""Damaged and hostile GGUF files: a typed error that says what is wrong, before any size in them is
+believed."""
 
 from __future__ import annotations
 
@@ -22,9 +23,16 @@ from sgla.text.tokenizer import load_tokenizer
 
 U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 LAYER = {
-    "attn_norm": (8,), "attn_q": (8, 8), "attn_k": (4, 8), "attn_v": (4, 8), "attn_output": (8, 8),
-    "ffn_norm": (8,), "ffn_gate": (16, 8), "ffn_up": (16, 8), "ffn_down": (8, 16),
-}  # fmt: skip
+    "attn_norm": (8,),
+    "attn_q": (8, 8),
+    "attn_k": (4, 8),
+    "attn_v": (4, 8),
+    "attn_output": (8, 8),
+    "ffn_norm": (8,),
+    "ffn_gate": (16, 8),
+    "ffn_up": (16, 8),
+    "ffn_down": (8, 16),
+}
 SHAPES = {"token_embd": (6, 8), "output_norm": (8,)} | {
     f"blk.0.{stem}": shape for stem, shape in LAYER.items()
 }
@@ -146,7 +154,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a string of 2^60 bytes": (build([u64(2**60)]), "ends within its header"),
     "a string of 2^64 - 1 bytes": (build([u64(2**64 - 1)]), "ends within its header"),
     "an array of 2^60": (but("x.y", ARRAY, u32(U32) + u64(2**60)), f"more than {MOST_ITEMS} items"),
-    "an array of 2^60 strings": (but("x.y", ARRAY, u32(STRING) + u64(2**60)), f"more than {MOST_ITEMS} items"),
+    "an array of 2^60 strings": (
+        but("x.y", ARRAY, u32(STRING) + u64(2**60)),
+        f"more than {MOST_ITEMS} items",
+    ),
     "an array past the end": (but("x.y", ARRAY, u32(U32) + u64(2**20)), "ends within its header"),
     "strings past the end": (but("x.y", ARRAY, u32(STRING) + u64(2**20)), "ends within its header"),
     "nested arrays": (but("x.y", ARRAY, (u32(ARRAY) + u64(1)) * 100_000), "items of type 9"),
@@ -171,22 +182,47 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a number as a list": (but("llama.block_count", ARRAY, u32(U32) + u64(1) + u32(1)), "is a list of 1"),
     "no heads": (but("llama.attention.head_count", U32, u32(0)), "head_count is 0"),
     "more heads than width": (but("llama.attention.head_count", U32, u32(16)), "heads of 0 values"),
-    "heads that do not divide": (but("llama.attention.head_count", U32, u32(3)), "heads of 2 values|has shape"),
-    "tokens as numbers": (but("tokenizer.ggml.tokens", ARRAY, u32(U32) + u64(1) + u32(1)), "ggml.tokens is a list"),
-    "a token twice": (but("tokenizer.ggml.tokens", ARRAY, strings("<s>", "</s>", "a", "b", "ab", "a")), "token twice"),
-    "types for fewer tokens": (but("tokenizer.ggml.token_type", ARRAY, u32(I32) + u64(1) + u32(1)), "1 values for 6 tokens"),
-    "a type of token that is none": (
-        but("tokenizer.ggml.token_type", ARRAY, u32(I32) + u64(6) + struct.pack("<6i", 3, 3, 1, 1, 1, 77)), "token_type has a value",
+    "heads that do not divide": (
+        but("llama.attention.head_count", U32, u32(3)),
+        "heads of 2 values|has shape",
     ),
-    "an end that is no token": (but("tokenizer.ggml.eos_token_id", U32, u32(6)), "eos_token_id is 6, and there are 6 tokens"),
+    "tokens as numbers": (
+        but("tokenizer.ggml.tokens", ARRAY, u32(U32) + u64(1) + u32(1)),
+        "ggml.tokens is a list",
+    ),
+    "a token twice": (
+        but("tokenizer.ggml.tokens", ARRAY, strings("<s>", "</s>", "a", "b", "ab", "a")),
+        "token twice",
+    ),
+    "types for fewer tokens": (
+        but("tokenizer.ggml.token_type", ARRAY, u32(I32) + u64(1) + u32(1)),
+        "1 values for 6 tokens",
+    ),
+    "a type of token that is none": (
+        but("tokenizer.ggml.token_type", ARRAY, u32(I32) + u64(6) + struct.pack("<6i", 3, 3, 1, 1, 1, 77)),
+        "token_type has a value",
+    ),
+    "an end that is no token": (
+        but("tokenizer.ggml.eos_token_id", U32, u32(6)),
+        "eos_token_id is 6, and there are 6 tokens",
+    ),
     "a negative end": (but("tokenizer.ggml.eos_token_id", I32, u32(2**32 - 1)), "eos_token_id is -1"),
-    "merges of nothing": (but("tokenizer.ggml.merges", ARRAY, strings("nothing")), "vocabulary cannot be read"),
-    "merges of unknown tokens": (but("tokenizer.ggml.merges", ARRAY, strings("x y")), "vocabulary cannot be read"),
-    "an unknown key of the tokenizer": (but("tokenizer.ggml.new", BOOL, b"\1"), "tokenizer.ggml.new is not supported"),
+    "merges of nothing": (
+        but("tokenizer.ggml.merges", ARRAY, strings("nothing")),
+        "vocabulary cannot be read",
+    ),
+    "merges of unknown tokens": (
+        but("tokenizer.ggml.merges", ARRAY, strings("x y")),
+        "vocabulary cannot be read",
+    ),
+    "an unknown key of the tokenizer": (
+        but("tokenizer.ggml.new", BOOL, b"\1"),
+        "tokenizer.ggml.new is not supported",
+    ),
     "an unknown split": (but("tokenizer.ggml.pre", STRING, text("new")), "'new' is not known"),
     "another kind of tokenizer": (but("tokenizer.ggml.model", STRING, text("t5")), "'t5'"),
     "a template that is none": (but("tokenizer.chat_template", U32, u32(1)), "chat_template is 1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -186,7 +186,7 @@ def test_a_user_without_a_home(
         demo.cache_folder()
 
 
-# local folders and files ---------------------------------------------------------------------------------------------
+# local folders and files
 
 
 def make_folder(folder: Path, *names: str) -> Path:
@@ -246,7 +246,7 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
         fetch.resolve_model(Config(model=str(tmp_path / "model.bin")))
 
 
-# the hub -------------------------------------------------------------------------------------------------------------
+# the hub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = {
@@ -273,8 +273,8 @@ REPOS = {"org/small": REPO, "org/small-GGUF": GGUFS}
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the API of Hugging Face's hub and of ModelScope as their clients use. ``asked`` lists the files sent; the first
-    answers about ``cut`` break off in the middle, as many as it says."""
+    """As much of the API of Hugging Face's hub and of ModelScope as their clients use. ``asked`` lists the
+    files sent; the first answers about ``cut`` break off in the middle, as many as it says."""
 
     asked: list[str] = []
     starts: list[int] = []  # of the bytes of each file that is sent
@@ -311,9 +311,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self._send(404, b'{"Code": 10010205001, "Message": "not found", "Success": false}')
         elif what == ["repo", "files"]:
             files = [
-                {"Path": name, "Name": name, "Size": len(data), "Type": "blob", "Sha256": hashlib.sha256(data).hexdigest()}
+                {
+                    "Path": name,
+                    "Name": name,
+                    "Size": len(data),
+                    "Type": "blob",
+                    "Sha256": hashlib.sha256(data).hexdigest(),
+                }
                 for name, data in REPOS[repo].items()
-            ]  # fmt: skip
+            ]
             self._send(200, json.dumps({"Code": 200, "Success": True, "Data": {"Files": files}}).encode())
         elif what == ["repo"]:
             name = query["FilePath"][0]
@@ -530,7 +536,7 @@ def test_the_table_of_demos_is_that_of_the_code() -> None:
         assert f"| {name} | {each.licence} | {each.size / 1e9:.1f} GB | {each.speed} |" in text
 
 
-# GGUF files of a hub -------------------------------------------------------------------------------------------------
+# GGUF files of a hub
 
 
 @pytest.mark.parametrize("source", ["huggingface", "modelscope"])
@@ -585,7 +591,7 @@ def test_files_that_a_quantization_cannot_tell_apart_are_named() -> None:
     assert quantized.pick_file("r", ["model.gguf"], None) == "model.gguf"
 
 
-# ModelScope, broken connections, the list of models --------------------------------------------------------------------
+# ModelScope, broken connections, the list of models
 
 
 def test_modelscope(hub: type[Hub], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -654,7 +660,7 @@ def test_models_on_this_disk_are_listed_and_removed(
         cache.remove("tiny", folder)
 
 
-# the real ones -------------------------------------------------------------------------------------------------------
+# the real ones
 
 
 @pytest.mark.real

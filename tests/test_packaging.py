@@ -134,7 +134,7 @@ def test_python_compiles_and_links_lead_somewhere(page: str) -> None:
         assert target.startswith("https://") or ((ROOT / page).parent / target).exists(), target
 
 
-# Dockerfile ----------------------------------------------------------------------------------------------------------
+# Dockerfile
 
 INSTRUCTIONS = [
     tuple(line.split(None, 1))
@@ -187,7 +187,8 @@ def test_docker_builds_kernels_that_exist() -> None:
 
 
 def test_docker_leaves_the_platform_to_the_builder() -> None:
-    # A default of TARGETARCH stands for every platform that is built for: an image for ARM would get x86-64's flags.
+    # A default of TARGETARCH stands for every platform that is built for: an image for ARM would get x86-64's
+    # flags.
     assert not [name for name in said("ARG") if re.match(r"(TARGET|BUILD)(PLATFORM|OS|ARCH|VARIANT)=", name)]
 
 
@@ -237,7 +238,7 @@ def test_docker_run_lines_pass_flags_that_parse() -> None:
         parse(words[image + 1 :] or ["serve"])
 
 
-# the package ---------------------------------------------------------------------------------------------------------
+# the package
 
 
 def test_licence_is_apache_2() -> None:
@@ -279,7 +280,8 @@ def declared(*extras: str) -> set[str]:
 
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "flashinfer": "flashinfer_python", "opentelemetry": "opentelemetry_sdk"}
-# huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic, aiohttp multidict and yarl, mcp the others
+# huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic, aiohttp
+# multidict and yarl, mcp the others
 THROUGH_OTHERS = {
     "tqdm",
     "triton",

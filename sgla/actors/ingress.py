@@ -119,7 +119,7 @@ class Ingress:
         self._capacity = facts.slots + self.config.max_queued_requests
         self.phase = "ready"
 
-    # state --------------------------------------------------------------------------------------------------
+    # state
 
     @property
     def ready(self) -> bool:
@@ -163,7 +163,7 @@ class Ingress:
         stats.rejected += self._refused
         return stats
 
-    # requests -----------------------------------------------------------------------------------------------
+    # requests
 
     def open(self, job: Job, sink: Sink) -> None:
         """Admit a request or raise the SglaError that refuses it; never waits. ``job.rid`` must be new."""
@@ -330,7 +330,7 @@ class Ingress:
         """Seconds until about a quarter of the open choices has gone, as choices end now; within [1, 60]."""
         return min(60.0, 1.0 + self._interval * self._children / 4)
 
-    # services -----------------------------------------------------------------------------------------------
+    # services
 
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False if requests are running (nothing is flushed then)."""

@@ -289,7 +289,7 @@ def start(command: Sequence[str], environ: Mapping[str, str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-# files ------------------------------------------------------------------------------------------------------
+# files
 
 
 def write(path: Path, settings: dict[str, Any], yes: bool, show_only: bool, key: str) -> bool:

@@ -38,7 +38,7 @@ class Engine(VectorCalls, BeamCalls):
     ``sgla.errors.SglaError``. Use it as a context manager or call ``shutdown``.
     """
 
-    # synchronous --------------------------------------------------------------------------------------------
+    # synchronous
 
     def generate(
         self, prompts: Any, sampling: Any = None, *, priority: Any = 0, progress: bool | None = None
@@ -87,7 +87,7 @@ class Engine(VectorCalls, BeamCalls):
         finally:
             self._cancel(job.rid)
 
-    # asynchronous -------------------------------------------------------------------------------------------
+    # asynchronous
 
     async def agenerate(
         self, prompts: Any, sampling: Any = None, *, priority: Any = 0, progress: bool | None = None
@@ -138,7 +138,7 @@ class Engine(VectorCalls, BeamCalls):
         finally:
             self._cancel(job.rid)
 
-    # the rest -----------------------------------------------------------------------------------------------
+    # the rest
 
     def sampling(self, **fields: Any) -> SamplingParams:
         """The sampling that the model's files recommend, with ``fields`` in its place. Without ``max_tokens``
@@ -175,7 +175,7 @@ class Engine(VectorCalls, BeamCalls):
         stopped = self._call(self._ready().ingress.control(messages.Control(verb="profile_stop")))
         return [rank["file"] for rank in stopped["ranks"]]
 
-    # inside -------------------------------------------------------------------------------------------------
+    # inside
 
     async def _generate(self, prompts: Any, sampling: Any, priority: Any, progress: bool | None) -> Any:
         single = is_one(prompts)

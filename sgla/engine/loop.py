@@ -77,7 +77,7 @@ class EngineLoop:
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
-    # inside -------------------------------------------------------------------------------------------------
+    # inside
 
     async def _start(self, on_progress: Callable[[Progress], None] | None) -> None:
         self._system = System(self.config, on_progress)

@@ -53,7 +53,7 @@ class _Closer:
         self._look(self._root, beside=False)
         return self._closed(self._root, own_ref="#")
 
-    # which targets stay open --------------------------------------------------------------------------------
+    # which targets stay open
 
     def _look(self, schema: Json, beside: bool) -> None:
         """``beside``: something else holds for the same document."""
@@ -87,7 +87,7 @@ class _Closer:
             for each in schema.get(key, ()):
                 self._share_in(each, depth - 1)
 
-    # what is declared ---------------------------------------------------------------------------------------
+    # what is declared
 
     def _declared(self, schema: Json, but: str = "") -> Declared:
         """By ``schema`` and what it is made of, except its keyword ``but``."""
@@ -116,7 +116,7 @@ class _Closer:
             self._targets[ref] = Declared(open=True) if target is None else self._declared(target)
         return self._targets[ref]
 
-    # closing ------------------------------------------------------------------------------------------------
+    # closing
 
     def _closed(self, schema: Json, around: Declared | None = None, own_ref: str = "") -> Json:
         """``around``: what holds for the same document. ``own_ref``: by which others refer to this schema."""

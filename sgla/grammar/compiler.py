@@ -201,7 +201,7 @@ class Compiler:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # inside -------------------------------------------------------------------------------------------------
+    # inside
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)

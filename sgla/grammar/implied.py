@@ -64,7 +64,7 @@ class _Reader:
         self._look(self._root, beside=False)
         return self._root if "#" in self._kept else self._read(self._root)
 
-    # which targets stay -------------------------------------------------------------------------------------
+    # which targets stay
 
     def _look(self, schema: Json, beside: bool) -> None:
         """``beside``: something else holds for the same document."""
@@ -88,7 +88,7 @@ class _Reader:
                 self._kept.add(ref)
                 waiting += references(self._find(ref))
 
-    # what is said -------------------------------------------------------------------------------------------
+    # what is said
 
     def _said(self, schema: Json) -> Said:
         if not isinstance(schema, dict):
@@ -108,7 +108,7 @@ class _Reader:
             self._targets[ref] = Said(typed=True) if target is None else self._said(target)
         return self._targets[ref]
 
-    # reading ------------------------------------------------------------------------------------------------
+    # reading
 
     def _read(self, schema: Json, around: Said = Said()) -> Json:
         """``around``: what else holds for the same document."""

@@ -111,7 +111,7 @@ def nothing(uri: str) -> None:
     raise ValueError(f"{uri} is not part of the schema")
 
 
-# no document in common --------------------------------------------------------------------------------------
+# no document in common
 
 
 def apart(a: Json, b: Json, find: Find, depth: int = DEPTH) -> bool:
@@ -345,7 +345,7 @@ def together(*patterns: str) -> str:
     return str(LLMatcher.validate_grammar(source))
 
 
-# in one, not in the other -----------------------------------------------------------------------------------
+# in one, not in the other
 
 
 def differing(own: Json, other: Json, find: Find, depth: int = DEPTH) -> list[Json] | None:
@@ -397,7 +397,7 @@ def _items(schema: Object) -> Json:
     return True if "prefixItems" in schema or isinstance(items, list) else items
 
 
-# opposites --------------------------------------------------------------------------------------------------
+# opposites
 
 # Keywords of which no opposite is made. What is in none of these lists forbids nothing.
 ASSERTIONS = frozenset(

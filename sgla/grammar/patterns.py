@@ -306,7 +306,7 @@ def _flagged(given: str, node: Node) -> Node:
     return Flags("i", node) if "i" in given else node
 
 
-# Written --------------------------------------------------------------------------------------------------
+# Written
 
 _SPECIAL = frozenset("\\^$.|?*+()[]{}&~-#/")
 
@@ -372,7 +372,7 @@ def _quantifier(least: int, most: int | None) -> str:
     return short or (f"{{{least}}}" if least == most else f"{{{least},{'' if most is None else most}}}")
 
 
-# Anchors --------------------------------------------------------------------------------------------------
+# Anchors
 
 
 def _edges(node: Node, signs: str = "^$") -> bool:
@@ -506,7 +506,7 @@ def _anchored(node: Node) -> Node:
     return _bounded(_bounded(node, "$", ANY), "^", ANY)
 
 
-# What others ask ------------------------------------------------------------------------------------------
+# What others ask
 
 
 @functools.lru_cache(4096)
@@ -569,7 +569,7 @@ def _few(found: dict[str, None]) -> dict[str, None]:
     return found
 
 
-# Sets of texts --------------------------------------------------------------------------------------------
+# Sets of texts
 
 
 @functools.lru_cache(1024)

@@ -314,7 +314,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat()
 
 
-# what clients ask first -------------------------------------------------------------------------------------
+# what clients ask first
 
 
 async def tags(request: web.Request) -> web.Response:

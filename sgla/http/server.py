@@ -127,7 +127,7 @@ class Server:
                 each.sweep()
             self.database.give_back()
 
-    # facts --------------------------------------------------------------------------------------------------
+    # facts
 
     def model(self, asked: str | None) -> str:
         """The model name to answer with.
@@ -160,7 +160,7 @@ class Server:
             self._metrics_hold = ended + SCRAPES * (ended - began)
         return self._metrics_text
 
-    # running requests ---------------------------------------------------------------------------------------
+    # running requests
 
     def open(self, work: Work, sink: EndableSink) -> None:
         """Admit all jobs or none of them; raises the SglaError that refuses them."""

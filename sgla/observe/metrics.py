@@ -76,7 +76,7 @@ class Metrics(Collector):
         self._rate_from: tuple[float, int] | None = None
         self._throughput = 0.0
 
-    # called by the actors -----------------------------------------------------------------------------------
+    # called by the actors
 
     def opened(self, opened: Opened) -> None:
         """A child is on its way to the scheduler."""
@@ -158,7 +158,7 @@ class Metrics(Collector):
         """A line of a batch has its answer."""
         self.batch_lines["failed" if failed else "completed"] += 1
 
-    # scraping -----------------------------------------------------------------------------------------------
+    # scraping
 
     def text(self) -> bytes:
         """Prometheus' text format, version 0.0.4."""

@@ -1,4 +1,5 @@
-"""Tiny random checkpoints in HF's format, and a driver that runs a model eagerly over paged KV, without a worker."""
+"""Tiny random checkpoints in HF's format, and a driver that runs a model eagerly over paged KV, without a
+worker."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ SMALL: dict[str, Any] = {
 def save_checkpoint(
     folder: Path, model_type: str, shard_size: str = "1GB", seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """Write a random float32 model to ``folder`` and return it. Norms and biases are random too, so none can be forgotten."""
+    """Write a random float32 model to ``folder`` and return it. Norms and biases are random too, so none can
+    be forgotten."""
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which spawned ranks need not spend
 
     torch.manual_seed(seed)
@@ -112,9 +114,11 @@ class Row:
 
 @dataclass
 class Eager:
-    """Greedy decoding of several sequences together; each step takes at most ``budget`` tokens, so prefill is chunked.
+    """Greedy decoding of several sequences together; each step takes at most ``budget`` tokens, so prefill is
+    chunked.
 
-    Pages are handed out in a scattered order, so that reading a wrong one shows. ``native``: through the CPU program.
+    Pages are handed out in a scattered order, so that reading a wrong one shows. ``native``: through the CPU
+    program.
     """
 
     model: CausalLM
@@ -194,7 +198,8 @@ class Eager:
 
 @torch.no_grad()
 def check_against_hf(rows: list[Row], new: int, hf: PreTrainedModel, tolerance: float = 1e-3) -> None:
-    """Every generated token must be HF's greedy choice after the same prefix, or tie with it, with the same logprob.
+    """Every generated token must be HF's greedy choice after the same prefix, or tie with it, with the same
+    logprob.
 
     By induction that is equality of the greedy continuations.
     """

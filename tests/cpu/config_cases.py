@@ -11,8 +11,9 @@ Config = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """``refused``: a word that the error must have; None: the model must equal HF's. ``twin``: the configuration that HF is given
-    where it cannot read this one. ``fp8``: how the weights are stored, and HF's have the same values."""
+    """``refused``: a word that the error must have; None: the model must equal HF's. ``twin``: the
+    configuration that HF is given where it cannot read this one. ``fp8``: how the weights are stored, and
+    HF's have the same values."""
 
     config: Config
     refused: str | None = None
@@ -361,9 +362,7 @@ RUN: dict[str, Case] = {
         llama(rope_scaling=LLAMA3, rope_theta=500000.0, mlp_bias=False, attention_bias=False)
     ),
     "Llama-3.2-1B": Case(llama(rope_scaling=LLAMA3, rope_theta=5e5, head_dim=16, tie_word_embeddings=True)),
-    "Llama-3.2-1B by unsloth": Case(
-        llama(rope_scaling=LLAMA3, unsloth_fixed=True, tie_word_embeddings=True)
-    ),
+    "Llama-3.2-1B by unsloth": Case(llama(rope_scaling=LLAMA3, unsloth_fixed=True, tie_word_embeddings=True)),
     "SmolLM2-135M": Case(
         llama(
             is_llama_config=True,
@@ -383,7 +382,9 @@ RUN: dict[str, Case] = {
         llama(rope_parameters={"rope_type": "default", "rope_theta": 5e5}, dtype="float32")
     ),
     "llama with gelu": Case(llama(hidden_act="gelu_pytorch_tanh")),
-    "Llama defaults of HF": Case({k: v for k, v in llama().items() if k not in ("rms_norm_eps", "hidden_act")}),
+    "Llama defaults of HF": Case(
+        {k: v for k, v in llama().items() if k not in ("rms_norm_eps", "hidden_act")}
+    ),
     "Qwen2-0.5B": Case(qwen2(tie_word_embeddings=True)),
     "Qwen2.5-7B": Case(qwen2(rope_scaling=None)),
     "Qwen2.5 yarn": Case(qwen2(rope_scaling=YARN, tie_word_embeddings=False)),
@@ -465,24 +466,43 @@ RUN: dict[str, Case] = {
     ),
     "gemma-3-4b": Case(gemma3_vision({})),
     "gemma-3-27b": Case(
-        gemma3_vision({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 8})
+        gemma3_vision(
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 8}
+        )
     ),
-    "gemma-3 without its text's model_type": Case(gemma3_vision({"model_type": "gemma3_text"}, tie_word_embeddings=True)),
+    "gemma-3 without its text's model_type": Case(
+        gemma3_vision({"model_type": "gemma3_text"}, tie_word_embeddings=True)
+    ),
     "bge-small": Case(encoder("Bert", "bert", id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})),
     "MiniLM-L6": Case(encoder("Bert", "bert", _name_or_path="nreimers/MiniLM-L6-H384-uncased")),
     "bert-base-multilingual": Case(
         encoder(
-            "Bert", "bert", directionality="bidi", pooler_fc_size=768, pooler_num_attention_heads=12,
-            pooler_num_fc_layers=3, pooler_size_per_head=128, pooler_type="first_token_transform",
+            "Bert",
+            "bert",
+            directionality="bidi",
+            pooler_fc_size=768,
+            pooler_num_attention_heads=12,
+            pooler_num_fc_layers=3,
+            pooler_size_per_head=128,
+            pooler_type="first_token_transform",
         )
     ),
     "multilingual-e5": Case(
-        encoder("XLMRoberta", "xlm-roberta", pad_token_id=1, type_vocab_size=1, output_past=True, layer_norm_eps=1e-5)
+        encoder(
+            "XLMRoberta",
+            "xlm-roberta",
+            pad_token_id=1,
+            type_vocab_size=1,
+            output_past=True,
+            layer_norm_eps=1e-5,
+        )
     ),
-    "roberta-base": Case(encoder("Roberta", "roberta", pad_token_id=1, type_vocab_size=1, layer_norm_eps=1e-5)),
+    "roberta-base": Case(
+        encoder("Roberta", "roberta", pad_token_id=1, type_vocab_size=1, layer_norm_eps=1e-5)
+    ),
     "distilbert-base": Case(DISTILBERT),
     "bert gelu_new": Case(encoder("Bert", "bert", hidden_act="gelu_new")),
-}  # fmt: skip
+}
 
 # Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
@@ -558,12 +578,25 @@ HONOURED: dict[str, Case] = {
     ),
     **{
         f"smollm3 windows {words}": Case(
-            decoder("SmolLM3ForCausalLM", "smollm3", use_sliding_window=True, sliding_window=8, pad_token_id=0, **changes)
+            decoder(
+                "SmolLM3ForCausalLM",
+                "smollm3",
+                use_sliding_window=True,
+                sliding_window=8,
+                pad_token_id=0,
+                **changes,
+            )
         )
         for words, changes in (
             ("where no layer rotates", {"no_rope_layers": [1, 0, 1]}),
             ("by interval", {"no_rope_layer_interval": 2, "max_window_layers": 28}),
-            ("by layer", {"no_rope_layers": [0, 1, 1], "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+            (
+                "by layer",
+                {
+                    "no_rope_layers": [0, 1, 1],
+                    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+                },
+            ),
         )
     },
     "cohere2 full everywhere": Case(
@@ -572,53 +605,115 @@ HONOURED: dict[str, Case] = {
     **{
         f"{model_type} {words}": Case(decoder(name, model_type, pad_token_id=0, **changes))
         for name, model_type, words, changes in (
-            ("Cohere2ForCausalLM", "cohere2", "every second layer", {"sliding_window": 8, "sliding_window_pattern": 2}),
-            ("Cohere2ForCausalLM", "cohere2", "with biases", {"sliding_window": 8, "attention_bias": True, "logit_scale": 0.5}),
-            ("Exaone4ForCausalLM", "exaone4", "every second layer", {"sliding_window": 8, "sliding_window_pattern": 2}),
+            (
+                "Cohere2ForCausalLM",
+                "cohere2",
+                "every second layer",
+                {"sliding_window": 8, "sliding_window_pattern": 2},
+            ),
+            (
+                "Cohere2ForCausalLM",
+                "cohere2",
+                "with biases",
+                {"sliding_window": 8, "attention_bias": True, "logit_scale": 0.5},
+            ),
+            (
+                "Exaone4ForCausalLM",
+                "exaone4",
+                "every second layer",
+                {"sliding_window": 8, "sliding_window_pattern": 2},
+            ),
             (
                 "Exaone4ForCausalLM",
                 "exaone4",
                 "full everywhere beside a window",
                 {"sliding_window": 8, "layer_types": ["full_attention"] * 3, "head_dim": 16},
             ),
-            ("GlmForCausalLM", "glm", "a quarter rotated", {"head_dim": 16, "partial_rotary_factor": 0.25, "attention_bias": False}),
-            ("Glm4ForCausalLM", "glm4", "all rotated", {"head_dim": 16, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-2}),
-            ("Olmo2ForCausalLM", "olmo2", "with biases", {"attention_bias": True, "rms_norm_eps": 1e-2, "rope_theta": 5e5}),
+            (
+                "GlmForCausalLM",
+                "glm",
+                "a quarter rotated",
+                {"head_dim": 16, "partial_rotary_factor": 0.25, "attention_bias": False},
+            ),
+            (
+                "Glm4ForCausalLM",
+                "glm4",
+                "all rotated",
+                {"head_dim": 16, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-2},
+            ),
+            (
+                "Olmo2ForCausalLM",
+                "olmo2",
+                "with biases",
+                {"attention_bias": True, "rms_norm_eps": 1e-2, "rope_theta": 5e5},
+            ),
             (
                 "Dots1ForCausalLM",
                 "dots1",
                 "windows from a layer on",
                 DOTS1 | {"sliding_window": 8, "max_window_layers": 1},
             ),
-            ("Dots1ForCausalLM", "dots1", "in groups", DOTS1 | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}),
+            (
+                "Dots1ForCausalLM",
+                "dots1",
+                "in groups",
+                DOTS1 | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5},
+            ),
             ("GraniteMoeForCausalLM", "granitemoe", "with multipliers", GRANITE_MOE),
-            ("GraniteMoeSharedForCausalLM", "granitemoeshared", "with multipliers", GRANITE_MOE | {"shared_intermediate_size": 24}),
+            (
+                "GraniteMoeSharedForCausalLM",
+                "granitemoeshared",
+                "with multipliers",
+                GRANITE_MOE | {"shared_intermediate_size": 24},
+            ),
             ("MiniCPM3ForCausalLM", "minicpm3", "with scales", MINICPM3),
         )
     },
     "qwen2 with as many KV heads": Case(qwen2(num_key_value_heads=None)),
     "granite with as many KV heads": Case(
-        TINY | USUAL | {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "num_key_value_heads": None}
+        TINY
+        | USUAL
+        | {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "num_key_value_heads": None}
     ),
     "ernie with heads that follow": Case(
         TINY
         | USUAL
-        | {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": None, "num_key_value_heads": None}
+        | {
+            "architectures": ["Ernie4_5ForCausalLM"],
+            "model_type": "ernie4_5",
+            "head_dim": None,
+            "num_key_value_heads": None,
+        }
     ),
     "seed-oss with heads that follow": Case(
         TINY
         | USUAL
-        | {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "head_dim": None, "num_key_value_heads": None}
+        | {
+            "architectures": ["SeedOssForCausalLM"],
+            "model_type": "seed_oss",
+            "head_dim": None,
+            "num_key_value_heads": None,
+        }
     ),
-    "deepseek without a latent of queries": Case(deepseek(3, q_lora_rank=None, num_nextn_predict_layers=None)),
+    "deepseek without a latent of queries": Case(
+        deepseek(3, q_lora_rank=None, num_nextn_predict_layers=None)
+    ),
     "Qwen2.5-1M within its chunks": Case(
         qwen2(
-            dual_chunk_attention_config={"chunk_size": 96, "local_size": 16, "original_max_position_embeddings": 96}
+            dual_chunk_attention_config={
+                "chunk_size": 96,
+                "local_size": 16,
+                "original_max_position_embeddings": 96,
+            }
         )
     ),
     "qwen2 window by layer": Case(qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=1)),
     "qwen2 window without max_window_layers": Case(
-        {k: v for k, v in qwen2(use_sliding_window=True, sliding_window=8).items() if k != "max_window_layers"}
+        {
+            k: v
+            for k, v in qwen2(use_sliding_window=True, sliding_window=8).items()
+            if k != "max_window_layers"
+        }
     ),
     "qwen3 layer types": Case(
         qwen3(
@@ -654,7 +749,10 @@ HONOURED: dict[str, Case] = {
     "gemma3 yarn": Case(gemma3(rope_scaling=YARN | {"rope_type": "yarn"})),
     "llama longrope": Case(llama(rope_scaling=LONGROPE)),
     "llama longrope, trained on more than its table says": Case(
-        llama(rope_scaling=LONGROPE | {"original_max_position_embeddings": 64}, original_max_position_embeddings=128)
+        llama(
+            rope_scaling=LONGROPE | {"original_max_position_embeddings": 64},
+            original_max_position_embeddings=128,
+        )
     ),
     "phi3 longrope within its training": Case(
         decoder("Phi3ForCausalLM", "phi3", pad_token_id=0, rope_scaling=LONGROPE)
@@ -663,20 +761,27 @@ HONOURED: dict[str, Case] = {
         llama(rope_scaling={"type": "yarn", "factor": 4.0}, original_max_position_embeddings=32)
     ),
     "llama rope_scaling before rope_parameters": Case(
-        llama(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default", "rope_theta": 1e5})
+        llama(
+            rope_scaling={"type": "linear", "factor": 2.0},
+            rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+        )
     ),
     "llama unknown metadata": Case(llama(made_by="somebody", license="none", data_card={"a": [1]})),
     "llama of any dtype": Case(llama(torch_dtype="auto"), twin=llama()),
     "bert is_causal null": Case(encoder("Bert", "bert", is_causal=None)),
     "bert width twice": Case(encoder("Bert", "bert", embedding_size=32)),
-    "roberta width twice": Case(encoder("Roberta", "roberta", pad_token_id=1, type_vocab_size=1, embedding_size=32)),
+    "roberta width twice": Case(
+        encoder("Roberta", "roberta", pad_token_id=1, type_vocab_size=1, embedding_size=32)
+    ),
     **{
         f"{name} in fp8 by {layout}": Case(make(quantization_config=stored), twin=make(), fp8=layout)
         for name, make in (("llama", llama), ("qwen3", qwen3), ("qwen3_moe", qwen3_moe), ("gemma3", gemma3))
         for layout, stored in FP8.items()
     },
     "llama in fp8 by fbgemm": Case(
-        llama(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}), twin=llama(), fp8="channel"
+        llama(quantization_config={"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+        twin=llama(),
+        fp8="channel",
     ),
     "llama in fp8 by blocks of compressed-tensors": Case(
         quantized(
@@ -698,13 +803,17 @@ HONOURED: dict[str, Case] = {
         {k: v for k, v in DISTILBERT.items() if k not in ("dim", "n_heads", "n_layers")}
         | {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
     ),
-}  # fmt: skip
+}
 
 # What HF computes otherwise, or nobody does: refused by the key.
 REFUSED: dict[str, Case] = {
-    "gte-Qwen2": Case(qwen2(is_causal=False, auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}), "is_causal"),
+    "gte-Qwen2": Case(
+        qwen2(is_causal=False, auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}), "is_causal"
+    ),
     **{
-        f"{make.__name__} with a null that makes HF's attention bidirectional": Case(make(is_causal=None), "is_causal")
+        f"{make.__name__} with a null that makes HF's attention bidirectional": Case(
+            make(is_causal=None), "is_causal"
+        )
         for make in (llama, qwen2, qwen3, qwen3_moe, mixtral, gemma3)
     },
     "Qwen2.5-1M without its chunks": Case(
@@ -714,7 +823,8 @@ REFUSED: dict[str, Case] = {
         qwen2(dual_chunk_attention_config={"chunk_size": 64, "local_size": 64}), "dual_chunk_attention_config"
     ),
     "other keys of chunks": Case(
-        qwen2(dual_chunk_attention_config={"chunk_size": 64, "local_size": 8, "scale": 2}), "dual_chunk_attention_config"
+        qwen2(dual_chunk_attention_config={"chunk_size": 64, "local_size": 8, "scale": 2}),
+        "dual_chunk_attention_config",
     ),
     "no first layer with a window": Case(
         qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=None), "max_window_layers"
@@ -730,9 +840,7 @@ REFUSED: dict[str, Case] = {
         "partial_rotary_factor",
     ),
     "softcap in Llama": Case(llama(attn_logit_softcapping=30.0), "attn_logit_softcapping"),
-    "softcap that HF's Gemma 3 ignores": Case(
-        gemma3(attn_logit_softcapping=50.0), "attn_logit_softcapping"
-    ),
+    "softcap that HF's Gemma 3 ignores": Case(gemma3(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
     "logit_scale": Case(llama(logit_scale=0.0625), "logit_scale"),
     "residual_multiplier": Case(llama(residual_multiplier=0.22), "residual_multiplier"),
     "attention_multiplier": Case(llama(attention_multiplier=0.0156), "attention_multiplier"),
@@ -760,7 +868,9 @@ REFUSED: dict[str, Case] = {
         gemma3(_sliding_window_pattern=2, sliding_window_pattern=...), "_sliding_window_pattern"
     ),
     "flat rope in Gemma": Case(gemma3(rope_parameters={"rope_theta": 1e5}), "rope_theta"),
-    "old type of rope in Gemma": Case(gemma3(rope_scaling={"type": "linear", "factor": 8.0}), "rope_scaling.type"),
+    "old type of rope in Gemma": Case(
+        gemma3(rope_scaling={"type": "linear", "factor": 8.0}), "rope_scaling.type"
+    ),
     "old yarn in Gemma": Case(gemma3(rope_scaling=YARN), "rope_scaling.type"),
     "old type beside a new table in Gemma": Case(
         gemma3(
@@ -773,7 +883,8 @@ REFUSED: dict[str, Case] = {
         gemma3(rope_scaling=YARN | {"rope_type": "yarn", "truncate": False}), "truncate"
     ),
     "untruncated yarn in Gemma's new table": Case(
-        gemma3(rope_parameters={"full_attention": YARN | {"rope_type": "yarn", "truncate": False}}), "truncate"
+        gemma3(rope_parameters={"full_attention": YARN | {"rope_type": "yarn", "truncate": False}}),
+        "truncate",
     ),
     "hidden_act in Gemma": Case(gemma3(hidden_act="relu"), "hidden_act"),
     "untied inside alone": Case(gemma3_vision({"tie_word_embeddings": False}), "tie_word_embeddings"),
@@ -782,7 +893,10 @@ REFUSED: dict[str, Case] = {
         llama(rope_scaling=LONGROPE | {"original_max_position_embeddings": 64}), "longrope"
     ),
     "longrope beyond its training, said outside": Case(
-        llama(rope_scaling=LONGROPE | {"original_max_position_embeddings": 128}, original_max_position_embeddings=64),
+        llama(
+            rope_scaling=LONGROPE | {"original_max_position_embeddings": 128},
+            original_max_position_embeddings=64,
+        ),
         "longrope",
     ),
     "mrope": Case(qwen2(rope_scaling={"type": "default", "mrope_section": [1, 1, 2]}), "mrope_section"),
@@ -801,14 +915,18 @@ REFUSED: dict[str, Case] = {
     "quick gelu": Case(encoder("Bert", "bert", hidden_act="quick_gelu"), "hidden_act"),
     "distilbert eps": Case(DISTILBERT | {"layer_norm_eps": 1e-5}, "layer_norm_eps"),
     "distilbert twice": Case(DISTILBERT | {"hidden_size": 64}, "hidden_size"),
-    "awq in another order": Case(quantized("awq", bits=4, group_size=128, version="gemv", zero_point=True), "version"),
+    "awq in another order": Case(
+        quantized("awq", bits=4, group_size=128, version="gemv", zero_point=True), "version"
+    ),
     "awq without zeros": Case(quantized("awq", bits=4, group_size=128, zero_point=False), "zero_point"),
     "gptq of 3 bits": Case(quantized("gptq", bits=3, group_size=128, desc_act=False, sym=True), "bits"),
     "gptq without groups": Case(quantized("gptq", bits=4, desc_act=False), "group_size"),
     "gptq of several sizes": Case(
         quantized("gptq", bits=4, group_size=128, dynamic={r"+:.*\.mlp\..*": {"bits": 8}}), "dynamic"
     ),
-    "gptq for marlin": Case(quantized("gptq", bits=4, group_size=128, checkpoint_format="marlin"), "checkpoint_format"),
+    "gptq for marlin": Case(
+        quantized("gptq", bits=4, group_size=128, checkpoint_format="marlin"), "checkpoint_format"
+    ),
     **{
         f"{method} with {key} {value}": Case(quantized(method, bits=4, group_size=128, **{key: value}), key)
         for method, key, value in (
@@ -825,7 +943,8 @@ REFUSED: dict[str, Case] = {
         )
     },
     "gptq of two formats": Case(
-        quantized("gptq", bits=4, group_size=128, format="gptq", checkpoint_format="gptq_v2"), "checkpoint_format"
+        quantized("gptq", bits=4, group_size=128, format="gptq", checkpoint_format="gptq_v2"),
+        "checkpoint_format",
     ),
     "fp8 of some layers": Case(quantized("fp8", modules_to_convert=["mlp"]), "modules_to_convert"),
     "fp8 with experts in fp4": Case(quantized("fp8", expert_dtype="fp4"), "expert_dtype"),
@@ -841,7 +960,11 @@ REFUSED: dict[str, Case] = {
     "fp8 of compressed-tensors with rounded results": Case(
         llama(
             quantization_config=FP8["channel"]
-            | {"config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}, "output_activations": {"num_bits": 8}}}}
+            | {
+                "config_groups": {
+                    "g": {"weights": {"num_bits": 8, "type": "float"}, "output_activations": {"num_bits": 8}}
+                }
+            }
         ),
         "output_activations",
     ),
@@ -853,7 +976,9 @@ REFUSED: dict[str, Case] = {
     **{
         f"int4 of compressed-tensors: {words}": Case(
             quantized(
-                "compressed-tensors", format="pack-quantized", config_groups={"group_0": PACKED | {key: value}}
+                "compressed-tensors",
+                format="pack-quantized",
+                config_groups={"group_0": PACKED | {key: value}},
             ),
             words,
         )
@@ -927,7 +1052,11 @@ REFUSED: dict[str, Case] = {
         "config_groups.group_0.weights lacks 'group_size'",
     ),
     "a group of compressed-tensors with another key": Case(
-        quantized("compressed-tensors", format="pack-quantized", config_groups={"group_0": PACKED | {"lora": {"r": 8}}}),
+        quantized(
+            "compressed-tensors",
+            format="pack-quantized",
+            config_groups={"group_0": PACKED | {"lora": {"r": 8}}},
+        ),
         "config_groups.group_0: lora",
     ),
     "blocks of compressed-tensors that are no numbers": Case(
@@ -938,18 +1067,24 @@ REFUSED: dict[str, Case] = {
         ),
         "block_structure",
     ),
-    "int8 of compressed-tensors": Case(quantized("compressed-tensors", format="int-quantized"), "int-quantized"),
+    "int8 of compressed-tensors": Case(
+        quantized("compressed-tensors", format="int-quantized"), "int-quantized"
+    ),
     "nvfp4": Case(quantized("modelopt", quant_algo="NVFP4"), "NVFP4"),
     **{
         f"block of {size}": Case(quantized("fp8", weight_block_size=size), "weight_block_size")
         for size in (128, True, 1.5, 0, [128], [128, True], [0, 128], {"a": 1, "b": 2})
     },
     "rotated weights": Case(
-        quantized("compressed-tensors", format="float-quantized", transform_config={"config_groups": {"u": {}}}),
+        quantized(
+            "compressed-tensors", format="float-quantized", transform_config={"config_groups": {"u": {}}}
+        ),
         "transform_config",
     ),
     "sparse weights": Case(
-        quantized("compressed-tensors", format="float-quantized", sparsity_config={"format": "sparse-24-bitmask"}),
+        quantized(
+            "compressed-tensors", format="float-quantized", sparsity_config={"format": "sparse-24-bitmask"}
+        ),
         "sparsity_config",
     ),
     "int8 under the name of floats": Case(
@@ -960,9 +1095,7 @@ REFUSED: dict[str, Case] = {
         ),
         "config_groups",
     ),
-    "hqq inside text_config": Case(
-        gemma3_vision({"quantization_config": {"quant_method": "hqq"}}), "hqq"
-    ),
+    "hqq inside text_config": Case(gemma3_vision({"quantization_config": {"quant_method": "hqq"}}), "hqq"),
     "old key of compressed-tensors": Case(
         llama(compression_config={"quant_method": "compressed-tensors", "format": "marlin-24"}), "marlin-24"
     ),
@@ -975,7 +1108,8 @@ REFUSED: dict[str, Case] = {
     "eetq of a mixture": Case(mixtral(quantization_config={"quant_method": "eetq"}), "eetq"),
     "mlx": Case(llama(quantization={"bits": 4, "group_size": 64}), "quantization"),
     "awq of an encoder": Case(
-        encoder("Bert", "bert", quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128}), "quantization_config"
+        encoder("Bert", "bert", quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128}),
+        "quantization_config",
     ),
     "layers 1e9": Case(llama(num_hidden_layers=10**9), "num_hidden_layers"),
     "no layers": Case(llama(num_hidden_layers=0), "num_hidden_layers"),
@@ -1038,7 +1172,8 @@ REFUSED: dict[str, Case] = {
     },
     **{
         f"{model_type} without a window": Case(
-            decoder(name, model_type, sliding_window=None, layer_types=["full_attention"] * 3), "sliding_window"
+            decoder(name, model_type, sliding_window=None, layer_types=["full_attention"] * 3),
+            "sliding_window",
         )
         for name, model_type in (
             ("Cohere2ForCausalLM", "cohere2"),
@@ -1087,4 +1222,4 @@ REFUSED: dict[str, Case] = {
             ("JinaBertForMaskedLM", "bert", {"position_embedding_type": "alibi"}),
         )
     },
-}  # fmt: skip
+}

@@ -1,10 +1,13 @@
-"""A CUDA runner without a GPU: torch's operations run on the CPU, our kernels and Triton's are not compiled, and a launch only says
-that it was.
+"""A CUDA runner without a GPU: torch's operations run on the CPU, our kernels and Triton's are not compiled,
+and a launch only says that it was.
 
-``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``, the model's under
-``model``, of the ``card``, an H200), sends it steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its rehearsal
-asked for and what was launched besides, its context, its pages and its ledger; or the error that ended it. With ``compile`` Triton's
-kernels are compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory that they take is told. ``free``: bytes of the GPU. Kernels are known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
+``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``,
+the model's under ``model``, of the ``card``, an H200), sends it steps of every kind and prompts of ``sizes``
+tokens together, and prints for each how many kernels its rehearsal asked for and what was launched besides,
+its context, its pages and its ledger; or the error that ended it. With ``compile`` Triton's kernels are
+compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory that they take is
+told. ``free``: bytes of the GPU. Kernels are known by the process, and what torch says of its GPU is cached
+in many places: hence a process of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ LOADED: list[bool] = []  # not empty: weights were asked for
 
 
 class OnCpu(TorchFunctionMode):
-    """What is asked of a GPU is done here; products, which cost time, give zeros, as does memory that is not set."""
+    """What is asked of a GPU is done here; products, which cost time, give zeros, as does memory that is not
+    set."""
 
     def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {k: _cpu(v) for k, v in (kwargs or {}).items() if k != "pin_memory"}
@@ -189,7 +193,8 @@ OF_NO_SHAPE = {f"sgla.kernels.triton.{name}" for name in ("sampling", "step", "r
 
 
 def shared(launches: Launches, card: str) -> dict[str, int]:
-    """Compile the kernels for the card, those of CUDA if NVRTC is there: the bytes of shared memory of a block that each of them takes."""
+    """Compile the kernels for the card, those of CUDA if NVRTC is there: the bytes of shared memory of a
+    block that each of them takes."""
     major, minor = CARDS[card].capability
     target = triton.backends.compiler.GPUTarget("cuda", 10 * major + minor, 32)
 
@@ -214,8 +219,8 @@ def shared(launches: Launches, card: str) -> dict[str, int]:
 
 
 def steps(runner: cuda.CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
-    """Decode steps of all sizes, with and without prompts of several lengths beside them, whole and behind prefixes; and prompts of
-    ``sizes`` tokens together."""
+    """Decode steps of all sizes, with and without prompts of several lengths beside them, whole and behind
+    prefixes; and prompts of ``sizes`` tokens together."""
     half = runner.steps.context_len // 2
     three = min(3, half)
     if runner.facts.drafts:

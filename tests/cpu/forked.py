@@ -1,5 +1,6 @@
-"""Processes for tests that begin as forks of one that has imported torch, which is most of what a start takes: workers as
-``ProcsExecutor`` starts them, and scripts. ``test_executor.py`` and ``test_worker.py`` start workers as for users."""
+"""Processes for tests that begin as forks of one that has imported torch, which is most of what a start
+takes: workers as ``ProcsExecutor`` starts them, and scripts. ``test_executor.py`` and ``test_worker.py``
+start workers as for users."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class ForkedExecutor(procs.ProcsExecutor):
 
 
 def run_script(name: str, *args: str, seconds: float = 240) -> list[str]:
-    """The lines that a script of this folder prints within ``seconds``. Triton is not interpreted there, but if the script wants it to be."""
+    """The lines that a script of this folder prints within ``seconds``. Triton is not interpreted there, but
+    if the script wants it to be."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         ends = _sent(out.fileno()), _sent(err.fileno())
         process = CONTEXT.Process(target=_script, args=(*ends, name, *args), daemon=True)

@@ -1,6 +1,8 @@
-"""Rows that guess on a GPU, without one: see ``interpreted_gpu.py``. Here graphs run, too, each as what it was captured from.
+"""Rows that guess on a GPU, without one: see ``interpreted_gpu.py``. Here graphs run, too, each as what it
+was captured from.
 
-``python interpreted_drafts.py``: prints for each case what a CPU's runner, which does not guess, and a GPU's answer, as JSON.
+``python interpreted_drafts.py``: prints for each case what a CPU's runner, which does not guess, and a GPU's
+answer, as JSON.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Graph(NamedTuple):
 
 
 class Launching:
-    """An executor that launches a step when it is planned, unless the one before is held, and finishes it when it is drained."""
+    """An executor that launches a step when it is planned, unless the one before is held, and finishes it
+    when it is drained."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self.held = runner, 0

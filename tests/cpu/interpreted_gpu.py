@@ -1,8 +1,10 @@
-"""Runners for a GPU that compute without one, compared with those of the CPU: torch's operations run on the CPU, and Triton's
-kernels in its interpreter. CUDA's kernels do nothing, so attention is torch's, no graph is captured, and no row asks for top-k,
-top-p or min-p. The kernels that take long in the interpreter, which other tests compare, are replaced by the bodies of their ops.
+"""Runners for a GPU that compute without one, compared with those of the CPU: torch's operations run on the
+CPU, and Triton's kernels in its interpreter. CUDA's kernels do nothing, so attention is torch's, no graph is
+captured, and no row asks for top-k, top-p or min-p. The kernels that take long in the interpreter, which
+other tests compare, are replaced by the bodies of their ops.
 
-``python interpreted_gpu.py``: prints for each case what both answer, as JSON. It is a process of its own, as ``fake_gpu.py``.
+``python interpreted_gpu.py``: prints for each case what both answer, as JSON. It is a process of its own, as
+``fake_gpu.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ SLOW = ops.rms_norm, ops.add_rms_norm, ops.qk_norm_rope_store, ops.act_mul
 
 
 class OnCpu(TorchFunctionMode):
-    """What is asked of a GPU is done here. Memory that is not set is zero: a kernel that does nothing gives zeros."""
+    """What is asked of a GPU is done here. Memory that is not set is zero: a kernel that does nothing gives
+    zeros."""
 
     def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {k: _cpu(v) for k, v in (kwargs or {}).items() if k != "pin_memory"}

@@ -1,4 +1,5 @@
-"""A runner without a model for the tests of the process boundary. The ``source`` argument says how it misbehaves."""
+"""A runner without a model for the tests of the process boundary. The ``source`` argument says how it
+misbehaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention to shared prefixes: the plan covers every token of every row once, and the parts join to the whole."""
+"""Attention to shared prefixes: the plan covers every token of every row once, and the parts join to the
+whole."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def shape(heads: int = 32, kv_heads: int = 8, dim: int = 128, rows: int = 64) ->
 def families(
     lengths: list[tuple[int, int]], rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows whose pages begin with those of an earlier one: ``lengths`` are ``(pages shared, tokens)`` of each row.
-    Slots, positions of the next token and a page table, shuffled."""
+    """Rows whose pages begin with those of an earlier one: ``lengths`` are ``(pages shared, tokens)`` of each
+    row. Slots, positions of the next token and a page table, shuffled."""
     rows, most = len(lengths), max(1 + tokens // PAGE for _, tokens in lengths)
     table = np.zeros((rows + 3, most), np.int32)
     slots = rng.permutation(rows + 2)[:rows].astype(np.int32)
@@ -127,7 +128,8 @@ def test_the_plan_is_kept_until_a_slot_changes_hands() -> None:
 
 
 def oracle(q, k, v, begins, ends, slots, table, scale, softcap, group):
-    """Sums of exp2 and their products with v for tokens ``[begin, end)`` of each row, in float64, as base-2 logarithms."""
+    """Sums of exp2 and their products with v for tokens ``[begin, end)`` of each row, in float64, as base-2
+    logarithms."""
     outs, logs = [], []
     for r in range(len(slots)):
         n = torch.arange(begins[r], ends[r])
@@ -167,9 +169,19 @@ def test_parts_join_to_the_whole(
     part = torch.full((int(plan.first[-1]), heads, dim), float("nan"), device=DEVICE)
     ml = torch.full((int(plan.first[-1]), heads, 2), float("nan"), device=DEVICE)
     attend_prefixes(
-        q.to(DEVICE), *pool.to(DEVICE), torch.from_numpy(table).to(DEVICE), items, count, order, first, part, ml,
-        scale, softcap, 4,
-    )  # fmt: skip
+        q.to(DEVICE),
+        *pool.to(DEVICE),
+        torch.from_numpy(table).to(DEVICE),
+        items,
+        count,
+        order,
+        first,
+        part,
+        ml,
+        scale,
+        softcap,
+        4,
+    )
     part, ml = part.cpu(), ml.cpu()
     heads_of = q.view(rows, heads, dim)
     whole, log = oracle(heads_of, *pool, [0] * rows, starts + 1, slots, table, scale, softcap, group)

@@ -1,5 +1,5 @@
-"""Triton's kernels for the shapes of models that people serve compile for each generation of GPUs, without one, and fit the shared
-memory of its blocks; as do those of CUDA where they run."""
+"""Triton's kernels for the shapes of models that people serve compile for each generation of GPUs, without
+one, and fit the shared memory of its blocks; as do those of CUDA where they run."""
 
 from __future__ import annotations
 

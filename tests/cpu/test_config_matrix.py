@@ -1,4 +1,5 @@
-"""Configurations, published and doctored, through resolve, explain and load: what runs equals HF, and the rest is refused by name."""
+"""Configurations, published and doctored, through resolve, explain and load: what runs equals HF, and the
+rest is refused by name."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def machine() -> Machine:
 
 @torch.no_grad()
 def save_as_hf(folder: Path, case: Case) -> Any:
-    """HF's model of the configuration, with random weights, and its files with the configuration as it was given."""
+    """HF's model of the configuration, with random weights, and its files with the configuration as it was
+    given."""
     import transformers
 
     config = case.config
@@ -176,8 +178,8 @@ NOTHING = {
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_families_have_the_keys_and_defaults_of_transformers(architecture: str) -> None:
-    """Each key that HF's configuration class declares is the family's, fixed, or harmless, and its default is ours;
-    and HF's files have each key that is read here, or all its classes do."""
+    """Each key that HF's configuration class declares is the family's, fixed, or harmless, and its default is
+    ours; and HF's files have each key that is read here, or all its classes do."""
     from transformers import AutoConfig
 
     family = FAMILIES[architecture]
@@ -289,9 +291,21 @@ MEAN = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
         ({"modules.json": {"a": 1}}, "list of modules"),
         ({"modules.json": [PLAIN[0]]}, "in this order"),
         ({"modules.json": [PLAIN[1], PLAIN[0]]}, "in this order"),
-        ({"modules.json": [*PLAIN, {"type": "m.Normalize", "path": "2"}, {"type": "m.Dense", "path": "3"}]}, "in this order"),
+        (
+            {
+                "modules.json": [
+                    *PLAIN,
+                    {"type": "m.Normalize", "path": "2"},
+                    {"type": "m.Dense", "path": "3"},
+                ]
+            },
+            "in this order",
+        ),
         ({"modules.json": [{"type": "m.Transformer", "path": "0_Transformer"}]}, "0_Transformer"),
-        ({"modules.json": [PLAIN[0], {"type": "m.Pooling", "path": "../1_Pooling"}]}, r"path '\.\./1_Pooling'"),
+        (
+            {"modules.json": [PLAIN[0], {"type": "m.Pooling", "path": "../1_Pooling"}]},
+            r"path '\.\./1_Pooling'",
+        ),
         ({"modules.json": [*PLAIN, {"type": "m.Dense", "path": ".."}]}, "path"),
         ({"modules.json": [*PLAIN, {"type": "m.WeightedLayerPooling", "path": "2"}]}, "WeightedLayerPooling"),
         ({"1_Pooling/config.json": MEAN | {"include_prompt": False}}, "include_prompt"),
@@ -301,7 +315,15 @@ MEAN = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
         ({"sentence_bert_config.json": {"max_seq_length": "long"}}, "max_seq_length"),
         ({"sentence_bert_config.json": {"max_seq_length": -1}}, "max_seq_length"),
         ({"sentence_bert_config.json": {"do_lower_case": True}}, "do_lower_case"),
-        ({"config_sentence_transformers.json": {"default_prompt_name": "query", "prompts": {"query": "q: "}}}, "default_prompt_name"),
+        (
+            {
+                "config_sentence_transformers.json": {
+                    "default_prompt_name": "query",
+                    "prompts": {"query": "q: "},
+                }
+            },
+            "default_prompt_name",
+        ),
         (
             {
                 "modules.json": [*PLAIN, {"type": "m.Dense", "path": "2_Dense"}],
@@ -310,7 +332,7 @@ MEAN = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
             "in_features",
         ),
     ],
-)  # fmt: skip
+)
 def test_settings_of_sentence_transformers_are_honoured_or_refused(
     files: dict[str, Any], words: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""Copies of pages between device and host in worker processes, as a server has them: planned, carried out, told by every rank."""
+"""Copies of pages between device and host in worker processes, as a server has them: planned, carried out,
+told by every rank."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ class Answers:
 
 
 async def returned(executor: Executor) -> int:
-    """How many tokens of a prompt are served when it comes again after another has pushed it from the device. Its
-    answer is the same."""
+    """How many tokens of a prompt are served when it comes again after another has pushed it from the device.
+    Its answer is the same."""
     facts = await executor.start(lambda progress: None)
     limits = make_limits(CONFIG, facts)
     core = Core(replace(limits, groups=[replace(facts.groups[0], pages=15)]))

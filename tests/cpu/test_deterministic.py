@@ -1,4 +1,5 @@
-"""``deterministic`` on the CPU, where it is always so: logprobs are the same bits in any batch, chunking and cache."""
+"""``deterministic`` on the CPU, where it is always so: logprobs are the same bits in any batch, chunking and
+cache."""
 
 from __future__ import annotations
 

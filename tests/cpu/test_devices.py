@@ -64,7 +64,7 @@ def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch, value: str, 
     entry = EntryPoint("broken", value, "sgla.devices")
     vars(entry)["dist"] = package
     monkeypatch.setattr(device, "entry_points", lambda group, name: [entry])
-    told = f"--device broken: {value} of the package acme-third {message}.*; mend or remove it, or give --device cpu"
+    told = f"--device broken: {value} of the package acme-third {message}.*; mend or remove it, or give --device cpu"  # noqa: E501
     with pytest.raises(ConfigError, match=told) as caught:
         resolve(Config(device="broken"), Machine())
     assert caught.value.param == "device"

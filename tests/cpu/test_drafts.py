@@ -29,7 +29,8 @@ def runner(request: pytest.FixtureRequest) -> CpuRunner:
 
 
 def make_requests() -> list[Submit]:
-    """Prompts that repeat themselves, so that there is much to guess; a random model repeats itself when it is greedy."""
+    """Prompts that repeat themselves, so that there is much to guess; a random model repeats itself when it
+    is greedy."""
     rng = random.Random(4)
     stem = [rng.randrange(VOCAB) for _ in range(7)]
     return [

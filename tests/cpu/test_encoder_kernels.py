@@ -1,4 +1,5 @@
-"""The native operations of encoders against their bodies in torch, at every instruction-set level of this CPU."""
+"""The native operations of encoders against their bodies in torch, at every instruction-set level of this
+CPU."""
 
 from __future__ import annotations
 

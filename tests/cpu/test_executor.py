@@ -314,7 +314,7 @@ async def main():
     assert "torch" not in sys.modules
     await asyncio.sleep(60)
 asyncio.run(main())
-"""
+"""  # noqa: E501
     main = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -1,4 +1,5 @@
-"""Families beside those of ``test_models.py``: tiny random checkpoints against HF transformers, float32 on the CPU."""
+"""Families beside those of ``test_models.py``: tiny random checkpoints against HF transformers, float32 on
+the CPU."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_what_ranks_cannot_split_is_refused(tmp_path: Path) -> None:
 def test_a_family_with_an_op_of_its_own(
     native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One file and one entry: it runs on every device (GPUs: test_gpu_ops.py), and equals transformers' Llama with that activation."""
+    """One file and one entry: it runs on every device (GPUs: test_gpu_ops.py), and equals transformers' Llama
+    with that activation."""
     monkeypatch.setattr(registry, "_GENERATING", dict(registry._GENERATING))
     registry.register("ToyForCausalLM", toy_family.FAMILY)
     hf = save_checkpoint(tmp_path, "llama", hidden_act="relu2", hidden_size=64, num_attention_heads=4)
@@ -135,7 +137,8 @@ SHAPES = [(6, 3, 8), (3, 3, 8), (6, 6, 4)]  # heads, KV heads and values of a he
 
 
 def narrowed(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A checkpoint of layers with ``SHAPES``; ``whole``, of layers with 6, 6 and 8, is changed to compute the same."""
+    """A checkpoint of layers with ``SHAPES``; ``whole``, of layers with 6, 6 and 8, is changed to compute the
+    same."""
     parts = dict(whole)
     for i, (heads, kv_heads, dim) in enumerate(SHAPES):
         name = f"model.layers.{i}.self_attn"
@@ -157,7 +160,8 @@ def narrowed(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_layers_with_shapes_of_their_own(
     native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lists in config.json, as OpenELM and DeciLM have them: equal to a Llama that has all heads in every layer."""
+    """Lists in config.json, as OpenELM and DeciLM have them: equal to a Llama that has all heads in every
+    layer."""
     monkeypatch.setattr(registry, "_GENERATING", dict(registry._GENERATING))
     registry.register(
         "ToyForCausalLM", dataclasses.replace(toy_family.FAMILY, layers_differ=True, model=LLAMA)
@@ -239,7 +243,8 @@ def sharing(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]
 
 @torch.no_grad()
 def test_layers_that_read_what_another_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Gemma 3n and 4 have them: equal to a Llama whose later layers are given keys and values of the second."""
+    """As Gemma 3n and 4 have them: equal to a Llama whose later layers are given keys and values of the
+    second."""
     from transformers.models.llama import modeling_llama
 
     eager, kept = modeling_llama.eager_attention_forward, {}

@@ -1,4 +1,5 @@
-"""GGUF: what a converter writes, read back; block formats against the ``gguf`` package; real models against transformers."""
+"""GGUF: what a converter writes, read back; block formats against the ``gguf`` package; real models against
+transformers."""
 
 from __future__ import annotations
 
@@ -44,9 +45,11 @@ def convert(
     quantized: Type | None = None,
     **metadata: Any,
 ) -> Path:
-    """Write an HF model as llama.cpp's converter does: its names, interleaved q and k for Llama, 1 + w norms for Gemma.
+    """Write an HF model as llama.cpp's converter does: its names, interleaved q and k for Llama, 1 + w norms
+    for Gemma.
 
-    ``metadata``: more keys of the architecture, with ``__`` for dots; ``None`` leaves a key out. ``quantized``: the type of matrices.
+    ``metadata``: more keys of the architecture, with ``__`` for dots; ``None`` leaves a key out.
+    ``quantized``: the type of matrices.
     """
     c, arch = hf.config, ARCHITECTURES[hf.config.model_type]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -104,8 +107,8 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
 
 
 def blocks_like(values: np.ndarray, kind: Type) -> np.ndarray:
-    """Blocks of a matrix of the shape of ``values``: quantized ones, or random bytes where the package cannot quantize. Bytes below
-    60 make finite constants."""
+    """Blocks of a matrix of the shape of ``values``: quantized ones, or random bytes where the package cannot
+    quantize. Bytes below 60 make finite constants."""
     try:
         return quantize(values, kind).view(np.uint8)
     except NotImplementedError:
@@ -119,9 +122,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "gemma3_text": {
-        "head_dim": 16, "num_hidden_layers": 7, "sliding_window": 10, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+        "head_dim": 16,
+        "num_hidden_layers": 7,
+        "sliding_window": 10,
+        "query_pre_attn_scalar": 16,
+        "tie_word_embeddings": True,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
@@ -155,11 +162,17 @@ TYPES = [kind for kind in Type if kind.name not in ("F32", "F16", "BF16")]
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_every_type_gives_the_logits_of_its_decoded_weights(kind: Type, tmp_path: Path) -> None:
-    """Equal to HF with the weights that the package decodes; a type that it does not decode is refused by name."""
+    """Equal to HF with the weights that the package decodes; a type that it does not decode is refused by
+    name."""
     hf = save_checkpoint(
-        tmp_path, "qwen2", hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+        tmp_path,
+        "qwen2",
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     path = convert(hf, tmp_path / "model.gguf", quantized=kind)
     if int(kind) not in decodable():
         with pytest.raises(WeightError, match=f"token_embd.weight has type {kind.name},"):
@@ -193,12 +206,23 @@ def test_rope_tables_and_scaling_come_along(tmp_path: Path) -> None:
         ("qwen2", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
         ("qwen2", {"rope.scaling.factor": 4.0}),
         ("qwen2", {"rope.scale_linear": 4.0}),
-        ("qwen2", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}),
+        (
+            "qwen2",
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 128,
+            },
+        ),
         (
             "llama",
             {
-                "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128,
-                "rope.scaling.attn_factor": 0.8, "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 2.0,
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 128,
+                "rope.scaling.attn_factor": 0.8,
+                "rope.scaling.yarn_beta_fast": 16.0,
+                "rope.scaling.yarn_beta_slow": 2.0,
             },
         ),
         ("gemma3_text", {"attention.scale": 0.125}),
@@ -207,7 +231,7 @@ def test_rope_tables_and_scaling_come_along(tmp_path: Path) -> None:
         ("gemma3_text", {"final_logit_softcapping": 3.0}),
         ("gemma3_text", {"rope.freq_base_swa": 500.0}),
     ],
-)  # fmt: skip
+)
 def test_honoured_keys_give_what_hf_gives(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
     """HF with the configuration in its own words; the numbers differ without the key."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -349,12 +373,20 @@ def test_keys_that_change_nothing_are_no_obstacle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (b"blk.1.ffn_up.weight", b"blk.1.ffn_xx.weight", "missing: blk.1.ffn_up.weight; 1 unexpected: blk.1.ffn_xx.weight"),
-        (b"blk.2.ffn_up.weight", b"blk.7.ffn_up.weight", "block_count is 3, and there are tensors of 4 layers"),
+        (
+            b"blk.1.ffn_up.weight",
+            b"blk.1.ffn_xx.weight",
+            "missing: blk.1.ffn_up.weight; 1 unexpected: blk.1.ffn_xx.weight",
+        ),
+        (
+            b"blk.2.ffn_up.weight",
+            b"blk.7.ffn_up.weight",
+            "block_count is 3, and there are tensors of 4 layers",
+        ),
         (b"output_norm.weight", b"rope_freqs_.weight", "missing: output_norm.weight"),
         (b"token_embd.weight", b"token_embe.weight", "token_embd.weight is missing"),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_do_not_fit_are_named(old: bytes, new: bytes, said: str, tmp_path: Path) -> None:
     path = convert(save_checkpoint(tmp_path, "llama"), tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(old, new))
@@ -468,9 +500,16 @@ def test_a_file_is_run_as_it_is(kind: Type, linear: str, table: str, tmp_path: P
 def test_matrices_in_one_have_the_smallest_format_that_holds_all(tmp_path: Path) -> None:
     from sgla.model.gguf_tensors import HOLDS
 
-    held = [next(kind for kind, has in HOLDS.items() if found <= has) for found in (
-        {"q5_0", "q8_0"}, {"q4_0", "q5_0"}, {"int4", "q4_0"}, {"int4", "q8_0"}, {"int4", "int8"},
-    )]  # fmt: skip
+    held = [
+        next(kind for kind, has in HOLDS.items() if found <= has)
+        for found in (
+            {"q5_0", "q8_0"},
+            {"q4_0", "q5_0"},
+            {"int4", "q4_0"},
+            {"int4", "q8_0"},
+            {"int4", "int8"},
+        )
+    ]
     assert held == ["q8_0", "q5_0", "int4", "int8", "int8"]
 
 

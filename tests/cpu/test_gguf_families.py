@@ -1,4 +1,5 @@
-"""GGUF files of the families: tiny random checkpoints, converted as llama.cpp's ``convert_hf_to_gguf.py`` does, against HF transformers."""
+"""GGUF files of the families: tiny random checkpoints, converted as llama.cpp's ``convert_hf_to_gguf.py``
+does, against HF transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ PROMPTS = random_prompts([1, 7, 33])
 Saved = Callable[[str], tuple[Path, Any, Arch, dict[str, Any]]]
 PERMUTED = (Arch.LLAMA, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
 ADD_ONE = (Arch.GEMMA, Arch.GEMMA2, Arch.NEMOTRON)
-# Keys of the metadata by those of HF's configuration, as the converter writes them for every model that has these.
+# Keys of the metadata by those of HF's configuration, as the converter writes them for every model that has
+# these.
 KEYS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -82,8 +84,8 @@ def write(
     change: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None,
     **changes: Any,
 ) -> Path:
-    """``changes``: of the keys, with ``__`` for dots; ``None`` leaves one out. ``quantized``: the type of matrices of experts.
-    ``change``: of the tensors, by their names in the file."""
+    """``changes``: of the keys, with ``__`` for dots; ``None`` leaves one out. ``quantized``: the type of
+    matrices of experts. ``change``: of the tensors, by their names in the file."""
     config = hf.config.to_dict()
     layers = config["num_hidden_layers"]
     path = folder / f"{len(list(folder.iterdir()))}.gguf"
@@ -174,8 +176,11 @@ def converted(
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
 TIED = {"tie_word_embeddings": True}
 GRANITE = {
-    "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0,
-}  # fmt: skip
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "gemma": (Arch.GEMMA, "gemma", TIED | {"head_dim": 16}, {}),
     "gemma2": (Arch.GEMMA2, "gemma2", TIED | WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 16}, {}),
@@ -185,11 +190,24 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "starcoder2": (Arch.STARCODER2, "starcoder2", TIED, {}),
     "cohere": (Arch.COMMAND_R, "cohere", TIED | {"logit_scale": 0.5}, {}),
     "cohere2": (Arch.COHERE2, "cohere2", TIED | WINDOWED | {"logit_scale": 0.25}, {}),
-    "stablelm": (Arch.STABLELM, "stablelm", {"use_qkv_bias": True, "num_attention_heads": 3, "num_key_value_heads": 3}, {}),
+    "stablelm": (
+        Arch.STABLELM,
+        "stablelm",
+        {"use_qkv_bias": True, "num_attention_heads": 3, "num_key_value_heads": 3},
+        {},
+    ),
     "smollm3": (Arch.SMOLLM3, "smollm3", TIED | {"num_hidden_layers": 5, "sliding_window": None}, {}),
-    "exaone4": (Arch.EXAONE4, "exaone4", WINDOWED, {"attention__sliding_window_pattern": [True, True, True, False, True]}),
+    "exaone4": (
+        Arch.EXAONE4,
+        "exaone4",
+        WINDOWED,
+        {"attention__sliding_window_pattern": [True, True, True, False, True]},
+    ),
     "exaone4 without windows": (
-        Arch.EXAONE4, "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, {},
+        Arch.EXAONE4,
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+        {},
     ),
     "ernie": (Arch.ERNIE4_5, "ernie4_5", TIED | {"head_dim": 16, "use_bias": True}, {}),
     "glm": (Arch.CHATGLM, "glm", {"head_dim": 16}, {}),
@@ -197,7 +215,7 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "nemotron": (Arch.NEMOTRON, "nemotron", {"head_dim": 8}, {}),
     "arcee": (Arch.ARCEE, "arcee", {"head_dim": 8}, {}),
     "seed-oss": (Arch.SEED_OSS, "seed_oss", {"head_dim": 16}, {}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -229,56 +247,122 @@ def test_logits_of_dense_families_equal_transformers(name: str, saved: Saved) ->
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
 GROUPS = ROUTED | {"n_group": 4, "topk_group": 2}
 LATENT = {
-    "num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-}  # fmt: skip
+}
 LATENT_KEYS = {
-    "attention__head_count_kv": 1, "attention__key_length": 40, "attention__value_length": 32,
-    "attention__key_length_mla": 24, "attention__value_length_mla": 16, "rope__dimension_count": 8,
-}  # fmt: skip
+    "attention__head_count_kv": 1,
+    "attention__key_length": 40,
+    "attention__value_length": 32,
+    "attention__key_length_mla": 24,
+    "attention__value_length_mla": 16,
+    "rope__dimension_count": 8,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 SIGMOID = {"expert_gating_func": 2}
 MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": (Arch.LLAMA, "mixtral", {"num_local_experts": 5, "head_dim": 8}, {}),
-    "qwen2moe": (Arch.QWEN2MOE, "qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 72, "use_sliding_window": False}, {"attention__sliding_window": None}),
-    "qwen3moe": (Arch.QWEN3MOE, "qwen3_moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}, {"attention__sliding_window": None}),
+    "qwen2moe": (
+        Arch.QWEN2MOE,
+        "qwen2_moe",
+        EXPERTS | {"shared_expert_intermediate_size": 72, "use_sliding_window": False},
+        {"attention__sliding_window": None},
+    ),
+    "qwen3moe": (
+        Arch.QWEN3MOE,
+        "qwen3_moe",
+        EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
+        {"attention__sliding_window": None},
+    ),
     "olmoe": (Arch.OLMOE, "olmoe", {"num_experts": 6, "num_experts_per_tok": 2}, {}),
     "gpt-oss": (
-        Arch.GPT_OSS, "gpt_oss", {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
+        Arch.GPT_OSS,
+        "gpt_oss",
+        {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
         | {"rope_parameters": YARN | {"truncate": False}},
         {"expert_feed_forward_length": 96},
     ),
     "deepseek-v2": (
-        Arch.DEEPSEEK2, "deepseek_v2",
-        LATENT | GROUPS | {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "first_k_dense_replace": 1, "routed_scaling_factor": 3.0},
+        Arch.DEEPSEEK2,
+        "deepseek_v2",
+        LATENT
+        | GROUPS
+        | {
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 3.0,
+        },
         LATENT_KEYS,
     ),
     "deepseek-v3": (
-        Arch.DEEPSEEK2, "deepseek_v3",
-        LATENT | GROUPS | {"q_lora_rank": 24, "first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        Arch.DEEPSEEK2,
+        "deepseek_v3",
+        LATENT
+        | GROUPS
+        | {
+            "q_lora_rank": 24,
+            "first_k_dense_replace": 1,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
         LATENT_KEYS | SIGMOID | {"expert_weights_norm": True, "rope__scaling__yarn_log_multiplier": 0.1},
     ),
     "moonlight": (
-        Arch.DEEPSEEK2, "deepseek_v3",
-        LATENT | ROUTED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 1},
+        Arch.DEEPSEEK2,
+        "deepseek_v3",
+        LATENT
+        | ROUTED
+        | {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 1,
+        },
         LATENT_KEYS | SIGMOID,
     ),
     "glm-4.5": (
-        Arch.GLM4_MOE, "glm4_moe", ROUTED | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+        Arch.GLM4_MOE,
+        "glm4_moe",
+        ROUTED | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True},
         SIGMOID | {"expert_weights_norm": True},
     ),
     "glm-4.5-air": (
-        Arch.GLM4_MOE, "glm4_moe", GROUPS | {"head_dim": 8, "first_k_dense_replace": 2}, {"expert_weights_norm": True},
+        Arch.GLM4_MOE,
+        "glm4_moe",
+        GROUPS | {"head_dim": 8, "first_k_dense_replace": 2},
+        {"expert_weights_norm": True},
     ),
     "dots": (
-        Arch.DOTS1, "dots1", ROUTED | {"head_dim": 8, "n_shared_experts": 2, "norm_topk_prob": True, "first_k_dense_replace": 1},
+        Arch.DOTS1,
+        "dots1",
+        ROUTED | {"head_dim": 8, "n_shared_experts": 2, "norm_topk_prob": True, "first_k_dense_replace": 1},
         SIGMOID | {"expert_weights_norm": True, "attention__sliding_window": None},
     ),
-    "granite moe": (Arch.GRANITE_MOE, "granitemoe", GRANITE | {"num_local_experts": 5, "attention_bias": True}, {}),
-    "granite moe shared": (Arch.GRANITE_MOE, "granitemoeshared", GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 64}, {}),
-    "ernie moe": (Arch.ERNIE4_5_MOE, "ernie4_5_moe", TIED | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}, {}),
-}  # fmt: skip
+    "granite moe": (
+        Arch.GRANITE_MOE,
+        "granitemoe",
+        GRANITE | {"num_local_experts": 5, "attention_bias": True},
+        {},
+    ),
+    "granite moe shared": (
+        Arch.GRANITE_MOE,
+        "granitemoeshared",
+        GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 64},
+        {},
+    ),
+    "ernie moe": (
+        Arch.ERNIE4_5_MOE,
+        "ernie4_5_moe",
+        TIED | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32},
+        {},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -413,7 +497,8 @@ def test_a_tensor_that_one_layer_lacks_is_named(saved: Saved) -> None:
 )
 @torch.no_grad()
 def test_stacks_of_quantized_experts(name: str, kind: Type, storage: str, tmp_path: Path) -> None:
-    """They are kept as the file has them, and the logits are HF's with the values that the package decodes."""
+    """They are kept as the file has them, and the logits are HF's with the values that the package
+    decodes."""
     arch, model_type, layout, keys = MIXTURES[name]
     width = "intermediate_size" if name == "gpt-oss" else "moe_intermediate_size"
     hf = save_checkpoint(tmp_path, model_type, **layout | {"hidden_size": 96, width: 64})
@@ -458,11 +543,10 @@ HOSTILE = (
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("gemma2", "exaone4", "deepseek-v3") else
-        pytest.param(name, marks=pytest.mark.slow)
+        name if name in ("gemma2", "exaone4", "deepseek-v3") else pytest.param(name, marks=pytest.mark.slow)
         for name in {**DENSE, **MIXTURES}
     ],
-)  # fmt: skip
+)
 def test_any_value_of_any_key_is_read_or_refused(name: str, saved: Saved) -> None:
     folder, hf, arch, keys = saved(name)
     path = write(folder, hf, arch, **keys)

@@ -1,4 +1,5 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors, written here number by number, against the matrices that they mean."""
+"""Checkpoints of GPTQ, AWQ and compressed-tensors, written here number by number, against the matrices that
+they mean."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def quantize(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tens
 def checkpoints(
     folder: Path, config: dict[str, Any], model_type: str = "llama", **changes: Any
 ) -> tuple[ModelSource, ModelSource]:
-    """A quantized checkpoint and one with the same numbers in float32. The last layer's down_proj is left as it is."""
+    """A quantized checkpoint and one with the same numbers in float32. The last layer's down_proj is left as
+    it is."""
     for name in ("packed", "plain"):
         save_checkpoint(folder / name, model_type, **SHAPE | changes)
     torch.manual_seed(1)

@@ -1,4 +1,5 @@
-"""Whole models through the GPU's ops and the rules that join them, in Triton's interpreter: what comes out must be as the oracle says."""
+"""Whole models through the GPU's ops and the rules that join them, in Triton's interpreter: what comes out
+must be as the oracle says."""
 
 from __future__ import annotations
 
@@ -253,7 +254,8 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
 def test_an_addend_comes_before_what_is_fused_behind(
     kind: str, rows: int, exact: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels that do the activation or the norm behind a linear layer do not know it, and are passed over."""
+    """Kernels that do the activation or the norm behind a linear layer do not know it, and are passed
+    over."""
     monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
     monkeypatch.setattr(skinny_gemm, "linear", skinny := Mock())
     monkeypatch.setattr(

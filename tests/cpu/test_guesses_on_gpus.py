@@ -33,8 +33,8 @@ def answers() -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ["graphs", "windows"])
 def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any], case: str) -> None:
-    """With graphs and without, steps in flight, beside prompts, with rules, a grammar and logprobs; requests end in the middle of
-    what a row brings."""
+    """With graphs and without, steps in flight, beside prompts, with rules, a grammar and logprobs; requests
+    end in the middle of what a row brings."""
     cpu, gpu = answers[case]["cpu"], answers[case]["gpu"]
     for kind in ("tokens", "finish", "ranks"):
         assert gpu[kind] == cpu[kind]
@@ -50,8 +50,9 @@ def columns(*values: list[int]) -> torch.Tensor:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and no interpreter")
 def test_kernels_guess_and_accept_as_a_cpu_does() -> None:
-    """Slots 0 to 4: what may be guessed is limited by trust, by the request, by the plan; one has all its tokens, and one does
-    not guess. Behind guesses of which some are right, trust and places are those of ``NGrams``."""
+    """Slots 0 to 4: what may be guessed is limited by trust, by the request, by the plan; one has all its
+    tokens, and one does not guess. Behind guesses of which some are right, trust and places are those of
+    ``NGrams``."""
     rng = np.random.default_rng(0)
     for _ in range(8):
         tokens = torch.from_numpy(rng.integers(0, 3, (6, 80)).astype(np.int32))

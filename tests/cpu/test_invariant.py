@@ -1,4 +1,5 @@
-"""The batch-invariant kernels against the oracle; that they are invariant is tested where the hardware is, in tests/gpu."""
+"""The batch-invariant kernels against the oracle; that they are invariant is tested where the hardware is, in
+tests/gpu."""
 
 from __future__ import annotations
 
@@ -35,8 +36,22 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return invariant.attend(
-        q, kv.k, kv.v, batch.page_table, batch.slots, batch.q_start, batch.kv_len, tiles, 0.3, window, softcap, 64, parts, 1.0, sinks
-    )  # fmt: skip
+        q,
+        kv.k,
+        kv.v,
+        batch.page_table,
+        batch.slots,
+        batch.q_start,
+        batch.kv_len,
+        tiles,
+        0.3,
+        window,
+        softcap,
+        64,
+        parts,
+        1.0,
+        sinks,
+    )
 
 
 @pytest.mark.parametrize(

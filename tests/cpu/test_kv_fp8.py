@@ -1,5 +1,5 @@
-"""The 8-bit KV cache: the oracle's rounding, and the portable kernels that read it. That kernels store what the oracle
-stores is tested in tests/gpu: Triton's interpreter rounds e4m3 otherwise."""
+"""The 8-bit KV cache: the oracle's rounding, and the portable kernels that read it. That kernels store what
+the oracle stores is tested in tests/gpu: Triton's interpreter rounds e4m3 otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who gets the bytes of a GPU, decided without one: the pool, and what is said when something does not fit."""
+"""Who gets the bytes of a GPU, decided without one: the pool, and what is said when something does not
+fit."""
 
 from __future__ import annotations
 
@@ -206,11 +207,20 @@ def test_torch_attention_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(tokens, heads * dim)
     empty = torch.zeros(tokens, dtype=torch.int32)
     batch = DeviceBatch(
-        rows=5, tokens=tokens, ids=empty, positions=empty, slots=torch.arange(5, dtype=torch.int32),
-        q_start=torch.tensor([0, *q_lens.cumsum()], dtype=torch.int32), kv_len=torch.from_numpy(kv_lens), out_loc=empty,
-        page_table=tables, page_size=page_size, sample_rows=empty, decode_rows=3,
+        rows=5,
+        tokens=tokens,
+        ids=empty,
+        positions=empty,
+        slots=torch.arange(5, dtype=torch.int32),
+        q_start=torch.tensor([0, *q_lens.cumsum()], dtype=torch.int32),
+        kv_len=torch.from_numpy(kv_lens),
+        out_loc=empty,
+        page_table=tables,
+        page_size=page_size,
+        sample_rows=empty,
+        decode_rows=3,
         extend=ExtendRows(np.arange(3, 5, dtype=np.int32), q_lens[3:], kv_lens[3:], tables.numpy()),
-    )  # fmt: skip
+    )
     whole = ops.attention(q, kv, batch, 0.3)
     monkeypatch.setattr(torch_ops, "PLACES", 10)
     monkeypatch.setattr(torch_ops, "PAIRS", 30)

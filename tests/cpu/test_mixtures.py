@@ -57,16 +57,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v2": (
         "deepseek_v2",
-        LATENT | GROUPS | {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}
+        LATENT
+        | GROUPS
+        | {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}
         | {"first_k_dense_replace": 1, "routed_scaling_factor": 3.0, "n_shared_experts": 2},
     ),
     "deepseek-v2-lite": (
         "deepseek_v2",
-        LATENT | ROUTED | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+        LATENT
+        | ROUTED
+        | {"q_lora_rank": None, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
     ),
     "deepseek-v3": (
         "deepseek_v3",
-        LATENT | GROUPS | {"q_lora_rank": 24, "first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale_all_dim": 1.0}},
+        LATENT
+        | GROUPS
+        | {"q_lora_rank": 24, "first_k_dense_replace": 1, "rope_parameters": YARN | {"mscale_all_dim": 1.0}},
     ),
     "moonlight": (
         "deepseek_v3",
@@ -75,7 +81,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-4.5": ("glm4_moe", ROUTED | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
     "glm-4.5-air": ("glm4_moe", GROUPS | {"head_dim": 8, "first_k_dense_replace": 2}),
     "glm-4.7-flash": ("glm4_moe_lite", LATENT | ROUTED | {"q_lora_rank": 24}),
-    "dots": ("dots1", ROUTED | {"head_dim": 8, "n_shared_experts": 2, "norm_topk_prob": True, "max_window_layers": 1, "sliding_window": 9}),
+    "dots": (
+        "dots1",
+        ROUTED
+        | {
+            "head_dim": 8,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "max_window_layers": 1,
+            "sliding_window": 9,
+        },
+    ),
     "granite": ("granitemoe", GRANITE | {"attention_bias": True}),
     "granite shared": ("granitemoeshared", GRANITE | {"shared_intermediate_size": 64}),
     "ernie": (
@@ -87,7 +103,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 0}
         | {"moe_layer_end_index": 1, "moe_norm_min": 0.9},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -293,7 +309,8 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
 
 
 LARGE = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "vocab_size": 129280}
-# In billions with embedding and output layer: of all experts, which is what their authors say, and of those that a token meets.
+# In billions with embedding and output layer: of all experts, which is what their authors say, and of those
+# that a token meets.
 PUBLISHED: dict[str, tuple[str, dict[str, Any], float, float]] = {
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", LARGE, 671.0, 37.6),
     "gpt-oss-20b": ("GptOssForCausalLM", {"num_hidden_layers": 24, "num_local_experts": 32}, 20.9, 4.2),

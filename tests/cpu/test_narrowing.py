@@ -1,5 +1,5 @@
-"""Bad words, runs that do not come twice, allowed tokens and limits of reasoning: on the host and by the GPU's kernels, against their
-definitions; penalties and biases by these kernels against those on the host."""
+"""Bad words, runs that do not come twice, allowed tokens and limits of reasoning: on the host and by the
+GPU's kernels, against their definitions; penalties and biases by these kernels against those on the host."""
 
 from __future__ import annotations
 
@@ -201,8 +201,13 @@ def test_the_largest_rules_fit_their_records() -> None:
 @pytest.mark.parametrize("stops", [0, 20])
 def test_penalties_and_biases(stops: int) -> None:
     sampling = RowSampling(
-        repetition=1.3, frequency=0.2, presence=0.4, logit_bias=[(2, 1.5), (VOCAB, 1.0)], min_tokens=stops, stop_ids=[3, 5]
-    )  # fmt: skip
+        repetition=1.3,
+        frequency=0.2,
+        presence=0.4,
+        logit_bias=[(2, 1.5), (VOCAB, 1.0)],
+        min_tokens=stops,
+        stop_ids=[3, 5],
+    )
     for tokens, logits in cases(40):
         expected = on_host(sampling, tokens, logits)
         np.testing.assert_array_equal(on_device(sampling, tokens, logits), expected)

@@ -402,7 +402,8 @@ def test_minilm_equals_transformers() -> None:
 
 
 def test_a_pad_token_in_a_text_takes_no_position() -> None:
-    """RobertaEmbeddings.create_position_ids_from_input_ids of transformers, less the rows before the first position."""
+    """RobertaEmbeddings.create_position_ids_from_input_ids of transformers, less the rows before the first
+    position."""
     prompts = [np.array([0, 5, 1, 7], np.int32), np.array([1, 1], np.int32)]
     assert make_batch(prompts, [0, 0], pad=1)[0].positions.tolist() == [0, 1, -1, 2, -1, -1]
     assert make_batch(prompts, [0, 0])[0].positions.tolist() == [0, 1, 2, 3, 0, 1]

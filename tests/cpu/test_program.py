@@ -83,7 +83,8 @@ def ints(values: list[int]) -> Tensor:
 
 
 def step(rows: list[tuple[list[int], int]]) -> ForwardBatch:
-    """Rows of (new token ids, history). Row r has slot r and the pages 1 + 10 r and following; the last token is sampled."""
+    """Rows of (new token ids, history). Row r has slot r and the pages 1 + 10 r and following; the last token
+    is sampled."""
     table = torch.arange(1, 1 + 10 * 5, dtype=torch.int32).view(5, 10)
     positions = [p for ids, old in rows for p in range(old, old + len(ids))]
     owner = [r for r, (ids, _) in enumerate(rows) for _ in ids]

@@ -1,4 +1,5 @@
-"""The columns that a graph of a step with prompts reads: every token, tile and sample has its place, whatever the plan."""
+"""The columns that a graph of a step with prompts reads: every token, tile and sample has its place, whatever
+the plan."""
 
 from __future__ import annotations
 

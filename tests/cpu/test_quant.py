@@ -28,7 +28,8 @@ def test_error_is_within_half_a_quantum(kind: str, n: int, k: int) -> None:
         # half of the last of three bits, and of the smallest number below those
         bound = w.abs() * 2**-4 * 1.001 + w.abs().amax(1, keepdim=True) / 448 * 2**-10
     else:
-        # half a step, plus the rounding of scale and minimum to float16; int4 gives up ends of a group where that pays
+        # half a step, plus the rounding of scale and minimum to float16; int4 gives up ends of a group where
+        # that pays
         groups = torch.nn.functional.pad(w, (0, -k % 32), mode="replicate").view(n, -1, 32)
         span = groups.amax(2) - groups.amin(2) if kind not in HALF else 2.05 * groups.abs().amax(2)
         if kind in HALF:

@@ -80,7 +80,8 @@ def test_draws_follow_the_definition(distribution: Distribution) -> None:
 @pytest.mark.native
 @pytest.mark.parametrize("level", WIDTHS)
 def test_the_native_draw_gives_the_same_tokens(level: str) -> None:
-    """On every level, with equal logits, logits of -inf, rows that no block divides, and tokens that are a part of the vocabulary."""
+    """On every level, with equal logits, logits of -inf, rows that no block divides, and tokens that are a
+    part of the vocabulary."""
     fast, chance = find_draw(level), rng(8)
     for seed, vocab in enumerate([1, 2, 40, 64, 127, VOCAB, VOCAB, 20_000]):
         for scale in (0.0, 0.5, 3.0, 20.0):
@@ -130,7 +131,8 @@ def test_the_bits_are_those_of_the_kernels() -> None:
 
 
 def test_noise_is_uniform_and_independent() -> None:
-    """By the tail, which decides draws: how many tokens of a row are below a threshold, and how many at a distance are both."""
+    """By the tail, which decides draws: how many tokens of a row are below a threshold, and how many at a
+    distance are both."""
     rows, vocab, expected = 400, 50_000, 20
     counts, pairs, tokens = [], np.zeros(12), np.arange(vocab)
     for row in range(rows):
@@ -147,7 +149,8 @@ def test_noise_is_uniform_and_independent() -> None:
     ("seeds", "positions", "ids"), [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1), (0, 2, 4096)]
 )
 def test_neighbours_draw_independently(seeds: int, positions: int, ids: int) -> None:
-    """The noise of a row and of one beside it, or of the tokens beside, is unrelated; so are the draws of eight likely tokens."""
+    """The noise of a row and of one beside it, or of the tokens beside, is unrelated; so are the draws of
+    eight likely tokens."""
     tokens = np.arange(20_000)
     for seed in (0, 1, 2**40, 2**63 - 2):
         a, b = numbers(seed, 9, tokens), numbers(seed + seeds, 9 + positions, tokens + ids)

@@ -31,8 +31,8 @@ class Counted(generation.LogitsProcessor):
 
 
 def processors(s: RowSampling) -> generation.LogitsProcessorList:
-    """In the order of ``GenerationMixin._get_logits_processor``, which is sgla's: biases, penalties, what is forbidden, temperature,
-    top-k, top-p, min-p."""
+    """In the order of ``GenerationMixin._get_logits_processor``, which is sgla's: biases, penalties, what is
+    forbidden, temperature, top-k, top-p, min-p."""
     bias = {(token,): value for token, value in s.logit_bias}
     ends = generation.MinNewTokensLengthLogitsProcessor(len(PROMPT), s.min_tokens, list(s.stop_ids))
     every = [

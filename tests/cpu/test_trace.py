@@ -1,4 +1,5 @@
-"""Torch operations in a recorded forward: the program computes what the forward computes, at any number of tokens."""
+"""Torch operations in a recorded forward: the program computes what the forward computes, at any number of
+tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The portable kernels against the torch oracle. Without a GPU they run in Triton's interpreter, in float32."""
+"""The portable kernels against the torch oracle. Without a GPU they run in Triton's interpreter, in
+float32."""
 
 from __future__ import annotations
 
@@ -337,9 +338,17 @@ def test_logits_without_a_token(ranks: int, temperature: float, cut: bool) -> No
 
         for first, stop in [(0, vocab)] if ranks == 1 else [(0, half), (half, vocab)]:
             sampling.sample(
-                logits[:, first:stop].contiguous(), slots, positions, seeds, temperatures, table, out, cuts, first,
+                logits[:, first:stop].contiguous(),
+                slots,
+                positions,
+                seeds,
+                temperatures,
+                table,
+                out,
+                cuts,
+                first,
                 best_of_ranks if ranks > 1 else None,
-            )  # fmt: skip
+            )
         return table, out
 
     table, out = draw(logits)
@@ -383,9 +392,17 @@ def test_ranks_draw_what_one_would() -> None:
         landing = sampling.Landing(torch.zeros(3, rows).int(), torch.tensor([2]).int())
         for first, stop in parts[::-1]:
             sampling.sample(
-                logits[:, first:stop].contiguous(), slots, positions, seeds, temperatures, table, out,
-                first=first, best_of_ranks=best_of_ranks if len(parts) > 1 else None, landing=landing,
-            )  # fmt: skip
+                logits[:, first:stop].contiguous(),
+                slots,
+                positions,
+                seeds,
+                temperatures,
+                table,
+                out,
+                first=first,
+                best_of_ranks=best_of_ranks if len(parts) > 1 else None,
+                landing=landing,
+            )
         assert torch.equal(landing.tokens, torch.stack([0 * out, 0 * out, out]))
         found.append((table, out))
     assert torch.equal(found[0][0], found[1][0])

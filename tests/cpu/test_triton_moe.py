@@ -1,4 +1,5 @@
-"""The kernels of the mixture of experts against the torch oracle. Without a GPU they run in Triton's interpreter."""
+"""The kernels of the mixture of experts against the torch oracle. Without a GPU they run in Triton's
+interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which kernel serves a product: tables, estimates, and what ``bench/tune.py`` makes of times, without a GPU."""
+"""Which kernel serves a product: tables, estimates, and what ``bench/tune.py`` makes of times, without a
+GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Formats of checkpoints: one that a package brings, in two files with its registration (``toy_weights.py`` and this)."""
+"""Formats of checkpoints: one that a package brings, in two files with its registration (``toy_weights.py``
+and this)."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ def test_text_is_the_same_as_with_all_pages(
 
 
 def test_pages_of_windows_are_used_again(runner: CpuRunner, alone: dict[str, list[int]]) -> None:
-    """With no more of them than all rows read at a time, and nothing left for the tree; what they hold meanwhile is of others."""
+    """With no more of them than all rows read at a time, and nothing left for the tree; what they hold
+    meanwhile is of others."""
     core = make_core(runner.facts, windows=[1 + 4 * (-(-(WINDOW - 1) // PAGE) + 2)], reserve=0.0)
     for _ in range(2):
         assert run(runner, requests(), core).tokens() == alone

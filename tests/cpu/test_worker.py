@@ -86,7 +86,8 @@ def make_requests(seed: int = 2) -> list[Submit]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[int]]:
-    """What each request gives by itself: torch, depth 1, cold cache, the prompt in as few steps as it fits."""
+    """What each request gives by itself: torch, depth 1, cold cache, the prompt in as few steps as it
+    fits."""
     runner = make_runner()
     check_draws(runner)
     tokens: dict[str, list[int]] = {}

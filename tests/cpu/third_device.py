@@ -1,4 +1,5 @@
-"""A device that a package brings, with memory of its own: its runner has no kernels, and computes every op by its torch body."""
+"""A device that a package brings, with memory of its own: its runner has no kernels, and computes every op by
+its torch body."""
 
 from __future__ import annotations
 

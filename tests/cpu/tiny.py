@@ -117,8 +117,9 @@ def _take(core: Core, results: Sequence[StepResult | Moved], transcript: Transcr
 
 
 def check_draws(runner: Any) -> None:
-    """From now on every draw of the runner's sampler must come out the same with noise on its logits, hundred times what rounding
-    gives. Torch's products round otherwise in other batches: tokens may be compared only where rounding cannot decide."""
+    """From now on every draw of the runner's sampler must come out the same with noise on its logits, hundred
+    times what rounding gives. Torch's products round otherwise in other batches: tokens may be compared only
+    where rounding cannot decide."""
     sample, noise = runner.sampler._sample_row, np.random.default_rng(0)
 
     def check(logits: Any, *row: Any) -> int:
@@ -134,7 +135,8 @@ def check_draws(runner: Any) -> None:
 def run(
     runner: Any, submits: list[Submit], core: Core | None = None, executor: Any = None, **limits: Any
 ) -> Transcript:
-    """All requests at once through a runner in this thread; ``executor``: of it, if it is no Synchronous one."""
+    """All requests at once through a runner in this thread; ``executor``: of it, if it is no Synchronous
+    one."""
     core = core or make_core(runner.facts, **limits)
     executor, transcript = executor or Synchronous(runner), Transcript()
     for request in submits:

@@ -1,4 +1,5 @@
-"""A weight format as a package outside might bring it: -1, 0 and 1 in two bits, with a scale for each output channel."""
+"""A weight format as a package outside might bring it: -1, 0 and 1 in two bits, with a scale for each output
+channel."""
 
 from __future__ import annotations
 

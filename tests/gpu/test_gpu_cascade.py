@@ -76,11 +76,21 @@ def test_decode_with_shared_prefixes(
         return torch.from_numpy(np.asarray(x, np.int32)).cuda()
 
     batch = DeviceBatch(
-        rows=rows, tokens=rows, ids=empty, positions=empty, slots=upload(slots), q_start=upload(np.arange(rows + 1)),
-        kv_len=upload(lengths), out_loc=empty, page_table=upload(table), page_size=PAGE, sample_rows=empty,
-        decode_rows=rows, cum={0: upload(np.concatenate([[0], np.cumsum(tiles)]))},
+        rows=rows,
+        tokens=rows,
+        ids=empty,
+        positions=empty,
+        slots=upload(slots),
+        q_start=upload(np.arange(rows + 1)),
+        kv_len=upload(lengths),
+        out_loc=empty,
+        page_table=upload(table),
+        page_size=PAGE,
+        sample_rows=empty,
+        decode_rows=rows,
+        cum={0: upload(np.concatenate([[0], np.cumsum(tiles)]))},
         prefixes=unpack(upload(pack(prefixes, rows)), rows),
-    )  # fmt: skip
+    )
     q = torch.randn(rows, heads * dim, dtype=BF16, device="cuda")
     kv = KVLayer(pool[0], pool[1])
     expected = ops.attention(q.float(), KVLayer(kv.k.float(), kv.v.float()), batch, dim**-0.5, 0, softcap)

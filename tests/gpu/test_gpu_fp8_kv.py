@@ -1,4 +1,5 @@
-"""The 8-bit KV cache: kernels against the oracle that reads the same pages, and the runner against bfloat16."""
+"""The 8-bit KV cache: kernels against the oracle that reads the same pages, and the runner against
+bfloat16."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def oracle(
 
 
 def same_rounding(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether these can be e4m3 of numbers that differ by roundings to bfloat16 (2^-7 of the largest): such a number now and then
-    comes to the next step, and steps are 1/8 of a value at most."""
+    """Whether these can be e4m3 of numbers that differ by roundings to bfloat16 (2^-7 of the largest): such a
+    number now and then comes to the next step, and steps are 1/8 of a value at most."""
     steps = torch.maximum(a.abs(), b.abs()) / 8 + b.abs().max() / 128
     return bool(((a - b).abs() <= steps).all()) and float((a != b).float().mean()) < 1 / 4
 
@@ -143,11 +144,21 @@ def test_shared_prefixes(
 
     empty, tiles = upload([]), -(-lengths // 16) - prefixes.skip // 16
     batch = DeviceBatch(
-        rows=rows, tokens=rows, ids=empty, positions=empty, slots=upload(np.arange(rows)), q_start=upload(np.arange(rows + 1)),
-        kv_len=upload(lengths), out_loc=empty, page_table=upload(table), page_size=16, sample_rows=empty,
-        decode_rows=rows, cum={0: upload(np.concatenate([[0], np.cumsum(tiles)]))},
+        rows=rows,
+        tokens=rows,
+        ids=empty,
+        positions=empty,
+        slots=upload(np.arange(rows)),
+        q_start=upload(np.arange(rows + 1)),
+        kv_len=upload(lengths),
+        out_loc=empty,
+        page_table=upload(table),
+        page_size=16,
+        sample_rows=empty,
+        decode_rows=rows,
+        cum={0: upload(np.concatenate([[0], np.cumsum(tiles)]))},
         prefixes=unpack(upload(pack(prefixes, rows)), rows),
-    )  # fmt: skip
+    )
     q = torch.randn(rows, heads * dim, dtype=BF16, device="cuda")
     out = attend(q, kv, batch, Scoring(dim**-0.5, softcap=softcap))
     assert relative(out, oracle(q, kv, batch, dim**-0.5, 0, softcap)) < 1e-2

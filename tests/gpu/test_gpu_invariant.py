@@ -1,4 +1,5 @@
-"""``deterministic``: the logits of a request are the same bits whatever the batch, the chunks and the cache are."""
+"""``deterministic``: the logits of a request are the same bits whatever the batch, the chunks and the cache
+are."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def runner() -> Iterator[Any]:
 def answer(
     runner: Any, slot: int, tokens: list[int], others: list[int], chunks: list[int], steps: int
 ) -> Any:
-    """Tokens and bytes of the logprobs of ``steps`` outputs, with the prompt in ``chunks`` beside rows of ``others``."""
+    """Tokens and bytes of the logprobs of ``steps`` outputs, with the prompt in ``chunks`` beside rows of
+    ``others``."""
     new = [new_row(slot, tokens, seed=5, temperature=0.8, top_k=50, logprobs=3)]
     new += [new_row(s, prompt(s, 30 + 17 * s), seed=s, temperature=0.5) for s in others]
     starts = {s: 30 + 17 * s for s in others}

@@ -67,10 +67,21 @@ def paged(
         columns = (slots[decodes:].int(), torch.tensor(q_lens[decodes:]).int(), kv[decodes:], table)
         extend = ExtendRows(*(c.numpy() for c in columns))
     batch = DeviceBatch(
-        rows=rows, tokens=int(q_start[-1]), ids=empty, positions=empty, slots=slots.int().to(device),
-        q_start=q_start.to(device), kv_len=kv.to(device), out_loc=empty, page_table=table.to(device), page_size=page_size,
-        sample_rows=empty, decode_rows=decodes, cum=cum, extend=extend,
-    )  # fmt: skip
+        rows=rows,
+        tokens=int(q_start[-1]),
+        ids=empty,
+        positions=empty,
+        slots=slots.int().to(device),
+        q_start=q_start.to(device),
+        kv_len=kv.to(device),
+        out_loc=empty,
+        page_table=table.to(device),
+        page_size=page_size,
+        sample_rows=empty,
+        decode_rows=decodes,
+        cum=cum,
+        extend=extend,
+    )
     q = torch.randn(batch.tokens, heads * dim, dtype=BF16, device=device)
     return q, KVLayer(pool[0], pool[1]), batch
 
@@ -196,7 +207,8 @@ def test_decode_from_the_projection(
     ("heads", "kv_heads", "dim", "window"), [(64, 8, 64, 128), (32, 2, 128, 0), (22, 2, 128, 0)]
 )
 def test_sinks(heads: int, kv_heads: int, dim: int, window: int) -> None:
-    """As gpt-oss has them: of decode rows in several blocks, of prompts in Triton, and in any order of steps."""
+    """As gpt-oss has them: of decode rows in several blocks, of prompts in Triton, and in any order of
+    steps."""
     sinks, scale = torch.randn(heads, device="cuda") + 4, dim**-0.5
     for q_lens, kv_lens in (([1] * 5, [1, 16, 700, 9000, 130]), ([1, 1, 5, 300], [40, 1000, 500, 300])):
         q, kv, batch = paged(q_lens, kv_lens, heads, kv_heads, dim, (window,))
@@ -274,7 +286,8 @@ def beside(
 @pytest.mark.parametrize("name", ["auto", "triton", "flashinfer"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)
 def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, softcap: float) -> None:
-    """Decode rows, prompts with a history and whole ones in any order; whole ones last, with k and v beside q."""
+    """Decode rows, prompts with a history and whole ones in any order; whole ones last, with k and v beside
+    q."""
     for q_lens, kv_lens in (
         ([1, 1, 2, 300, 128, 5], [40, 1000, 2, 300, 500, 1500]),
         ([1, 1, 128, 5, 2, 300], [40, 1000, 500, 1500, 2, 300]),
@@ -293,7 +306,8 @@ def test_mixed(name: str, heads: int, kv_heads: int, dim: int, window: int, soft
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
 def test_long_prompts(group: int, dim: int) -> None:
-    """More tiles than a GPU has blocks, keys in many stages; tiles over two blocks of keys; ends that fill no tile."""
+    """More tiles than a GPU has blocks, keys in many stages; tiles over two blocks of keys; ends that fill no
+    tile."""
     kv_heads = 8 if group < 4 else 2
     for q_lens, kv_lens in (
         ([2500, 129, 1023, 64], [2500, 130, 1023, 64]),
@@ -519,7 +533,8 @@ def test_norm_of_two_linear_layers(m: int, width: int, inner: int) -> None:
 @pytest.mark.parametrize("m", [16, 64, 128, 192, 256])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)])
 def test_rows_that_batch_gemm_does_not_have(m: int, n: int, k: int) -> None:
-    """What lies behind the last row of x changes nothing, and nothing is written behind the last row of the result."""
+    """What lies behind the last row of x changes nothing, and nothing is written behind the last row of the
+    result."""
     from sgla.kernels.cuda import batch_gemm
 
     config = batch_gemm.choose(m, n, k)

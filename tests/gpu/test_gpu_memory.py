@@ -26,9 +26,21 @@ GIB = 1 << 30
 ROOM = 5 * GIB  # that others leave of the GPU
 SLOTS, STEP, PAGE, LENGTH = 256, 8192, 16, 40000
 WORST = RowSampling(
-    temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, logprobs=20, prompt_logprobs=20, logprob_ids=[0], frequency=0.1,
-    presence=0.1, repetition=1.1, logit_bias=[(0, 0.1)], bad_words=[[0, 1]], allowed=list(range(100)), grammar="",
-)  # fmt: skip
+    temperature=0.8,
+    top_k=9,
+    top_p=0.9,
+    min_p=0.01,
+    logprobs=20,
+    prompt_logprobs=20,
+    logprob_ids=[0],
+    frequency=0.1,
+    presence=0.1,
+    repetition=1.1,
+    logit_bias=[(0, 0.1)],
+    bad_words=[[0, 1]],
+    allowed=list(range(100)),
+    grammar="",
+)
 
 
 class Open:
@@ -77,8 +89,8 @@ def admit(slot: int) -> NewRow:
 
 
 def test_nothing_runs_out(runner: Any) -> None:
-    """Prompts in full steps with logprobs, histories, decode rows beside them, all rows at high positions with everything that a
-    request may ask for, and steps of all sizes."""
+    """Prompts in full steps with logprobs, histories, decode rows beside them, all rows at high positions
+    with everything that a request may ask for, and steps of all sizes."""
     facts = runner.facts
     ledger = facts.ledger
     assert facts.context_len == MODEL["max_position_embeddings"]

@@ -1,4 +1,5 @@
-"""The kernel of a whole decode step of a mixture of experts against torch in float32, and within the runner."""
+"""The kernel of a whole decode step of a mixture of experts against torch in float32, and within the
+runner."""
 
 from __future__ import annotations
 

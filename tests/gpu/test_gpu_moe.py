@@ -1,4 +1,5 @@
-"""Mixtures of experts on the GPU against the torch oracle in float32, and a whole model through the runner."""
+"""Mixtures of experts on the GPU against the torch oracle in float32, and a whole model through the
+runner."""
 
 from __future__ import annotations
 

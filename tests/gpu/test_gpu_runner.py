@@ -110,8 +110,8 @@ def generate(
 
 
 def agreement(a: dict[int, list[int]], b: dict[int, list[int]]) -> float:
-    """Share of tokens before the first difference: bf16 sums depend on the batch, so a near tie may fall the other way,
-    and then the rest differs."""
+    """Share of tokens before the first difference: bf16 sums depend on the batch, so a near tie may fall the
+    other way, and then the rest differs."""
     same = sum(next((i for i, (x, y) in enumerate(zip(a[s], b[s])) if x != y), len(a[s])) for s in a)
     return same / sum(map(len, a.values()))
 
@@ -184,8 +184,8 @@ def test_steps_in_flight_do_not_change_the_tokens(runner: Any, sampling: dict[st
 
 
 def assert_rows_alone_equal_all(runner: Any, bound: float, share: float = 1.0) -> None:
-    """The last layer goes on with the rows that are asked for alone, through other kernels. ``share`` of them must be within the
-    relative error ``bound`` (a mixture may choose other experts at a near tie)."""
+    """The last layer goes on with the rows that are asked for alone, through other kernels. ``share`` of them
+    must be within the relative error ``bound`` (a mixture may choose other experts at a near tie)."""
     q_lens = [1, 1, 200, 90, 17]
     starts = [30, 50, 0, 0, 0]
     prompts = [prompt(slot, start + n) for slot, (start, n) in enumerate(zip(starts, q_lens))]
@@ -308,7 +308,8 @@ def test_backends_agree(runner: Any, decode: str, prefill: str) -> None:
     "sampling", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 2}]
 )
 def test_a_broken_input_fails_alone_in_graphs_and_eagerly(rows: int, sampling: dict[str, Any]) -> None:
-    """One embedding is NaN. The prompt's step and the decode steps behind it tell its row, and the others' tokens are the same bits."""
+    """One embedding is NaN. The prompt's step and the decode steps behind it tell its row, and the others'
+    tokens are the same bits."""
     runner = broken_runner()
     bad = rows - 1
 
@@ -392,9 +393,18 @@ def test_tokens_are_those_of_the_cpu(model: dict[str, Any], attention: str, sett
     on_gpu = make(model, dtype="float32", random_seed=3, **settings)
     assert any(f"attention: {attention}" in note for note in on_gpu.facts.notes)
     config = Config(
-        device="cpu", load_format="dummy", dtype="float32", max_running_requests=24, step_tokens=1024,
-        kv_cache_bytes=256 << 20, context_length=640, random_seed=3, threads=4, native_kernels=False, **settings,
-    )  # fmt: skip
+        device="cpu",
+        load_format="dummy",
+        dtype="float32",
+        max_running_requests=24,
+        step_tokens=1024,
+        kv_cache_bytes=256 << 20,
+        context_length=640,
+        random_seed=3,
+        threads=4,
+        native_kernels=False,
+        **settings,
+    )
     source = ModelSource("dummy", Path("."), (), model, {})
     on_cpu = CpuRunner(config, source, 0, 1, "", lambda progress: None)
     prompts = {slot: prompt(slot, 20 + 13 * slot) for slot in range(6)}

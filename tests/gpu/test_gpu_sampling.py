@@ -36,7 +36,8 @@ def test_thresholds(vocab: int, top_k: int, top_p: float, min_p: float, spread: 
     expected = (p.cumsum(-1) - p < top_p).sum(-1) if top_p < 1 else torch.full_like(kept, order.shape[1])
     if min_p:
         expected = torch.minimum(expected, (p >= min_p * p[:, :1]).sum(-1))
-    # Equal up to the token at the threshold, and to the tokens that the kernel takes for equal to it or finds too light to draw.
+    # Equal up to the token at the threshold, and to the tokens that the kernel takes for equal to it or finds
+    # too light to draw.
     full_p = (logits.double() / temperature).softmax(-1).sort(-1, descending=True).values
     below = torch.cat([torch.zeros(rows, 1, device="cuda"), full_p.cumsum(-1)], 1)
     few, many = torch.minimum(kept, expected)[:, None], torch.maximum(kept, expected)[:, None]

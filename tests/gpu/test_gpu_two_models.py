@@ -23,7 +23,8 @@ PLAIN = llama(
 
 @pytest.fixture(scope="module")
 def runners() -> list[Any]:
-    """They differ in all that a rule or a kernel asks for: windows, norms, activation, type of weights and of pages."""
+    """They differ in all that a rule or a kernel asks for: windows, norms, activation, type of weights and of
+    pages."""
     return [
         make(MODEL),
         make(PLAIN | {"max_position_embeddings": 1024}, kv_cache_dtype="fp8", quantization="fp8"),

@@ -1,4 +1,5 @@
-"""Rows that guess bring the text of rows that do not, on a GPU: with graphs and without, many steps in flight, beside prompts."""
+"""Rows that guess bring the text of rows that do not, on a GPU: with graphs and without, many steps in
+flight, beside prompts."""
 
 from __future__ import annotations
 

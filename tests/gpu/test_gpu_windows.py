@@ -86,8 +86,9 @@ def test_layers_are_grouped_by_their_windows(runner: Any) -> None:
 
 @pytest.mark.parametrize("limits", [{"depth": 1}, {"depth": 3}, {"step_tokens": 50}, {"step_tokens": 500}])
 def test_text_is_the_same_as_with_all_pages(runner: Any, limits: dict[str, Any]) -> None:
-    """The same steps read the same values, wherever these lie. Also behind a prefix that is cached, in float32: in bfloat16 sums
-    depend on the batch, and a random model of six layers makes other tokens of that."""
+    """The same steps read the same values, wherever these lie. Also behind a prefix that is cached, in
+    float32: in bfloat16 sums depend on the batch, and a random model of six layers makes other tokens of
+    that."""
     core, expected = make_core(runner.facts, **limits), kept(runner, **limits)
     assert run(runner, requests(), core) == expected
     warm = run(runner, requests(), core)

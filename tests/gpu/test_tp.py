@@ -1,4 +1,5 @@
-"""Tensor parallelism: the collectives with ranks that are streams of one GPU, and whole engines on several GPUs."""
+"""Tensor parallelism: the collectives with ranks that are streams of one GPU, and whole engines on several
+GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MESSAGE = 4 << 20
 
 
 class StreamRanks:
-    """Ranks that share one GPU: each has a stream, and its inbox is where the others can write, as with several GPUs."""
+    """Ranks that share one GPU: each has a stream, and its inbox is where the others can write, as with
+    several GPUs."""
 
     def __init__(self, count: int) -> None:
         self.memory = [
@@ -158,7 +160,8 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def agreement(a: list[list[int]], b: list[list[int]]) -> float:
-    """Share of tokens before the first difference: sums in bf16 depend on the split, and then the rest differs."""
+    """Share of tokens before the first difference: sums in bf16 depend on the split, and then the rest
+    differs."""
     same = sum(next((i for i, (x, y) in enumerate(zip(p, q)) if x != y), len(p)) for p, q in zip(a, b))
     return same / sum(map(len, a))
 

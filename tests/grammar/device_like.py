@@ -1,5 +1,5 @@
-"""A worker whose forward pass is the CPU's and whose samples are made as on a GPU: behind it, from masks that are made when the
-result before has been read, with a token table of its own."""
+"""A worker whose forward pass is the CPU's and whose samples are made as on a GPU: behind it, from masks that
+are made when the result before has been read, with a token table of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Schemas written from the JSON Schema specification (2020-12, with a little of draft 7), one feature after the other."""
+"""Schemas written from the JSON Schema specification (2020-12, with a little of draft 7), one feature after
+the other."""
 
 from __future__ import annotations
 

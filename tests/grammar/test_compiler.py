@@ -246,7 +246,7 @@ def test_finished_outputs_are_checked(compiler: Waiting, grammar: Grammar, outpu
     assert compiler.compiler.counts - before == {counted: 1}
 
 
-# whose turn it is -----------------------------------------------------------------------------------------------------
+# whose turn it is
 
 
 def endless(i: int) -> Grammar:
@@ -324,7 +324,8 @@ def test_its_processes_end_with_the_server() -> None:
         "from sgla.messages import Grammar\n"
         "async def tell(command): return {'ready': True}\n"
         "async def main():\n"
-        "    compiler = Compiler(lambda: Vocabulary([bytes([i]) for i in range(256)] + [b'</s>'], [256], [256]), tell)\n"
+        "    compiler = Compiler(lambda: Vocabulary([bytes([i]) for i in range(256)] + [b'</s>'], [256], "
+        "[256]), tell)\n"
         "    await compiler.compile(Grammar(kind='json_object'))\n"
         """    text = '{"type": "integer", "multipleOf": 99999989}'\n"""
         "    asyncio.ensure_future(compiler.compile(Grammar(kind='json_schema', text=text)))\n"

@@ -1,4 +1,5 @@
-"""Grammars of a worker that samples as a GPU does, a step ahead of the host, against the CPU's worker with the same weights."""
+"""Grammars of a worker that samples as a GPU does, a step ahead of the host, against the CPU's worker with
+the same weights."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from sgla.messages import Grammar
 
 @pytest.fixture(scope="module")
 def ahead(folder: Path) -> Iterator[Engine]:
-    """Its memory is small: requests are preempted. Its worker has the environment that it has beside a GPU."""
+    """Its memory is small: requests are preempted. Its worker has the environment that it has beside a
+    GPU."""
     patch = pytest.MonkeyPatch()
     patch.delenv("TRITON_INTERPRET", raising=False)
     patch.setitem(PLATFORMS, "cpu", Platform("device_like:DeviceLike"))

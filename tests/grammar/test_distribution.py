@@ -1,4 +1,5 @@
-"""Tokens drawn under a grammar's mask: softmax over what is allowed, then the cuts, as if nothing else were in the vocabulary."""
+"""Tokens drawn under a grammar's mask: softmax over what is allowed, then the cuts, as if nothing else were
+in the vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random schemas against a validator: what is rewritten, and what the matcher accepts, is never more than the schema says."""
+"""Random schemas against a validator: what is rewritten, and what the matcher accepts, is never more than the
+schema says."""
 
 from __future__ import annotations
 

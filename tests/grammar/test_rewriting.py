@@ -1,4 +1,5 @@
-"""What becomes of a schema as a whole: closed objects, compact JSON, logic that is exact, refusals that say where."""
+"""What becomes of a schema as a whole: closed objects, compact JSON, logic that is exact, refusals that say
+where."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def accepted(schema: Any, text: str, **more: Any) -> bool:
     return bool(matcher.is_accepting())
 
 
-# closed objects ------------------------------------------------------------------------------------------------------
+# closed objects
 
 CLOSED = [
     OBJECT,
@@ -115,7 +116,7 @@ def test_what_closing_leaves_nothing_of_stays_open() -> None:
     assert accepted(schema, '{"a": 1, "b": 2, "c": 3, "d": 4}')
 
 
-# white space ---------------------------------------------------------------------------------------------------------
+# white space
 
 
 def test_json_has_one_form_unless_it_is_asked_for() -> None:
@@ -132,7 +133,7 @@ def test_json_has_one_form_unless_it_is_asked_for() -> None:
         assert found == texts, whitespace
 
 
-# formats -------------------------------------------------------------------------------------------------------------
+# formats
 
 
 def test_formats_are_bounds_or_annotations() -> None:
@@ -164,7 +165,7 @@ def test_bounds_are_exact_where_float64_is_not() -> None:
     assert accepted({"type": "integer", "minimum": -(2**63)}, "-5")
 
 
-# logic ---------------------------------------------------------------------------------------------------------------
+# logic
 
 NUMBERS = [-2, 0, 1, 1.5, 2, 3, 4.5]
 TEXTS = ["", "a", "b", "ab", "abc", "x", "\n", "]", "a b"]
@@ -377,7 +378,7 @@ def test_what_grows_without_end_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     assert "oneOf" in (compiled(schema).error or "")
 
 
-# refusals ------------------------------------------------------------------------------------------------------------
+# refusals
 
 
 @pytest.mark.parametrize(
@@ -435,7 +436,7 @@ def test_a_refused_tool_is_named() -> None:
     assert (answer.error or "").startswith("wrong: JSON Schema keyword 'uniqueItems' (at /properties/t)")
 
 
-# names ------------------------------------------------------------------------------------------------------------------
+# names
 
 
 @pytest.mark.parametrize(

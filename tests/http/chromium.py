@@ -1,4 +1,5 @@
-"""A headless Chromium, driven over its remote debugging protocol: just enough to use a page as a person does."""
+"""A headless Chromium, driven over its remote debugging protocol: just enough to use a page as a person
+does."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ FLAGS = [
     "--no-first-run",
     "--remote-debugging-port=0",
     "--window-size=1200,800",
-    "--host-resolver-rules=MAP page.test 127.0.0.1",  # a host that browsers do not trust as they trust this one
+    # a host that browsers do not trust as they trust this one
+    "--host-resolver-rules=MAP page.test 127.0.0.1",
 ]
 PATIENCE = 20.0
 
@@ -87,7 +89,8 @@ class Tab:
     async def click(self, selector: str) -> None:
         """The middle of an element, with the mouse."""
         box = await self.js(
-            f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
+            f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: "
+            f"'center'}});"
             " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):

@@ -18,7 +18,8 @@ from sgla.observe.metrics import Metrics
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Serve]:
-    """``await serve(ingress=FakeIngress(...), key=..., **config fields)``; every site is closed at the end."""
+    """``await serve(ingress=FakeIngress(...), key=..., **config fields)``; every site is closed at the
+    end."""
     closers: list[Callable[[], Awaitable[Any]]] = []
 
     async def start(ingress: FakeIngress | None = None, key: str = "none", **settings: Any) -> Site:

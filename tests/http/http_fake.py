@@ -224,7 +224,8 @@ class FakeIngress:
 
 
 class ScriptedIngress(FakeIngress):
-    """A model with the chat template ``source`` that answers everything with ``script``, ``cut`` characters a step."""
+    """A model with the chat template ``source`` that answers everything with ``script``, ``cut`` characters a
+    step."""
 
     def __init__(self, script: str, source: str, cut: int = 3) -> None:
         super().__init__()

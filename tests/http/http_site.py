@@ -43,7 +43,8 @@ class Site:
 
     @cached_property
     def lenient(self) -> AsyncOpenAI:
-        """The strict type of a completion chunk wants a finish_reason in every one; OpenAI's own server sends null."""
+        """The strict type of a completion chunk wants a finish_reason in every one; OpenAI's own server sends
+        null."""
         return AsyncOpenAI(**self._options)
 
     async def close(self) -> None:

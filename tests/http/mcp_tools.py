@@ -1,4 +1,5 @@
-"""An MCP server for tests, by the ``mcp`` package: ``python mcp_tools.py stdio``, or ``http PORT``, or ``sse PORT``."""
+"""An MCP server for tests, by the ``mcp`` package: ``python mcp_tools.py stdio``, or ``http PORT``, or ``sse
+PORT``."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ async def test_one_tool_at_a_time(serve: Serve) -> None:
     assert [block.name for block in message.content if block.type == "tool_use"] == ["weather"]
 
 
-# the translation ------------------------------------------------------------------------------------------------------
+# the translation
 
 
 def translated(**body: Any) -> Any:
@@ -400,7 +400,7 @@ def test_wrong_bodies_are_named(wrong: dict[str, Any]) -> None:
     assert next(iter(wrong)) in error.value.message
 
 
-# the answer's blocks --------------------------------------------------------------------------------------------------
+# the answer's blocks
 
 
 class Scripted:

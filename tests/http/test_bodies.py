@@ -143,7 +143,7 @@ class Slow:
 
     async def start(self, site: Site, size: int, key: str) -> Slow:
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", site.port)
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {2 * size}\r\n\r\n"
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {2 * size}\r\n\r\n"  # noqa: E501
         self.writer.write(head.encode() + bytes(size))
         return self
 

@@ -246,8 +246,8 @@ async def test_thinking_is_told_to_the_template(site: Site, fields: dict[str, An
 
 @pytest.mark.parametrize(("where", "short"), [("generation_config.json", 16), (GIVEN, 5)])
 async def test_max_tokens_may_have_a_default(site: Site, where: str, short: int) -> None:
-    """That of the model's file is for chats; the user's is for the routes that make a few tokens, too. Neither is refused for a
-    prompt that leaves less room."""
+    """That of the model's file is for chats; the user's is for the routes that make a few tokens, too.
+    Neither is refused for a prompt that leaves less room."""
     site.ingress.default_sampling = Defaults({"max_tokens": 5}, {"max_tokens": where})
     assert (await site.post("/v1/chat/completions", {"messages": MESSAGES}))[0] == 200
     assert (await site.post("/v1/completions", {"prompt": "a"}))[0] == 200

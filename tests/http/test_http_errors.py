@@ -191,7 +191,8 @@ async def test_unknown_fields_are_told(site: Site) -> None:
 
 
 async def test_too_large(serve: Serve) -> None:
-    """Refused by Content-Length at once; without one, as soon as the limit is passed, though the body goes on for ever."""
+    """Refused by Content-Length at once; without one, as soon as the limit is passed, though the body goes on
+    for ever."""
     site = await serve(max_body_bytes=100_000)
     assert (await site.post(TEXT, b" " * 99_990 + b"{}"))[0] == 400
 

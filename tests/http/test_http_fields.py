@@ -1,4 +1,5 @@
-"""Fields that few clients send: the best of several, logprobs of prompts, cuts, and tools by their older names."""
+"""Fields that few clients send: the best of several, logprobs of prompts, cuts, and tools by their older
+names."""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ async def test_messages_as_the_model_sees_them(site: Site) -> None:
     assert (await site.post("/apply-template", {"prompt": "x"}))[0] == 400
 
 
-# which tokens ---------------------------------------------------------------------------------------------------------
+# which tokens
 
 ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": "x"}),
@@ -248,7 +249,7 @@ async def test_a_trusted_request_may_bring_its_template(serve: Serve, path: str)
         assert site.ingress.jobs[0].template_kwargs == {"chat_template": "{{ messages }}"}
 
 
-# functions ------------------------------------------------------------------------------------------------------------
+# functions
 
 
 async def test_functions_are_tools_by_their_old_name(serve: Serve) -> None:
@@ -304,7 +305,7 @@ async def test_wrong_functions_are_refused(serve: Serve, more: dict[str, Any], p
     assert (status, reply["error"]["param"]) == (400, param)
 
 
-# allowed tools --------------------------------------------------------------------------------------------------------
+# allowed tools
 
 
 def some(mode: str, *names: str) -> dict[str, Any]:

@@ -30,7 +30,8 @@ async def until(condition: Callable[[], object]) -> None:
 async def raw(
     site: Site, body: dict[str, Any], path: str = "/v1/chat/completions", **socket_options: int
 ) -> Any:
-    """(reader, writer) of a request sent by hand; ``rcvbuf`` shrinks what the kernel holds for a client that sleeps."""
+    """(reader, writer) of a request sent by hand; ``rcvbuf`` shrinks what the kernel holds for a client that
+    sleeps."""
     sock = socket.socket()
     for size in socket_options.values():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
@@ -100,7 +101,8 @@ async def test_text_that_is_held_back_makes_no_chunk(serve: Serve) -> None:
 
 
 async def test_a_reader_that_catches_up_loses_nothing(serve: Serve) -> None:
-    """While it sleeps, events are merged per choice: fewer chunks than events, the same text, choices apart."""
+    """While it sleeps, events are merged per choice: fewer chunks than events, the same text, choices
+    apart."""
     site = await serve(FakeIngress(manual=True), sink_limit_bytes=64 << 20)
     reader, _ = await raw(site, CHAT | {"n": 2}, rcvbuf=4096)
     await until(lambda: site.ingress.jobs)

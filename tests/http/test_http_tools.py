@@ -33,7 +33,7 @@ TOOLS: Any = [
 ]
 QWEN = "<tool_call><think></think>"
 ARGUMENTS = {"city": "Köln 😀", "days": 2}
-CALL = f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': ARGUMENTS}, ensure_ascii=False)}\n</tool_call>"
+CALL = f"<tool_call>\n{json.dumps({'name': 'weather', 'arguments': ARGUMENTS}, ensure_ascii=False)}\n</tool_call>"  # noqa: E501
 SECOND = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
@@ -230,7 +230,7 @@ async def test_first_chunks_byte_by_byte(serve: Serve) -> None:
     assert (end["delta"], end["finish_reason"]) == ({}, "tool_calls")
 
 
-# reasoning ------------------------------------------------------------------------------------------------------------
+# reasoning
 
 THOUGHT = "<think>\nHm, 42? 😀\n</think>\n\nYes."
 
@@ -296,7 +296,7 @@ async def test_tokens_go_with_the_text(serve: Serve) -> None:
     assert bytes(tokens).decode() == THOUGHT + CALL
 
 
-# settings and refusals ------------------------------------------------------------------------------------------------
+# settings and refusals
 
 
 async def test_parsers_can_be_named_and_switched_off(serve: Serve) -> None:
@@ -347,7 +347,7 @@ async def test_calls_are_text_when_none_are_wanted(serve: Serve) -> None:
     assert (message["content"], message["tool_calls"], message["finish"]) == (CALL, [], "stop")
 
 
-# calls that must be ----------------------------------------------------------------------------------------------------
+# calls that must be
 
 NAMED: Any = {"type": "function", "function": {"name": "time"}}
 
@@ -379,7 +379,8 @@ async def test_required_and_named_calls_are_constrained(serve: Serve) -> None:
 
 
 async def test_calls_that_must_be_are_read_in_any_model(serve: Serve) -> None:
-    """What no template tells is JSON; without tools in the template, between the tags that the model is told of."""
+    """What no template tells is JSON; without tools in the template, between the tags that the model is told
+    of."""
     text = '{"name": "time", "parameters": {"x": 1}}'
     message = await both(serve, lambda: Writer(text, source="no tools"), tool_choice=NAMED)
     assert message["tool_calls"] == [{"name": "time", "arguments": '{"x": 1}'}]
@@ -498,7 +499,7 @@ async def test_special_tokens_that_are_tags_stay_in_the_text(serve: Serve) -> No
     assert await skips(Tokenizer(), tool_choice="none", extra_body={"separate_reasoning": False})
 
 
-# the parsers by themselves --------------------------------------------------------------------------------------------
+# the parsers by themselves
 
 
 async def test_parse_function_call(serve: Serve) -> None:

@@ -1,4 +1,5 @@
-"""Requests whose parts are too many to be looked at in one go: each is refused by name, soon, and the server goes on."""
+"""Requests whose parts are too many to be looked at in one go: each is refused by name, soon, and the server
+goes on."""
 
 from __future__ import annotations
 

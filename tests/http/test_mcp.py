@@ -99,7 +99,8 @@ def remote() -> Iterator[str]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(remote: str) -> AsyncIterator[Site]:
-    """A server with three MCP servers, one of which is not there. All tests use it: to connect takes a second of CPU time each."""
+    """A server with three MCP servers, one of which is not there. All tests use it: to connect takes a second
+    of CPU time each."""
     ingress, metrics = Played(), Metrics("fake")
     gone = f"gone=http://127.0.0.1:{free_port()}/mcp"
     config = Config(tool_server=[f"local={remote}", STDIO, gone], tool_timeout=100.0)
@@ -459,7 +460,8 @@ async def test_the_tokens_of_all_turns_are_bounded(start: Start) -> None:
     [
         (
             mcp("other"),
-            "tools[0]: server_label 'other' is none of this server's MCP servers, which are local, two, gone;",
+            "tools[0]: server_label 'other' is none of this server's MCP servers, which are local, two, "
+            "gone;",
         ),
         (mcp(server_url="http://10.0.0.1/"), "tools[0]: server_url 'http://10.0.0.1/' is none of"),
         (mcp(headers={"a": "b"}), "tools[0].headers: the operator"),
@@ -593,7 +595,8 @@ async def test_an_answer_that_is_too_long_ends_its_call_alone(hostile: ToolServe
 
 @pytest.mark.parametrize("hostile", ["first"], indirect=True)
 async def test_floods_and_ends_cost_others_nothing(hostile: ToolServer) -> None:
-    """What nobody asked for is read slowly, an answer to nobody knows what is passed over, and a call that only reads is made again."""
+    """What nobody asked for is read slowly, an answer to nobody knows what is passed over, and a call that
+    only reads is made again."""
     floods = [
         asyncio.ensure_future(tried(hostile, "unasked")),
         asyncio.ensure_future(tried(hostile, "nameless")),

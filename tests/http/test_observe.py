@@ -146,7 +146,7 @@ prompt_tokens_histogram_bucket generation_tokens_histogram_bucket time_to_first_
 inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket queue_time_seconds_bucket num_requests_total
 num_aborted_requests_total num_retracted_requests_total num_retracted_reqs kv_used_tokens kv_evictable_tokens
 weight_load_duration_seconds weight_memory_usage_gb kv_cache_memory_usage_gb http_responses_total http_requests_total
-http_requests_active startup_time_seconds spec_accept_length spec_accept_rate spec_verify_calls_total"""
+http_requests_active startup_time_seconds spec_accept_length spec_accept_rate spec_verify_calls_total"""  # noqa: E501
 VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info prefix_cache_hits_total
 prefix_cache_queries_total prompt_tokens_total generation_tokens_total request_prompt_tokens_bucket
 request_generation_tokens_bucket time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket
@@ -155,7 +155,7 @@ request_prefill_time_seconds_bucket request_decode_time_seconds_bucket request_s
 num_preemptions_total admission_rejections_total request_inference_time_seconds_bucket request_params_n_bucket
 request_params_max_tokens_bucket time_per_output_token_seconds_bucket gpu_cache_usage_perc tool_call_parser_invocations_total
 prompt_tokens_cached_total spec_decode_num_drafts_total spec_decode_num_draft_tokens_total
-spec_decode_num_accepted_tokens_total spec_decode_num_accepted_tokens_per_pos_total"""
+spec_decode_num_accepted_tokens_total spec_decode_num_accepted_tokens_per_pos_total"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,8 @@ async def test_the_throughput_is_told_while_there_is_some(caplog: pytest.LogCapt
     telling.close()
     first, second = (record.getMessage() for record in caplog.records)
     assert re.fullmatch(
-        r"running 2, waiting 1, prompts [\d.]+ tok/s, output [\d.]+ tok/s, prefix cache hits 75 %, KV cache used 25 %",
+        r"running 2, waiting 1, prompts [\d.]+ tok/s, output [\d.]+ tok/s, prefix cache hits 75 %, KV cache "
+        r"used 25 %",
         first,
     )
     assert second.startswith(

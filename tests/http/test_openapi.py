@@ -64,7 +64,8 @@ def test_references_resolve_and_schemas_are_valid(described: dict[str, Any]) -> 
 
 
 async def test_bodies_are_read_where_they_are_described(site: Site, described: dict[str, Any]) -> None:
-    """A body that no struct can be made of is refused by exactly the routes that are described to have one."""
+    """A body that no struct can be made of is refused by exactly the routes that are described to have
+    one."""
     for path, method, operation in operations(described):
         if method not in ("post", "put"):
             continue

@@ -272,8 +272,10 @@ async def test_exported_chats_come_back(serve: Serve, tmp_path: Path) -> None:
         "chat.json": "",
         "words.json": "no JSON",
         "other.json": '{"a": 1}',
-        "cycle.json": '{"nodes": [{"parent": -1, "chosen": 1}, {"parent": 1, "message": {"role": "user", "content": "x"}}]}',
-        "number.json": '{"nodes": [{"parent": -1}, {"parent": 0, "message": {"role": "user", "content": 5}}]}',
+        "cycle.json": '{"nodes": [{"parent": -1, "chosen": 1}, {"parent": 1, "message": {"role": "user", '
+        '"content": "x"}}]}',
+        "number.json": '{"nodes": [{"parent": -1}, {"parent": 0, "message": {"role": "user", "content": '
+        "5}}]}",
         "call.json": '{"nodes": [{"parent": -1}, {"parent": 0, "message": '
         '{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}}]}',
     }
@@ -360,7 +362,7 @@ $\href{javascript:window.hit=1}{x}$ $\htmlStyle{color:red}{y}$ $\includegraphics
 | <img src=x onerror=window.hit=1> | b |
 |--:|---|
 | 1 | <br> |
-"""
+"""  # noqa: E501
 
 
 @browser
@@ -373,7 +375,7 @@ async def test_nothing_that_a_model_writes_becomes_script(serve: Serve, tmp_path
         await tab.until(answers(1))
         await asyncio.sleep(0.1)
         assert await tab.js("window.hit") is None
-        wrong = "script, img, iframe, style, form, input, [id], [name], [onerror], [onload], [onmouseover], [srcdoc]"
+        wrong = "script, img, iframe, style, form, input, [id], [name], [onerror], [onload], [onmouseover], [srcdoc]"  # noqa: E501
         assert await tab.js(f"{inside}.querySelectorAll({wrong!r}).length") == 0
         links = await tab.js(
             f"[...{inside}.querySelectorAll('a[href]')].map((link) => link.getAttribute('href'))"

@@ -34,7 +34,8 @@ $$x = {" + ".join(f"x_{{{n}}}" for n in range(60))}$$
 
 {CALL}"""
 CONTROLS = ":is(button, input:not([type=file]), select, textarea, a[href], summary, [tabindex='0'])"
-# Controls in ``place`` that are shown, and of these the ones that cannot be pressed where they are after they were scrolled to.
+# Controls in ``place`` that are shown, and of these the ones that cannot be pressed where they are after they
+# were scrolled to.
 LOST = """((place) => {
   const shown = [...document.querySelectorAll(place)].filter((each) => each.checkVisibility({ opacityProperty: true }));
   return [shown.length, shown.filter((each) => {
@@ -42,10 +43,10 @@ LOST = """((place) => {
     const box = each.getClientRects()[0], at = document.elementFromPoint(box.x + box.width / 2, box.y + Math.min(box.height, 40) / 2);
     return box.left < 0 || box.right > innerWidth + .5 || box.height < 12 || !each.contains(at);
   }).map((each) => each.outerHTML.slice(0, 99))];
-})"""
+})"""  # noqa: E501
 # What scrolls sideways, and texts with too little contrast.
 WIDE = """[...document.querySelectorAll("html, body, header, #talk, #chats, #panel, #ask")].filter((each) => each.checkVisibility())
-  .filter((each) => each.scrollWidth > Math.max(each.clientWidth, each.offsetWidth)).map((each) => `${each.tagName} ${each.id}`)"""
+  .filter((each) => each.scrollWidth > Math.max(each.clientWidth, each.offsetWidth)).map((each) => `${each.tagName} ${each.id}`)"""  # noqa: E501
 PALE = """(() => {
   const parts = (color) => color.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255).map((v) => (v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4))
@@ -59,7 +60,7 @@ PALE = """(() => {
     ...([...each.childNodes].some((node) => node.nodeType === 3 && node.data.trim()) ? pale(each, getComputedStyle(each).color) : []),
     ...(each.placeholder ? pale(each, getComputedStyle(each, "::placeholder").color) : []),
   ]);
-})()"""
+})()"""  # noqa: E501
 NAMED = {"button", "checkbox", "combobox", "dialog", "DisclosureTriangle", "link", "log", "region", "form"}
 NAMED |= {"complementary", "image", "navigation", "spinbutton", "status", "textbox"}
 

@@ -1,4 +1,5 @@
-"""Routes that clients of the peers look for, in front of the fake engine; those for vectors are in test_vectors."""
+"""Routes that clients of the peers look for, in front of the fake engine; those for vectors are in
+test_vectors."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ USER = [{"role": "user", "content": "hi"}]
 CHAT: dict[str, Any] = {"messages": USER, "max_tokens": 4}
 
 
-# prompts in token ids -------------------------------------------------------------------------------------------------
+# prompts in token ids
 
 
 async def test_a_rendered_chat_is_the_prompt(site: Site) -> None:
@@ -76,7 +77,7 @@ async def test_what_cannot_be_rendered_is_refused(site: Site, path: str, body: A
     assert (status, reply["error"]["param"]) == (400, param)
 
 
-# conversations --------------------------------------------------------------------------------------------------------
+# conversations
 
 
 async def test_input_tokens_are_those_of_the_prompt(site: Site) -> None:
@@ -97,7 +98,8 @@ async def test_input_tokens_are_those_of_the_prompt(site: Site) -> None:
     ("path", "named"), [("/v1/chat/completions/render", "messages"), ("/v1/responses/input_tokens", "input")]
 )
 async def test_work_is_as_large_as_what_was_sent(site: Site, path: str, named: str) -> None:
-    """Whether its length was said or not, packed or not; and as the stored conversation that is gone on from."""
+    """Whether its length was said or not, packed or not; and as the stored conversation that is gone on
+    from."""
     sizes: list[int] = []
     run = site.ingress.lanes.run
 
@@ -162,7 +164,7 @@ async def test_a_compaction_of_another_make_is_refused(site: Site) -> None:
     assert "input[0].encrypted_content" in reply["error"]["message"]
 
 
-# SageMaker ------------------------------------------------------------------------------------------------------------
+# SageMaker
 
 
 async def test_invocations_are_told_apart(site: Site) -> None:

@@ -257,7 +257,7 @@ async def test_a_long_chain_is_freed() -> None:
     assert await rows(store, "SELECT * FROM parts") == await rows(store, "SELECT * FROM items") == []
 
 
-# over HTTP ------------------------------------------------------------------------------------------------------------
+# over HTTP
 
 
 def stored(site: Site) -> ResponseStore:
@@ -465,7 +465,8 @@ async def test_live_events_are_written_in_parts(site: Site, monkeypatch: pytest.
 async def test_who_does_not_read_holds_memory_of_the_request(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, replayed: bool
 ) -> None:
-    """Of a stream in the background, that of its blocks, although the response has ended; of a stored response, its JSON."""
+    """Of a stream in the background, that of its blocks, although the response has ended; of a stored
+    response, its JSON."""
     monkeypatch.setattr("sgla.http.responses.answer.MAX_ECHOED", 16 << 20)
     site = await serve(FakeIngress(manual=not replayed))
     asked = {"input": "x", "background": True, "stream": not replayed, "metadata": {"k": "v" * 8_000_000}}

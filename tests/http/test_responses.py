@@ -282,7 +282,7 @@ async def test_an_agents_loop(serve: Serve, cut: int) -> None:
     assert [result["tool_call_id"] for result in results] == [call["id"] for call in assistant["tool_calls"]]
 
 
-# the translation ------------------------------------------------------------------------------------------------------
+# the translation
 
 
 def translated(**body: Any) -> Any:
@@ -408,7 +408,7 @@ def test_wrong_choices_of_tools_are_named(choice: dict[str, Any], words: str) ->
     assert words in caught.value.message
 
 
-# the answer's items ---------------------------------------------------------------------------------------------------
+# the answer's items
 
 
 class Scripted:
@@ -498,7 +498,7 @@ def test_an_answer_that_is_cut_off_has_an_incomplete_item() -> None:
     assert answer.response["output"][2]["arguments"] == '{"command":'
 
 
-# in the background ----------------------------------------------------------------------------------------------------
+# in the background
 
 
 async def test_a_stream_in_the_background_goes_on_without_its_client(serve: Serve) -> None:
@@ -561,7 +561,7 @@ async def test_the_oldest_turns_may_be_dropped(site: Site) -> None:
     assert not site.ingress.jobs[-1].drop_turns
 
 
-# logprobs -------------------------------------------------------------------------------------------------------------
+# logprobs
 
 
 @pytest.mark.parametrize("asked", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
@@ -669,7 +669,8 @@ IN_NAMESPACE = (
 
 
 async def test_tools_of_a_namespace(serve: Serve) -> None:
-    """As Codex sends its own and those of MCP servers. The model knows them by one name, the client by two."""
+    """As Codex sends its own and those of MCP servers. The model knows them by one name, the client by
+    two."""
     site = await serve(ScriptedIngress(IN_NAMESPACE, HERMES))
     find = {"type": "function", "name": "find", "parameters": {"type": "object"}}
     asked: dict[str, Any] = {"model": "fake", "tools": [CRM, find]}

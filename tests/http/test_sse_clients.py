@@ -1,4 +1,5 @@
-"""The client side of streams: any cut of the bytes gives the same text, and what is no stream is an error, not a crash."""
+"""The client side of streams: any cut of the bytes gives the same text, and what is no stream is an error,
+not a crash."""
 
 from __future__ import annotations
 

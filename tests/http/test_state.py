@@ -250,7 +250,7 @@ async def test_a_clean_up_that_fails_is_tried_again(
     await database.close()
 
 
-# servers --------------------------------------------------------------------------------------------------------------
+# servers
 
 
 async def again(serve: Serve, site: Site, *args: Any, **settings: Any) -> Site:
@@ -425,7 +425,7 @@ async def test_what_a_killed_server_has_not_freed_goes_at_the_next_start(serve: 
                 each.remove(tx, number)
 
         await server.database.run(None, remove)
-    left = "SELECT count(*) FROM (SELECT 1 FROM items UNION ALL SELECT 1 FROM events UNION ALL SELECT 1 FROM pieces)"
+    left = "SELECT count(*) FROM (SELECT 1 FROM items UNION ALL SELECT 1 FROM events UNION ALL SELECT 1 FROM pieces)"  # noqa: E501
     assert (await server.database.run(None, lambda tx: tx.execute(left).fetchone()))[0] > 10
     site = await again(serve, site, state_path=str(folder))
     assert (await site.get(f"/v1/conversations/{talk.id}"))[0] == 404

@@ -1,4 +1,5 @@
-"""A tiny random Llama with a byte-level tokenizer and a chat template, as a folder in Hugging Face's layout."""
+"""A tiny random Llama with a byte-level tokenizer and a chat template, as a folder in Hugging Face's
+layout."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONFIG = {

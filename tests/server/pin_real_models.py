@@ -1,9 +1,10 @@
-"""Writes real_models.json: what transformers computes, in float32 on a CPU, with the models that sgla has for everybody.
+"""Writes real_models.json: what transformers computes, in float32 on a CPU, with the models that sgla has for
+everybody.
 
     pip install accelerate && python tests/server/pin_real_models.py
 
-transformers reads the files by itself; only the ids of a text are sgla's, for it takes minutes to convert Gemma's vocabulary
-(tests/text compares tokenizers).
+transformers reads the files by itself; only the ids of a text are sgla's, for it takes minutes to convert
+Gemma's vocabulary (tests/text compares tokenizers).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ TOP = 3
 
 @torch.no_grad()
 def text(name: str) -> list[dict[str, Any]]:
-    """Of each prompt: its ids, the greedy tokens behind them, and the logprobs of all but the first; ``top``: the TOP largest logprobs
-    at each greedy token."""
+    """Of each prompt: its ids, the greedy tokens behind them, and the logprobs of all but the first; ``top``:
+    the TOP largest logprobs at each greedy token."""
     path = demo.fetch(name)
     tokenizer = load_path(path)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()

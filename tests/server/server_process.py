@@ -18,7 +18,8 @@ import psutil
 
 
 class ServerProcess:
-    """``args`` are the flags after ``sgla serve``; the port is picked by the server and read from its output."""
+    """``args`` are the flags after ``sgla serve``; the port is picked by the server and read from its
+    output."""
 
     def __init__(self, *args: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "SGLA_DEMO": "packaged"}
@@ -88,7 +89,8 @@ class ServerProcess:
             return answer.status, text
 
     def workers(self) -> list[psutil.Process]:
-        """The processes that run the model (not those that compile grammars, render templates and the like)."""
+        """The processes that run the model (not those that compile grammars, render templates and the
+        like)."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if "sgla.executor.child" in " ".join(_cmdline(child))]
 

@@ -1,4 +1,5 @@
-"""The attacks of ``bench/attack.py``, made small: each is answered or refused by name, and nobody else notices."""
+"""The attacks of ``bench/attack.py``, made small: each is answered or refused by name, and nobody else
+notices."""
 
 from __future__ import annotations
 

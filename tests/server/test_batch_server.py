@@ -1,4 +1,5 @@
-"""Batches of a real server with a tiny random model: equal to what its routes answer, behind other requests, and across a SIGKILL."""
+"""Batches of a real server with a tiny random model: equal to what its routes answer, behind other requests,
+and across a SIGKILL."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ def test_a_batch_goes_on_after_a_sigkill_and_answers_as_the_route_does(
 
 
 def test_requests_do_not_wait_behind_a_batch_and_choices_count_as_places(tiny_model: Path) -> None:
-    """They end first, however many lines run and wait, and are not refused for want of room. Lines with few choices and with many
-    run beside each other; one with more than there are slots is an error at once."""
+    """They end first, however many lines run and wait, and are not refused for want of room. Lines with few
+    choices and with many run beside each other; one with more than there are slots is an error at once."""
     flags = ("--model", str(tiny_model), "--executor", "fake", "--fake-step-ms", "5")
     with serving(*flags, "--max-running-requests", "4", "--max-queued-requests", "2") as server:
         client = client_of(server)

@@ -1,4 +1,5 @@
-"""More requests at once than there is room for: each is answered in full, or refused before its first byte."""
+"""More requests at once than there is room for: each is answered in full, or refused before its first
+byte."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ async def test_a_request_larger_than_all_room_is_served_alone(tiny_model: Path) 
 async def test_beside_a_request_larger_than_all_room_others_find_their_part(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, open_bytes: int
 ) -> None:
-    """More choices than there are places, or longer prompts than there is memory for; its client has no more."""
+    """More choices than there are places, or longer prompts than there is memory for; its client has no
+    more."""
     monkeypatch.setattr("sgla.actors.ingress.OPEN_BYTES", open_bytes)
     room = {"max_running_requests": 4, "max_queued_requests": 12}
     async with local_server(model=str(tiny_model), api_key=["noisy", "quiet"], **room) as local:
@@ -155,7 +157,7 @@ def check_streams(tiny_model: Path) -> None:
 
 async def burst(port: int, count: int, body: dict[str, Any]) -> Counter[str]:
     data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"  # noqa: E501
     request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
 
     async def one() -> str:

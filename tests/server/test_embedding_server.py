@@ -1,4 +1,5 @@
-"""``sgla serve`` with an embedding model: the vectors cross the process boundary, and Ctrl-C ends everything."""
+"""``sgla serve`` with an embedding model: the vectors cross the process boundary, and Ctrl-C ends
+everything."""
 
 from __future__ import annotations
 

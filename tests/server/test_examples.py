@@ -1,4 +1,5 @@
-"""The scripts of docs/examples run as they stand, with the demo; the compositions are those of docs/deploying.md."""
+"""The scripts of docs/examples run as they stand, with the demo; the compositions are those of
+docs/deploying.md."""
 
 from __future__ import annotations
 

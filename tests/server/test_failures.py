@@ -149,7 +149,8 @@ def test_overload_is_refused_at_once_and_sigterm_drains(tiny_model: Path) -> Non
 
 
 def test_a_broken_input_is_a_typed_error(tiny_model: Path, tmp_path: Path) -> None:
-    """Of a model with a NaN in one embedding: for a stream, a whole answer, and several prompts; others are served meanwhile."""
+    """Of a model with a NaN in one embedding: for a stream, a whole answer, and several prompts; others are
+    served meanwhile."""
     folder = tmp_path / "poisoned"
     shutil.copytree(tiny_model, folder)
     tensors = load_file(folder / "model.safetensors")

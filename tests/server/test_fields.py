@@ -1,4 +1,5 @@
-"""Fields and routes that need the real engine to be right: logprobs of prompts, the best of several, cuts, sessions."""
+"""Fields and routes that need the real engine to be right: logprobs of prompts, the best of several, cuts,
+sessions."""
 
 from __future__ import annotations
 
@@ -196,7 +197,8 @@ DETECT = {"repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 2,
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_an_answer_that_repeats_itself_ends(server: ServerProcess, tiny_model: Path, ahead: bool) -> None:
-    """In a stream or not, each choice by itself, with steps planned ahead or not; the route says so in its own words."""
+    """In a stream or not, each choice by itself, with steps planned ahead or not; the route says so in its
+    own words."""
     flags = ("--model", str(tiny_model), "--dtype", "float32", "--depth", "1")
     with contextlib.nullcontext(server) if ahead else serving(*flags) as server:
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

@@ -34,7 +34,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
-# SamplingParams ------------------------------------------------------------------------------------------------------
+# SamplingParams
 
 
 def test_params_may_be_written_as_for_vllm() -> None:
@@ -90,7 +90,7 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], error: Any, n
         resolved(SamplingParams(**fields))
 
 
-# LLM -----------------------------------------------------------------------------------------------------------------
+# LLM
 
 
 def test_generate_gives_what_the_engine_gives(llm: LLM) -> None:
@@ -162,7 +162,7 @@ def test_the_package_offers_both_and_loads_no_torch() -> None:
     )
 
 
-# Engine --------------------------------------------------------------------------------------------------------------
+# Engine
 
 BATCH = """
 import sys

@@ -28,7 +28,8 @@ def client(server: ServerProcess) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def lenient(server: ServerProcess) -> openai.OpenAI:
-    """Not strict: the client's types forbid the nulls that OpenAI itself sends in text chunks and echoed logprobs."""
+    """Not strict: the client's types forbid the nulls that OpenAI itself sends in text chunks and echoed
+    logprobs."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 

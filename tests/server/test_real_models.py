@@ -1,4 +1,5 @@
-"""Real models over HTTP against what transformers computes with them (``pin_real_models.py``): tokens, logprobs and vectors."""
+"""Real models over HTTP against what transformers computes with them (``pin_real_models.py``): tokens,
+logprobs and vectors."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ system.System.start = start_and_hang
 {hanging_start}
 sys.argv = ["sgla", "serve", "--port", "0", "--model", {model!r}, "--executor", "fake", "--drain-timeout", "1"]
 entry()
-"""
+"""  # noqa: E501
 
 
 @contextlib.contextmanager

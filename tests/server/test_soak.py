@@ -1,4 +1,5 @@
-"""Random traffic with cancels, disconnects and bad bodies against a real server process: nothing leaks, all ends."""
+"""Random traffic with cancels, disconnects and bad bodies against a real server process: nothing leaks, all
+ends."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ async def test_asked_for_and_after_a_crash(
 
 
 async def test_a_bug_in_the_scheduler_is_in_the_dump(tiny_model: Path, tmp_path: Path) -> None:
-    """Whatever an actor lets out ends the server; its last call is recorded, and raises again when it is played."""
+    """Whatever an actor lets out ends the server; its last call is recorded, and raises again when it is
+    played."""
     system = await started(tiny_model, tmp_path)
     try:
         await generate(system, 3)

@@ -1,4 +1,5 @@
-"""Hundreds of streams at once, some of which are left: the others are complete and in order, and no page is lost."""
+"""Hundreds of streams at once, some of which are left: the others are complete and in order, and no page is
+lost."""
 
 from __future__ import annotations
 

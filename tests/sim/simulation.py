@@ -47,7 +47,8 @@ def make_submit(rid: str, tokens: list[int], max_new: int = 8, **changes: Any) -
 
 
 class Simulation:
-    """``cut``: requests ended by a cancel or a deadline. ``forced``: see FakeModel. A step lasts 1 on the simulated clock, or ``cost``."""
+    """``cut``: requests ended by a cancel or a deadline. ``forced``: see FakeModel. A step lasts 1 on the
+    simulated clock, or ``cost``."""
 
     def __init__(
         self,
@@ -131,8 +132,8 @@ class Simulation:
         assert len(self.flights) <= self.limits.depth
 
     def step(self, broken: float | None = None) -> bool:
-        """Plan as far as possible, then let the oldest step finish. False if there is none. ``broken``: which of its rows, of 0 to 1,
-        the model has no numbers for."""
+        """Plan as far as possible, then let the oldest step finish. False if there is none. ``broken``: which
+        of its rows, of 0 to 1, the model has no numbers for."""
         expired = self.core.expire(self.now)
         self.cut.update(delta.rid for delta in expired)
         self.take(expired)
@@ -183,7 +184,8 @@ class Simulation:
         return tokens, "stop" if stopped else "length"
 
     def verify(self) -> None:
-        """Every request ended, with the text it has alone (a prefix of it if it was cut short); all is given back."""
+        """Every request ended, with the text it has alone (a prefix of it if it was cut short); all is given
+        back."""
         for rid, submit in self.submits.items():
             tokens, finish = self.alone(rid)
             got = self.tokens(rid)
@@ -199,7 +201,8 @@ class Simulation:
         self.assert_released()
 
     def verify_states(self) -> None:
-        """Each request that wanted hidden states has those of its own tokens, each once, with the token that followed."""
+        """Each request that wanted hidden states has those of its own tokens, each once, with the token that
+        followed."""
         for rid, submit in self.submits.items():
             found, tokens = b"", list(submit.tokens)
             for delta in self.deltas[rid]:
@@ -210,7 +213,8 @@ class Simulation:
             assert submit.sampling.hidden or not found
 
     def verify_shared(self) -> None:
-        """Nobody has read more from the cache than another prompt or text begins with, whose media are the same."""
+        """Nobody has read more from the cache than another prompt or text begins with, whose media are the
+        same."""
         if self.core.stats().preemptions:
             return  # who comes back reads what was its own
         keys = {rid: self._key(rid) for rid in self.submits}

@@ -19,9 +19,11 @@ def packed(tokens: list[int]) -> bytes:
 
 
 class NaiveCache:
-    """Each cached page under (namespace, all tokens up to its end): the page, and when and how often it was used.
+    """Each cached page under (namespace, all tokens up to its end): the page, and when and how often it was
+    used.
 
-    Bookkeeping is per run of pages that entered the tree together, as the tree's is, but found by brute force.
+    Bookkeeping is per run of pages that entered the tree together, as the tree's is, but found by brute
+    force.
     """
 
     def __init__(self, page_size: int) -> None:

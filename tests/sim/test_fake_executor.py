@@ -1,4 +1,5 @@
-"""The fake executor: the same text through the asynchronous interface, and plans that are wrong are caught."""
+"""The fake executor: the same text through the asynchronous interface, and plans that are wrong are
+caught."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The life of a request: the table in the code, the table in the docs, and a scheduler that walks every edge."""
+"""The life of a request: the table in the code, the table in the docs, and a scheduler that walks every
+edge."""
 
 from __future__ import annotations
 

@@ -60,12 +60,14 @@ def test_a_copy_goes_on_as_the_original() -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        Repetition(max_pattern_size=3), Repetition(max_pattern_size=3, min_count=1),
-        Repetition(max_pattern_size=-1, min_count=2), Repetition(max_pattern_size=MAX_PATTERN + 1, min_count=2),
+        Repetition(max_pattern_size=3),
+        Repetition(max_pattern_size=3, min_count=1),
+        Repetition(max_pattern_size=-1, min_count=2),
+        Repetition(max_pattern_size=MAX_PATTERN + 1, min_count=2),
         Repetition(max_pattern_size=3, min_pattern_size=4, min_count=2),
         Repetition(max_pattern_size=3, min_pattern_size=-1, min_count=2),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_looked_for_is_refused(asked: Repetition) -> None:
     with pytest.raises(InvalidField) as caught:
         check_repetition(asked)
@@ -79,7 +81,8 @@ def test_nothing_to_look_for() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("forced", [0, 6])
 def test_a_request_ends_where_it_first_repeats_itself(depth: int, forced: int) -> None:
-    """Whatever else runs, and however many tokens come at once; not before min_tokens, nor beyond its limit."""
+    """Whatever else runs, and however many tokens come at once; not before min_tokens, nor beyond its
+    limit."""
     asked = Repetition(max_pattern_size=3, min_count=2)
     simulation = Simulation(make_limits(depth=depth, pages=65), forced=forced)
     expected: dict[str, tuple[list[int], str]] = {}

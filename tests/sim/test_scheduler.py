@@ -67,7 +67,8 @@ def transcripts(limits: Limits, seed: int, forced: int = 0) -> dict[str, tuple[l
     forced=st.sampled_from((0, 1, 2, 9)),
 )
 def test_transcripts_do_not_depend_on_settings(seed: int, changes: dict[str, Any], forced: int) -> None:
-    """Depth 1 = 2 = 3, chunked = whole, cache on = off, alone = in a batch, tokens one by one = several at once."""
+    """Depth 1 = 2 = 3, chunked = whole, cache on = off, alone = in a batch, tokens one by one = several at
+    once."""
     reference = make_limits(depth=1, step_tokens=1000, prefix_cache=False, pages=200)
     limits = make_limits(pages=100 // changes["page_size"] + 2, **changes)
     assert transcripts(limits, seed, forced) == transcripts(reference, seed)
@@ -185,7 +186,8 @@ def test_a_second_turn_finds_prompt_and_answer() -> None:
 
 
 def test_requests_that_compute_the_same_prompt_help_each_other() -> None:
-    """The second catches up with the first chunk by chunk, although both started before anything was cached."""
+    """The second catches up with the first chunk by chunk, although both started before anything was
+    cached."""
     limits = make_limits(slots=2, step_tokens=8, context_len=200, pages=101)
     simulation = Simulation(limits)
     prompt = [i % 50 for i in range(120)]
@@ -498,7 +500,8 @@ def test_lpm_sees_what_others_cached_meanwhile() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
 def test_nobody_starves(policy: str) -> None:
-    """One request without a cached prefix, with low priority or a short output, against an endless stream of preferred ones."""
+    """One request without a cached prefix, with low priority or a short output, against an endless stream of
+    preferred ones."""
     simulation = Simulation(make_limits(policy=policy, slots=2, patience=30.0))
     for i in range(200):
         if i == 3:
@@ -518,7 +521,8 @@ def test_nobody_starves(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
 def test_those_that_yield_go_behind_all_others(policy: str) -> None:
-    """However many of them run and wait, and since when: one that comes takes a slot as soon as the steps in flight are over."""
+    """However many of them run and wait, and since when: one that comes takes a slot as soon as the steps in
+    flight are over."""
     simulation = Simulation(make_limits(policy=policy, slots=2, pages=65, patience=5.0))
     for i in range(6):
         simulation.offer(make_submit(f"batch{i}", [i] * 9, max_new=30, priority=9, yields=True))

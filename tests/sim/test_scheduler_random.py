@@ -11,7 +11,8 @@ SCENARIOS = 1_600  # four hundred in .ci/run, sixteen thousand in .ci/full
 
 
 def play(random: Random) -> Simulation:
-    """A scenario: arrivals, ends of holds and copies, cancels and deadlines at random times while steps go on."""
+    """A scenario: arrivals, ends of holds and copies, cancels and deadlines at random times while steps go
+    on."""
     simulation = Simulation(random_limits(random, hidden=2), forced=random.choice((0, 0, 2, 9)))
     pending = [of_any_kind(random, submit) for submit in random_submits(random, random.randint(2, 9))[::-1]]
     bound = 400 + 80 * len(pending)

@@ -1,4 +1,5 @@
-"""Cache groups of states: where a prompt leaves checkpoints, which of them serve, and what becomes of them."""
+"""Cache groups of states: where a prompt leaves checkpoints, which of them serve, and what becomes of
+them."""
 
 from __future__ import annotations
 

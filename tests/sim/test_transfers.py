@@ -1,4 +1,5 @@
-"""Copies of pages on the host: what is saved, what comes back, who is held meanwhile, and what a failure leaves."""
+"""Copies of pages on the host: what is saved, what comes back, who is held meanwhile, and what a failure
+leaves."""
 
 from __future__ import annotations
 

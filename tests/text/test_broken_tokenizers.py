@@ -1,5 +1,5 @@
-"""Tokenizers that are damaged, or belong to another model: told by a typed error that names the file, before a request can meet
-them; what an encoder cannot do with one text ends that request alone."""
+"""Tokenizers that are damaged, or belong to another model: told by a typed error that names the file, before
+a request can meet them; what an encoder cannot do with one text ends that request alone."""
 
 from __future__ import annotations
 
@@ -43,22 +43,35 @@ BROKEN: dict[str, tuple[Callable[[Content], Content], str]] = {
     "empty vocabulary": (lambda c: {**model(vocab={}, merges=[])(c), "added_tokens": []}, "has no tokens"),
     "ids as text": (model(vocab={"a": "0"}), "tokenizer.json cannot be read"),
     "merges of unknown tokens": (model(merges=[["zz", "qq"]]), "tokenizer.json cannot be read"),
-    "a regular expression without its end": (part(pre_tokenizer=split("([")), "tokenizer.json cannot be read"),
-    "a regular expression without an end": (part(pre_tokenizer=split("(a+)+$")), "cannot encode ordinary text"),
+    "a regular expression without its end": (
+        part(pre_tokenizer=split("([")),
+        "tokenizer.json cannot be read",
+    ),
+    "a regular expression without an end": (
+        part(pre_tokenizer=split("(a+)+$")),
+        "cannot encode ordinary text",
+    ),
     "a normalizer that panics at once": (
-        part(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "tokenizer.json cannot be read",
+        part(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        "tokenizer.json cannot be read",
     ),
     "a normalizer that panics later": (
-        part(normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}), "cannot encode ordinary text",
+        part(normalizer={"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}),
+        "cannot encode ordinary text",
     ),
     "a decoder that panics": (
-        part(decoder={"type": "Strip", "content": "a", "start": 5, "stop": 5}), "cannot encode ordinary text",
+        part(decoder={"type": "Strip", "content": "a", "start": 5, "stop": 5}),
+        "cannot encode ordinary text",
     ),
     "a template without its token": (
-        part(post_processor={**TEMPLATE, "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}]}), "cannot encode ordinary text",
+        part(post_processor={**TEMPLATE, "single": [{"SpecialToken": {"id": "<q>", "type_id": 0}}]}),
+        "cannot encode ordinary text",
     ),
-    "no token for unknown words": (part(model={"type": "WordLevel", **UNKNOWN}), "cannot encode ordinary text"),
-}  # fmt: skip
+    "no token for unknown words": (
+        part(model={"type": "WordLevel", **UNKNOWN}),
+        "cannot encode ordinary text",
+    ),
+}
 
 
 def source_of(folder: Path, size: int = SIZE, **config: Any) -> ModelSource:

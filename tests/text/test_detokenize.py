@@ -27,7 +27,8 @@ def stream(tokenizer: Tokenizer, ids: list[int], chance: random.Random, skip: bo
 
 
 def random_ids(tokenizer: Tokenizer, chance: random.Random) -> list[int]:
-    """Any ids; half of the lists are mostly raw bytes, so that valid and broken characters are both common."""
+    """Any ids; half of the lists are mostly raw bytes, so that valid and broken characters are both
+    common."""
     ids = range(min(1000, tokenizer.vocab_size))
     partial = [i for i in ids if any(byte > 127 for byte in tokenizer.token_bytes(i))]
     weight = chance.choice((0.1, 0.8))

@@ -156,7 +156,8 @@ def test_named_tokens_and_template() -> None:
 @pytest.mark.real
 @pytest.mark.slow
 def test_demo_model_equals_transformers_where_its_split_is_the_same(tmp_path: Path) -> None:
-    """Transformers knows no split for ``smollm`` and does not part digits from spaces, so texts have no digits here."""
+    """Transformers knows no split for ``smollm`` and does not part digits from spaces, so texts have no
+    digits here."""
     file = demo.cached()
     if file is None:
         pytest.skip("the demo model is not in the cache")

@@ -23,7 +23,8 @@ def run(
     finish: str = "length",
     matched: int | None = None,
 ) -> list[Piece]:
-    """Feed ``tokens`` cut at ``cuts``, the last part with the finish; stops at a stop string as the caller would."""
+    """Feed ``tokens`` cut at ``cuts``, the last part with the finish; stops at a stop string as the caller
+    would."""
     stream, logprobs, pieces = OutputStream(tokenizer, sampling), entries(tokens), []
     for a, b in zip([0, *cuts], [*cuts, len(tokens)]):
         last = b == len(tokens)

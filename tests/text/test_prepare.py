@@ -18,7 +18,7 @@ from sgla.text.template import ChatTemplate
 from sgla.text.tokenizer import Tokenizer
 from sgla.text.words import word_tokens
 
-CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"  # noqa: E501
 
 
 def preparer(tokenizer: Tokenizer, context: int = 64, template: str | None = CHAT, seed: int = 0) -> Preparer:

@@ -20,11 +20,13 @@ CHAT = [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "ho
 TWICE = "{% if messages|length > 3 %}%s{% endif %}" + PLAIN  # harmless as long as the chat is short
 BOMBS = {
     "repetition": "{{ 'x' * 10000000000 }}",
-    "doubling": "{% set n = namespace(x='x' * 99) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "doubling": "{% set n = namespace(x='x' * 99) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% "
+    "endfor %}{{ n.x }}",
     "join": "{{ range(99999)|list|join('x' * 99999) }}",
     "power": "{{ 10 ** (messages|length * 10 ** 9) }}",
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "nested lists": "{% set n = namespace(x=[]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "nested lists": "{% set n = namespace(x=[]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% "
+    "endfor %}{{ n.x }}",
 }
 
 

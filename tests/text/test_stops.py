@@ -1,4 +1,5 @@
-"""Stop strings and expressions: the same output for every way of cutting the text, and nothing of a stop in it."""
+"""Stop strings and expressions: the same output for every way of cutting the text, and nothing of a stop in
+it."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def test_without_stops_everything_passes(stops: list[str]) -> None:
     assert matcher.held == 0
 
 
-# expressions ----------------------------------------------------------------------------------------------------------
+# expressions
 
 ATOMS = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^a]", r"\n", r"\w", r"\s", "(?i:A)"])
 EDGES = st.sampled_from([r"\b", r"\B", "^", "$", r"\A"])
@@ -98,7 +99,8 @@ BODIES = st.recursive(
     ),
     max_leaves=6,
 )
-# All their matches end with a character, so they are told at once; or all with an assertion, and the next character tells.
+# All their matches end with a character, so they are told at once; or all with an assertion, and the next
+# character tells.
 ENDED = st.tuples(st.just("(?m)"), BODIES, ATOMS).map("".join)
 EXPRESSIONS = st.lists(ENDED, min_size=1, max_size=2) | st.tuples(ENDED, EDGES).map(
     lambda pair: ["".join(pair)]
@@ -106,7 +108,8 @@ EXPRESSIONS = st.lists(ENDED, min_size=1, max_size=2) | st.tuples(ENDED, EDGES).
 
 
 def searched(text: str, expressions: list[str], include: bool) -> tuple[str, str | None]:
-    """The definition, by Python's own engine: the match that ends first, of these the longest, of these the first."""
+    """The definition, by Python's own engine: the match that ends first, of these the longest, of these the
+    first."""
     for end in range(1, len(text) + 1):
         for start in range(end):
             for expression in expressions:

@@ -1,4 +1,5 @@
-"""Chat templates: the same text as transformers' apply_chat_template, and shapes of messages that OpenAI's clients send."""
+"""Chat templates: the same text as transformers' apply_chat_template, and shapes of messages that OpenAI's
+clients send."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ TOOLS = """{{- bos_token }}
     {{- '<|im_end|>\n' }}
 {%- endfor %}
 {%- if documents %}{{ documents | length }} documents{% endif %}
-{%- if add_generation_prompt %}{% generation %}{{ '<|im_start|>assistant\n' }}{% endgeneration %}{% endif %}"""
+{%- if add_generation_prompt %}{% generation %}{{ '<|im_start|>assistant\n' }}{% endgeneration %}{% endif %}"""  # noqa: E501
 
 GEMMA = """{{ bos_token }}{%- for message in messages -%}
     {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
@@ -56,7 +57,7 @@ GEMMA = """{{ bos_token }}{%- for message in messages -%}
     {%- endif -%}
     {{ '<end_of_turn>\n' }}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{'<start_of_turn>model\n'}}{%- endif -%}"""
+{%- if add_generation_prompt -%}{{'<start_of_turn>model\n'}}{%- endif -%}"""  # noqa: E501
 
 SYSTEM_FIRST = """{%- set skipped = 1 if messages[0]['role'] == 'system' else 0 -%}
 {%- for m in messages -%}
@@ -67,7 +68,7 @@ SYSTEM_FIRST = """{%- set skipped = 1 if messages[0]['role'] == 'system' else 0 
 {%- endfor -%}"""
 
 PARTS_ONLY = """{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}
-{% endfor %}"""
+{% endfor %}"""  # noqa: E501
 
 TEMPLATES = {"chatml": CHATML, "tools": TOOLS, "gemma": GEMMA, "parts only": PARTS_ONLY}
 

@@ -290,7 +290,8 @@ async def test_many_short_prompts_take_several_turns() -> None:
 
 
 async def test_what_is_left_of_many_prompts_takes_smaller_turns() -> None:
-    """A batch of ordinary size comes to the scheduler whole; behind a larger one others need not wait for several such turns."""
+    """A batch of ordinary size comes to the scheduler whole; behind a larger one others need not wait for
+    several such turns."""
     prepared: list[str] = []
 
     def prepare(job: Job) -> list[Submit]:

@@ -65,10 +65,11 @@ def check_cuts(name: str, text: str, **options: Any) -> list[Piece]:
     return whole
 
 
-# texts that models mean as calls --------------------------------------------------------------------------------------
+# texts that models mean as calls
 
 CHARS = st.characters(exclude_categories=["Cs"], exclude_characters="\x00")
-# An element's text says nothing of its type where the schema does not, so strings there must not look like JSON.
+# An element's text says nothing of its type where the schema does not, so strings there must not look like
+# JSON.
 WORDS = st.text(CHARS, max_size=8).map(lambda text: "é " + text + "!")
 TRICKY = st.sampled_from(
     ["</tool_call", '"', "'", "\\", "{", "}]", "\n\n", "中文 😀", "\\u0041", "<|", "[ARGS"]
@@ -157,7 +158,7 @@ def test_output_that_ends_within_a_call(name: str, end: str) -> None:
             json.loads(arguments)
 
 
-# any text -------------------------------------------------------------------------------------------------------------
+# any text
 
 
 def example(name: str) -> str:
@@ -250,7 +251,7 @@ def test_only_a_tag_in_the_making_is_held_back() -> None:
     assert parser.close() == [Piece("content", " <")]
 
 
-# what calls look like ---------------------------------------------------------------------------------------------------
+# what calls look like
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from sgla.errors import ConfigError
 from sgla.text.template import ChatTemplate
 from sgla.text.tools.families import ARCHITECTURES, BY_NAME, FAMILIES, dialect_of, written_as_told
 
-# How templates show calls and reasoning, in the fewest words: (excerpt, family of the tools, family of the reasoning).
+# How templates show calls and reasoning, in the fewest words: (excerpt, family of the tools, family of the
+# reasoning).
 EXCERPTS = [
     ("{{ '<tool_call>\\n{\"name\": ' }}", "hermes", None),
     ("<tool_call>{{ name }}</tool_call>{{ '<think>\\n' }}", "hermes", "hermes"),
@@ -102,8 +103,8 @@ def test_names_are_unique() -> None:
     assert len(names) == len(set(names)) == len(BY_NAME)
 
 
-JOINS_TEXT = """{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"""
-DUMPS = """{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"""
+JOINS_TEXT = """{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"""  # noqa: E501
+DUMPS = """{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"""  # noqa: E501
 
 
 @pytest.mark.parametrize("source", [JOINS_TEXT, DUMPS])

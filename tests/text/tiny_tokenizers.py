@@ -162,7 +162,8 @@ def corpus(count: int, seed: int = 0) -> list[str]:
 
 
 def save_folder(tokenizer: Tokenizer, folder: Path, **files: str) -> Path:
-    """An HF folder: tokenizer.json and the given files (``tokenizer_config=...`` becomes tokenizer_config.json)."""
+    """An HF folder: tokenizer.json and the given files (``tokenizer_config=...`` becomes
+    tokenizer_config.json)."""
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in files.items():
         (folder / f"{name}.json").write_text(content)

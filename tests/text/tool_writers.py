@@ -1,4 +1,5 @@
-"""What models of each family write: calls as their chat templates show them, and texts made of their syntax."""
+"""What models of each family write: calls as their chat templates show them, and texts made of their
+syntax."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class SseSink:
         self.over = False
         self.wake = asyncio.Event()  # for the handler: the first message, a pause, the end
 
-    # from the engine ----------------------------------------------------------------------------------------
+    # from the engine
 
     def push(self, message: Event | Rejected) -> None:
         if not self.over:
@@ -133,7 +133,7 @@ class SseSink:
         if self._transport is not None:
             self._transport.abort()
 
-    # from the handler ---------------------------------------------------------------------------------------
+    # from the handler
 
     async def run(self, request: web.Request, writer: AbstractStreamWriter, keepalive: float) -> None:
         """Pass events on until the stream is over; the headers have been sent.

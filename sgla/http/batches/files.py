@@ -81,7 +81,7 @@ class Files:
         """Bytes that one file may have."""
         return min(MOST_BYTES, self.bounds.bytes // 2)
 
-    # in transactions ----------------------------------------------------------------------------------------
+    # in transactions
 
     def begin(self, tx: sqlite3.Connection, client: Client) -> int:
         """A hidden file without pieces, for which there is room; returns its number."""
@@ -214,7 +214,7 @@ class Files:
         found = (ids.split(","), text.split(b"\n")) if ids else ([], [])
         return *found, at if count == LISTED else None
 
-    # on the loop --------------------------------------------------------------------------------------------
+    # on the loop
 
     async def find(self, uid: str, client: Client) -> Row | None:
         return await self.database.run(client, lambda tx: self.shelf.find(tx, uid, client.owner))

@@ -117,7 +117,7 @@ def name_of(text: bytes) -> str | None:
     return name if name and len(name) <= MAX_ID else None
 
 
-# what is written --------------------------------------------------------------------------------------------
+# what is written
 
 
 def answer_line(uid: str, custom_id: str, status: int, body: bytes, ignored: list[str]) -> bytes:

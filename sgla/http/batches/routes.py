@@ -60,7 +60,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
 CREATE = Schema(BatchRequest)
 
 
-# files ------------------------------------------------------------------------------------------------------
+# files
 
 
 async def file_list(request: web.Request) -> web.Response:
@@ -130,7 +130,7 @@ async def found(request: web.Request) -> tuple[Files, Row]:
     return files, row
 
 
-# batches ----------------------------------------------------------------------------------------------------
+# batches
 
 
 async def create(request: web.Request) -> web.Response:

@@ -123,7 +123,7 @@ class Runner:
             await asyncio.sleep(LOOK)
         self._turns.open(ingress.facts.slots)
 
-    # one batch ----------------------------------------------------------------------------------------------
+    # one batch
 
     async def _run(self, batch: Batch) -> None:
         timer = asyncio.get_running_loop().call_later(
@@ -314,7 +314,7 @@ class Runner:
         await self._in_turns(batch, answer)
         await self._keep_errors(batch, late)
 
-    # lines --------------------------------------------------------------------------------------------------
+    # lines
 
     def _lines(self, batch: Batch, kept: int) -> Lines:
         most = math.inf if batch.local else MAX_NUMBER

@@ -128,7 +128,7 @@ async def delete_item(request: web.Request) -> web.Response:
     return shown(request, await store.delete_item(uid, client, item))
 
 
-# bodies -----------------------------------------------------------------------------------------------------
+# bodies
 
 
 def check_metadata(entries: dict[str, str]) -> None:

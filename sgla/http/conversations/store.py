@@ -174,7 +174,7 @@ class ConversationStore:
 
         return await self._with(uid, client, work)
 
-    # for work -----------------------------------------------------------------------------------------------
+    # for work
 
     async def _with(
         self,

@@ -185,7 +185,7 @@ class Session:
     def _share(self) -> Share:
         return Share(self._server.memory, self._request[CLIENT].name)
 
-    # events -------------------------------------------------------------------------------------------------
+    # events
 
     async def _handle(self, event: ClientEvent, share: Share) -> None:
         """``share`` has the event's memory; settings, items and a response that are kept keep it."""
@@ -251,7 +251,7 @@ class Session:
             raise InvalidField(f"there is no item {str(uid)[:100]!r}", param="item_id")
         return uid
 
-    # responses ----------------------------------------------------------------------------------------------
+    # responses
 
     def _busy(self) -> bool:
         return self._response is not None and not self._response.done()
@@ -352,7 +352,7 @@ class Session:
             previous_item_id=names[-1] if names else None,
         )
 
-    # the wire -----------------------------------------------------------------------------------------------
+    # the wire
 
     async def _send(self, kind: str, **fields: Any) -> None:
         await self._socket.send_str(encode({"type": kind, "event_id": new_id("event"), **fields}).decode())

@@ -103,7 +103,7 @@ class Agent:
             self._show([event])
         return error
 
-    # from the engine, and from outside ----------------------------------------------------------------------
+    # from the engine, and from outside
 
     def push(self, message: Event | Rejected) -> None:
         if self._over.done():
@@ -136,7 +136,7 @@ class Agent:
             self._share.take(len(data))
             self.recorder.add(data)
 
-    # turns --------------------------------------------------------------------------------------------------
+    # turns
 
     async def _turns(self, approved: list[Item], listed: list[Offer]) -> None:
         output = self._answer.output
@@ -211,7 +211,7 @@ class Agent:
         deadline = self.work.jobs[0].deadline
         return None if deadline is None else max(0.0, deadline - clock.now())
 
-    # calls --------------------------------------------------------------------------------------------------
+    # calls
 
     async def _make_calls(self) -> None:
         """Those that are due, one after the other."""

@@ -154,7 +154,7 @@ def response_format(form: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": kind}}
 
 
-# tools ------------------------------------------------------------------------------------------------------
+# tools
 
 
 def chat_tools(fields: ResponsesRequest, remote: Remote = NONE) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def tool_names(fields: ResponsesRequest, remote: Remote = NONE) -> dict[str, Too
     return {flat: of for flat, (of, _) in named_tools(fields, remote).items()}
 
 
-# items ------------------------------------------------------------------------------------------------------
+# items
 
 
 def is_reference(item: Item) -> bool:
@@ -491,7 +491,7 @@ def told(item: Item) -> str:
     return f"Error: {error}"
 
 
-# what clients keep without reading it -----------------------------------------------------------------------
+# what clients keep without reading it
 
 COMPACTIONS = ("compaction", "compaction_summary")
 SUMMARY = "This is a summary of the conversation so far:\n\n"

@@ -188,7 +188,7 @@ def to_approve(tools: Iterable[Tool], required: Any) -> frozenset[str]:
     return frozenset(tool.name for tool in tools if always.fits(tool) and not never.fits(tool))
 
 
-# calls ------------------------------------------------------------------------------------------------------
+# calls
 
 
 def approved(items: Iterable[Item], offers: Mapping[str, Offer]) -> list[Item]:

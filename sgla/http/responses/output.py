@@ -89,7 +89,7 @@ class OutputItems:
             self._item["status"] = status
         return [*events, self._whole("response.output_item.done")]
 
-    # texts --------------------------------------------------------------------------------------------------
+    # texts
 
     def _open_text(self, kind: str) -> list[EventFields]:
         if kind == CONTENT:
@@ -108,7 +108,7 @@ class OutputItems:
         done = self._part(f"response.{part['type']}.done", text=text) | beside(kind, logprobs)
         return [done, self._part("response.content_part.done", part=part)]
 
-    # calls --------------------------------------------------------------------------------------------------
+    # calls
 
     def _open_call(self, name: str, call_id: str | None) -> list[EventFields]:
         tool = self._tools.get(name, ToolName(name))
@@ -137,7 +137,7 @@ class OutputItems:
         kind = "response.custom_tool_call_input"
         return [self._event(f"{kind}.delta", delta=text), self._event(f"{kind}.done", input=text)]
 
-    # calls that this server makes ---------------------------------------------------------------------------
+    # calls that this server makes
 
     def _open_server_call(self, tool: ToolName) -> list[EventFields]:
         if tool.server == "call":
@@ -179,7 +179,7 @@ class OutputItems:
         ended = "failed" if item["error"] and not item["tools"] else "completed"
         return [*events, self._event(f"{kind}.{ended}"), self._whole("response.output_item.done")]
 
-    # events -------------------------------------------------------------------------------------------------
+    # events
 
     @property
     def _item(self) -> Item:

@@ -276,7 +276,7 @@ async def finish(
     return None
 
 
-# stored responses -------------------------------------------------------------------------------------------
+# stored responses
 
 
 def not_found(uid: str) -> ResponseNotFound:

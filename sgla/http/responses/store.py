@@ -138,7 +138,7 @@ class ResponseStore:
     def limit(self) -> int:
         return self.shelf.bounds.limit
 
-    # in the making ------------------------------------------------------------------------------------------
+    # in the making
 
     def open(self, entry: Stored) -> None:
         """Have a response found from now on by its id."""
@@ -229,7 +229,7 @@ class ResponseStore:
         if self.shelf.database.on_disk:
             await self.shelf.database.run(client, lambda tx: None, always=True)
 
-    # stored -------------------------------------------------------------------------------------------------
+    # stored
 
     async def find(self, uid: str, client: Client) -> Found | None:
         return await self.shelf.run(client, uid, lambda tx: self._find(tx, uid, client.owner))
@@ -337,7 +337,7 @@ class ResponseStore:
             if data and not skip:
                 yield data
 
-    # for work -----------------------------------------------------------------------------------------------
+    # for work
 
     def _find(self, tx: sqlite3.Connection, uid: str, owner: str) -> Found | None:
         row = self.shelf.find(tx, uid, owner)
@@ -394,7 +394,7 @@ class ResponseStore:
             (KIND,),
         )
 
-    # the loop's side ----------------------------------------------------------------------------------------
+    # the loop's side
 
     def _queue(self, entry: Stored, work: Work[Any], size: int) -> bool:
         """Whether it is taken. A failure costs what is stored, not the answer, which the client gets."""

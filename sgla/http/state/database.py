@@ -277,7 +277,7 @@ class Database:
                 raise StorageFailed(f"the server could not reach its state: {error}") from error
             raise
 
-    # writes that nobody waits for ---------------------------------------------------------------------------
+    # writes that nobody waits for
 
     def _checked(self, done: asyncio.Future[T]) -> T | None:
         """The result; None for a failure, which is logged and counted."""

@@ -147,7 +147,7 @@ class Shelf:
             str, tuple[str, int]
         ] = {}  # objects with writes that nobody waits for: their line, and how many
 
-    # transactions -------------------------------------------------------------------------------------------
+    # transactions
 
     async def run(self, client: Client, uid: str, work: Work[T]) -> T:
         """``Database.run`` for work on an object, behind what is being written of it:
@@ -203,7 +203,7 @@ class Shelf:
         if trimmed.more:
             self.sweep()
 
-    # for work -----------------------------------------------------------------------------------------------
+    # for work
 
     def add(self, tx: sqlite3.Connection, uid: str, client: Client, json: bytes, size: int) -> int:
         """Store an object that counts for ``size`` bytes; returns its number. ``uid`` must be new."""

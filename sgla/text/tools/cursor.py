@@ -119,7 +119,7 @@ class Cursor:
         self._head = (0, 0)  # behind the mark: up to where openers are counted, and how many there are
         self._edge = (0, 0)  # the tag found by ``until``, with what was trimmed before it
 
-    # feeding and emitting -----------------------------------------------------------------------------------
+    # feeding and emitting
 
     def feed(self, text: str) -> None:
         keep = self.at if self._mark is None else self._mark[0] - self._base
@@ -159,7 +159,7 @@ class Cursor:
         self.calls += 1
         self._pieces.append((CALL, [name], call_id))
 
-    # marks --------------------------------------------------------------------------------------------------
+    # marks
 
     def mark(self, start: int) -> None:
         """Mark from position ``start``; after ``reject``, reading resumes where the cursor is now."""
@@ -200,7 +200,7 @@ class Cursor:
     def unmark(self) -> None:
         self._mark = None
 
-    # reading ------------------------------------------------------------------------------------------------
+    # reading
 
     def until(
         self, found: Tags, emit: Emit, trim: Trim = nothing_trimmed, trim_end: bool = False
