@@ -158,6 +158,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "messages of a conversation": (request.MAX_MESSAGES,),
     "parts and calls": (request.MAX_PARTS,),
     "tools": (request.MAX_TOOLS,),
+    "characters of a tool's name": (request.MAX_TOOL_NAME,),
     "prompts": (request.MAX_CHOICES,),
     "items of `allowed_token_ids`": (request.MAX_ALLOWED, messages.MAX_BIASES),
     "characters of a grammar": (messages.MAX_GRAMMAR,),

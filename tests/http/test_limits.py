@@ -30,6 +30,7 @@ ITEM_PARTS = {"role": "user", "content": [{"type": "input_text", "text": "x"}] *
 CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": {}}}] * 9000}
 PICTURE = {"role": "user", "content": "x", "images": ["x"]}  # which is refused where a message is looked at
 TOOL = {"type": "function", "function": {"name": "a"}}
+LONG = "n" * 257
 RESULT = {
     "role": "user",
     "content": [{"type": "tool_result", "tool_use_id": "a", "content": PARTS["content"]}],
@@ -65,6 +66,36 @@ def chat(**fields: Any) -> dict[str, Any]:
         (CHAT, chat(messages=[USER] * 9000), f"messages has 9000 items; {MAX_MESSAGES} is the limit"),
         (CHAT, chat(messages=[PARTS] * 2), f"18000 parts and calls; {MAX_PARTS} is the limit"),
         (CHAT, chat(tools=[TOOL] * 2000), f"tools has 2000 items; {MAX_TOOLS} is the limit"),
+        (
+            CHAT,
+            chat(tools=[{"type": "function", "function": {"name": LONG}}]),
+            "function.name may have at most 256",
+        ),
+        (ANTHROPIC, chat(tools=[{"name": LONG, "input_schema": {}}]), "tools[0].name may have at most 256"),
+        (
+            OLLAMA,
+            {"model": "fake", "messages": [USER], "tools": [{"function": {"name": LONG}}]},
+            "at most 256",
+        ),
+        (
+            RESPONSES,
+            {"input": "x", "tools": [{"type": "namespace", "name": LONG, "tools": []}]},
+            "tools[0].name may have at most 256 characters",
+        ),
+        (
+            RESPONSES,
+            {
+                "input": "x",
+                "tools": [
+                    {
+                        "type": "namespace",
+                        "name": LONG[:200],
+                        "tools": [{"type": "function", "name": LONG[:60]}],
+                    }
+                ],
+            },
+            "tools[0].tools[0].name with its namespace may have at most 256",
+        ),
         (RESPONSES, {"input": [USER] * 9000}, "9000 items, the limit is 8192"),
         (RESPONSES, {"input": [ITEM_PARTS] * 2}, "18000 parts and calls"),
         (

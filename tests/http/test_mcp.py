@@ -476,6 +476,7 @@ async def test_the_tokens_of_all_turns_are_bounded(start: Start) -> None:
         ),
         (mcp(require_approval="sometimes"), "tools[0].require_approval must be"),
         ({"type": "mcp"}, "tools[0].server_label must be a string"),
+        (mcp("l" * 257), "tools[0].server_label may have at most 256 characters"),
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")

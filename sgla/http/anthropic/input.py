@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from sgla.errors import InvalidField
-from sgla.http.request.chat import check_parts, unsupported_tool
+from sgla.http.request.chat import check_parts, check_tool_name, unsupported_tool
 from sgla.http.request.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -231,6 +231,7 @@ def chat_tool(tool: Tool, i: int) -> dict[str, Any]:
         raise unsupported_tool(f"tools[{i}]", tool.type)
     if tool.name is None:
         raise InvalidField(f"tools[{i}].name is required", param="tools")
+    check_tool_name(f"tools[{i}].name", tool.name)
     if tool.input_schema is None:
         raise InvalidField(f"tools[{i}].input_schema is required", param="tools")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}

@@ -10,6 +10,7 @@ from sgla.errors import InvalidField, UnsupportedField
 from sgla.http.request.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_TOOL_NAME,
     MAX_TOOLS,
     ChatRequest,
     ThinkingSwitch,
@@ -151,7 +152,8 @@ def with_names(tools: list[Message], references: list[Message]) -> list[Message]
     functions = [reference.get("function") for reference in references]
     names = [function.get("name") if isinstance(function, dict) else None for function in functions]
     check_named(names, {tool["function"]["name"] for tool in tools})
-    return [tool for tool in tools if tool["function"]["name"] in names]
+    wanted = set(names)
+    return [tool for tool in tools if tool["function"]["name"] in wanted]
 
 
 def check_named(names: Iterable[Any], known: Container[str]) -> None:
@@ -175,8 +177,17 @@ def check_tool_list(tools: list[dict[str, Any]] | None) -> None:
             )
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise InvalidField(f"tools[{i}].function.name must be a string", param="tools")
+        check_tool_name(f"tools[{i}].function.name", function["name"])
         if not isinstance(function.get("parameters"), (dict, type(None))):
             raise InvalidField(f"tools[{i}].function.parameters must be a JSON Schema object", param="tools")
+
+
+def check_tool_name(path: str, *names: str) -> None:
+    """Raise InvalidField for ``names`` (of a namespace or MCP server, and of a tool) that are too long
+    together: one of them may be written with each of many tools, or of a tool's arguments."""
+    if sum(map(len, names)) > MAX_TOOL_NAME:
+        told = " with its namespace" if len(names) > 1 else ""
+        raise InvalidField(f"{path}{told} may have at most {MAX_TOOL_NAME} characters", param="tools")
 
 
 def unsupported_tool(path: str, kind: Any) -> UnsupportedField:

@@ -35,6 +35,7 @@ MAX_FIELDS = 256  # of a body
 MAX_MESSAGES = 4096  # of one conversation
 MAX_PARTS = 8192  # parts of contents and calls, in all messages together
 MAX_TOOLS = 1024
+MAX_TOOL_NAME = 256  # characters of a tool's name, together with that of its namespace or MCP server
 MAX_ALLOWED = 1 << 17  # allowed_token_ids
 MAX_NAME = 1024  # characters of what stands for a request or a part of the prefix cache
 # Bytes of fields in which any floats that are whole are taken for integers;

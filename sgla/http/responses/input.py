@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sgla.errors import InvalidField, UnsupportedField
-from sgla.http.request.chat import allowed_references, check_named, check_parts, unsupported_tool
+from sgla.http.request.chat import (
+    allowed_references,
+    check_named,
+    check_parts,
+    check_tool_name,
+    unsupported_tool,
+)
 from sgla.http.request.schema import (
     MAX_TOOLS,
     ChatRequest,
@@ -248,6 +254,7 @@ def ungrouped(tool: dict[str, Any], path: str, remote: Remote = NONE) -> Iterato
         yield path, {**tool, "namespace": None, "server": None}
         return
     namespace, inner = wanted(tool, "name", path, "tools"), tool.get("tools")
+    check_tool_name(f"{path}.name", namespace)
     if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
         raise InvalidField(f"{path}.tools must be a list of tools", param="tools")
     about = tool.get("description")
@@ -271,6 +278,7 @@ def chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
         raise unsupported_tool(path, tool.get("type"))
     if not isinstance(tool.get("name"), str):
         raise InvalidField(f"{path}.name is required", param="tools")
+    check_tool_name(f"{path}.name", *filter(None, (tool.get("namespace"), tool["name"])))
     names = ("description", "parameters", "strict")
     function = {"name": flat_name(tool)} | {name: tool[name] for name in names if tool.get(name) is not None}
     if tool["type"] == "custom":

@@ -12,6 +12,7 @@ import msgspec
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.http.mcp.protocol import TOOL, Failure, Tool
 from sgla.http.mcp.servers import ToolError, ToolServer, ToolServers
+from sgla.http.request.chat import check_tool_name
 from sgla.http.request.schema import MAX_TOOLS, check_count
 from sgla.http.responses.input import Item, ResponsesRequest, wanted
 
@@ -103,6 +104,7 @@ async def offers(fields: ResponsesRequest, servers: ToolServers) -> dict[str, Of
 def offered(tool: Item, path: str, servers: ToolServers) -> Offer:
     """Without its tools yet. Raises InvalidField and UnsupportedField."""
     label = wanted(tool, "server_label", path, "tools")
+    check_tool_name(f"{path}.server_label", label)
     for name, why in REFUSED.items():
         if tool.get(name):
             raise UnsupportedField(f"{path}.{name}: {why}; leave it out", param="tools")
