@@ -453,6 +453,51 @@ async def test_strict_tools_constrain_calls_where_grammars_can(serve: Serve) -> 
     assert (await constraint(serve, tools=tools, grammars=False))[0] is None
 
 
+MULTIPLIED = {
+    "type": "object",
+    "properties": {f"p{i}": {"$ref": "#/$defs/d"} for i in range(50)},
+    "$defs": {"d": {"const": "x" * 20_000}},
+}
+FUNCTION = {"name": "f", "parameters": MULTIPLIED}
+ASKED = {"messages": MESSAGES, "max_tokens": 1, "tools": [{"type": "function", "function": FUNCTION}]}
+STRICT = [{"type": "function", "function": {**FUNCTION, "strict": True}}]
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {**ASKED, "tool_choice": "required"}),
+        ("/v1/chat/completions", {**ASKED, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        ("/v1/chat/completions", {**ASKED, "tools": STRICT}),
+        ("/v1/chat/completions", {**ASKED, "response_format": FORM}),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": MESSAGES,
+                "max_tokens": 1,
+                "tools": [{"name": "f", "input_schema": MULTIPLIED}],
+                "tool_choice": {"type": "any"},
+            },
+        ),
+        ("/api/chat", {"model": "fake", **ASKED, "format": {"type": "object"}}),
+    ],
+)
+async def test_schemas_of_tools_that_are_too_large_in_a_grammar(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    ingress = Writer("hi")
+    ingress.facts.grammars = True  # type: ignore[union-attr]
+    site = await serve(ingress, tool_call_parser="qwen3_coder")
+    status, reply = await site.post(path, body)
+    assert (status, "tools: the grammar of their calls" in json.dumps(reply)) == (400, True)
+    assert ingress.jobs == []
+
+
 @pytest.mark.parametrize(
     ("choice", "words"),
     [

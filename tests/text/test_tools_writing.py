@@ -14,11 +14,12 @@ from llguidance import LLMatcher
 from test_tools import calls_of
 from tool_writers import NAMES, TOOLS, WRITERS, Calls
 
-from sgla.errors import UnsupportedField
+from sgla.errors import InvalidField, UnsupportedField
 from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
 from sgla.messages import Grammar
+from sgla.text.tools.calls import kinds_of
 from sgla.text.tools.families import BY_NAME, FAMILIES, Dialect
 from sgla.text.tools.parser import OutputParser
 from sgla.text.tools.raw import whole
@@ -218,6 +219,44 @@ def test_what_elements_cannot_honour_is_refused(more: dict[str, Any]) -> None:
         calls_spec("glm45", tool_with({"type": "string"}, **more))
 
 
+REFERENCE = {"$ref": "#/$defs/d"}
+LARGE: dict[str, dict[str, Any]] = {  # fields of a tool's function and its parameters
+    "definitions for each argument": {
+        "properties": {f"p{i}": REFERENCE for i in range(50)},
+        "$defs": {"d": {"const": "x" * 20_000}},
+    },
+    "its name for each argument": {"name": "n" * 20_000, "properties": {f"p{i}": {} for i in range(50)}},
+    "an element for each argument": {"properties": {f"p{i}": {} for i in range(10_000)}},
+    "a choice for each value": {"properties": {"a": {"enum": [*map(str, range(20_000))]}}},
+    "what is not read": {"properties": {"a": {"type": "string", "description": "x" * 300_000}}},
+}
+
+
+@pytest.mark.parametrize("family", XML)
+@pytest.mark.parametrize("what", LARGE)
+def test_a_schema_of_a_tool_is_not_multiplied(family: str, what: str) -> None:
+    """A text of the limit's size would become one of the square of it."""
+    fields = LARGE[what]
+    parameters = {"type": "object", **{key: value for key, value in fields.items() if key != "name"}}
+    function = {"name": fields.get("name", "f"), "parameters": parameters}
+    with pytest.raises(InvalidField, match="tools: the grammar of their calls would have more than"):
+        calls_spec(family, [{"type": "function", "function": function}])
+
+
+@pytest.mark.parametrize("family", XML)
+def test_definitions_stand_where_they_are_referred_to(family: str) -> None:
+    more = {"$defs": {"d": {"type": "integer"}}}
+    for schema, expected in (({"items": REFERENCE}, 1), ({"type": "integer"}, 0), ({"type": "string"}, 0)):
+        assert json.dumps(calls_spec(family, tool_with(schema, **more))).count('"$defs"') == expected
+
+
+def test_types_of_values() -> None:
+    values = ["a", 1, 1.5, True, None, [], {}]
+    names = {"string", "integer", "number", "boolean", "null", "array", "object"}
+    assert kinds_of({"enum": values}) == names
+    assert kinds_of({"const": True}) == {"boolean"}
+
+
 @pytest.mark.parametrize("pattern", ["b+", "^ab?", "a$", "^(a|b)+$", "a|bb", r"[$^|]\^?\$", "", "^$"])
 def test_a_pattern_for_the_whole_text_is_found_where_the_pattern_is(pattern: str) -> None:
     found = whole(pattern)
@@ -226,6 +265,6 @@ def test_a_pattern_for_the_whole_text_is_found_where_the_pattern_is(pattern: str
         assert bool(re.fullmatch(found, text)) == bool(re.search(pattern, text)), (pattern, text)
 
 
-@pytest.mark.parametrize("pattern", ["^a|b", "a|b$", "a^b", "(^a|b)", "a$b"])
+@pytest.mark.parametrize("pattern", ["^a|b", "a|b$", "a^b", "(^a|b)", "a$b", "^[(]|b", r"a|[\])]$"])
 def test_anchors_inside_of_a_pattern_are_not_understood(pattern: str) -> None:
     assert whole(pattern) is None

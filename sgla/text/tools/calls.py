@@ -26,6 +26,14 @@ HELD = 8192  # characters of arguments that may come before the name
 # Around a custom tool's text, in the place of JSON arguments.
 # The line end ends what a grammar calls "the rest of the line".
 RAW = ("<input>\n", "\n</input>")
+KINDS = {  # of values in JSON
+    bool: "boolean",
+    type(None): "null",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+}
 QUOTES = tags('"', "'")
 
 
@@ -56,19 +64,10 @@ def kinds_of(schema: Any, depth: int = 0) -> frozenset[str]:
         return frozenset(each for each in kind if isinstance(each, str))
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
-        return frozenset(_kind_of(each) for each in values)
+        return frozenset(KINDS.get(each, "string") for each in set(map(type, values)))
     branches = schema.get("anyOf") or schema.get("oneOf")
     found = [kinds_of(branch, depth + 1) for branch in branches] if isinstance(branches, list) else []
     return frozenset().union(*found) if all(found) else frozenset()
-
-
-def _kind_of(constant: Any) -> str:
-    if isinstance(constant, bool):
-        return "boolean"
-    if constant is None:
-        return "null"
-    kinds = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
-    return kinds.get(type(constant), "string")
 
 
 class Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from sgla.errors import UnsupportedField
@@ -44,7 +45,7 @@ def expression(schema: dict[str, Any], name: str) -> str | None:
         raise refused(name, wanted[1], f" beside {wanted[0]!r}")
     found = FORMATS.get(schema["format"]) if wanted == ["format"] else whole(str(schema["pattern"]))
     if found is None:
-        raise refused(name, wanted[0], f" {schema[wanted[0]]!r}")
+        raise refused(name, wanted[0], f" {str(schema[wanted[0]])[:80]!r}")
     return found
 
 
@@ -57,46 +58,31 @@ def refused(name: str, keyword: str, more: str = "") -> UnsupportedField:
     )
 
 
+_QUOTED = r"\\.?+|\[(?:[^\]\\]|\\.?+)*+\]?+"  # an escape, or a class
+WITHOUT_ANCHORS = re.compile(rf"(?:[^\\\[^$]++|{_QUOTED})*+", re.DOTALL)
+WITHOUT_GROUPS = re.compile(rf"(?:[^\\\[()|]++|{_QUOTED})++", re.DOTALL)
+
+
 def whole(pattern: str) -> str | None:
     """``pattern``, which may be found anywhere in a text, as one for the whole text;
     None for anchors inside of it."""
-    marks = outside_classes(pattern)
-    begins, ends = marks[:1] == [(0, "^")], marks[-1:] == [(len(pattern) - 1, "$")]
-    inner = marks[begins : len(marks) - ends]
-    split = any(mark == "|" for _, mark in inner) and depth_zero(pattern, [at for at, m in inner if m == "|"])
-    if any(mark in "^$" for _, mark in inner) or (split and (begins or ends)):
+    begins = pattern.startswith("^")
+    body = WITHOUT_ANCHORS.match(pattern, begins)
+    assert body is not None  # it may be empty
+    rest = pattern[body.end() :]
+    if rest not in ("", "$") or ((begins or rest) and splits(body[0])):
         return None
-    body = pattern[begins : len(pattern) - ends]
-    return f"{'' if begins else ANY + '*'}({body}){'' if ends else ANY + '*'}"
+    return f"{'' if begins else ANY + '*'}({body[0]}){'' if rest else ANY + '*'}"
 
 
-def outside_classes(pattern: str) -> list[tuple[int, str]]:
-    """The places of ``^``, ``$`` and ``|`` that are neither escaped nor in a class."""
-    marks, at, inside = [], 0, False
-    while at < len(pattern):
-        char = pattern[at]
-        if char == "\\":
-            at += 1
-        elif char == "]":
-            inside = False
-        elif char == "[":
-            inside = True
-        elif not inside and char in "^$|":
-            marks.append((at, char))
-        at += 1
-    return marks
-
-
-def depth_zero(pattern: str, places: list[int]) -> bool:
-    """Whether one of ``places`` is outside of all groups."""
-    depth, at = 0, 0
-    while at < len(pattern):
-        char = pattern[at]
-        if char == "\\":
-            at += 1
-        elif char in "()":
-            depth += 1 if char == "(" else -1
-        elif at in places and depth == 0:
+def splits(pattern: str) -> bool:
+    """Whether there is a ``|`` outside of all groups."""
+    depth = 0
+    for mark in WITHOUT_GROUPS.sub("", pattern):
+        if mark == "(":
+            depth += 1
+        elif mark == ")":
+            depth -= 1
+        elif depth == 0:
             return True
-        at += 1
     return False

@@ -6,6 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from sgla.errors import InvalidField
+from sgla.grammar.references import REFERENCES
+from sgla.messages import MAX_GRAMMAR
 from sgla.text.tools.calls import RAW, kinds_of
 from sgla.text.tools.raw import KEYWORDS, expression, refused
 from sgla.text.tools.xml import STRING, Markup
@@ -13,6 +18,23 @@ from sgla.text.tools.xml import STRING, Markup
 Tag = dict[str, Any]
 Tool = dict[str, Any]
 NAME = "NAME"  # where a call's beginning has the function's name
+
+
+class Room:
+    """How many characters a grammar that is made of tools has left."""
+
+    def __init__(self) -> None:
+        self._left = MAX_GRAMMAR
+
+    def take(self, value: Any) -> None:
+        """Raises InvalidField if the JSON of ``value`` does not fit."""
+        self._left -= len(msgspec.json.encode(value).decode())
+        if self._left < 0:
+            raise InvalidField(
+                f"tools: the grammar of their calls would have more than {MAX_GRAMMAR} characters, which is "
+                "the limit; offer fewer tools, or tools with smaller schemas",
+                param="tools",
+            )
 
 
 @dataclass(frozen=True)
@@ -34,10 +56,13 @@ class Writing:
     reasoning: tuple[str, str, str] | None = None
 
     def calls(self, tools: list[Tool], once: bool) -> Tag:
-        """At least one call of ``tools``, not more with ``once``, and nothing else."""
+        """At least one call of ``tools``, not more with ``once``, and nothing else.
+
+        Raises InvalidField for tools that take too long a grammar, and UnsupportedField.
+        """
         several = {
             "type": "tags_with_separator",
-            "tags": [self._call(tool["function"]) for tool in tools],
+            "tags": self._tags(tools),
             "separator": self.between,
             "at_least_one": True,
             "stop_after_first": once,
@@ -48,8 +73,15 @@ class Writing:
         """Free text in which what ``opener`` begins is a call of ``tools``; None if that cannot be said."""
         if self.before or self.after or not self.begin.startswith(opener):
             return None
-        calls = [self._call(tool["function"]) for tool in tools]
-        return {"type": "triggered_tags", "triggers": [opener], "tags": calls, "stop_after_first": once}
+        tags = self._tags(tools)
+        return {"type": "triggered_tags", "triggers": [opener], "tags": tags, "stop_after_first": once}
+
+    def _tags(self, tools: list[Tool]) -> list[Tag]:
+        """A tag for each of ``tools``. All schemas are measured before any is read."""
+        functions, given, made = [tool["function"] for tool in tools], Room(), Room()
+        for function in functions:
+            given.take([function["name"], function.get("parameters")])
+        return [self._call(function, made) for function in functions]
 
     def _thoughts(self) -> list[Tag]:
         if self.reasoning is None:
@@ -58,11 +90,11 @@ class Writing:
         thought = sequence([tag(begin, {"type": "any_text"}, end), constant(then)])
         return [{"type": "or", "elements": [thought, constant("")]}]
 
-    def _call(self, function: dict[str, Any]) -> Tag:
+    def _call(self, function: dict[str, Any], room: Room) -> Tag:
         name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
         schema = arguments_schema(function.get("parameters"))
         if self.markup is not None:
-            content = elements(self.markup, schema, function["name"])
+            content = elements(self.markup, schema, function["name"], room)
         elif (lark := lark_of(text_input(schema))) is not None:
             content = tag(RAW[0], {"type": "grammar", "name": function["name"], "grammar": lark}, RAW[1])
         else:
@@ -119,24 +151,27 @@ WHOLE = (
 )  # keywords of an object that elements say nothing of
 
 
-def elements(markup: Markup, schema: dict[str, Any], function: str = "") -> Tag:
+def elements(markup: Markup, schema: dict[str, Any], function: str, room: Room) -> Tag:
     """An element for each property, in the schema's order; those that are not required may be left out.
 
-    Raises UnsupportedField for a keyword that cannot be honoured.
+    Each takes ``room``, since it repeats the definitions that it may refer to. Raises InvalidField where
+    there is none left, and UnsupportedField for a keyword that cannot be honoured.
     """
     for key in WHOLE:
         if key in schema:
             raise refused("all of them", key)
-    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    properties, required = schema.get("properties") or {}, frozenset(schema.get("required") or [])
     definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
     for name, each in properties.items():
-        part = element(markup, name, each, definitions, f"{function}.{name}")
+        part = element(markup, name, each, definitions, f"{function}.{name}", room)
         parts.append(part if name in required else {"type": "or", "elements": [part, constant("")]})
     return sequence(parts) if parts else constant("")
 
 
-def element(markup: Markup, name: str, schema: Any, definitions: dict[str, Any], path: str) -> Tag:
+def element(
+    markup: Markup, name: str, schema: Any, definitions: dict[str, Any], path: str, room: Room
+) -> Tag:
     kinds = kinds_of(schema)
     line = "\n" if markup.lines else ""
     key_end = next(
@@ -144,21 +179,35 @@ def element(markup: Markup, name: str, schema: Any, definitions: dict[str, Any],
     )
     gap = "\n" if markup.value[0] else ""
     begin = f"{markup.key[0]}{name}{key_end}{gap}{markup.value[0]}{line}"
+    around = tag(begin, {}, f"{line}{markup.value[1]}\n")
+    room.take(around)
     if (lark := lark_of(schema)) is not None:
         content: Tag = {"type": "grammar", "name": path, "grammar": lark}
+        room.take(content)
     elif kinds == STRING or ("string" in kinds and not markup.key_ends):
-        content = raw_text(name, schema)
+        content = raw_text(name, schema, room)
     else:
-        content = arguments({**schema, **definitions} if isinstance(schema, dict) else {}, path)
-    return tag(begin, content, f"{line}{markup.value[1]}\n")
+        whole = {**schema, **definitions} if definitions and refers(schema) else schema
+        content = arguments(whole if isinstance(whole, dict) else {}, path)
+        room.take(content)
+    return {**around, "content": content}
 
 
-def raw_text(name: str, schema: dict[str, Any]) -> Tag:
+def refers(schema: Any) -> bool:
+    """Whether there may be a reference in ``schema``."""
+    text = msgspec.json.encode(schema).decode()
+    return any(f'"{key}":' in text for key in REFERENCES)
+
+
+def raw_text(name: str, schema: dict[str, Any], room: Room) -> Tag:
     """A string without quotes; of several types, whatever their text is."""
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        return {"type": "or", "elements": [constant(text) for text in texts]}
+        texts = []
+        for value in values:
+            texts.append(constant(value if isinstance(value, str) else json.dumps(value)))
+            room.take(texts[-1])
+        return {"type": "or", "elements": texts}
     found = expression(schema, name) if constrained(schema) else None
     return {"type": "any_text"} if found is None else {"type": "regex", "pattern": found}
 
