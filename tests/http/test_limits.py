@@ -216,3 +216,18 @@ async def test_what_is_joined_is_memory_of_the_request(serve: Serve) -> None:
     body = {"query": "a" * 200_000, "items": ["a"] * 10, "label_token_ids": [5]}
     status, reply = await site.post("/v1/score", body)
     assert (status, "--request-memory-bytes" in reply["error"]["message"]) == (413, True)
+
+
+async def test_what_all_prompts_share_is_made_once(serve: Serve) -> None:
+    site = await serve()
+    asked = {"max_new_tokens": 1, "json_schema": {"enum": ["a"]}, "logit_bias": {"5": 1}, "stop": ["x"]}
+    assert (await site.post(NATIVE, {"text": ["a", "b"], "sampling_params": asked}))[0] == 200
+    first, second = (job.sampling for job in site.ingress.jobs)
+    assert first.grammar is second.grammar
+    assert first.logit_bias is second.logit_bias
+
+
+async def test_every_rid_has_a_limit(site: Site) -> None:
+    body = {"text": ["a", "b"], "rid": ["a", "b" * 2000], "stream": True}
+    status, reply = await site.post(NATIVE, body)
+    assert (status, reply["error"]["param"]) == (400, "rid")

@@ -40,6 +40,7 @@ from sgla.http.server import (
     SERVER,
     Server,
     Work,
+    check_sizes,
     limit_hidden_states,
     limit_logprobs,
     make_work,
@@ -63,7 +64,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
     rids = spread("rid", fields.rid, len(prompts))
     ids = asked_ids(fields.token_ids_logprob, len(prompts))
     count = len(prompts)
-    sampling = await paced(native_sampling(fields, server, i, count, ids[i] or []) for i in range(count))
+    check_sizes(count, 1, rid=max(filter(None, rids), key=len, default=None))
+    # Made once, however many prompts it is for: it may be large.
+    shared = None if isinstance(fields.sampling_params, list) else asked_for(fields, server, 0, count)
+    sampling = await paced(
+        native_sampling(fields, shared or asked_for(fields, server, i, count), i, count, ids[i] or [])
+        for i in range(count)
+    )
     for i, prompt in enumerate(prompts):
         prompt["clip"] = own_params(fields, i, count).max_new_tokens is None
     if len({params.n for params in sampling}) > 1:
@@ -156,29 +163,30 @@ def spread(name: str, value: Any, count: int) -> list[Any]:
 
 
 def native_sampling(
-    fields: GenerateRequest, server: Server, i: int, count: int, ids: list[int]
+    fields: GenerateRequest, asked: SamplingParams, i: int, count: int, ids: list[int]
 ) -> SamplingParams:
-    """Of prompt ``i`` of ``count``; ``ids``: whose logprobs it asks for."""
-    params = own_params(fields, i, count)
+    """Of prompt ``i`` of ``count``; ``asked``: by its sampling_params; ``ids``: whose logprobs it asks for."""
     wanted = spread("return_logprob", fields.return_logprob, count)[i]
     top = (spread("top_logprobs_num", fields.top_logprobs_num, count)[i] or 0) if wanted else None
     start = first(spread("logprob_start_len", fields.logprob_start_len, count)[i], -1)
     ids = ids if wanted else []
     check_ids("token_ids_logprob", ids, MAX_LOGPROB_IDS)
-    sampling = sampling_params(
-        params,
-        server.sampling_defaults,
-        max_tokens=params.max_new_tokens,
-        usual=DEFAULT_MAX_TOKENS,
+    return msgspec.structs.replace(
+        asked,
         logprobs=top,
         prompt_logprobs=top if start >= 0 else None,
         logprob_token_ids=ids,
-    )
-    return msgspec.structs.replace(
-        sampling,
-        thinking=thinking_of(params, server_dialect(server)),
         hidden_states=bool(spread("return_hidden_states", fields.return_hidden_states, count)[i]),
     )
+
+
+def asked_for(fields: GenerateRequest, server: Server, i: int, count: int) -> SamplingParams:
+    """By the sampling_params of prompt ``i``."""
+    params = own_params(fields, i, count)
+    sampling = sampling_params(
+        params, server.sampling_defaults, max_tokens=params.max_new_tokens, usual=DEFAULT_MAX_TOKENS
+    )
+    return msgspec.structs.replace(sampling, thinking=thinking_of(params, server_dialect(server)))
 
 
 def own_params(fields: GenerateRequest, i: int, count: int) -> NativeSampling:
