@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from http_site import Serve, Site
 
+from sgla.errors import BadRequest
 from sgla.http.native.generate import SCHEMA as GENERATE
 from sgla.http.openai.functions import modern_messages
 from sgla.http.request.schema import (
@@ -18,7 +19,9 @@ from sgla.http.request.schema import (
     MAX_PARTS,
     MAX_TOOLS,
     REWRITTEN,
+    shown,
 )
+from sgla.http.responses.input import chat_messages, referred
 from sgla.text import reranking
 from sgla.text.template import _parsed_call
 
@@ -231,3 +234,36 @@ async def test_every_rid_has_a_limit(site: Site) -> None:
     body = {"text": ["a", "b"], "rid": ["a", "b" * 2000], "stream": True}
     status, reply = await site.post(NATIVE, body)
     assert (status, reply["error"]["param"]) == (400, "rid")
+
+
+class Unread(list[Any]):
+    """Is not written out."""
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+
+def test_lists_in_the_place_of_names_are_not_written_out() -> None:
+    long = Unread()
+    assert shown(long) == "a list"
+    assert modern_messages([{"role": "assistant", "tool_calls": [{"id": long}]}, USER])[1] is USER
+    assert list(referred([{"type": "item_reference", "id": long}])) == [""]
+    for item in ({"type": long}, {"role": "user", "content": [{"type": long}]}):
+        with pytest.raises(BadRequest, match="a list"):
+            chat_messages(None, [item])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "mcp", "server_label": [1]}]},
+        {"tools": [{"type": [1]}]},
+        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": {}}]}]},
+        {"tool_choice": {"type": "mcp", "server_label": [1]}},
+        {"input": [{"type": "item_reference", "id": [1]}]},
+        {"text": {"format": {"type": [1]}}},
+    ],
+)
+async def test_lists_in_the_place_of_names(site: Site, fields: dict[str, Any]) -> None:
+    status, reply = await site.post(RESPONSES, {"input": "x", **fields})
+    assert (status, reply["error"]["type"]) == (400, "invalid_request_error")

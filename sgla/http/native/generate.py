@@ -165,7 +165,7 @@ def spread(name: str, value: Any, count: int) -> list[Any]:
 def native_sampling(
     fields: GenerateRequest, asked: SamplingParams, i: int, count: int, ids: list[int]
 ) -> SamplingParams:
-    """Of prompt ``i`` of ``count``; ``asked``: by its sampling_params; ``ids``: whose logprobs it asks for."""
+    """Of prompt ``i`` of ``count``. ``asked``: by its sampling_params; ``ids``: whose logprobs, too."""
     wanted = spread("return_logprob", fields.return_logprob, count)[i]
     top = (spread("top_logprobs_num", fields.top_logprobs_num, count)[i] or 0) if wanted else None
     start = first(spread("logprob_start_len", fields.logprob_start_len, count)[i], -1)

@@ -51,9 +51,9 @@ def modern_messages(messages: list[Message]) -> list[Message]:
 def call_id(message: Message) -> str:
     """The id of the last call of a message, or nothing."""
     calls = message.get("tool_calls")
-    return (
-        str(calls[-1].get("id")) if isinstance(calls, list) and calls and isinstance(calls[-1], dict) else ""
-    )
+    last = calls[-1] if isinstance(calls, list) and calls else None
+    uid = last.get("id") if isinstance(last, dict) else None
+    return uid if isinstance(uid, str) else ""
 
 
 def old_message(message: Message) -> Message:

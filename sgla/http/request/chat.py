@@ -16,6 +16,7 @@ from sgla.http.request.schema import (
     ThinkingSwitch,
     TokenizeRequest,
     check_count,
+    shown,
     unsupported,
 )
 from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS, is_source
@@ -193,7 +194,7 @@ def check_tool_name(path: str, *names: str) -> None:
 def unsupported_tool(path: str, kind: Any) -> UnsupportedField:
     """For a tool that a provider's own server would run, or whose schema it knows."""
     return UnsupportedField(
-        f"{path}: this server has no tool of type {str(kind)[:40]!r}; leave it out: models call only "
+        f"{path}: this server has no tool of type {shown(kind)}; leave it out: models call only "
         "functions that the client runs and describes",
         param="tools",
     )

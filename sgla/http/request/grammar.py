@@ -11,7 +11,7 @@ import msgspec
 from sgla import census
 from sgla.errors import InvalidField
 from sgla.grammar.schema import FORMATS
-from sgla.http.request.schema import SamplingFields, unsupported
+from sgla.http.request.schema import SamplingFields, shown, unsupported
 from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar, whitespace_of
 
 # Fields that name one grammar each -> kind.
@@ -100,7 +100,7 @@ def response_format(name: str, form: Any) -> Grammar | None:
         return make(kind, None, name)
     if kind not in ("json_object", "json_schema"):
         raise InvalidField(
-            f"{name}.type must be text, json_object, json_schema or structural_tag, got {str(kind)[:40]!r}",
+            f"{name}.type must be text, json_object, json_schema or structural_tag, got {shown(kind)}",
             param=name,
         )
     holder = form.get("json_schema", form)

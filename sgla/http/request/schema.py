@@ -592,6 +592,13 @@ def invalid(text: str) -> BadRequest:
     return InvalidField(f"{path}: {reason}", param=re.split(r"[.\[]", path)[0])
 
 
+def shown(value: Any, most: int = 40) -> str:
+    """A value in an error: its first ``most`` characters; a list, which may be long, is only named."""
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    return repr(str(value)[:most])
+
+
 def check_count(name: str, items: Sized, most: int) -> None:
     """Raise InvalidField for a field with too many items."""
     if len(items) > most:

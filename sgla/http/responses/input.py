@@ -25,6 +25,7 @@ from sgla.http.request.schema import (
     SamplingFields,
     Schema,
     check_count,
+    shown,
     unsupported,
 )
 from sgla.http.wire import encode
@@ -211,7 +212,7 @@ def from_server(named: Item) -> Item:
     """A choice that refers to an MCP server, or to one of its tools, in the terms of namespaces."""
     if named.get("type") != "mcp":
         return named
-    label = named.get("server_label")
+    label = text_of(named, "server_label")
     if not isinstance(named.get("name"), str):
         return {"type": "namespace", "name": label}
     return {"type": "function", "name": named["name"], "namespace": label}
@@ -247,7 +248,7 @@ def named_tools(
 def ungrouped(tool: dict[str, Any], path: str, remote: Remote = NONE) -> Iterator[tuple[str, dict[str, Any]]]:
     """The tool, or those of a namespace or an MCP server, with their paths.
     The first one's description tells what the namespace is for."""
-    if tool.get("type") == "mcp" and tool.get("server_label") in remote:
+    if tool.get("type") == "mcp" and text_of(tool, "server_label") in remote:
         yield from ((path, function) for function in remote[tool["server_label"]])
         return
     if tool.get("type") != "namespace":
@@ -318,7 +319,7 @@ def is_reference(item: Item) -> bool:
 
 def referred(items: list[Item]) -> Iterator[str]:
     """The ids of the stored items that ``items`` refer to."""
-    return (str(item.get("id")) for item in items if is_reference(item))
+    return (text_of(item, "id") for item in items if is_reference(item))
 
 
 def resolved(items: list[Item], find: Callable[[str], Item | None]) -> list[Item]:
@@ -326,10 +327,10 @@ def resolved(items: list[Item], find: Callable[[str], Item | None]) -> list[Item
     result = []
     for i, item in enumerate(items):
         if is_reference(item):
-            found = find(str(item.get("id")))
+            found = find(text_of(item, "id"))
             if found is None:
                 raise InvalidField(
-                    f"input[{i}]: there is no stored item {str(item.get('id'))[:200]!r}", param="input"
+                    f"input[{i}]: there is no stored item {shown(item.get('id'), 200)}", param="input"
                 )
             item = found
         result.append(item)
@@ -395,7 +396,7 @@ class Turns:
         elif kind == "mcp_list_tools":
             pass  # of those, what the request's own tools bring is shown to the model
         else:
-            raise unsupported("input", f" with items of type {str(kind)[:40]!r} ({path})")
+            raise unsupported("input", f" with items of type {shown(kind)} ({path})")
 
     def _message(self, item: Item, path: str) -> None:
         role = item.get("role")
@@ -448,6 +449,12 @@ class Turns:
         return self._assistant
 
 
+def text_of(item: Item, name: str) -> str:
+    """ "" for what is no string."""
+    value = item.get(name)
+    return value if isinstance(value, str) else ""
+
+
 def wanted(item: Item, name: str, path: str, param: str = "input") -> str:
     value = item.get(name)
     if not isinstance(value, str):
@@ -467,13 +474,13 @@ def message_content(content: Any, path: str) -> str | list[dict[str, Any]]:
 
 def content_part(part: Any, path: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in TEXTS:
+    if isinstance(kind, str) and kind in TEXTS:
         text = part.get(TEXTS[kind])
         if not isinstance(text, str):
             raise InvalidField(f"{path}.{TEXTS[kind]} must be a string", param="input")
         return {"type": "text", "text": text}
     told = ": the model takes text only" if kind == "input_image" else ""
-    raise unsupported("input", f" with content of type {str(kind)[:40]!r} ({path}){told}")
+    raise unsupported("input", f" with content of type {shown(kind)} ({path}){told}")
 
 
 def call_output(item: Item, path: str) -> str | list[dict[str, Any]]:

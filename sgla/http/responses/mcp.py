@@ -14,7 +14,7 @@ from sgla.http.mcp.protocol import TOOL, Failure, Tool
 from sgla.http.mcp.servers import ToolError, ToolServer, ToolServers
 from sgla.http.request.chat import check_tool_name
 from sgla.http.request.schema import MAX_TOOLS, check_count
-from sgla.http.responses.input import Item, ResponsesRequest, wanted
+from sgla.http.responses.input import Item, ResponsesRequest, text_of, wanted
 
 MAX_CALLS = 64  # of one response
 
@@ -200,9 +200,9 @@ def approved(items: Iterable[Item], offers: Mapping[str, Offer]) -> list[Item]:
     for i, item in enumerate(items):
         kind = item.get("type")
         if kind == "mcp_approval_request":
-            asked[str(item.get("id"))] = item
+            asked[text_of(item, "id")] = item
         elif kind == "mcp_call":
-            found.pop(str(item.get("approval_request_id")), None)
+            found.pop(text_of(item, "approval_request_id"), None)
         elif kind == "mcp_approval_response":
             name = wanted(item, "approval_request_id", f"input[{i}]")
             if name not in asked:
@@ -218,11 +218,11 @@ def approved(items: Iterable[Item], offers: Mapping[str, Offer]) -> list[Item]:
         )
     names = {label: {tool.name for tool in offer.tools} for label, offer in offers.items()}
     for item in found.values():
-        label = str(item.get("server_label"))
-        if label not in offers or (not offers[label].error and item.get("name") not in names[label]):
+        label, name = text_of(item, "server_label"), text_of(item, "name")
+        if label not in offers or (not offers[label].error and name not in names[label]):
             raise InvalidField(
                 f"tools must have the MCP server {label[:64]!r} with the tool "
-                f"{str(item.get('name'))[:128]!r}, whose call was approved",
+                f"{name[:128]!r}, whose call was approved",
                 param="tools",
             )
     return list(found.values())
@@ -231,7 +231,7 @@ def approved(items: Iterable[Item], offers: Mapping[str, Offer]) -> list[Item]:
 def untold(offers: Mapping[str, Offer], items: Iterable[Item]) -> list[Offer]:
     """Those whose tools no item of the conversation lists yet."""
     told = {
-        item.get("server_label")
+        text_of(item, "server_label")
         for item in items
         if item.get("type") == "mcp_list_tools" and item.get("tools")
     }
