@@ -499,6 +499,22 @@ async def test_schemas_of_tools_that_are_too_large_in_a_grammar(
 
 
 @pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": [1]},
+        {"properties": {"a": {}}, "required": 5},
+        {"properties": {"a": {"type": "string", "format": []}}},
+        {"properties": {"a": {"type": "string", "anyOf": 5}}},
+    ],
+)
+async def test_schemas_of_tools_that_are_none(serve: Serve, parameters: Any) -> None:
+    site = await serve(Writer("hi"), tool_call_parser="qwen3_coder")
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(openai.BadRequestError, match="tools: the JSON Schema of 'f"):
+        await ask(site, tools=tools, tool_choice="required")
+
+
+@pytest.mark.parametrize(
     ("choice", "words"),
     [
         ({"type": "function", "function": {"name": "other"}}, "'other', which is not among the tools"),

@@ -15,6 +15,7 @@ from test_tools import calls_of
 from tool_writers import NAMES, TOOLS, WRITERS, Calls
 
 from sgla.errors import InvalidField, UnsupportedField
+from sgla.grammar.errors import GrammarError
 from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
@@ -248,6 +249,63 @@ def test_definitions_stand_where_they_are_referred_to(family: str) -> None:
     more = {"$defs": {"d": {"type": "integer"}}}
     for schema, expected in (({"items": REFERENCE}, 1), ({"type": "integer"}, 0), ({"type": "string"}, 0)):
         assert json.dumps(calls_spec(family, tool_with(schema, **more))).count('"$defs"') == expected
+
+
+ABSURD = [None, 5, -1, 1.5, True, False, "x", [], [1], [[1]], [None], [{}], {}, {"a": 1}]
+OF_ARGUMENTS = ("type", "enum", "const", "pattern", "format", "minLength", "maxLength", "anyOf", "oneOf")
+OF_OBJECTS = ("type", "properties", "required")
+
+
+def absurd_tools() -> list[list[dict[str, Any]]]:
+    tools = [tool_with(value) for value in ABSURD]
+    tools += [tool_with({"type": "string", key: value}) for key in OF_ARGUMENTS for value in ABSURD]
+    return tools + [tool_with({"type": "integer"}, **{key: value}) for key in OF_OBJECTS for value in ABSURD]
+
+
+@pytest.mark.parametrize("family", XML)
+def test_what_is_no_schema_is_refused_as_where_arguments_are_json(family: str) -> None:
+    """There the compiler refuses it; an UnsupportedField is for what only elements cannot honour."""
+    refused: list[str] = []
+    for tools in absurd_tools():
+        try:
+            spec = calls_spec(family, tools)
+        except UnsupportedField:
+            continue
+        except InvalidField as error:
+            refused.append(str(error))
+            continue
+        assert not compiles(family, spec) or compiles("hermes", calls_spec("hermes", tools)), tools
+    assert len(refused) > 100
+    assert all(told.startswith("tools: the JSON Schema of 'f") for told in refused)
+
+
+def compiles(family: str, spec: dict[str, Any]) -> bool:
+    try:
+        Matching(family, spec, special=False)
+    except (AssertionError, GrammarError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("family", XML)
+def test_an_argument_that_may_be_nothing_is_left_out(family: str) -> None:
+    with_it = tool_with({"type": "integer"}, properties={"a": {"type": "integer"}, "b": False})
+    assert calls_spec(family, with_it) == calls_spec(family, tool_with({"type": "integer"}))
+
+
+def test_lengths_may_be_written_as_floats() -> None:
+    floats, integers = (
+        calls_spec("glm45", tool_with({"type": "string", "minLength": least, "maxLength": most}))
+        for least, most in ((2.0, 4.0), (2, 4))
+    )
+    assert floats == integers
+
+
+def test_of_a_string_only_strings_can_be_chosen() -> None:
+    mixed, strings = (
+        calls_spec("glm45", tool_with({"type": "string", "enum": values})) for values in (["a", 1], ["a"])
+    )
+    assert mixed == strings
 
 
 def test_types_of_values() -> None:

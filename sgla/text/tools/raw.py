@@ -40,12 +40,13 @@ def expression(schema: dict[str, Any], name: str) -> str | None:
     if not wanted:
         return None
     if wanted == lengths:
-        return f"{ANY}{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+        return f"{ANY}{{{least},{'' if most is None else int(most)}}}"
     if len(wanted) > 1:
         raise refused(name, wanted[1], f" beside {wanted[0]!r}")
-    found = FORMATS.get(schema["format"]) if wanted == ["format"] else whole(str(schema["pattern"]))
+    found = FORMATS.get(schema["format"]) if wanted == ["format"] else whole(schema["pattern"])
     if found is None:
-        raise refused(name, wanted[0], f" {str(schema[wanted[0]])[:80]!r}")
+        raise refused(name, wanted[0], f" {schema[wanted[0]][:80]!r}")
     return found
 
 

@@ -13,6 +13,7 @@ from sgla.grammar.references import REFERENCES
 from sgla.messages import MAX_GRAMMAR
 from sgla.text.tools.calls import RAW, kinds_of
 from sgla.text.tools.raw import KEYWORDS, expression, refused
+from sgla.text.tools.shapes import check, wrong
 from sgla.text.tools.xml import STRING, Markup
 
 Tag = dict[str, Any]
@@ -139,7 +140,7 @@ def sequence(parts: list[Tag]) -> Tag:
     return {"type": "sequence", "elements": [part for part in parts if part.get("value") != ""]}
 
 
-def arguments(schema: dict[str, Any], name: str = "") -> Tag:
+def arguments(schema: dict[str, Any] | bool, name: str = "") -> Tag:
     """``name``: whose they are, for errors."""
     named = {"name": name} if name else {}
     return {"type": "json_schema", **named, "json_schema": schema}
@@ -155,16 +156,21 @@ def elements(markup: Markup, schema: dict[str, Any], function: str, room: Room) 
     """An element for each property, in the schema's order; those that are not required may be left out.
 
     Each takes ``room``, since it repeats the definitions that it may refer to. Raises InvalidField where
-    there is none left, and UnsupportedField for a keyword that cannot be honoured.
+    there is none left and for what is no schema, and UnsupportedField for a keyword that cannot be honoured.
     """
+    check(schema, function)
     for key in WHOLE:
         if key in schema:
             raise refused("all of them", key)
-    properties, required = schema.get("properties") or {}, frozenset(schema.get("required") or [])
+    properties, required = schema.get("properties", {}), frozenset(schema.get("required", ()))
     definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     parts = []
     for name, each in properties.items():
-        part = element(markup, name, each, definitions, f"{function}.{name}", room)
+        path = f"{function}.{name}"
+        check(each, path)
+        if each is False and name not in required:
+            continue
+        part = element(markup, name, each, definitions, path, room)
         parts.append(part if name in required else {"type": "or", "elements": [part, constant("")]})
     return sequence(parts) if parts else constant("")
 
@@ -185,10 +191,10 @@ def element(
         content: Tag = {"type": "grammar", "name": path, "grammar": lark}
         room.take(content)
     elif kinds == STRING or ("string" in kinds and not markup.key_ends):
-        content = raw_text(name, schema, room)
+        content = raw_text(name, schema, path, room)
     else:
         whole = {**schema, **definitions} if definitions and refers(schema) else schema
-        content = arguments(whole if isinstance(whole, dict) else {}, path)
+        content = arguments(whole, path)
         room.take(content)
     return {**around, "content": content}
 
@@ -199,10 +205,14 @@ def refers(schema: Any) -> bool:
     return any(f'"{key}":' in text for key in REFERENCES)
 
 
-def raw_text(name: str, schema: dict[str, Any], room: Room) -> Tag:
+def raw_text(name: str, schema: dict[str, Any], path: str, room: Room) -> Tag:
     """A string without quotes; of several types, whatever their text is."""
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
+    if values is not None:
+        if kinds_of({"type": schema.get("type")}) == STRING:
+            values = [value for value in values if isinstance(value, str)]
+        if not values:
+            raise wrong(path, "no string is among its 'enum' or 'const'")
         texts = []
         for value in values:
             texts.append(constant(value if isinstance(value, str) else json.dumps(value)))
