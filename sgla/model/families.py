@@ -38,7 +38,8 @@ class Family:
     fills in. ``fixed``: keys it does not read, or reads in vain, each with the value that describes what the
     class does. ``same``: keys it does not read, each with the one that says the same.
 
-    ``nulls``: keys that may be null, beside ``NULLS``; of all others HF's class makes nothing with a null.
+    ``nulls``: keys that may be null, beside ``NULLS``; with a null in any other, HF's class fails, or
+    computes what is not computed here.
 
     ``model``: module and class that run it; an encoder has none. ``pooled``: whether there are architectures
     that make vectors of it. ``attention``: module and function (without torch) that reads the shapes of the
@@ -75,6 +76,7 @@ class Family:
 
 
 _HEAD_DIM, _KV_HEADS = ("head_dim",), ("num_key_value_heads",)  # null: as many as follow from the others
+_ROTATED = ("partial_rotary_factor",)  # null: all dims, not the family's share
 _DECODER = {
     "hidden_act": "silu",
     "num_key_value_heads": None,
@@ -365,6 +367,7 @@ FAMILIES = {
         _CAUSAL,
         {"num_local_experts": "num_experts"},
         model="sgla.model.llama:Llama",
+        nulls=("num_local_experts",),
         mixture="sgla.model.mixture_spec:qwen2",
         renamed=((".shared_expert.", ".shared_experts."),),
         pattern=2,
@@ -469,7 +472,7 @@ FAMILIES = {
         _CAUSAL | _BALANCED | {"rope_interleave": True, "attention_bias": False},
         {"num_local_experts": "n_routed_experts"},
         model="sgla.model.latent:Latent",
-        nulls=_KV_HEADS,
+        nulls=(*_HEAD_DIM, *_KV_HEADS, "norm_topk_prob"),
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         interleaved=True,
@@ -493,6 +496,7 @@ FAMILIES = {
         _CAUSAL | _BALANCED,
         {"num_local_experts": "n_routed_experts"},
         model="sgla.model.llama:Llama",
+        nulls=_ROTATED,
         mixture="sgla.model.mixture_spec:deepseek_v3",
         qk_norm="head",
         out_bias=False,
@@ -545,7 +549,7 @@ FAMILIES = {
         _CAUSAL | _BALANCED,
         {"num_local_experts": "n_routed_experts"},
         model="sgla.model.llama:Llama",
-        nulls=_KV_HEADS,
+        nulls=(*_KV_HEADS, "norm_topk_prob"),
         mixture="sgla.model.mixture_spec:deepseek_v3",
         qk_norm="head",
         gguf=(Gguf("dots1", tensors=BALANCED, gating=(SIGMOID,)),),
@@ -651,7 +655,7 @@ FAMILIES = {
         },
         _CAUSAL | {"attention_bias": False},
         model="sgla.model.llama:Llama",
-        nulls=_KV_HEADS,
+        nulls=(*_KV_HEADS, "attention_bias"),
         longrope=True,
         gguf=(Gguf("phi3", joined=True),),
     ),
@@ -717,7 +721,7 @@ FAMILIES = {
         },
         _CAUSAL,
         model="sgla.model.llama:Llama",
-        nulls=_HEAD_DIM + _KV_HEADS,
+        nulls=(*_HEAD_DIM, *_KV_HEADS, "use_bias"),
         interleaved=True,
         gguf=(Gguf("ernie4_5"),),
     ),
@@ -726,6 +730,7 @@ FAMILIES = {
         _DECODER | _GLM,
         _CAUSAL,
         model="sgla.model.llama:Llama",
+        nulls=_ROTATED,
         interleaved=True,
         out_bias=False,
         gguf=(Gguf("chatglm", joined=True),),
@@ -735,6 +740,7 @@ FAMILIES = {
         _DECODER | _GLM,
         _CAUSAL,
         model="sgla.model.gemma:Glm4",
+        nulls=_ROTATED,
         interleaved=True,
         out_bias=False,
         gguf=(Gguf("glm4", GLM4_NORMS, joined=True),),
@@ -898,7 +904,7 @@ FAMILIES = {
             "pad_token_id": 0,
         },
         _ENCODER | {"layer_norm_eps": 1e-12},
-        nulls=("pad_token_id",),
+        nulls=("pad_token_id", "is_decoder", "add_cross_attention"),
     ),
     "Roberta": _ROBERTA,
     "XLMRoberta": Family(_ROBERTA.types, _BERT | {"pad_token_id": 1}, _ENCODER, _SAME),
@@ -918,10 +924,11 @@ NULLS = frozenset(
 # Keys that HF's classes read in vain, or under another name, and yet not as null.
 _NOT_NULL = frozenset(
     """
-    is_causal rope_interleave attention_bias mlp_bias add_cross_attention is_decoder qk_layernorm
-    use_parallel_residual num_experts num_local_experts num_experts_per_tok
+    is_causal rope_interleave attention_bias mlp_bias qk_layernorm use_parallel_residual num_experts
+    num_local_experts num_experts_per_tok
     """.split()  # noqa: SIM905
 )
+_NOT_NULL_OF_ENCODERS = frozenset({"add_cross_attention", "is_decoder"})
 
 # Keys without a part in the forward pass: a whole name, or the end of one.
 HARMLESS = frozenset(
@@ -988,8 +995,8 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
         name = key.strip("_")
         if value is None and not may_be_null(family, key):
             raise ConfigError(
-                f"config.json: {key} null is not supported for {architecture}, in transformers neither; give "
-                "it a value, or leave it out",
+                f"config.json: {key} null is not supported for {architecture}; give it a value, or leave "
+                "it out",
                 param="model",
             )
         if key in family.defaults or name in HARMLESS or _HARMLESS_END.match(name):
@@ -1023,10 +1030,11 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
 
 def may_be_null(family: Family, key: str) -> bool:
     """Whether HF's class runs with a null there, and then as is computed here."""
-    if key in family.defaults:
-        return key in NULLS or key in family.nulls
-    read = key in _NOT_NULL and (key in family.fixed or key in family.same)
-    return not read or (key == "is_causal" and not family.fixed[key])
+    if key in NULLS or key in family.nulls:
+        return True
+    refused = _NOT_NULL if family.model else _NOT_NULL_OF_ENCODERS
+    read = key in refused and (key in family.fixed or key in family.same)
+    return key not in family.defaults and not read
 
 
 def _off(name: str, value: Any) -> bool:
@@ -1074,11 +1082,11 @@ class Reader:
             return bool(value)
         raise self.error(key, "true or false")
 
-    def table(self, key: str) -> dict[str, Any]:
-        """An object without its nulls; empty if there is none."""
+    def table(self, key: str, *, nulls: bool = False) -> dict[str, Any]:
+        """An object, without its nulls unless they say something; empty if there is none."""
         value = self.values.get(key)
         if value is None or isinstance(value, dict):
-            return {name: entry for name, entry in (value or {}).items() if entry is not None}
+            return {name: entry for name, entry in (value or {}).items() if nulls or entry is not None}
         raise self.error(key, "an object")
 
     def integers(self, key: str, most: int) -> list[int]:

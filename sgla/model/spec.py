@@ -48,6 +48,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings",)),
 }
 _TRAINED = "original_max_position_embeddings"
+_ROPE_NOT_NULL = ("rope_theta", "partial_rotary_factor", _TRAINED)
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 _EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -221,7 +222,7 @@ def _text(architecture: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     check_keys(architecture, GEMMA3, config)
     outer = Reader(architecture, {**GEMMA3.defaults, **config})
-    text, tied = outer.table("text_config"), outer.flag("tie_word_embeddings")
+    text, tied = outer.table("text_config", nulls=True), outer.flag("tie_word_embeddings")
     if text.get("tie_word_embeddings", tied) != tied:
         raise ConfigError("config.json: tie_word_embeddings is another one in text_config", param="model")
     dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
@@ -485,11 +486,12 @@ def _layer_types(c: Reader, layers: int, window: int) -> list[str]:
 def ropes(c: Reader, head_dim: int, positions: int, partial: bool = False) -> tuple[RopeSpec, RopeSpec]:
     """Global and local rotary embedding:
     ``rope_parameters`` (in Gemma by layer type) or ``rope_theta`` + ``rope_scaling``."""
-    old, new = c.table("rope_scaling"), c.table("rope_parameters")
+    old, new = c.table("rope_scaling", nulls=True), c.table("rope_parameters", nulls=True)
     if "rope_local_base_freq" not in c.values:
         rope = _rope(old or new, c, c.values.get("rope_theta"), head_dim, positions, partial)
         return rope, rope
-    if stray := new.keys() - {"full_attention", "sliding_attention"}:
+    stray = {key for key, value in new.items() if value is not None}
+    if stray := stray - {"full_attention", "sliding_attention"}:
         raise ConfigError(
             f"config.json: rope_parameters of {c.architecture} has {shown(min(stray))}; full_attention and "
             "sliding_attention are supported",
@@ -503,11 +505,12 @@ def ropes(c: Reader, head_dim: int, positions: int, partial: bool = False) -> tu
             param="model",
         )
     parts = Reader(c.architecture, new)
-    full, local = parts.table("full_attention") | old, parts.table("sliding_attention")
+    full, local = (parts.table(f"{kind}_attention", nulls=True) for kind in ("full", "sliding"))
+    full |= old
     if not (full.get("truncate", True) and local.get("truncate", True)):
         raise ConfigError(
-            f"config.json: truncate false is ignored by transformers for {c.architecture}; remove it for "
-            "the same numbers as there",
+            f"config.json: truncate is ignored by transformers for {c.architecture}, which has it true; "
+            "remove it for the same numbers as there",
             param="model",
         )
     return (
@@ -522,15 +525,25 @@ def _rope(
     kind = table.get("rope_type", table.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise ConfigError(
-            f"config.json: rope scaling {shown(kind)} is not supported; {', '.join(_ROPE_KEYS)} are",
+            f"config.json: rope scaling (rope_type) {shown(kind)} is not supported; "
+            f"{', '.join(_ROPE_KEYS)} are",
             param="model",
         )
+    if kind == "yarn":
+        table = _without_nulls(table, c, positions)
     needed, optional = _ROPE_KEYS[kind]
     for key in needed:
-        if key not in table:
+        if table.get(key) is None:
             raise ConfigError(f"config.json: rope scaling {kind!r} needs {key!r}", param="model")
     for key, value in table.items():
-        if key not in (*needed, *optional, *_ROPE_COMMON, *(("truncate",) if kind == "yarn" else ())):
+        known = key in (*needed, *optional, *_ROPE_COMMON, *(("truncate",) if kind == "yarn" else ()))
+        if known and value is None and key in _ROPE_NOT_NULL:
+            raise ConfigError(
+                f"config.json: {key} null is not supported in rope scaling {kind!r}; give it a value, or "
+                "leave it out",
+                param="model",
+            )
+        if not known and value is not None:
             raise ConfigError(
                 f"config.json: rope scaling {kind!r} has no {shown(key)} ({shown(value)}); remove it if the "
                 "weights were trained without it",
@@ -556,6 +569,18 @@ def _rope(
     if base <= 1:
         raise p.error("rope_theta", "above 1")
     return RopeSpec(base, rotated, kind, scaling)
+
+
+def _without_nulls(table: dict[str, Any], c: Reader, positions: int) -> dict[str, Any]:
+    """The keys of yarn to which a null says something: to stretch to the longest position, and not to
+    truncate."""
+    found = dict(table)
+    if table.get("truncate", True) is None:
+        found["truncate"] = False
+    # Where there is an mscale_all_dim, DeepSeek's attention needs a factor itself.
+    if "factor" in table and table["factor"] is None and not table.get("mscale_all_dim"):
+        found["factor"] = positions / _trained(c, Reader(c.architecture, table), positions)
+    return found
 
 
 def _trained(c: Reader, p: Reader, positions: int) -> int:

@@ -766,6 +766,12 @@ HONOURED: dict[str, Case] = {
             rope_parameters={"rope_type": "default", "rope_theta": 1e5},
         )
     ),
+    "llama yarn with nulls": Case(
+        llama(rope_scaling=YARN | {"factor": None, "truncate": None, "beta_fast": None})
+    ),
+    "glm that rotates all dims": Case(
+        decoder("GlmForCausalLM", "glm", head_dim=8, pad_token_id=0, partial_rotary_factor=None)
+    ),
     "llama unknown metadata": Case(llama(made_by="somebody", license="none", data_card={"a": [1]})),
     "llama of any dtype": Case(llama(torch_dtype="auto"), twin=llama()),
     "bert is_causal null": Case(encoder("Bert", "bert", is_causal=None)),

@@ -4,6 +4,7 @@ rest is refused by name."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import json
 import re
@@ -16,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Eager, store_as_fp8
-from config_cases import FP8, HONOURED, REFUSED, RUN, TINY, Case, llama, quantized
+from config_cases import FP8, HONOURED, REFUSED, RUN, TINY, Case, gemma3_vision, llama, quantized
 from tiny import make_core, run, submit, tiny_config
 
 from sgla.cli.explain import ledger
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource, open_source
+from sgla.layers.rope import rope_table
 from sgla.model.families import FAMILIES, HARMLESS
 from sgla.model.load import load_model
 from sgla.model.pooling import read_pooling
@@ -375,6 +377,8 @@ SMALL = {  # of mixtures and of latent attention
     ),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "head_dim"), 8),
     **dict.fromkeys(("num_experts_per_tok", "n_group", "moe_k"), 2),
+    "sliding_window_pattern": 2,
+    "first_k_dense_replace": 1,
     **dict.fromkeys(("n_shared_experts", "topk_group", "moe_num_shared_experts", "type_vocab_size"), 1),
 }
 
@@ -389,27 +393,146 @@ def small(family: str) -> dict[str, Any]:
     return sizes | {"architectures": [name], "model_type": known.types[0], "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_null_is_taken_only_where_transformers_builds_a_model_with_it(family: str) -> None:
+def takes(config: dict[str, Any], key: str) -> bool:
+    """Whether the configuration is taken; an error names ``key``."""
+    said = ""
+    try:
+        read_spec(config)
+    except ConfigError as error:
+        said = error.message
+    assert not said or (key in said and "neither" not in said)
+    return not said
+
+
+def hf_settings(config: dict[str, Any]) -> Any:
+    """HF's configuration; None where it cannot be made."""
     import transformers
 
+    try:
+        return transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    except Exception:  # of many kinds
+        return None
+
+
+def hf_runs(config: dict[str, Any], settings: Any) -> bool:
+    import transformers
+
+    try:
+        model = getattr(transformers, config["architectures"][0])._from_config(
+            settings, attn_implementation="eager"
+        )
+        model(torch.tensor([PROMPT[:4]]))
+    except Exception:  # of many kinds
+        return False
+    return True
+
+
+# Keys that may be refused where HF runs: as it computes something else then, or as the key matters only with
+# some kinds of rope scaling.
+OTHERWISE = {"is_causal", "rope_interleave", "original_max_position_embeddings"}
+
+
+def check_null(config: dict[str, Any], key: str, read: bool) -> bool:
+    """A configuration with a null in ``key`` is taken where HF runs with it, and nowhere else; returns
+    whether it is. ``read``: it is a key of the family's."""
+    import transformers
+
+    settings = hf_settings(config)
+    if not takes(config, key):
+        assert settings is None or key in OTHERWISE or not hf_runs(config, settings), key
+        return False
+    assert settings is not None, key
+    if read and key not in ("rope_parameters", "rope_scaling"):
+        with torch.device("meta"):
+            getattr(transformers, config["architectures"][0])._from_config(settings)
+    return True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_null_is_taken_where_transformers_runs_with_it_and_nowhere_else(family: str) -> None:
     base, known = small(family), FAMILIES[family]
     read_spec(base)
-
-    def takes(key: str) -> bool:
-        try:
-            read_spec(base | {key: None})
-        except ConfigError:
-            return False
-        return True
-
-    taken = list(filter(takes, {*known.defaults, *known.fixed, *known.same}))
+    keys = sorted({*known.defaults, *known.fixed, *known.same})
+    taken = [key for key in keys if check_null(base | {key: None}, key, key in known.defaults)]
     assert taken
-    for key in taken:
-        settings = transformers.AutoConfig.for_model(**base | {key: None})
-        if key in known.defaults and key not in ("rope_parameters", "rope_scaling"):
-            with torch.device("meta"):
-                getattr(transformers, base["architectures"][0])._from_config(settings)
+
+
+@torch.no_grad()
+def test_a_null_in_a_text_config_is_taken_where_transformers_runs_with_it_and_nowhere_else() -> None:
+    keys = FAMILIES["Gemma3ForCausalLM"].defaults
+    both = {"sliding_window_pattern": 2}  # kinds of layers
+    assert {key for key in keys if check_null(gemma3_vision(both | {key: None}), key, True)} == {
+        *("rope_parameters", "rope_scaling", "layer_types", "_sliding_window_pattern"),
+        "final_logit_softcapping",
+    }
+
+
+TABLES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "linear of old": {"type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn with weights": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "longrope": {"rope_type": "longrope", "short_factor": [1.5] * 4, "long_factor": [2.0] * 4},
+}
+OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "factor", "original_max_position_embeddings")
+OPTIONAL += ("partial_rotary_factor", "rope_theta", "truncate")
+
+
+def angles(family: str, settings: Any, *kind: str) -> Any:
+    """Cosines and sines of position 1 by HF; None where it makes no model."""
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, family)._from_config(settings)
+        cos, sin = type(model.model.rotary_emb)(model.config)(torch.zeros(1), torch.tensor([[1]]), *kind)
+    except Exception:  # of many kinds
+        return None
+    half = cos.shape[-1] // 2
+    return torch.cat([cos[0, 0, :half], sin[0, 0, :half]])
+
+
+# Nulls without a part in what HF computes there, or that DeepSeek's attention fails with.
+NEEDLESS = {
+    ("LlamaForCausalLM", "default", "partial_rotary_factor"),
+    ("Gemma3ForCausalLM", "default", "partial_rotary_factor"),
+    ("Gemma3ForCausalLM", "default", "truncate"),
+    ("Gemma3ForCausalLM", "yarn", "truncate"),
+    ("LlamaForCausalLM", "yarn with weights", "factor"),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("LlamaForCausalLM", list(TABLES)),
+        ("GlmForCausalLM", ["default", "linear"]),
+        ("DeepseekV3ForCausalLM", ["yarn", "yarn with weights"]),
+        ("Gemma3ForCausalLM", ["default", "yarn"]),
+    ],
+)
+def test_a_null_in_a_table_of_rope_says_what_it_says_to_transformers(family: str, names: list[str]) -> None:
+    base = small(family) | {"num_hidden_layers": 1}
+    by_layer = ("full_attention",) if family == "Gemma3ForCausalLM" else ()
+    if by_layer:
+        base["layer_types"] = list(by_layer)
+    for name in names:
+        for key in sorted({*TABLES[name], *OPTIONAL}):
+            table = {"rope_theta": 1e4} | TABLES[name] | {key: None}
+            config = base | {"rope_parameters": {"full_attention": table} if by_layer else table}
+            settings = hf_settings(config)
+            expected = None if settings is None else angles(family, settings, *by_layer)
+            if not takes(config, key):
+                assert expected is None or (family, name, key) in NEEDLESS, (name, key)
+                continue
+            rope = read_spec(config).attention[0].rope
+            assert rope is not None
+            ours = rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, 2)[1]
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6, msg=f"{name} {key}")
 
 
 ABSURD: list[Any] = [None, "", "x", -1, 0, 1.5, 1e308, 10**400, [], {}, True, [None], {"a": None}, "\ud800"]
