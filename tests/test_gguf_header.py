@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from sgla.errors import ConfigError
 from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_header import MOST_ENTRIES, MOST_ITEMS
+from sgla.hub.gguf_keys import LAYERS
+from sgla.model import spec
 from sgla.model.registry import layouts
 from sgla.model.spec import ModelSpec
 from sgla.text.tokenizer import load_tokenizer
@@ -146,7 +148,15 @@ def with_tensor(*entry: Any) -> bytes:
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "2^31 layers": (but("llama.block_count", U32, u32(2**31 - 1)), "tensors of 1 layers"),
+    "2^31 layers": (but("llama.block_count", U32, u32(2**31 - 1)), "a whole number from 1 to 1024"),
+    "a layer more than there may be": (but("llama.block_count", U32, u32(LAYERS + 1)), "from 1 to 1024"),
+    "a layer of 6,000 digits": (
+        build(
+            [KEYS[0], key("llama.block_count", U32, u32(2)), *KEYS[2:]],
+            table=[*tensors()[0][:-1], tensor(f"blk.{'9' * 6000}.x", (1,), len(tensors()[1]) - 32)],
+        ),
+        "unexpected: blk.999",
+    ),
     "2^60 keys": (build(counts=(11, 2**60)), f"1152921504606846976 keys; at most {MOST_ENTRIES}"),
     "2^60 tensors": (build(counts=(2**60, 15)), f"1152921504606846976 tensors; at most {MOST_ENTRIES}"),
     "more keys than there are": (build(counts=(11, 60000)), "GGUF file"),
@@ -281,3 +291,7 @@ def test_no_change_of_a_header_does_anything_but_a_typed_error(
         read(bytes(content))
     except ConfigError:
         pass
+
+
+def test_a_file_may_have_as_many_layers_as_a_config() -> None:
+    assert LAYERS == spec.LAYERS

@@ -21,22 +21,24 @@ from sgla.hub.gguf_layout import HF_KEYS, Layout
 
 @dataclass(frozen=True)
 class Number:
-    """Values of a key: whole numbers or any finite ones, from ``low`` on; ``layers``: or a list with one for
-    each layer, which must all be the same; ``zero``: or 0."""
+    """Values of a key: whole numbers or any finite ones, from ``low`` on, up to ``high``; ``layers``: or a
+    list with one for each layer, which must all be the same; ``zero``: or 0."""
 
     whole: bool = False
     low: float = 0.0
     layers: bool = False
     zero: bool = False
+    high: float = 2**31 - 1
 
     def fits(self, value: Any) -> bool:
         kinds = (int,) if self.whole else (int, float)
         if type(value) not in kinds or not isfinite(value):
             return False
-        return self.low <= value < 2**31 or (self.zero and value == 0)
+        return self.low <= value <= self.high or (self.zero and value == 0)
 
     def __str__(self) -> str:
-        return f"a {'whole ' if self.whole else ''}number from {self.low:g} on"
+        to = "on" if self.high == Number.high else f"to {self.high:g}"
+        return f"a {'whole ' if self.whole else ''}number from {self.low:g} {to}"
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ TOKEN = Number(whole=True)
 FLAG = Only((True, False))
 Rule = Number | Only | Text | Pattern
 
+LAYERS = 1024  # as config.json may have (``model.spec``)
 REQUIRED = (
     "block_count",
     "context_length",
@@ -156,7 +159,7 @@ _LATENT: dict[str, Rule] = {
 }
 # Of the keys that HF's class may have, too (``HF_KEYS``): the values, where it does.
 _HONOURED: dict[str, Rule] = {
-    "block_count": SIZE,
+    "block_count": Number(whole=True, low=1, high=LAYERS),
     "context_length": SIZE,
     "embedding_length": SIZE,
     "feed_forward_length": SIZE_OF_LAYERS,

@@ -296,8 +296,11 @@ class GGUFModel:
 
     def _left_out(self, name: str) -> bool:
         """Whether a tensor is not used: that of a layer that guesses further tokens."""
-        layer = name.split(".")[1] if name.startswith("blk.") else ""
-        return layer.isdecimal() and int(layer) >= self.layers
+        return name.startswith("blk.") and name.split(".")[1] in self._guessing
+
+    @cached_property
+    def _guessing(self) -> frozenset[str]:
+        return frozenset(map(str, range(self.layers, self.keys["block_count"])))
 
     def _shape(self, places: tuple[Place, ...]) -> tuple[int, ...]:
         """Of a tensor with these places, one below the other."""
@@ -361,4 +364,4 @@ def _complain(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return [f"{len(names)} {what}: {', '.join(names[:_NAMED])}{more}"]
+    return [f"{len(names)} {what}: {', '.join(name[:100] for name in names[:_NAMED])}{more}"]
