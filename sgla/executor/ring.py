@@ -57,16 +57,22 @@ class Ring:
         fd = os.memfd_create("sgla-ring")
         try:
             os.ftruncate(fd, DATA + capacity)
-            return cls.attach(fd, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            mapping = mmap.mmap(fd, DATA + capacity)
+            event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError:
             os.close(fd)
             raise
+        return cls(memoryview(mapping), event, shared_fd=fd, owner=mapping)
 
     @classmethod
     def attach(cls, shared_fd: int, event: int) -> Ring:
-        """The other end of ``create``; takes over both descriptors."""
-        mapping = mmap.mmap(shared_fd, os.fstat(shared_fd).st_size)
-        return cls(memoryview(mapping), event, shared_fd=shared_fd, owner=mapping)
+        """The other end of ``create``; takes over both descriptors, and closes that of the memory: the
+        mapping has its own."""
+        try:
+            mapping = mmap.mmap(shared_fd, os.fstat(shared_fd).st_size)
+        finally:
+            os.close(shared_fd)
+        return cls(memoryview(mapping), event, owner=mapping)
 
     def fileno(self) -> int:
         return self._event

@@ -123,6 +123,18 @@ def echo(conn: Connection, count: int) -> None:
     conn.recv()
 
 
+def test_the_other_end_keeps_one_descriptor_of_the_memory() -> None:
+    ring = Ring.create(4096)
+    before = set(os.listdir("/proc/self/fd"))
+    other = Ring.attach(os.dup(ring.shared_fd), os.dup(ring.fileno()))
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 2  # with the event's
+    ring.push(b"x")
+    assert other.pop() == b"x"
+    other.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+    ring.close()
+
+
 def test_two_processes_exchange_records_through_shared_memory() -> None:
     records = fuzz_records(3, 3000)
     conn, theirs = multiprocessing.Pipe()
