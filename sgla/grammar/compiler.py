@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import logging
-import shutil
+import os
 import tempfile
 import time
 from collections import Counter, OrderedDict
@@ -83,8 +82,7 @@ class Compiler:
         self._first, self._long, self._checking = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._longer = 0  # grammars that are at their long try or wait for it
         self._starting = asyncio.Lock()
-        self._folder: Path | None = None
-        self._files = itertools.count()
+        self._file: NamelessFile | None = None
         self._told = False  # the workers have the vocabulary
         self._sandbox: Sandbox | None = None
         self._spare: Child | None = None
@@ -192,14 +190,14 @@ class Compiler:
         return seconds
 
     def close(self) -> None:
-        """End the processes and remove the files. Calls under way are cancelled."""
+        """End the processes and give back the vocabulary. Calls under way are cancelled."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
         if self._sandbox is not None:
             self._sandbox.kill()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._file is not None:
+            self._file.close()
 
     # inside
 
@@ -314,17 +312,14 @@ class Compiler:
     async def _forewarn(self, source: str) -> None:
         """Have the workers compile it beside their steps, and wait for that.
         Raises InvalidField if they cannot."""
-        assert self._folder is not None
-        path = self._folder / str(next(self._files))
-        path.write_text(source)
         end = time.monotonic() + TIMEOUT
-        try:
-            while not (await self._tell(Control(verb="grammar", args={"path": str(path)})))["ready"]:
+        with tempfile.NamedTemporaryFile("w", prefix="sgla-") as file:
+            file.write(source)
+            file.flush()
+            while not (await self._tell(Control(verb="grammar", args={"path": file.name})))["ready"]:
                 if time.monotonic() > end:
                     break
                 await asyncio.sleep(0.01)
-        finally:
-            path.unlink(missing_ok=True)
 
     async def _child(self) -> Child:
         """A new process to ask. Raises SglaError if there can be none."""
@@ -342,15 +337,28 @@ class Compiler:
         raise SglaError("the grammar compiler does not start; see the server's log")
 
     async def _vocabulary_file(self) -> Path:
-        if self._folder is None:
+        if self._file is None:
             vocabulary = await asyncio.to_thread(self._vocabulary)
-            folder = self._folder = Path(tempfile.mkdtemp(prefix="sgla-"))
-            await asyncio.to_thread(vocabulary.write, folder / "vocabulary")
-        path = self._folder / "vocabulary"
+            self._file = await asyncio.to_thread(lambda: NamelessFile(vocabulary.encoded()))
+        path = self._file.path
         if not self._told:
             await self._tell(Control(verb="vocabulary", args={"path": str(path)}))
             self._told = True
         return path
+
+
+class NamelessFile:
+    """A file in memory that this user's processes find at ``path`` until it is closed.
+    Nothing of it is left behind by a SIGKILL."""
+
+    def __init__(self, content: bytes) -> None:
+        self._file = os.fdopen(os.memfd_create("sgla"), "wb")
+        self._file.write(content)
+        self._file.flush()
+        self.path = Path(f"/proc/{os.getpid()}/fd/{self._file.fileno()}")
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @asynccontextmanager

@@ -20,8 +20,8 @@ class Vocabulary(msgspec.Struct):
     special: list[int]
     ends: list[int]
 
-    def write(self, path: Path) -> None:
-        path.write_bytes(msgspec.msgpack.encode(self))
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self)
 
     @staticmethod
     def read(path: Path) -> Vocabulary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -315,7 +316,7 @@ async def test_a_grammar_has_a_limit(shared: Compiler) -> None:
         await shared.compile(Grammar(kind="regex", text="a" * (1 + (1 << 20))))
 
 
-def test_its_processes_end_with_the_server() -> None:
+def test_its_processes_and_files_end_with_the_server(tmp_path: Path) -> None:
     """Even if that is killed while they compile."""
     script = (
         "import asyncio\n"
@@ -334,7 +335,8 @@ def test_its_processes_end_with_the_server() -> None:
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
-    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)
     assert server.stdout is not None
     assert server.stdout.readline() == b"compiling\n"
     children = psutil.Process(server.pid).children(recursive=True)
@@ -344,3 +346,4 @@ def test_its_processes_end_with_the_server() -> None:
     server.stdout.close()
     gone, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
+    assert not list(tmp_path.iterdir())

@@ -33,7 +33,7 @@ SIZE = len(VOCABULARY.tokens) + 5  # logits without a token
 def matchers(tmp_path_factory: pytest.TempPathFactory) -> Matchers:
     path = tmp_path_factory.mktemp("vocabulary") / "file"
     padded = VOCABULARY.tokens + [b""] * (SIZE - len(VOCABULARY.tokens))
-    Vocabulary(padded, VOCABULARY.special, VOCABULARY.ends).write(path)
+    path.write_bytes(Vocabulary(padded, VOCABULARY.special, VOCABULARY.ends).encoded())
     matchers = Matchers()
     matchers.control("vocabulary", {"path": str(path)})
     return matchers
@@ -224,7 +224,7 @@ def test_a_grammar_that_does_not_compile_fails_those_who_wait_and_is_forgotten(
 
 
 def test_a_source_in_demand_gets_several_templates(tmp_path: Path) -> None:
-    VOCABULARY.write(tmp_path / "vocabulary")
+    (tmp_path / "vocabulary").write_bytes(VOCABULARY.encoded())
     matchers = Matchers(threads=2)
     matchers.control("vocabulary", {"path": str(tmp_path / "vocabulary")})
     templates, end = set(), time.monotonic() + 20
