@@ -195,7 +195,7 @@ class Core:
         more rarely."""
         if not self.limits.padded_drafts or request.misses < MISSES:
             return True
-        return step % min(2 ** (request.misses - MISSES + 1), RAREST) == 0
+        return step % min(2 ** min(request.misses - MISSES + 1, RAREST), RAREST) == 0
 
     def _lacking(self, request: Request, drafts: int) -> int:
         """Pages that a row of the pending token and so many drafts has not; none or less: it has all."""
