@@ -7,6 +7,7 @@ import http.server
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -14,6 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
@@ -451,6 +453,7 @@ def demos(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Confi
     monkeypatch.setattr(huggingface, "_silent", threading.Event())
     monkeypatch.setattr(choice, "CANDIDATES", (replace(CANDIDATE, hub_id="org/absent"), CANDIDATE))
     monkeypatch.setitem(demo.MODELS, "demo", demo.MODELS["tiny"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
     return Config(download_dir=str(tmp_path / "cache"))
 
 
@@ -472,6 +475,34 @@ def test_the_demo_is_the_hubs_where_that_answers(demos: Config, hub: type[Hub]) 
     again = choice.choose(given, said.append)
     assert again.served_model_name == ["x"]
     assert again.default_chat_template_kwargs == {"enable_thinking": True}
+
+
+def test_without_room_for_the_hubs_the_demo_is_the_packaged_one(
+    demos: Config, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_100_000_000))
+    said: list[str] = []
+    assert choice.choose(demos, said.append) == demos
+    assert said[0].startswith(
+        "the demo is tiny.gguf (0 MB): org/small, which knows more, is a download of 2.0"
+    )
+    asked = structs.replace(demos, demo="hub")
+    assert choice.choose(asked, said.append).model == "org/small"
+
+
+def test_a_demo_that_cannot_be_downloaded_names_the_packaged_one(
+    demos: Config, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = choice.choose(demos, lambda line: None)
+    monkeypatch.setattr(choice, "resolve_model", failing)
+    with pytest.raises(ConfigError, match=r"no space; --demo packaged takes tiny\.gguf \(0 MB\)$"):
+        choice.obtained(chosen, lambda progress: None)
+    with pytest.raises(ConfigError, match="no space$"):
+        choice.obtained(structs.replace(chosen, demo="hub"), lambda progress: None)
+
+
+def failing(config: Config, report: Any) -> Path:
+    raise ConfigError("no space")
 
 
 def test_a_demo_on_this_disk_stays_what_it_is(demos: Config, hub: type[Hub]) -> None:

@@ -276,15 +276,15 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
 
     Raises ConfigError.
     """
-    from sgla.hub.fetch import resolve_model
+    from sgla.hub.choice import obtained
     from sgla.model.pooling import read_pooling
     from sgla.model.source import open_source
     from sgla.resolve import resolve
 
-    source = open_source(resolve_model(config, report), config.load_format)
+    source = open_source(obtained(config, report), config.load_format)
     defaults = find_defaults(config, source)
     found = resolve(config, model=source.config, pooled=read_pooling(source, config.task) is not None)
-    for note in found.notes + defaults.notes:
+    for note in (*source.notes, *found.notes, *defaults.notes):
         log.warning("%s", note)
     return found.config, source, defaults
 

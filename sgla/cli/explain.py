@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     rows = ledger(resolved.config, model) if model else {}
     counts = parameters(read_spec(model)) if model else None
     defaults = find_defaults(config, source)
-    resolved.notes.extend(defaults.notes)
+    resolved.notes.extend((*(source.notes if source else ()), *defaults.notes))
     if args.json:
         print(as_json(resolved, rows, defaults, counts))
     elif sys.stdout.isatty():

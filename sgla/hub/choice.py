@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import demo
-from sgla.hub.fetch import find_local
+from sgla.hub.demo import OnProgress
+from sgla.hub.fetch import find_local, resolve_model
 from sgla.hub.huggingface import hub_answers
 
 DEMO = "demo"
+SPARE = 1.1  # times a model's size that must be free where nobody asked for it
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,12 @@ def choose(config: Config, say: Callable[[str], None], ask: bool = True) -> Conf
         return config
     for candidate in CANDIDATES:
         if config.model_source == "modelscope" or hub_answers(candidate.hub_id):
+            if config.demo == "auto" and (free := _free(config)) < SPARE * candidate.size:
+                say(
+                    f"the demo is {_packaged()}: {candidate.hub_id}, which knows more, is a download of "
+                    f"{candidate.size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free for it"
+                )
+                return config
             say(
                 f"the demo is {candidate.hub_id} ({candidate.licence}, a download of "
                 f"{candidate.size / 1e9:.1f} GB); --demo packaged takes {_packaged()}, which knows less"
@@ -69,6 +79,20 @@ def choose(config: Config, say: Callable[[str], None], ask: bool = True) -> Conf
         )
     say(f"the demo is {_packaged()}: the model hub, which has larger ones, cannot be reached (--demo hub)")
     return config
+
+
+def obtained(config: Config, report: OnProgress) -> Path:
+    """The model's files, as ``resolve_model`` has them.
+    Where the demo that ``choose`` took cannot be had, the error names the packaged one, too."""
+    try:
+        return resolve_model(config, report)
+    except ConfigError as error:
+        ours = config.demo == "auto" and DEMO in (config.served_model_name or ())
+        if not ours or config.model not in [each.hub_id for each in CANDIDATES]:
+            raise
+        raise ConfigError(
+            f"{error.message}; --demo packaged takes {_packaged()}", param=error.param
+        ) from error
 
 
 def about(model: str) -> str:
@@ -94,6 +118,15 @@ def _with(config: Config, candidate: Candidate) -> Config:
         served_model_name=config.served_model_name or [DEMO, candidate.hub_id],
         default_chat_template_kwargs=variables | config.default_chat_template_kwargs,
     )
+
+
+def _free(config: Config) -> int:
+    """Bytes on the disk where the hub's models go."""
+    from huggingface_hub import constants
+
+    folder = demo.cache_folder(config.download_dir) if config.download_dir else Path(constants.HF_HUB_CACHE)
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return shutil.disk_usage(there).free
 
 
 def _packaged() -> str:

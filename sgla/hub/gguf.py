@@ -86,6 +86,12 @@ class GGUFFile:
             config["quantization_config"] = {"quant_method": "gguf", "kept": kept}
         return config
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user may want to know of the file. Raises as ``config`` does."""
+        assert self.config
+        return self._model.notes
+
     def _is_float16(self) -> bool:
         """Whether matrices are float16, whose bits bfloat16 cannot keep."""
         return any(len(t.shape) > 1 and type_name(t.type) == "F16" for t in self._tensors.values())

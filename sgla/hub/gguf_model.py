@@ -12,6 +12,7 @@ from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_keys import read_keys
 from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, TOP, Layout, Place, Stored
 
+GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
 _NAMED = 8  # tensor names shown in an error
 
 
@@ -88,6 +89,19 @@ class GGUFModel:
             "o": heads * value,
             "b": heads * (still + value),
         }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the file leaves open."""
+        key, name = "expert_group_count", self.layout.model_type
+        grouped = name == "deepseek_v3" or (name == "deepseek_v2" and self.sizes["e"] >= GROUPED)
+        if key in self.keys or not grouped:
+            return ()
+        return (
+            f"the GGUF metadata lacks {self.architecture}.{key}, so tokens choose among all experts; in "
+            "transformers DeepSeek-V2, V3 and R1 have them in groups and choose some of these first, which "
+            "gives slightly other answers; files of newer converters have the key",
+        )
 
     def config(self) -> dict[str, Any]:
         """What ``config.json`` would say of its shape."""

@@ -25,7 +25,8 @@ class ModelSource:
 
     ``files`` hold the weights: ``.safetensors`` files, one ``.gguf`` file, or none for ``dummy`` (random
     weights). ``folder`` is where tokenizer files are (none for GGUF, which carries its vocabulary: see
-    ``gguf``). ``layout``: what a GGUF file of its architecture holds.
+    ``gguf``). ``layout``: what a GGUF file of its architecture holds. ``notes``: what a user may want to know
+    of it.
     """
 
     kind: Literal["safetensors", "gguf", "dummy"]
@@ -34,6 +35,7 @@ class ModelSource:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     layout: Layout | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def gguf_path(self) -> Path | None:
@@ -107,7 +109,8 @@ def open_source(path: str | Path, load_format: str = "auto", layouts: Layouts | 
 def _open_gguf(path: Path, load_format: str, layouts: Layouts | None) -> ModelSource:
     file = read_gguf(path, layouts)
     kind: Literal["gguf", "dummy"] = "dummy" if load_format == "dummy" else "gguf"
-    return ModelSource(kind, path.parent, (path,), file.config, file.generation_config, file.layout)
+    made = file.config, file.generation_config, file.layout, file.notes
+    return ModelSource(kind, path.parent, (path,), *made)
 
 
 def _safetensors(folder: Path) -> tuple[Path, ...]:

@@ -473,6 +473,14 @@ def test_other_converters_tensors(
     check(hf, write(folder, hf, arch, change=change, **keys | more))
 
 
+def test_groups_of_experts_that_the_file_does_not_say_are_told(saved: Saved) -> None:
+    folder, hf, arch, keys = saved("deepseek-v3")
+    assert open_source(write(folder, hf, arch, **keys)).notes == ()
+    lacking = keys | {"expert_group_count": None, "expert_group_used_count": None}
+    (note,) = open_source(write(folder, hf, arch, **lacking)).notes
+    assert "lacks deepseek2.expert_group_count" in note
+
+
 def test_a_tensor_that_one_layer_lacks_is_named(saved: Saved) -> None:
     folder, hf, arch, keys = saved("glm-4.5")
     for name in (
