@@ -284,6 +284,7 @@ SERVERS: list[tuple[list[str], dict[str, Attack]]] = [
         ["--executor", "fake", "--fake-step-ms", "1", "--max-queued-requests", "4096"],
         near_limits.FAKE | stored.STORED,
     ),
+    (near_limits.WRITTEN, near_limits.ELEMENTS),
     (["--max-connections", "8"], near_limits.FEW),
     (["--model", "minilm"], near_limits.VECTORS),
     (["--state-path", "FOLDER/state", *batch_attacks.SERVERS], batch_attacks.ATTACKS),

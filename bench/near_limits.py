@@ -13,6 +13,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -282,6 +283,45 @@ def tools(choice: str) -> Body:
     return body
 
 
+def forced(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A call that must be, with arguments that a family of ``ELEMENTS`` writes as elements."""
+    parameters = {"type": "object", "properties": properties, **more}
+    return {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}],
+        "tool_choice": "required",
+        "max_tokens": 1,
+    }
+
+
+def required(target: Target) -> dict[str, Any]:
+    """Names that are no argument's, looked through for each argument."""
+    names = [f"q{i}" for i in range(target.many(170_000))]
+    return forced({f"p{i}": {"type": "integer"} for i in range(target.many(28_000))}, required=names)
+
+
+def definitions(target: Target) -> dict[str, Any]:
+    """That each argument refers to."""
+    text = {"description": "x" * target.many(15_000_000)}
+    references = {f"p{i}": {"$ref": "#/$defs/d"} for i in range(target.many(2000))}
+    return forced(references, **{"$defs": {"d": text}})
+
+
+def pattern(count: int) -> Body:
+    def body(target: Target) -> dict[str, Any]:
+        return forced({"a": {"type": "string", "pattern": f"^({'|' * target.many(count)})"}})
+
+    return body
+
+
+def values(target: Target) -> dict[str, Any]:
+    return forced({"a": {"enum": [f"{i}" for i in range(target.many(200_000))]}})
+
+
+def arguments(target: Target) -> dict[str, Any]:
+    return forced({f"p{i}": {"type": "integer", "minimum": i} for i in range(target.many(1200))})
+
+
 def ollama_calls(target: Target) -> dict[str, Any]:
     calls = [{"function": {"name": "f", "arguments": {}}}] * target.many(21_000)
     return {"model": "demo", "stream": False, "messages": [{"role": "assistant", "tool_calls": calls}]}
@@ -540,5 +580,15 @@ VECTORS: dict[str, Attack] = {
     "4,096 embeddings": one("/v1/embeddings", texts("input")),
     "4,096 documents": one("/v1/rerank", texts("documents", {"query": "a"})),
     "2,048 pairs": one("/v1/score", pairs),
+}
+TOOLS = Path(__file__).with_name("tools.jinja")
+WRITTEN = ["--tool-call-parser", "qwen3_coder", "--chat-template", str(TOOLS)]  # calls as elements
+ELEMENTS: dict[str, Attack] = {
+    "28k arguments, 170k required": one(CHAT, required),
+    "2,000 references to 15 MB": one(CHAT, definitions),
+    "pattern of 10M bars": one(CHAT, pattern(10_000_000)),
+    "pattern of 262,000 bars": one(CHAT, pattern(262_000), patience=SHORT),
+    "200k values of an argument": one(CHAT, values),
+    "1,200 arguments": one(CHAT, arguments, patience=SHORT),
 }
 FEW: dict[str, Attack] = {"72 lingering connections": lingering}

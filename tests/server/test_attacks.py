@@ -89,6 +89,21 @@ def test_an_attack_is_answered_and_costs_nobody_else(
     assert "Traceback" not in server.output
 
 
+def test_schemas_of_tools_are_not_multiplied(tiny_model: Path) -> None:
+    """Where calls have an element for each argument. What does not fit is refused before it is made."""
+    fake = ("--executor", "fake", *near_limits.WRITTEN)
+    with serving("--model", str(tiny_model), *FLAGS, *fake) as server:
+        server.wait_ready()
+        probing, before = attack.Probe(server.port), attack.memory(server.process.pid)
+        target = attack.Target(server.port, SCALE, server.process.pid)
+        for name, attacking in near_limits.ELEMENTS.items():
+            assert asyncio.run(attacking(target)).statuses.keys() == {400}, name
+        assert probing.slowest() < HELD
+        probing.close()
+        most = attack.BACK * before + MEMORY
+        assert attack.settled(server.process.pid, most) <= most
+
+
 ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2}
 
 
