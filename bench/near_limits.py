@@ -319,7 +319,7 @@ def values(target: Target) -> dict[str, Any]:
 
 
 def arguments(target: Target) -> dict[str, Any]:
-    return forced({f"p{i}": {"type": "integer", "minimum": i} for i in range(target.many(1200))})
+    return forced({f"p{i}": {"type": "integer", "minimum": i} for i in range(target.many(1100))})
 
 
 def ollama_calls(target: Target) -> dict[str, Any]:
@@ -587,8 +587,8 @@ ELEMENTS: dict[str, Attack] = {
     "28k arguments, 170k required": one(CHAT, required),
     "2,000 references to 15 MB": one(CHAT, definitions),
     "pattern of 10M bars": one(CHAT, pattern(10_000_000)),
-    "pattern of 262,000 bars": one(CHAT, pattern(262_000), patience=SHORT),
+    "pattern of 261,000 bars": one(CHAT, pattern(261_000), patience=SHORT),
     "200k values of an argument": one(CHAT, values),
-    "1,200 arguments": one(CHAT, arguments, patience=SHORT),
+    "1,100 arguments": one(CHAT, arguments, patience=SHORT),
 }
 FEW: dict[str, Attack] = {"72 lingering connections": lingering}
