@@ -212,7 +212,7 @@ def from_server(named: Item) -> Item:
     """A choice that refers to an MCP server, or to one of its tools, in the terms of namespaces."""
     if named.get("type") != "mcp":
         return named
-    label = text_of(named, "server_label")
+    label = text_of(named, "server_label") or None
     if not isinstance(named.get("name"), str):
         return {"type": "namespace", "name": label}
     return {"type": "function", "name": named["name"], "namespace": label}
