@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_DIED, EXIT_CONFIG = 0, 1, 2
 LINGER = 1.0  # seconds that clients get to read their 503 after a worker has died
-LEAVE = 1.5  # seconds from the last answer to the end of the process
+LEAVE = 1.2  # seconds from the last answer to the end of the process
 
 
 def run(
