@@ -291,7 +291,7 @@ class GGUFModel:
 
     def check_tensors(self) -> None:
         """Raises WeightError naming missing, unexpected and misshapen tensors."""
-        expected = {name: self._shape(places) for name, places in self.expected.items()}
+        expected = {name: _shape(places, self.sizes) for name, places in self.expected.items()}
         absent = set() if "output.weight" in self._tensors else {"output.weight"}
         misshapen = [
             f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}"
@@ -315,13 +315,6 @@ class GGUFModel:
     @cached_property
     def _guessing(self) -> frozenset[str]:
         return frozenset(map(str, range(self.layers, self.keys["block_count"])))
-
-    def _shape(self, places: tuple[Place, ...]) -> tuple[int, ...]:
-        """Of a tensor with these places, one below the other."""
-        shapes = [tuple(self.sizes[dim] for dim in place.dims) for place in places]
-        at = 1 if "{e}" in places[0].name else 0
-        rows = sum(shape[at] for shape in shapes)
-        return *shapes[0][:at], rows, *shapes[0][at + 1 :]
 
     @cached_property
     def expected(self) -> dict[str, tuple[Place, ...]]:
@@ -367,6 +360,14 @@ class GGUFModel:
         if stored.unless and self.sizes[stored.unless]:
             return False
         return all(self.sizes[dim] for place in stored.places for dim in place.dims)
+
+
+def _shape(places: tuple[Place, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Of a tensor with these places, one below the other."""
+    shapes = [tuple(sizes[dim] for dim in place.dims) for place in places]
+    at = 1 if "{e}" in places[0].name else 0
+    rows = sum(shape[at] for shape in shapes)
+    return *shapes[0][:at], rows, *shapes[0][at + 1 :]
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:

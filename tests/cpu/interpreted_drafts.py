@@ -121,7 +121,7 @@ def main() -> None:
         config = tiny_config(**settings | common | own)
         runner = maker(config, source(Path("."), model, ""), 0, 1, "", lambda progress: None)
         with tempfile.NamedTemporaryFile() as file:
-            LETTERS.write(Path(file.name))
+            Path(file.name).write_bytes(LETTERS.encoded())
             runner.control(Control(verb="vocabulary", args={"path": file.name}))
         return runner
 
