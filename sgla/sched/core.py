@@ -25,8 +25,8 @@ from sgla.sched.request import Request, State
 from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
 
-MISSES = 4  # rows without a right guess after which a request guesses more rarely,
-RAREST = 16  # in one of so many steps at least
+MISSES = 4  # rows without a right guess after which a request guesses in every second step, then more rarely
+RAREST = 4  # doublings at most: in one of 16 steps
 
 
 class Core:
@@ -195,7 +195,7 @@ class Core:
         more rarely."""
         if not self.limits.padded_drafts or request.misses < MISSES:
             return True
-        return step % min(2 ** min(request.misses - MISSES + 1, RAREST), RAREST) == 0
+        return step % (1 << min(request.misses - MISSES + 1, RAREST)) == 0
 
     def _lacking(self, request: Request, drafts: int) -> int:
         """Pages that a row of the pending token and so many drafts has not; none or less: it has all."""
