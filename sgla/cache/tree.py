@@ -108,9 +108,10 @@ class RadixTree:
         at = start * TOKEN_BYTES
         end = limit // self.page_size * width
         while at < end:
-            edge: object = tokens[at : at + width]
+            page = tokens[at : at + width]
+            edge: object = page
             if marks or node is self.root:
-                edge = self._edge(node, namespace, tokens[at : at + width], marks.get(at // width))
+                edge = self._edge(node, namespace, page, marks.get(at // width))
             child = node.children.get(edge)
             if child is None:
                 break
