@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from sgla.config import Config
 from sgla.executor.fake import FakeRunner
 from sgla.hub.source import ModelSource
-from sgla.messages import Progress
 from sgla.worker.cpu import CpuRunner
 
 
@@ -18,16 +17,8 @@ class CopyingFake(FakeRunner):
 class FailingFake(CopyingFake):
     """The copies of rank 1 fail."""
 
-    def __init__(
-        self,
-        config: Config,
-        source: ModelSource,
-        rank: int,
-        size: int,
-        rendezvous: str,
-        report: Callable[[Progress], None],
-    ) -> None:
-        super().__init__(config, source, rank, size, rendezvous, report)
+    def __init__(self, config: Config, source: ModelSource, rank: int, *rest: Any) -> None:
+        super().__init__(config, source, rank, *rest)
         self._rank = rank
 
     def _copied(self) -> bool:
