@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sgla.grammar.logic import ANNOTATIONS, DEPTH, Find, Json, Object
+from sgla.grammar.references import COMBINED, Together
 
 SAYS_IT = ("additionalProperties", "unevaluatedProperties")
 MAPS = ("$defs", "definitions", "patternProperties", "properties")
-COMBINED = ("allOf", "anyOf", "oneOf")
 INSIDE = ("additionalItems", "additionalProperties", "items")
 
 
@@ -23,7 +23,7 @@ def close(schema: Json) -> Json:
     return _Closer(schema).document() if isinstance(schema, dict) else schema
 
 
-@dataclass
+@dataclass(frozen=True)
 class Declared:
     """By all schemas that hold for one document: ``names`` and ``patterns`` of properties. ``whether`` there
     is a list of properties; ``open``: one of them says itself what else there may be, or is not known."""
@@ -47,7 +47,7 @@ class _Closer:
         self._root = root
         self._find = Find(root)
         self._shared: set[str] = set()  # references with something beside them: their targets stay open
-        self._targets: dict[str, Declared] = {}
+        self._together = Together(self._find, _declared, Declared(), Declared(open=True))
 
     def document(self) -> Json:
         self._look(self._root, beside=False)
@@ -87,35 +87,6 @@ class _Closer:
             for each in schema.get(key, ()):
                 self._share_in(each, depth - 1)
 
-    # what is declared
-
-    def _declared(self, schema: Json, but: str = "") -> Declared:
-        """By ``schema`` and what it is made of, except its keyword ``but``."""
-        if not isinstance(schema, dict):
-            return Declared()
-        properties, patterns = schema.get("properties"), schema.get("patternProperties")
-        names = [*(properties if isinstance(properties, dict) else ()), *schema.get("required", ())]
-        found = Declared(
-            dict.fromkeys(names),
-            dict.fromkeys(patterns if isinstance(patterns, dict) else ()),
-            isinstance(properties, dict),
-            any(key in schema for key in SAYS_IT),
-        )
-        if isinstance(schema.get("$ref"), str):
-            found |= self._target(schema["$ref"])
-        for key in COMBINED:
-            if key != but:
-                for each in schema.get(key, ()):
-                    found |= self._declared(each)
-        return found
-
-    def _target(self, ref: str) -> Declared:
-        if ref not in self._targets:
-            self._targets[ref] = Declared()  # for references to itself
-            target = self._find(ref)
-            self._targets[ref] = Declared(open=True) if target is None else self._declared(target)
-        return self._targets[ref]
-
     # closing
 
     def _closed(self, schema: Json, around: Declared | None = None, own_ref: str = "") -> Json:
@@ -127,16 +98,18 @@ class _Closer:
         if set(schema) - ANNOTATIONS == {"allOf"} and len(schema["allOf"]) == 1:
             return self._inside(schema, but="allOf") | {"allOf": [self._closed(schema["allOf"][0], around)]}
         if "anyOf" in schema and "oneOf" not in schema:
-            outer = self._declared(schema, but="anyOf") | (around or Declared())
+            outer = self._together.of(schema, but="anyOf") | (around or Declared())
             branches = [self._closed(branch, outer) for branch in schema["anyOf"]]
             return self._inside(schema, but="anyOf") | {"anyOf": branches}
         ref = schema.get("$ref")
         if ref is not None and not _says_more(schema, "$ref") and (around is None or around == Declared()):
             inside = self._inside(schema)
             return (
-                inside if ref not in self._shared else self._closed_together(inside, self._declared(schema))
+                inside
+                if ref not in self._shared
+                else self._closed_together(inside, self._together.of(schema))
             )
-        whole = self._declared(schema) | (around or Declared())
+        whole = self._together.of(schema) | (around or Declared())
         if whole.open or not whole.whether or not _may_be_object(schema):
             return self._inside(schema)
         if any(key in schema for key in ("$ref", "allOf", "oneOf")):
@@ -169,6 +142,18 @@ class _Closer:
             if key in out and key != but:
                 out[key] = [self._inside(each) if isinstance(each, dict) else each for each in out[key]]
         return out
+
+
+def _declared(schema: Object) -> Declared:
+    """By its own keywords."""
+    properties, patterns = schema.get("properties"), schema.get("patternProperties")
+    names = [*(properties if isinstance(properties, dict) else ()), *schema.get("required", ())]
+    return Declared(
+        dict.fromkeys(names),
+        dict.fromkeys(patterns if isinstance(patterns, dict) else ()),
+        isinstance(properties, dict),
+        any(key in schema for key in SAYS_IT),
+    )
 
 
 def _says_more(schema: Object, key: str) -> bool:

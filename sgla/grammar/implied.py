@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sgla.grammar.logic import ANNOTATIONS, Find, Json, Object
-from sgla.grammar.references import children, references
+from sgla.grammar.references import COMBINED, Together, children, references
 from sgla.grammar.schema import BOUNDS, NARROWER, OWN, PATTERNS
 
 KEYWORDS = {
@@ -31,7 +31,6 @@ KEYWORDS = {
 KIND_OF = {key: kind for kind, keys in KEYWORDS.items() for key in keys}
 TEXTS = (OWN - {"unknown"}) | NARROWER.keys() | PATTERNS.keys()  # formats of strings
 VALUES = ("const", "enum", "type")
-COMBINED = ("allOf", "anyOf", "oneOf")
 # Where fewer documents may be more of the whole, or which hold for a part of the documents.
 LEFT = ("dependencies", "dependentSchemas", "else", "if", "not", "oneOf", "propertyNames", "then")
 
@@ -58,7 +57,7 @@ class _Reader:
         self._root = root
         self._find = Find(root)
         self._kept: set[str] = set()  # references whose targets stay as they are
-        self._targets: dict[str, Said] = {}
+        self._together = Together(self._find, said, Said(), Said(typed=True))
 
     def document(self) -> Json:
         self._look(self._root, beside=False)
@@ -88,33 +87,13 @@ class _Reader:
                 self._kept.add(ref)
                 waiting += references(self._find(ref))
 
-    # what is said
-
-    def _said(self, schema: Json) -> Said:
-        if not isinstance(schema, dict):
-            return Said()
-        found = Said(any(key in schema for key in VALUES), frozenset(spoken_of(schema)))
-        if isinstance(schema.get("$ref"), str):
-            found |= self._target(schema["$ref"])
-        for key in COMBINED:
-            for part in schema.get(key, ()):
-                found |= self._said(part)
-        return found
-
-    def _target(self, ref: str) -> Said:
-        if ref not in self._targets:
-            self._targets[ref] = Said()  # for references to itself
-            target = self._find(ref)
-            self._targets[ref] = Said(typed=True) if target is None else self._said(target)
-        return self._targets[ref]
-
     # reading
 
     def _read(self, schema: Json, around: Said = Said()) -> Json:
         """``around``: what else holds for the same document."""
         if not isinstance(schema, dict):
             return schema
-        beside = around | self._said({key: value for key, value in schema.items() if key != "anyOf"})
+        beside = around | self._together.of(schema, but="anyOf")
         out: Object = {}
         for key, value in schema.items():
             match key:
@@ -136,11 +115,16 @@ class _Reader:
                     )
                 case _:
                     out[key] = value
-        whole = around | self._said(schema)
+        whole = around | self._together.of(schema)
         if whole.typed or not whole.kinds or alone(schema):
             return out
         kinds = sorted(whole.kinds)
         return out | {"type": kinds[0] if len(kinds) == 1 else kinds}
+
+
+def said(schema: Object) -> Said:
+    """By its own keywords."""
+    return Said(any(key in schema for key in VALUES), frozenset(spoken_of(schema)))
 
 
 def spoken_of(schema: Object) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 from urllib.parse import unquote, urldefrag, urljoin
 
 from sgla.grammar.logic import ANNOTATIONS, OLD, Find, Json, Object, pointed
@@ -65,6 +65,48 @@ def mapped(schema: Object, change: Callable[[Json], Json]) -> Object:
         return value
 
     return {key: value_of(key, value) for key, value in schema.items()}
+
+
+class Addable(Protocol):
+    def __or__(self, other: Self, /) -> Self: ...
+
+
+T = TypeVar("T", bound=Addable)
+
+
+class Together(Generic[T]):
+    """What all schemas say that hold for one document: a schema, what it refers to, and the parts of both.
+
+    ``own``: what a schema says by its own keywords; ``nothing``: what says nothing; ``unknown``: what a
+    reference says that leads nowhere.
+    """
+
+    def __init__(self, find: Find, own: Callable[[Object], T], nothing: T, unknown: T) -> None:
+        self._find = find
+        self._own = own
+        self._nothing = nothing
+        self._unknown = unknown
+        self._targets: dict[str, T] = {}
+
+    def of(self, schema: Json, but: str = "") -> T:
+        """By ``schema`` and what it is made of, except its keyword ``but``."""
+        if not isinstance(schema, dict):
+            return self._nothing
+        found = self._own(schema)
+        if isinstance(schema.get("$ref"), str):
+            found |= self._target(schema["$ref"])
+        for key in COMBINED:
+            if key != but:
+                for part in schema.get(key, ()):
+                    found |= self.of(part)
+        return found
+
+    def _target(self, ref: str) -> T:
+        if ref not in self._targets:
+            self._targets[ref] = self._nothing  # for references to itself
+            target = self._find(ref)
+            self._targets[ref] = self._unknown if target is None else self.of(target)
+        return self._targets[ref]
 
 
 class _Settler:
