@@ -374,8 +374,8 @@ def limit_hidden_states(jobs: Sequence[Job], facts: Facts | None, limit: int) ->
 
 
 def counted_later(jobs: Sequence[Job]) -> bool:
-    """Whether it is one prompt that is no list of ids yet."""
-    return len(jobs) == 1 and (jobs[0].token_ids is None or jobs[0].suffix is not None)
+    """Whether it is one prompt, whose tokens count when it is prepared: a session may put others before."""
+    return len(jobs) == 1
 
 
 def most_tokens(job: Job, context: int) -> int:

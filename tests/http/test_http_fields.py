@@ -74,10 +74,10 @@ async def test_prompt_logprobs_are_those_of_vllm(site: Site) -> None:
     assert {len(entry) for entry in chat["prompt_logprobs"][1:]} == {1}
 
 
-def test_logprobs_of_one_text_or_chat_are_counted_in_its_tokens() -> None:
+def test_logprobs_of_one_prompt_are_counted_in_its_tokens() -> None:
     facts = FakeIngress(context=8192).facts
     sampling = SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=49_152, logprob_token_ids=[5])
-    for prompt in ({"text": "x" * 900}, {"messages": USER}):
+    for prompt in ({"text": "x" * 900}, {"messages": USER}, {"token_ids": [7] * 900}):
         job = Job(rid="r", sampling=sampling, **prompt)
         for limit, room in ((MAX_LOGPROBS, MAX_LOGPROBS - 6), (100, 94), (200, 94)):
             limit_logprobs([job], facts, limit)

@@ -182,7 +182,8 @@ async def test_a_stream_echoes_a_long_prompt_with_its_logprobs(site: Site) -> No
     choices = [json.loads(payload)["choices"][0] for payload in (await site.sse(TEXT, body))[:-1]]
     assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [401, 1, 1]
     assert len(choices[0]["logprobs"]["top_logprobs"]) == 401
-    status, reply = await site.post(TEXT, body | {"prompt": [5] * 1000, "logprobs": 20})
+    assert site.ingress.jobs[-1].prompt_logprobs == MAX_AT_ONCE
+    status, reply = await site.post(TEXT, body | {"prompt": [[5] * 500] * 2, "logprobs": 20})
     assert (status, reply["error"]["param"]) == (400, "logprobs")
     assert f"{MAX_AT_ONCE} is the limit" in reply["error"]["message"]
 

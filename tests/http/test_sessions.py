@@ -16,6 +16,8 @@ from sgla.http.clients import Client
 from sgla.http.native import session_store
 from sgla.http.native.session_store import OpenSessionRequest, Sessions, Turn
 from sgla.http.request.schema import SessionParams
+from sgla.messages import RowSampling
+from sgla.text.prepare import check_prompt_logprobs
 
 
 async def opened(site: Site, **fields: Any) -> str:
@@ -52,6 +54,20 @@ async def test_turns_append(site: Site) -> None:
     assert second[: len(first) + 1] == [*first, 99]
     third = await turn(site, session, [7, 8], "3", after="2")
     assert third[: len(second) + 2] == [*second, 7, 8]
+
+
+async def test_what_a_session_has_counts_when_its_logprobs_are_wanted(site: Site) -> None:
+    session, after = await opened(site), None
+    for text in ([7, 8], "c", [9]):
+        params = {"id": session, "rid": after}
+        body = {"text": text} if isinstance(text, str) else {"input_ids": text}
+        body |= {"return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 3}}
+        status, reply = await site.post("/generate", body | {"session_params": params})
+        assert status == 200, reply
+        job, after = site.ingress.jobs[-1], reply["meta_info"]["id"]
+        check_prompt_logprobs(
+            len(job.token_ids or []), 1, RowSampling(prompt_logprobs=0), job.prompt_logprobs
+        )
 
 
 async def test_a_streaming_session_appends_by_itself(site: Site) -> None:
