@@ -106,7 +106,7 @@ class Preparer:
         if job.prompt_logprobs is not None:
             check_prompt_logprobs(len(tokens), job.sampling.n, common.sampling, job.prompt_logprobs)
         if job.hidden_states is not None:
-            limit_hidden_states(
+            check_hidden_states(
                 (len(tokens) + max_new) * job.sampling.n, self.limits.hidden, job.hidden_states
             )
         repetition = check_repetition(job.sampling.repetition_detection)
@@ -456,7 +456,7 @@ def check_prompt_logprobs(tokens: int, n: int, sampling: RowSampling, most: int)
         )
 
 
-def limit_hidden_states(tokens: int, width: int, most: int) -> None:
+def check_hidden_states(tokens: int, width: int, most: int) -> None:
     """Raise InvalidField for more than ``most`` numbers in the hidden states of so many tokens."""
     if tokens * width > most:
         raise InvalidField(
