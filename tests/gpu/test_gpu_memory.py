@@ -22,6 +22,7 @@ from sgla.sampling.constraints import Masks, Taken
 MODEL: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "bench/models/qwen3-0.6b/config.json").read_text()
 ) | {"num_hidden_layers": 2}
+pytestmark = pytest.mark.slow  # .ci/full runs it by itself, since it leaves no memory to other tests
 GIB = 1 << 30
 ROOM = 5 * GIB  # that others leave of the GPU
 SLOTS, STEP, PAGE, LENGTH = 256, 8192, 16, 40000

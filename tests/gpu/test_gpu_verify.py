@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_runner import TINY, agreement, make
+from test_gpu_runner import TINY, make
 from test_gpu_windows import MODEL as WINDOWS
-from test_gpu_windows import run
+from test_gpu_windows import answers, run
 from tiny import make_core, submit
 
-from sgla.messages import Submit
+from sgla.messages import Submit, TokenLogprob
 
+NEAR = 0.1  # nats between logprobs that rounding to bfloat16 may swap
 GUESSING: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float32": (TINY, {"dtype": "float32"}),
@@ -117,10 +118,22 @@ def test_guesses_that_are_right_save_steps(both: tuple[Any, Any]) -> None:
     ("model", "settings"), [(TINY, {}), (TINY, {"kv_cache_dtype": "fp8"}), (WINDOWS, {})]
 )
 def test_kernels_of_bfloat16(model: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Their sums depend on the batch."""
+    """Their sums depend on the batch, so a near tie may fall the other way. What greedy rows that guess bring
+    is then nearly the best that rows which do not guess find behind the same text."""
     plain, guessing = make(model, **settings), make(model, **settings | GUESSING)
-    expected = run(plain, requests(), make_core(plain.facts))
     for depth in (1, 3):
         core = make_core(guessing.facts, drafts=8, depth=depth)
-        assert agreement(run(guessing, requests(), core), expected) > 0.7
+        found = run(guessing, requests(), core)
         assert sum(core.stats().right_at) > 40
+        for request in requests():
+            if request.rid in ("greedy", "prompt"):
+                brought = scored(plain, request.tokens + found[request.rid])[-len(found[request.rid]) :]
+                assert max(place.top[0][1] - place.logprob for place in brought) < NEAR
+
+
+def scored(runner: Any, text: list[int]) -> list[TokenLogprob]:
+    """Each token of the text behind the first, beside the best in its place."""
+    request = submit("scored", text, 1, prompt_logprobs=1)
+    (deltas,) = answers(runner, [request], make_core(runner.facts)).values()
+    places = next(delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs)
+    return [place for place in places if place is not None]

@@ -52,6 +52,10 @@ def requests() -> list[Submit]:
 
 
 def run(runner: Any, wanted: list[Submit], core: Any) -> dict[str, list[int]]:
+    return answers(runner, wanted, core).tokens()
+
+
+def answers(runner: Any, wanted: list[Submit], core: Any) -> Transcript:
     """Steps are launched when they are planned, as the worker does."""
     flights: deque[Any] = deque()
     transcript = Transcript()
@@ -65,7 +69,7 @@ def run(runner: Any, wanted: list[Submit], core: Any) -> dict[str, list[int]]:
         for delta in core.retire(result, 0.0):
             transcript.setdefault(delta.rid, []).append(delta)
         core.check()
-    return transcript.tokens()
+    return transcript
 
 
 def kept(runner: Any, **limits: Any) -> dict[str, list[int]]:
