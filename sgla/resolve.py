@@ -17,7 +17,7 @@ from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
-from sgla.model.sizes import as_stored, read_spec
+from sgla.model.sizes import as_stored, read_spec, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes
 from sgla.observe.machine import Machine, detect
@@ -101,13 +101,13 @@ def resolve(
         check_gpus(config, machine)
     elif device != "cpu" and not devices(device):
         raise ConfigError(f"--device {device}: this machine shows none; give --device cpu", param="device")
-    settle_quantization(filling, device, spec)
+    dtype = filling.settle("dtype", choose_dtype(encoder and device != "cuda"))
+    settle_quantization(filling, machine, device, spec, dtype)
     config = filling.config
     check_features(config, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         drafts = Settled(DRAFTS, "a row learns how many of them pay")
         filling.settle("speculative_num_draft_tokens", drafts)
-    dtype = filling.settle("dtype", choose_dtype(encoder and device != "cuda"))
     for gpu in machine.gpus[: config.tp] if device == "cuda" else ():
         if isinstance(spec, ModelSpec):
             check_device(gpu, config, dtype, spec.moe is not None, spec.quantization)
@@ -128,9 +128,12 @@ def resolve(
     return Resolved(filling.done(), filling.reasons, found)
 
 
-def settle_quantization(filling: Filling, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
-    """On a CPU as the checkpoint is, where that has a storage there. Raises ConfigError for what ``device``
-    has not."""
+def settle_quantization(
+    filling: Filling, machine: Machine, device: str, spec: ModelSpec | EncoderSpec | None, dtype: str
+) -> None:
+    """On a CPU as the checkpoint is, where that has a storage there; but in ``dtype`` where torch computes,
+    which would make that of all weights in every step, and there is room. Raises ConfigError for what
+    ``device`` has not."""
     asked = filling.config.quantization
     method = spec.method if isinstance(spec, ModelSpec) else None
     if asked == "fp8" and device != "cuda":
@@ -148,6 +151,11 @@ def settle_quantization(filling: Filling, device: str, spec: ModelSpec | Encoder
     if asked == "none":
         filling.config = msgspec.structs.replace(filling.config, quantization=None)
     elif asked is None and method is not None and device == "cpu":
+        assert spec is not None
+        room = machine.memory_available // 2
+        if not has_kernels(filling.config, machine) and weight_bytes(spec, dtype, None, 1) <= room:
+            filling.reasons["quantization"] = f"weights in {dtype}, since torch computes"
+            return
         reason = "as the file is, so that a step reads no more; none gives --dtype"
         filling.filled["quantization"] = method.name if method.name in OF_CHECKPOINTS else "checkpoint"
         filling.reasons["quantization"] = reason
@@ -272,6 +280,11 @@ def check_deterministic(config: Config, device: str) -> None:
         raise ConfigError(f"--deterministic cannot be honoured {obstacle}", param="deterministic")
 
 
+def has_kernels(config: Config, machine: Machine) -> bool:
+    """Whether a CPU computes with kernels of ours, and not with torch operations."""
+    return config.native_kernels and bool(machine.compiler or machine.kernels)
+
+
 def choose_device(machine: Machine) -> Settled:
     if machine.torch_hip:
         return Settled("cpu", f"torch {machine.torch} is a ROCm build, and AMD GPUs are not supported yet")
@@ -330,7 +343,7 @@ def choose_context(positions: int, room: int) -> Settled:
 def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[str]:
     """Advice: what slows this configuration down on this machine, and how to change it."""
     found = []
-    if device == "cpu" and config.native_kernels and not (machine.compiler or machine.kernels):
+    if device == "cpu" and config.native_kernels and not has_kernels(config, machine):
         found.append(
             "no C++ compiler: the CPU kernels run as torch operations, several times slower; install g++ "
             "(Debian, Ubuntu: apt-get install g++)"

@@ -351,6 +351,24 @@ def test_missing_compiler_is_noted() -> None:
     assert not resolve(Config(), Machine(cores=2, kernels="native CPU kernels (avx2) found")).notes
 
 
+def test_torch_computes_with_weights_that_are_decoded_once() -> None:
+    """Without kernels, every step would decode what a file has in few bits."""
+    packed = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+    model = SMOLLM2 | {"quantization_config": packed}
+    bare = msgspec.structs.replace(LAPTOP, compiler=None)
+    small = msgspec.structs.replace(bare, memory_available=1 << 28)
+    for config, machine, kept in (
+        (Config(), LAPTOP, "gptq"),
+        (Config(), bare, None),
+        (Config(native_kernels=False), LAPTOP, None),
+        (Config(), small, "gptq"),
+        (Config(quantization="gptq"), bare, "gptq"),
+    ):
+        assert resolve(config, machine, model).config.quantization == kept
+    reason = "weights in bfloat16, since torch computes"
+    assert resolve(Config(), bare, model).reasons["quantization"] == reason
+
+
 @pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("value", [-1, -math.inf, math.nan, math.inf])
 def test_numbers_out_of_range(name: str, value: float) -> None:
