@@ -128,7 +128,7 @@ class GGUFModel:
         config |= self._windows(layout, keys)
         config["rope_scaling"] = self._rope_scaling(keys)
         if layout.yarn and config["rope_scaling"] is None:
-            config["rope_parameters"] = None  # where HF's class would fill in another scaling
+            config["rope_parameters"] = {"rope_type": "default"}  # HF's class would fill in another one
         return config
 
     @cached_property

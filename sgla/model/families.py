@@ -171,10 +171,8 @@ _GLM = _sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
 }
-_OLMOE = {key: value for key, value in _DECODER.items() if key != "head_dim"} | {
-    "attention_bias": False,
-    "norm_topk_prob": False,
-}
+_WITHOUT_HEAD_DIM = {key: value for key, value in _DECODER.items() if key != "head_dim"}
+_OLMOE = _WITHOUT_HEAD_DIM | {"attention_bias": False, "norm_topk_prob": False}
 _GRANITE = {
     "attention_bias": False,
     "embedding_multiplier": 1.0,
@@ -205,8 +203,9 @@ _LATENT = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
-    "qk_head_dim": None,  # the sum of both, which the class works out anew, as it does head_dim
+    "qk_head_dim": None,  # the sum of both, which the class works out anew
 }
+_ROTATED_HEAD = {"head_dim": "qk_rope_head_dim"}  # by which name the class has it for the rotation
 _ROBERTA = Family(
     ("roberta", "xlm-roberta"), _BERT | {"vocab_size": 50265, "pad_token_id": 1}, _ENCODER, _SAME
 )
@@ -458,7 +457,7 @@ FAMILIES = {
     ),
     "DeepseekV3ForCausalLM": Family(
         ("deepseek_v3",),
-        _DECODER
+        _WITHOUT_HEAD_DIM
         | _sizes(129280, 7168, 18432, 61, 128, 4096, 128)
         | _LATENT
         | _ROUTED
@@ -470,9 +469,9 @@ FAMILIES = {
             "num_nextn_predict_layers": 1,
         },
         _CAUSAL | _BALANCED | {"rope_interleave": True, "attention_bias": False},
-        {"num_local_experts": "n_routed_experts"},
+        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
         model="sgla.model.latent:Latent",
-        nulls=(*_HEAD_DIM, *_KV_HEADS, "norm_topk_prob"),
+        nulls=(*_KV_HEADS, "norm_topk_prob"),
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         interleaved=True,
@@ -504,7 +503,7 @@ FAMILIES = {
     ),
     "Glm4MoeLiteForCausalLM": Family(
         ("glm4_moe_lite",),
-        _DECODER
+        _WITHOUT_HEAD_DIM
         | _sizes(154880, 2048, 10240, 47, 20, 202752, 20)
         | _LATENT
         | _ROUTED
@@ -523,7 +522,7 @@ FAMILIES = {
         _CAUSAL
         | _BALANCED
         | {"rope_interleave": True, "attention_bias": False, "partial_rotary_factor": 1.0},
-        {"num_local_experts": "n_routed_experts"},
+        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
         model="sgla.model.latent:Latent",
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v3",
@@ -925,7 +924,7 @@ NULLS = frozenset(
 _NOT_NULL = frozenset(
     """
     is_causal rope_interleave attention_bias mlp_bias qk_layernorm use_parallel_residual num_experts
-    num_local_experts num_experts_per_tok
+    num_local_experts num_experts_per_tok head_dim
     """.split()  # noqa: SIM905
 )
 _NOT_NULL_OF_ENCODERS = frozenset({"add_cross_attention", "is_decoder"})

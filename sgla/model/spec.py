@@ -48,6 +48,7 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings",)),
 }
 _TRAINED = "original_max_position_embeddings"
+_ROPE = "rope_parameters"
 _ROPE_NOT_NULL = ("rope_theta", "partial_rotary_factor", _TRAINED)
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 _EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -183,7 +184,10 @@ class ModelSpec:
         method = method_of(config)
         family, text = family_of(architecture), _text(architecture, config)
         unknown = check_keys(architecture, family, text)
-        spec = _read(Reader(architecture, {**family.defaults, **text}), family)
+        values = {**family.defaults, **text}
+        if values.get(_ROPE) is None:  # HF's classes fill it in then, too
+            values[_ROPE] = family.defaults.get(_ROPE)
+        spec = _read(Reader(architecture, values), family)
         if method is not None and method.experts_alone and not (spec.moe and spec.moe.crossed):
             raise unsupported(method.name, {})
         return replace(
@@ -486,7 +490,7 @@ def _layer_types(c: Reader, layers: int, window: int) -> list[str]:
 def ropes(c: Reader, head_dim: int, positions: int, partial: bool = False) -> tuple[RopeSpec, RopeSpec]:
     """Global and local rotary embedding:
     ``rope_parameters`` (in Gemma by layer type) or ``rope_theta`` + ``rope_scaling``."""
-    old, new = c.table("rope_scaling", nulls=True), c.table("rope_parameters", nulls=True)
+    old, new = c.table("rope_scaling", nulls=True), c.table(_ROPE, nulls=True)
     if "rope_local_base_freq" not in c.values:
         rope = _rope(old or new, c, c.values.get("rope_theta"), head_dim, positions, partial)
         return rope, rope

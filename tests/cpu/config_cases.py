@@ -698,6 +698,8 @@ HONOURED: dict[str, Case] = {
     "deepseek without a latent of queries": Case(
         deepseek(3, q_lora_rank=None, num_nextn_predict_layers=None)
     ),
+    "deepseek with a head_dim that says the same": Case(deepseek(3, head_dim=8)),
+    "gpt-oss without a table of rope": Case(GPT_OSS | {"rope_scaling": None, "rope_parameters": None}),
     "Qwen2.5-1M within its chunks": Case(
         qwen2(
             dual_chunk_attention_config={
@@ -813,6 +815,11 @@ HONOURED: dict[str, Case] = {
 
 # What HF computes otherwise, or nobody does: refused by the key.
 REFUSED: dict[str, Case] = {
+    "deepseek with another head_dim": Case(deepseek(3, head_dim=2), "head_dim"),
+    "deepseek with a head_dim of null": Case(deepseek(3, head_dim=None), "head_dim"),
+    "GLM-4.7-Flash with another head_dim": Case(
+        decoder("Glm4MoeLiteForCausalLM", "glm4_moe_lite", head_dim=2), "head_dim"
+    ),
     "gte-Qwen2": Case(
         qwen2(is_causal=False, auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}), "is_causal"
     ),

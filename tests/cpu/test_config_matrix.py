@@ -375,7 +375,8 @@ SMALL = {  # of mixtures and of latent attention
     **dict.fromkeys(
         ("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank"), 16
     ),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "head_dim"), 8),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "head_dim"), 8),
+    "qk_rope_head_dim": 4,  # not what follows from other sizes
     **dict.fromkeys(("num_experts_per_tok", "n_group", "moe_k"), 2),
     "sliding_window_pattern": 2,
     "first_k_dense_replace": 1,
