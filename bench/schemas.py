@@ -1,7 +1,7 @@
 """How many public JSON Schemas compile, what the others are refused for, and whether anything invalid is
 accepted.
 
-    python bench/schemas.py FOLDER ... [--limit 1000] [--walks 4] [--open] [--show 20]
+    python bench/schemas.py FOLDER ... [--limit 1000] [--walks 4] [--jobs 2] [--open] [--show 20]
 
 A folder holds JSON files: schemas; MaskBench's, with ``schema`` and ``tests`` of ``valid`` and ``data``; or
 lists of such groups, as JSON-Schema-Test-Suite has them. Each schema is compiled in a process of its own
@@ -18,12 +18,14 @@ import functools
 import json
 import math
 import multiprocessing
+import os
 import random
 import re
 import resource
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -143,15 +145,27 @@ def walk(matcher: Any, rng: random.Random) -> tuple[str, bool | None]:
     return output.decode("utf-8", "replace"), False
 
 
-def in_a_process(work: tuple[Any, ...]) -> dict[str, Any]:
+def chosen(args: argparse.Namespace, counts: Counter[str]) -> Iterator[tuple[Any, ...]]:
+    """The work for each schema, behind its name."""
+    for folder in args.folders:
+        found = list(cases(folder))
+        for name, schema, tests in found[:: max(1, -(-len(found) // args.limit))]:
+            if len(json.dumps(schema)) > MAX_GRAMMAR:
+                counts["too long"] += 1
+            else:
+                yield name, schema, tests, args.walks, args.open
+
+
+def in_a_process(work: tuple[Any, ...]) -> tuple[str, dict[str, Any]]:
+    name, *work = work
     ours, theirs = multiprocessing.Pipe(False)
     child = multiprocessing.Process(target=send, args=(theirs, *work))
     child.start()
     theirs.close()
     try:
-        return ours.recv()
+        return name, ours.recv()
     except EOFError:
-        return {"refused": "the grammar is too complex: its process died"}
+        return name, {"refused": "the grammar is too complex: its process died"}
     finally:
         child.join()
 
@@ -176,19 +190,16 @@ def main() -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--limit", type=int, default=10**9, help="schemas of each folder, spread evenly")
     parser.add_argument("--walks", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="schemas at a time")
     parser.add_argument("--open", action="store_true", help="let objects have undeclared properties")
     parser.add_argument("--show", type=int, default=0, help="refusals to print")
     args = parser.parse_args()
     tokenizer()
     counts: Counter[str] = Counter()
     refused: Counter[str] = Counter()
-    for folder in args.folders:
-        found = list(cases(folder))
-        for name, schema, tests in found[:: max(1, -(-len(found) // args.limit))]:
-            if len(json.dumps(schema)) > MAX_GRAMMAR:
-                counts["too long"] += 1
-                continue
-            result = in_a_process((schema, tests, args.walks, args.open))
+    with ProcessPoolExecutor(args.jobs) as pool:
+        found = pool.map(in_a_process, chosen(args, counts), chunksize=4)
+        for name, result in found:
             if "is not present in a registry" in result.get("refused", ""):
                 counts["refer elsewhere"] += 1
                 continue
