@@ -118,7 +118,11 @@ def test_version() -> None:
         (["run", "llama3"], "there is no command 'run'; use 'sgla chat'"),
         (["bench", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
         (["chat", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
-        (["chat", "--url", "nonsense"], "--url nonsense"),
+        (["chat", "--url", "ftp://nonsense"], "write http://HOST:PORT"),
+        (["chat", "--url", "127.0.0.1:9/v1"], "no answer from http://127.0.0.1:9:"),
+        (["bench", "--url", "127.0.0.1:9"], "no server at http://127.0.0.1:9:"),
+        (["help"], "use 'sgla --help'"),
+        (["serve", ""], "--model and --served-model-name cannot be empty"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(argv: list[str], message: str) -> None:

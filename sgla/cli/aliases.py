@@ -516,6 +516,8 @@ COMMANDS = {
     "launch_server": "serve",
     "api_server": "serve",
     "server": "serve",
+    "help": "--help",
+    "version": "--version",
 }
 
 # Variables of the environment that peers read, and what to set instead. A * stands for the rest of the name.

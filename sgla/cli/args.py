@@ -25,6 +25,7 @@ from sgla.cli.settings import (
     parse_count,
     parse_list,
     parse_object,
+    parse_url,
     understood,
 )
 from sgla.config import SECRETS, Config
@@ -177,7 +178,7 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
         model, given = _behind_list(parser, given)
     fields: dict[str, Any] = {}
     flags: dict[str, str] = {}
-    for flag, name, value in [*([Given("MODEL", "model", model)] if model else []), *given]:
+    for flag, name, value in [*([Given("MODEL", "model", model)] if model is not None else []), *given]:
         if isinstance(value, list):
             fields.setdefault(name, []).extend(part for word in value for part in parse_list(name, word))
         elif flags.setdefault(name, flag) == flag or fields[name] == value:
@@ -349,7 +350,12 @@ def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> typing.NoRet
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("chat")
-    group.add_argument("--url", metavar="URL", help="a running server, for example http://127.0.0.1:30000")
+    group.add_argument(
+        "--url",
+        type=reads(parse_url),
+        metavar="URL",
+        help="a running server, for example http://127.0.0.1:30000",
+    )
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument(
         "--max-tokens", type=int, metavar="N", help="longest answer, tokens (default: up to the context)"
@@ -366,7 +372,13 @@ def _add_key(add: Callable[..., Any]) -> None:
 def _add_launch(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
-    add("--url", default="http://127.0.0.1:30000", metavar="URL", help="the server (default: %(default)s)")
+    add(
+        "--url",
+        type=reads(parse_url),
+        default="http://127.0.0.1:30000",
+        metavar="URL",
+        help="the server (default: %(default)s)",
+    )
     _add_key(add)
     add("--model", metavar="NAME", help="one of the server's models (default: the first one)")
     add("--config-only", action="store_true", help="write the agent's settings, for good, and start nothing")
@@ -382,7 +394,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="from /step_log or --crash-dump-folder; or, with --url, from --dump-requests",
     )
-    add("--url", metavar="URL", help="send the requests to this server")
+    add("--url", type=reads(parse_url), metavar="URL", help="send the requests to this server")
     _add_key(add)
     add(
         "--speed",
@@ -397,7 +409,12 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 def _add_eval(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("eval")
     add = group.add_argument
-    add("--url", metavar="URL", help="a running server, instead of one that is started for MODEL")
+    add(
+        "--url",
+        type=reads(parse_url),
+        metavar="URL",
+        help="a running server, instead of one that is started for MODEL",
+    )
     add("--tasks", required=True, type=_words, metavar="A,B", help="tasks or groups of lm_eval ('*' matches)")
     add("--include-path", metavar="FOLDER", help="with tasks of your own, in lm_eval's YAML")
     add("--limit", type=float, metavar="N", help="examples of each task; below 1, the share of them")
@@ -436,7 +453,12 @@ def _words(text: str) -> list[str]:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:30000", help="an OpenAI-style server (default: %(default)s)")
+    add(
+        "--url",
+        type=reads(parse_url),
+        default="http://127.0.0.1:30000",
+        help="an OpenAI-style server (default: %(default)s)",
+    )
     _add_key(add)
     add("--model", help="model name to send (default: the first one the server lists)")
     add(
@@ -532,7 +554,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def _add_health(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", metavar="URL", help="another one, for example http://127.0.0.1:30000")
+    add("--url", type=reads(parse_url), metavar="URL", help="another one, for example http://127.0.0.1:30000")
     add("--timeout", type=float, default=4.0, metavar="SECONDS", help="for an answer (default: %(default)s)")
 
 

@@ -31,10 +31,9 @@ def run(args: argparse.Namespace) -> int:
     wish = {name: value for name, value in wish.items() if value is not None}
     if wish and not args.profile:
         raise ConfigError("--profile-output-dir and --profile-num-steps go with --profile")
-    url = args.url.rstrip("/").removesuffix("/v1")
-    facts = asyncio.run(describe(url, args.api_key))
+    facts = asyncio.run(describe(args.url, args.api_key))
     target = load.Target(
-        url=url, model=args.model or facts["model"], api=args.api, key=args.api_key, extra=extra_of(args)
+        url=args.url, model=args.model or facts["model"], api=args.api, key=args.api_key, extra=extra_of(args)
     )
     head = {
         "engine": facts["engine"],

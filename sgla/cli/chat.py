@@ -30,7 +30,7 @@ class Remote:
     """A server with ``/v1/chat/completions``."""
 
     def __init__(self, url: str, key: str | None, model: str | None, options: dict[str, Any]) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = url
         self.headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {key}"} if key else {}
         )

@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     key = next(iter(config.api_key), None)
     with output_file(args.output) as file:
         if args.url:
-            url = args.url.rstrip("/").removesuffix("/v1")
-            rows = evaluate(args, manager, url, args.flags.get("model"), key)
+            rows = evaluate(args, manager, args.url, args.flags.get("model"), key)
         else:
             with started(config) as url:
                 rows = evaluate(args, manager, url, None, key)

@@ -44,7 +44,7 @@ def resend(args: argparse.Namespace) -> int:
     """Print the numbers of the run; 1 if a request got no answer or a 5xx."""
     if args.speed < 0:
         raise ConfigError("--speed must be 0 or more")
-    target = Target(url=args.url.rstrip("/").removesuffix("/v1"), key=args.api_key)
+    target = Target(url=args.url, key=args.api_key)
     numbers = asyncio.run(send(target, read_dump(args.file), args.speed))
     print(json.dumps(numbers))
     return int(any(not status.isdigit() or status >= "500" for status in numbers["statuses"]))

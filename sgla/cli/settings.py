@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -52,6 +53,19 @@ def parse_count(text: str) -> int:
     if match is None or (not match[2] and "." in text):
         raise ValueError(f"'{text}' is no number of tokens; write 4096, 32k (32,000) or 32K (32,768)")
     return round(float(match[1]) * COUNTS[match[2]]) if match[2] else int(text)
+
+
+def parse_url(text: str) -> str:
+    """``"127.0.0.1:30000"``, ``"http://127.0.0.1:30000/v1/"`` -> ``"http://127.0.0.1:30000"``.
+    Raises ValueError."""
+    url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url
+    except ValueError:
+        pass
+    raise ValueError(f"'{text}' is no server's address; write http://HOST:PORT")
 
 
 def parse_list(name: str, text: str) -> list[str]:
