@@ -340,7 +340,9 @@ def _from_folder(folder: Path, eos_ids: Iterable[int]) -> Tokenizer:
     backend = _load_backend(folder)
     with readable(f"{file} cannot be read"):
         named = _named_tokens(settings, more)
-        _add_listed(backend, settings, named)
+        _add_listed(backend, settings, [*named.values(), *_extra_tokens(settings, more)])
+        # Whether texts that are special tokens are read as ordinary text.
+        backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
         templates = _folder_templates(folder, settings)
     if not backend.get_vocab_size():
         raise ConfigError(f"the tokenizer in {folder} has no tokens", param="tokenizer")
@@ -384,8 +386,18 @@ def _named_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> dict
     return {name: text for name, text in texts.items() if text}
 
 
-def _add_listed(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: dict[str, str]) -> None:
-    """Add the tokens that tokenizer_config.json has and tokenizer.json has not.
+def _extra_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> list[str]:
+    """The texts of special tokens without a name. The map counts where no list has all added tokens."""
+    found = settings.get("extra_special_tokens")
+    if not isinstance(found, list) or not found:
+        old = "additional_special_tokens"
+        mapped = None if "added_tokens_decoder" in settings else special_map.get(old)
+        found = settings.get(old) or mapped or []
+    return [token["content"] if isinstance(token, dict) else token for token in found]
+
+
+def _add_listed(backend: tokenizers.Tokenizer, settings: dict[str, Any], special: list[str]) -> None:
+    """Add the tokens that tokenizer_config.json has and tokenizer.json has not; ``special``: their texts.
 
     Its ``add_bos_token`` is ignored, as transformers 5 does: the post-processor of tokenizer.json decides.
     """
@@ -394,9 +406,7 @@ def _add_listed(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: 
     new = [_added(token) for i, token in sorted(listed.items()) if i not in known]
     present = {token.content for token in [*known.values(), *new]}
     new += [
-        _added({"content": text, "special": True})
-        for text in dict.fromkeys(named.values())
-        if text not in present
+        _added({"content": text, "special": True}) for text in dict.fromkeys(special) if text not in present
     ]
     backend.add_tokens(new)
 

@@ -50,6 +50,37 @@ def test_ids_and_text_equal_transformers(kind: str, tmp_path: Path) -> None:
     assert set(theirs.all_special_ids) <= ours.special_ids
 
 
+MORE = ["<extra>", {"__type": "AddedToken", "content": "<more>", "special": True}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mapped"),
+    [
+        ({"extra_special_tokens": MORE}, {}),
+        ({"additional_special_tokens": MORE}, {}),
+        ({"additional_special_tokens": MORE, "extra_special_tokens": ["<other>"]}, {}),
+        ({"additional_special_tokens": MORE, "extra_special_tokens": {"image_token": "<image>"}}, {}),
+        ({}, {"additional_special_tokens": ["<extra>"]}),
+        ({"added_tokens_decoder": {}}, {"additional_special_tokens": ["<extra>"]}),
+        ({"split_special_tokens": True}, {}),
+        ({"split_special_tokens": False}, {}),
+    ],
+)
+def test_special_tokens_without_a_name_are_those_of_transformers(
+    settings: dict[str, object], mapped: dict[str, object], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    config = {key: value for key, value in CONFIG.items() if key != "extra_special_tokens"} | settings
+    files = {"tokenizer_config": json.dumps(config), "special_tokens_map": json.dumps(mapped)}
+    folder = tiny.save_folder(tiny.byte_level(), tmp_path, **files)
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ids = theirs.encode("a<extra><more>b<image><s> <other>")
+    assert ours.encode("a<extra><more>b<image><s> <other>") == ids
+    assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.vocab_size == len(theirs)
+
+
 def test_bytes_of_tokens_spell_the_text(tokenizer: Tokenizer) -> None:
     for text in tiny.corpus(60):
         ids = tokenizer.encode(text, add_special_tokens=False)
