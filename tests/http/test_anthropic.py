@@ -134,7 +134,14 @@ async def test_errors(serve: Serve) -> None:
             await client.messages.create(model="other", messages=USER, max_tokens=1)
         assert missing.value.body["error"]["type"] == "not_found_error"
         assert missing.value.body["request_id"] == missing.value.request_id
-        for wrong in ({"max_tokens": 0}, {"messages": []}, {"n": 2}, {"tool_choice": {"type": "maybe"}}):
+        for wrong in (
+            {"max_tokens": 0},
+            {"messages": []},
+            {"n": 2},
+            {"tool_choice": {"type": "maybe"}},
+            {"tool_choice": {}},
+            {"thinking": {}},
+        ):
             body = {"model": "fake", "messages": USER, "max_tokens": 1, **wrong}
             with pytest.raises(anthropic.BadRequestError) as bad:
                 await client.post("/v1/messages", body=body, cast_to=object)

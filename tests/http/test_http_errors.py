@@ -55,6 +55,8 @@ def check_error(body: Any) -> dict[str, Any]:
         ),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "text only"),
         (CHAT, HI | {"temperature": "hot"}, "temperature", "temperature: expected float, got str"),
+        (CHAT, HI | {"response_format": {}}, "response_format", "got null"),
+        (CHAT, HI | {"moderation": {"model": "m"}}, "moderation", "/v1/moderations"),
         (CHAT, HI | {"temperature": -0.1}, "temperature", "temperature must be at least 0, got -0.1"),
         (CHAT, HI | {"top_p": 0}, "top_p", "top_p must be greater than 0 and at most 1, got 0"),
         (CHAT, HI | {"top_p": 1.01}, "top_p", "at most 1"),
@@ -180,7 +182,7 @@ async def test_unsupported_fields_are_named(site: Site, name: str) -> None:
 
 
 async def test_unknown_fields_are_told(site: Site) -> None:
-    names = {"foo": 1, "b.a-r_2": None, "bad\r\nname": 2, "user": "me", "store": True}
+    names = {"foo": 1, "b.a-r_2": None, "bad\r\nname": 2, "user": "me", "store": True, "access_programs": {}}
     async with site.http.post(TEXT, json=PROMPT | names) as response:
         assert response.status == 200
         assert response.headers["x-ignored-fields"] == "foo, b.a-r_2"

@@ -100,10 +100,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bootstrap_room": (None,),
     "mcp_servers": _EMPTY,
     "web_search_options": (None,),
+    "moderation": _EMPTY,
 }
 
 # What to do instead of some of them.
 INSTEAD = {
+    "moderation": " beside an answer; /v1/moderations of one that serves a classifier looks at texts",
     "return_hidden_states": " on this route; /generate of a server with --enable-return-hidden-states "
     "answers with them, and /v1/embeddings of one with --task embed with the last one of a prompt",
 }
@@ -121,7 +123,6 @@ IGNORED = frozenset(
         "prompt_cache_retention",
         "prompt_cache_options",
         "verbosity",
-        "moderation",
         "parallel_tool_calls",
         "separate_reasoning",
         "stream_interval",
@@ -135,6 +136,9 @@ IGNORED = frozenset(
         "inference_geo",
         "speed",
         "max_tool_calls",
+        "access_programs",
+        "background_options",
+        "user_profile_id",
     ]
 )
 
@@ -580,11 +584,12 @@ def unsupported(name: str, detail: str = "") -> UnsupportedField:
 def invalid(text: str) -> BadRequest:
     """A msgspec validation message as an InvalidField with the path in front:
     ``n: expected int, got str``."""
-    if missing := _REQUIRED.match(text):
-        return InvalidField(f"{missing[1]} is required", param=missing[1])
     match = _PATH.fullmatch(text)
     assert match is not None
     path = (match["path"] or "").lstrip(".")
+    if missing := _REQUIRED.match(text):
+        path = f"{path}.{missing[1]}".lstrip(".")
+        return InvalidField(f"{path} is required", param=re.split(r"[.\[]", path)[0])
     reason = match["text"].replace("`", "").replace(" | null", "")
     reason = reason[:1].lower() + reason[1:]
     if not path:
@@ -596,7 +601,7 @@ def shown(value: Any, most: int = 40) -> str:
     """A value in an error: its first ``most`` characters; a list, which may be long, is only named."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
-    return repr(str(value)[:most])
+    return "null" if value is None else repr(str(value)[:most])
 
 
 def check_count(name: str, items: Sized, most: int) -> None:
