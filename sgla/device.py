@@ -4,11 +4,11 @@ before anything is loaded, by ``explain`` as by the workers. Loads no torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.packages import brought
 
 # KiB of shared memory that a block may have,
 # by compute capability (CUDA C++ Programming Guide, technical specifications).
@@ -103,32 +103,13 @@ def platform(kind: str) -> Platform:
     ``sgla.devices``, whose name is the kind and whose object is a Platform. Raises ConfigError if there is
     none, or a broken one."""
     if kind not in PLATFORMS:
-        found = next(iter(entry_points(group="sgla.devices", name=kind)), None)
+        asked = f"--device {kind[:99]}"
+        found = brought("sgla.devices", kind, Platform, asked, f"mend or remove it, or {CPU}", "device")
         if found is None:
             what = f"{OTHERS[kind]} are not supported yet" if kind in OTHERS else "no package registers it"
-            raise ConfigError(f"--device {kind[:99]}: {what}; {CPU}, cuda or auto", param="device")
-        PLATFORMS[kind] = loaded(found)
+            raise ConfigError(f"{asked}: {what}; {CPU}, cuda or auto", param="device")
+        PLATFORMS[kind] = found
     return PLATFORMS[kind]
-
-
-def loaded(entry: EntryPoint) -> Platform:
-    """Raises ConfigError."""
-    package = f"{entry.value} of the package {entry.dist.name}" if entry.dist else entry.value
-    try:
-        brought = entry.load()
-    except Exception as error:
-        raise ConfigError(
-            f"--device {entry.name}: {package} cannot be loaded: "
-            f"{type(error).__name__}: {error}; mend or remove it, or {CPU}",
-            param="device",
-        ) from error
-    if not isinstance(brought, Platform):
-        raise ConfigError(
-            f"--device {entry.name}: {package} is no sgla.device.Platform but of type "
-            f"{type(brought).__name__}; mend or remove it, or {CPU}",
-            param="device",
-        )
-    return brought
 
 
 def check_answers(config: Config, kind: str, vectors: bool, encoder: bool) -> None:

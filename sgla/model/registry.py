@@ -11,6 +11,7 @@ from sgla.errors import ConfigError
 from sgla.hub.gguf_layout import Layout
 from sgla.model.families import FAMILIES, Family
 from sgla.model.gguf_layouts import layout_of
+from sgla.packages import brought
 
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
@@ -83,9 +84,22 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return names[0]
 
 
+def is_known(name: str) -> bool:
+    """Whether there is a family of this name; a package may bring one that makes text, as an entry point of
+    the group ``sgla.models`` whose name is the architecture and whose object is its Family. Raises
+    ConfigError for a broken one."""
+    if name in supported():
+        return True
+    asked = f"architecture {name[:99]!r}"
+    family = brought("sgla.models", name, Family, asked, "mend or remove it", "model")
+    if family is not None:
+        register(name, family)
+    return family is not None
+
+
 def check_architecture(name: str) -> None:
     """Raises ConfigError for an architecture that is not supported. Loads no torch."""
-    if name in supported():
+    if is_known(name):
         return
     # Another number is another architecture.
     alike = [known for known in supported() if re.findall(r"\d", known) == re.findall(r"\d", name)]

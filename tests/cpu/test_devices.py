@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import run, submit, tiny_config, tiny_source
 
-from sgla import device
+from sgla import device, packages
 from sgla.config import Config
 from sgla.device import OTHERS, Device, nvidia
 from sgla.errors import ConfigError
@@ -63,7 +63,7 @@ def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch, value: str, 
     monkeypatch.setattr(PathDistribution, "name", "acme-third")
     entry = EntryPoint("broken", value, "sgla.devices")
     vars(entry)["dist"] = package
-    monkeypatch.setattr(device, "entry_points", lambda group, name: [entry])
+    monkeypatch.setattr(packages, "entry_points", lambda group, name: [entry])
     told = f"--device broken: {value} of the package acme-third {message}.*; mend or remove it, or give --device cpu"  # noqa: E501
     with pytest.raises(ConfigError, match=told) as caught:
         resolve(Config(device="broken"), Machine())
@@ -75,7 +75,7 @@ def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch, value: str, 
 def third(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package has registered a third kind."""
     entry = EntryPoint("third", "third_device:PLATFORM", "sgla.devices")
-    monkeypatch.setattr(device, "entry_points", lambda group, name: [entry] if name == entry.name else [])
+    monkeypatch.setattr(packages, "entry_points", lambda group, name: [entry] if name == entry.name else [])
     monkeypatch.setattr(device, "PLATFORMS", dict(device.PLATFORMS))
 
 

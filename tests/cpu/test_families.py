@@ -4,6 +4,7 @@ the CPU."""
 from __future__ import annotations
 
 import dataclasses
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 import toy_family
 from checkpoints import Eager, check_against_hf, random_prompts, save_checkpoint
 from safetensors.torch import save_file
-from tiny import over_two_ranks, run, submit, tiny_config
+from tiny import over_two_ranks, run, submit, tiny_config, tiny_source
 
+from sgla import packages
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.hub.source import open_source
@@ -27,7 +29,7 @@ from sgla.model import registry
 from sgla.model.families import Reader
 from sgla.model.llama import Llama
 from sgla.model.load import load_model
-from sgla.model.sizes import weight_bytes
+from sgla.model.sizes import read_spec, weight_bytes
 from sgla.model.spec import AttentionSpec, ModelSpec, ropes
 from sgla.model.state import token_bytes
 from sgla.worker.cpu import CpuRunner
@@ -131,6 +133,26 @@ def test_a_family_with_an_op_of_its_own(
         for p in PROMPTS
     ]
     assert [row.tokens for row in rows] == expected
+
+
+def test_a_package_brings_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point is a family like any other; a broken one is named."""
+    brought = [EntryPoint("ToyForCausalLM", "toy_entry:FAMILY", "sgla.models")]
+    brought += [EntryPoint("LostForCausalLM", "toy_entry:LOST", "sgla.models")]
+    brought += [EntryPoint("OddForCausalLM", "toy_family:Toy", "sgla.models")]
+    chosen = {entry.name: [entry] for entry in brought}
+    monkeypatch.setattr(packages, "entry_points", lambda group, name: chosen.get(name, []))
+    monkeypatch.setattr(registry, "_GENERATING", dict(registry._GENERATING))
+    toy = tiny_source(architectures=["ToyForCausalLM"], model_type="toy")
+    assert read_spec(toy.config).layers == 2
+    runner = CpuRunner(tiny_config(), toy, 0, 1, "", lambda progress: None)
+    assert len(run(runner, [submit("a", [5, 9, 2], 8)]).tokens()["a"]) == 8
+    for name, message in (
+        ("Lost", "'LostForCausalLM': toy_entry:LOST cannot be loaded: AttributeError"),
+        ("Odd", "'OddForCausalLM': toy_family:Toy is no sgla.model.families.Family but of type ABCMeta"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_spec(toy.config | {"architectures": [f"{name}ForCausalLM"]})
 
 
 SHAPES = [(6, 3, 8), (3, 3, 8), (6, 6, 4)]  # heads, KV heads and values of a head, layer by layer

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from toy_entry import FAMILY
 
 from sgla.kernels.dispatch import op
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP
-from sgla.model.families import FAMILIES, Family
 from sgla.model.llama import Llama
+
+__all__ = ["FAMILY", "Toy"]
 
 
 @op
@@ -27,7 +29,3 @@ class ToyMLP(GatedMLP):
 class Toy(Llama):
     def mlp(self, build: Build, name: str, index: int) -> GatedMLP:
         return ToyMLP(build, name, self.spec.hidden, self.spec.intermediate, "silu")
-
-
-_LLAMA = FAMILIES["LlamaForCausalLM"]
-FAMILY = Family(("toy",), {**_LLAMA.defaults, "hidden_act": "silu"}, _LLAMA.fixed, model="toy_family:Toy")
