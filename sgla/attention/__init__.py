@@ -152,17 +152,38 @@ def _first(
     raise asked.refused("; ".join(notes))
 
 
+class Portable(NamedTuple):
+    """Kernels for every NVIDIA GPU."""
+
+    decode: Kind[Decode]
+    extend: Kind[Extend]
+    prompts: Callable[[AttentionShape, Device], Prompts]
+
+
+def _triton(shape: AttentionShape) -> Portable:
+    if shape.latent:
+        from sgla.attention.latent_ops import LatentDecode, LatentExtend, LatentPrompts
+
+        return Portable(LatentDecode, LatentExtend, LatentPrompts)
+    from sgla.attention.triton_ops import TritonDecode, TritonExtend, TritonPrompts
+
+    return Portable(TritonDecode, TritonExtend, TritonPrompts)
+
+
 def _decode(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Decode, list[str]]:
     from sgla.attention.native import NativeDecode
     from sgla.attention.torch_ops import TorchDecode
-    from sgla.attention.triton_ops import TritonDecode
 
     notes = []
     if asked.name == "flashinfer":
         if asked.setting != "attention_backend":
             raise asked.refused(NO_DECODE)
         notes = [f"flashinfer is for prefill alone: {NO_DECODE}"]
-    kinds: dict[str, Kind[Decode]] = {"native": NativeDecode, "triton": TritonDecode, "torch": TorchDecode}
+    kinds: dict[str, Kind[Decode]] = {
+        "native": NativeDecode,
+        "triton": _triton(shape).decode,
+        "torch": TorchDecode,
+    }
     decode, why = _first(kinds, asked, shape, device)
     return decode, notes + why
 
@@ -172,31 +193,29 @@ def _extend(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Extend
     from sgla.attention.hybrid import WholeOrPaged
     from sgla.attention.native import NativeExtend
     from sgla.attention.torch_ops import TorchExtend
-    from sgla.attention.triton_ops import TritonExtend
 
     kinds: dict[str, Kind[Extend]] = {
         "native": NativeExtend,
         "flashinfer": FlashInferExtend,
-        "triton": TritonExtend,
+        "triton": _triton(shape).extend,
         "torch": TorchExtend,
     }
     extend, why = _first(kinds, asked, shape, device)
     if shape.fp8_kv and not extend.narrow:
         if asked.name != "auto":
             raise asked.refused(NARROW)
-        extend = WholeOrPaged(extend, asked.make(TritonExtend, shape, device))
+        extend = WholeOrPaged(extend, asked.make(_triton(shape).extend, shape, device))
     return extend, why
 
 
 def _prompts(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Prompts, list[str]]:
     from sgla.attention.native import NativePrompts
-    from sgla.attention.triton_ops import TritonPrompts
 
     if asked.name in ("torch", "triton"):
-        return asked.make(TritonPrompts, shape, device), []
+        return asked.make(_triton(shape).prompts, shape, device), []
     why = NativePrompts.refuses(shape, device)
     if why is None:
         return asked.make(NativePrompts, shape, device), []
-    return asked.make(TritonPrompts, shape, device), [
+    return asked.make(_triton(shape).prompts, shape, device), [
         f"native attention of prompts in graphs not used: {why}"
     ]

@@ -34,7 +34,8 @@ class AttentionShape(NamedTuple):
     """Everything that decides whether a kernel can be used for layers with the same heads. ``windows``: of
     these layers, 0 is full attention; ``context_len``: tokens of the longest history, which only
     deterministic kernels want to know; ``v_dim`` 0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of
-    the layers have them; ``alone``: all layers of the model have these heads."""
+    the layers have them; ``alone``: all layers of the model have these heads; ``latent``: v is the beginning
+    of k (multi-head latent attention)."""
 
     heads: int
     kv_heads: int
@@ -51,6 +52,7 @@ class AttentionShape(NamedTuple):
     scale: float = 1.0
     sinks: bool = False
     alone: bool = True
+    latent: bool = False
 
     @property
     def group(self) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from sgla.attention.base import AttentionShape, DeviceBatch, cut
+from sgla.attention.base import AttentionShape, DeviceBatch, Prompts, cut
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton import attention
@@ -40,27 +42,6 @@ class TritonDecode:
         )  # fmt: skip
 
 
-class TritonExtend:
-    name, captured, grows, narrow, in_place = "triton", True, False, True, False
-
-    def __init__(self, shape: AttentionShape, device: Device) -> None:
-        self._tiles = torch.empty(0)
-        self._prompts = TritonPrompts(shape, device)
-
-    @staticmethod
-    def refuses(shape: AttentionShape, device: Device) -> str | None:
-        return refuses(shape)
-
-    def plan(self, batch: DeviceBatch) -> None:
-        rows = batch.extend
-        assert rows is not None
-        tiles = cut(rows.slots, rows.kv_lens - rows.q_lens, rows.q_lens, 0, self._prompts.tile)
-        self._tiles = torch.from_numpy(tiles).pin_memory().to(batch.ids.device, non_blocking=True)
-
-    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
-        self._prompts.forward(q, kv, batch.pages(kv.group), self._tiles, scoring, out)
-
-
 class TritonPrompts:
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._cut = attention.extend_cut(shape.head_dim, shape.dtype.itemsize, device.shared)
@@ -83,3 +64,25 @@ class TritonPrompts:
             kv.v_scale,
             scoring.sinks,
         )
+
+
+class TritonExtend:
+    name, captured, grows, narrow, in_place = "triton", True, False, True, False
+    kind: Callable[[AttentionShape, Device], Prompts] = TritonPrompts
+
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
+        self._tiles = torch.empty(0)
+        self._prompts = self.kind(shape, device)
+
+    @staticmethod
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
+        return refuses(shape)
+
+    def plan(self, batch: DeviceBatch) -> None:
+        rows = batch.extend
+        assert rows is not None
+        tiles = cut(rows.slots, rows.kv_lens - rows.q_lens, rows.q_lens, 0, self._prompts.tile)
+        self._tiles = torch.from_numpy(tiles).pin_memory().to(batch.ids.device, non_blocking=True)
+
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
+        self._prompts.forward(q, kv, batch.pages(kv.group), self._tiles, scoring, out)

@@ -144,6 +144,19 @@ def qk_norm_rope_store(
     return q.reshape(qkv.shape[0], -1)
 
 
+@op(like="q")
+def latent_rope_store(
+    q: Tensor, latent: Tensor, positions: Tensor, cos_sin: Tensor, kv: KVLayer, out_loc: Tensor
+) -> Tensor:
+    """As ``qk_norm_rope_store``, of heads that share a latent: q ``[T, Hq * hd]`` and the latent ``[T, hd]``
+    with the last ``rot`` values of each head rotated; the latent goes to the pages."""
+    heads = torch.cat([q, latent], 1).unflatten(1, (-1, latent.shape[1]))
+    still, turned = heads.split([heads.shape[2] - cos_sin.shape[1], cos_sin.shape[1]], dim=2)
+    heads = torch.cat([still, rotate(turned, positions, cos_sin)], 2)
+    store(kv.k, heads[:, -1:], places(kv, out_loc), kv.k_scale)
+    return heads[:, :-1].flatten(1)
+
+
 def places(kv: KVLayer, out_loc: Tensor) -> tuple[Tensor, Tensor]:
     """Pages int64[T] and places in them, where the tokens of a step go."""
     out_loc = (out_loc[kv.group] if out_loc.dim() > 1 else out_loc).long()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.dispatch import op
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import neox_order
 from sgla.layers.build import Build
@@ -22,19 +21,6 @@ from sgla.model.llama import Llama
 from sgla.quant.weight import SourceTensor
 
 EPS = 1e-6  # of the latents' norms, whatever the model's is
-
-
-@op(like="q")
-def rotate_and_keep(
-    q: Tensor, latent: Tensor, positions: Tensor, cos_sin: Tensor, kv: KVLayer, out_loc: Tensor
-) -> Tensor:
-    """q ``[T, Hq * hd]`` and the latent ``[T, hd]`` with the last ``rot`` values of each head rotated by
-    ``cos_sin`` float32 ``[P, rot]``; the latent goes to the pages."""
-    heads = torch.cat([q, latent], 1).unflatten(1, (-1, latent.shape[1]))
-    still, turned = heads.split([heads.shape[2] - cos_sin.shape[1], cos_sin.shape[1]], dim=2)
-    heads = torch.cat([still, ops.rotate(turned, positions, cos_sin)], 2)
-    ops.store(kv.k, heads[:, -1:], ops.places(kv, out_loc), kv.k_scale)
-    return heads[:, :-1].flatten(1)
 
 
 class LatentAttention:
@@ -90,7 +76,7 @@ class LatentAttention:
         q = torch.cat([absorbed, q[..., layer.nope :]], 2).flatten(1)
         content = self.kv_norm(latent[:, : layer.v_dim].contiguous())
         latent = torch.cat([content, latent[:, layer.v_dim :]], 1)
-        q = rotate_and_keep(q, latent, batch.positions, self.cos_sin, kv, batch.out_loc)
+        q = ops.latent_rope_store(q, latent, batch.positions, self.cos_sin, kv, batch.out_loc)
         seen = ops.attention(q, kv.latent(layer.v_dim), batch, layer.scale)
         seen = seen.unflatten(1, (-1, layer.v_dim))
         return torch.einsum("thr,hvr->thv", seen, self.v_up.to(seen.dtype)).flatten(1)

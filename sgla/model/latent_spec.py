@@ -26,6 +26,10 @@ class LatentSpec(AttentionSpec):
     def v_dim(self) -> int:
         return self.head_dim - self.rotated
 
+    @property
+    def latent(self) -> bool:
+        return True
+
     def kept(self, kv_heads: int) -> tuple[StateTensor, ...]:
         return (StateTensor("k", (1, self.head_dim)),)
 

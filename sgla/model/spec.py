@@ -118,6 +118,11 @@ class AttentionSpec:
         """Values of a head of v."""
         return self.head_dim
 
+    @property
+    def latent(self) -> bool:
+        """v is the beginning of k, and not kept beside it."""
+        return False
+
     def kept(self, kv_heads: int) -> tuple[StateTensor, ...]:
         """What a rank with so many KV heads keeps of a token."""
         return StateTensor("k", (kv_heads, self.head_dim)), StateTensor("v", (kv_heads, self.v_dim))

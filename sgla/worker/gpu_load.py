@@ -82,6 +82,7 @@ def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> li
             scale=layers[0].scale,
             sinks=any(layer.sinks for layer in layers),
             alone=len(groups) == 1,
+            latent=layers[0].latent,
         )
         for key, layers in groups.items()
     ]

@@ -19,7 +19,7 @@ from sgla.attention.base import cut
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.triton import attention, elementwise, sampling, step
+from sgla.kernels.triton import attention, elementwise, latent, sampling, step
 from sgla.sampling.draw import Distribution, bits_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,6 +122,26 @@ def test_heads_of_every_size_and_sinks(group: int, dim: int) -> None:
     torch.testing.assert_close(out, ops.attention(q, kv, batch, dim**-0.5, sinks=sinks), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("heads", "content", "rotated"), [(3, 16, 8), (20, 40, 24), (80, 8, 16)])
+def test_latents(heads: int, content: int, rotated: int) -> None:
+    """Decode rows in one part and in several, and prompts behind a history and without."""
+    q, kv, batch = random_batch([1, 1], [5, 70], heads, 1, content + rotated)
+    kv = kv.latent(content)
+    expected = ops.attention(q, kv, batch, 0.3)
+    for splits in (1, 4):
+        out = latent.decode(q, kv.k, content, batch.page_table, batch.slots, batch.kv_len, 0.3, splits)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    heads = min(heads, 3)
+    q_lens, kv_lens = [1, 40, 35], [9, 40, 70]
+    q, kv, batch = random_batch(q_lens, kv_lens, heads, 1, content + rotated)
+    kv = kv.latent(content)
+    slots, lens = batch.slots.numpy(), np.array(q_lens, np.int32)
+    tiles = torch.from_numpy(cut(slots, np.array(kv_lens, np.int32) - lens, lens, 0, 32))
+    out = q.new_empty(len(q), heads * content)
+    latent.extend(q, kv.k, content, batch.page_table, tiles, 0.3, out, attention.Cut(32, 16, 2))
+    torch.testing.assert_close(out, ops.attention(q, kv, batch, 0.3), rtol=1e-4, atol=1e-5)
+
+
 def test_decode_takes_q_beside_k_and_v() -> None:
     """As the projection leaves it where prompts are attended in place."""
     q, kv, batch = random_batch([1, 1, 1], [1, 70, 101], 4, 2, 16)
@@ -175,6 +195,19 @@ def test_qk_norm_rope_store(q_heads: int, kv_heads: int, rot: int, norm: bool, d
     k, kept = qkv[:, q_heads * dim :].split((kv_heads * dim, kv_heads * dim), 1)
     torch.testing.assert_close(k.view(tokens, kv_heads, dim), theirs.k[loc.long() // 4, loc.long() % 4])
     assert torch.equal(kept, v)
+
+
+@pytest.mark.parametrize(("heads", "content", "rotated"), [(1, 16, 8), (6, 20, 12)])
+def test_latent_rope_store(heads: int, content: int, rotated: int) -> None:
+    dim, tokens = content + rotated, 5
+    q, x = torch.randn(tokens, heads * dim), torch.randn(tokens, dim)
+    positions, out_loc = torch.tensor([3, 0, 7, 1, 9]).int(), torch.tensor([13, 4, 9, 5, 22]).int()
+    cos_sin, pages = torch.randn(10, rotated), torch.randn(6, 4, 1, dim)
+    ours, theirs = KVLayer(pages.clone(), pages[..., :0]), KVLayer(pages.clone(), pages[..., :0])
+    expected = ops.latent_rope_store.body(q, x, positions, cos_sin, theirs, out_loc)
+    found = latent.rope_store(q, x, positions, cos_sin, ours.k, out_loc)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours.k, theirs.k)
 
 
 def test_prepare_decode_and_pages() -> None:

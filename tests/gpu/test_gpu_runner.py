@@ -375,7 +375,7 @@ TERNARY = LLAMA | {"quantization_config": {"quant_method": "toy-ternary"}}
 @pytest.mark.parametrize(
     ("model", "attention", "settings"),
     [
-        pytest.param(LATENT, "torch decode, torch prefill, no graphs", {}, id="latent attention"),
+        pytest.param(LATENT, "triton decode, triton prefill", {}, id="latent attention"),
         pytest.param(STARCODER2, "triton decode, triton prefill", {}, id="LayerNorm with biases"),
         pytest.param(COHERE, "triton decode, triton prefill", {}, id="LayerNorm without biases"),
         pytest.param(TOY, "triton decode, triton prefill", {}, id="a family of its own"),

@@ -22,6 +22,7 @@ from sgla.kernels.gpu import mixture
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Ranks, Scoring
 from sgla.kernels.routing import Activation, Gating, Routing
 from sgla.kernels.triton import elementwise, fp8, invariant
+from sgla.kernels.triton import latent as latents
 
 if TYPE_CHECKING:
     from sgla.kernels.batch import ForwardBatch
@@ -147,6 +148,18 @@ class GpuOps:
             qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, where, self.attend.in_place,
             (kv.k_scale, kv.v_scale),
         )  # fmt: skip
+
+    @LOWERINGS.of(ops.latent_rope_store)
+    def latent_rope_store(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: KVLayer,
+        out_loc: Tensor,
+    ) -> Tensor:
+        return latents.rope_store(q, latent, positions, cos_sin, kv.k, places(out_loc, kv.group), kv.k_scale)
 
     def heads(
         self,

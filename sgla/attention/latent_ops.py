@@ -1,0 +1,69 @@
+"""Multi-head latent attention by Triton kernels: what ``triton_ops.py`` is to other heads."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sgla.attention.base import AttentionShape, DeviceBatch
+from sgla.attention.triton_ops import TritonExtend
+from sgla.device import Device
+from sgla.kernels.ops import KVLayer, Scoring
+from sgla.kernels.triton import attention, latent
+
+CONTENT = 512  # values of a latent without those that are rotated; beyond, sums do not fit into registers
+
+
+def refuses(shape: AttentionShape) -> str | None:
+    """Why the kernels cannot be used, or None."""
+    if shape.v_dim > CONTENT:
+        return f"latents of {shape.v_dim} values, and it ends at {CONTENT}"
+    if shape.windows != {0} or shape.softcap or shape.sinks:
+        return "latents with a window, a soft cap or sinks"
+    return None
+
+
+class LatentDecode:
+    name, captured, grows, cascades, fused = "triton", True, False, False, None
+
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
+        self._device = device
+
+    @staticmethod
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
+        return refuses(shape)
+
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
+        n, heads = batch.decode_rows, q.shape[1] // kv.k.shape[3]
+        blocks = -(-heads // latent.MOST_HEADS)
+        return latent.decode(
+            q,
+            kv.k,
+            kv.v.shape[3],
+            batch.pages(kv.group),
+            batch.slots[:n],
+            batch.kv_len[:n],
+            scoring.scale,
+            attention.splits_for(n, blocks, self._device.multiprocessors),
+            kv.k_scale,
+            self._device.shared,
+        )
+
+
+class LatentPrompts:
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
+        self._cut = latent.extend_cut(shape.head_dim, shape.v_dim, shape.dtype.itemsize, device.shared)
+        self.tile = self._cut.m
+
+    def forward(
+        self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
+    ) -> None:
+        content = kv.v.shape[3]
+        latent.extend(q, kv.k, content, page_table, tiles, scoring.scale, out, self._cut, kv.k_scale)
+
+
+class LatentExtend(TritonExtend):
+    kind = LatentPrompts
+
+    @staticmethod
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
+        return refuses(shape)

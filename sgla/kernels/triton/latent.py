@@ -1,0 +1,261 @@
+# mypy: allow-untyped-defs
+"""Multi-head latent attention in Triton, in the absorbed form (DeepSeek-V2, arXiv 2405.04434, 2.1): all heads
+of a token read one key of the pages, whose first values, its content, are the value, too. So a block of keys
+is loaded once for many heads and both products; what is behind the content, the rotated values, counts for
+the scores alone.
+
+Lengths and page tables are read on the device, as in ``attention.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, _merge, padded
+from sgla.kernels.triton.elementwise import _begin, _pdl, _saturate
+
+MOST_HEADS = 64  # of a decode row that one program serves
+
+
+@triton.jit
+def _keys(k, place, there, C: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RB: tl.constexpr):
+    """Content and rotated values of the tokens at ``place``: ``[N, CB]`` and ``[N, RB]``."""
+    c, r = tl.arange(0, CB), tl.arange(0, RB)
+    content = tl.load(k + place[:, None] + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0)
+    rotated = tl.load(k + place[:, None] + C + r[None, :], mask=there[:, None] & (r < R)[None, :], other=0.0)
+    return content, rotated
+
+
+@triton.jit
+def _look(content_q, rotated_q, content, rotated, seen, scale, top, total, acc):
+    """One block of keys more: the state of an online softmax (``top`` and ``total`` [M], ``acc`` [M, CB])."""
+    content, rotated = content.to(content_q.dtype), rotated.to(content_q.dtype)
+    s = tl.dot(content_q, tl.trans(content), input_precision="ieee")
+    s = tl.dot(rotated_q, tl.trans(rotated), s, input_precision="ieee") * scale
+    s = tl.where(seen, s, NEG)
+    new_top = tl.maximum(top, tl.max(s, 1))
+    p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
+    fade = tl.exp2(top - new_top)
+    acc = acc * fade[:, None] + tl.dot(p.to(content.dtype), content, input_precision="ieee")
+    return new_top, total * fade + tl.sum(p, 1), acc
+
+
+# Eager steps pass columns of one upload, which lie anywhere.
+@triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
+def _decode(
+    q, k, page_table, slots, kv_len, out, part, part_ml,
+    s_page, s_token, table_stride, page_size, heads, splits, scale, k_scale,
+    C: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One program: M heads of a row, and a share of its history."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    head = tl.program_id(1) * M + tl.arange(0, M)
+    length = tl.load(kv_len + row)
+    pages = page_table + tl.load(slots + row).to(tl.int64) * table_stride
+    share = tl.cdiv(tl.cdiv(length, splits), N) * N
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    at = row * heads + head
+    content_q, rotated_q = _keys(q, at * (C + R), head < heads, C, CB, R, RB)
+    top = tl.full([M], NEG, dtype=tl.float32)
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, CB], dtype=tl.float32)
+    for start in range(begin, end, N):
+        n = start + tl.arange(0, N)
+        live = n < end
+        page = tl.load(pages + n // page_size, mask=live, other=0).to(tl.int64)
+        content, rotated = _keys(k, page * s_page + (n % page_size) * s_token, live, C, CB, R, RB)
+        seen = live[None, :] & (head >= 0)[:, None]
+        top, total, acc = _look(content_q, rotated_q, content, rotated, seen, scale, top, total, acc)
+    c = tl.arange(0, CB)
+    used = (head < heads)[:, None] & (c < C)[None, :]
+    if splits == 1:
+        result = acc / tl.maximum(total, 1e-30)[:, None] * k_scale
+        tl.store(out + at[:, None] * C + c[None, :], result, mask=used)
+    else:
+        slice_ = at * splits + split
+        tl.store(part + slice_[:, None] * C + c[None, :], acc, mask=used)
+        tl.store(part_ml + slice_ * 2, top, mask=head < heads)
+        tl.store(part_ml + slice_ * 2 + 1, total, mask=head < heads)
+
+
+@triton.jit
+def _extend(
+    q, k, page_table, tiles, out, s_page, s_token, table_stride, page_size, heads, scale, k_scale,
+    C: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of the tokens of a tile."""
+    tile, head = tiles + tl.program_id(0) * 4, tl.program_id(1)
+    pages = page_table + tl.load(tile).to(tl.int64) * table_stride
+    begin, first, count = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    i = tl.arange(0, M)
+    at = (begin + i).to(tl.int64) * heads + head
+    content_q, rotated_q = _keys(q, at * (C + R), i < count, C, CB, R, RB)
+    end = first + count
+    top = tl.full([M], NEG, dtype=tl.float32)
+    total = tl.zeros([M], dtype=tl.float32)
+    acc = tl.zeros([M, CB], dtype=tl.float32)
+    for start in range(0, end, N):
+        n = start + tl.arange(0, N)
+        page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
+        content, rotated = _keys(k, page * s_page + (n % page_size) * s_token, n < end, C, CB, R, RB)
+        seen = n[None, :] <= (first + i)[:, None]
+        top, total, acc = _look(content_q, rotated_q, content, rotated, seen, scale, top, total, acc)
+    c = tl.arange(0, CB)
+    result = acc / tl.maximum(total, 1e-30)[:, None] * k_scale
+    tl.store(out + at[:, None] * C + c[None, :], result, mask=(i < count)[:, None] & (c < C)[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "out_loc"])
+def _rope_store(
+    q, latent, positions, cos_sin, k, out_loc, out, heads, k_inverse, s_page, s_token, page_size,
+    C: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr, HALF_B: tl.constexpr, M: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: M heads of one token, or its latent."""
+    _begin(PDL)
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head = block * M + tl.arange(0, M)
+    own = block == tl.num_programs(1) - 1  # the latent's, which is the last
+    live = tl.where(own, tl.arange(0, M) < 1, head < heads)
+    dim: tl.constexpr = C + 2 * HALF
+    source = tl.where(own, token, token * heads + head)[:, None] * dim
+    base = q
+    if own:
+        base = latent
+    c, i = tl.arange(0, CB)[None, :], tl.arange(0, HALF_B)[None, :]
+    there, turned = live[:, None] & (c < C), live[:, None] & (i < HALF)
+    content = tl.load(base + source + c, mask=there).to(tl.float32)
+    a = tl.load(base + source + C + i, mask=turned).to(tl.float32)
+    b = tl.load(base + source + C + HALF + i, mask=turned).to(tl.float32)
+    angle = cos_sin + tl.load(positions + token).to(tl.int64) * 2 * HALF + i
+    cos, sin = tl.load(angle, mask=i < HALF), tl.load(angle + HALF, mask=i < HALF)
+    ra, rb = a * cos - b * sin, b * cos + a * sin
+    if own:
+        loc = tl.load(out_loc + token).to(tl.int64)
+        place = k + (loc // page_size) * s_page + (loc % page_size) * s_token
+        if FP8:
+            content, ra, rb = (
+                _saturate(content * k_inverse),
+                _saturate(ra * k_inverse),
+                _saturate(rb * k_inverse),
+            )
+        stored = place + (tl.arange(0, M) * 0)[:, None]
+        tl.store(stored + c, content, mask=there)
+        tl.store(stored + C + i, ra, mask=turned)
+        tl.store(stored + C + HALF + i, rb, mask=turned)
+    else:
+        tl.store(out + source + c, content, mask=there)
+        tl.store(out + source + C + i, ra, mask=turned)
+        tl.store(out + source + C + HALF + i, rb, mask=turned)
+
+
+def rope_store(
+    q: Tensor,
+    latent: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k: Tensor,
+    out_loc: Tensor,
+    k_scale: float = 1.0,
+) -> Tensor:
+    """See ``ops.latent_rope_store``."""
+    dim, rot = latent.shape[1], cos_sin.shape[1]
+    q, latent, out = q.contiguous(), latent.contiguous(), torch.empty_like(q)
+    heads = q.shape[1] // dim
+    most = min(4, triton.next_power_of_2(heads))
+    _rope_store[(len(q), triton.cdiv(heads, most) + 1)](
+        q, latent, positions, cos_sin, k, out_loc, out, heads, 1 / k_scale, k.stride(0), k.stride(1),
+        k.shape[1], C=dim - rot, CB=triton.next_power_of_2(dim - rot), HALF=rot // 2,
+        HALF_B=triton.next_power_of_2(rot // 2), M=most, FP8=k.dtype == torch.float8_e4m3fn, num_warps=4,
+        **_pdl(),
+    )  # fmt: skip
+    return out
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    content: int,
+    page_table: Tensor,
+    slots: Tensor,
+    kv_len: Tensor,
+    scale: float,
+    splits: int = 1,
+    k_scale: float = 1.0,
+    shared: int = 1 << 30,
+) -> Tensor:
+    """One query token a row: q ``[R or more, Hq * hd]`` -> ``[as many, Hq * content]``, of which R rows are
+    written; k ``[pages, page_size, 1, hd]``. Of quantized pages ``k_scale`` times the stored k is meant.
+
+    Each history is cut into ``splits`` shares (Flash-decoding). ``shared``: bytes of shared memory that a
+    block may have. A row with ``kv_len`` 0 gives zeros.
+    """
+    rows, dim, page_size = slots.shape[0], k.shape[3], k.shape[1]
+    q = q.contiguous()
+    heads = q.shape[1] // dim
+    out = q.new_empty(q.shape[0], heads * content)
+    several = rows * heads * splits if splits > 1 else 0
+    part = q.new_empty(several, content, dtype=torch.float32) if several else out
+    part_ml = q.new_empty(several, 2, dtype=torch.float32) if several else out
+    cut = decode_cut(dim, content, heads, q.itemsize, shared)
+    _decode[(rows, triton.cdiv(heads, cut.m), splits)](
+        q, k, page_table, slots, kv_len, out, part, part_ml,
+        k.stride(0), k.stride(1), page_table.stride(0), page_size, heads, splits, scale * k_scale * LOG2E,
+        k_scale, C=content, CB=padded(content), R=dim - content, RB=padded(dim - content), M=cut.m, N=cut.n,
+        num_warps=8 if cut.m == MOST_HEADS else 4, num_stages=cut.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(rows * heads,)](
+            part, part_ml, out, q, splits, heads, k_scale, HD=content, HB=padded(content), SINKS=False,
+            num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def extend(
+    q: Tensor,
+    k: Tensor,
+    content: int,
+    page_table: Tensor,
+    tiles: Tensor,
+    scale: float,
+    out: Tensor,
+    cut: Cut,
+    k_scale: float = 1.0,
+) -> None:
+    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out``
+    ``[T, Hq * content]``; ``tiles`` as in ``attention.extend``."""
+    dim, page_size = k.shape[3], k.shape[1]
+    q = q.contiguous()
+    heads = q.shape[1] // dim
+    _extend[(tiles.shape[0], heads)](
+        q, k, page_table, tiles, out, k.stride(0), k.stride(1), page_table.stride(0), page_size, heads,
+        scale * k_scale * LOG2E, k_scale, C=content, CB=padded(content), R=dim - content,
+        RB=padded(dim - content), M=cut.m, N=cut.n, num_warps=8 if cut.m == 64 else 4, num_stages=cut.stages,
+    )  # fmt: skip
+
+
+def decode_cut(dim: int, content: int, heads: int, size: int, shared: int) -> Cut:
+    """As ``extend_cut``, where the query tokens are heads of one row."""
+    m = min(MOST_HEADS, max(16, triton.next_power_of_2(heads)))
+    return _largest(
+        [(m, 32, 2), (m, 16, 2), (16, 32, 2), (16, 16, 2), (16, 16, 1)], dim, content, size, shared
+    )
+
+
+def extend_cut(dim: int, content: int, size: int, shared: int) -> Cut:
+    """The largest tiles of a prompt that fit: see ``attention.extend_cut``."""
+    cuts = [(64, 32, 2), (32, 32, 2), (32, 16, 2), (16, 16, 2), (16, 16, 1)]
+    return _largest(cuts, dim, content, size, shared)
+
+
+def _largest(cuts: list[tuple[int, int, int]], dim: int, content: int, size: int, shared: int) -> Cut:
+    """Queries, blocks of keys for each stage, and weights lie in shared memory."""
+    width = padded(content) + padded(dim - content)
+    return _fitting(
+        [Cut(*cut) for cut in cuts], lambda c: size * (width * (c.m + c.n * c.stages) + c.m * c.n), shared
+    )
