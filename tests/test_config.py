@@ -202,6 +202,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("dtype: float8", r"c\.yaml: dtype: 'float8' is none of auto"),
         ("tensor-parallel-size: true", "tensor-parallel-size: it takes a value"),
         ("kv_cache_bytes: 3 bananas", "kv_cache_bytes: '3 bananas' is no size"),
+        ("port: 1\nhost: a\nport: 2", r"c\.yaml: port is given twice"),
         ("- port", "expected lines of 'key: value'"),
         ("port: [", "is not YAML"),
     ],
@@ -210,6 +211,11 @@ def test_mistakes_in_a_file_name_the_key(tmp_path: Path, text: str, message: str
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         config_of("--config", str(tmp_path / "c.yaml"))
+
+
+def test_a_file_of_comments_sets_nothing(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("# port: 1\n")
+    assert config_of("--config", str(tmp_path / "c.yaml")) == Config()
 
 
 def test_a_missing_file() -> None:

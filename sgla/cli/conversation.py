@@ -68,6 +68,8 @@ class Conversation:
         if name in ("/exit", "/quit", "/bye"):
             raise Leave
         try:
+            if name not in (*commands, "/help"):
+                return f"there is no {name}\n{HELP}"
             return commands[name](rest.strip()) if name in commands else HELP
         except (OSError, ValueError, SglaError) as error:
             return f"{name}: {error}"
@@ -84,7 +86,7 @@ class Conversation:
         if name and not value:
             options.pop(name, None)
         elif name:
-            options[name] = checked(name, msgspec.json.decode(value, type=int | float))
+            options[name] = checked(name, value_of(value))
         return ", ".join(f"{name} {options[name]}" for name in SETTINGS if name in options) or "all defaults"
 
     def save(self, file: str) -> str:
@@ -125,6 +127,14 @@ def named(file: str) -> Path:
     if not file:
         raise ValueError("name a file")
     return Path(file).expanduser()
+
+
+def value_of(text: str) -> int | float:
+    """Raises ValueError."""
+    try:
+        return msgspec.json.decode(text, type=int | float)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{text!r} is no number") from error
 
 
 def read(path: Path) -> Saved:

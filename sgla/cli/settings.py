@@ -207,13 +207,19 @@ def read_file(path: str, say: Say = lambda text: None) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).expanduser().read_text())
+        text = Path(path).expanduser().read_text()
+        top, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not YAML: {error}") from error
+    if top is None:  # nothing but comments
+        return {}
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected lines of 'key: value'")
+    keys = [key.value for key, _ in top.value]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ConfigError(f"--config {path}: {twice} is given twice", param=twice)
     found: dict[str, Any] = {}
     for key, value in values.items():
         try:

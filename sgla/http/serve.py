@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import ssl
@@ -176,8 +177,9 @@ async def _listen(runner: web.AppRunner, config: Config, waiting: int) -> str:
     try:
         await site.start()
     except OSError as error:
+        flag = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port"
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --{flag}"
         ) from error
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     return f"{'https' if tls else 'http'}://{host}:{runner.addresses[0][1]}"
