@@ -11,6 +11,7 @@ from aiohttp import web
 
 from sgla import clock
 from sgla.errors import InvalidField, SglaError
+from sgla.http.access import Tally
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.encoder import Encoder
@@ -109,7 +110,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     asked = ChatRequest(messages=messages, tools=fields.tools, **passed(server, fields))
     reading = Reading(server, asked)
     work = await chat_work(request, server, asked, reading, clip=True)
-    return await answer(request, server, work, Lines(fields.model, reading.reader(), "message"), fields)
+    return await answer(request, server, work, Lines(work, fields.model, reading.reader(), "message"), fields)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -126,11 +127,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
     if not raw:
         reading = Reading(server, asked)
         work = await chat_work(request, server, asked, reading, clip=True)
-        return await answer(request, server, work, Lines(fields.model, reading.reader(), "response"), fields)
+        return await answer(
+            request, server, work, Lines(work, fields.model, reading.reader(), "response"), fields
+        )
     sampling = sampling_params(asked, server.sampling_defaults, max_tokens=asked.max_tokens)
     prompt = {"text": fields.prompt, "suffix": fields.suffix, "clip": True}
     work = await make_work(request, RequestFields(stream=asked.stream), [prompt], sampling)
-    return await answer(request, server, work, Lines(fields.model, PlainReader(), "response"), fields)
+    return await answer(request, server, work, Lines(work, fields.model, PlainReader(), "response"), fields)
 
 
 def loaded(server: Server, fields: OllamaFields, empty: dict[str, Any]) -> dict[str, Any]:
@@ -223,13 +226,13 @@ class Lines(Encoder):
     ping = b""
     headers = {"Content-Type": "application/x-ndjson", "Cache-Control": "no-cache"}  # noqa: RUF012 - never changed
 
-    def __init__(self, model: str, reader: Reader, kind: str) -> None:
+    def __init__(self, work: Work, model: str, reader: Reader, kind: str) -> None:
+        self._tally = work.tally = work.tally or Tally(work.n)
         self._model = model
         self._reader = reader
         self._kind = kind
         self._call: tuple[str, list[str]] | None = None  # the name and what there is of the arguments
         self._began = clock.now()
-        self._first: float | None = None
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """The answer in one piece."""
@@ -241,8 +244,6 @@ class Lines(Encoder):
     def encode(self, event: Event) -> bytes:
         if event.finish == "abort":
             return self.error(Aborted(ABORTED))
-        if self._first is None:
-            self._first = clock.now()
         lines = [line for piece in self._reader.read(event) for line in self._lines(piece)]
         if event.finish is not None:
             lines += [self._line(calls=[call]) for call in self._last_call()]
@@ -297,7 +298,7 @@ class Lines(Encoder):
 
     def _end(self, event: Event | Choice) -> dict[str, Any]:
         end = clock.now()
-        first = self._first or end
+        first = self._tally.first or end
         return {
             "done": True,
             "done_reason": event.finish,
@@ -306,7 +307,7 @@ class Lines(Encoder):
             "prompt_eval_count": event.usage.prompt_tokens,
             "prompt_eval_duration": round((first - self._began) * 1e9),
             "eval_count": event.usage.completion_tokens,
-            "eval_duration": round((end - first) * 1e9),
+            "eval_duration": round((end - first) * 1e9) or 1,  # clients divide by it
         }
 
 

@@ -71,7 +71,7 @@ class Work(msgspec.Struct, kw_only=True):
     n: int
     prompt_only: list[bool]
     share: Share  # what the request holds of the server's ``memory``
-    tally: Tally | None = None  # for the access log
+    tally: Tally | None = None  # for whoever wants to know when its first token came
 
     @property
     def choices(self) -> int:

@@ -33,7 +33,7 @@ async def test_chats_stream_by_default(site: Site) -> None:
     last = streamed[-1]
     assert (last["done_reason"], last["eval_count"]) == ("length", 5)
     assert last["prompt_eval_count"] == len(site.ingress.prompt(job))
-    assert last["total_duration"] >= last["eval_duration"] >= 0
+    assert last["total_duration"] >= last["eval_duration"] > 0
     body = {
         "model": "fake:latest",
         "messages": USER,
@@ -42,6 +42,8 @@ async def test_chats_stream_by_default(site: Site) -> None:
     }
     status, whole = await site.post("/api/chat", body)
     assert (status, whole["message"]["content"], whole["done"]) == (200, text, True)
+    assert whole["eval_duration"] > 1, "the time from the first token to the last"
+    assert whole["total_duration"] >= whole["eval_duration"] + whole["prompt_eval_duration"] - 1
     site.ingress.check()
 
 
