@@ -27,6 +27,11 @@ def compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0))), "compile")
 
 
+def under_way() -> bool:
+    """Whether this thread rehearses: then no kernel writes what it is given to write."""
+    return _asked.get() is not None
+
+
 def rehearsed(kernel: Loads) -> bool:
     """Whether this is a rehearsal, in which ``kernel`` is asked for and not launched."""
     asked = _asked.get()
@@ -45,7 +50,7 @@ def rehearsing() -> Iterator[None]:
     asked: list[Loads] = []
     token = _asked.set(asked)
     try:
-        with asking(lambda: _asked.get() is not None):
+        with asking(under_way):
             yield
         for kernel in dict.fromkeys(asked):
             kernel.load()

@@ -12,6 +12,7 @@ from torch import Tensor
 from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.kernels.batch import places
+from sgla.kernels.rehearsal import under_way
 from sgla.kernels.triton import step
 from sgla.messages import NewRow, StepPlan
 from sgla.sampling.device import DeviceSampler
@@ -157,5 +158,7 @@ def upload_columns(columns: list[Int32s]) -> list[Tensor]:
 
 
 def aligned(columns: int, rows: int) -> Tensor:
-    """Room for int32[columns, rows] on the GPU, where each column begins so."""
-    return torch.empty(columns, -(-rows // 4) * 4, dtype=torch.int32, device="cuda")[:, :rows]
+    """Room for int32[columns, rows] on the GPU, where each column begins so. Zeros in a rehearsal, when no
+    kernel writes what torch's operations may read."""
+    make = torch.zeros if under_way() else torch.empty
+    return make(columns, -(-rows // 4) * 4, dtype=torch.int32, device="cuda")[:, :rows]

@@ -34,6 +34,7 @@ from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels import device
 from sgla.kernels.cuda import build, tensor_map
+from sgla.kernels.rehearsal import under_way
 from sgla.messages import SAMPLE, StepPlan
 from sgla.model import load
 from sgla.worker import cuda
@@ -44,7 +45,7 @@ LOADED: list[bool] = []  # not empty: weights were asked for
 
 class OnCpu(TorchFunctionMode):
     """What is asked of a GPU is done here; products, which cost time, give zeros, as does memory that is not
-    set."""
+    set. In a rehearsal its integers are no index: no kernel sets them."""
 
     def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {k: _cpu(v) for k, v in (kwargs or {}).items() if k != "pin_memory"}
@@ -57,8 +58,13 @@ class OnCpu(TorchFunctionMode):
         return ZEROS.get(f, f)(*args, **kwargs)
 
 
+def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+    made = torch.zeros(*args, **kwargs)
+    return made.fill_(1 << 28) if under_way() and made.dtype in (torch.int32, torch.int64) else made
+
+
 ZEROS: dict[Any, Any] = {
-    torch.empty: torch.zeros,
+    torch.empty: empty,
     torch.empty_like: torch.zeros_like,
     torch.Tensor.new_empty: torch.Tensor.new_zeros,
 }

@@ -26,6 +26,8 @@ from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu import rewrite, rules, whole_step
+from sgla.kernels.gpu.ops import LOWERINGS
+from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
 from sgla.model import registry
@@ -419,3 +421,8 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
     assert ("few rows + added" in program.work.taken) is (reads == "nothing")
+
+
+def test_what_has_a_kernel_is_recorded_as_itself() -> None:
+    """Or its body would be."""
+    assert set(LOWERINGS) == set(RESULTS)

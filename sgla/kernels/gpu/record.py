@@ -292,6 +292,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.add_rms_norm: lambda x, residual, *_: _like(x) + _like(residual),
     ops.linear: lambda x, w, *_: _wide(x, w.n),
     ops.qk_norm_rope_store: _queries,
+    ops.latent_rope_store: _like,
     ops.attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v.shape[3]),
     ops.act_mul: lambda x, _: _wide(x, x.shape[-1] // 2),
     ops.layer_norm: _like,
