@@ -1,5 +1,5 @@
-"""The portable kernels against the torch oracle. Without a GPU they run in Triton's interpreter, in
-float32."""
+"""The portable kernels against the torch oracle. They run in Triton's interpreter, in float32, where
+there is no GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu has the same on the device", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from draws import DISTRIBUTIONS, possible
@@ -21,8 +22,6 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import attention, elementwise, latent, sampling, step
 from sgla.sampling.draw import Distribution, bits_of
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def random_batch(
@@ -327,10 +326,10 @@ def test_cuts_keep_what_the_host_sampler_keeps(top_k: int, top_p: float, min_p: 
 def test_masks_leave_what_is_allowed(vocab: int) -> None:
     """Where that is forbidden already, nothing is left, but in a row whose grammar ends."""
     torch.manual_seed(vocab)
-    logits = torch.randn(6, vocab, device=DEVICE)
+    logits = torch.randn(6, vocab)
     logits[2] = float("-inf")
-    allowed = torch.rand(4, 32 * -(-vocab // 32), device=DEVICE) < 0.3
-    rows = torch.tensor([5, 0, 2, 3], dtype=torch.int32, device=DEVICE)
+    allowed = torch.rand(4, 32 * -(-vocab // 32)) < 0.3
+    rows = torch.tensor([5, 0, 2, 3], dtype=torch.int32)
     logits[5, allowed[0, :vocab]] = float("-inf")
     expected = logits.clone()
     for n, row in enumerate(rows.tolist()):
@@ -338,8 +337,8 @@ def test_masks_leave_what_is_allowed(vocab: int) -> None:
         expected[row, ~kept] = float("-inf")
         if n == 0:
             expected[row, kept] = 0.0
-    bits = allowed.view(4, -1, 32).long() << torch.arange(32, device=DEVICE)
-    ends = torch.tensor([1, 0, 0, 1], dtype=torch.int32, device=DEVICE)
+    bits = allowed.view(4, -1, 32).long() << torch.arange(32)
+    ends = torch.tensor([1, 0, 0, 1], dtype=torch.int32)
     sampling.mask(logits, rows, bits.sum(-1).to(torch.int32), ends)
     assert torch.equal(logits, expected)
 

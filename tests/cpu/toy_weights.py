@@ -16,7 +16,10 @@ from sgla.quant import formats
 from sgla.quant.method import Held, Method
 from sgla.quant.weight import SourceTensor, StoredTensor, Weight, storage
 
-PLACES = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+
+def places(device: torch.device) -> Tensor:
+    """The bits where digits begin. Made on the device: a graph cannot hold a copy from the host."""
+    return 2 * torch.arange(4, dtype=torch.uint8, device=device)
 
 
 class Ternary(Weight):
@@ -34,7 +37,7 @@ class Ternary(Weight):
     @classmethod
     def decode(cls, k: int, *tensors: Tensor) -> Tensor:
         data, scale = tensors
-        digits = (data[..., None] >> PLACES.to(data.device) & 3).view(len(data), -1)[:, :k]
+        digits = (data[..., None] >> places(data.device) & 3).view(len(data), -1)[:, :k]
         return (digits.float() - 1) * scale[:, None]
 
     def columns(self, start: int, stop: int) -> Self:
@@ -44,7 +47,7 @@ class Ternary(Weight):
 
 def bits(digits: Tensor) -> Tensor:
     digits = F.pad(digits, (0, -digits.shape[1] % 4)).view(len(digits), -1, 4)
-    return (digits << PLACES.to(digits.device)).sum(-1, dtype=torch.uint8)
+    return (digits << places(digits.device)).sum(-1, dtype=torch.uint8)
 
 
 class TernaryMethod(Method):

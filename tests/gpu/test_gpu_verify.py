@@ -16,7 +16,7 @@ from tiny import make_core, submit
 
 from sgla.messages import Submit, TokenLogprob
 
-NEAR = 0.1  # nats between logprobs that rounding to bfloat16 may swap
+NEAR = 0.1  # nats between logprobs that rounding to bfloat16 may swap; a token at random costs more than 1
 GUESSING: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float32": (TINY, {"dtype": "float32"}),
@@ -114,13 +114,11 @@ def test_guesses_that_are_right_save_steps(both: tuple[Any, Any]) -> None:
     assert steps(8) < 0.3 * steps(0)
 
 
-@pytest.mark.parametrize(
-    ("model", "settings"), [(TINY, {}), (TINY, {"kv_cache_dtype": "fp8"}), (WINDOWS, {})]
-)
-def test_kernels_of_bfloat16(model: dict[str, Any], settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}])
+def test_kernels_of_bfloat16(settings: dict[str, Any]) -> None:
     """Their sums depend on the batch, so a near tie may fall the other way. What greedy rows that guess bring
     is then nearly the best that rows which do not guess find behind the same text."""
-    plain, guessing = make(model, **settings), make(model, **settings | GUESSING)
+    plain, guessing = make(**settings), make(**settings | GUESSING)
     for depth in (1, 3):
         core = make_core(guessing.facts, drafts=8, depth=depth)
         found = run(guessing, requests(), core)
