@@ -8,16 +8,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from levels import EACH, LEVELS
 from torch import Tensor
 
-from sgla.kernels import build, ops
+from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.quant.weight import pack
 from sgla.worker.encoder import make_batch
 
 pytestmark = pytest.mark.native
-LEVELS = [level.name for level in build.supported()]
 VOCAB = 97
 
 
@@ -39,7 +39,7 @@ def embedding(width: int, scale: float = 1.0) -> Callable[[ForwardBatch], Tensor
     return lambda batch: ops.embedding(batch.ids, table)
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH)
 @pytest.mark.parametrize(
     ("heads", "dim", "lengths"),
     [
@@ -60,7 +60,7 @@ def test_scores_far_apart_do_not_overflow() -> None:
     check(lambda batch: ops.self_attention(source(batch), batch, 1, 1.0), [400], LEVELS[0], tolerance=1e-3)
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH)
 @pytest.mark.parametrize("width", [1, 31, 384])
 def test_layer_norm(width: int, isa: str) -> None:
     source = embedding(width, scale=3.0)
@@ -70,7 +70,7 @@ def test_layer_norm(width: int, isa: str) -> None:
     )
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH)
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "relu"])
 def test_activations(kind: str, isa: str) -> None:
     source = embedding(37, scale=4.0)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from levels import EACH, LEVELS, WIDTHS
 from torch import Tensor
 
-from sgla.kernels import build, ops
+from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.native import DRAW
 from sgla.kernels.cpu.panels import FIXED_LEVELS, KINDS, Kind, Panels
@@ -21,10 +22,6 @@ from sgla.quant.weight import Weight, pack, storage
 
 pytestmark = pytest.mark.native
 
-LEVELS = [level.name for level in build.supported()]
-WIDTHS = list(
-    dict.fromkeys([LEVELS[0], *(name for name in LEVELS if not name.startswith("avx512"))])
-)  # of vectors
 VOCAB = 300
 
 
@@ -98,7 +95,7 @@ def tokens(count: int) -> ForwardBatch:
     return random_batch([(count, 0)])
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(96, 64), (33, 50), (7, 1001), (200, 576)])
 def test_linear(isa: str, kind: Kind, n: int, k: int) -> None:
@@ -109,7 +106,7 @@ def test_linear(isa: str, kind: Kind, n: int, k: int) -> None:
         close(got, ops.linear(x[:count], w, bias), tolerance(isa, kind))
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH)
 @pytest.mark.parametrize("kind", ["f32", "bf16", "int4"])
 def test_an_addend_comes_before_what_is_fused_behind(isa: str, kind: Kind) -> None:
     torch.manual_seed(0)
@@ -127,7 +124,7 @@ def test_an_addend_comes_before_what_is_fused_behind(isa: str, kind: Kind) -> No
         close(run(fn, tokens(5), x, 1, isa), fn(tokens(5), x), 10 * tolerance(isa, kind))
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_linear_does_not_depend_on_the_others(isa: str, kind: Kind) -> None:
     torch.manual_seed(0)
@@ -170,7 +167,7 @@ class Rows(NamedTuple):
         return storage(kind).read(self, rows, columns)
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_put_into_a_weight_that_has_moved_is_computed_with(isa: str, kind: Kind) -> None:
     """Rows that begin and end inside of panels; the others keep their bits, and parts and views follow."""
@@ -212,7 +209,7 @@ def test_fixed_panels_round_only_the_small() -> None:
     assert not got[tiny].any()
 
 
-@pytest.mark.parametrize("isa", [isa for isa in FIXED_LEVELS if isa in LEVELS])
+@pytest.mark.parametrize("isa", [each for each in EACH if each.values[0] in FIXED_LEVELS])
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4", "q8_0", "q5_0", "q4_0"])
 def test_integer_products_at_their_largest(kind: Kind, isa: str) -> None:
     """Sums of 64 largest products fit; what is not finite stays in its row."""
@@ -451,7 +448,7 @@ def test_v_of_another_width() -> None:
     close(kv.k, other.k)
 
 
-@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("isa", EACH)
 @pytest.mark.parametrize("window", [0, 100])
 def test_attention_does_not_depend_on_batch_chunks_or_threads(isa: str, window: int) -> None:
     """One prompt at once = in chunks = token by token beside other rows, bit for bit."""

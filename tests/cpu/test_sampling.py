@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from levels import WIDTHS
 
-from sgla.kernels import build
 from sgla.messages import RowSampling
 from sgla.sampling import Sampler, faults
 from sgla.sampling.device import score as device_score
@@ -15,11 +15,6 @@ from sgla.sampling.logprobs import join, score
 from sgla.sampling.native import find_draw
 
 VOCAB = 1700  # no multiple of a block
-
-LEVELS = [level.name for level in build.supported()]
-WIDTHS = list(
-    dict.fromkeys([LEVELS[0], *(name for name in LEVELS if not name.startswith("avx512"))])
-)  # of vectors
 PINNED = [3787680688, 1724555295, 3559151513, 4094892475, 3775842436]
 
 
