@@ -30,8 +30,9 @@ class SelfAttention:
 
     ``cos_sin`` float32 ``[positions, rot]``. ``interleaved``: the checkpoint rotates dims 2i and 2i + 1
     together, and its rows are brought to the NeoX order. ``qk_norm``: RMSNorm of q and k before the rotation,
-    of each ``head`` or of the whole ``width``, with the weights' offset ``norm_offset``. ``window`` 0 is full
-    attention. ``sinks``: a score of each head that has no value (``ops.attention``).
+    of each ``head`` or of the whole ``width``, with the weights' offset ``norm_offset``. ``late_norm``: that
+    of heads comes behind the rotation, which keeps lengths, so the products of both weights multiply q alone.
+    ``window`` 0 is full attention. ``sinks``: a score of each head that has no value (``ops.attention``).
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SelfAttention:
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm: Literal["", "head", "width"] = "",
+        late_norm: bool = False,
         norm_offset: float = 0.0,
         interleaved: bool = False,
     ) -> None:
@@ -62,9 +64,13 @@ class SelfAttention:
         self.out = RowLinear(build, f"{name}.o_proj", hidden, heads * head_dim, columns, out_bias)
         self.q_norm = self.k_norm = None
         self.wide_norms: tuple[RMSNorm, RMSNorm] | None = None
+        self.late: tuple[Tensor, Tensor] | None = None
         if qk_norm == "head":
             self.q_norm = RMSNorm(build, f"{name}.q_norm", head_dim, eps, norm_offset).weight
             self.k_norm = RMSNorm(build, f"{name}.k_norm", head_dim, eps, norm_offset).weight
+            if late_norm:
+                self.late = self.q_norm, self.k_norm
+                self.q_norm = self.k_norm = torch.ones(head_dim)
         elif qk_norm == "width":
             if build.shard.size > 1:
                 raise ConfigError(
@@ -86,6 +92,9 @@ class SelfAttention:
         q = ops.qk_norm_rope_store(
             qkv, batch.positions, self.cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc
         )
+        if self.late is not None:
+            weight = self.late[0] * self.late[1]
+            q = (q.unflatten(1, (-1, len(weight))) * weight).to(q.dtype).flatten(1)
         return ops.attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
 
 

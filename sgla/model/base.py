@@ -110,6 +110,7 @@ class Decoder(CausalLM):
             qkv_bias=spec.qkv_bias,
             out_bias=spec.out_bias,
             qk_norm=spec.qk_norm,
+            late_norm=spec.late_norm,
             norm_offset=spec.norm_offset,
             interleaved=spec.interleaved,
         )

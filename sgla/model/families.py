@@ -31,6 +31,8 @@ from sgla.model.gguf_words import (
     Gguf,
 )
 
+EVERY = 1 << 30  # a pattern in which every layer has a window
+
 
 @dataclass(frozen=True)
 class Family:
@@ -68,6 +70,9 @@ class Family:
     rotates: Literal["all", "listed", "windows"] = "all"  # which layers
     pattern: int = 0  # every how many layers there is one without a window, where no key says it
     windows_optional: bool = False
+    local_theta: float = 0.0  # base of the rotation in layers with windows, where no key says it
+    alpha: bool = False  # "dynamic" scaling with an alpha stretches the base once
+    late_norm: bool = False  # q and k are rotated before their norms
     scaled_embedding: bool = False  # by the root of the width
     sinks: bool = False  # of attention
     mixture: str = ""
@@ -205,6 +210,8 @@ _LATENT = {
     "v_head_dim": 128,
     "qk_head_dim": None,  # the sum of both, which the class works out anew
 }
+_WITHOUT_HIDDEN_ACT = {key: value for key, value in _DECODER.items() if key != "hidden_act"}
+_HUNYUAN_NORMS = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
 _ROTATED_HEAD = {"head_dim": "qk_rope_head_dim"}  # by which name the class has it for the rotation
 _ROBERTA = Family(
     ("roberta", "xlm-roberta"), _BERT | {"vocab_size": 50265, "pad_token_id": 1}, _ENCODER, _SAME
@@ -594,7 +601,7 @@ FAMILIES = {
         },
         _CAUSAL | {"use_bias": False, "moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
         {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-        model="sgla.model.llama:Ernie",
+        model="sgla.model.llama:Predicting",
         mixture="sgla.model.mixture_spec:ernie",
         renamed=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
         interleaved=True,
@@ -886,6 +893,226 @@ FAMILIES = {
         rotates="windows",
         gguf=(Gguf("cohere2", ONE_NORM),),
     ),
+    "Olmo3ForCausalLM": Family(
+        ("olmo3",),
+        _DECODER
+        | _sizes(50304, 4096, 11008, 32, 32, 2048)
+        | {
+            "attention_bias": False,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "sliding_window": 4096,
+            "layer_types": None,
+        },
+        _CAUSAL,
+        model="sgla.model.olmo:Olmo2",
+        nulls=_KV_HEADS,
+        qk_norm="width",
+        pattern=4,
+        local_theta=5e5,
+        gguf=(Gguf("olmo2", POST_NORMS, when={"attention.sliding_window": True}),),
+    ),
+    "MinistralForCausalLM": Family(
+        ("ministral",),
+        _DECODER
+        | _sizes(32000, 4096, 14336, 32, 32, 131072, 8)
+        | {"sliding_window": 4096, "layer_types": None},
+        _CAUSAL,
+        model="sgla.model.llama:Llama",
+        pattern=EVERY,
+        windows_optional=True,
+    ),
+    "VaultGemmaForCausalLM": Family(
+        ("vaultgemma",),
+        _WITHOUT_HIDDEN_ACT
+        | _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
+        | {
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "layer_types": None,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+        },
+        _CAUSAL,
+        {"hidden_act": "hidden_activation"},
+        model="sgla.model.llama:Llama",
+        renamed=((".pre_feedforward_layernorm.", ".post_attention_layernorm."),),
+        norm_offset=1.0,
+        scaled_embedding=True,
+        pattern=2,
+    ),
+    "YoutuForCausalLM": Family(
+        ("youtu",),
+        _WITHOUT_HEAD_DIM
+        | _sizes(128256, 2048, 6144, 32, 16, 131072, 16)
+        | _LATENT
+        | {"tie_word_embeddings": True},
+        _CAUSAL | {"rope_interleave": True, "attention_bias": False},
+        _ROTATED_HEAD,
+        model="sgla.model.latent:Latent",
+        attention="sgla.model.latent_spec:read",
+        interleaved=True,
+    ),
+    "Jais2ForCausalLM": Family(
+        ("jais2",),
+        _LAYER_NORMED
+        | _sizes(150272, 3328, 26624, 32, 26, 8192)
+        | {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+        _CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=_HEAD_DIM + _KV_HEADS,
+        norm="layer",
+        gated=False,
+        gguf=(Gguf("jais2"),),
+    ),
+    "SolarOpenForCausalLM": Family(
+        ("solar_open",),
+        _DECODER
+        | _sizes(196608, 4096, 10240, 48, 64, 131072, 8)
+        | _ROUTED
+        | {
+            "intermediate_size": None,  # files have it, and there is no such layer
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "attention_bias": False,
+            "n_routed_experts": 128,
+            "moe_intermediate_size": 1280,
+        },
+        _CAUSAL | _BALANCED | {"use_qk_norm": False, "first_k_dense_replace": 0},
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.llama:Llama",
+        nulls=("intermediate_size",),
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        out_bias=False,
+    ),
+    "ExaoneMoeForCausalLM": Family(
+        ("exaone_moe",),
+        _DECODER
+        | _sizes(102400, 4096, 16384, 32, 32, 2048, 32)
+        | {
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        _CAUSAL | _BALANCED,
+        model="sgla.model.llama:Predicting",
+        mixture="sgla.model.mixture_spec:exaone",
+        renamed=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
+        qk_norm="head",
+        rotates="windows",
+        windows_optional=True,
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        ("minimax_m2",),
+        _DECODER
+        | _sizes(200064, 3072, 1536, 62, 48, 196608, 8)
+        | {
+            "head_dim": 128,
+            "rope_theta": 5e6,
+            "rotary_dim": None,
+            "partial_rotary_factor": None,
+            "attn_type_list": None,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 256,
+        },
+        _CAUSAL
+        | dict.fromkeys(
+            (f"layernorm_{part}_beta" for part in ("full_attention", "linear_attention", "mlp")), 1.0
+        )
+        | {
+            "scoring_func": "sigmoid",
+            "shared_moe_mode": "sigmoid",
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "shared_intermediate_size": 0,
+            "mlp_intermediate_size": 8192,
+        },
+        {"num_experts": "num_local_experts"},
+        model="sgla.model.llama:Llama",
+        nulls=(*_ROTATED, "rotary_dim", "attn_type_list"),
+        mixture="sgla.model.mixture_spec:minimax",
+        renamed=(*_MIXTRAL, (".mlp.e_score", ".mlp.gate.e_score")),
+        qk_norm="width",
+        gguf=(Gguf("minimax-m2", tensors=BALANCED, gating=(SIGMOID,)),),
+    ),
+    "HYV3ForCausalLM": Family(
+        ("hy_v3",),
+        _DECODER
+        | _sizes(120832, 4096, 13312, 80, 64, 131072, 8)
+        | _BIASES
+        | {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "router_scaling_factor": 2.826,
+            "mlp_layer_types": None,
+        },
+        _CAUSAL,
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:hunyuan_v3",
+        renamed=(
+            (".mlp.router.gate.", ".mlp.gate."),
+            (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+            (".mlp.e_score", ".mlp.gate.e_score"),
+            (".mlp.shared_mlp.", ".mlp.shared_experts."),
+        ),
+        qk_norm="head",
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        ("hunyuan_v1_dense",),
+        _DECODER
+        | _sizes(290943, 4096, 11008, 32, 32, 2048)
+        | {"rms_norm_eps": 1e-5, "attention_bias": False},
+        _CAUSAL | {"use_qk_norm": True},
+        model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
+        renamed=_HUNYUAN_NORMS,
+        qk_norm="head",
+        late_norm=True,
+        alpha=True,
+        gguf=(Gguf("hunyuan-dense"),),
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        ("hunyuan_v1_moe",),
+        _DECODER
+        | _sizes(290943, 4096, 11008, 32, 32, 2048)
+        | {"rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 1, "moe_topk": 1},
+        _CAUSAL | {"use_qk_norm": True},
+        {"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+        model="sgla.model.llama:Llama",
+        nulls=_KV_HEADS,
+        mixture="sgla.model.mixture_spec:hunyuan",
+        renamed=(
+            *_HUNYUAN_NORMS,
+            (".mlp.gate.wg.", ".mlp.gate."),
+            (".mlp.shared_mlp.", ".mlp.shared_experts."),
+        ),
+        qk_norm="head",
+        late_norm=True,
+        alpha=True,
+    ),
     "Bert": Family(("bert",), _BERT, _ENCODER, _SAME, nulls=("pad_token_id",)),
     "DistilBert": Family(
         ("distilbert",),
@@ -935,7 +1162,8 @@ HARMLESS = frozenset(
     architectures model_type dtype torch_dtype auto_map tokenizer_class is_composition
     vocab_size_or_config_json_file
     quantization_config compression_config tie_word_embeddings use_flash_attention
-    initializer_range initializer_factor init_std use_cache pretraining_tp gradient_checkpointing
+    initializer_range embedding_initializer_range initializer_factor init_std use_cache pretraining_tp
+    gradient_checkpointing
     cache_implementation use_flash_attn flash_attn_2_enabled
     output_attentions output_hidden_states output_past output_scores output_router_logits return_dict
     return_dict_in_generate torchscript xla_device use_bfloat16 chunk_size_feed_forward
@@ -950,7 +1178,8 @@ HARMLESS = frozenset(
     pooler_type
     sentence_transformers sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka
     sinusoidal_pos_embds neftune_noise_alpha router_jitter_noise is_llama_config transformers.js_config
-    ep_size seq_aux aux_loss_alpha moe_capacity num_nextn_predict_layers num_mtp_layers
+    ep_size seq_aux aux_loss_alpha moe_capacity num_nextn_predict_layers num_mtp_layers num_mtp_modules
+    mtp_transformer_layers use_mtp enable_moe_fp32_combine
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(

@@ -48,7 +48,8 @@ class Starcoder2(Llama):
     plain_names = ("c_fc", "c_proj")
 
 
-class Ernie(Llama):
-    """ERNIE 4.5's mixtures, whose layers for guessing further tokens are left out."""
+class Predicting(Llama):
+    """ERNIE 4.5's mixtures and K-EXAONE, whose layers for guessing further tokens stand apart and are left
+    out."""
 
-    ignored = ("model.mtp_",)
+    ignored = ("model.mtp_", "mtp.")

@@ -101,6 +101,46 @@ def deepseek_v3(c: Reader, layers: int) -> MoESpec:
     return replace(_deepseek(c, experts, routing, _behind(c, layers)), choice=True)
 
 
+def exaone(c: Reader, layers: int) -> MoESpec:
+    """K-EXAONE: DeepSeek-V3's, by other names."""
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    return deepseek_v3(_renamed(c, names), layers)
+
+
+def hunyuan_v3(c: Reader, layers: int) -> MoESpec:
+    """DeepSeek-V3's without groups, by other names."""
+    names = {
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "routed_scaling_factor": "router_scaling_factor",
+    }
+    return deepseek_v3(_renamed(c, names, n_group=1, topk_group=1, norm_topk_prob=True), layers)
+
+
+def minimax(c: Reader, layers: int) -> MoESpec:
+    """MiniMax-M2: sigmoids and a bias, and no shared expert."""
+    if any(kind != 1 for kind in c.integers("attn_type_list", LAYERS)):
+        raise c.error("attn_type_list", "a list of ones: softmax attention in every layer")
+    experts = c.integer("num_local_experts", EXPERTS)
+    routing = _routing(c, experts, sigmoid=True, normalize=True)
+    width = c.integer("intermediate_size", INNER)
+    return MoESpec(experts, width, routing, frozenset(range(layers)), choice=True)
+
+
+def hunyuan(c: Reader, layers: int) -> MoESpec:
+    """Hunyuan A13B: Mixtral's, with a shared expert of the same width."""
+    experts, width = c.integer("num_experts", EXPERTS), c.integer("intermediate_size", INNER)
+    routing = _routing(c, experts, key="moe_topk", normalize=True)
+    return MoESpec(experts, width, routing, frozenset(range(layers)), shared=width)
+
+
+def _renamed(c: Reader, names: dict[str, str], **more: object) -> Reader:
+    """With more names of keys: ours -> theirs."""
+    return Reader(
+        c.architecture, {**c.values, **more, **{ours: c.values[key] for ours, key in names.items()}}
+    )
+
+
 def _deepseek(c: Reader, experts: int, routing: Routing, layers: frozenset[int]) -> MoESpec:
     width = c.integer("moe_intermediate_size", INNER)
     shared = c.integer("n_shared_experts", EXPERTS)
@@ -115,7 +155,7 @@ def _behind(c: Reader, layers: int) -> frozenset[int]:
         if not known or len(kinds) != layers:
             raise c.error("mlp_layer_types", f"a list of {layers} words, dense or sparse")
         return frozenset(i for i, kind in enumerate(kinds) if kind == "sparse")
-    if "first_k_dense_replace" in c.values:
+    if c.given("first_k_dense_replace"):
         first = c.integer("first_k_dense_replace", LAYERS, 0)
     elif "mlp_layer_types" in c.values:
         first = 1

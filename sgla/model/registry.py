@@ -41,6 +41,13 @@ def supported() -> list[str]:
     return sorted({*_GENERATING, *encoders, *decoders})
 
 
+def _listed() -> str:
+    """The names that are supported, for an error."""
+    causal, others = "ForCausalLM", [name for name in supported() if not name.endswith("ForCausalLM")]
+    heads = [name.removesuffix(causal) for name in supported() if name.endswith(causal)]
+    return f"{', '.join(heads)}, each with {causal}; {', '.join(others)}"
+
+
 def layouts() -> dict[str, tuple[Layout, ...]]:
     """What the GGUF files of each architecture hold, by the architecture's name in the file."""
     found: dict[str, tuple[Layout, ...]] = {}
@@ -107,7 +114,7 @@ def check_architecture(name: str) -> None:
     near = [folded[found] for found in difflib.get_close_matches(name[:99].lower(), folded, 1, 0.95)]
     hint = f" Did you mean {near[0]}?" if near else ""
     raise ConfigError(
-        f"architecture {name[:99]!r} is not supported.{hint} Supported: {', '.join(supported())}",
+        f"architecture {name[:99]!r} is not supported.{hint} Supported: {_listed()}",
         param="model",
     )
 

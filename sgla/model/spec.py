@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from sgla.errors import ConfigError
 from sgla.kernels.routing import Clamped, Routing
-from sgla.model.families import GEMMA3, Family, Reader, check_keys, shown
+from sgla.model.families import EVERY, GEMMA3, Family, Reader, check_keys, shown
 from sgla.model.methods import method_of, unsupported
 from sgla.model.registry import architecture_of, check_architecture, family_of
 from sgla.quant.method import Method
@@ -152,6 +152,7 @@ class ModelSpec:
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     qk_norm: Literal["", "head", "width"] = ""  # RMSNorm on each head of q and k, or on all of them as one
+    late_norm: bool = False  # behind the rotation
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = True  # of layer norms
     norm_offset: float = 0.0  # what is added to the stored weights of norms
@@ -245,14 +246,14 @@ def _read(c: Reader, family: Family) -> ModelSpec:
     bias = _flag(c, family, "attention_bias", "use_bias")
     scale = hidden**0.5 if family.scaled_embedding else 1.0
     depth = _number(c, family, "scale_depth", layers**0.5) / layers**0.5
-    base = _number(c, family, "dim_model_base", hidden) / hidden
+    base, inner = _number(c, family, "dim_model_base", hidden) / hidden, "intermediate_size"
     return ModelSpec(
         architecture=c.architecture,
         hidden=hidden,
-        intermediate=c.integer("intermediate_size", INNER),
+        intermediate=c.integer(f"{'' if c.given(inner) else 'moe_'}{inner}", INNER),
         attention=attention,
         vocab=c.integer("vocab_size", VOCAB),
-        eps=c.number(next(key for key in _EPS if key in family.defaults), 1.0),
+        eps=c.number(_one_of(family, *_EPS), 1.0),
         activation=_activation(c, family),
         context_len=_context(c, attention, positions),
         final_softcap=_number(c, family, "final_logit_softcapping", 0.0),
@@ -264,6 +265,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         moe=_mixture(c, family, layers),
         predictors=_predictors(c, family),
         qk_norm=family.qk_norm if "use_qk_norm" not in family.defaults or c.flag("use_qk_norm") else "",
+        late_norm=family.late_norm,
         norm=family.norm,
         norm_bias=family.norm_bias,
         norm_offset=family.norm_offset,
@@ -304,7 +306,8 @@ def _attention(
             raise ConfigError(
                 f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
             )
-        rope, local = ropes(c, head_dim, positions, "partial_rotary_factor" in family.defaults)
+        stretched = _stretched(c, head_dim) if family.alpha else c
+        rope, local = ropes(stretched, head_dim, positions, _partial(family), family.local_theta)
         if family.longrope and rope.kind not in ("default", "factors"):
             raise ConfigError(
                 f"config.json: rope scaling {rope.kind!r} is not supported for {c.architecture}; longrope is",
@@ -352,6 +355,11 @@ def _number(c: Reader, family: Family, key: str, otherwise: float) -> float:
 
 def _flag(c: Reader, family: Family, *keys: str) -> bool:
     return any(c.flag(key) for key in keys if key in family.defaults)
+
+
+def _one_of(family: Family, *keys: str) -> str:
+    """The first of the keys that the family has."""
+    return next(key for key in keys if key in family.defaults)
 
 
 def _predictors(c: Reader, family: Family) -> int:
@@ -460,7 +468,7 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
         if family.pattern:  # and there are none from that layer on
             return tuple(window if (i + 1) % family.pattern and i < first else 0 for i in range(layers))
         return tuple(window if i >= first else 0 for i in range(layers))
-    if not window and family.windows_optional:
+    if not window and family.windows_optional and family.pattern != EVERY:
         raise c.error("layer_types", "a list, where sliding_window is null")
     pattern = family.pattern or c.integer("sliding_window_pattern", LAYERS)
     if c.values.get("_sliding_window_pattern") not in (None, pattern):
@@ -492,11 +500,13 @@ def _layer_types(c: Reader, layers: int, window: int) -> list[str]:
     return kinds
 
 
-def ropes(c: Reader, head_dim: int, positions: int, partial: bool = False) -> tuple[RopeSpec, RopeSpec]:
-    """Global and local rotary embedding:
-    ``rope_parameters`` (in Gemma by layer type) or ``rope_theta`` + ``rope_scaling``."""
+def ropes(
+    c: Reader, head_dim: int, positions: int, partial: bool = False, local_theta: float = 0.0
+) -> tuple[RopeSpec, RopeSpec]:
+    """Global and local rotary embedding: ``rope_parameters`` (in Gemma and OLMo 3 by layer type) or
+    ``rope_theta`` + ``rope_scaling``. ``local_theta``: base of the local one, where no key says it."""
     old, new = c.table("rope_scaling", nulls=True), c.table(_ROPE, nulls=True)
-    if "rope_local_base_freq" not in c.values:
+    if "rope_local_base_freq" not in c.values and not local_theta:
         rope = _rope(old or new, c, c.values.get("rope_theta"), head_dim, positions, partial)
         return rope, rope
     stray = {key for key, value in new.items() if value is not None}
@@ -524,7 +534,7 @@ def ropes(c: Reader, head_dim: int, positions: int, partial: bool = False) -> tu
         )
     return (
         _rope(full, c, c.values.get("rope_theta"), head_dim, positions),
-        _rope(local, c, c.values.get("rope_local_base_freq"), head_dim, positions),
+        _rope(local, c, c.values.get("rope_local_base_freq", local_theta), head_dim, positions),
     )
 
 
@@ -580,6 +590,20 @@ def _rope(
     return RopeSpec(base, rotated, kind, scaling)
 
 
+def _stretched(c: Reader, dim: int) -> Reader:
+    """HunYuan's alpha, which multiplies the base by a power of it, instead of what its table else says."""
+    table = c.table("rope_scaling") or c.table(_ROPE)
+    if table.get("rope_type", table.get("type")) != "dynamic" or not table.get("alpha"):
+        return c
+    p = Reader(f"{c.architecture}, rope_scaling", {"rope_theta": c.values.get("rope_theta"), **table})
+    for key in ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"):
+        table.pop(key, None)
+    table = {**table, "rope_type": "default", "rope_theta": p.number("rope_theta")}
+    table["rope_theta"] *= min(p.number("alpha", 1e6) ** (dim / max(dim - 2, 1)), 1e30)
+    del table["alpha"]
+    return Reader(c.architecture, {**c.values, "rope_scaling": None, _ROPE: table})
+
+
 def _without_nulls(table: dict[str, Any], c: Reader, positions: int) -> dict[str, Any]:
     """The keys of yarn to which a null says something: to stretch to the longest position, and not to
     truncate."""
@@ -614,6 +638,8 @@ def _rotated(table: dict[str, Any], c: Reader, head_dim: int, partial: bool) -> 
     """Dims of a head that are rotated. ``partial``: whether the family may rotate fewer than all."""
     key = "partial_rotary_factor"
     outer = c.values.get(key) if partial else None
+    if outer is None and c.given("rotary_dim"):  # MiniMax
+        outer = c.integer("rotary_dim", head_dim) / head_dim
     share = table.get(key, 1 if outer is None else outer)
     if share == 1 and not isinstance(share, bool):
         return head_dim
@@ -629,6 +655,11 @@ def _rotated(table: dict[str, Any], c: Reader, head_dim: int, partial: bool) -> 
             param="model",
         )
     return dims
+
+
+def _partial(family: Family) -> bool:
+    """Whether fewer than all dims of a head may be rotated."""
+    return "partial_rotary_factor" in family.defaults
 
 
 def _factors(p: Reader, count: int) -> list[float]:

@@ -1181,6 +1181,11 @@ REFUSED: dict[str, Case] = {
             ("MistralForCausalLM", "mistral", "attention_bias", True),
             ("GraniteForCausalLM", "granite", "residual_multiplier", 0),
             ("ArceeForCausalLM", "arcee", "hidden_act", "xielu"),
+            ("MiniMaxM2ForCausalLM", "minimax_m2", "attn_type_list", [1, 0, 1]),
+            ("MiniMaxM2ForCausalLM", "minimax_m2", "shared_intermediate_size", 64),
+            ("SolarOpenForCausalLM", "solar_open", "first_k_dense_replace", 1),
+            ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", "moe_topk", [1, 2, 1]),
+            ("HYV3ForCausalLM", "hy_v3", "mlp_layer_types", ["dense"]),
         )
     },
     **{
@@ -1223,7 +1228,7 @@ REFUSED: dict[str, Case] = {
             ("FalconForCausalLM", "falcon", {"alibi": False}),
             ("PhiForCausalLM", "phi", {"partial_rotary_factor": 0.4}),
             ("DeepseekV32ForCausalLM", "deepseek_v32", {"kv_lora_rank": 512}),
-            ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", {"moe_topk": 1}),
+            ("BitNetForCausalLM", "bitnet", {"hidden_act": "relu2"}),
             ("PhimoeForCausalLM", "phimoe", {"num_local_experts": 16}),
             ("Mamba2ForCausalLM", "mamba2", {"hidden_size": None}),
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),

@@ -175,6 +175,7 @@ READ_BY_ALL = {"rope_scaling", "original_max_position_embeddings", "dual_chunk_a
 NOTHING = {
     "Qwen3MoeForCausalLM": {"max_window_layers"},
     "Glm4MoeLiteForCausalLM": {"num_nextn_predict_layers"},
+    "MiniMaxM2ForCausalLM": {"attn_type_list"},
 }
 
 
@@ -389,6 +390,8 @@ def small(family: str) -> dict[str, Any]:
     known = FAMILIES[family]
     name = family if known.model else f"{family}Model"
     sizes = {key: value for key, value in (TINY | SMALL).items() if key in known.defaults}
+    if 3 < known.pattern < 9:  # so many layers have all kinds
+        sizes["num_hidden_layers"] = known.pattern
     if known.attention:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     return sizes | {"architectures": [name], "model_type": known.types[0], "pad_token_id": 0}

@@ -36,6 +36,7 @@ from sgla.worker.cpu import CpuRunner
 
 LLAMA = "sgla.model.llama:Llama"
 PROMPTS = random_prompts([1, 7, 33, 90])
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
@@ -77,6 +78,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
     "cohere2": ("cohere2", WINDOWED | {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "olmo3": (
+        "olmo3",
+        WINDOWED
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
+    ),
+    "ministral": ("ministral", {"sliding_window": 20, "head_dim": 8}),
+    "vaultgemma": ("vaultgemma", WINDOWED | {"head_dim": 8, "query_pre_attn_scalar": 24}),
+    "jais2": ("jais2", {}),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "hunyuan stretched": (
+        "hunyuan_v1_dense",
+        {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
 }
 
 

@@ -91,6 +91,7 @@ def write(
     path = folder / f"{len(list(folder.iterdir()))}.gguf"
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
     keys = {name: config[key] for key, name in KEYS.items() if config.get(key) is not None}
     keys |= {"block_count": layers, "rope.freq_base": float(rope["rope_theta"])}
     if "partial_rotary_factor" in rope:
@@ -173,6 +174,7 @@ def converted(
     }
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32}
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
 TIED = {"tie_word_embeddings": True}
 GRANITE = {
@@ -214,6 +216,15 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "glm4": (Arch.GLM4, "glm4", {"head_dim": 16, "attention_bias": True}, {}),
     "nemotron": (Arch.NEMOTRON, "nemotron", {"head_dim": 8}, {}),
     "arcee": (Arch.ARCEE, "arcee", {"head_dim": 8}, {}),
+    "jais2": (Arch.JAIS2, "jais2", {"head_dim": 8}, {}),
+    "hunyuan": (Arch.HUNYUAN_DENSE, "hunyuan_v1_dense", {"head_dim": 16}, {}),
+    "olmo3": (
+        Arch.OLMO2,
+        "olmo3",
+        WINDOWED
+        | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
+        {"attention__sliding_window_pattern": [True, True, True, False, True]},
+    ),
     "seed-oss": (Arch.SEED_OSS, "seed_oss", {"head_dim": 16}, {}),
 }
 
@@ -262,7 +273,6 @@ LATENT_KEYS = {
     "attention__value_length_mla": 16,
     "rope__dimension_count": 8,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 SIGMOID = {"expert_gating_func": 2}
 MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
@@ -356,6 +366,12 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 64},
         {},
     ),
+    "minimax": (
+        Arch.MINIMAXM2,
+        "minimax_m2",
+        {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
+        SIGMOID | {"rope__dimension_count": 8, "expert_feed_forward_length": 96},
+    ),
     "ernie moe": (
         Arch.ERNIE4_5_MOE,
         "ernie4_5_moe",
@@ -401,7 +417,6 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [
-        ("olmo2", "attention__sliding_window", 4096),
         ("olmo2", "logit_scale", 2.0),
         ("smollm3", "attention__sliding_window", 8),
         ("phi3", "rope__scaling__type", "longrope"),

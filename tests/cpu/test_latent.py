@@ -34,6 +34,7 @@ SHORT = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embe
 SHORT |= {"short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [3.0] * 4}
 MODELS: dict[str, dict[str, Any]] = {
     "minicpm3": {"q_lora_rank": 20, "tie_word_embeddings": True, "rope_parameters": SHORT},
+    "youtu": {"q_lora_rank": 20},
     "deepseek_v2": {"q_lora_rank": None, "first_k_dense_replace": 9},
     "deepseek_v3": {
         "q_lora_rank": 24,

@@ -103,6 +103,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 0}
         | {"moe_layer_end_index": 1, "moe_norm_min": 0.9},
     ),
+    "solar": ("solar_open", ROUTED | {"head_dim": 8, "attention_bias": True}),
+    "exaone": (
+        "exaone_moe",
+        EXPERTS | {"head_dim": 8, "num_shared_experts": 2, "sliding_window": 9, "sliding_window_pattern": 2},
+    ),
+    "minimax": (
+        "minimax_m2",
+        {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    "hunyuan": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
+    "hunyuan v3": ("hy_v3", EXPERTS | {"head_dim": 8, "num_shared_experts": 2}),
 }
 
 
