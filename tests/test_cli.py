@@ -636,6 +636,17 @@ def test_chat_goes_on_after_an_error(server: str, monkeypatch: pytest.MonkeyPatc
     assert [len(body["messages"]) for body in StandIn.bodies] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [(">/dev/full", "sgla: the output cannot be written: No space left on device\n"), ("| exit", "")],
+)
+def test_chat_ends_where_its_output_cannot_be_written(server: str, output: str, message: str) -> None:
+    chat = f"{shlex.quote(sys.executable)} -m sgla chat --url {server} {output}"
+    command = f"echo one | {chat}; exit ${{PIPESTATUS[1]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, message)
+
+
 def test_chat_asks_our_server_for_an_end_to_every_answer(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

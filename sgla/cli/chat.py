@@ -199,7 +199,7 @@ def ask(
         show(kept(stream, parts))
     except KeyboardInterrupt:
         say("stopped")
-    except (SglaError, OSError) as error:
+    except SglaError as error:
         print(f"\nsgla: {error}", file=sys.stderr)
         conversation.messages.pop()
         return
@@ -209,6 +209,11 @@ def ask(
 
 
 def kept(stream: Iterator[str], parts: list[str]) -> Iterator[str]:
-    for text in stream:
-        parts.append(text)
-        yield text
+    """``stream``, of which ``parts`` keeps a copy. Raises SglaError where the server cannot be read, so that
+    an OSError is one of the output."""
+    try:
+        for text in stream:
+            parts.append(text)
+            yield text
+    except OSError as error:
+        raise SglaError(str(error)) from error
