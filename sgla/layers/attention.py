@@ -32,7 +32,8 @@ class SelfAttention:
     together, and its rows are brought to the NeoX order. ``qk_norm``: RMSNorm of q and k before the rotation,
     of each ``head`` or of the whole ``width``, with the weights' offset ``norm_offset``. ``late_norm``: that
     of heads comes behind the rotation, which keeps lengths, so the products of both weights multiply q alone.
-    ``window`` 0 is full attention. ``sinks``: a score of each head that has no value (``ops.attention``).
+    ``growth`` float32 ``[positions]`` multiplies q. ``window`` 0 is full attention. ``sinks``: a score of
+    each head that has no value (``ops.attention``).
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SelfAttention:
         out_bias: bool = False,
         qk_norm: Literal["", "head", "width"] = "",
         late_norm: bool = False,
+        growth: Tensor | None = None,
         norm_offset: float = 0.0,
         interleaved: bool = False,
     ) -> None:
@@ -81,6 +83,7 @@ class SelfAttention:
                 RMSNorm(build, f"{name}.k_norm", kv_heads * head_dim, eps, norm_offset),
             )
             self.widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        self.growth = growth
         self.sinks = build.vector(f"{name}.sinks", heads, own) if sinks else None
         self.cos_sin, self.scale, self.eps, self.window, self.softcap = cos_sin, scale, eps, window, softcap
 
@@ -95,6 +98,8 @@ class SelfAttention:
         if self.late is not None:
             weight = self.late[0] * self.late[1]
             q = (q.unflatten(1, (-1, len(weight))) * weight).to(q.dtype).flatten(1)
+        if self.growth is not None:
+            q = (q * self.growth[batch.positions.long()][:, None]).to(q.dtype)
         return ops.attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
 
 

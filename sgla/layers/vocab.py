@@ -27,7 +27,7 @@ class LMHead:
     """Hidden states ``[S, d]`` -> logits float32 ``[S, vocab]`` on every rank.
 
     ``tied`` is the embedding whose rows it uses instead of its own. The logits are multiplied by ``scale``,
-    then ``softcap > 0`` bounds them by tanh.
+    then ``softcap > 0`` bounds them by tanh. ``bias``: is added before.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class LMHead:
         tied: VocabEmbedding | None = None,
         softcap: float = 0.0,
         scale: float = 1.0,
+        bias: bool = False,
     ) -> None:
         self.shard, self.vocab, self.softcap, self.scale = build.shard, vocab, softcap, scale
         self.own = own = build.shard.range(vocab)
@@ -47,6 +48,8 @@ class LMHead:
         else:
             self.weight = build.empty_vocab(len(own), hidden, name)
             build.declare(f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, own))
+
+        self.bias = build.vector(f"{name}.bias", vocab, own) if bias else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.part(hidden)
@@ -60,9 +63,11 @@ class LMHead:
     @property
     def plain(self) -> bool:
         """Whether the product is the logits already."""
-        return not self.softcap and self.scale == 1.0
+        return not self.softcap and self.scale == 1.0 and self.bias is None
 
     def _adjust(self, logits: Tensor) -> None:
+        if self.bias is not None:
+            logits.add_(self.bias)
         logits.mul_(self.scale)
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -80,7 +80,14 @@ class Decoder(CausalLM):
         self.norm = self.norm_of(build, "model.norm")
         tied = self.embed if spec.tied else None
         self.lm_head = LMHead(
-            build, "lm_head", spec.vocab, spec.hidden, tied, spec.final_softcap, spec.logit_scale
+            build,
+            "lm_head",
+            spec.vocab,
+            spec.hidden,
+            tied,
+            spec.final_softcap,
+            spec.logit_scale,
+            spec.head_bias,
         )
 
     @abstractmethod
@@ -111,6 +118,7 @@ class Decoder(CausalLM):
             out_bias=spec.out_bias,
             qk_norm=spec.qk_norm,
             late_norm=spec.late_norm,
+            growth=None if layer.growth is None else self._growths(*layer.growth),
             norm_offset=spec.norm_offset,
             interleaved=spec.interleaved,
         )
@@ -149,6 +157,10 @@ class Decoder(CausalLM):
         for block, layer in zip(self.blocks, kv):
             x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)
         return self.norm.add(x, h)[0]
+
+    def _growths(self, beta: float, length: int) -> Tensor:
+        """float32 ``[positions]``: by what queries are multiplied."""
+        return 1 + beta * torch.log(1 + torch.floor(torch.arange(self.positions) / length))
 
     def angles(self, rope: RopeSpec | None, dims: int) -> Tensor:
         """``cos_sin`` of a layer; without ``rope`` ``dims`` stay as they are."""

@@ -1,4 +1,4 @@
-"""Command R (HF ``CohereForCausalLM``) and Command A (arXiv 2504.00698):
+"""Command R (HF ``CohereForCausalLM``), Command A (arXiv 2504.00698) and Phi-2:
 attention and MLP read the same norm, side by side."""
 
 from __future__ import annotations
@@ -31,3 +31,9 @@ class Block:
 class Cohere(Decoder):
     def block(self, build: Build, name: str, index: int) -> Block:
         return Block(self, build, name, index)
+
+
+class Phi(Cohere):
+    """Phi-1, 1.5 (arXiv 2309.05463) and 2: MLPs without a gate, with other names."""
+
+    plain_names = ("fc1", "fc2")

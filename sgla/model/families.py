@@ -72,6 +72,9 @@ class Family:
     windows_optional: bool = False
     local_theta: float = 0.0  # base of the rotation in layers with windows, where no key says it
     alpha: bool = False  # "dynamic" scaling with an alpha stretches the base once
+    growing: bool = False  # the queries, with their positions
+    biased: bool = False  # linear layers, where no key says it
+    head_bias: bool = False
     late_norm: bool = False  # q and k are rotated before their norms
     scaled_embedding: bool = False  # by the root of the width
     sinks: bool = False  # of attention
@@ -1112,6 +1115,74 @@ FAMILIES = {
         qk_norm="head",
         late_norm=True,
         alpha=True,
+    ),
+    "Ministral3ForCausalLM": Family(
+        ("ministral3",),
+        _DECODER
+        | _sizes(131072, 4096, 14336, 34, 32, 262144, 8)
+        | {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "max_position_embeddings": 262144,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            "sliding_window": None,
+        },
+        _CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=("rope_theta",),
+        growing=True,
+    ),
+    "ApertusForCausalLM": Family(
+        ("apertus",),
+        _DECODER
+        | _sizes(131072, 4096, 14336, 32, 32, 65536)
+        | {
+            "hidden_act": "xielu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1.2e7,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1.2e7,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            "attention_bias": False,
+        },
+        _CAUSAL | {"qk_norm": True, "post_norm": False},
+        model="sgla.model.apertus:Apertus",
+        nulls=(*_KV_HEADS, "rope_theta"),
+        renamed=(
+            (".attention_layernorm.", ".input_layernorm."),
+            (".feedforward_layernorm.", ".post_attention_layernorm."),
+        ),
+        qk_norm="head",
+        gated=False,
+    ),
+    "PhiForCausalLM": Family(
+        ("phi",),
+        _LAYER_NORMED
+        | _sizes(51200, 2048, 8192, 24, 32, 2048)
+        | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+        _CAUSAL | {"qk_layernorm": False},
+        model="sgla.model.cohere:Phi",
+        nulls=_KV_HEADS,
+        renamed=((".self_attn.dense.", ".self_attn.o_proj."), ("model.final_layernorm.", "model.norm.")),
+        norm="layer",
+        biased=True,
+        head_bias=True,
+        gated=False,
     ),
     "Bert": Family(("bert",), _BERT, _ENCODER, _SAME, nulls=("pad_token_id",)),
     "DistilBert": Family(

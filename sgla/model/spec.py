@@ -14,7 +14,7 @@ from sgla.model.methods import method_of, unsupported
 from sgla.model.registry import architecture_of, check_architecture, family_of
 from sgla.quant.method import Method
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 _GATES: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -26,6 +26,7 @@ _ACTIVATIONS: dict[str, Activation] = _GATES | {
     "relu": "relu",
     "relu2": "relu2",
 }  # without a gate
+_LEARNED: dict[str, Activation] = {"xielu": "xielu"}
 # Kinds of rope scaling: the numbers they cannot do without, and those they may have.
 # ``factors`` comes from GGUF files, and from longrope (arXiv 2402.13753) up to the length of its short ones.
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -96,12 +97,20 @@ class StateTensor(NamedTuple):
     dtype: str = ""
 
 
+class Growth(NamedTuple):
+    """A query is multiplied by ``1 + beta * log(1 + whole)``, where ``whole`` is how often ``length`` tokens
+    stand before its position."""
+
+    beta: float
+    length: int
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """Attention of one layer: ``heads`` of queries, ``kv_heads`` of keys and values, each of ``head_dim``
     values. ``rope`` None: positions are not rotated; ``window`` 0: a token reads all before it. ``sinks``:
     each head has a score that takes its share of the softmax and has no value. A family whose layers are
-    others has a subclass."""
+    others has a subclass. ``growth``: of queries."""
 
     heads: int
     kv_heads: int
@@ -111,6 +120,7 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    growth: Growth | None = None
     reads: int | None = None  # the layer whose keys and values it reads, with the same window; None: its own
 
     @property
@@ -152,6 +162,7 @@ class ModelSpec:
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     qk_norm: Literal["", "head", "width"] = ""  # RMSNorm on each head of q and k, or on all of them as one
+    head_bias: bool = False  # of the output layer
     late_norm: bool = False  # behind the rotation
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = True  # of layer norms
@@ -243,7 +254,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
     hidden, positions = c.integer("hidden_size", WIDTH), c.integer("max_position_embeddings", POSITIONS)
     layers = c.integer("num_hidden_layers", LAYERS)
     attention = _attention(c, family, hidden, layers, positions)
-    bias = _flag(c, family, "attention_bias", "use_bias")
+    bias = family.biased or _flag(c, family, "attention_bias", "use_bias")
     scale = hidden**0.5 if family.scaled_embedding else 1.0
     depth = _number(c, family, "scale_depth", layers**0.5) / layers**0.5
     base, inner = _number(c, family, "dim_model_base", hidden) / hidden, "intermediate_size"
@@ -259,7 +270,8 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         final_softcap=_number(c, family, "final_logit_softcapping", 0.0),
         qkv_bias=family.qkv_bias or bias or _flag(c, family, "use_qkv_bias", "qkv_bias"),
         out_bias=_out_bias(c, family, bias),
-        mlp_bias=_flag(c, family, "mlp_bias", "use_bias"),
+        mlp_bias=family.biased or _flag(c, family, "mlp_bias", "use_bias"),
+        head_bias=family.head_bias,
         tied=c.flag("tie_word_embeddings"),
         dtype=_dtype(c),
         moe=_mixture(c, family, layers),
@@ -306,8 +318,9 @@ def _attention(
             raise ConfigError(
                 f"config.json: rotary positions need an even head_dim, not {head_dim}", param="model"
             )
-        stretched = _stretched(c, head_dim) if family.alpha else c
-        rope, local = ropes(stretched, head_dim, positions, _partial(family), family.local_theta)
+        said, growth = _growth(c) if family.growing else (c, None)
+        said = _stretched(c, head_dim) if family.alpha else said
+        rope, local = ropes(said, head_dim, positions, _partial(family), family.local_theta)
         if family.longrope and rope.kind not in ("default", "factors"):
             raise ConfigError(
                 f"config.json: rope scaling {rope.kind!r} is not supported for {c.architecture}; longrope is",
@@ -324,6 +337,7 @@ def _attention(
             window=window,
             softcap=_number(c, family, "attn_logit_softcapping", 0.0),
             sinks=family.sinks,
+            growth=growth,
         )
         found.append(layer)
     return tuple(found)
@@ -417,6 +431,8 @@ def _activation(c: Reader, family: Family) -> Activation:
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
     found = c.values.get(key)
     known = _GATES if family.gated else _ACTIVATIONS
+    if family.defaults.get(key) in _LEARNED:
+        known = _LEARNED
     if not isinstance(found, str) or found not in known:
         raise ConfigError(
             f"config.json: {key} {shown(found)} is not supported for "
@@ -602,6 +618,15 @@ def _stretched(c: Reader, dim: int) -> Reader:
     table["rope_theta"] *= min(p.number("alpha", 1e6) ** (dim / max(dim - 2, 1)), 1e30)
     del table["alpha"]
     return Reader(c.architecture, {**c.values, "rope_scaling": None, _ROPE: table})
+
+
+def _growth(c: Reader) -> tuple[Reader, Growth]:
+    """Ministral 3's, and the configuration without what the table of rope says of it."""
+    table = c.table("rope_scaling", nulls=True) or c.table(_ROPE, nulls=True)
+    p = Reader(f"{c.architecture}, {_ROPE}", dict(table))
+    growth = Growth(p.number("llama_4_scaling_beta"), p.integer(_TRAINED, POSITIONS))
+    table = {k: v for k, v in table.items() if k not in ("llama_4_scaling_beta", "max_position_embeddings")}
+    return Reader(c.architecture, {**c.values, "rope_scaling": None, _ROPE: table}), growth
 
 
 def _without_nulls(table: dict[str, Any], c: Reader, positions: int) -> dict[str, Any]:

@@ -84,6 +84,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
     ),
     "ministral": ("ministral", {"sliding_window": 20, "head_dim": 8}),
+    "ministral3": (
+        "ministral3",
+        {"head_dim": 8, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+    ),
+    "apertus": ("apertus", {"head_dim": 8, "rope_parameters": YARN}),
+    "phi": ("phi", {"num_attention_heads": 3, "num_key_value_heads": 3}),
     "vaultgemma": ("vaultgemma", WINDOWED | {"head_dim": 8, "query_pre_attn_scalar": 24}),
     "jais2": ("jais2", {}),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
