@@ -19,6 +19,7 @@ from sgla.defaults import Defaults
 from sgla.errors import InvalidField, ModelNotFound, SglaError
 from sgla.http.access import TALLY, Tallied, Tally
 from sgla.http.answer.collect import Choice, Collector, PromptOnly
+from sgla.http.answer.unread import Unread
 from sgla.http.batches import files
 from sgla.http.batches import store as batches
 from sgla.http.batches.files import Files, file_bounds
@@ -107,6 +108,7 @@ class Server:
             self.database.at_start(each.trim)
         self.dump = metrics.dump = RequestDump(config.dump_requests) if config.dump_requests else None
         self.memory = RequestMemory(config.request_memory_bytes)
+        self.unread = Unread(config.request_memory_bytes // 2)
         self.door = Door()
         self.sessions = Sessions(in_memory.limit, in_memory.ttl)
         self.proxies = Proxies(config.forwarded_allow_ips)

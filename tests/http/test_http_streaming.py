@@ -14,7 +14,9 @@ from http_site import Serve, Site, sse_payloads
 
 from sgla.errors import WorkerDied
 from sgla.http.answer.sse import TOGETHER
+from sgla.http.answer.unread import Unread
 from sgla.http.openai.chat import ChatStream
+from sgla.http.server import SERVER
 from sgla.messages import Event, TokenLogprob, Usage
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -178,6 +180,46 @@ async def test_a_reader_that_stays_away_is_dropped(serve: Serve) -> None:
     assert (await other)[-1] == "[DONE]"
     assert site.metrics.slow_readers == 1
     writer.close()
+
+
+async def test_what_all_streams_leave_unread_is_bounded(serve: Serve) -> None:
+    """Those that have most are dropped, although none is beyond its own limit."""
+    limit = 8 << 20
+    ingress = FakeIngress(manual=True)
+    site = await serve(ingress, sink_limit_bytes=64 << 20, request_memory_bytes=2 * limit)
+    for count in range(1, 5):
+        reader, _ = await raw(site, CHAT, rcvbuf=4096)
+        await until(lambda count=count: len(ingress.jobs) == count)
+    *large, small = [job.rid for job in ingress.jobs]
+    pushed = 0
+    async with asyncio.timeout(10):
+        while len(site.ingress.cancels) < len(large):
+            for rid in large:
+                site.ingress.push(rid, event(site, "x" * 100_000))
+                pushed += 100_000
+            site.ingress.push(small, event(site, "x" * 1000))
+            await asyncio.sleep(0)
+    assert pushed < 4 * limit
+    assert {rid for rid, _ in site.ingress.cancels} == set(large)
+    site.ingress.push(small, event(site, "end", finish="stop"))
+    await reader.readuntil(b"\r\n\r\n")
+    async with asyncio.timeout(10):
+        assert sse_payloads(await read_chunked(reader))[-1] == "[DONE]"
+    await until(lambda: not site.app[SERVER].unread.total)
+
+
+def test_what_is_unread_is_shared_out_among_clients_and_streams() -> None:
+    unread = Unread(100)
+    assert all(unread.hold("a", i, 20) for i in range(5))
+    assert not unread.hold("a", 5, 20)
+    assert unread.hold("b", 0, 50)
+    assert not unread.hold("b", 0, 51)
+    assert not unread.hold("a", 0, 21)
+    assert unread.total == 80
+    assert unread.hold("a", 0, 10)
+    assert all(unread.hold("a", i, 0) for i in range(5))
+    assert unread.total == 0
+    assert unread.hold("b", 0, 100)
 
 
 @pytest.mark.parametrize("stream", [False, True])

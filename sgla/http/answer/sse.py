@@ -2,7 +2,7 @@
 
 There is no task, queue or await for a token. While the client reads too slowly (the transport is paused),
 events are gathered per choice and go out as one, or as a few if they have many logprobs, when it has caught
-up; beyond a byte limit the client is dropped.
+up; beyond a byte limit, of its own or of all streams together, the client is dropped.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from aiohttp.abc import AbstractStreamWriter
 from sgla.errors import SglaError
 from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.encoder import Encoder
+from sgla.http.answer.unread import Unread
 from sgla.http.server import Server, Work
 from sgla.messages import Event, Rejected, Usage
 
@@ -35,8 +36,12 @@ class SseSink:
     """The output of one streaming request.
     States: gathering (before the headers, or paused), passing, over."""
 
-    def __init__(self, encoder: Encoder, work: Work, limit: int, on_slow: Callable[[], None]) -> None:
+    def __init__(
+        self, encoder: Encoder, work: Work, limit: int, unread: Unread, on_slow: Callable[[], None]
+    ) -> None:
         self._encoder = encoder
+        self._client = work.client.name
+        self._unread = unread
         self._n = work.n
         self._uid = work.uid
         self._limit = limit
@@ -105,10 +110,18 @@ class SseSink:
         choice.size += size
         self._held_bytes += size
         transport = self._transport
-        if transport is not None and transport.get_write_buffer_size() + self._held_bytes > self._limit:
-            log.warning("stream %s dropped: the client has left %d bytes unread", self._uid, self._limit)
+        fits = self._count_held()
+        if transport is None:
+            return
+        unread = transport.get_write_buffer_size() + self._held_bytes
+        if not fits or unread > self._limit:
+            log.warning("stream %s dropped: the client has left %d bytes unread", self._uid, unread)
             self._on_slow()
             self._drop()
+
+    def _count_held(self) -> bool:
+        """Whether so much may be held, beside what is held for other streams."""
+        return self._unread.hold(self._client, self, self._held_bytes)
 
     def _write(self, data: bytes) -> None:
         transport = self._transport
@@ -128,10 +141,16 @@ class SseSink:
 
     def _drop(self) -> None:
         self._end()
-        self._held.clear()
-        self._latest.clear()
+        self.close()
         if self._transport is not None:
             self._transport.abort()
+
+    def close(self) -> None:
+        """Hold nothing any longer."""
+        self._held.clear()
+        self._latest.clear()
+        self._held_bytes = 0
+        self._count_held()
 
     # from the handler
 
@@ -167,6 +186,7 @@ class SseSink:
         while self._held and not self.over:
             choice = self._held.popleft()
             self._held_bytes -= choice.size
+            self._count_held()
             if self._latest[choice.index] is choice:
                 del self._latest[choice.index]
             self._do(self._send, choice.event())
@@ -202,7 +222,8 @@ async def first_message(server: Server, work: Work, wake: asyncio.Event) -> None
 
 async def stream(request: web.Request, server: Server, work: Work, encoder: Encoder) -> web.StreamResponse:
     """Run ``work`` and stream it. Raises what refuses the request as long as no header has been sent."""
-    sink = SseSink(encoder, work, server.config.sink_limit_bytes, lambda: server.drop_slow(work))
+    limit = server.config.sink_limit_bytes
+    sink = SseSink(encoder, work, limit, server.unread, lambda: server.drop_slow(work))
     server.open(work, sink)
     try:
         await first_message(server, work, sink.wake)
@@ -217,4 +238,5 @@ async def stream(request: web.Request, server: Server, work: Work, encoder: Enco
         await sink.run(request, writer, server.config.sse_keepalive)
         return response
     finally:
+        sink.close()
         server.close(work)
