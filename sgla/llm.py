@@ -17,6 +17,7 @@ import msgspec
 from sgla.cli.aliases import ALIASES, Alias, Switch
 from sgla.cli.settings import settings as fields_of
 from sgla.engine import BeamSearchParams, Engine, Output, SamplingParams
+from sgla.engine.inputs import is_conversation, is_one
 from sgla.errors import ConfigError, UnsupportedField
 from sgla.messages import TokenLogprob
 from sgla.text.beams import MAX_CANDIDATES
@@ -160,7 +161,7 @@ class LLM:
         kwargs = dict(chat_template_kwargs or {})
         if chat_template is not None:
             kwargs["chat_template"] = chat_template
-        batch = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        batch = [messages] if is_conversation(messages) else list(messages)
         results = self.engine.chat(
             batch,
             sampling_params,
@@ -341,8 +342,7 @@ def refuse(**fields: Any) -> None:
 
 def as_list(prompts: Any) -> list[Any]:
     """One prompt or a list of them, as a list."""
-    one = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if one else list(prompts)
+    return [prompts] if isinstance(prompts, Mapping) or is_one(prompts) else list(prompts)
 
 
 def prompt_of(prompt: Any) -> Any:

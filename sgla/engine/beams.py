@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from sgla import messages
-from sgla.engine.loop import EngineLoop, Prompt, is_one
+from sgla.engine.inputs import Prompt, is_one, prompt_fields
+from sgla.engine.loop import EngineLoop
 from sgla.engine.outputs import Output
 from sgla.engine.progress import Bar
 from sgla.errors import ContextTooLong, InvalidField
@@ -88,7 +89,7 @@ class BeamCalls(EngineLoop):
         ends = frozenset() if ignore_eos else tokenizer.eos_ids
         search = BeamSearch(width, ends, max_tokens, length_penalty, early_stopping, logprobs)
         step = one_token(width, len(ends))
-        ((first,),) = await self._collect([self._job(step, **self._input(prompt, None))])
+        ((first,),) = await self._collect([self._job(step, **prompt_fields(prompt))])
         tokens = first.prompt_tokens
         if len(tokens) + max_tokens > facts.context_len:
             raise ContextTooLong.of(facts.context_len, len(tokens), max_tokens)

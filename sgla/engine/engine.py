@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from sgla import messages
 from sgla.engine.beams import BeamCalls
-from sgla.engine.loop import USUAL, Message, Messages, Prompt, is_one
+from sgla.engine.inputs import Messages, Prompt, conversation_fields, is_conversation, is_one, prompt_fields
+from sgla.engine.loop import USUAL, Message
 from sgla.engine.outputs import Output
 from sgla.engine.params import SamplingParams, resolved
 from sgla.engine.progress import Bar
@@ -181,14 +182,14 @@ class Engine(VectorCalls, BeamCalls):
         single = is_one(prompts)
         batch = [prompts] if single else list(prompts)
         ranks = each(priority, len(batch), "priorities")
-        inputs = [self._input(prompt, None) | {"priority": rank} for prompt, rank in zip(batch, ranks)]
+        inputs = [prompt_fields(prompt) | {"priority": rank} for prompt, rank in zip(batch, ranks)]
         results = await self._batch(inputs, sampling, self._defaults.max_tokens(USUAL), progress)
         return results[0] if single else results
 
     async def _chat(self, messages: Any, sampling: Any, chat: Chat, progress: bool | None) -> Any:
-        single = not messages or isinstance(messages[0], dict)
+        single = is_conversation(messages)
         batch = [messages] if single else list(messages)
-        inputs = [chat._asdict() | {"messages": one} for one in batch]
+        inputs = [chat._asdict() | conversation_fields(one) for one in batch]
         results = await self._batch(inputs, sampling, self._defaults.max_tokens(), progress)
         return results[0] if single else results
 

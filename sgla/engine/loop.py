@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from sgla.actors.cost import job_bytes
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.defaults import Defaults
+from sgla.engine.inputs import Messages, Prompt, conversation_fields, prompt_fields
 from sgla.engine.outputs import Collector, Output
 from sgla.engine.params import resolved
 from sgla.engine.progress import Bar, LoadBar, shown
@@ -22,12 +24,11 @@ from sgla.errors import SglaError
 from sgla.messages import Event, Job, Pooling, Progress, Rejected
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
-Messages = list[dict[str, Any]]
 Message = Event | Rejected | Exception  # what a stream brings
 # Bytes of prompts that one turn of the loop opens: first those of two large steps, which takes a few
 # milliseconds; then, beside steps that run, so few that no result waits long.
 FIRST_PART, PART = 1 << 17, 1 << 15
+SHUT_DOWN = "the engine is shut down"
 USUAL = 16  # tokens that a text is completed by, as in OpenAI's API
 
 
@@ -93,12 +94,12 @@ class EngineLoop:
 
     def _ready(self) -> System:
         if self._system is None:
-            raise SglaError("the engine is shut down")
+            raise SglaError(SHUT_DOWN)
         return self._system
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Whoever leaves, as by Ctrl-C, cancels the requests of the call."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._put(work)
         try:
             return future.result()
         except BaseException:
@@ -106,7 +107,13 @@ class EngineLoop:
             raise
 
     async def _acall(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(self._put(work))
+
+    def _put(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise SglaError(SHUT_DOWN)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _job(self, sampling: messages.SamplingParams | None, **fields: Any) -> Job:
         """Without ``sampling`` the model's defaults hold, and a chat may go on to the end of the context."""
@@ -119,9 +126,10 @@ class EngineLoop:
     def _input(prompt: Prompt | None, messages: Messages | None) -> dict[str, Any]:
         if (prompt is None) == (messages is None):
             raise TypeError("give either a prompt or messages")
-        if messages is not None:
-            return {"messages": messages}
-        return {"text": prompt} if isinstance(prompt, str) else {"token_ids": list(prompt or [])}
+        if prompt is not None:
+            return prompt_fields(prompt)
+        assert messages is not None
+        return conversation_fields(messages)
 
     def _begin(self, job: Job, push: Callable[[Message], None]) -> None:
         """Have ``job`` opened on the engine's loop, where ``push`` hears what comes of it. Not as a task: a
@@ -167,11 +175,6 @@ class EngineLoop:
 class _CallSink:
     def __init__(self, push: Callable[[Event | Rejected], None]) -> None:
         self.push = push
-
-
-def is_one(prompts: Any) -> bool:
-    """Whether it is a prompt, a text or token ids, and not several."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

@@ -9,6 +9,7 @@ import msgspec
 
 from sgla import messages
 from sgla.defaults import SAMPLING, number
+from sgla.engine.inputs import kind
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar, whitespace_of
 
@@ -101,6 +102,8 @@ def resolved(given: messages.SamplingParams) -> messages.SamplingParams:
     Raises InvalidField and UnsupportedField, which name the field."""
     if type(given) is messages.SamplingParams:
         return given
+    if not isinstance(given, messages.SamplingParams):
+        raise InvalidField(f"sampling must be SamplingParams(...), got {kind(given)}", param="sampling")
     for name in MISSING:
         value = getattr(given, name, None)
         if value is not None and not (name == "best_of" and value == given.n):

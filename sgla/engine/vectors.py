@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from sgla.engine.inputs import is_one, prompt_fields
 from sgla.engine.loop import EngineLoop
 from sgla.engine.progress import Bar
 from sgla.errors import UnsupportedTask
@@ -125,8 +126,8 @@ class VectorCalls(EngineLoop):
 
 def as_batch(inputs: Inputs) -> tuple[list[dict[str, Any]], bool]:
     """Job fields of each input, and whether it was one alone."""
-    single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
+    single = is_one(inputs)
     batch: Any = [inputs] if single else list(inputs)
     if not batch:
         raise ValueError("there are no inputs")
-    return [{"text": item} if isinstance(item, str) else {"token_ids": list(item)} for item in batch], single
+    return [prompt_fields(item) for item in batch], single

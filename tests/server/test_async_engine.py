@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sgla import Engine, SamplingParams
 from sgla.actors.ingress import Ingress, Sink
-from sgla.errors import Overloaded, SglaError
+from sgla.errors import InvalidField, Overloaded, SglaError
 from sgla.messages import Job
 
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
@@ -33,6 +35,45 @@ def test_a_stream_is_what_generate_gives(engine: Engine) -> None:
     assert asyncio.run(stream()) == engine.generate("abc", sampling).tokens
     with pytest.raises(SglaError, match="no tokens"):
         next(engine.stream([]))
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, b"abc", {"prompt": "abc"}, [None], [1.5], iter("abc")])
+def test_what_is_no_prompt_is_named(engine: Engine, prompt: Any) -> None:
+    for call in (engine.generate, lambda prompt: engine.beam_search(prompt, 2, 1)):
+        with pytest.raises(InvalidField, match="a prompt is a text or a list of token ids, got "):
+            call(prompt)
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        (None, "messages must be a list of messages such as .*, got None"),
+        ("hi", "messages must be a list of messages such as .*, got a value of type str"),
+        ({"role": "user", "content": "hi"}, "messages must be a list of messages"),
+        ([None], "messages must be a list of messages"),
+        (["hi"], "messages must be a list of messages"),
+        ([{"content": "hi"}], r"messages\[0\] must be a message with a role"),
+        ([{"role": "user", "content": "hi"}, None], r"messages\[1\] must be a message with a role, got None"),
+        ([{"role": "user"}], r"messages\[0\].content is required"),
+    ],
+)
+def test_what_is_no_conversation_is_named(engine: Engine, chat: Any, message: str) -> None:
+    with pytest.raises(InvalidField, match=message):
+        engine.chat(chat, SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, 5, "greedy"])
+def test_what_is_no_sampling_is_named(engine: Engine, sampling: Any) -> None:
+    with pytest.raises(InvalidField, match=r"sampling must be SamplingParams\(...\), got a value of type "):
+        engine.generate("abc", sampling)
+
+
+def test_calls_behind_the_end_of_an_engine(tiny_model: Path) -> None:
+    engine = Engine(str(tiny_model), executor="fake", device="cpu")
+    engine.shutdown()
+    for call in (partial(engine.generate, "abc"), partial(engine.chat, [{"role": "user", "content": "a"}])):
+        with pytest.raises(SglaError, match="the engine is shut down"):
+            call()
 
 
 def test_a_caller_whose_loop_is_closed_ends_its_own_request_only(

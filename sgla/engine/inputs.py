@@ -1,0 +1,58 @@
+"""What callers of ``Engine`` and ``LLM`` give: one prompt or conversation, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sgla.errors import InvalidField
+
+Prompt = str | Sequence[int]
+Messages = list[dict[str, Any]]
+CONVERSATION = "a list of messages such as {'role': 'user', 'content': 'Hi'}"
+
+
+def is_one(prompts: Any) -> bool:
+    """Whether it is a prompt, a text or token ids, and not several. Raises InvalidField for neither."""
+    if isinstance(prompts, str):
+        return True
+    check_list(prompts)
+    return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether it is one, and not several. Raises InvalidField for neither."""
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidField(f"messages must be {CONVERSATION}, got {kind(messages)}", param="messages")
+    return not messages or isinstance(messages[0], Mapping)
+
+
+def prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    """Those of a job. Raises InvalidField."""
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    check_list(prompt)
+    return {"token_ids": list(prompt)}
+
+
+def conversation_fields(messages: Messages) -> dict[str, Any]:
+    """Those of a job. Raises InvalidField."""
+    is_conversation(messages)
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidField(
+                f"messages[{i}] must be a message with a role, got {kind(message)}", param="messages"
+            )
+        if message.get("content") is None and message["role"] != "assistant":
+            raise InvalidField(f"messages[{i}].content is required", param="messages")
+    return {"messages": messages}
+
+
+def check_list(prompt: Any) -> None:
+    """Raise InvalidField for what has no items in order, as lists and arrays do, or has bytes."""
+    if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__getitem__"):
+        raise InvalidField(f"a prompt is a text or a list of token ids, got {kind(prompt)}", param="prompt")
+
+
+def kind(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
