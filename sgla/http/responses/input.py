@@ -289,10 +289,10 @@ def chat_tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
 
 def custom_input(form: Any, path: str) -> dict[str, Any]:
     """What the function of a custom tool has besides its name. Its text may have to fit a grammar."""
-    kind = form.get("type", "text") if isinstance(form, dict) else form and "?"
+    given = form if isinstance(form, dict) else {"type": None if form is None else "?"}
+    kind, syntax, definition = given.get("type", "text"), given.get("syntax"), given.get("definition")
     if kind in (None, "text"):
         return {"parameters": CUSTOM_INPUT}
-    syntax, definition = form.get("syntax"), form.get("definition")
     if kind != "grammar" or syntax not in ("lark", "regex") or not isinstance(definition, str):
         raise InvalidField(
             f"{path} must be {{type: text}} or {{type: grammar, syntax: lark or regex, definition}}",
@@ -379,7 +379,7 @@ class Turns:
         if kind == "message":
             self._message(item, path)
         elif kind == "reasoning":
-            self._turn(fresh=True)["reasoning_content"] = reasoning_text(item)
+            self._turn(fresh=True)["reasoning_content"] = reasoning_text(item, path)
         elif kind in COMPACTIONS:
             self._assistant = None
             self.messages.append({"role": "user", "content": SUMMARY + unsealed(item, path)})
@@ -541,11 +541,20 @@ def unsealed(item: Item, path: str) -> str:
     return summary
 
 
-def reasoning_text(item: Item) -> str:
-    """The reasoning of an item: its content, else what ``sealed`` made, else its summary."""
-    texts = [part.get("text") for part in item.get("content") or [] if isinstance(part, dict)]
-    if not texts and (reasoning := opened(item)) is not None:
+def reasoning_text(item: Item, path: str) -> str:
+    """The reasoning of an item: its content, else what ``sealed`` made, else its summary. Raises
+    InvalidField."""
+    content, summary = (listed(item, name, path) for name in ("content", "summary"))
+    reasoning = None if content else opened(item)
+    if reasoning is not None:
         return reasoning
-    if not texts:
-        texts = [part.get("text") for part in item.get("summary") or [] if isinstance(part, dict)]
+    texts = [part.get("text") for part in content or summary if isinstance(part, dict)]
     return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def listed(item: Item, name: str, path: str) -> list[Any]:
+    """A field that is a list, or left out. Raises InvalidField."""
+    value = item.get(name)
+    if value is None or isinstance(value, list):
+        return value or []
+    raise InvalidField(f"{path}.{name} must be a list", param="input")
