@@ -91,6 +91,24 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Crossed:
+    """A SourceTensor that is stored as ``[input, output]``."""
+
+    source: SourceTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape[::-1]
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        whole = self.source.dense().t()
+        return whole if rows is None else whole[rows.start : rows.stop]
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
+
+
+@dataclass(frozen=True)
 class Values:
     """A SourceTensor of what has been read."""
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.layers.build import Build, fill
+from sgla.quant.weight import storage
 
 
 class VocabEmbedding:
@@ -21,6 +22,21 @@ class VocabEmbedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         return ops.embedding(ids, self.weight, self.scale)
+
+
+class PositionEmbedding:
+    """Positions int32 ``[T]`` -> ``[T, d]``."""
+
+    def __init__(self, build: Build, name: str, positions: int, hidden: int) -> None:
+        self.weight = storage(build.plain).empty(positions, hidden)
+        build.declare(
+            f"{name}.weight",
+            (positions, hidden),
+            lambda source: fill(self.weight, 0, source, range(positions)),
+        )
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return ops.embedding(positions, self.weight)
 
 
 class LMHead:

@@ -16,7 +16,7 @@ from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.layers.moe import MoE, SharedExpert
 from sgla.layers.norm import LayerNorm, Norm, RMSNorm
 from sgla.layers.rope import rope_table
-from sgla.layers.vocab import LMHead, VocabEmbedding
+from sgla.layers.vocab import LMHead, PositionEmbedding, VocabEmbedding
 from sgla.model.spec import ModelSpec, RopeSpec
 from sgla.model.state import LayerState, state_of
 
@@ -76,6 +76,9 @@ class Decoder(CausalLM):
         self.embed = VocabEmbedding(
             build, "model.embed_tokens", spec.vocab, spec.hidden, spec.embedding_scale
         )
+        self.places: PositionEmbedding | None = None
+        if spec.learned:
+            self.places = PositionEmbedding(build, "model.embed_positions", spec.learned, spec.hidden)
         self.blocks = [self.block(build, f"model.layers.{i}", i) for i in range(spec.layers)]
         self.norm = self.norm_of(build, "model.norm")
         tied = self.embed if spec.tied else None
@@ -153,6 +156,8 @@ class Decoder(CausalLM):
 
     def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed(batch.ids)
+        if self.places is not None:
+            x = x + self.places(batch.positions).to(x.dtype)
         h: Tensor | None = None
         for block, layer in zip(self.blocks, kv):
             x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)

@@ -72,6 +72,9 @@ class Family:
     windows_optional: bool = False
     local_theta: float = 0.0  # base of the rotation in layers with windows, where no key says it
     alpha: bool = False  # "dynamic" scaling with an alpha stretches the base once
+    names: Mapping[str, str] = field(default_factory=dict)  # of keys that others call otherwise
+    learned: bool = False  # positions have vectors, and nothing is rotated
+    crossed: tuple[str, ...] = ()  # modules whose weights are stored as [input, output]
     growing: bool = False  # the queries, with their positions
     biased: bool = False  # linear layers, where no key says it
     head_bias: bool = False
@@ -215,6 +218,15 @@ _LATENT = {
 }
 _WITHOUT_HIDDEN_ACT = {key: value for key, value in _DECODER.items() if key != "hidden_act"}
 _HUNYUAN_NORMS = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
+_GPT2 = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
 _ROTATED_HEAD = {"head_dim": "qk_rope_head_dim"}  # by which name the class has it for the rotation
 _ROBERTA = Family(
     ("roberta", "xlm-roberta"), _BERT | {"vocab_size": 50265, "pad_token_id": 1}, _ENCODER, _SAME
@@ -1184,6 +1196,45 @@ FAMILIES = {
         head_bias=True,
         gated=False,
     ),
+    "GPT2LMHeadModel": Family(
+        ("gpt2",),
+        {
+            "vocab_size": 50257,
+            "n_positions": 1024,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+        },
+        {"is_encoder_decoder": False},
+        {"n_ctx": "n_positions", **{ours: theirs for theirs, ours in _GPT2.items() if theirs != "n_inner"}},
+        nulls=("n_inner", "n_ctx"),
+        names=_GPT2,
+        model="sgla.model.llama:Gpt2",
+        attention="sgla.model.gpt2_spec:read",
+        renamed=(
+            ("transformer.", ""),
+            ("h.", "model.layers."),
+            ("wte.", "model.embed_tokens."),
+            ("wpe.", "model.embed_positions."),
+            ("ln_f.", "model.norm."),
+            (".ln_1.", ".input_layernorm."),
+            (".ln_2.", ".post_attention_layernorm."),
+            (".attn.c_attn.", ".self_attn.qkv_proj."),
+            (".attn.c_proj.", ".self_attn.o_proj."),
+        ),
+        norm="layer",
+        biased=True,
+        learned=True,
+        crossed=("qkv_proj", "o_proj", "c_fc", "c_proj"),
+        gated=False,
+    ),
     "Bert": Family(("bert",), _BERT, _ENCODER, _SAME, nulls=("pad_token_id",)),
     "DistilBert": Family(
         ("distilbert",),
@@ -1250,6 +1301,7 @@ HARMLESS = frozenset(
     sentence_transformers sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka
     sinusoidal_pos_embds neftune_noise_alpha router_jitter_noise is_llama_config transformers.js_config
     ep_size seq_aux aux_loss_alpha moe_capacity num_nextn_predict_layers num_mtp_layers num_mtp_modules
+    reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
     mtp_transformer_layers use_mtp enable_moe_fp32_combine
     """.split()  # noqa: SIM905
 )

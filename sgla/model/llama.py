@@ -48,6 +48,10 @@ class Starcoder2(Llama):
     plain_names = ("c_fc", "c_proj")
 
 
+class Gpt2(Starcoder2):
+    """GPT-2, whose positions have vectors (``Family.learned``)."""
+
+
 class Predicting(Llama):
     """ERNIE 4.5's mixtures and K-EXAONE, whose layers for guessing further tokens stand apart and are left
     out."""

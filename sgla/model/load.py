@@ -18,7 +18,7 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
-from sgla.layers.build import CHUNK, Build, Share, Slot
+from sgla.layers.build import CHUNK, Build, Crossed, Share, Slot
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
@@ -34,7 +34,7 @@ from sgla.quant.weight import SourceTensor, Weight, storage
 OnProgress = Callable[[Progress], None]
 
 # Buffers that old checkpoints store and every model computes for itself.
-_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.masked_bias|attention\.bias|position_ids)$")
+_BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.masked_bias|attention\.bias|attn\.bias|position_ids)$")
 EMBEDDING = "model.embed_tokens.weight"
 _NAMED = 8  # tensor names shown in an error
 SHARE = 1 << 24  # values of a tensor that one thread takes at a time, about
@@ -136,7 +136,7 @@ def load_weights(
 ) -> None:
     """Fill what the layers have declared in ``build``. ``rename``: from a checkpoint's name to a declared
     one; ``ignored`` are prefixes of renamed ones. Raises WeightError."""
-    tensors = _stream(source, build, seed, rename)
+    tensors = _stream(source, build, seed, rename, family_of(architecture).crossed)
     _fill(build.table, tensors, architecture, tied, ignored, on_progress or (lambda progress: None))
 
 
@@ -263,7 +263,7 @@ def _complain(what: str, names: list[str]) -> list[str]:
 
 
 def _stream(
-    source: ModelSource, build: Build, seed: int, rename: Callable[[str], str]
+    source: ModelSource, build: Build, seed: int, rename: Callable[[str], str], crossed: tuple[str, ...]
 ) -> Iterator[tuple[str, SourceTensor]]:
     if source.kind == "dummy":
         device = _device()
@@ -279,7 +279,12 @@ def _stream(
         stored[name] = tensor
     if build.checkpoint is PLAIN and any(tensor.type == "F8_E4M3" for tensor in stored.values()):
         build.checkpoint = Fp8({})  # which not every file says
-    return unstacked(joined(stored, build), build)
+    endings = tuple(f".{module}.weight" for module in crossed)
+    found = (
+        (name, Crossed(tensor) if endings and name.endswith(endings) else tensor)
+        for name, tensor in joined(stored, build)
+    )
+    return unstacked(found, build)
 
 
 @lru_cache(1)

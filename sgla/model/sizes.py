@@ -70,7 +70,7 @@ class Parameters(NamedTuple):
 def parameters(spec: ModelSpec | EncoderSpec) -> Parameters:
     if isinstance(spec, EncoderSpec):
         return Parameters(spec.values, spec.values)
-    tables = spec.vocab * spec.hidden * (1 if spec.tied else 2)
+    tables = (spec.vocab * (1 if spec.tied else 2) + spec.learned) * spec.hidden
     attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
     every = spec.moe.experts if spec.moe else 0
     chosen = spec.moe.routing.top_k if spec.moe else 0
@@ -121,9 +121,10 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
         linear, vocab = kept.bytes(kinds.plain), kept.vocab_bytes(kinds.plain)
     attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
     table = spec.vocab * spec.hidden * vocab
+    positions = spec.learned * spec.hidden * FORMATS[kinds.plain].bytes
     head = 0.0 if spec.tied else table / ranks
     layers = attention + _mlps(spec, spec.moe.experts if spec.moe else 0)
-    return layers * linear / ranks + table + head
+    return layers * linear / ranks + table + positions + head
 
 
 def _mlps(spec: ModelSpec, experts: int) -> int:

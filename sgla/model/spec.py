@@ -162,6 +162,7 @@ class ModelSpec:
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     qk_norm: Literal["", "head", "width"] = ""  # RMSNorm on each head of q and k, or on all of them as one
+    learned: int = 0  # positions that have vectors
     head_bias: bool = False  # of the output layer
     late_norm: bool = False  # behind the rotation
     norm: Literal["rms", "layer"] = "rms"
@@ -204,6 +205,7 @@ class ModelSpec:
         values = {**family.defaults, **text}
         if values.get(_ROPE) is None:  # HF's classes fill it in then, too
             values[_ROPE] = family.defaults.get(_ROPE)
+        values |= {ours: values[theirs] for theirs, ours in family.names.items()}
         spec = _read(Reader(architecture, values), family)
         if method is not None and method.experts_alone and not (spec.moe and spec.moe.crossed):
             raise unsupported(method.name, {})
@@ -257,14 +259,14 @@ def _read(c: Reader, family: Family) -> ModelSpec:
     bias = family.biased or _flag(c, family, "attention_bias", "use_bias")
     scale = hidden**0.5 if family.scaled_embedding else 1.0
     depth = _number(c, family, "scale_depth", layers**0.5) / layers**0.5
-    base, inner = _number(c, family, "dim_model_base", hidden) / hidden, "intermediate_size"
+    base = _number(c, family, "dim_model_base", hidden) / hidden
     return ModelSpec(
         architecture=c.architecture,
         hidden=hidden,
-        intermediate=c.integer(f"{'' if c.given(inner) else 'moe_'}{inner}", INNER),
+        intermediate=_inner(c, family, hidden),
         attention=attention,
         vocab=c.integer("vocab_size", VOCAB),
-        eps=c.number(_one_of(family, *_EPS), 1.0),
+        eps=c.number(next(key for key in _EPS if key in (*family.defaults, *family.names.values())), 1.0),
         activation=_activation(c, family),
         context_len=_context(c, attention, positions),
         final_softcap=_number(c, family, "final_logit_softcapping", 0.0),
@@ -272,6 +274,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         out_bias=_out_bias(c, family, bias),
         mlp_bias=family.biased or _flag(c, family, "mlp_bias", "use_bias"),
         head_bias=family.head_bias,
+        learned=positions if family.learned else 0,
         tied=c.flag("tie_word_embeddings"),
         dtype=_dtype(c),
         moe=_mixture(c, family, layers),
@@ -371,9 +374,12 @@ def _flag(c: Reader, family: Family, *keys: str) -> bool:
     return any(c.flag(key) for key in keys if key in family.defaults)
 
 
-def _one_of(family: Family, *keys: str) -> str:
-    """The first of the keys that the family has."""
-    return next(key for key in keys if key in family.defaults)
+def _inner(c: Reader, family: Family, hidden: int) -> int:
+    """Width of the MLPs."""
+    key = "intermediate_size"
+    if not c.given(key) and not family.mixture:  # GPT-2
+        return 4 * hidden
+    return c.integer(key if c.given(key) else f"moe_{key}", INNER)
 
 
 def _predictors(c: Reader, family: Family) -> int:

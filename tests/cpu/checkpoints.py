@@ -48,7 +48,8 @@ def save_checkpoint(
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which spawned ranks need not spend
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **SMALL | changes)
+    sizes = {key: value for key, value in (SMALL | changes).items() if value is not ...}
+    config = AutoConfig.for_model(model_type, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

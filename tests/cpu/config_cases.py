@@ -504,6 +504,31 @@ RUN: dict[str, Case] = {
     "bert gelu_new": Case(encoder("Bert", "bert", hidden_act="gelu_new")),
 }
 
+RUN["gpt2"] = Case(
+    {
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 128,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 128,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 97,
+    }
+)
+
 # Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
     "Mistral-7B-v0.1": Case(
@@ -1191,6 +1216,10 @@ REFUSED: dict[str, Case] = {
         )
     },
     **{
+        f"GPT-2 with {key}": Case(RUN["gpt2"].config | {key: value}, key)
+        for key, value in (("add_cross_attention", True), ("n_ctx", 4096), ("n_head", 5), ("rope_theta", 1e4))
+    },
+    **{
         f"{model_type} without a window": Case(
             decoder(name, model_type, sliding_window=None, layer_types=["full_attention"] * 3),
             "sliding_window",
@@ -1225,7 +1254,6 @@ REFUSED: dict[str, Case] = {
     **{
         name: Case(other(name, model_type, **changes), name)
         for name, model_type, changes in (
-            ("GPT2LMHeadModel", "gpt2", {"n_embd": 768, "n_layer": 12, "activation_function": "gelu_new"}),
             ("OPTForCausalLM", "opt", {"activation_function": "relu"}),
             ("FalconForCausalLM", "falcon", {"alibi": False}),
             ("MptForCausalLM", "mpt", {"d_model": 64}),

@@ -390,9 +390,10 @@ def small(family: str) -> dict[str, Any]:
     known = FAMILIES[family]
     name = family if known.model else f"{family}Model"
     sizes = {key: value for key, value in (TINY | SMALL).items() if key in known.defaults}
+    sizes |= {key: (TINY | SMALL)[ours] for key, ours in known.names.items() if ours in TINY}
     if 3 < known.pattern < 9:  # so many layers have all kinds
         sizes["num_hidden_layers"] = known.pattern
-    if known.attention:
+    if known.attention and "num_key_value_heads" in known.defaults:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     return sizes | {"architectures": [name], "model_type": known.types[0], "pad_token_id": 0}
 

@@ -37,6 +37,7 @@ from sgla.worker.cpu import CpuRunner
 LLAMA = "sgla.model.llama:Llama"
 PROMPTS = random_prompts([1, 7, 33, 90])
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+GPT2 = {"intermediate_size": ..., "num_key_value_heads": ..., "tie_word_embeddings": True}
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
@@ -90,6 +91,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "apertus": ("apertus", {"head_dim": 8, "rope_parameters": YARN}),
     "phi": ("phi", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 with other scales": (
+        "gpt2",
+        GPT2
+        | {"n_inner": 96, "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}
+        | {"tie_word_embeddings": False},
+    ),
     "vaultgemma": ("vaultgemma", WINDOWED | {"head_dim": 8, "query_pre_attn_scalar": 24}),
     "jais2": ("jais2", {}),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
