@@ -425,4 +425,4 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
 
 def test_what_has_a_kernel_is_recorded_as_itself() -> None:
     """Or its body would be."""
-    assert set(LOWERINGS) == set(RESULTS)
+    assert set(LOWERINGS) <= set(RESULTS)

@@ -5,7 +5,7 @@ Kernels that do several ops at once are put in their place by the rules of ``rul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.gpu import mixture
-from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Ranks, Scoring
+from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring
 from sgla.kernels.routing import Activation, Gating, Routing
 from sgla.kernels.triton import elementwise, fp8, invariant
 from sgla.kernels.triton import latent as latents
@@ -198,10 +198,6 @@ class GpuOps:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
-    @LOWERINGS.of(ops.activate)
-    def activate(self, x: Tensor, kind: str) -> Tensor:
-        return ops.activation(x, kind)
-
     @LOWERINGS.of(ops.moe)
     def moe(
         self,
@@ -219,19 +215,3 @@ class GpuOps:
     @LOWERINGS.of(ops.gather)
     def gather(self, x: Tensor, rows: Tensor) -> Tensor:
         return elementwise.take_rows(x, rows)
-
-    @LOWERINGS.of(ops.all_reduce)
-    def all_reduce(self, x: Tensor, ranks: Ranks) -> Tensor:
-        ranks.all_reduce(x)
-        return x
-
-    @LOWERINGS.of(ops.inplace)
-    def inplace(self, fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
-        fn(x)
-        return x
-
-    @LOWERINGS.of(ops.call)
-    def call(self, fn: Callable[[Tensor, Tensor], None], x: Tensor, width: int) -> Tensor:
-        out = x.new_empty(x.shape[0], width)
-        fn(x, out)
-        return out

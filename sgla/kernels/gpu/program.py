@@ -91,7 +91,9 @@ def _steps(gpu: GpuOps, work: Work) -> list[Step]:
 def _plain(gpu: GpuOps, node: Node) -> Callable[..., Any]:
     """What computes a node that no rule gave a kernel."""
     named: dict[Any, Callable[..., Any]] = {"heads": gpu.heads, "logits": gpu.logits}
-    return named.get(node.op) or partial(LOWERINGS[node.op], gpu)
+    if node.op in named:
+        return named[node.op]
+    return partial(LOWERINGS[node.op], gpu) if node.op in LOWERINGS else node.op.body  # type: ignore[no-any-return]
 
 
 # What a record computes: ``hidden`` the final hidden states of a batch, ``step`` a rank's part of its logits;
@@ -235,7 +237,7 @@ class Forward:
         return self._records[what, rows]
 
     def _recorded(self, what: Computes, rows: bool) -> Record:
-        recorder = Recorder(LOWERINGS)
+        recorder = Recorder()
         batch: Any = None
         given: Tensor | None = None
         if what in ("part", "logits"):

@@ -121,14 +121,13 @@ class Record:
 
 
 class Recorder:
-    """Collects the nodes of one call of a forward. ``lowered``: ops that are nodes; of others the ops and
+    """Collects the nodes of one call of a forward. The ops in ``RESULTS`` are nodes; of others the ops and
     torch operations of their bodies are."""
 
     device = torch.device("cuda")
 
-    def __init__(self, lowered: dict[Op[..., Any], Any]) -> None:
+    def __init__(self) -> None:
         self.record = Record()
-        self._lowered = lowered
         self._known: dict[int, int] = {}  # number of a value by the identity of its symbol
         self._kept: list[Any] = []  # so that identities stay
         self.logits_next = False  # the next linear layer is the output layer: float32
@@ -158,7 +157,7 @@ class Recorder:
         return batch
 
     def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        shapes = RESULTS.get(op) if op in self._lowered else None
+        shapes = RESULTS.get(op)
         if shapes is not None:
             bound = parameters(op).bind(*args, **kwargs)
             bound.apply_defaults()
