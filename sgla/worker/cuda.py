@@ -8,192 +8,25 @@ StepResult.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from sgla.config import Config
-from sgla.grammar.matcher import Matchers
-from sgla.hub.source import ModelSource
-from sgla.kernels.rehearsal import compilers
-from sgla.messages import SAMPLE, Facts, Progress, StepCost, StepPlan, StepResult
-from sgla.model.base import CausalLM
-from sgla.model.load import load_model
-from sgla.model.load_pooled import load_decoder
-from sgla.model.spec import ModelSpec
-from sgla.model.state import Demand, Pool
-from sgla.sampling.constraints import Constraints, mask_threads
+from sgla.messages import SAMPLE, StepPlan, StepResult
 from sgla.worker.device_state import upload
-from sgla.worker.facts import answer_facts
-from sgla.worker.flights import Flight, Flights
-from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
-from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes, within_memory
-from sgla.worker.gpu_steps import GpuSteps, Kernels, Launched, Sizes
-from sgla.worker.graphs import Capture, DecodeGraphs
+from sgla.worker.flights import Flight
+from sgla.worker.gpu_setup import GpuSetup
+from sgla.worker.gpu_steps import Launched
 from sgla.worker.kv import zero_pages
-from sgla.worker.memory import cache_groups, mib
-from sgla.worker.place import Gpu
-from sgla.worker.pooler import Pooler
-from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
-from sgla.worker.runner import Runner
 from sgla.worker.state import column
 from sgla.worker.verify import Verify
-from sgla.worker.warm_up import measure, rehearse, wake_triton, warm_up
 
-STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
-# Tokens of a step that reads prompts beside decode rows, if weights are of more bytes:
-# then more steps have more to share.
-MIXED, HEAVY = 512, 4 << 30
 DECODE_FLAGS = bytes([SAMPLE])
 
 
-class CudaRunner(Runner):
-    """Launches steps. ``steps``: those without a graph, and what all have in common."""
-
-    place: Gpu
-    steps: GpuSteps
-
-    def _load(self, config: Config, source: ModelSource) -> None:
-        woken = compilers().submit(wake_triton, self.shard.rank)
-        spec = ModelSpec.from_config(source.config)
-        sizes = choose_sizes(config, spec, self.pooling)
-        kernels, self.notes = choose_kernels(config, spec, self.place, sizes)
-        self.notes += self.place.notes
-        torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
-        self._states = config.enable_return_hidden_states
-        self.budget = Budget(weights_of(config, spec, self.place), sizes.step_tokens, sizes.slots)
-        self.budget.weights.check(self.place.free())
-        begin = partial(self._begin, kernels, sizes, woken, torch.cuda.memory_allocated())
-        with self.place.torch, within_memory("loading the weights", self.budget.lighter):
-            self._load_model(config, source, sizes.context_len, begin)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-    def _load_model(
-        self, config: Config, source: ModelSource, context_len: int, begin: Callable[[CausalLM], None]
-    ) -> None:
-        seed, dtype = config.random_seed or 0, dtype_of(config)
-        quantization, report = config.quantization, self._report
-        if self.pooling is None:
-            load_model(source, dtype, quantization, self.shard, context_len, report, seed, begin)
-            return
-        head = load_decoder(
-            source, self.pooling, dtype, quantization, self.shard, context_len, report, seed, begin
-        ).head
-        self.steps.pooler = Pooler(self.pooling, head, self.steps.slots, self.steps.model.spec.hidden)
-
-    def _begin(
-        self, kernels: Kernels, sizes: Sizes, woken: Future[None], before: int, model: CausalLM
-    ) -> None:
-        """``load_model`` calls this when it has made the model, whose weights are still to come: tables are
-        allocated and steps rehearsed while these load. ``before``: bytes that were allocated before it was
-        made; ``woken``: Triton is ready."""
-        made = torch.cuda.memory_allocated()
-        with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
-            self.steps = GpuSteps(model, kernels, sizes)
-        self.budget.ledger = {"weights": made - before, "tables": torch.cuda.memory_allocated() - made}
-        self._captures = kernels.attention.captures and self.pooling is None
-        pool = ThreadPoolExecutor(1, "rehearse")
-        self._rehearsal = pool.submit(rehearse, self.steps, woken) if self._captures else None
-        pool.shutdown(wait=False)
-
-    def _settle(self, config: Config) -> None:
-        with self._phase("kernels"):
-            self._report(Progress(phase="compile", message="CUDA kernels"))
-            if self._rehearsal is not None:
-                with within_memory("rehearsing steps", lambda: FEWER_TOKENS):
-                    self._rehearsal.result()
-        with self._phase("warmup"), within_memory("measuring steps", lambda: FEWER_TOKENS):
-            self._size(config)
-        self._report(Progress(phase="warmup", message="graphs"))
-        with self._phase("graphs"), within_memory("capturing graphs", self.budget.smaller_pool):
-            self._capture()
-
-    def _size(self, config: Config) -> None:
-        """Run the largest step once to see what it needs, then give the rest of the memory to the KV pool."""
-        steps, vocab = self.steps, self.steps.model.spec.vocab
-        dummies = [1] * len(steps.groups)
-        if steps.kv_dtype == "fp8":
-            steps.scales = steps.measure_scales()
-            self.notes.append(
-                "KV cache: e4m3, a scale for k and one for v of each layer, measured on random tokens"
-            )
-        steps.kv = steps.allocate(dummies, config.page_size, steps.kv_dtype)
-        self.graphs, self.prompts = DecodeGraphs(steps), PromptGraphs(steps)
-        peak = measure(steps)
-        steps.forget_rows()
-        self.constraints = None
-        if self.shard.rank == 0:
-            self.matchers = Matchers(mask_threads())
-            skip_forced = self.shard.size == 1  # other ranks are told one token a row
-            host = steps.tables.host.tokens
-            self.constraints = Constraints(host, vocab, self.matchers, skip_forced=skip_forced, pin=True)
-        labels = self.pooling is None
-        self.flights = Flights(steps.tables, steps.sampler, self.constraints, labels)
-        pool = Pool(steps.groups, config.page_size, Demand(steps.slots, steps.step_tokens))
-        pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts))
-        with within_memory("allocating the KV cache", self.budget.smaller_pool):
-            steps.kv = steps.allocate(pages, config.page_size, steps.kv_dtype)
-        context_len = min(steps.context_len, (pages[0] - 1) * config.page_size)
-        if context_len < steps.context_len:
-            self.notes.append(
-                f"context cut from {steps.context_len} to {context_len} tokens, what the KV cache holds"
-            )
-        self.facts = Facts(
-            groups=cache_groups(pool, pages),
-            page_size=config.page_size,
-            slots=steps.slots,
-            context_len=context_len,
-            vocab_size=vocab,
-            step_tokens=steps.step_tokens,
-            costs=self._costs(),
-            padded_drafts=True,
-            dtype=dtype_of(config),
-            device=self.place.device.name,
-            ledger=self.budget.ledger,
-            notes=self.notes,
-            **answer_facts(config, steps.model.spec, self.pooling),
-        )
-
-    def _graph_bytes(self, prompts: int) -> int:
-        """What graphs are going to take. ``prompts``: what the largest step takes beside weights and KV."""
-        if not self._captures:
-            return 0
-        largest = max(self.steps.slots, self.prompts.limit)  # tokens of a graph
-        count = self.graphs.count + (0 if self.steps.deterministic else len(self.prompts.pairs))
-        layers = self.steps.model.spec.layers
-        return graph_bytes(count, layers, prompts * largest // max(largest, self.steps.step_tokens))
-
-    def _costs(self) -> list[StepCost]:
-        """Steps that run as a graph read prompts more cheaply than larger ones.
-        Not those of mixtures; several ranks were not measured."""
-        every = StepCost(tokens=self.steps.step_tokens, tile=STEP_TILE)
-        if self.steps.deterministic or self.steps.model.spec.moe or self.shard.size > 1:
-            return [every]
-        limit = self.prompts.limit
-        tokens = min(limit, MIXED) if self.budget.ledger["weights"] > HEAVY else limit
-        return [StepCost(tokens=tokens, prompts=REAL, longest=HISTORY, tile=STEP_TILE), every]
-
-    def _capture(self) -> None:
-        before = self.place.free()
-        if self._captures:
-            capture = Capture()
-            self.graphs.capture(capture)
-            if not self.steps.deterministic:
-                self.prompts.capture(capture)
-            torch.cuda.synchronize()
-        self.notes += self.budget.captured(before - self.place.free())
-        ledger = self.budget.ledger
-        self.notes.append("memory: " + ", ".join(f"{name} {mib(size)}" for name, size in ledger.items()))
-
-    def _warm_up(self) -> None:
-        with within_memory("warming up", self.budget.smaller_pool):
-            warm_up(self.steps, self.execute)
-        self.flights.forget()
+class CudaRunner(GpuSetup):
+    """Launches steps."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight:

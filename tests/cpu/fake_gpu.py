@@ -37,7 +37,8 @@ from sgla.kernels.cuda import build, tensor_map
 from sgla.kernels.rehearsal import under_way
 from sgla.messages import SAMPLE, StepPlan
 from sgla.model import load
-from sgla.worker import cuda
+from sgla.worker import gpu_setup
+from sgla.worker.cuda import CudaRunner
 
 ROWS = 24
 LOADED: list[bool] = []  # not empty: weights were asked for
@@ -224,7 +225,7 @@ def shared(launches: Launches, card: str) -> dict[str, int]:
     return found
 
 
-def steps(runner: cuda.CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
+def steps(runner: CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
     """Decode steps of all sizes, with and without prompts of several lengths beside them, whole and behind
     prefixes; and prompts of ``sizes`` tokens together."""
     half = runner.steps.context_len // 2
@@ -263,7 +264,7 @@ def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
 
 
 def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
-    rehearse, asked = cuda.rehearse, set()
+    rehearse, asked = gpu_setup.rehearse, set()
 
     def walk(*args: Any) -> None:
         with OnCpu():  # modes belong to a thread
@@ -271,7 +272,7 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
             rehearse(*args)
             asked.update(launches.seen)
 
-    cuda.rehearse = walk
+    gpu_setup.rehearse = walk
     settings = {
         "step_tokens": 1024,
         "context_length": 1024,
@@ -285,11 +286,11 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
     try:
         with OnCpu():
             source = ModelSource("dummy", Path("."), (), case["model"], {})
-            runner = cuda.CudaRunner(config, source, 0, 1, "", lambda p: None)
+            runner = CudaRunner(config, source, 0, 1, "", lambda p: None)
             for step in steps(runner, case.get("sizes", [])):
                 runner.execute(step)
     finally:
-        cuda.rehearse = rehearse
+        gpu_setup.rehearse = rehearse
     facts = runner.facts
     kernels = shared(launches, case["card"]) if case.get("compile") else {}
     return {

@@ -23,7 +23,7 @@ from sgla.grammar.source import source_of
 from sgla.kernels.triton import attention
 from sgla.messages import Control, Grammar, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
-from sgla.worker import cuda
+from sgla.worker import gpu_setup
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
 
@@ -129,7 +129,7 @@ def main() -> None:
         runner = make(cpu_runner, case)
         found[case] = {"cpu": shown(run(runner, requests(), depth=1))}
     become_gpu()
-    cuda.rehearse, cuda.Capture = (lambda *args: None), Capture  # type: ignore[assignment, misc]
+    gpu_setup.rehearse, gpu_setup.Capture = (lambda *args: None), Capture  # type: ignore[assignment, misc]
     attention.splits_for = lambda *args: 1
     guessing = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": DRAFTS}
     for case, (_, _, own, _) in CASES.items():

@@ -40,7 +40,7 @@ from sgla.kernels.cuda import build
 from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.messages import Submit
 from sgla.model import load, registry
-from sgla.worker import cuda
+from sgla.worker import gpu_setup
 from sgla.worker.gpu_memory import Peak
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
@@ -76,7 +76,7 @@ def become_gpu() -> None:
     build.Kernel.launch = lambda self, *args, **kwargs: None  # type: ignore[method-assign, assignment]
     for op in SLOW:
         del LOWERINGS[op]
-    cuda.measure, cuda.warm_up = (lambda *args: Peak(0, 0)), (lambda *args: None)
+    gpu_setup.measure, gpu_setup.warm_up = (lambda *args: Peak(0, 0)), (lambda *args: None)
     OnCpu().__enter__()
 
 
