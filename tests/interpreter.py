@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -10,7 +11,9 @@ from typing import Any
 def patch_once() -> None:
     """Have it put its operations into Triton's language once for each module of kernels, instead of at every
     call from kernel to function, and make a type of tensors once, instead of for every tensor; that takes two
-    fifths of the time. Triton 3.6 takes arrays of one value for numbers, which NumPy 2.4 does not."""
+    fifths of the time. Integers that overflow it looks for at every sum and product, and then says nothing of
+    what it found, which takes a quarter of the rest. Triton 3.6 takes arrays of one value for numbers, which
+    NumPy 2.4 does not."""
     from triton import language
     from triton.runtime import interpreter
 
@@ -26,6 +29,9 @@ def patch_once() -> None:
         return scopes[key]()
 
     interpreter._patch_lang = patched
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     interpreter._get_np_dtype = _kept(interpreter._get_np_dtype)
     language.block_type.with_element_ty = _kept(language.block_type.with_element_ty)
 
