@@ -78,6 +78,17 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "are declared, and a schema without type allows all types"
         ),
     ] = False
+    model_impl: Annotated[
+        Literal["auto", "native", "transformers"],
+        Doc(
+            description="what computes the model: this server's own code, or transformers' module with this "
+            "server's pages, which is slower; auto = transformers for architectures without code of ours"
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool,
+        Doc(description="run a model's code that lies beside its weights, where transformers has no class"),
+    ] = False
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],
         Doc(description="where weights come from; dummy = random"),

@@ -17,6 +17,7 @@ from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
+from sgla.model.generic_spec import GenericSpec, check_generic
 from sgla.model.sizes import as_stored, read_spec, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes
@@ -104,6 +105,8 @@ def resolve(
     dtype = filling.settle("dtype", choose_dtype(encoder and device != "cuda"))
     settle_quantization(filling, machine, device, spec, dtype)
     config = filling.config
+    if isinstance(spec, GenericSpec):
+        check_generic(config, device, pooled)
     check_features(config, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         drafts = Settled(DRAFTS, "a row learns how many of them pay")

@@ -387,7 +387,7 @@ def test_a_script_of_vllm_changes_one_import(caplog: pytest.LogCaptureFixture) -
         "quantization": None,
         "compilation_config": None,
     }
-    assert translated(nothing) == {}
+    assert translated(nothing) == {"trust_remote_code": False}
     assert translated({"enforce_eager": True}) == {}
     assert "run from CUDA graphs" in caplog.text
     caplog.clear()

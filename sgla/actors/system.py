@@ -278,10 +278,10 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     """
     from sgla.hub.choice import obtained
     from sgla.model.pooling import read_pooling
-    from sgla.model.source import open_source
+    from sgla.model.source import configured_source
     from sgla.resolve import resolve
 
-    source = open_source(obtained(config, report), config.load_format)
+    source = configured_source(obtained(config, report), config)
     defaults = find_defaults(config, source)
     found = resolve(config, model=source.config, pooled=read_pooling(source, config.task) is not None)
     for note in (*source.notes, *found.notes, *defaults.notes):

@@ -78,9 +78,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "rerank": Switch("task", "rerank"),
     "reranking": Switch("task", "rerank"),
     "enable-deterministic-inference": Switch("deterministic", True),
-    "trust-remote-code": Always("no code of a model's repository is ever run, and no model needs it"),
     "tokenizer-mode": Always("the tokenizer is the model's fast one", ("auto", "fast", "hf")),
-    "model-impl": Always("the models are this server's own", ("auto",)),
     "config-format": Always("configurations are read in Hugging Face's format", ("auto", "hf")),
     "response-role": Always("answers have the role assistant", ("assistant",)),
     "chat-template-content-format": Always("the chat template tells how content is rendered", ("auto",)),
@@ -244,6 +242,10 @@ VALUES: dict[str, dict[str, Word | str]] = {
     },
     "step_tokens": {
         "-1": "long prompts are always read in chunks; leave it out, or give their length in tokens"
+    },
+    "model_impl": {
+        **dict.fromkeys(("vllm", "sglang"), Word("native")),
+        "terratorch": "TerraTorch's models are not supported",
     },
     "load_format": {
         **dict.fromkeys(

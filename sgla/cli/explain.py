@@ -24,7 +24,7 @@ from sgla.hub.source import ModelSource
 from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.sizes import Parameters, parameters, read_spec, short_count, weight_bytes
-from sgla.model.source import open_source
+from sgla.model.source import configured_source
 from sgla.model.state import state_of, token_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, kv_pool, resolve
@@ -65,7 +65,7 @@ def kernels(config: Config, machine: Machine) -> int:
         )
     if find_spec("triton") is None:
         raise ConfigError("--kernels needs Triton: pip install triton", param="kernels")
-    source = open_source(path, config.load_format)
+    source = configured_source(path, config)
     pooled = read_pooling(source, config.task) is not None
     config = msgspec.structs.replace(config, device="cuda")
     config = resolve(config, imagined(machine), source.config, pooled).config
@@ -87,7 +87,7 @@ def imagined(machine: Machine) -> Machine:
 def model_source(config: Config) -> ModelSource | None:
     """The model, if it is on this disk; nothing is downloaded."""
     path = find_local(config)
-    return None if path is None else open_source(path, config.load_format)
+    return None if path is None else configured_source(path, config)
 
 
 def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:

@@ -23,6 +23,7 @@ from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
 from sgla.model.fp8 import Fp8
+from sgla.model.generic_spec import GenericSpec
 from sgla.model.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.model.registry import class_path, family_of
 from sgla.model.sizes import as_stored, kinds_of, wide_matrices
@@ -62,6 +63,11 @@ def load_model(
     unexpected and misshapen tensors.
     """
     spec = ModelSpec.from_config(source.config)
+    if isinstance(spec, GenericSpec):
+        from sgla.model.generic import load_generic  # seconds, which other models need not spend
+
+        positions = context_len or spec.context_len
+        return load_generic(source, spec, dtype, positions, seed, on_model, on_progress or (lambda _: None))
     if spec.tied and has_own_head(source):
         spec = replace(spec, tied=False)
     if source.kind == "gguf" and spec.moe is not None:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from sgla.errors import ConfigError
 from sgla.model.encoder import EncoderSpec
-from sgla.model.registry import architecture_of, check_architecture, is_encoder
+from sgla.model.generic_spec import GenericSpec
+from sgla.model.registry import architecture_of, is_encoder
 from sgla.model.spec import ModelSpec
 from sgla.quant.formats import FORMATS
 from sgla.quant.method import Method
@@ -34,9 +35,8 @@ class Wide(NamedTuple):
 
 def read_spec(config: Mapping[str, Any]) -> ModelSpec | EncoderSpec:
     """The shape of the model that a config.json describes. Raises ConfigError."""
-    name = architecture_of(config)
-    check_architecture(name)
-    return EncoderSpec.from_config(config) if is_encoder(name) else ModelSpec.from_config(config)
+    encoder = is_encoder(architecture_of(config))
+    return EncoderSpec.from_config(config) if encoder else ModelSpec.from_config(config)
 
 
 def as_stored(method: Method | None, quantization: str | None) -> Method | None:
@@ -68,7 +68,7 @@ class Parameters(NamedTuple):
 
 
 def parameters(spec: ModelSpec | EncoderSpec) -> Parameters:
-    if isinstance(spec, EncoderSpec):
+    if isinstance(spec, EncoderSpec | GenericSpec):
         return Parameters(spec.values, spec.values)
     tables = (spec.vocab * (1 if spec.tied else 2) + spec.learned) * spec.hidden
     attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
@@ -113,7 +113,7 @@ def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | 
 
 
 def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> float:
-    if isinstance(spec, EncoderSpec):
+    if isinstance(spec, EncoderSpec | GenericSpec):
         return spec.values * FORMATS[kinds_of(dtype, quantization).linear].bytes
     kinds = kinds_of(dtype, quantization, spec.method)
     linear, vocab = FORMATS[kinds.linear].bytes, FORMATS[kinds.vocab].bytes

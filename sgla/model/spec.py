@@ -54,6 +54,7 @@ _ROPE_NOT_NULL = ("rope_theta", "partial_rotary_factor", _TRAINED)
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 _EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+FACTS = "sgla_facts"  # what a module of transformers has shown, in the configuration (``generic_spec.py``)
 # The largest sizes that are taken for a model's and not for a broken file's.
 LAYERS, WIDTH, INNER, HEADS, HEAD_DIM = 1024, 1 << 17, 1 << 20, 4096, 4096
 VOCAB, EXPERTS, POSITIONS = 1 << 24, 1 << 14, 1 << 31
@@ -197,6 +198,9 @@ class ModelSpec:
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """From the content of ``config.json``, transformers 4 or 5 style. Raises ConfigError for an
         architecture that is not supported and for what cannot be honoured, naming the key."""
+        if FACTS in config:
+            shown: ModelSpec = import_module("sgla.model.generic_spec").generic_spec(config[FACTS])
+            return shown
         architecture = architecture_of(config)
         check_architecture(architecture)
         method = method_of(config)

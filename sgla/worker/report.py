@@ -29,7 +29,7 @@ from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.tiles import GATES
 from sgla.model.load import decoder_build, model_of
 from sgla.model.pooling import read_pooling
-from sgla.model.source import open_source
+from sgla.model.source import configured_source
 from sgla.model.spec import ModelSpec
 from sgla.model.state import kv_groups
 from sgla.worker.gpu_load import choose_sizes, dtype_of, shapes_of
@@ -150,7 +150,7 @@ def _source(rows: int, node: Node) -> str:
 def main() -> None:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=Config)
     try:
-        for line in report(config, open_source(Path(sys.argv[1]), config.load_format)):
+        for line in report(config, configured_source(Path(sys.argv[1]), config)):
             print(line)
     except (SglaError, NotImplementedError) as error:
         sys.exit(str(error))

@@ -1,0 +1,445 @@
+"""Any causal language model of transformers: its own module with our pages.
+
+The module's layers call ``attend`` for attention, which stores k and v in the pages of their layer and reads
+those of the batch's rows. All else is the module's: a step is one sequence to it, whose tokens have the
+positions that they have in their rows.
+
+What a module does is not read from its configuration but seen: ``probe`` runs it once without weights. What
+cannot be served right is refused by name, there or in ``check_rows`` once the weights are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.utils import logging
+
+from sgla.dist import Shard
+from sgla.errors import ConfigError, WeightError
+from sgla.hub.source import ModelSource
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.ops import KVLayer
+from sgla.kernels.trace import NotRecorded, Symbol
+from sgla.messages import LONGEST, Progress
+from sgla.model.base import CausalLM
+from sgla.model.generic_spec import GenericSpec
+from sgla.model.registry import architecture_of
+
+PAGED, SEEN = "sgla_paged", "sgla_seen"  # names of our attention: in steps, and while a module is probed
+TOKENS = 3  # of a probe
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+LENGTHS = ("dynamic", "longrope")  # rope kinds whose angles depend on the longest sequence of a batch
+KINDS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+}  # of layers; the last is known by its mask
+HONOURED = {"scaling", "softcap", "s_aux", "sliding_window"}
+# Arguments of attention that say nothing of a step's mathematics.
+IDLE = {
+    *("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"),
+    *("output_hidden_states", "output_router_logits", "return_dict", "training", "deterministic"),
+}
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the largest logit, what rounding may change
+
+
+class Attends(Protocol):
+    """What the attention of a module's layers does: q ``[1, Hq, T, hd]``, k and v ``[1, Hkv, T, ...]`` ->
+    ``[1, T, Hq, vd]``."""
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: dict[str, Any]
+    ) -> Tensor: ...
+
+
+_attends: ContextVar[Attends] = ContextVar("attends")
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, None]:
+    """What transformers' layers call."""
+    return _attends.get()(module, query, key, value, attention_mask, given), None
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Stands for a mask that a module has asked for, and hands on as it is. ``window`` 0: causal."""
+
+    window: int
+
+    def __getattr__(self, name: str) -> Any:
+        raise refusal("it changes its attention masks")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise refusal("it changes its attention masks")
+
+
+def seen_mask(*, mask_function: Any, **_: Any) -> Mask:
+    probing = _attends.get()
+    assert isinstance(probing, Probing)
+    return Mask(window_of(mask_function, probing.context))
+
+
+AttentionInterface.register(PAGED, attend)
+AttentionInterface.register(SEEN, attend)
+AttentionMaskInterface.register(SEEN, seen_mask)
+
+
+def window_of(sees: Any, context: int) -> int:
+    """The sliding window of a mask function, 0 for a causal mask. Raises ConfigError for another one."""
+
+    def row(query: int) -> Tensor:
+        at = torch.tensor(query)
+        return torch.as_tensor(sees(at * 0, at * 0, at, keys)).expand(context)
+
+    with torch.device("cpu"):
+        keys = torch.arange(context)
+        window = int(row(context - 1).sum())
+        places = {*range(3), window - 1, window, window + 1, 2 * window + 1, context // 3, context // 2}
+        for query in sorted(place for place in places if 0 <= place < context):
+            if not torch.equal(row(query), (keys <= query) & (keys > query - window)):
+                raise refusal("its attention mask is neither causal nor a sliding window")
+    return 0 if window == context else window
+
+
+@dataclass
+class Probing:
+    """Notes what the layers ask of attention, in facts. ``context``: tokens of the longest sequence."""
+
+    context: int
+    layers: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: dict[str, Any]
+    ) -> Tensor:
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in self.layers:
+            raise refusal("its layers do not attend once each, by a number of their own")
+        if not isinstance(mask, Mask):
+            raise refusal("it masks attention in a way of its own")
+        if not (q.shape[2] == k.shape[2] == v.shape[2] == TOKENS) or q.shape[0] > 1:
+            raise refusal("its attention is not from each token of a step to those before it")
+        if q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
+            raise refusal(f"{q.shape[1]} attention heads do not divide among {k.shape[1]} KV heads")
+        for name, value in given.items():
+            if name not in HONOURED | IDLE and value is not None and value is not False:
+                raise refusal(f"its attention takes {name}, which is not supported")
+        scale = given.get("scaling")
+        self.layers[index] = {
+            "heads": q.shape[1],
+            "kv_heads": k.shape[1],
+            "head_dim": q.shape[3],
+            "values": v.shape[3],
+            "scale": q.shape[3] ** -0.5 if scale is None else float(scale),
+            "window": mask.window,
+            "softcap": float(given.get("softcap") or 0.0),
+            "sinks": given.get("s_aux") is not None,
+        }
+        return q.new_empty(1, TOKENS, q.shape[1], v.shape[3])
+
+
+class Step(NamedTuple):
+    """Attention over the pages of a step."""
+
+    batch: ForwardBatch
+    kv: list[KVLayer]
+    spec: GenericSpec
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: dict[str, Any]
+    ) -> Tensor:
+        kv, layer = self.kv[module.layer_idx], self.spec.attention[module.layer_idx]  # type: ignore[index]
+        where = ops.places(kv, self.batch.out_loc)
+        ops.store(kv.k, k[0].transpose(0, 1), where)
+        ops.store(kv.v, v[0].transpose(0, 1), where)
+        queries, sinks = q[0].transpose(0, 1).flatten(1), given.get("s_aux")
+        out = ops.attention(
+            queries,
+            kv,
+            self.batch,
+            layer.scale,
+            layer.window,
+            layer.softcap,
+            None if sinks is None else sinks.float(),
+        )
+        return out.view(1, q.shape[2], q.shape[1], -1)
+
+
+def own_token(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: dict[str, Any]) -> Tensor:
+    """In place of attention, something that depends on a token's own q, k and v."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return (v + torch.tanh(q.mean(-1, True) + 2 * k.mean(-1, True))).transpose(1, 2).contiguous()
+
+
+class Columns(NamedTuple):
+    """Stands for the output layer: this rank has all of it."""
+
+    own: range
+    plain: bool = False
+
+
+class Generic(CausalLM):
+    """``forward`` gives logits, which the module's own head has made."""
+
+    module: PreTrainedModel
+    spec: GenericSpec
+
+    def __init__(self, spec: GenericSpec, positions: int) -> None:
+        self.spec, self.shard, self.positions = spec, Shard(), positions
+        self.lm_head = Columns(range(spec.vocab))  # type: ignore[assignment]
+
+    def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
+        """Logits of ``rows``."""
+        if isinstance(batch.ids, Symbol):
+            raise NotRecorded("it is a module of transformers")
+        return self._run(Step(batch, kv, self.spec), batch.ids, batch.positions, rows)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden.float()
+
+    logits_part = logits
+
+    def check_rows(self) -> None:
+        """Raise ConfigError if a token's logits depend on its place in a step, or on what stands beside it
+        by another way than attention."""
+        device = next(self.module.parameters()).device
+        near = torch.tensor([0, 1, 2, 5, 6, 7], device=device) % self.positions
+        ids = (torch.arange(6, device=device) * 37 + 11) % self.spec.vocab
+        here = self._run(own_token, ids, near)
+        there = self._run(own_token, ids.flip(0), near.flip(0)).flip(0)
+        most = CLOSE[self.module.dtype] * float(here.abs().max())
+        if not torch.allclose(here, there, rtol=0, atol=most, equal_nan=True):
+            raise refusal("its tokens depend on each other, or on their places, beside attention")
+
+    @torch.inference_mode()
+    def _run(self, attends: Attends, ids: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        token = _attends.set(attends)
+        keep: Any = 0 if rows is None else rows.long()
+        try:
+            out = self.module(
+                input_ids=ids.long()[None],
+                position_ids=positions.long()[None],
+                use_cache=False,
+                logits_to_keep=keep,
+            )
+        finally:
+            _attends.reset(token)
+        logits: Tensor = out.logits[0]
+        return logits
+
+
+def refusal(reason: str) -> ConfigError:
+    return ConfigError(f"transformers' module cannot be served: {reason}", param="model")
+
+
+def class_of(config: dict[str, Any], folder: Path, trusted: bool) -> tuple[type[PreTrainedModel], str]:
+    """The class of a causal language model, and where the checkpoint's own code has it. Raises
+    ConfigError."""
+    name, auto = architecture_of(config), config.get("auto_map")
+    names = {n for known in CAUSAL.values() for n in ([known] if isinstance(known, str) else known)}
+    if name in names:
+        return getattr(transformers, name), ""
+    if not isinstance(auto, dict) or not isinstance(auto.get("AutoModelForCausalLM"), str):
+        raise refusal(f"transformers {transformers.__version__} has no causal language model {name[:99]}")
+    code = auto["AutoModelForCausalLM"]
+    if not trusted:
+        raise refusal(f"it is code of the checkpoint ({code[:99]}), which runs only with --trust-remote-code")
+    return local_class(code, folder), code
+
+
+def local_class(code: str, folder: Path) -> type[PreTrainedModel]:
+    """``file.Class`` of the checkpoint's folder. Raises ConfigError."""
+    file = folder / f"{code.partition('.')[0]}.py"
+    if "--" in code or not file.is_file():
+        raise refusal(f"its code {code[:99]} does not lie beside its weights")
+    found: type[PreTrainedModel] = get_class_from_dynamic_module(code, str(folder), local_files_only=True)
+    return found
+
+
+def check_class(cls: type[PreTrainedModel], hf: PreTrainedConfig) -> None:
+    """Raise ConfigError for a class that keeps more than pages of k and v, or attends by itself."""
+    takes, kinds = signature(cls.forward).parameters, set(getattr(hf, "layer_types", None) or ())
+    reasons = {
+        "it has an encoder and cross-attention": getattr(hf, "is_encoder_decoder", False),
+        "it has other parts than a language model": hf.get_text_config() is not hf,
+        "it keeps states of its own (recurrent layers)": cls._is_stateful,
+        f"it has layers of the kind {', '.join(sorted(map(str, kinds - KINDS)))}": not kinds <= KINDS,
+        "its class has no interface for attention": not cls._supports_attention_backend,
+        "it takes no positions": "position_ids" not in takes,
+        "it takes no places to keep logits of": "logits_to_keep" not in takes,
+        "it is quantized": getattr(hf, "quantization_config", None) is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise refusal(reason)
+
+
+def context_of(hf: PreTrainedConfig) -> tuple[int, list[str]]:
+    """Tokens of the longest sequence, and notes on that."""
+    found = next((n for key in POSITIONS if isinstance(n := getattr(hf, key, None), int) and n > 0), 0)
+    if not found:
+        raise refusal("its configuration names no longest sequence (max_position_embeddings)")
+    context, notes = min(found, LONGEST), []
+    rope = getattr(hf, "rope_parameters", None) or {}
+    for table in [rope, *rope.values()]:
+        if isinstance(table, dict) and (kind := table.get("rope_type")) in LENGTHS:
+            trained = table.get("original_max_position_embeddings") or getattr(
+                hf, "original_max_position_embeddings", None
+            )
+            context = min(context, trained or context)
+            notes.append(f"rope scaling {kind} depends on the longest sequence beyond {context} tokens, so "
+                         "the context ends there")  # fmt: skip
+    return context, notes
+
+
+def configured(config: dict[str, Any], cls: type[PreTrainedModel]) -> PreTrainedConfig:
+    """Raises ConfigError."""
+    kind, own = config.get("model_type"), cls.config_class
+    if own is None or kind != own.model_type:
+        known = own and own.model_type
+        raise refusal(f"config.json says model_type {str(kind)[:60]}, and the class is of {known}")
+    try:
+        return own.from_dict(dict(config))
+    except Exception as error:
+        raise refusal(f"its configuration is refused: {first_line(error)}") from error
+
+
+def probe(config: dict[str, Any], folder: Path, trusted: bool = False) -> dict[str, Any]:
+    """The facts about a model that ``config`` describes. Raises ConfigError for one that cannot be served."""
+    cls, code = class_of(config, folder, trusted)
+    hf = configured(config, cls)
+    check_class(cls, hf)
+    context, notes = context_of(hf)
+    try:
+        with torch.device("meta"):
+            model = cls._from_config(hf, attn_implementation=SEEN, dtype=torch.float32).eval()
+        if "Conv1d" in (kinds := {type(part).__name__ for part in model.modules()}):
+            raise refusal("its layers mix tokens beside attention (Conv1d)")
+        if any("Experts" in kind for kind in kinds):
+            model.set_experts_implementation("batched_mm")  # which looks at no values
+        layers = seen_layers(model, context)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise refusal(f"it does not run without weights: {first_line(error)}") from error
+    return {
+        "architecture": architecture_of(config),
+        "code": code,
+        "hidden": hf.hidden_size,
+        "intermediate": getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size,
+        "vocab": hf.vocab_size,
+        "context": context,
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        "layers": layers,
+        "values": sum(parameter.numel() for parameter in model.parameters()),
+        "notes": notes,
+    }
+
+
+def seen_layers(model: PreTrainedModel, context: int) -> list[dict[str, Any]]:
+    """What each layer asks of attention."""
+    probing = Probing(context)
+    token = _attends.set(probing)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model(
+                input_ids=torch.zeros(1, TOKENS, dtype=torch.long),
+                attention_mask=torch.ones(1, TOKENS, dtype=torch.long),  # or packed rows are looked for
+                position_ids=torch.arange(TOKENS)[None],
+                use_cache=False,
+                logits_to_keep=torch.zeros(1, dtype=torch.long),
+            )
+    finally:
+        _attends.reset(token)
+    if not probing.layers or sorted(probing.layers) != list(range(len(probing.layers))):
+        raise refusal("some of its layers have another kind of attention, or none")
+    if len(probing.layers) < model.config.num_hidden_layers:
+        raise refusal(f"of {model.config.num_hidden_layers} layers {len(probing.layers)} attend")
+    return [probing.layers[i] for i in sorted(probing.layers)]
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
+
+
+def load_generic(
+    source: ModelSource, spec: GenericSpec, dtype: str, positions: int, seed: int, begin: Any, report: Any
+) -> Generic:
+    """See ``load.load_model``. Raises ConfigError and WeightError."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    model = Generic(spec, positions)
+    if begin is not None:
+        begin(model)
+    device = torch.empty(0).device
+    report(Progress(phase="load", message="weights", done=0, total=spec.values))
+    config = source.config
+    cls = local_class(spec.code, source.folder) if spec.code else getattr(transformers, spec.architecture)
+    hf = configured(config, cls)
+    with torch.device("cpu"):
+        model.module = loaded(cls, hf, source, getattr(torch, dtype), seed).eval().to(device)
+    report(Progress(phase="load", message="weights", done=spec.values, total=spec.values))
+    model.check_rows()
+    return model
+
+
+def loaded(
+    cls: type[PreTrainedModel], hf: PreTrainedConfig, source: ModelSource, dtype: torch.dtype, seed: int
+) -> PreTrainedModel:
+    made: PreTrainedModel
+    if source.kind == "dummy":
+        torch.manual_seed(seed)
+        made = cls._from_config(hf, attn_implementation=PAGED, dtype=dtype)
+        return made
+    try:
+        found: Any = cls.from_pretrained(
+            source.folder,
+            config=hf,
+            dtype=dtype,
+            attn_implementation=PAGED,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told
+        )
+    except Exception as error:
+        raise WeightError(f"the weights do not fit {cls.__name__}: {first_line(error)}") from error
+    made, told = found
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if names := sorted(map(str, told.get(what) or ())):
+            shown = ", ".join(names[:8])
+            raise WeightError(
+                f"the weights do not fit {cls.__name__}: {len(names)} {what.partition('_')[0]}: {shown}"
+            )
+    return made
+
+
+def main() -> int:
+    """Facts about the model that stands on the standard input, as the last line."""
+    asked = json.load(sys.stdin)
+    logging.set_verbosity_error()
+    try:
+        facts = probe(asked["config"], Path(asked["folder"]), asked["trusted"])
+    except ConfigError as error:
+        print(" ".join(str(error).split()))
+        return 2
+    print(json.dumps(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

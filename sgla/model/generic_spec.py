@@ -1,0 +1,128 @@
+"""Models that run through transformers' own module: what the module has shown of itself, as *facts* that
+``open_source`` puts into the model's configuration, and the shape that is made of them. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.hub.source import ModelSource
+from sgla.model.registry import architecture_of, check_architecture, is_known
+from sgla.model.spec import FACTS, AttentionSpec, ModelSpec
+
+SECONDS = 300  # that the module may take to show itself
+LACKS = ("tp", "quantization", "kv_cache_dtype", "deterministic", "enable_return_hidden_states")
+COST = (
+    "transformers' own module computes it with this server's pages: torch operations instead of kernels, "
+    "which is several times slower, weights in --dtype, one rank"
+)
+
+
+@dataclass(frozen=True)
+class GenericAttention(AttentionSpec):
+    """``values``: of a head of v."""
+
+    values: int = 0
+
+    @property
+    def v_dim(self) -> int:
+        return self.values
+
+
+@dataclass(frozen=True)
+class GenericSpec(ModelSpec):
+    """The shape that a module has shown. ``values``: of its parameters; ``code``: its class in the
+    checkpoint's own code, or empty."""
+
+    values: int = 0
+    code: str = ""
+
+
+def generic_spec(facts: Mapping[str, Any]) -> GenericSpec:
+    """From what ``generic.probe`` returns."""
+    layers = tuple(GenericAttention(rope=None, **layer) for layer in facts["layers"])
+    architecture = facts["architecture"]
+    return GenericSpec(
+        architecture=architecture,
+        hidden=facts["hidden"],
+        intermediate=facts["intermediate"],
+        attention=layers,
+        vocab=facts["vocab"],
+        eps=0.0,
+        activation="silu",
+        context_len=facts["context"],
+        final_softcap=0.0,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        tied=False,
+        dtype=facts["dtype"],
+        notes=(f"{architecture}: {COST}", *facts["notes"]),
+        values=facts["values"],
+        code=facts["code"],
+    )
+
+
+def settled(source: ModelSource, impl: str, trusted: bool) -> ModelSource:
+    """``source``, with facts if transformers' module is to run it. ``impl``: auto, native or transformers;
+    ``trusted``: code of the checkpoint may run. Raises ConfigError for what the module cannot do right."""
+    config = {key: value for key, value in source.config.items() if key != FACTS}
+    source = replace(source, config=config)
+    name = architecture_of(config)
+    if impl == "native" or (impl == "auto" and is_known(name)):
+        return source
+    try:
+        return replace(source, config={**config, FACTS: _shown(source, trusted)})
+    except ConfigError as refused:
+        if impl == "transformers":
+            raise
+        try:
+            check_architecture(name)
+        except ConfigError as native:
+            raise ConfigError(f"{native}. Through transformers: {refused}", param="model") from None
+        raise
+
+
+def _shown(source: ModelSource, trusted: bool) -> dict[str, Any]:
+    """The facts: torch builds the module without weights, in a process of its own."""
+    if source.gguf_path is not None:
+        raise ConfigError("GGUF files need a native family; take safetensors", param="model")
+    asked = {"config": source.config, "folder": str(source.folder), "trusted": trusted}
+    command = [sys.executable, "-m", "sgla.model.generic"]
+    try:
+        done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"the module is not built after {SECONDS} seconds", param="model") from None
+    said = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
+    if done.returncode == 0:
+        facts: dict[str, Any] = json.loads(said)
+        return facts
+    if done.returncode == 2:
+        raise ConfigError(said, param="model")
+    last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    raise ConfigError(f"the module cannot be built: {last[:300]}", param="model")
+
+
+def check_generic(config: Config, device: str, vectors: bool) -> None:
+    """Raise ConfigError for what transformers' module cannot honour. ``device``: kind of the one it runs
+    on."""
+    if device != "cpu":
+        raise ConfigError(
+            f"transformers' module runs on CPUs alone yet, not with --device {device}; give --device cpu",
+            param="device",
+        )
+    plain = Config()
+    for name in LACKS:
+        value = getattr(config, name)
+        if value != getattr(plain, name):
+            shown = "" if value is True else f" {value}"
+            flag = "--" + name.replace("_", "-") + shown
+            raise ConfigError(f"{flag} cannot be honoured by transformers' module; leave it out", param=name)
+    if vectors:
+        raise ConfigError("transformers' module makes text and no vectors; leave --task out", param="task")

@@ -1,0 +1,247 @@
+"""Models that run through transformers' own module: equal to it over our pages, or refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Eager, random_prompts, save_checkpoint
+from safetensors.torch import load_file, save_file
+from tiny import make_core, run, submit, tiny_config
+from transformers import AutoConfig
+
+from sgla.config import Config
+from sgla.errors import ConfigError, WeightError
+from sgla.hub import source as files
+from sgla.hub.source import ModelSource
+from sgla.model.generic import Generic, probe
+from sgla.model.generic_spec import settled
+from sgla.model.load import load_model
+from sgla.model.sizes import weight_bytes
+from sgla.model.source import open_source
+from sgla.model.spec import FACTS, ModelSpec
+from sgla.observe.machine import Machine
+from sgla.resolve import resolve
+from sgla.worker.cpu import CpuRunner
+
+PROMPTS = random_prompts([1, 7, 33])
+MIXED = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 10}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "num_key_value_heads": 6, "v_head_dim": 12}
+LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+# What some are here for stands behind them.
+MODELS: dict[str, dict[str, Any]] = {
+    "afmoe": MIXED | EXPERTS | {"head_dim": 8},  # gated attention, no rope in some layers
+    "aria_text": {"moe_num_experts": 4},
+    "bitnet": {},
+    "cohere2_moe": MIXED | EXPERTS | {"head_dim": 8, "logit_scale": 0.5},
+    "ctrl": {},
+    "cwm": MIXED | {"head_dim": 8},
+    "gpt2": {},  # learned positions
+    "gpt_bigcode": {},  # one KV head
+    "gpt_neox": {},  # parallel blocks
+    "granite_swa": MIXED | {"logits_scaling": 3.0, "attention_multiplier": 0.2},  # sinks
+    "hyperclovax": {},
+    "laguna": EXPERTS | {"head_dim": 8},
+    "mellum": EXPERTS | {"head_dim": 8},
+    "modernbert-decoder": {"local_attention": 16},
+    "nanochat": {},  # soft cap of logits
+    "olmo": {"clip_qkv": 0.3},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},
+    "persimmon": {},
+    "phimoe": EXPERTS,
+    "vaultgemma": MIXED | {"head_dim": 8, "final_logit_softcapping": 5.0},
+    "youtu": LATENT,  # v of another width than k
+}
+
+
+def seen(folder: Path, **changes: Any) -> ModelSource:
+    """The checkpoint with its facts, which another process finds out else."""
+    source = files.open_source(folder)
+    config = source.config | changes
+    return replace(source, config=config | {FACTS: probe(config, folder)})
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_equals_transformers(name: str, tmp_path: Path) -> None:
+    """Whole and in chunks, several rows in a step and each alone."""
+    hf = save_checkpoint(tmp_path, name, **MODELS[name])
+    source = seen(tmp_path)
+    model = load_model(source)
+    assert isinstance(model, Generic)
+    found = Eager(model).prompt_logprobs(PROMPTS)
+    expected = torch.cat([hf(torch.tensor([p])).logits[0].float().log_softmax(-1) for p in PROMPTS])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    tokens = [
+        hf.generate(torch.tensor([p]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        for p in PROMPTS
+    ]
+    rows = Eager(model, budget=20, native=True).generate(PROMPTS, 12)
+    assert [row.tokens for row in rows] == [row[0].tolist() for row in tokens]
+    spec = model.spec
+    assert any(spec.windows) == ("sliding_window" in MODELS[name] or "local_attention" in MODELS[name])
+    assert weight_bytes(spec, "float32", None, 1) == 4 * sum(p.numel() for p in hf.parameters())
+
+
+@torch.no_grad()
+def test_caches_and_preemption_change_nothing(tmp_path: Path) -> None:
+    """Windows give pages back; a second request reads the first one's pages; few pages retract requests."""
+    save_checkpoint(tmp_path, "granite_swa", **MODELS["granite_swa"])
+    runner = CpuRunner(tiny_config(page_size=4, step_tokens=32), seen(tmp_path), 0, 1, "", lambda p: None)
+    assert [group.window for group in runner.facts.groups] == [0, 10]
+    prompts = random_prompts([40, 41, 42, 44], seed=3)
+    alone = {str(i): run(runner, [submit(str(i), p, 20)]).tokens()[str(i)] for i, p in enumerate(prompts)}
+    requests = [submit(str(i), p, 20) for i, p in enumerate(prompts)]
+    core = make_core(runner.facts)
+    assert run(runner, requests, core).tokens() == alone
+    assert run(runner, [submit(f"{r.rid}", r.tokens, 20) for r in requests], core).tokens() == alone
+    scarce = make_core(runner.facts, pages=34)
+    assert run(runner, requests, scarce).tokens() == alone
+
+
+def test_another_process_sees_the_same(tmp_path: Path) -> None:
+    """The main process has no torch. What config.json says of such facts counts for nothing."""
+    save_checkpoint(tmp_path, "apertus")
+    expected = seen(tmp_path).config[FACTS]
+    source = files.open_source(tmp_path)
+    source.config[FACTS] = {"architecture": "Llama"}
+    assert settled(source, "transformers", False).config[FACTS] == expected
+    assert FACTS not in settled(source, "native", False).config
+
+
+def test_native_code_comes_first(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    assert FACTS not in open_source(tmp_path).config
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("mamba", {}, "keeps states of its own"),
+        ("bart", {}, "an encoder and cross-attention"),
+        ("bloom", {}, "no interface for attention"),
+        ("bert", {}, "neither causal nor a sliding window"),
+        ("llama4_text", {"attention_chunk_size": 64}, "neither causal nor a sliding window|does not run"),
+        ("diffllama", {}, "do not attend once each"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers of the kind conv"),
+        ("glm_moe_dsa", {}, "layers of the kind|changes its attention masks"),
+        ("fuyu", {}, "other parts than a language model"),
+    ],
+)
+def test_what_it_cannot_do_right_is_refused(
+    model_type: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+
+    shape = {"num_hidden_layers": 3} if model_type not in ("fuyu",) else {}
+    config = AutoConfig.for_model(model_type, **shape | changes).to_dict()
+    with pytest.raises(ConfigError, match=message):
+        probe(config | {"architectures": [names[model_type]]}, tmp_path)
+
+
+def test_configurations_that_are_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("apertus", num_hidden_layers=1).to_dict()
+    config["architectures"] = ["ApertusForCausalLM"]
+    for changes, message in (
+        ({"architectures": ["AnyForCausalLM"]}, "has no causal language model AnyForCausalLM"),
+        ({"architectures": ["ApertusModel"]}, "has no causal language model"),
+        ({"model_type": "llama"}, "says model_type llama, and the class is of apertus"),
+        ({"hidden_size": "wide"}, "its configuration is refused"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "it is quantized"),
+        ({"max_position_embeddings": None}, "refused|names no longest sequence"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            probe(config | changes, tmp_path)
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    dims = config["hidden_size"] // config["num_attention_heads"] // 2
+    rope |= {"short_factor": [1.0] * dims, "long_factor": [2.0] * dims}
+    facts = probe(config | {"rope_parameters": rope, "max_position_embeddings": 512}, tmp_path)
+    assert facts["context"] == 128
+    assert "longrope depends on the longest sequence" in facts["notes"][0]
+
+
+def test_settings_that_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "apertus", num_hidden_layers=1)
+    config = seen(tmp_path).config
+    notes = resolve(Config(device="cpu"), Machine(), config).notes
+    assert any("ApertusForCausalLM: transformers' own module computes it" in note for note in notes)
+    for changes in (
+        {"tp": 2},
+        {"quantization": "int8"},
+        {"deterministic": True},
+        {"enable_return_hidden_states": True},
+    ):
+        with pytest.raises(ConfigError, match="cannot be honoured by transformers' module"):
+            resolve(Config(device="cpu", **changes), Machine(), config)
+    with pytest.raises(ConfigError, match="makes text and no vectors"):
+        resolve(Config(device="cpu"), Machine(), config, pooled=True)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "apertus", num_hidden_layers=1)
+    path = tmp_path / "model.safetensors"
+    whole, source = load_file(path), seen(tmp_path)
+    norm = whole.pop("model.norm.weight")
+    save_file(whole, path, {"format": "pt"})
+    with pytest.raises(WeightError, match=r"1 missing: model\.norm\.weight"):
+        load_model(source)
+    save_file(whole | {"model.norm.weight": norm[1:].clone()}, path, {"format": "pt"})
+    with pytest.raises(WeightError, match=r"model\.norm\.weight"):
+        load_model(source)
+
+
+def test_tokens_that_depend_on_each_other_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "apertus", num_hidden_layers=1)
+    model = load_model(seen(tmp_path))
+    assert isinstance(model, Generic)
+    norm = model.module.model.norm  # type: ignore[union-attr]
+    for mixes in (lambda x: x + x.roll(1, 1), lambda x: x * torch.arange(x.shape[1])[:, None]):
+        hook = norm.register_forward_hook(lambda _, given, out, mixes=mixes: mixes(out))
+        with pytest.raises(ConfigError, match="depend on each other, or on their places"):
+            model.check_rows()
+        hook.remove()
+    model.check_rows()
+
+
+CODE = """
+from transformers import OlmoConfig, OlmoForCausalLM
+class OwnConfig(OlmoConfig):
+    model_type = "own"
+class OwnForCausalLM(OlmoForCausalLM):
+    config_class = OwnConfig
+    def forward(self, *given, position_ids=None, logits_to_keep=0, **named):
+        out = super().forward(*given, position_ids=position_ids, logits_to_keep=logits_to_keep, **named)
+        out.logits = -out.logits
+        return out
+"""
+
+
+@torch.no_grad()
+def test_code_of_a_checkpoint_runs_if_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    hf = save_checkpoint(tmp_path, "olmo")
+    source = files.open_source(tmp_path)
+    config = source.config | {
+        "architectures": ["OwnForCausalLM"],
+        "model_type": "own",
+        "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
+    }
+    with pytest.raises(ConfigError, match="runs only with --trust-remote-code"):
+        probe(config, tmp_path)
+    with pytest.raises(ConfigError, match="does not lie beside its weights"):
+        probe(config, tmp_path, trusted=True)
+    (tmp_path / "modeling_own.py").write_text(CODE)
+    model = load_model(replace(source, config=config | {FACTS: probe(config, tmp_path, trusted=True)}))
+    found = Eager(model).prompt_logprobs(PROMPTS[2:])
+    expected = (-hf(torch.tensor(PROMPTS[2:])).logits[0]).log_softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    assert ModelSpec.from_config(config | {FACTS: {**probe(config, tmp_path, True)}}).layers == 3
