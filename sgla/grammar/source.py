@@ -50,6 +50,11 @@ def _make(grammar: Grammar, special: dict[str, int]) -> str:
         case "json_schema":
             schema = object_schema(json_schema(parse(grammar.text), bool(grammar.additional)))
             options = json_options(grammar.whitespace) | escapes(schema)
+            if place := wide(schema):
+                raise GrammarError(
+                    f"JSON Schema: an integer of more than 64 bits (at {place}) is not supported",
+                    unsupported=True,
+                )
             return LLMatcher.grammar_from_json_schema(schema, overrides=options)
         case "json_object":
             return LLMatcher.grammar_from_json_schema(
@@ -65,6 +70,14 @@ def _make(grammar: Grammar, special: dict[str, int]) -> str:
             write = partial(json_schema, additional=bool(grammar.additional))
             return tags_source(parse(grammar.text), special, json_options(grammar.whitespace), write)
     raise AssertionError(f"grammar kind {grammar.kind}")
+
+
+def wide(value: Any, path: str = "") -> str | None:
+    """Where an integer stands that the compiler cannot read."""
+    if isinstance(value, int):
+        return None if -(2**63) <= value < 2**64 else path or "/"
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return next(filter(None, (wide(item, f"{path}/{name}") for name, item in items)), None)
 
 
 def parse(text: str) -> Any:

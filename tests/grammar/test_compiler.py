@@ -126,6 +126,26 @@ def test_hostile_grammars_are_refused_and_the_next_one_compiles(compiler: Waitin
     assert compiler(schema({"enum": [name]}))
 
 
+@pytest.mark.parametrize(
+    ("wide", "place"),
+    [
+        ({"const": 2**64}, "/const"),
+        ({"enum": [1, -(2**63) - 1]}, "/enum/1"),
+        (
+            {"type": "object", "properties": {"a": {"type": "string", "maxLength": 10**30}}},
+            "/properties/a/maxLength",
+        ),
+    ],
+)
+def test_integers_that_are_too_wide_have_their_place_told(
+    compiler: Waiting, wide: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(
+        UnsupportedField, match=f"an integer of more than 64 bits \\(at {place}\\) is not supported"
+    ):
+        compiler(schema(wide))
+
+
 def test_a_refusal_is_remembered(compiler: Waiting) -> None:
     again = schema(chain(6000), param="json_schema")
     with pytest.raises(InvalidField):
