@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_triton import DEVICE, random_batch
+from test_triton import random_batch
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
@@ -18,8 +18,8 @@ from sgla.kernels.triton import invariant
 
 @pytest.mark.parametrize(("m", "n", "k", "bias"), [(3, 70, 64, True), (130, 40, 96, False)])
 def test_linear(m: int, n: int, k: int, bias: bool) -> None:
-    x, w = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
-    b = torch.randn(n, device=DEVICE) if bias else None
+    x, w = torch.randn(m, k), torch.randn(n, k)
+    b = torch.randn(n) if bias else None
     torch.testing.assert_close(
         invariant.linear(x, w, b), torch.nn.functional.linear(x, w, b), rtol=1e-4, atol=1e-4
     )
@@ -80,6 +80,6 @@ def test_decode_in_chunks(window: int, softcap: float, dim: int) -> None:
 
 
 def test_log_sum_exp() -> None:
-    x = torch.randn(3, 5001, device=DEVICE) * 8
+    x = torch.randn(3, 5001) * 8
     x[1, :3000] = float("-inf")
     torch.testing.assert_close(invariant.log_sum_exp(x), x.logsumexp(-1, keepdim=True))
