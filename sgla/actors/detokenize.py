@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SLICE = 32  # deltas that a turn of the loop takes at least: about a millisecond
 TOGETHER = 16  # tokens of an event that has waited, about
+# Deltas that may wait before no more steps are planned: of each child, and besides.
+AHEAD, SPARE = 4, 256
 TURN = 0.005  # seconds after which it takes no more, as where stop expressions are slow
 
 
@@ -70,6 +72,7 @@ class Detokenize(Actor[Deltas]):
         ``check`` is given each output that its grammar has brought to an end."""
         super().__init__(on_crash)
         self._check = check
+        self.caught_up: Callable[[], None] = lambda: None  # called when ``behind`` has come to its end
         self._metrics = metrics
         self._make_output = make_output
         self._deliver = deliver
@@ -78,6 +81,11 @@ class Detokenize(Actor[Deltas]):
         self._children: dict[str, _Child] = {}
         self._backlog: deque[Delta] = deque()
         self._last: dict[str, Delta] = {}  # of each child, the last one in the backlog
+
+    @property
+    def behind(self) -> bool:
+        """Whether tokens come so much faster than they can be sent that the next ones had better wait."""
+        return len(self._backlog) > AHEAD * len(self._children) + SPARE
 
     def open(self, opened: Opened) -> None:
         """Begin a child's text. Called, not posted: it must exist before the scheduler's first Delta."""
@@ -97,7 +105,7 @@ class Detokenize(Actor[Deltas]):
                     continue
                 last[delta.rid] = delta
                 backlog.append(delta)
-        now = clock.now()
+        now, behind = clock.now(), self.behind
         for _ in range(min(len(backlog), max(SLICE, len(backlog) // 8))):
             delta = backlog.popleft()
             if last.get(delta.rid) is delta:
@@ -107,6 +115,8 @@ class Detokenize(Actor[Deltas]):
                 break
         if backlog:
             self.wake()
+        if behind and not self.behind:
+            self.caught_up()
 
     def _one(self, delta: Delta, now: float) -> None:
         child = self._children.get(delta.rid)

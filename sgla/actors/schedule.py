@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sgla import clock
@@ -41,6 +42,7 @@ class Schedule(Actor[Submit | Ready | Cancel]):
         self.core = core
         self._executor = executor
         self._detokenize = detokenize
+        detokenize.caught_up = partial(self.guard, self._go_on)
         self._metrics = metrics
         self._watchdog = watchdog
         self.rest: Callable[[], None] = lambda: None  # called now and then, when nobody waits for a step
@@ -99,14 +101,21 @@ class Schedule(Actor[Submit | Ready | Cancel]):
         self._publish(deltas)
         self._observe(results)
 
+    def _go_on(self) -> None:
+        self._advance(clock.now(), woken=True)
+
     def _advance(self, now: float, woken: bool = False) -> None:
-        while not self._paused and (plan := self.core.plan(now)) is not None:
+        while self._may_plan() and (plan := self.core.plan(now)) is not None:
             if woken:
                 self._woken, woken = plan.step, False
             self._executor.submit(plan)
             self._watchdog.expect()
         if self._tick is None and not self.core.idle:
             self._tick = self._loop.call_later(TICK, self.guard, self._on_tick)
+
+    def _may_plan(self) -> bool:
+        """Not in a pause, nor while the outputs of earlier steps wait to be sent."""
+        return not (self._paused or self._detokenize.behind)
 
     def _publish(self, deltas: list[Delta]) -> None:
         if deltas:

@@ -38,6 +38,8 @@ def crash(name: str, error: BaseException) -> None:
 class Answers:
     """In place of the detokenizer."""
 
+    behind = False
+
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
         self.ended = asyncio.Event()

@@ -81,6 +81,8 @@ class RecordingCore:
 class Posted:
     """In place of the detokenizer."""
 
+    behind = False
+
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
 
@@ -131,4 +133,20 @@ async def test_the_scheduler_takes_a_part_of_many_requests_in_a_turn(silent: int
     assert [delta.rid for delta in posted.deltas] == [
         rid.removeprefix("-") for rid in expected if not rid.startswith("a")
     ]
+    schedule.close()
+
+
+async def test_no_step_is_planned_while_outputs_wait_to_be_sent(silent: int) -> None:
+    core: Any = RecordingCore()
+    posted: Any = Posted()
+    executor: Any = NoResults(silent)
+    schedule = Schedule(core, executor, posted, NOBODY, NOBODY, crash)
+    posted.behind = True
+    schedule.post(make_submit("a", [1]))
+    await asyncio.sleep(0)
+    assert core.seen == ["a"]
+    assert core.plans == 0
+    posted.behind = False
+    posted.caught_up()
+    assert core.plans == 1
     schedule.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from sgla.actors.detokenize import SLICE, TOGETHER, Detokenize
+from sgla.actors.detokenize import AHEAD, SLICE, SPARE, TOGETHER, Detokenize
 from sgla.errors import SglaError
 from sgla.messages import (
     Delta,
@@ -68,7 +68,7 @@ class Site:
         )
 
     async def rest(self) -> None:
-        for _ in range(40):
+        for _ in range(80):
             await asyncio.sleep(0)
         assert not self.actor._backlog
         assert not self.actor._last
@@ -100,6 +100,26 @@ async def test_tokens_that_wait_go_out_in_one_event() -> None:
         assert events[-1].finish == "length"
         assert events[-1].usage.completion_tokens == 3
         assert events[0].prompt_tokens == [7]
+
+
+async def test_it_says_when_so_much_waits_and_when_no_longer() -> None:
+    """Tokens with logprobs, which do not go out together."""
+    site, told = Site(), []
+    site.actor.caught_up = lambda: told.append(len(site.actor._backlog))
+    steps = AHEAD + SPARE // MANY + 2
+    for _ in range(steps):
+        site.step(1, logprobs=[TokenLogprob(1, -1.0, 1, [])])
+    assert not site.actor.behind
+    await asyncio.sleep(0)
+    assert site.actor.behind
+    while site.actor.behind:
+        assert not told
+        await asyncio.sleep(0)
+    assert told == [len(site.actor._backlog)]
+    for _ in range(steps):
+        await site.rest()
+    assert len(told) == 1
+    assert all(len(events) == steps for events in site.events.values())
 
 
 async def test_an_event_has_so_many_tokens_at_most() -> None:
