@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgla.errors import ConfigError
-from sgla.model.families import Reader, check_keys, shown
+from sgla.model.families import FAMILIES, Reader, check_keys, shown
 from sgla.model.methods import method_of
 from sgla.model.registry import architecture_of, body_of, check_architecture, family_of
 from sgla.model.spec import HEADS, INNER, LAYERS, VOCAB, WIDTH, noted
@@ -23,27 +23,6 @@ ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
     "swish": "silu",
-}
-# DistilBERT's names for what its configuration and tensors have in common with BERT's;
-# it may have the first three by both.
-DISTILBERT_KEYS = {
-    "hidden_size": "dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "intermediate_size": "hidden_dim",
-    "hidden_act": "activation",
-}
-DISTILBERT_NAMES = {
-    "transformer.layer.": "encoder.layer.",
-    ".attention.q_lin.": ".attention.self.query.",
-    ".attention.k_lin.": ".attention.self.key.",
-    ".attention.v_lin.": ".attention.self.value.",
-    ".attention.out_lin.": ".attention.output.dense.",
-    ".sa_layer_norm.": ".attention.output.LayerNorm.",
-    ".ffn.lin1.": ".intermediate.dense.",
-    ".ffn.lin2.": ".output.dense.",
-    ".output_layer_norm.": ".output.LayerNorm.",
-    "pre_classifier.": "pooler.dense.",
 }
 IGNORED = ("cls.", "lm_head.", "vocab_", "embeddings.token_type_ids")
 
@@ -89,28 +68,27 @@ class EncoderSpec:
         known = family_of(name)
         unknown = check_keys(name, known, config)
         values = {**known.defaults, **config}
-        if family == "DistilBert":
-            for ours, theirs in DISTILBERT_KEYS.items():
-                if values.get(theirs) is not None:
-                    if config.get(ours, values[theirs]) != values[theirs]:
-                        raise ConfigError(f"config.json: {ours} and {theirs} are not the same", param="model")
-                    values[ours] = values[theirs]
+        for ours, theirs in known.keys.items():
+            if values.get(theirs) is not None:
+                if config.get(ours, values[theirs]) != values[theirs]:
+                    raise ConfigError(f"config.json: {ours} and {theirs} are not the same", param="model")
+                values[ours] = values[theirs]
         return replace(_read(Reader(name, values), family), notes=noted(name, config, unknown))
 
     def rename(self, name: str) -> str:
         """From a checkpoint's name to the one the model declares:
         BERT's, without the prefix of models with a head."""
         name = re.sub(r"^(distilbert|bert|roberta)\.", "", name)
-        if self.family == "DistilBert":
-            for theirs, ours in DISTILBERT_NAMES.items():
-                name = name.replace(theirs, ours)
+        for theirs, ours in FAMILIES[self.family].renamed:
+            name = name.replace(theirs, ours)
         return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _read(c: Reader, family: str) -> EncoderSpec:
+    known = FAMILIES[family]
     activation = c.values.get("hidden_act")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        key = "activation" if family == "DistilBert" else "hidden_act"
+        key = known.keys.get("hidden_act", "hidden_act")
         raise ConfigError(
             f"config.json: {key} {shown(activation)} is not supported; {', '.join(ACTIVATIONS)} are",
             param="model",
@@ -122,8 +100,7 @@ def _read(c: Reader, family: str) -> EncoderSpec:
             param="model",
         )
     vocab = c.integer("vocab_size", VOCAB)
-    offset = c.integer("pad_token_id", vocab, 0) + 1 if family.endswith("Roberta") else 0
-    distilled = family == "DistilBert"
+    offset = c.integer("pad_token_id", vocab, 0) + 1 if known.positions_behind_padding else 0
     return EncoderSpec(
         architecture=c.architecture,
         family=family,
@@ -134,7 +111,7 @@ def _read(c: Reader, family: str) -> EncoderSpec:
         vocab=vocab,
         positions=c.integer("max_position_embeddings", VOCAB, offset + 1),
         offset=offset,
-        types=0 if distilled else c.integer("type_vocab_size", VOCAB),
-        eps=1e-12 if distilled else c.number("layer_norm_eps", 1.0),
+        types=c.integer("type_vocab_size", VOCAB) if "type_vocab_size" in known.defaults else 0,
+        eps=known.fixed.get("layer_norm_eps") or c.number("layer_norm_eps", 1.0),
         activation=ACTIVATIONS[activation],
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sgla.errors import ConfigError
@@ -84,6 +84,9 @@ class Family:
     mixture: str = ""
     renamed: tuple[tuple[str, str], ...] = ()
     gguf: tuple[Gguf, ...] = ()  # architectures of GGUF files
+    classifier: tuple[str, str, str] | None = None  # of an encoder: first layer, its activation, last layer
+    keys: Mapping[str, str] = field(default_factory=dict)  # of an encoder: BERT's, and its own names for them
+    positions_behind_padding: bool = False  # the first is that of pad_token_id + 1
 
 
 _HEAD_DIM, _KV_HEADS = ("head_dim",), ("num_key_value_heads",)  # null: as many as follow from the others
@@ -228,8 +231,25 @@ _GPT2 = {
     "layer_norm_epsilon": "layer_norm_eps",
 }
 _ROTATED_HEAD = {"head_dim": "qk_rope_head_dim"}  # by which name the class has it for the rotation
+_DISTILBERT = (
+    ("transformer.layer.", "encoder.layer."),
+    (".attention.q_lin.", ".attention.self.query."),
+    (".attention.k_lin.", ".attention.self.key."),
+    (".attention.v_lin.", ".attention.self.value."),
+    (".attention.out_lin.", ".attention.output.dense."),
+    (".sa_layer_norm.", ".attention.output.LayerNorm."),
+    (".ffn.lin1.", ".intermediate.dense."),
+    (".ffn.lin2.", ".output.dense."),
+    (".output_layer_norm.", ".output.LayerNorm."),
+    ("pre_classifier.", "pooler.dense."),
+)
 _ROBERTA = Family(
-    ("roberta", "xlm-roberta"), _BERT | {"vocab_size": 50265, "pad_token_id": 1}, _ENCODER, _SAME
+    ("roberta", "xlm-roberta"),
+    _BERT | {"vocab_size": 50265, "pad_token_id": 1},
+    _ENCODER,
+    _SAME,
+    classifier=("classifier.dense", "tanh", "classifier.out_proj"),
+    positions_behind_padding=True,
 )
 FAMILIES = {
     "LlamaForCausalLM": Family(
@@ -1235,7 +1255,14 @@ FAMILIES = {
         crossed=("qkv_proj", "o_proj", "c_fc", "c_proj"),
         gated=False,
     ),
-    "Bert": Family(("bert",), _BERT, _ENCODER, _SAME, nulls=("pad_token_id",)),
+    "Bert": Family(
+        ("bert",),
+        _BERT,
+        _ENCODER,
+        _SAME,
+        nulls=("pad_token_id",),
+        classifier=("pooler.dense", "tanh", "classifier"),
+    ),
     "DistilBert": Family(
         ("distilbert",),
         {
@@ -1253,9 +1280,18 @@ FAMILIES = {
         },
         _ENCODER | {"layer_norm_eps": 1e-12},
         nulls=("pad_token_id", "is_decoder", "add_cross_attention"),
+        classifier=("pooler.dense", "relu", "classifier"),
+        keys={
+            "hidden_size": "dim",
+            "num_hidden_layers": "n_layers",
+            "num_attention_heads": "n_heads",
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+        },
+        renamed=_DISTILBERT,
     ),
     "Roberta": _ROBERTA,
-    "XLMRoberta": Family(_ROBERTA.types, _BERT | {"pad_token_id": 1}, _ENCODER, _SAME),
+    "XLMRoberta": replace(_ROBERTA, defaults=_BERT | {"pad_token_id": 1}),
 }
 # The file of Gemma 3 with a vision tower: the language model has keys of its own in ``text_config``.
 GEMMA3 = Family(("gemma3",), {"tie_word_embeddings": True, "text_config": None, "vision_config": None})

@@ -77,23 +77,23 @@ class Linear:
         return ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
 
 
-def make_head(pooling: Pooling, build: Build, family: str, hidden: int) -> list[Linear]:
-    """The layers behind the pooling. ``family``: an encoder's, or anything else for a decoder.
+def make_head(
+    pooling: Pooling, build: Build, classifier: tuple[str, str, str] | None, hidden: int
+) -> list[Linear]:
+    """The layers behind the pooling. ``classifier``: that of an encoder's ``Family``; None: a decoder's.
 
     Sources: HF's ``BertForSequenceClassification``, ``DistilBertForSequenceClassification``,
     ``RobertaClassificationHead`` and ``GenericForSequenceClassification``.
     """
     if pooling.task == "embed":
         return [Linear.stored(dense) for dense in pooling.dense]
-    if family in ("Bert", "DistilBert"):
-        first = Linear.declared(
-            build, "pooler.dense", hidden, hidden, activation="tanh" if family == "Bert" else "relu"
-        )
-        return [first, Linear.declared(build, "classifier", hidden, pooling.size)]
-    if pooling.encoder:
-        first = Linear.declared(build, "classifier.dense", hidden, hidden, activation="tanh")
-        return [first, Linear.declared(build, "classifier.out_proj", hidden, pooling.size)]
-    return [Linear.declared(build, "score", hidden, pooling.size, bias=False)]
+    if classifier is None:
+        return [Linear.declared(build, "score", hidden, pooling.size, bias=False)]
+    first, activation, last = classifier
+    return [
+        Linear.declared(build, first, hidden, hidden, activation=activation),
+        Linear.declared(build, last, hidden, pooling.size),
+    ]
 
 
 def apply(head: list[Linear], x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from sgla.messages import Pooling
 from sgla.model.base import CausalLM
 from sgla.model.bert import Encoder
 from sgla.model.encoder import IGNORED, EncoderSpec
+from sgla.model.families import FAMILIES
 from sgla.model.heads import Linear, make_head
 from sgla.model.load import OnProgress, decoder_build, load_weights, model_of
 from sgla.model.registry import body_of
@@ -41,8 +42,8 @@ def load_encoder(
 ) -> PooledEncoder:
     """Raises ConfigError and WeightError as ``load_model`` does."""
     spec = EncoderSpec.from_config(source.config)
-    build = Build(Shard(), *kinds_of(dtype, quantization))
-    model = PooledEncoder(Encoder(spec, build), make_head(pooling, build, spec.family, spec.hidden))
+    build, classifier = Build(Shard(), *kinds_of(dtype, quantization)), FAMILIES[spec.family].classifier
+    model = PooledEncoder(Encoder(spec, build), make_head(pooling, build, classifier, spec.hidden))
     unused = () if "pooler.dense.weight" in build.table else ("pooler.",)
     load_weights(
         source,
@@ -77,7 +78,7 @@ def load_decoder(
     # The output layer of a tied model is no tensor of its own.
     model = PooledDecoder(
         model_of(replace(spec, architecture=body, tied=True), build, context_len),
-        make_head(pooling, build, body, spec.hidden),
+        make_head(pooling, build, None, spec.hidden),
     )
     if on_model is not None:
         on_model(model.body)
