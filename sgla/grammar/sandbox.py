@@ -9,7 +9,6 @@ length, msgpack ``Ask``) and answers each (the same, ``Answer``). All end with t
 from __future__ import annotations
 
 import gc
-import json
 import os
 import random
 import resource
@@ -30,7 +29,7 @@ from llguidance import LLMatcher, LLTokenizer
 from sgla.grammar.errors import GrammarError
 from sgla.grammar.llg import load_tokenizer, make_matcher
 from sgla.grammar.protocol import LENGTH, Answer, Ask, Vocabulary
-from sgla.grammar.source import explain, source_of
+from sgla.grammar.source import explain, parse, source_of
 from sgla.grammar.tags import grammars_of
 from sgla.memory import give_back, resident, return_memory_early
 from sgla.messages import Grammar
@@ -136,11 +135,14 @@ def compile_grammar(tokenizer: LLTokenizer, special: dict[str, int], grammar: Gr
 
 def compile_as_it_is(tokenizer: LLTokenizer, special: dict[str, int], grammar: Grammar) -> Answer:
     try:
-        source = source_of(grammar, special)
+        try:
+            source = source_of(grammar, special)
+        except GrammarError as error:
+            raise blame(tokenizer, grammar) or error from None
         begun = time.thread_time()
         matcher = make_matcher(tokenizer, source)
         if matcher.is_error():
-            raise blame(tokenizer, grammar, first_lines(matcher.get_error()))
+            raise blame(tokenizer, grammar) or explain(grammar, first_lines(matcher.get_error()))
         mask = matcher.compute_bitmask()
         seconds = time.thread_time() - begun
         if matcher.is_error():
@@ -157,17 +159,18 @@ def compile_as_it_is(tokenizer: LLTokenizer, special: dict[str, int], grammar: G
     return Answer(source=source, seconds=seconds)
 
 
-def blame(tokenizer: LLTokenizer, grammar: Grammar, message: str) -> GrammarError:
-    """The compiler's error for the user.
-    Of the parts of a structural tag, the one that does not compile alone is named."""
-    found = grammars_of(json.loads(grammar.text)) if grammar.kind == "structural_tag" else ()
+def blame(tokenizer: LLTokenizer, grammar: Grammar) -> GrammarError | None:
+    """The error of the part of a structural tag that does not compile alone, with its name."""
+    found = grammars_of(parse(grammar.text)) if grammar.kind == "structural_tag" else ()
     for name, kind, text in found:
         alone = msgspec.structs.replace(grammar, kind=kind, text=text)
-        matcher = make_matcher(tokenizer, source_of(alone, {}))
-        if matcher.is_error():
-            error = explain(alone, first_lines(matcher.get_error()))
+        try:
+            matcher = make_matcher(tokenizer, source_of(alone, {}))
+            if matcher.is_error():
+                raise explain(alone, first_lines(matcher.get_error()))
+        except GrammarError as error:
             return GrammarError(f"{name}: {error}" if name else str(error), error.unsupported)
-    return explain(grammar, message)
+    return None
 
 
 def walk(matcher: LLMatcher) -> None:

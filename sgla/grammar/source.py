@@ -50,11 +50,6 @@ def _make(grammar: Grammar, special: dict[str, int]) -> str:
         case "json_schema":
             schema = object_schema(json_schema(parse(grammar.text), bool(grammar.additional)))
             options = json_options(grammar.whitespace) | escapes(schema)
-            if place := wide(schema):
-                raise GrammarError(
-                    f"JSON Schema: an integer of more than 64 bits (at {place}) is not supported",
-                    unsupported=True,
-                )
             return LLMatcher.grammar_from_json_schema(schema, overrides=options)
         case "json_object":
             return LLMatcher.grammar_from_json_schema(
@@ -99,6 +94,10 @@ def json_schema(schema: Any, additional: bool) -> Any:
     if place is not None:
         why = "cannot be more than 1 where properties are not declared, since a name may come twice"
         raise GrammarError(f"JSON Schema keyword 'minProperties' (at {place}) {why}", unsupported=True)
+    if place := wide(found):
+        raise GrammarError(
+            f"JSON Schema: an integer of more than 64 bits (at {place}) is not supported", unsupported=True
+        )
     return found
 
 

@@ -417,7 +417,15 @@ def test_nothing_is_fetched(draft: str) -> None:
             server.accept()
 
 
-def test_a_refused_tool_is_named() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"type": "array", "uniqueItems": True}, "JSON Schema keyword 'uniqueItems' (at /properties/t)"),
+        ({"const": 2**64}, "JSON Schema: an integer of more than 64 bits (at /properties/t/const)"),
+        ({"type": "object", "minProperties": 2}, "JSON Schema keyword 'minProperties' (at /properties/t)"),
+    ],
+)
+def test_a_refused_tool_is_named(wrong: dict[str, Any], message: str) -> None:
     tags = [
         {
             "type": "tag",
@@ -427,13 +435,13 @@ def test_a_refused_tool_is_named() -> None:
         }
         for name, schema in (
             ("fine", {"json_schema": OBJECT}),
-            ("wrong", {"json_schema": {"properties": {"t": {"type": "array", "uniqueItems": True}}}}),
+            ("wrong", {"json_schema": {"properties": {"t": wrong}}}),
         )
     ]
     spec = {"type": "structural_tag", "format": {"type": "or", "elements": tags}}
     answer = compile_grammar(TOKENIZER, {}, Grammar(kind="structural_tag", text=json.dumps(spec)))
     assert answer.unsupported
-    assert (answer.error or "").startswith("wrong: JSON Schema keyword 'uniqueItems' (at /properties/t)")
+    assert (answer.error or "").startswith(f"wrong: {message}")
 
 
 # names
