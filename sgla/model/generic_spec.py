@@ -20,7 +20,7 @@ SECONDS = 300  # that the module may take to show itself
 LACKS = ("tp", "quantization", "kv_cache_dtype", "deterministic", "enable_return_hidden_states")
 COST = (
     "transformers' own module computes it with this server's pages: torch operations instead of kernels, "
-    "which is several times slower, weights in --dtype, one rank"
+    "which is two to three times slower, weights in --dtype, one rank"
 )
 
 
