@@ -171,6 +171,12 @@ class ConfigError(SglaError):
     code = "config_error"
 
 
+class NotDownloaded(ConfigError):
+    """A hub does not give a model, or not all of it."""
+
+    code = "not_downloaded"
+
+
 class OutOfMemory(ConfigError):
     code = "out_of_memory"
 

@@ -26,7 +26,7 @@ from prompt_toolkit.history import InMemoryHistory
 from sgla.cli import main, terminal
 from sgla.cli.args import descriptions
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, NotDownloaded
 from sgla.hub import cache, choice, demo, fetch, huggingface, quantized
 from sgla.hub.disk import bytes_text
 from sgla.messages import Progress
@@ -491,19 +491,44 @@ def test_without_room_for_the_hubs_the_demo_is_the_packaged_one(
     assert choice.choose(asked, said.append).model == "org/small"
 
 
-def test_a_demo_that_cannot_be_downloaded_names_the_packaged_one(
+def test_a_demo_that_does_not_come_is_the_packaged_one(
     demos: Config, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = choice.choose(demos, lambda line: None)
-    monkeypatch.setattr(choice, "resolve_model", failing)
-    with pytest.raises(ConfigError, match=r"no space; --demo packaged takes tiny\.gguf \(0\.1 MB\)$"):
-        choice.obtained(chosen, lambda progress: None)
-    with pytest.raises(ConfigError, match="no space$"):
-        choice.obtained(structs.replace(chosen, demo="hub"), lambda progress: None)
+    """Its download breaks off, because the network is cut or the disk is full."""
+    from huggingface_hub import file_download
+
+    def start(config: Config) -> Path:
+        started.append(config.model)
+        return fetch.resolve_model(config)
+
+    monkeypatch.setattr(file_download, "http_get", cut_off)
+    started: list[str] = []
+    said: list[str] = []
+    assert choice.with_demo(demos, said.append, start).read_bytes() == CONTENT
+    assert started == ["org/small", "demo"]
+    assert said[1].startswith("the demo is tiny.gguf (0.1 MB) after all: org/small cannot be downloaded: cut")
+    for own in ({"demo": "hub"}, {"model": "org/small"}):
+        with pytest.raises(NotDownloaded, match="org/small cannot be downloaded: cut off"):
+            choice.with_demo(structs.replace(demos, **own), said.append, start)
+    assert started == ["org/small", "demo", "org/small", "org/small"]
 
 
-def failing(config: Config, report: Any) -> Path:
-    raise ConfigError("no space")
+def test_a_packaged_model_that_the_hub_does_not_bring_comes_from_the_index(
+    demos: Config, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import file_download
+
+    monkeypatch.setattr(file_download, "http_get", cut_off)
+    monkeypatch.setitem(demo.MODELS, "tiny", replace(demo.MODELS["tiny"], hub_id="org/small"))
+    seen: list[Progress] = []
+    config = structs.replace(demos, model="tiny")
+    assert fetch.resolve_model(config, seen.append).read_bytes() == CONTENT
+    assert any(progress.message.startswith("org/small cannot be downloaded: cut off") for progress in seen)
+
+
+def cut_off(url: str, file: Any, **options: Any) -> None:
+    file.write(b"some of it")
+    raise OSError("cut off")
 
 
 def test_a_demo_on_this_disk_stays_what_it_is(demos: Config, hub: type[Hub]) -> None:

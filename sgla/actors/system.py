@@ -276,12 +276,12 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
 
     Raises ConfigError.
     """
-    from sgla.hub.choice import obtained
+    from sgla.hub.fetch import resolve_model
     from sgla.model.pooling import read_pooling
     from sgla.model.source import configured_source
     from sgla.resolve import resolve
 
-    source = configured_source(obtained(config, report), config)
+    source = configured_source(resolve_model(config, report), config)
     defaults = find_defaults(config, source)
     found = resolve(config, model=source.config, pooled=read_pooling(source, config.task) is not None)
     for note in (*source.notes, *found.notes, *defaults.notes):

@@ -12,15 +12,18 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgla.cli.conversation import Backend, Conversation, Leave, Messages
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import complain, load_config
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
-from sgla.hub.choice import about, choose
+from sgla.hub.choice import about, with_demo
 from sgla.streams import decode_event
+
+if TYPE_CHECKING:
+    from sgla import Engine
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 ENDS = {"length": "ended by max_tokens", "repetition": "ended because it repeated itself"}
@@ -121,20 +124,19 @@ def run(args: argparse.Namespace) -> int:
         return talk(
             Remote(args.url, next(iter(config.api_key), None), args.flags.get("model"), options), args.system
         )
-    return _run_local(choose(config, complain), options, args.system)
+    with with_demo(config, complain, _loaded) as engine:
+        return talk(Local(engine, options), args.system)
 
 
-def _run_local(config: Config, options: dict[str, Any], system: str | None) -> int:
+def _loaded(config: Config) -> Engine:
     from sgla import Engine
 
     progress = ProgressPrinter()
     fields = {name: getattr(config, name) for name in Config.__struct_fields__}
     try:
-        engine = Engine(**fields, on_progress=progress)
+        return Engine(**fields, on_progress=progress)
     finally:
         progress.close()
-    with engine:
-        return talk(Local(engine, options), system)
 
 
 def talk(backend: Backend, system: str | None = None) -> int:

@@ -15,7 +15,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.executor.procs import spawn_early
 from sgla.hub.cache import origin
-from sgla.hub.choice import about, choose
+from sgla.hub.choice import about, with_demo
 from sgla.hub.fetch import find_local
 from sgla.messages import Facts
 from sgla.observe.log import setup_logging
@@ -25,7 +25,10 @@ from sgla.resolve import check, resolve
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     check(config)
-    config = choose(config, complain)
+    return with_demo(config, complain, _serve)
+
+
+def _serve(config: Config) -> int:
     setup_logging(config.log_level, config.log_format)
     if config.executor == "procs":  # the workers import torch while this process imports the HTTP layer
         spawn_early(msgspec.structs.replace(config, device=resolve(config).config.device))

@@ -19,7 +19,7 @@ from sgla.actors.base import in_thread
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.defaults import Defaults
-from sgla.errors import ConfigError, SglaError
+from sgla.errors import ConfigError, NotDownloaded, SglaError
 from sgla.http.app import make_app
 from sgla.http.connections import Runner, TLSSite, backlog, connection_limit, raise_file_limit
 from sgla.leaving import LastResort
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 EXIT_OK, EXIT_DIED, EXIT_CONFIG = 0, 1, 2
 LINGER = 1.0  # seconds that clients get to read their 503 after a worker has died
 LEAVE = 1.2  # seconds from the last answer to the end of the process
+REST = 10.0  # the same where the process may serve another model
 
 
 def run(
@@ -47,6 +48,7 @@ def run(
 ) -> int:
     """Serve until a signal or a failure; returns the process's exit code.
     What then does not end in time ends with the process.
+    Raises NotDownloaded where a hub does not give the model; ``run`` may be called again then.
 
     ``on_ready(facts, defaults of sampling, url, seconds)`` is called once requests are accepted.
     """
@@ -83,7 +85,7 @@ async def _serve(
         shutdown_timeout=1.0,
     )
     await runner.setup()
-    code = EXIT_DIED
+    code, leave = EXIT_DIED, LEAVE
     try:
         url = await _listen(runner, config, backlog(files))
         print(f"listening on {url} (503 until the model is loaded)", flush=True)
@@ -93,11 +95,14 @@ async def _serve(
                 on_ready(facts, system.ingress.default_sampling, url, clock.now() - started)
 
         code = await _supervise(system, signals, ready)
+    except NotDownloaded:
+        leave = REST
+        raise
     except ConfigError as error:
         print(f"sgla: {error.message}", file=sys.stderr)
         code = EXIT_CONFIG
     finally:
-        last_resort.within(LEAVE, code)
+        last_resort.within(leave, code)
         await asyncio.gather(system.close(), runner.cleanup(), _write_rest(system.metrics))
         for watch in watches:
             watch.close()

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, NotDownloaded
 from sgla.hub import demo
-from sgla.hub.demo import OnProgress
 from sgla.hub.disk import bytes_text, free_bytes
-from sgla.hub.fetch import find_local, resolve_model
+from sgla.hub.fetch import find_local
 from sgla.hub.huggingface import hub_answers
 
+T = TypeVar("T")
 DEMO = "demo"
 SPARE = 1.1  # times a model's size that must be free where nobody asked for it
 
@@ -81,18 +82,18 @@ def choose(config: Config, say: Callable[[str], None], ask: bool = True) -> Conf
     return config
 
 
-def obtained(config: Config, report: OnProgress) -> Path:
-    """The model's files, as ``resolve_model`` has them.
-    Where the demo that ``choose`` took cannot be had, the error names the packaged one, too."""
+def with_demo(config: Config, say: Callable[[str], None], start: Callable[[Config], T]) -> T:
+    """What ``start`` returns for the model that ``choose`` takes. Where the hub does not bring it, and
+    nobody asked for the hub's, ``say`` is told why, and ``start`` is called again, with the packaged one."""
+    chosen = choose(config, say)
     try:
-        return resolve_model(config, report)
-    except ConfigError as error:
-        ours = config.demo == "auto" and DEMO in (config.served_model_name or ())
-        if not ours or config.model not in [each.hub_id for each in CANDIDATES]:
+        return start(chosen)
+    except NotDownloaded as error:
+        if chosen.model == config.model or config.demo == "hub":
             raise
-        raise ConfigError(
-            f"{error.message}; --demo packaged takes {_packaged()}", param=error.param
-        ) from error
+        reason = error.message
+    say(f"the demo is {_packaged()} after all: {reason}")
+    return start(msgspec.structs.replace(config, demo="packaged"))
 
 
 def about(model: str) -> str:

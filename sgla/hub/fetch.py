@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, NotDownloaded
 from sgla.hub import demo
 from sgla.hub.demo import OnProgress
 from sgla.hub.huggingface import HuggingFace, hub_answers
@@ -132,7 +132,10 @@ def _download_packaged(config: Config, report: OnProgress) -> Path:
     if hub_id:
         report(Progress(phase="download", message=f"looking for {hub_id}"))
         if hub_answers(hub_id):
-            return _download(config, hub_id, report)
+            try:
+                return _download(config, hub_id, report)
+            except NotDownloaded as error:
+                report(Progress(phase="download", message=error.message))
     return demo.fetch(config.model, config.download_dir, report)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sgla.errors import ConfigError
+from sgla.errors import NotDownloaded
 from sgla.hub.demo import OnProgress, cache_folder
 from sgla.messages import Progress
 
@@ -40,7 +40,7 @@ class HuggingFace:
         return Path(folder)
 
     def files(self, repo: str, revision: str | None = None) -> list[str]:
-        """Paths of the model's files. Raises ConfigError."""
+        """Paths of the model's files. Raises NotDownloaded."""
         from huggingface_hub import HfApi
 
         with _explained(repo, revision):
@@ -50,7 +50,7 @@ class HuggingFace:
         self, repo: str, revision: str | None, patterns: list[str], ignored: list[str], report: OnProgress
     ) -> Path:
         """The snapshot's folder, with the files that fit ``patterns`` but not ``ignored``.
-        Raises ConfigError."""
+        Raises NotDownloaded."""
         from huggingface_hub import snapshot_download
 
         with _explained(repo, revision):
@@ -67,23 +67,23 @@ class HuggingFace:
 
 @contextmanager
 def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """Errors of the hub as ConfigErrors that say what to change."""
+    """Errors of the hub as NotDownloaded that says what to change."""
     from huggingface_hub import errors
 
     try:
         yield
     except errors.GatedRepoError as error:
-        raise ConfigError(
+        raise NotDownloaded(
             f"{repo}: the model is gated; accept its terms on the hub and run 'hf auth login'"
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise ConfigError(
+        raise NotDownloaded(
             f"{repo}: no such model on the hub (a private one needs 'hf auth login')"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ConfigError(f"{repo}: no revision '{revision}'", param="revision") from error
+        raise NotDownloaded(f"{repo}: no revision '{revision}'", param="revision") from error
     except Exception as error:  # no network, no space, a hub error, and whatever its HTTP library raises
-        raise ConfigError(
+        raise NotDownloaded(
             f"{repo} cannot be downloaded: {(str(error).strip() or type(error).__name__).splitlines()[-1]}. "
             "Check the network (HF_ENDPOINT names a mirror, --model-source modelscope another hub), or "
             "give --model a local folder or .gguf file; 'demo' comes from the package index"

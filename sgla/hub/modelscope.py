@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, NotDownloaded
 from sgla.hub.demo import OnProgress, cache_folder
 from sgla.messages import Progress
 
@@ -41,7 +41,7 @@ class ModelScope:
         return folder if told or not patterns else None
 
     def files(self, repo: str, revision: str | None = None) -> list[str]:
-        """Paths of the model's files. Raises ConfigError."""
+        """Paths of the model's files. Raises NotDownloaded."""
         with _explained(repo, revision):
             return [one.path for one in self._listed(repo, revision)]
 
@@ -49,7 +49,7 @@ class ModelScope:
         self, repo: str, revision: str | None, patterns: list[str], ignored: list[str], report: OnProgress
     ) -> Path:
         """The snapshot's folder, with the files that fit ``patterns`` but not ``ignored``.
-        Raises ConfigError."""
+        Raises NotDownloaded."""
         with _explained(repo, revision), _quiet():
             wanted = sum(
                 one.size
@@ -88,19 +88,19 @@ def _client() -> tuple[Any, Any]:
 
 @contextmanager
 def _explained(repo: str, revision: str | None) -> Iterator[None]:
-    """Errors of the hub as ConfigErrors that say what to change."""
+    """Errors of the hub as NotDownloaded that says what to change."""
     _, errors = _client()
     try:
         yield
     except errors.NotExistError as error:
         at = f" with a revision '{revision}'" if revision else ""
-        raise ConfigError(f"{repo}: no such model{at} on ModelScope", param="model") from error
+        raise NotDownloaded(f"{repo}: no such model{at} on ModelScope", param="model") from error
     except (errors.AuthenticationError, errors.PermissionDeniedError) as error:
-        raise ConfigError(
+        raise NotDownloaded(
             f"{repo}: ModelScope does not let you read the model; set MODELSCOPE_API_TOKEN", param="model"
         ) from error
     except Exception as error:  # no network, no space, and whatever its HTTP library raises
-        raise ConfigError(
+        raise NotDownloaded(
             f"{repo} cannot be downloaded from ModelScope: "
             f"{(str(error).strip() or type(error).__name__).splitlines()[-1]}. Check the network "
             "(MODELSCOPE_ENDPOINT names another server), or give --model a local folder or .gguf file",
