@@ -38,6 +38,6 @@ class ForwardBatch:
         return self.page_table[group] if self.page_table.dim() > 2 else self.page_table
 
 
-def places(out_loc: torch.Tensor, group: int) -> torch.Tensor:
-    """Those of a cache group in a batch's ``out_loc``: int32[T]."""
+def out_loc_of(out_loc: torch.Tensor, group: int) -> torch.Tensor:
+    """The part of a batch's ``out_loc`` that is for a cache group: int32[T]."""
     return out_loc[group] if out_loc.dim() > 1 else out_loc

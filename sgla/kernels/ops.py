@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgla.kernels.batch import out_loc_of
 from sgla.kernels.dispatch import op
 from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 
@@ -159,7 +160,7 @@ def latent_rope_store(
 
 def places(kv: KVLayer, out_loc: Tensor) -> tuple[Tensor, Tensor]:
     """Pages int64[T] and places in them, where the tokens of a step go."""
-    out_loc = (out_loc[kv.group] if out_loc.dim() > 1 else out_loc).long()
+    out_loc = out_loc_of(out_loc, kv.group).long()
     return out_loc // kv.k.shape[1], out_loc % kv.k.shape[1]
 
 
@@ -248,8 +249,7 @@ def _attend(
     valid = index < q_lens[:, None]  # [rows, L]
     tokens = torch.where(valid, starts[:, None] + index, starts[:, None])
     position = torch.where(valid, (kv_lens - q_lens)[:, None] + index, 0)
-    table = batch.page_table[kv.group] if batch.page_table.dim() > 2 else batch.page_table
-    pages = table[batch.slots[rows].long(), : -(-int(kv_lens.max()) // page_size)].long()
+    pages = batch.pages(kv.group)[batch.slots[rows].long(), : -(-int(kv_lens.max()) // page_size)].long()
     queries = q[tokens].view(len(rows), index.numel(), -1, dim).transpose(1, 2).float()
     keys, values = (
         _load(t, pages, scale_of).flatten(1, 2).transpose(1, 2)

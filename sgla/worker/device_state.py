@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla import attention
 from sgla.attention import DeviceBatch
-from sgla.kernels.batch import places
+from sgla.kernels.batch import out_loc_of
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.triton import step
 from sgla.messages import NewRow, StepPlan
@@ -116,7 +116,7 @@ class DeviceTables:
             window = self.windows[group] if group else first
             step.prepare_decode(
                 slots, starts, self.tokens, table, self.page_size, ids, positions, kv_len,
-                places(out_loc, group), left.pop(window), tile, window, None if group else skip,
+                out_loc_of(out_loc, group), left.pop(window), tile, window, None if group else skip,
             )  # fmt: skip
         for window, tiles in left.items():
             step.count_tiles(kv_len, tiles, tile, window)
@@ -135,7 +135,7 @@ class DeviceTables:
         for group, table in enumerate(self.tables):
             step.prepare_extend(
                 slots, starts, q_start, longest, self.tokens, table, self.page_size, ids, positions,
-                places(out_loc, group),
+                out_loc_of(out_loc, group),
             )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.batch import places
+from sgla.kernels.batch import out_loc_of
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
@@ -143,7 +143,7 @@ class GpuOps:
         kv: KVLayer,
         out_loc: Tensor,
     ) -> Tensor:
-        where = places(out_loc, kv.group)
+        where = out_loc_of(out_loc, kv.group)
         return elementwise.qk_norm_rope_store(
             qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, where, self.attend.in_place,
             (kv.k_scale, kv.v_scale),
@@ -159,7 +159,9 @@ class GpuOps:
         kv: KVLayer,
         out_loc: Tensor,
     ) -> Tensor:
-        return latents.rope_store(q, latent, positions, cos_sin, kv.k, places(out_loc, kv.group), kv.k_scale)
+        return latents.rope_store(
+            q, latent, positions, cos_sin, kv.k, out_loc_of(out_loc, kv.group), kv.k_scale
+        )
 
     def heads(
         self,
@@ -172,7 +174,7 @@ class GpuOps:
         out_loc: Tensor,
     ) -> Tensor:
         """``linear`` and ``qk_norm_rope_store`` of long prompts."""
-        where = places(out_loc, kv.group)
+        where = out_loc_of(out_loc, kv.group)
         return prompt_gemm.linear_heads(
             x.contiguous(), weight, positions, projection, kv, where, self.attend.in_place, bias
         )
