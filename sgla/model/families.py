@@ -75,6 +75,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)  # of keys that others call otherwise
     learned: bool = False  # positions have vectors, and nothing is rotated
     crossed: tuple[str, ...] = ()  # modules whose weights are stored as [input, output]
+    by_head: bool = False  # joined rows of q, k and v are stored head by head
     growing: bool = False  # the queries, with their positions
     biased: bool = False  # linear layers, where no key says it
     head_bias: bool = False
@@ -1253,6 +1254,42 @@ FAMILIES = {
         biased=True,
         learned=True,
         crossed=("qkv_proj", "o_proj", "c_fc", "c_proj"),
+        gated=False,
+    ),
+    "GPTNeoXForCausalLM": Family(
+        ("gpt_neox",),
+        {
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 1e4,
+            "rope_scaling": None,
+            "rope_parameters": None,
+            "use_parallel_residual": True,
+            "tie_word_embeddings": False,
+            "is_decoder": False,
+        },
+        {"attention_bias": True, "is_encoder_decoder": False},
+        {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        names={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+        model="sgla.model.neox:Neox",
+        renamed=(
+            ("gpt_neox.", "model."),
+            ("embed_in.", "embed_tokens."),
+            ("embed_out.", "lm_head."),
+            ("model.final_layer_norm.", "model.norm."),
+            (".attention.query_key_value.", ".self_attn.qkv_proj."),
+            (".attention.dense.", ".self_attn.o_proj."),
+        ),
+        norm="layer",
+        biased=True,
+        by_head=True,
         gated=False,
     ),
     "Bert": Family(

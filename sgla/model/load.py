@@ -18,7 +18,7 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
-from sgla.layers.build import CHUNK, Build, Crossed, Share, Slot
+from sgla.layers.build import CHUNK, Build, Crossed, Reordered, Share, Slot
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
@@ -32,6 +32,7 @@ from sgla.model.upload import begin_thread, synchronize, threads_for
 from sgla.quant.method import FLOATS, PLAIN
 from sgla.quant.weight import SourceTensor, Weight, storage
 
+Mend = Callable[[str, SourceTensor], SourceTensor]
 OnProgress = Callable[[Progress], None]
 
 # Buffers that old checkpoints store and every model computes for itself.
@@ -90,6 +91,7 @@ def load_model(
         tied=spec.tied,
         ignored=model.ignored,
         rename=rename,
+        mend=_mending(spec),
         on_progress=on_progress,
         seed=seed,
     )
@@ -106,6 +108,23 @@ def _renaming(architecture: str) -> Callable[[str], str]:
         return name
 
     return rename
+
+
+def _mending(spec: ModelSpec) -> Mend:
+    """For a checkpoint with ``Family.crossed`` modules, or with rows ``Family.by_head``."""
+    family = family_of(spec.architecture)
+    crossed = tuple(f".{module}.weight" for module in family.crossed)
+
+    def mend(name: str, tensor: SourceTensor) -> SourceTensor:
+        if crossed and name.endswith(crossed):
+            return Crossed(tensor)
+        if family.by_head and ".qkv_proj." in name:
+            rows = torch.arange(tensor.shape[0], device="cpu")
+            order = rows.view(spec.attention[0].heads, 3, -1).transpose(0, 1).flatten()
+            return Reordered(tensor, order)
+        return tensor
+
+    return mend
 
 
 def has_own_head(source: ModelSource) -> bool:
@@ -137,12 +156,14 @@ def load_weights(
     tied: bool = False,
     ignored: tuple[str, ...] = (),
     rename: Callable[[str], str] = lambda name: name,
+    mend: Mend = lambda name, tensor: tensor,
     on_progress: OnProgress | None = None,
     seed: int = 0,
 ) -> None:
     """Fill what the layers have declared in ``build``. ``rename``: from a checkpoint's name to a declared
-    one; ``ignored`` are prefixes of renamed ones. Raises WeightError."""
-    tensors = _stream(source, build, seed, rename, family_of(architecture).crossed)
+    one; ``mend``: what a layer wants of a stored tensor; ``ignored`` are prefixes of renamed ones. Raises
+    WeightError."""
+    tensors = _stream(source, build, seed, rename, mend)
     _fill(build.table, tensors, architecture, tied, ignored, on_progress or (lambda progress: None))
 
 
@@ -269,7 +290,7 @@ def _complain(what: str, names: list[str]) -> list[str]:
 
 
 def _stream(
-    source: ModelSource, build: Build, seed: int, rename: Callable[[str], str], crossed: tuple[str, ...]
+    source: ModelSource, build: Build, seed: int, rename: Callable[[str], str], mend: Mend
 ) -> Iterator[tuple[str, SourceTensor]]:
     if source.kind == "dummy":
         device = _device()
@@ -285,12 +306,7 @@ def _stream(
         stored[name] = tensor
     if build.checkpoint is PLAIN and any(tensor.type == "F8_E4M3" for tensor in stored.values()):
         build.checkpoint = Fp8({})  # which not every file says
-    endings = tuple(f".{module}.weight" for module in crossed)
-    found = (
-        (name, Crossed(tensor) if endings and name.endswith(endings) else tensor)
-        for name, tensor in joined(stored, build)
-    )
-    return unstacked(found, build)
+    return unstacked(((name, mend(name, tensor)) for name, tensor in joined(stored, build)), build)
 
 
 @lru_cache(1)

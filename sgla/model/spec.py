@@ -164,6 +164,7 @@ class ModelSpec:
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     qk_norm: Literal["", "head", "width"] = ""  # RMSNorm on each head of q and k, or on all of them as one
     learned: int = 0  # positions that have vectors
+    parallel: bool = False  # attention and MLP stand side by side, where a family may have either
     head_bias: bool = False  # of the output layer
     late_norm: bool = False  # behind the rotation
     norm: Literal["rms", "layer"] = "rms"
@@ -278,6 +279,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         out_bias=_out_bias(c, family, bias),
         mlp_bias=family.biased or _flag(c, family, "mlp_bias", "use_bias"),
         head_bias=family.head_bias,
+        parallel=_flag(c, family, "use_parallel_residual"),
         learned=positions if family.learned else 0,
         tied=c.flag("tie_word_embeddings"),
         dtype=_dtype(c),
@@ -694,7 +696,7 @@ def _rotated(table: dict[str, Any], c: Reader, head_dim: int, partial: bool) -> 
 
 def _partial(family: Family) -> bool:
     """Whether fewer than all dims of a head may be rotated."""
-    return "partial_rotary_factor" in family.defaults
+    return "partial_rotary_factor" in (*family.defaults, *family.names.values())
 
 
 def _factors(p: Reader, count: int) -> list[float]:

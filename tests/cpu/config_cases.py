@@ -529,6 +529,21 @@ RUN["gpt2"] = Case(
     }
 )
 
+RUN["pythia"] = Case(
+    {key: value for key, value in TINY.items() if key != "num_key_value_heads"}
+    | {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "hidden_act": "gelu",
+        "initializer_range": 0.02,
+        "layer_norm_eps": 1e-05,
+        "model_type": "gpt_neox",
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "use_cache": True,
+        "use_parallel_residual": True,
+    }
+)
+
 # Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
     "Mistral-7B-v0.1": Case(

@@ -98,6 +98,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_inner": 96, "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}
         | {"tie_word_embeddings": False},
     ),
+    "neox": ("gpt_neox", {"num_key_value_heads": ...}),
+    "neox in sequence": (
+        "gpt_neox",
+        {"num_key_value_heads": ..., "use_parallel_residual": False}
+        | {"num_attention_heads": 3, "rotary_pct": 0.5, "rotary_emb_base": 500.0},
+    ),
     "vaultgemma": ("vaultgemma", WINDOWED | {"head_dim": 8, "query_pre_attn_scalar": 24}),
     "jais2": ("jais2", {}),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
@@ -125,7 +131,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert [row.tokens for row in native] == [row.tokens for row in rows]
 
 
-@pytest.mark.parametrize("name", ["glm", "starcoder2"])
+@pytest.mark.parametrize("name", ["glm", "neox"])
 async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
     """Rows in another order, matrices that a checkpoint has fused, MLPs without a gate."""
     model_type, changes = FAMILIES[name]
