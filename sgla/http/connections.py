@@ -1,16 +1,12 @@
 """Connections: how many there may be, how clients share them,
-what they may keep waiting, and how the server listens."""
+and what they may keep waiting."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import logging
 import resource
-import socket
-import ssl
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -23,7 +19,6 @@ from sgla.http.turns import SLICE
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 10  # of TLS
 HEADER_SECONDS = 30  # that a new connection has for its first request's header
 NEW_SECONDS = 0.25  # that a new connection without a request is not taken for an idle one
 IDLE_SECONDS = 75  # between requests, a header included; proxies commonly end theirs after 60
@@ -472,87 +467,6 @@ def check_spare(request: web.Request, may: bool) -> None:
             "limit; retry later or raise --max-connections",
             retry_after=1.0,
         )
-
-
-class Handshakes:
-    """Accepts connections of TLS, which have their places from then on, and greets them."""
-
-    def __init__(self, listener: Listener, sockets: list[socket.socket], context: ssl.SSLContext) -> None:
-        self.sockets = sockets
-        self._listener = listener
-        self._context = context
-        self._loop = asyncio.get_running_loop()
-        self._tasks = {self._loop.create_task(self._accept(each)) for each in sockets}
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for each in self.sockets:
-            each.close()
-
-    async def _accept(self, listening: socket.socket) -> None:
-        while True:
-            try:
-                accepted, address = await self._loop.sock_accept(listening)
-            except OSError as error:  # the client has gone, or there are no descriptors
-                log.warning("a connection cannot be accepted: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            connection = self._listener()
-            connection.handshake = self._loop.create_task(self._greet(connection, accepted))
-            connection.accepted(str(address[0]))
-            self._tasks.add(connection.handshake)
-            connection.handshake.add_done_callback(partial(self._greeted, connection, accepted))
-
-    async def _greet(self, connection: Connection, accepted: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            await self._loop.connect_accepted_socket(
-                lambda: connection,
-                accepted,
-                ssl=self._context,
-                ssl_handshake_timeout=HANDSHAKE_SECONDS,
-                ssl_shutdown_timeout=LINGER_SECONDS,
-            )
-
-    def _greeted(self, connection: Connection, accepted: socket.socket, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if connection.handshake is not None:  # it came to nothing
-            accepted.close()
-            connection.gone()
-
-
-class TLSSite(web.BaseSite):
-    """As TCPSite, with ``Handshakes``."""
-
-    __slots__ = ("_host", "_port")
-
-    def __init__(
-        self, runner: web.AppRunner, host: str, port: int, ssl_context: ssl.SSLContext, backlog: int
-    ) -> None:
-        super().__init__(runner, ssl_context=ssl_context, backlog=backlog)
-        self._host, self._port = host, port
-
-    @property
-    def name(self) -> str:
-        return f"https://{self._host}:{self._port}"
-
-    async def start(self) -> None:
-        """Raises OSError."""
-        await super().start()
-        listener = self._runner.server
-        assert isinstance(listener, Listener)
-        assert self._ssl_context is not None
-        infos = await asyncio.get_running_loop().getaddrinfo(
-            self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        with contextlib.ExitStack() as opened:
-            sockets = []
-            for family, address in dict.fromkeys((info[0], info[4]) for info in infos):
-                listening = socket.create_server(address, family=family, backlog=self._backlog)
-                sockets.append(opened.enter_context(listening))
-                listening.setblocking(False)
-            opened.pop_all()
-        self._server = Handshakes(listener, sockets, self._ssl_context)  # type: ignore[assignment]
 
 
 class Runner(web.AppRunner):

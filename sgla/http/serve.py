@@ -20,8 +20,9 @@ from sgla.actors.system import System
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import ConfigError, NotDownloaded, SglaError
+from sgla.http.accepting import Site
 from sgla.http.app import make_app
-from sgla.http.connections import Runner, TLSSite, backlog, connection_limit, raise_file_limit
+from sgla.http.connections import Runner, backlog, connection_limit, raise_file_limit
 from sgla.leaving import LastResort
 from sgla.memory import return_memory_early
 from sgla.messages import Facts, Progress
@@ -174,13 +175,8 @@ def shorten_parse_error(record: logging.LogRecord) -> bool:
 
 async def _listen(runner: web.AppRunner, config: Config, waiting: int) -> str:
     tls = tls_context(config)
-    site: web.BaseSite = (
-        web.TCPSite(runner, config.host, config.port, backlog=waiting, reuse_address=True)
-        if tls is None
-        else TLSSite(runner, config.host, config.port, tls, waiting)
-    )
     try:
-        await site.start()
+        await Site(runner, config.host, config.port, tls, waiting).start()
     except OSError as error:
         flag = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
         raise ConfigError(

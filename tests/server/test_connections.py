@@ -8,6 +8,7 @@ import functools
 import logging
 import resource
 import shutil
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -20,10 +21,11 @@ from aiohttp import web
 
 from sgla.actors.system import System
 from sgla.config import Config
-from sgla.http import connections
+from sgla.http import accepting, connections
+from sgla.http.accepting import AT_ONCE, Site
 from sgla.http.app import ROUTES, make_app
 from sgla.http.clients import with_key
-from sgla.http.connections import OWN_FILES, SPARE, Listener, Runner, TLSSite, connection_limit
+from sgla.http.connections import OWN_FILES, SPARE, Listener, Runner, connection_limit
 from sgla.http.server import SERVER
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
@@ -67,10 +69,7 @@ async def serve(
     app = make_app(system.ingress, config, system.metrics)
     runner = Runner(app, limit, shutdown_timeout=0.1)
     await runner.setup()
-    if tls is None:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-    else:
-        await TLSSite(runner, "127.0.0.1", 0, tls, 128).start()
+    await Site(runner, "127.0.0.1", 0, tls, 128).start()
     assert isinstance(runner.server, Listener)
     try:
         yield Server(runner.addresses[0][1], runner.server, app[SERVER].database.salt)
@@ -313,13 +312,26 @@ async def test_handshakes_are_connections(
             writer.close()
         while len(server.listener) > 2:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.2)
+        monkeypatch.setattr(accepting, "HANDSHAKE_SECONDS", 0.2)
         reader, last = await server.connect()
         assert await ended(reader)
         for writer in (last, *(writer for _, writer in known)):
             writer.close()
         while len(server.listener):
             await asyncio.sleep(0.01)
+
+
+async def test_a_crowd_is_accepted_a_few_at_a_time(serving: Serving) -> None:
+    async with serving(200) as server:
+        crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+        turns, seen = [0], 0
+        while sum(turns) < len(crowd):
+            await asyncio.sleep(0)
+            turns.append(len(server.listener) - seen)
+            seen += turns[-1]
+        assert max(turns) <= AT_ONCE
+        for each in crowd:
+            each.close()
 
 
 async def test_headers_come_in_time_and_are_small(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +396,7 @@ async def test_a_client_that_reads_nothing_is_dropped(monkeypatch: pytest.Monkey
     app.router.add_get("/", much)
     runner = Runner(app, 16, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await Site(runner, "127.0.0.1", 0, None, 16).start()
     reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1], limit=1)
     writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     await asyncio.sleep(0.2)
