@@ -17,6 +17,7 @@ from sgla.http.connections import LINGER_SECONDS, Connection, Listener
 log = logging.getLogger(__name__)
 
 AT_ONCE = 16  # connections that a turn of the loop accepts; their requests are read in the next one
+SEND_BYTES = 256 << 10  # that the system may hold of an answer for a client that does not read
 HANDSHAKE_SECONDS = 10  # of TLS
 RETRY_SECONDS = 0.1  # after which a server that lacks descriptors accepts again
 
@@ -115,5 +116,6 @@ class Site(web.BaseSite):
                 listening = socket.create_server(address, family=family, backlog=self._backlog)
                 sockets.append(opened.enter_context(listening))
                 listening.setblocking(False)
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # accepted ones, too
             opened.pop_all()
         self._server = Acceptor(listener, sockets, self._ssl_context)  # type: ignore[assignment]

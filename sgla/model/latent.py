@@ -25,7 +25,8 @@ EPS = 1e-6  # of the latents' norms, whatever the model's is
 
 class LatentAttention:
     """``[T, d] -> [T, Hq * value]``, which ``out`` brings back to the width. Ranks split the heads; each has
-    the whole latent. ``interleaved``: as in ``SelfAttention``."""
+    the whole latent. ``interleaved``: as in ``SelfAttention``. In the paper's letters ``q_down`` and ``q_up``
+    are W^DQ and W^UQ with W^QR, ``kv_down`` is W^DKV with W^KR, ``k_up`` W^UK, ``v_up`` W^UV, ``out`` W^O."""
 
     def __init__(
         self, build: Build, name: str, hidden: int, layer: LatentSpec, cos_sin: Tensor, interleaved: bool

@@ -22,7 +22,7 @@ from aiohttp import web
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.http import accepting, connections
-from sgla.http.accepting import AT_ONCE, Site
+from sgla.http.accepting import AT_ONCE, SEND_BYTES, Site
 from sgla.http.app import ROUTES, make_app
 from sgla.http.clients import with_key
 from sgla.http.connections import OWN_FILES, SPARE, Listener, Runner, connection_limit
@@ -330,6 +330,10 @@ async def test_a_crowd_is_accepted_a_few_at_a_time(serving: Serving) -> None:
             turns.append(len(server.listener) - seen)
             seen += turns[-1]
         assert max(turns) <= AT_ONCE
+        for each in server.listener.connections:  # type: ignore[attr-defined]
+            assert each.transport is not None
+            system = each.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            assert system <= 2 * SEND_BYTES
         for each in crowd:
             each.close()
 
