@@ -17,7 +17,7 @@ from sgla.actors import lanes
 from sgla.cli.args import parse
 from sgla.config import Config
 from sgla.grammar import compiler, matcher, notations, sandbox, schema
-from sgla.http import bodies, connections
+from sgla.http import accepting, bodies, connections
 from sgla.http.app import ROUTES
 from sgla.http.batches import asking, files, lines, store, upload
 from sgla.http.conversations import routes as conversations
@@ -189,12 +189,13 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "numbers of hidden states": (request.MAX_LOGPROBS, request.MAX_REPEATED),
     "tokens of a summary": (compact.LONGEST,),
     "calls of MCP tools by a response": (mcp.MAX_CALLS,),
-    "its handshake of TLS": (connections.HANDSHAKE_SECONDS,),
+    "its handshake of TLS": (accepting.HANDSHAKE_SECONDS,),
     "the first header": (connections.HEADER_SECONDS,),
     "the next header": (connections.IDLE_SECONDS,),
     "a client that reads nothing": (connections.UNREAD_SECONDS,),
     "what a client leaves unread": (DEFAULTS.sink_limit_bytes,),
     "all headers": (connections.HEADER_BYTES,),
+    "what the system holds": (accepting.SEND_BYTES,),
     "tokens of all sessions": (session_store.MAX_TOKENS,),
     "turns of a session": (session_store.MAX_TURNS,),
     "items of a conversation": (conversations.MAX_ADDED,),
