@@ -773,6 +773,16 @@ def test_a_cut_call_of_a_custom_tool_has_its_text_alone() -> None:
     assert free_text('{"other": "x') == '{"other": "x'
 
 
+async def test_what_nobody_knows_is_not_included(site: Site) -> None:
+    for streamed in (False, True):
+        status, reply = await site.post(
+            "/v1/responses",
+            {"input": "x", "include": ["reasoning.encrypted_content", "all"], "stream": streamed},
+        )
+        assert (status, reply["error"]["param"]) == (400, "include")
+        assert "'all' is not one of message.output_text.logprobs, reasoning" in reply["error"]["message"]
+
+
 async def test_an_image_is_refused_where_it_stands(site: Site) -> None:
     parts = [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "data:,"}]
     status, reply = await site.post("/v1/responses", {"input": [{"role": "user", "content": parts}]})

@@ -38,6 +38,16 @@ NONE: Remote = MappingProxyType({})
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 LOGPROBS = "message.output_text.logprobs"  # in ``include``
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
 CUSTOM_INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -133,6 +143,10 @@ def chat_request(fields: ResponsesRequest, items: list[Item], remote: Remote = N
     """The request in terms of chats; ``items`` is the whole conversation.
     Raises InvalidField and UnsupportedField."""
     passed = {name: getattr(fields, name) for name in PASSED}
+    if unknown := set(fields.include or []) - set(INCLUDED):
+        raise InvalidField(
+            f"include: {min(unknown)!r:.100} is not one of {', '.join(INCLUDED)}", param="include"
+        )
     if fields.reasoning is not None and fields.reasoning.effort is not None:
         passed["reasoning_effort"] = fields.reasoning.effort
     if fields.text is not None and fields.text.format is not None:
