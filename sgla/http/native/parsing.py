@@ -3,11 +3,13 @@ what chats do with outputs, for any text. SGLang's shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from sgla.actors.base import in_thread
 from sgla.actors.lanes import INLINE_SIZE
 from sgla.errors import ConfigError, InvalidField
 from sgla.http.answer.reading import server_dialect
@@ -43,14 +45,19 @@ async def parse_function_call(request: web.Request) -> web.Response:
     fields = await intake(request, CALLS)
     check_tool_list(fields.tools)
     family = chosen(server, fields.tool_call_parser, "tool_call_parser")
-    pieces = await parsed(request, Parse(fields.text, tools=family.name, functions=fields.tools or []))
+    return await parsed(
+        request, Parse(fields.text, tools=family.name, functions=fields.tools or []), calls_and_text
+    )
+
+
+def calls_and_text(pieces: list[Piece]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.kind == CALL:
             calls.append({"tool_index": len(calls), "name": piece.text, "parameters": ""})
         elif piece.kind != CONTENT:
             calls[-1]["parameters"] += piece.text
-    return json_response({"normal_text": joined(pieces, CONTENT), "calls": calls})
+    return {"normal_text": joined(pieces, CONTENT), "calls": calls}
 
 
 async def separate_reasoning(request: web.Request) -> web.Response:
@@ -60,8 +67,11 @@ async def separate_reasoning(request: web.Request) -> web.Response:
     family = chosen(server, fields.reasoning_parser, "reasoning_parser")
     think = family.think
     opened = think is not None and think.open not in fields.text and think.close in fields.text
-    pieces = await parsed(request, Parse(fields.text, reasoning=family.name, opened=opened))
-    return json_response({"reasoning_text": joined(pieces, REASONING), "text": joined(pieces, CONTENT)})
+    return await parsed(request, Parse(fields.text, reasoning=family.name, opened=opened), reasoning_and_text)
+
+
+def reasoning_and_text(pieces: list[Piece]) -> dict[str, Any]:
+    return {"reasoning_text": joined(pieces, REASONING), "text": joined(pieces, CONTENT)}
 
 
 def chosen(server: Server, name: str | None, field: str) -> Family:
@@ -81,13 +91,16 @@ def chosen(server: Server, name: str | None, field: str) -> Family:
     return family
 
 
-async def parsed(request: web.Request, task: Parse) -> list[Piece]:
-    """Long texts are read in a process of its own, which has limits."""
+async def parsed(
+    request: web.Request, task: Parse, answer: Callable[[list[Piece]], dict[str, Any]]
+) -> web.Response:
+    """Long texts are read in a process of its own, which has limits, and answers about them are made in a
+    thread, since they may have hundred thousand pieces."""
     if len(task.text) <= INLINE_SIZE:
         parser = parser_of(task)
-        return parser.feed(task.text) + parser.close()
+        return json_response(answer(parser.feed(task.text) + parser.close()))
     pieces = await beside(request, len(task.text), lambda: parse(task))
-    return [Piece(*piece) for piece in pieces]
+    return await in_thread(lambda: json_response(answer([Piece(*piece) for piece in pieces])))
 
 
 def joined(pieces: list[Piece], kind: str) -> str:
