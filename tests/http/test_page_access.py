@@ -73,6 +73,7 @@ async def talked(tab: chromium.Tab) -> None:
     await tab.until(answers(1))
     await press_button(tab, "Retry")
     await tab.until("document.querySelector('.version')?.innerText === '2 of 2'")
+    await tab.until("!document.querySelector('.act:disabled')")  # the answer is whole, and focus stays
     await tab.js("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
 
 
