@@ -430,11 +430,9 @@ async def warm_up(target: Target) -> None:
 
 
 async def crowd(target: Target) -> None:
-    """As many streams at once as the server admits, and as many choices of one request. Python keeps the room
-    of so many small objects for the next crowd."""
+    """As many streams at once as the server admits. Python keeps the room of so many small objects for the
+    next crowd."""
     await streams(target, target.many(1000), 1)
-    many = {"prompt": [[5, 6, 7]] * target.many(4096), "max_tokens": 16, "logprobs": 5}
-    await send(target, request(TEXT, many))
 
 
 def ended(status: int, answer: bytes) -> str:

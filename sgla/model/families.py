@@ -221,6 +221,21 @@ _LATENT = {
     "qk_head_dim": None,  # the sum of both, which the class works out anew
 }
 _WITHOUT_HIDDEN_ACT = {key: value for key, value in _DECODER.items() if key != "hidden_act"}
+_SOFTCAPPED = (
+    _WITHOUT_HIDDEN_ACT
+    | _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
+    | {
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": None,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    }
+)
 _HUNYUAN_NORMS = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
 _GPT2 = {
     "n_positions": "max_position_embeddings",
@@ -806,19 +821,7 @@ FAMILIES = {
     ),
     "Gemma2ForCausalLM": Family(
         ("gemma2",),
-        {key: value for key, value in _DECODER.items() if key != "hidden_act"}
-        | _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
-        | {
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "attention_bias": False,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "layer_types": None,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-        },
+        _SOFTCAPPED,
         _CAUSAL | {"use_bidirectional_attention": False, "sliding_window_size": 4096},
         {"hidden_act": "hidden_activation"},
         model="sgla.model.gemma:Gemma3",
@@ -960,19 +963,7 @@ FAMILIES = {
     ),
     "VaultGemmaForCausalLM": Family(
         ("vaultgemma",),
-        _WITHOUT_HIDDEN_ACT
-        | _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
-        | {
-            "head_dim": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "attention_bias": False,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "layer_types": None,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-        },
+        _SOFTCAPPED,
         _CAUSAL,
         {"hidden_act": "hidden_activation"},
         model="sgla.model.llama:Llama",
