@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgla.errors import WeightError
-from sgla.model.families import Reader
+from sgla.hub.reader import Reader
 from sgla.model.fp8 import Fp8, check_compressed
 from sgla.model.gptq import SCALES, Grouped
 from sgla.model.schemes import schemes

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgla.errors import ConfigError, WeightError
-from sgla.model.families import Reader, shown
+from sgla.hub.reader import Reader, shown
 from sgla.model.methods import unsupported
 from sgla.model.schemes import Scheme, check_floats, schemes
 from sgla.quant.method import Held, Method

@@ -1,4 +1,4 @@
-"""The GGUF architectures of families, made of their entries (``families.py``). Loads no torch."""
+"""The GGUF architectures of families, made of their entries (``families``). Loads no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from sgla.hub.gguf_layout import Layout, Place, Stored
-from sgla.model.families import Family
+from sgla.model.family import Family
 from sgla.model.gguf_words import Gguf, one
 
 _QKV = (("q", "qd"), ("k", "kd"), ("v", "kd"))

@@ -1,4 +1,4 @@
-"""What families' entries say of their GGUF files (``families.py``), and words for it. Loads no torch."""
+"""What families' entries say of their GGUF files (``families``), and words for it. Loads no torch."""
 
 from __future__ import annotations
 

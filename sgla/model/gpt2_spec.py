@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgla.errors import ConfigError
-from sgla.model.families import Reader
+from sgla.hub.reader import Reader
 from sgla.model.spec import HEADS, WIDTH, AttentionSpec
 
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from sgla.errors import ConfigError
-from sgla.model.families import Reader
+from sgla.hub.reader import Reader
 from sgla.model.spec import HEADS, INNER, AttentionSpec, RopeSpec, StateTensor, ropes
 
 

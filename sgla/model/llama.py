@@ -1,7 +1,7 @@
 """Llama (arXiv 2302.13971, 2307.09288, 2407.21783):
 pre-norm decoder, rotary positions, grouped queries, gated MLP.
 
-Many others are this model with other values, which ``families.py`` has.
+Many others are this model with other values, which the table ``families`` has.
 """
 
 from __future__ import annotations

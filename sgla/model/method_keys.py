@@ -1,7 +1,7 @@
 """The keys that each method's ``quantization_config`` has. Loads no torch.
 
-As in ``families``: those that a method reads, and those that only say how its numbers were found, are known.
-Those that change what the numbers mean are refused by name; all others are noted.
+As in ``model/config_keys.py``: those that a method reads, and those that only say how its numbers were found,
+are known. Those that change what the numbers mean are refused by name; all others are noted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sgla.errors import ConfigError
-from sgla.model.families import shown
+from sgla.hub.reader import shown
 from sgla.quant.method import LISTS
 
 

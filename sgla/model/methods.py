@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from sgla.errors import ConfigError
-from sgla.model.families import shown
+from sgla.hub.reader import shown
 from sgla.model.method_keys import check_method_keys
 from sgla.quant.method import Method
 

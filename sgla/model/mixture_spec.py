@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sgla.errors import ConfigError
+from sgla.hub.reader import Reader
 from sgla.kernels.routing import Clamped, Routing
-from sgla.model.families import Reader
 from sgla.model.spec import EXPERTS, INNER, LAYERS, MoESpec
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sgla.errors import ConfigError
+from sgla.hub.reader import Reader, shown
 from sgla.hub.source import ModelSource, read_json
 from sgla.messages import Dense, Pooling
-from sgla.model.families import Reader, shown
 from sgla.model.registry import architecture_of, body_of, is_encoder
 from sgla.model.sizes import read_spec
 

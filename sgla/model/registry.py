@@ -9,7 +9,8 @@ from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.hub.gguf_layout import Layout
-from sgla.model.families import FAMILIES, Family
+from sgla.model.families import FAMILIES
+from sgla.model.family import Family
 from sgla.model.gguf_layouts import layout_of
 from sgla.packages import brought
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sgla.model.families import Reader
+from sgla.hub.reader import Reader
 
 _GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
 _SAID = ("num_bits", "type", "symmetric", "dynamic")  # which may not be null

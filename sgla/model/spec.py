@@ -8,8 +8,11 @@ from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 from sgla.errors import ConfigError
+from sgla.hub.reader import Reader, shown
 from sgla.kernels.routing import Clamped, Routing
-from sgla.model.families import EVERY, GEMMA3, Family, Reader, check_keys, shown
+from sgla.model.config_keys import check_keys
+from sgla.model.families.gemma import GEMMA3
+from sgla.model.family import EVERY, Family
 from sgla.model.methods import method_of, unsupported
 from sgla.model.registry import architecture_of, check_architecture, family_of
 from sgla.quant.method import Method

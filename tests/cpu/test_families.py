@@ -18,6 +18,7 @@ from tiny import over_two_ranks, run, submit, tiny_config, tiny_source
 from sgla import packages
 from sgla.dist import Shard
 from sgla.errors import ConfigError
+from sgla.hub.reader import Reader
 from sgla.hub.source import open_source
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
@@ -26,7 +27,6 @@ from sgla.layers.attention import LayerAttention
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.model import registry
-from sgla.model.families import Reader
 from sgla.model.llama import Llama
 from sgla.model.load import load_model
 from sgla.model.sizes import read_spec, weight_bytes
@@ -183,7 +183,7 @@ def test_a_package_brings_a_family(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(run(runner, [submit("a", [5, 9, 2], 8)]).tokens()["a"]) == 8
     for name, message in (
         ("Lost", "'LostForCausalLM': toy_entry:LOST cannot be loaded: AttributeError"),
-        ("Odd", "'OddForCausalLM': toy_family:Toy is no sgla.model.families.Family but of type ABCMeta"),
+        ("Odd", "'OddForCausalLM': toy_family:Toy is no sgla.model.family.Family but of type ABCMeta"),
     ):
         with pytest.raises(ConfigError, match=message):
             read_spec(toy.config | {"architectures": [f"{name}ForCausalLM"]})

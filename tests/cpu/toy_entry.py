@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sgla.model.families import FAMILIES, Family
+from sgla.model.families import FAMILIES
+from sgla.model.family import Family
 
 _LLAMA = FAMILIES["LlamaForCausalLM"]
 FAMILY = Family(("toy",), {**_LLAMA.defaults, "hidden_act": "silu"}, _LLAMA.fixed, model="toy_family:Toy")

@@ -1,0 +1,151 @@
+"""What becomes of the keys of ``config.json``.
+
+The rule: a model computes what HF's class computes with this file, and a key that asks for something else is
+refused by name. The keys that HF's class reads are honoured (``Family``). Those that it ignores are not: they
+are passed over if no forward pass reads them (``HARMLESS``: training, sampling, where the file comes from) or
+if their value describes what the class does anyway, refused if a word of their name is one that
+configurations use for mathematics, and noted otherwise. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sgla.errors import ConfigError
+from sgla.hub.reader import shown
+from sgla.model.family import Family
+
+# Keys that say "none" with a null, or are worked out then.
+NULLS = frozenset(
+    """
+    layer_types mlp_layer_types mlp_only_layers no_rope_layers rope_scaling rope_parameters
+    dual_chunk_attention_config sliding_window _sliding_window_pattern q_lora_rank qk_head_dim
+    attn_logit_softcapping final_logit_softcapping num_nextn_predict_layers dim_model_base scale_depth
+    text_config vision_config
+    """.split()  # noqa: SIM905
+)
+# Keys that HF's classes read in vain, or under another name, and yet not as null.
+_NOT_NULL = frozenset(
+    """
+    is_causal rope_interleave attention_bias mlp_bias qk_layernorm use_parallel_residual num_experts
+    num_local_experts num_experts_per_tok head_dim
+    """.split()  # noqa: SIM905
+)
+_NOT_NULL_OF_ENCODERS = frozenset({"add_cross_attention", "is_decoder"})
+
+# Keys without a part in the forward pass: a whole name, or the end of one.
+HARMLESS = frozenset(
+    """
+    architectures model_type dtype torch_dtype auto_map tokenizer_class is_composition
+    vocab_size_or_config_json_file
+    quantization_config compression_config tie_word_embeddings use_flash_attention
+    initializer_range embedding_initializer_range initializer_factor init_std use_cache pretraining_tp
+    gradient_checkpointing
+    cache_implementation use_flash_attn flash_attn_2_enabled
+    output_attentions output_hidden_states output_past output_scores output_router_logits return_dict
+    return_dict_in_generate torchscript xla_device use_bfloat16 chunk_size_feed_forward
+    tie_encoder_decoder tie_weights cross_attention_hidden_size fused_rms_norm fused_mlp mm_tokens_per_image
+    max_sequence_length model_max_length max_length min_length do_sample early_stopping num_beams
+    num_beam_groups
+    diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    renormalize_logits finetuning_task task_specific_params prefix problem_type num_labels id2label label2id
+    directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+    pooler_type
+    sentence_transformers sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka
+    sinusoidal_pos_embds neftune_noise_alpha router_jitter_noise is_llama_config transformers.js_config
+    ep_size seq_aux aux_loss_alpha moe_capacity num_nextn_predict_layers num_mtp_layers num_mtp_modules
+    reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
+    mtp_transformer_layers use_mtp enable_moe_fp32_combine
+    """.split()  # noqa: SIM905
+)
+_HARMLESS_END = re.compile(
+    r".*(_token_ids?|_token_index|dropout|dropout_prob|_pdrop|_loss|_coef|_coeff|_version|name_or_path|commit_hash)$"
+    r"|(attn|experts)_implementation.*|unsloth.*"
+)
+# Words of which the names of mathematical keys consist, in the configurations of transformers.
+_MATHEMATICS = frozenset(
+    """
+    act activation alibi alpha attention attn beta bias bidirectional block cap capping causal chunk clamp
+    clip conv decoder
+    dense depth dim dims embed embedding embeddings encoder eps epsilon expert experts factor ffn freq
+    frequency gate gating
+    global group groups head heads hidden index indexer inner interleave interleaved intermediate kernel kv
+    latent layer layernorm layers
+    lightning limit linear local logit logits lora mamba mask mixer mlp moe mrope mscale mtp multiplier n
+    nextn ngram nope norm
+    normalization normalize ntk parallel pattern position positional positions prefix prenorm q qk qkv quant
+    quantization query
+    rank recurrent relative residual rms rmsnorm rope rotary routed router routing sandwich scale scales
+    scaling shared sink
+    sinks skip sliding smear softcap softcapping sparse sparsity ssm state step swiglu temperature theta tie
+    topk untie v value window width
+    """.split()  # noqa: SIM905
+)
+_FACTORS = frozenset({"multiplier", "scale", "scales", "scaling", "factor", "mscale"})
+
+
+def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> list[str]:
+    """The keys of ``config`` that nobody knows and whose names do not speak of mathematics. Raises
+    ConfigError for those that ask for something else than HF's class computes."""
+    if (found := config.get("model_type")) is not None and found not in family.types:
+        raise ConfigError(
+            f"config.json: model_type {shown(found)} is not that of {architecture}, which is "
+            f"{' or '.join(map(repr, family.types))}; transformers would run another class",
+            param="model",
+        )
+    unknown = []
+    for key, value in config.items():
+        name = key.strip("_")
+        if value is None and not may_be_null(family, key):
+            raise ConfigError(
+                f"config.json: {key} null is not supported for {architecture}; give it a value, or leave "
+                "it out",
+                param="model",
+            )
+        if key in family.defaults or name in HARMLESS or _HARMLESS_END.match(name):
+            continue
+        if key in family.fixed:
+            if value is not None and value != family.fixed[key]:
+                raise ConfigError(
+                    f"config.json: {key} {shown(value)} is not supported for {architecture}; "
+                    f"{family.fixed[key]!r} is",
+                    param="model",
+                )
+        elif key in family.same:
+            other = family.same[key]
+            if value is not None and value != (meant := {**family.defaults, **config}[other]):
+                raise ConfigError(
+                    f"config.json: {key} is {shown(value)} and {other} {shown(meant)}; transformers reads "
+                    f"the latter alone for {architecture}: remove {key} for the same numbers as there",
+                    param="model",
+                )
+        elif _MATHEMATICS.isdisjoint(re.findall(r"[a-z]+", name.lower())):
+            unknown.append(key)
+        elif not _off(name, value):
+            raise ConfigError(
+                f"config.json: {shown(key)} ({shown(value)}) may change what the model computes, and "
+                f"{architecture} has no such key, here or in transformers; remove it if the weights were "
+                "trained without it",
+                param="model",
+            )
+    return unknown
+
+
+def may_be_null(family: Family, key: str) -> bool:
+    """Whether HF's class runs with a null there, and then as is computed here."""
+    if key in NULLS or key in family.nulls:
+        return True
+    refused = _NOT_NULL if family.model else _NOT_NULL_OF_ENCODERS
+    read = key in refused and (key in family.fixed or key in family.same)
+    return key not in family.defaults and not read
+
+
+def _off(name: str, value: Any) -> bool:
+    """Whether a value says that there is none of what its key names."""
+    if _FACTORS.isdisjoint(name.lower().split("_")):
+        return value is None or value in (False, "", [], {})
+    return value is None or value is False or (value is not True and value in (1, [], {}))

@@ -1,0 +1,326 @@
+"""Decoders with RMSNorm and one MLP a layer."""
+
+from __future__ import annotations
+
+from sgla.model.families.keys import (
+    BIASES,
+    CAUSAL,
+    DECODER,
+    GRANITE,
+    HEAD_DIM,
+    HUNYUAN_NORMS,
+    KV_HEADS,
+    ROTATED,
+    WINDOWS,
+    sizes,
+)
+from sgla.model.family import EVERY, Family
+from sgla.model.gguf_words import AFTER_NORMS, GLM4_NORMS, POST_NORMS, Gguf
+
+_GLM = sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+}
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(
+        ("llama",),
+        DECODER
+        | {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=HEAD_DIM + KV_HEADS,
+        pooled=True,
+        gguf=(Gguf("llama", permuted=True),),
+    ),
+    "Qwen2ForCausalLM": Family(
+        ("qwen2",),
+        DECODER
+        | WINDOWS
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+        },
+        CAUSAL | {"qkv_bias": True},
+        model="sgla.model.llama:Llama",
+        nulls=KV_HEADS,
+        pooled=True,
+        qkv_bias=True,
+        gguf=(Gguf("qwen2"),),
+    ),
+    "Qwen3ForCausalLM": Family(
+        ("qwen3",),
+        DECODER
+        | WINDOWS
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 22016,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+        },
+        CAUSAL | {"use_qk_norm": True, "qk_norm": True},
+        model="sgla.model.llama:Llama",
+        nulls=KV_HEADS,
+        pooled=True,
+        qk_norm="head",
+        gguf=(Gguf("qwen3"),),
+    ),
+    "MistralForCausalLM": Family(
+        ("mistral",),
+        DECODER | sizes(32000, 4096, 14336, 32, 32, 131072, 8) | {"sliding_window": 4096},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=HEAD_DIM,
+    ),
+    "Phi3ForCausalLM": Family(
+        ("phi3",),
+        DECODER
+        | sizes(32064, 3072, 8192, 32, 32, 4096)
+        | {
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+        },
+        CAUSAL | {"attention_bias": False},
+        model="sgla.model.llama:Llama",
+        nulls=(*KV_HEADS, "attention_bias"),
+        longrope=True,
+        gguf=(Gguf("phi3", joined=True),),
+    ),
+    "GraniteForCausalLM": Family(
+        ("granite",),
+        DECODER | sizes(32000, 4096, 11008, 32, 32, 2048) | GRANITE | BIASES,
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        gguf=(Gguf("granite", permuted=True),),
+        nulls=KV_HEADS,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        ("smollm3",),
+        DECODER
+        | sizes(128256, 2048, 11008, 36, 16, 32768, 4)
+        | BIASES
+        | {
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        CAUSAL | {"max_window_layers": 28},
+        model="sgla.model.llama:Llama",
+        nulls=KV_HEADS,
+        rotates="listed",
+        gguf=(Gguf("smollm3", permuted=True),),
+    ),
+    "SeedOssForCausalLM": Family(
+        ("seed_oss",),
+        DECODER
+        | sizes(155136, 4096, 27648, 64, 80, 524288, 8)
+        | {"head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        gguf=(Gguf("seed_oss", AFTER_NORMS),),
+        nulls=HEAD_DIM + KV_HEADS,
+    ),
+    "HeliumForCausalLM": Family(
+        ("helium",),
+        DECODER
+        | sizes(48000, 2560, 7040, 24, 20, 4096, 20)
+        | BIASES
+        | {"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        interleaved=True,
+        out_bias=False,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        ("ernie4_5",),
+        DECODER
+        | sizes(103424, 1024, 3072, 18, 16, 131072, 2)
+        | {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "use_bias": False,
+            "tie_word_embeddings": True,
+        },
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=(*HEAD_DIM, *KV_HEADS, "use_bias"),
+        interleaved=True,
+        gguf=(Gguf("ernie4_5"),),
+    ),
+    "GlmForCausalLM": Family(
+        ("glm",),
+        DECODER | _GLM,
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=ROTATED,
+        interleaved=True,
+        out_bias=False,
+        gguf=(Gguf("chatglm", joined=True),),
+    ),
+    "Glm4ForCausalLM": Family(
+        ("glm4",),
+        DECODER | _GLM,
+        CAUSAL,
+        model="sgla.model.gemma:Glm4",
+        nulls=ROTATED,
+        interleaved=True,
+        out_bias=False,
+        gguf=(Gguf("glm4", GLM4_NORMS, joined=True),),
+    ),
+    "ArceeForCausalLM": Family(
+        ("arcee",),
+        DECODER
+        | sizes(32000, 2560, 18432, 32, 32, 4096)
+        | BIASES
+        | {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=HEAD_DIM + KV_HEADS,
+        gated=False,
+        gguf=(Gguf("arcee", permuted=True),),
+    ),
+    "Olmo2ForCausalLM": Family(
+        ("olmo2",),
+        DECODER | sizes(50304, 4096, 11008, 32, 32, 2048) | {"attention_bias": False, "rms_norm_eps": 1e-5},
+        CAUSAL,
+        model="sgla.model.olmo:Olmo2",
+        nulls=KV_HEADS,
+        qk_norm="width",
+        gguf=(Gguf("olmo2", POST_NORMS),),
+    ),
+    "Exaone4ForCausalLM": Family(
+        ("exaone4",),
+        DECODER
+        | sizes(102400, 4096, 16384, 32, 32, 2048, 32)
+        | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        CAUSAL,
+        model="sgla.model.olmo:Olmo2",
+        qk_norm="head",
+        rotates="windows",
+        windows_optional=True,
+        gguf=(Gguf("exaone4", POST_NORMS),),
+    ),
+    "Olmo3ForCausalLM": Family(
+        ("olmo3",),
+        DECODER
+        | sizes(50304, 4096, 11008, 32, 32, 2048)
+        | {
+            "attention_bias": False,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "sliding_window": 4096,
+            "layer_types": None,
+        },
+        CAUSAL,
+        model="sgla.model.olmo:Olmo2",
+        nulls=KV_HEADS,
+        qk_norm="width",
+        pattern=4,
+        local_theta=5e5,
+        gguf=(Gguf("olmo2", POST_NORMS, when={"attention.sliding_window": True}),),
+    ),
+    "MinistralForCausalLM": Family(
+        ("ministral",),
+        DECODER
+        | sizes(32000, 4096, 14336, 32, 32, 131072, 8)
+        | {"sliding_window": 4096, "layer_types": None},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        pattern=EVERY,
+        windows_optional=True,
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        ("hunyuan_v1_dense",),
+        DECODER | sizes(290943, 4096, 11008, 32, 32, 2048) | {"rms_norm_eps": 1e-5, "attention_bias": False},
+        CAUSAL | {"use_qk_norm": True},
+        model="sgla.model.llama:Llama",
+        nulls=KV_HEADS,
+        renamed=HUNYUAN_NORMS,
+        qk_norm="head",
+        late_norm=True,
+        alpha=True,
+        gguf=(Gguf("hunyuan-dense"),),
+    ),
+    "Ministral3ForCausalLM": Family(
+        ("ministral3",),
+        DECODER
+        | sizes(131072, 4096, 14336, 34, 32, 262144, 8)
+        | {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "max_position_embeddings": 262144,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            "sliding_window": None,
+        },
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=("rope_theta",),
+        growing=True,
+    ),
+    "ApertusForCausalLM": Family(
+        ("apertus",),
+        DECODER
+        | sizes(131072, 4096, 14336, 32, 32, 65536)
+        | {
+            "hidden_act": "xielu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1.2e7,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1.2e7,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            "attention_bias": False,
+        },
+        CAUSAL | {"qk_norm": True, "post_norm": False},
+        model="sgla.model.apertus:Apertus",
+        nulls=(*KV_HEADS, "rope_theta"),
+        renamed=(
+            (".attention_layernorm.", ".input_layernorm."),
+            (".feedforward_layernorm.", ".post_attention_layernorm."),
+        ),
+        qk_norm="head",
+        gated=False,
+    ),
+}

@@ -1,0 +1,71 @@
+"""Keys that several families have, with what HF's classes fill in for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HEAD_DIM, KV_HEADS = ("head_dim",), ("num_key_value_heads",)  # null: as many as follow from the others
+ROTATED = ("partial_rotary_factor",)  # null: all dims, not the family's share
+DECODER = {
+    "hidden_act": "silu",
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "original_max_position_embeddings": None,
+    "dual_chunk_attention_config": None,  # of Qwen's models for a million tokens
+}
+CAUSAL = {
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "partial_rotary_factor": 1,
+    "rope_interleaved": False,
+    "text_config": None,
+}
+WINDOWS = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+BIASES = {"attention_bias": False, "mlp_bias": False}
+
+
+def sizes(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, positions: int, kv_heads: int | None = None
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+    }
+
+
+WITHOUT_HEAD_DIM = {key: value for key, value in DECODER.items() if key != "head_dim"}
+GRANITE = {
+    "attention_bias": False,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+ROUTED = {
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
+SIGMOID_ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+HUNYUAN_NORMS = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))

@@ -1,0 +1,138 @@
+"""Decoders with multi-head latent attention."""
+
+from __future__ import annotations
+
+from sgla.model.families.keys import (
+    BIASES,
+    CAUSAL,
+    DECODER,
+    HEAD_DIM,
+    KV_HEADS,
+    ROUTED,
+    SIGMOID_ROUTED,
+    WITHOUT_HEAD_DIM,
+    sizes,
+)
+from sgla.model.family import Family
+from sgla.model.gguf_words import BALANCED, SIGMOID, Gguf
+
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_head_dim": None,  # the sum of both, which the class works out anew
+}
+_ROTATED_HEAD = {"head_dim": "qk_rope_head_dim"}  # by which name the class has it for the rotation
+
+FAMILIES = {
+    "MiniCPM3ForCausalLM": Family(
+        ("minicpm3",),
+        DECODER
+        | sizes(73448, 2560, 6400, 62, 40, 32768, 40)
+        | {
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "qk_head_dim": None,  # the sum of both, which the class works out anew
+            "v_head_dim": None,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        CAUSAL | BIASES,
+        model="sgla.model.latent:Latent",
+        nulls=HEAD_DIM + KV_HEADS + ("v_head_dim",),
+        attention="sgla.model.latent_spec:read",
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        ("deepseek_v2",),
+        DECODER
+        | sizes(102400, 4096, 11008, 32, 32, 2048)
+        | _LATENT
+        | {
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            "n_group": None,
+            "topk_group": None,
+        },
+        CAUSAL | BIASES | {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
+        {"num_experts": "n_routed_experts"},
+        model="sgla.model.latent:Latent",
+        nulls=(*HEAD_DIM, *KV_HEADS, "n_group", "topk_group"),
+        attention="sgla.model.latent_spec:read",
+        mixture="sgla.model.mixture_spec:deepseek_v2",
+        interleaved=True,
+        gguf=(Gguf("deepseek2"),),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        ("deepseek_v3",),
+        WITHOUT_HEAD_DIM
+        | sizes(129280, 7168, 18432, 61, 128, 4096, 128)
+        | _LATENT
+        | ROUTED
+        | {
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_nextn_predict_layers": 1,
+        },
+        CAUSAL | SIGMOID_ROUTED | {"rope_interleave": True, "attention_bias": False},
+        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        model="sgla.model.latent:Latent",
+        nulls=(*KV_HEADS, "norm_topk_prob"),
+        attention="sgla.model.latent_spec:read",
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        interleaved=True,
+        gguf=(Gguf("deepseek2", tensors=BALANCED, gating=(SIGMOID,), when={"expert_gating_func": SIGMOID}),),
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        ("glm4_moe_lite",),
+        WITHOUT_HEAD_DIM
+        | sizes(154880, 2048, 10240, 47, 20, 202752, 20)
+        | _LATENT
+        | ROUTED
+        | {
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "mlp_layer_types": None,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "num_nextn_predict_layers": 1,
+        },
+        CAUSAL
+        | SIGMOID_ROUTED
+        | {"rope_interleave": True, "attention_bias": False, "partial_rotary_factor": 1.0},
+        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        model="sgla.model.latent:Latent",
+        attention="sgla.model.latent_spec:read",
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        interleaved=True,
+    ),
+    "YoutuForCausalLM": Family(
+        ("youtu",),
+        WITHOUT_HEAD_DIM
+        | sizes(128256, 2048, 6144, 32, 16, 131072, 16)
+        | _LATENT
+        | {"tie_word_embeddings": True},
+        CAUSAL | {"rope_interleave": True, "attention_bias": False},
+        _ROTATED_HEAD,
+        model="sgla.model.latent:Latent",
+        attention="sgla.model.latent_spec:read",
+        interleaved=True,
+    ),
+}

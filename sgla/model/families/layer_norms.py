@@ -1,0 +1,199 @@
+"""Decoders with layer norms."""
+
+from __future__ import annotations
+
+from sgla.model.families.keys import BIASES, CAUSAL, DECODER, HEAD_DIM, KV_HEADS, sizes
+from sgla.model.family import Family
+from sgla.model.gguf_words import ONE_NORM, Gguf
+
+_LAYER_NORMED = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"} | {
+    "layer_norm_eps": 1e-5
+}
+_COHERE = _LAYER_NORMED | {
+    "logit_scale": 0.0625,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+_GPT2 = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "layer_norm_eps",
+}
+
+FAMILIES = {
+    "StableLmForCausalLM": Family(
+        ("stablelm",),
+        _LAYER_NORMED
+        | sizes(50304, 2560, 6912, 32, 32, 4096, 32)
+        | {"use_qkv_bias": False, "partial_rotary_factor": 0.25},
+        CAUSAL | {"use_parallel_residual": False, "qk_layernorm": False, "head_dim": None},
+        model="sgla.model.llama:Llama",
+        nulls=HEAD_DIM,
+        norm="layer",
+        gguf=(Gguf("stablelm"),),
+    ),
+    "Starcoder2ForCausalLM": Family(
+        ("starcoder2",),
+        {key: value for key, value in _LAYER_NORMED.items() if key != "layer_norm_eps"}
+        | sizes(49152, 3072, 12288, 30, 24, 4096, 2)
+        | {
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "use_bias": True,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+        },
+        CAUSAL | {"mlp_type": "default", "norm_type": "layer_norm"},
+        model="sgla.model.llama:Starcoder2",
+        nulls=HEAD_DIM,
+        norm="layer",
+        gated=False,
+        gguf=(Gguf("starcoder2", mlp=("c_fc", "c_proj")),),
+    ),
+    "NemotronForCausalLM": Family(
+        ("nemotron",),
+        {key: value for key, value in _LAYER_NORMED.items() if key != "layer_norm_eps"}
+        | sizes(256000, 6144, 24576, 32, 48, 4096)
+        | BIASES
+        | {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=HEAD_DIM,
+        norm="layer",
+        norm_offset=1.0,
+        gated=False,
+        gguf=(Gguf("nemotron"),),
+    ),
+    "CohereForCausalLM": Family(
+        ("cohere",),
+        _COHERE | sizes(256000, 8192, 22528, 40, 64, 8192),
+        CAUSAL | {"use_qk_norm": False},
+        model="sgla.model.cohere:Cohere",
+        nulls=KV_HEADS,
+        norm="layer",
+        norm_bias=False,
+        interleaved=True,
+        gguf=(Gguf("command-r", ONE_NORM),),
+    ),
+    "Cohere2ForCausalLM": Family(
+        ("cohere2",),
+        _COHERE
+        | sizes(256000, 8192, 22528, 40, 64, 8192)
+        | {"rope_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        CAUSAL
+        | {"use_qk_norm": False, "use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0},
+        model="sgla.model.cohere:Cohere",
+        nulls=KV_HEADS,
+        norm="layer",
+        norm_bias=False,
+        interleaved=True,
+        rotates="windows",
+        gguf=(Gguf("cohere2", ONE_NORM),),
+    ),
+    "Jais2ForCausalLM": Family(
+        ("jais2",),
+        _LAYER_NORMED
+        | sizes(150272, 3328, 26624, 32, 26, 8192)
+        | {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=HEAD_DIM + KV_HEADS,
+        norm="layer",
+        gated=False,
+        gguf=(Gguf("jais2"),),
+    ),
+    "PhiForCausalLM": Family(
+        ("phi",),
+        _LAYER_NORMED
+        | sizes(51200, 2048, 8192, 24, 32, 2048)
+        | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+        CAUSAL | {"qk_layernorm": False},
+        model="sgla.model.cohere:Phi",
+        nulls=KV_HEADS,
+        renamed=((".self_attn.dense.", ".self_attn.o_proj."), ("model.final_layernorm.", "model.norm.")),
+        norm="layer",
+        biased=True,
+        head_bias=True,
+        gated=False,
+    ),
+    "GPT2LMHeadModel": Family(
+        ("gpt2",),
+        {
+            "vocab_size": 50257,
+            "n_positions": 1024,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+        },
+        {"is_encoder_decoder": False},
+        {"n_ctx": "n_positions", **{ours: theirs for theirs, ours in _GPT2.items() if theirs != "n_inner"}},
+        nulls=("n_inner", "n_ctx"),
+        names=_GPT2,
+        model="sgla.model.llama:Gpt2",
+        attention="sgla.model.gpt2_spec:read",
+        renamed=(
+            ("transformer.", ""),
+            ("h.", "model.layers."),
+            ("wte.", "model.embed_tokens."),
+            ("wpe.", "model.embed_positions."),
+            ("ln_f.", "model.norm."),
+            (".ln_1.", ".input_layernorm."),
+            (".ln_2.", ".post_attention_layernorm."),
+            (".attn.c_attn.", ".self_attn.qkv_proj."),
+            (".attn.c_proj.", ".self_attn.o_proj."),
+        ),
+        norm="layer",
+        biased=True,
+        learned=True,
+        crossed=("qkv_proj", "o_proj", "c_fc", "c_proj"),
+        gated=False,
+    ),
+    "GPTNeoXForCausalLM": Family(
+        ("gpt_neox",),
+        {
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 1e4,
+            "rope_scaling": None,
+            "rope_parameters": None,
+            "use_parallel_residual": True,
+            "tie_word_embeddings": False,
+            "is_decoder": False,
+        },
+        {"attention_bias": True, "is_encoder_decoder": False},
+        {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        names={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+        model="sgla.model.neox:Neox",
+        renamed=(
+            ("gpt_neox.", "model."),
+            ("embed_in.", "embed_tokens."),
+            ("embed_out.", "lm_head."),
+            ("model.final_layer_norm.", "model.norm."),
+            (".attention.query_key_value.", ".self_attn.qkv_proj."),
+            (".attention.dense.", ".self_attn.o_proj."),
+        ),
+        norm="layer",
+        biased=True,
+        by_head=True,
+        gated=False,
+    ),
+}

@@ -1,0 +1,414 @@
+"""Mixtures of experts whose attention keeps k and v."""
+
+from __future__ import annotations
+
+from sgla.model.families.keys import (
+    BIASES,
+    CAUSAL,
+    DECODER,
+    GRANITE,
+    HEAD_DIM,
+    HUNYUAN_NORMS,
+    KV_HEADS,
+    ROTATED,
+    ROUTED,
+    SIGMOID_ROUTED,
+    WINDOWS,
+    WITHOUT_HEAD_DIM,
+    sizes,
+)
+from sgla.model.family import Family
+from sgla.model.gguf_words import (
+    AFTER_NORMS,
+    BALANCED,
+    CHOSEN_SOFTMAX,
+    EXPERT_BIASES,
+    SHARED_GATE,
+    SIGMOID,
+    SOFTMAX,
+    Gguf,
+)
+
+_MIXTRAL = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
+)
+_GRANITE_MOE = (
+    (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+    (".block_sparse_moe.router.layer.", ".mlp.gate."),
+    (".block_sparse_moe.router.", ".mlp.gate."),
+    (".block_sparse_moe.", ".mlp."),
+    (".shared_mlp.input_linear.", ".mlp.shared_experts.gate_up_proj."),
+    (".shared_mlp.output_linear.", ".mlp.shared_experts.down_proj."),
+)
+_OLMOE = WITHOUT_HEAD_DIM | {"attention_bias": False, "norm_topk_prob": False}
+_GRANITE_EXPERTS = GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+FAMILIES = {
+    "Qwen3MoeForCausalLM": Family(
+        ("qwen3_moe",),
+        DECODER
+        | {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": None,  # in every published file; the window is that of all layers
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": None,  # 128
+            "num_local_experts": None,
+            "norm_topk_prob": False,
+            "mlp_only_layers": None,
+        },
+        CAUSAL | {"use_qk_norm": True, "qk_norm": True},
+        model="sgla.model.llama:Llama",
+        nulls=("max_window_layers",),
+        mixture="sgla.model.mixture_spec:qwen3",
+        qk_norm="head",
+        gguf=(Gguf("qwen3moe", missing={"expert_weights_norm": True}),),
+    ),
+    "MixtralForCausalLM": Family(
+        ("mixtral",),
+        DECODER
+        | {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": None,  # 8
+            "num_experts": None,
+        },
+        CAUSAL | {"norm_topk_prob": True},
+        model="sgla.model.llama:Llama",
+        nulls=HEAD_DIM,
+        mixture="sgla.model.mixture_spec:mixtral",
+        renamed=_MIXTRAL,
+        gguf=(Gguf("llama", permuted=True, when={"expert_count": True}),),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        ("qwen2_moe",),
+        DECODER
+        | WINDOWS
+        | sizes(151936, 2048, 5632, 24, 16, 32768, 16)
+        | {
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "norm_topk_prob": False,
+            "mlp_only_layers": None,
+            "qkv_bias": True,
+        },
+        CAUSAL,
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.llama:Llama",
+        nulls=("num_local_experts",),
+        mixture="sgla.model.mixture_spec:qwen2",
+        renamed=((".shared_expert.", ".shared_experts."),),
+        pattern=2,
+        gguf=(Gguf("qwen2moe", tensors=SHARED_GATE),),
+    ),
+    "OlmoeForCausalLM": Family(
+        ("olmoe",),
+        _OLMOE
+        | sizes(50304, 2048, 2048, 16, 16, 4096)
+        | {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
+        CAUSAL | {"clip_qkv": None},
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.llama:Llama",
+        nulls=KV_HEADS,
+        mixture="sgla.model.mixture_spec:olmo",
+        qk_norm="width",
+        gguf=(Gguf("olmoe"),),
+    ),
+    "FlexOlmoForCausalLM": Family(
+        ("flex_olmo",),
+        _OLMOE
+        | sizes(100352, 4096, 11008, 32, 32, 4096)
+        | {"rope_theta": 5e5, "num_experts_per_tok": 5, "num_experts": 7},
+        CAUSAL,
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.olmo:Olmo2",
+        nulls=KV_HEADS,
+        mixture="sgla.model.mixture_spec:olmo",
+        qk_norm="width",
+    ),
+    "GptOssForCausalLM": Family(
+        ("gpt_oss",),
+        DECODER
+        | sizes(201088, 2880, 2880, 36, 64, 131072, 8)
+        | {
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1.5e5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "sliding_window": 128,
+            "layer_types": None,
+            "attention_bias": True,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        CAUSAL,
+        {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:gpt_oss",
+        renamed=((".mlp.router.", ".mlp.gate."),),
+        pattern=2,
+        sinks=True,
+        gguf=(Gguf("gpt-oss", AFTER_NORMS, tensors=EXPERT_BIASES, gating=(0, SOFTMAX, CHOSEN_SOFTMAX)),),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        ("glm4_moe",),
+        DECODER
+        | sizes(151552, 4096, 10944, 46, 96, 131072, 8)
+        | ROUTED
+        | {
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 128,
+            "moe_intermediate_size": 1408,
+            "num_nextn_predict_layers": 1,
+        },
+        CAUSAL | SIGMOID_ROUTED,
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.llama:Llama",
+        nulls=ROTATED,
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        qk_norm="head",
+        out_bias=False,
+        gguf=(Gguf("glm4moe", AFTER_NORMS, tensors=BALANCED, gating=(0, SIGMOID)),),
+    ),
+    "Dots1ForCausalLM": Family(
+        ("dots1",),
+        DECODER
+        | sizes(152064, 4608, 10944, 62, 32, 2048, 32)
+        | ROUTED
+        | {
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "layer_types": None,
+            "attention_bias": False,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": None,
+            "n_shared_experts": None,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": False,
+        },
+        CAUSAL | SIGMOID_ROUTED,
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.llama:Llama",
+        nulls=(*KV_HEADS, "norm_topk_prob"),
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        qk_norm="head",
+        gguf=(Gguf("dots1", tensors=BALANCED, gating=(SIGMOID,)),),
+    ),
+    "GraniteMoeForCausalLM": Family(
+        ("granitemoe",),
+        DECODER | sizes(32000, 4096, 11008, 32, 32, 2048) | _GRANITE_EXPERTS,
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=KV_HEADS,
+        mixture="sgla.model.mixture_spec:mixtral",
+        renamed=_GRANITE_MOE,
+    ),
+    "GraniteMoeSharedForCausalLM": Family(
+        ("granitemoeshared",),
+        DECODER
+        | sizes(32000, 4096, 11008, 32, 32, 2048)
+        | _GRANITE_EXPERTS
+        | {"shared_intermediate_size": 0},
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        nulls=KV_HEADS,
+        mixture="sgla.model.mixture_spec:mixtral",
+        renamed=_GRANITE_MOE,
+        gguf=(Gguf("granitemoe", permuted=True),),
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        ("ernie4_5_moe",),
+        DECODER
+        | sizes(103424, 2560, 12288, 28, 20, 131072, 4)
+        | {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_norm_min": 1e-12,
+        },
+        CAUSAL | {"use_bias": False, "moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
+        {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        model="sgla.model.llama:Predicting",
+        mixture="sgla.model.mixture_spec:ernie",
+        renamed=((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+        interleaved=True,
+        gguf=(Gguf("ernie4_5-moe", tensors=BALANCED),),
+    ),
+    "SolarOpenForCausalLM": Family(
+        ("solar_open",),
+        DECODER
+        | sizes(196608, 4096, 10240, 48, 64, 131072, 8)
+        | ROUTED
+        | {
+            "intermediate_size": None,  # files have it, and there is no such layer
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "attention_bias": False,
+            "n_routed_experts": 128,
+            "moe_intermediate_size": 1280,
+        },
+        CAUSAL | SIGMOID_ROUTED | {"use_qk_norm": False, "first_k_dense_replace": 0},
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.llama:Llama",
+        nulls=("intermediate_size",),
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        out_bias=False,
+    ),
+    "ExaoneMoeForCausalLM": Family(
+        ("exaone_moe",),
+        DECODER
+        | sizes(102400, 4096, 16384, 32, 32, 2048, 32)
+        | {
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        CAUSAL | SIGMOID_ROUTED,
+        model="sgla.model.llama:Predicting",
+        mixture="sgla.model.mixture_spec:exaone",
+        renamed=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
+        qk_norm="head",
+        rotates="windows",
+        windows_optional=True,
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        ("minimax_m2",),
+        DECODER
+        | sizes(200064, 3072, 1536, 62, 48, 196608, 8)
+        | {
+            "head_dim": 128,
+            "rope_theta": 5e6,
+            "rotary_dim": None,
+            "partial_rotary_factor": None,
+            "attn_type_list": None,
+            "num_experts_per_tok": 8,
+            "num_local_experts": 256,
+        },
+        CAUSAL
+        | dict.fromkeys(
+            (f"layernorm_{part}_beta" for part in ("full_attention", "linear_attention", "mlp")), 1.0
+        )
+        | {
+            "scoring_func": "sigmoid",
+            "shared_moe_mode": "sigmoid",
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "use_routing_bias": True,
+            "shared_intermediate_size": 0,
+            "mlp_intermediate_size": 8192,
+        },
+        {"num_experts": "num_local_experts"},
+        model="sgla.model.llama:Llama",
+        nulls=(*ROTATED, "rotary_dim", "attn_type_list"),
+        mixture="sgla.model.mixture_spec:minimax",
+        renamed=(*_MIXTRAL, (".mlp.e_score", ".mlp.gate.e_score")),
+        qk_norm="width",
+        gguf=(Gguf("minimax-m2", tensors=BALANCED, gating=(SIGMOID,)),),
+    ),
+    "HYV3ForCausalLM": Family(
+        ("hy_v3",),
+        DECODER
+        | sizes(120832, 4096, 13312, 80, 64, 131072, 8)
+        | BIASES
+        | {
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "router_scaling_factor": 2.826,
+            "mlp_layer_types": None,
+        },
+        CAUSAL,
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.llama:Llama",
+        mixture="sgla.model.mixture_spec:hunyuan_v3",
+        renamed=(
+            (".mlp.router.gate.", ".mlp.gate."),
+            (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+            (".mlp.e_score", ".mlp.gate.e_score"),
+            (".mlp.shared_mlp.", ".mlp.shared_experts."),
+        ),
+        qk_norm="head",
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        ("hunyuan_v1_moe",),
+        DECODER
+        | sizes(290943, 4096, 11008, 32, 32, 2048)
+        | {"rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 1, "moe_topk": 1},
+        CAUSAL | {"use_qk_norm": True},
+        {"num_local_experts": "num_experts", "num_experts_per_tok": "moe_topk"},
+        model="sgla.model.llama:Llama",
+        nulls=KV_HEADS,
+        mixture="sgla.model.mixture_spec:hunyuan",
+        renamed=(
+            *HUNYUAN_NORMS,
+            (".mlp.gate.wg.", ".mlp.gate."),
+            (".mlp.shared_mlp.", ".mlp.shared_experts."),
+        ),
+        qk_norm="head",
+        late_norm=True,
+        alpha=True,
+    ),
+}

@@ -1,0 +1,67 @@
+"""What an entry of the table of families may say. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sgla.model.gguf_words import Gguf
+
+EVERY = 1 << 30  # a pattern in which every layer has a window
+
+
+@dataclass(frozen=True)
+class Family:
+    """``types``: what ``model_type`` may say. ``defaults``: the keys that HF's class reads, with what it
+    fills in. ``fixed``: keys it does not read, or reads in vain, each with the value that describes what the
+    class does. ``same``: keys it does not read, each with the one that says the same.
+
+    ``nulls``: keys that may be null, beside ``NULLS``; with a null in any other, HF's class fails, or
+    computes what is not computed here.
+
+    ``model``: module and class that run it; an encoder has none. ``pooled``: whether there are architectures
+    that make vectors of it. ``attention``: module and function (without torch) that reads the shapes of the
+    layers, ``(reader, layers, positions) -> tuple[AttentionSpec, ...]``, where other keys say them than most
+    families have. The others are values of ``ModelSpec`` that no key says."""
+
+    types: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    same: Mapping[str, str] = field(default_factory=dict)
+    nulls: tuple[str, ...] = ()
+    model: str = ""
+    attention: str = ""
+    layers_differ: bool = False  # heads, KV heads and head_dim may be lists
+    pooled: bool = False
+    also: tuple[str, ...] = ()  # other architectures that it runs
+    qkv_bias: bool = False
+    out_bias: bool = True  # where attention has a bias
+    qk_norm: Literal["", "head", "width"] = ""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = True
+    norm_offset: float = 0.0
+    gated: bool = True
+    interleaved: bool = False
+    longrope: bool = False  # the only rope scaling
+    rotates: Literal["all", "listed", "windows"] = "all"  # which layers
+    pattern: int = 0  # every how many layers there is one without a window, where no key says it
+    windows_optional: bool = False
+    local_theta: float = 0.0  # base of the rotation in layers with windows, where no key says it
+    alpha: bool = False  # "dynamic" scaling with an alpha stretches the base once
+    names: Mapping[str, str] = field(default_factory=dict)  # of keys that others call otherwise
+    learned: bool = False  # positions have vectors, and nothing is rotated
+    crossed: tuple[str, ...] = ()  # modules whose weights are stored as [input, output]
+    by_head: bool = False  # joined rows of q, k and v are stored head by head
+    growing: bool = False  # the queries, with their positions
+    biased: bool = False  # linear layers, where no key says it
+    head_bias: bool = False
+    late_norm: bool = False  # q and k are rotated before their norms
+    scaled_embedding: bool = False  # by the root of the width
+    sinks: bool = False  # of attention
+    mixture: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
+    gguf: tuple[Gguf, ...] = ()  # architectures of GGUF files
+    classifier: tuple[str, str, str] | None = None  # of an encoder: first layer, its activation, last layer
+    keys: Mapping[str, str] = field(default_factory=dict)  # of an encoder: BERT's, and its own names for them
+    positions_behind_padding: bool = False  # the first is that of pad_token_id + 1
