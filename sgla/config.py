@@ -89,6 +89,14 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         bool,
         Doc(description="run a model's code that lies beside its weights, where transformers has no class"),
     ] = False
+    hf_overrides: Annotated[
+        dict[str, Any],
+        Doc(
+            description="keys of the model's config.json that are others than in the file, such as "
+            '\'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, '
+            '"original_max_position_embeddings": 32768}}\'; objects are joined'
+        ),
+    ] = {}
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],
         Doc(description="where weights come from; dummy = random"),

@@ -237,6 +237,7 @@ def words_of(name: str) -> list[str]:
         "speculative_algorithm": "ngram",
         "eviction": "lfu",
         "preferred_sampling_params": '{"top_k": 7}',
+        "hf_overrides": '{"rope_theta": 5e4}',
     }.get(field, "7")
     return [f"--{name}", "0.5" if isinstance(default, float) else value]
 
@@ -379,7 +380,7 @@ def test_a_script_of_vllm_changes_one_import(caplog: pytest.LogCaptureFixture) -
         "skip_tokenizer_init": False,
         "enable_lora": False,
         "enable_sleep_mode": False,
-        "hf_overrides": {},
+        "hf_overrides": {"rope_theta": 1e6},
         "allowed_local_media_path": "",
         "max_seq_len_to_capture": 8192,
         "disable_custom_all_reduce": False,
@@ -387,7 +388,7 @@ def test_a_script_of_vllm_changes_one_import(caplog: pytest.LogCaptureFixture) -
         "quantization": None,
         "compilation_config": None,
     }
-    assert translated(nothing) == {"trust_remote_code": False}
+    assert translated(nothing) == {"trust_remote_code": False, "hf_overrides": {"rope_theta": 1e6}}
     assert translated({"enforce_eager": True}) == {}
     assert "run from CUDA graphs" in caplog.text
     caplog.clear()

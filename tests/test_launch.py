@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from sgla.cli import args, launch, main
-from sgla.cli.launch import AGENTS, Target, merged
+from sgla.cli.launch import AGENTS, Target
+from sgla.hub.source import merged
 
 KEY = "geheim"
 AGENT = """#!{python}

@@ -67,6 +67,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "tokenizer-path": Alias("tokenizer"),
     "chat-template-file": Alias("chat_template"),
     "alias": Alias("served_model_name"),
+    "json-model-override-args": Alias("hf_overrides"),
     "max-model-len": Alias("context_length", OPEN),
     "ctx-size": Alias("context_length", OPEN),
     "session-len": Alias("context_length"),
@@ -382,9 +383,9 @@ REFUSED: list[tuple[str, str]] = [
     ),
     ("tool-parser-plugin reasoning-parser-plugin", "name one of the parsers that --tool-call-parser lists"),
     (
-        "hf-overrides json-model-override-args model-class-overrides rope-* yarn-* hf-config-path "
-        "model-config-parser pooler-config disable-sliding-window override-kv",
-        "the configuration is the model's: change config.json in a local folder and serve that",
+        "model-class-overrides rope-* yarn-* hf-config-path model-config-parser pooler-config "
+        "disable-sliding-window override-kv",
+        "the configuration is the model's; --hf-overrides takes keys of config.json with other values",
     ),
     ("hf-token", "set HF_TOKEN in the environment, or run 'hf auth login'"),
     (

@@ -22,6 +22,7 @@ from sgla import homes
 from sgla.cli.chat import Remote
 from sgla.cli.settings import changing_files
 from sgla.errors import ConfigError, SglaError
+from sgla.hub.source import merged
 
 COPY = ".sgla-backup-"
 MADE = ".sgla-made-"  # marks a file that was not there before
@@ -388,14 +389,6 @@ def as_json(path: Path, before: str | None, settings: dict[str, Any]) -> str:
     if not isinstance(known, dict):
         raise ConfigError(f"{path} holds no JSON object")
     return json.dumps(merged(known, settings), indent=2, ensure_ascii=False) + "\n"
-
-
-def merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    result = dict(known)
-    for name, value in new.items():
-        old = result.get(name)
-        result[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return result
 
 
 def as_toml(settings: dict[str, Any]) -> str:

@@ -82,7 +82,7 @@ def parse_object(text: str) -> dict[str, Any]:
     """A JSON object. Raises ValueError."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"{text[:99]!r} is no JSON object: {error}") from error
 
 

@@ -4,6 +4,7 @@ Loads no torch; can be sent to a worker."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -139,6 +140,15 @@ def _safetensors(folder: Path) -> tuple[Path, ...]:
         )
         raise ConfigError(f"{folder} has no .safetensors file" + (f" (found {other})" if other else ""))
     return files
+
+
+def merged(known: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """``known`` with the values of ``new``; where both have an object, these are merged."""
+    result = dict(known)
+    for name, value in new.items():
+        old = result.get(name)
+        result[name] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
 
 
 def read_json(path: Path, most: int = MAX_JSON) -> Any:

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sgla.config import Config
+from sgla.errors import ConfigError
 from sgla.hub import source
 from sgla.model.generic_spec import settled
 from sgla.model.registry import layouts
 
 
 def open_source(
-    path: str | Path, load_format: str = "auto", impl: str = "auto", trusted: bool = False
+    path: str | Path,
+    load_format: str = "auto",
+    impl: str = "auto",
+    trusted: bool = False,
+    overrides: Mapping[str, Any] | None = None,
 ) -> source.ModelSource:
     """See ``hub/source.py``; GGUF files may have the architectures of all families. ``impl``, ``trusted``:
-    see ``generic_spec.settled``. Raises ConfigError."""
-    return settled(source.open_source(path, load_format, layouts()), impl, trusted)
+    see ``generic_spec.settled``; ``overrides``: keys of config.json that are others than in the file. Raises
+    ConfigError."""
+    found = source.open_source(path, load_format, layouts())
+    if overrides:
+        found = replace(found, config=overridden(found.config, overrides))
+    return settled(found, impl, trusted)
 
 
 def configured_source(path: str | Path, config: Config) -> source.ModelSource:
     """``open_source`` as the settings say."""
-    return open_source(path, config.load_format, config.model_impl, config.trust_remote_code)
+    return open_source(
+        path, config.load_format, config.model_impl, config.trust_remote_code, config.hf_overrides
+    )
+
+
+def overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` with other values. Raises ConfigError for a key that only ``text_config`` has, where the
+    reader would not look at the other one."""
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        for key in overrides:
+            if key in text and key not in config:
+                raise ConfigError(
+                    f"--hf-overrides: {key} stands in text_config here; give "
+                    f'\'{{"text_config": {{"{key}": ...}}}}\'',
+                    param="hf_overrides",
+                )
+    return source.merged(config, overrides)
