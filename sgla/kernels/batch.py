@@ -10,6 +10,16 @@ from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
+class StateRows:
+    """What the layers that keep a state do with it, for R rows. Unit 0 is a dummy: nobody reads it, and
+    padding may write to it. No row reads a unit that another one writes."""
+
+    reads: torch.Tensor  # int32[R], the unit that a row begins with; 0: it begins without a state
+    writes: torch.Tensor  # int32[R], where its last state is left
+    marks: torch.Tensor  # int32[M, 3], row, tokens of it in this step, unit: states to leave on the way
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """R rows with T tokens in all, S of which need logits.
     Tensors are int32; on CPU they may share numpy memory.
@@ -32,6 +42,7 @@ class ForwardBatch:
     page_size: int
     sample_rows: torch.Tensor  # [S], index of the token whose successor is wanted
     draws: NDArray[Any] | None = None  # ``native.DRAW`` [at most S]: a native program fills in their tokens
+    states: StateRows | None = None  # for layers that keep one
 
     def pages(self, group: int) -> torch.Tensor:
         """The page table of a cache group: int32[slots, max_pages]."""

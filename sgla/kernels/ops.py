@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sgla.kernels import recurrent
 from sgla.kernels.batch import out_loc_of
 from sgla.kernels.dispatch import op
 from sgla.kernels.routing import Activation, Clamped, Gating, Routing
@@ -40,6 +41,15 @@ class KVLayer:
     def latent(self, width: int) -> KVLayer:
         """The same pages where v is the first ``width`` values of k (multi-head latent attention)."""
         return replace(self, v=self.k[..., :width], v_scale=self.k_scale)
+
+
+@dataclass(slots=True)
+class StateLayer:
+    """Units of a layer that keeps a state of all tokens so far, in place of tokens. Either tensor may have
+    no values. What a unit holds before a row writes to it does not matter."""
+
+    conv: Tensor  # [units, C, K - 1], the last inputs of its short convolution
+    memory: Tensor  # float32[units, H, dk, dv], of Mamba [units, H, P, N]
 
 
 class Norm(NamedTuple):
@@ -286,6 +296,57 @@ def _weighed(
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     return scores.softmax(-1)[..., : k.shape[2]] @ v.repeat_interleave(group, 1)
+
+
+@op(like="x")
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: StateLayer,
+    batch: ForwardBatch,
+    activation: str = "silu",
+) -> Tensor:
+    """A convolution of each channel over the last K tokens of its row: x [T, C], weight [C, K], bias [C] ->
+    [T, C]. ``y_t = act(bias + sum over k of weight[:, k] * x_(t - K + 1 + k))``; what came before the step is
+    ``state.conv``. ``activation``: silu, or none."""
+    y = recurrent.convolve(x, weight, bias, state.conv, batch)
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype)
+
+
+@op(like="v")
+def gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: StateLayer, batch: ForwardBatch
+) -> Tensor:
+    """The gated delta rule (arXiv 2412.06464): q, k [T, Hk, dk], v [T, Hv, dv] -> [T, Hv, dv].
+
+    q and k are brought to length 1, q is scaled by ``dk ** -0.5``; Hv / Hk heads of v in a row have those of
+    one head. Each token changes the S of a head, which is ``state.memory``:
+    ``S = exp(decay) * S;  S = S + k (beta * (v - S^T k))^T;  o = S^T q``. decay float32[T, Hv], or [T, Hv,
+    dk] with a value for each row of S, is a logarithm and not above 0; beta float32[T, Hv].
+    """
+    return recurrent.gated_delta(q, k, v, decay, beta, state.memory, batch).to(v.dtype)
+
+
+@op(like="x")
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    state: StateLayer,
+    batch: ForwardBatch,
+) -> Tensor:
+    """The state space model of Mamba 2 (arXiv 2405.21060): x [T, H, P] -> [T, H, P].
+
+    dt float32[T, H], positive; a float32[H], negative; b, c [T, G, N], each for H / G heads in a row; d
+    float32[H]. Each token changes the S of a head, which is ``state.memory``:
+    ``S = exp(dt * a) * S + dt * x b^T;  y = S c + d * x``. Mamba 1 has P = 1, G = 1 and a float32[H, N].
+    """
+    y = recurrent.selective_scan(x, dt, a, b, c, state.memory, batch)
+    return (y if d is None else y + d.float()[:, None] * x.float()).to(x.dtype)
 
 
 @op

@@ -99,7 +99,7 @@ class Recorder:
         for name, shape in shapes.items():
             tensors[name] = symbol = Symbol.of(shape, torch.int32, self)
             self._parts[id(symbol)] = name
-        self._batch = ForwardBatch(rows=rows, tokens=tokens, page_size=1, draws=None, **tensors)
+        self._batch = ForwardBatch(rows=rows, tokens=tokens, page_size=1, **tensors)  # type: ignore[arg-type]
         return self._batch
 
     def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
