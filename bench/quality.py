@@ -22,8 +22,8 @@ from sgla.hub import demo
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
-from sgla.model.load import load_model
-from sgla.model.source import open_source
+from sgla.loading.load import load_model
+from sgla.loading.source import open_source
 from sgla.model.state import kv_groups
 from sgla.text.tokenizer import load_path
 from sgla.worker.forward import make_forward

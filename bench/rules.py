@@ -13,8 +13,8 @@ import lines
 import step
 
 from sgla.config import Config
+from sgla.loading.source import open_source
 from sgla.messages import RowSampling, ThinkLimit
-from sgla.model.source import open_source
 from sgla.worker.cuda import CudaRunner
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -31,8 +31,8 @@ import torch.multiprocessing as mp
 from timeline import BANDWIDTH, Load
 
 from sgla.config import Config
+from sgla.loading.source import open_source
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan
-from sgla.model.source import open_source
 from sgla.worker.cuda import CudaRunner
 
 DRAWN = RowSampling(temperature=0.6)

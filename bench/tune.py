@@ -36,7 +36,7 @@ from sgla.kernels.gpu.tuning import LIBRARY, PROMPT, Choice, Line, Product, esti
 from sgla.kernels.ops import Norm
 from sgla.kernels.rehearsal import compilers
 from sgla.kernels.triton import elementwise
-from sgla.model.source import open_source
+from sgla.loading.source import open_source
 from sgla.worker.report import forward_of
 
 BF16 = torch.bfloat16

@@ -33,10 +33,10 @@ from safetensors.torch import save_file
 from sgla.dist import Shard
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Build
-from sgla.model.load import load_model, model_of
-from sgla.model.source import open_source
+from sgla.loading.load import load_model, model_of
+from sgla.loading.source import open_source
+from sgla.loading.upload import threads_for
 from sgla.model.spec import ModelSpec
-from sgla.model.upload import threads_for
 
 PIECE = 8 << 20
 TIMEOUT = 300  # seconds

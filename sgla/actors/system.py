@@ -277,8 +277,8 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     Raises ConfigError.
     """
     from sgla.hub.fetch import resolve_model
+    from sgla.loading.source import configured_source
     from sgla.model.pooling import read_pooling
-    from sgla.model.source import configured_source
     from sgla.resolve import resolve
 
     source = configured_source(resolve_model(config, report), config)

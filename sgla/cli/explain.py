@@ -21,10 +21,10 @@ from sgla.errors import ConfigError
 from sgla.hub.choice import choose
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource
+from sgla.loading.source import configured_source
 from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.sizes import Parameters, parameters, read_spec, short_count, weight_bytes
-from sgla.model.source import configured_source
 from sgla.model.state import state_of, token_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, kv_pool, resolve

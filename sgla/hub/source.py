@@ -84,7 +84,7 @@ class ModelSource:
 
 def open_source(path: str | Path, load_format: str = "auto", layouts: Layouts | None = None) -> ModelSource:
     """Describe the model in a local folder or ``.gguf`` file. ``load_format`` as in the settings;
-    ``layouts``: the architectures that GGUF files may have (``model/source.py`` has those of all families).
+    ``layouts``: the architectures that GGUF files may have (``loading/source.py`` has those of all families).
 
     Raises ConfigError when there is no such path, configuration or weight file.
     """

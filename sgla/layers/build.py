@@ -1,7 +1,7 @@
 """What layers are built with, and how they take their part of the checkpoint.
 
 A layer declares the checkpoint tensors it wants under their HF names, each with its full shape and a function
-that takes this rank's part. ``model/load.py`` streams the tensors through that table.
+that takes this rank's part. ``loading/load.py`` streams the tensors through that table.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from sgla.kernels.routing import Clamped, Routing
 from sgla.model.config_keys import check_keys
 from sgla.model.families.gemma import GEMMA3
 from sgla.model.family import EVERY, Family
-from sgla.model.methods import method_of, unsupported
 from sgla.model.registry import architecture_of, check_architecture, family_of
 from sgla.quant.method import Method
+from sgla.quant.methods import method_of, unsupported
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 _GATES: dict[str, Activation] = {

@@ -12,6 +12,7 @@ from sgla.config import Config
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.cpu.program import ProgramLimits
+from sgla.loading.load import load_model
 from sgla.messages import (
     SAMPLE,
     Facts,
@@ -23,7 +24,6 @@ from sgla.messages import (
     StepResult,
 )
 from sgla.model.base import CausalLM
-from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of

@@ -16,10 +16,10 @@ from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
+from sgla.loading.pooled import load_encoder
 from sgla.messages import CacheGroup, Facts, Pooling, StepPlan, StepResult
 from sgla.model.encoder import EncoderSpec
 from sgla.model.heads import apply, pool
-from sgla.model.load_pooled import load_encoder
 from sgla.model.sizes import weight_bytes
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.memory import check_weights

@@ -13,10 +13,10 @@ from sgla.config import Config
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.rehearsal import compilers
+from sgla.loading.load import load_model
+from sgla.loading.pooled import load_decoder
 from sgla.messages import Facts, Progress, StepCost
 from sgla.model.base import CausalLM
-from sgla.model.load import load_model
-from sgla.model.load_pooled import load_decoder
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads

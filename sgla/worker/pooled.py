@@ -11,9 +11,9 @@ from sgla.config import Config
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
+from sgla.loading.pooled import load_decoder
 from sgla.messages import StepPlan, StepResult
 from sgla.model.base import CausalLM
-from sgla.model.load_pooled import load_decoder
 from sgla.worker.batch import Columns, build
 from sgla.worker.cpu import SLOTS, CpuRunner
 from sgla.worker.facts import most_rows

@@ -27,9 +27,9 @@ from sgla.kernels.gpu import tuning
 from sgla.kernels.gpu.record import Node
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.tiles import GATES
-from sgla.model.load import decoder_build, model_of
+from sgla.loading.load import decoder_build, model_of
+from sgla.loading.source import configured_source
 from sgla.model.pooling import read_pooling
-from sgla.model.source import configured_source
 from sgla.model.spec import ModelSpec
 from sgla.model.state import kv_groups
 from sgla.worker.gpu_load import choose_sizes, dtype_of, shapes_of

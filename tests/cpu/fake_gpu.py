@@ -35,8 +35,8 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import device
 from sgla.kernels.cuda import build, tensor_map
 from sgla.kernels.rehearsal import under_way
+from sgla.loading import load
 from sgla.messages import SAMPLE, StepPlan
-from sgla.model import load
 from sgla.worker import gpu_setup
 from sgla.worker.cuda import CudaRunner
 

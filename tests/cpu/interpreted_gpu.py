@@ -38,8 +38,9 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cuda import build
 from sgla.kernels.gpu.ops import LOWERINGS
+from sgla.loading import load
 from sgla.messages import Submit
-from sgla.model import load, registry
+from sgla.model import registry
 from sgla.worker import gpu_setup
 from sgla.worker.gpu_memory import Peak
 from sgla.worker.start_cpu import cpu_runner

@@ -24,9 +24,9 @@ from sgla.cli.explain import ledger
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource, open_source
 from sgla.layers.rope import rope_table
+from sgla.loading.load import load_model
 from sgla.model.config_keys import HARMLESS
 from sgla.model.families import FAMILIES
-from sgla.model.load import load_model
 from sgla.model.pooling import read_pooling
 from sgla.model.registry import family_of, is_encoder
 from sgla.model.sizes import read_spec, weight_bytes

@@ -26,9 +26,9 @@ from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import LayerAttention
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear, RowLinear
+from sgla.loading.load import load_model
 from sgla.model import registry
 from sgla.model.llama import Llama
-from sgla.model.load import load_model
 from sgla.model.sizes import read_spec, weight_bytes
 from sgla.model.spec import AttentionSpec, ModelSpec, ropes
 from sgla.model.state import token_bytes

@@ -18,7 +18,7 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
 from sgla.kernels import ops
 from sgla.kernels.ops import Activation
-from sgla.model.load import load_model
+from sgla.loading.load import load_model
 from sgla.observe.machine import detect
 from sgla.resolve import resolve
 

@@ -17,11 +17,11 @@ from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
 from sgla.hub import source as files
 from sgla.hub.source import ModelSource
+from sgla.loading.load import load_model
+from sgla.loading.source import open_source
 from sgla.model.generic import Generic, probe
 from sgla.model.generic_spec import settled
-from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
-from sgla.model.source import open_source
 from sgla.model.spec import FACTS, ModelSpec
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve

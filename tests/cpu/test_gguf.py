@@ -24,8 +24,8 @@ from sgla.hub import demo
 from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.gguf_header import decodable
-from sgla.model.load import load_model
-from sgla.model.source import open_source
+from sgla.loading.load import load_model
+from sgla.loading.source import open_source
 from sgla.model.spec import ModelSpec
 from sgla.resolve import resolve
 
@@ -452,7 +452,7 @@ SAME = [
     ("ours", "kind"), [("int4", kind) for kind in SIMPLE[:2]] + [("int8", kind) for kind in SIMPLE] + SAME
 )
 def test_quants_of_simple_blocks_are_kept_without_loss(ours: Any, kind: Type) -> None:
-    from sgla.model.gguf_tensors import Blocks
+    from sgla.loading.gguf_tensors import Blocks
 
     values = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32)
     blocks = quantize(values, kind)
@@ -465,7 +465,7 @@ def test_quants_of_simple_blocks_are_kept_without_loss(ours: Any, kind: Type) ->
 @pytest.mark.parametrize(("ours", "kind"), [("int4", Type.Q4_K), ("int8", Type.Q4_K), ("int8", Type.Q5_K)])
 def test_quants_of_nested_blocks_are_kept(ours: Any, kind: Type) -> None:
     """Of their values no more is lost than the last of float16's bits in the constants."""
-    from sgla.model.gguf_tensors import Blocks
+    from sgla.loading.gguf_tensors import Blocks
 
     blocks = blocks_like(np.zeros((6, 512), np.float32), kind)
     want = torch.from_numpy(dequantize(blocks, kind)[1:])
@@ -499,7 +499,7 @@ def test_a_file_is_run_as_it_is(kind: Type, linear: str, table: str, tmp_path: P
 
 
 def test_matrices_in_one_have_the_smallest_format_that_holds_all(tmp_path: Path) -> None:
-    from sgla.model.gguf_tensors import HOLDS
+    from sgla.loading.gguf_tensors import HOLDS
 
     held = [
         next(kind for kind, has in HOLDS.items() if found <= has)

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_keys import rules
-from sgla.model.load import load_model
+from sgla.loading.load import load_model
+from sgla.loading.source import open_source
 from sgla.model.registry import layouts
-from sgla.model.source import open_source
 from sgla.model.spec import ModelSpec
 
 PROMPTS = random_prompts([1, 7, 33])

@@ -17,10 +17,10 @@ from sgla.config import Config
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource, open_source
-from sgla.model.load import load_model
-from sgla.model.methods import method_of
+from sgla.loading.load import load_model
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import detect
+from sgla.quant.methods import method_of
 from sgla.quant.weight import Weight
 from sgla.resolve import resolve
 

@@ -30,8 +30,8 @@ from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.kernels.gpu.record import RESULTS
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
+from sgla.loading.load import load_model
 from sgla.model import registry
-from sgla.model.load import load_model
 from sgla.quant.weight import pack
 
 MODELS: dict[str, dict[str, Any]] = {

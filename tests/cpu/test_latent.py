@@ -12,10 +12,10 @@ from tiny import make_core, over_two_ranks, run, submit, tiny_config
 
 from sgla.errors import ConfigError
 from sgla.hub.source import open_source
+from sgla.loading.load import load_model
 from sgla.model import registry
 from sgla.model.families import FAMILIES
 from sgla.model.family import Family
-from sgla.model.load import load_model
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import state_of

@@ -14,7 +14,7 @@ from tiny import over_two_ranks, run, submit, tiny_config
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
-from sgla.model.load import load_model
+from sgla.loading.load import load_model
 from sgla.model.sizes import parameters, read_spec, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.worker.cpu import CpuRunner

@@ -11,7 +11,7 @@ from checkpoints import Eager, Row, check_against_hf, decided, random_prompts, s
 from torch import Tensor
 
 from sgla.hub.source import open_source
-from sgla.model.load import load_model
+from sgla.loading.load import load_model
 from sgla.model.spec import ModelSpec
 
 NEW = 24

@@ -13,8 +13,8 @@ from checkpoints import Eager, save_checkpoint
 from sgla.cli import main
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.model.load import load_model
-from sgla.model.source import configured_source, overridden
+from sgla.loading.load import load_model
+from sgla.loading.source import configured_source, overridden
 
 PROMPT = [3 + 7 * i % 83 for i in range(40)]
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}

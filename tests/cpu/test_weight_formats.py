@@ -20,11 +20,10 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource, open_source
 from sgla.kernels import ops
-from sgla.model import methods
-from sgla.model.load import load_model
+from sgla.loading.load import load_model
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import detect
-from sgla.quant import formats, method
+from sgla.quant import formats, method, methods
 from sgla.quant.method import PLAIN, Method
 from sgla.resolve import resolve
 

@@ -18,12 +18,12 @@ from sgla.dist import Shard, join
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource, open_source
 from sgla.layers.linear import split_heads
+from sgla.loading.load import load_model
+from sgla.loading.upload import places, read
 from sgla.messages import Progress
-from sgla.model.load import load_model
 from sgla.model.registry import check_architecture
 from sgla.model.sizes import weight_bytes, wide_matrices
 from sgla.model.spec import ModelSpec
-from sgla.model.upload import places, read
 
 LLAMA = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.model import methods
-from sgla.quant import formats
+from sgla.quant import formats, methods
 from sgla.quant.method import Held, Method
 from sgla.quant.weight import SourceTensor, StoredTensor, Weight, storage
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from sgla.dist import Shard
 from sgla.hub.source import open_source
 from sgla.layers.build import Build
-from sgla.model.load import load_model, model_of
+from sgla.loading.load import load_model, model_of
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Weight
 

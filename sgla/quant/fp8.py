@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.reader import Reader, shown
-from sgla.model.methods import unsupported
-from sgla.model.schemes import Scheme, check_floats, schemes
 from sgla.quant.method import Held, Method
+from sgla.quant.methods import unsupported
+from sgla.quant.schemes import Scheme, check_floats, schemes
 
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
@@ -55,7 +55,7 @@ class Fp8(Method):
         return {f"{module}.weight": Held((n, k), ("F8_E4M3",))} | dict.fromkeys(scales, Held(optional=True))
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
-        from sgla.model.scaled import Scaled
+        from sgla.quant.scaled import Scaled
 
         weight = f"{module}.weight"
         for name in (f"{weight}_scale_inv", f"{weight}_scale"):

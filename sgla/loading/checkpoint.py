@@ -13,7 +13,7 @@ from torch import Tensor
 from sgla.errors import WeightError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Build, Rows
-from sgla.model.upload import Stored, Upload, places
+from sgla.loading.upload import Stored, Upload, places
 from sgla.quant.method import FLOATS, PLAIN, Held
 from sgla.quant.weight import SourceTensor, Weight, storage
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import shown
-from sgla.model.method_keys import check_method_keys
 from sgla.quant.method import Method
+from sgla.quant.method_keys import check_method_keys
 
 _METHODS: dict[str, str] = {}
 
@@ -21,12 +21,12 @@ def register(name: str, method: str) -> None:
 
 
 for _name in ("fp8", "fbgemm_fp8", "modelopt"):
-    register(_name, "sgla.model.fp8:Fp8")
-register("compressed-tensors", "sgla.model.compressed:compressed")
-register("gguf", "sgla.model.gguf:Gguf")
-register("gptq", "sgla.model.gptq:Gptq")
-register("mxfp4", "sgla.model.mxfp4:Mxfp4")
-register("awq", "sgla.model.gptq:Awq")
+    register(_name, "sgla.quant.fp8:Fp8")
+register("compressed-tensors", "sgla.quant.compressed:compressed")
+register("gguf", "sgla.quant.gguf:Gguf")
+register("gptq", "sgla.quant.gptq:Gptq")
+register("mxfp4", "sgla.quant.mxfp4:Mxfp4")
+register("awq", "sgla.quant.gptq:Awq")
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:

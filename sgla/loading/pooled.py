@@ -10,13 +10,13 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Build
+from sgla.loading.load import OnProgress, decoder_build, load_weights, model_of
 from sgla.messages import Pooling
 from sgla.model.base import CausalLM
 from sgla.model.bert import Encoder
 from sgla.model.encoder import IGNORED, EncoderSpec
 from sgla.model.families import FAMILIES
 from sgla.model.heads import Linear, make_head
-from sgla.model.load import OnProgress, decoder_build, load_weights, model_of
 from sgla.model.registry import body_of
 from sgla.model.sizes import kinds_of
 from sgla.model.spec import ModelSpec

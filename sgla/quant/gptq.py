@@ -62,7 +62,7 @@ class Gptq(Grouped):
         }
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
-        from sgla.model import quants
+        from sgla.quant import quants
 
         group = self.group or k
         qweight, qzeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
@@ -105,7 +105,7 @@ class Awq(Grouped):
         }
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
-        from sgla.model import quants
+        from sgla.quant import quants
 
         qweight, qzeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
         return quants.Awq(qweight, qzeros, scales, (n, k), self.bits, self.group or k)

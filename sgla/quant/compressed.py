@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from sgla.errors import WeightError
 from sgla.hub.reader import Reader
-from sgla.model.fp8 import Fp8, check_compressed
-from sgla.model.gptq import SCALES, Grouped
-from sgla.model.schemes import schemes
+from sgla.quant.fp8 import Fp8, check_compressed
+from sgla.quant.gptq import SCALES, Grouped
 from sgla.quant.method import Held, Method
+from sgla.quant.schemes import schemes
 
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
@@ -76,7 +76,7 @@ class Packed(Grouped):
         }
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
-        from sgla.model import quants
+        from sgla.quant import quants
 
         zeros = None if self.symmetric else stored[f"{module}.weight_zero_point"]
         g_idx, group = stored.get(f"{module}.weight_g_idx"), self.group or k

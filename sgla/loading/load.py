@@ -19,16 +19,16 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import CHUNK, Build, Crossed, Reordered, Share, Slot
+from sgla.loading.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
+from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
+from sgla.loading.upload import begin_thread, synchronize, threads_for
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
-from sgla.model.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
-from sgla.model.fp8 import Fp8
 from sgla.model.generic_spec import GenericSpec
-from sgla.model.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.model.registry import class_path, family_of
 from sgla.model.sizes import as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
-from sgla.model.upload import begin_thread, synchronize, threads_for
+from sgla.quant.fp8 import Fp8
 from sgla.quant.method import FLOATS, PLAIN
 from sgla.quant.weight import SourceTensor, Weight, storage
 
