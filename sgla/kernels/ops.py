@@ -367,21 +367,24 @@ def gated(x: Tensor, kind: Gating) -> Tensor:
 class Biases(NamedTuple):
     """What a mixture adds, float32, for E experts: to the ``logits`` of the router [E]; to the scores
     [E] while experts are chosen (``choice``), not to their weights (arXiv 2408.15664); to the products
-    ``gate_up`` [E, 2f] and ``down`` [E, d]."""
+    ``gate_up`` [E, 2f] and ``down`` [E, d]. ``factor`` [E]: by what their weights are multiplied."""
 
     logits: Tensor | None = None
     choice: Tensor | None = None
     gate_up: Tensor | None = None
     down: Tensor | None = None
+    factor: Tensor | None = None
 
 
 NO_BIASES = Biases()
 
 
-def route(logits: Tensor, routing: Routing, choice: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, biases: Biases = NO_BIASES) -> tuple[Tensor, Tensor]:
     """The experts of each token: logits [T, E] -> weights float32 [T, top_k] and ids int64 [T, top_k].
-    ``choice``: see ``Biases``. Runs without a look at values on the host."""
-    logits = logits.float()
+    Runs without a look at values on the host."""
+    logits, choice = logits.float(), biases.choice
+    if biases.logits is not None:
+        logits = logits + biases.logits
     scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
     ranked = scores if choice is None else scores + choice
     if routing.groups > 1:
@@ -395,6 +398,8 @@ def route(logits: Tensor, routing: Routing, choice: Tensor | None = None) -> tup
     if routing.normalize:
         total = chosen.sum(-1, keepdim=True)
         chosen = chosen / (total.clamp(min=routing.least) if routing.least else total)
+    if biases.factor is not None:
+        chosen = chosen * biases.factor[ids]
     return (chosen if routing.scale == 1.0 else chosen * routing.scale), ids
 
 
@@ -407,25 +412,33 @@ def moe(
     routing: Routing,
     activation: Gating,
     biases: Biases = NO_BIASES,
+    routed: Tensor | None = None,
 ) -> Tensor:
     """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e: x [T, d] -> [T, d].
 
     router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other.
+    ``routed`` [T, d]: what the router sees, if that is not x.
     """
 
     def run(expert: int, x: Tensor) -> Tensor:
-        inner, outer = (None if b is None else b[expert] for b in biases[2:])
+        inner, outer = (None if b is None else b[expert] for b in (biases.gate_up, biases.down))
         x = gated(linear(x, gate_up.part(expert, router.n), inner), activation)
         return linear(x, down.part(expert, router.n), outer)
 
-    return mix(x, router, run, routing, biases)
+    return mix(x, router, run, routing, biases, routed)
 
 
 def mix(
-    x: Tensor, router: Weight, run: Callable[[int, Tensor], Tensor], routing: Routing, biases: Biases
+    x: Tensor,
+    router: Weight,
+    run: Callable[[int, Tensor], Tensor],
+    routing: Routing,
+    biases: Biases,
+    routed: Tensor | None = None,
 ) -> Tensor:
     """``moe`` with ``run(expert, x[n, d]) -> [n, d]``, for each expert that has tokens."""
-    weights, ids = route(linear(x.float(), router, biases.logits), routing, biases.choice)
+    logits = linear((x if routed is None else routed).float(), router)
+    weights, ids = route(logits, routing, biases)
     out = x.new_zeros(x.shape, dtype=torch.float32)
     for expert in ids.unique().tolist():
         token, place = (ids == expert).nonzero(as_tuple=True)

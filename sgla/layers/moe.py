@@ -121,8 +121,15 @@ class MoE:
         build.declare(f"{name}.down_proj_bias", tuple(outer.shape), lambda source: _copy(outer, source))
         return inner, outer if self.shard.rank == 0 else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = ops.moe(x, self.router, self.gate_up, self.down, self.routing, self.activation, self.biases)
+    def weigh(self, factor: Tensor) -> None:
+        """Multiply the weights of each expert by its ``factor`` [E]."""
+        self.biases = self.biases._replace(factor=factor)
+
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """``routed``: see ``ops.moe``."""
+        y = ops.moe(
+            x, self.router, self.gate_up, self.down, self.routing, self.activation, self.biases, routed
+        )
         if self.shared is not None:
             y = y + self.shared(x)
         return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)

@@ -13,9 +13,9 @@ from torch import Tensor
 def rope_table(theta: float, dim: int, kind: str, scaling: dict[str, Any], positions: int) -> Tensor:
     """float32 ``[positions, dim]``: cosines | sines of each position's angles, times the attention factor.
 
-    ``kind``: default | linear | dynamic | llama3 | yarn | factors. Up to the trained length dynamic is the
-    default one, and the context ends there. ``factors`` divides each frequency by its own number (GGUF's
-    ``rope_freqs``).
+    ``kind``: default | linear | dynamic | llama3 | yarn | factors | proportional. Up to the trained length
+    dynamic is the default one, and the context ends there. ``factors`` divides each frequency by its own
+    number (GGUF's ``rope_freqs``); ``proportional`` stops all but the first ``share`` of them.
     """
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
     magnitude = 1.0
@@ -23,6 +23,9 @@ def rope_table(theta: float, dim: int, kind: str, scaling: dict[str, Any], posit
         frequencies /= scaling["factor"]
     elif kind == "factors":
         frequencies /= torch.tensor(scaling["factors"])
+    elif kind == "proportional":
+        frequencies /= scaling.get("factor", 1.0)
+        frequencies[int(scaling["share"] * dim // 2) :] = 0.0
     elif kind == "llama3":
         frequencies = _llama3(frequencies, scaling)
     elif kind == "yarn":

@@ -228,7 +228,7 @@ def _fill(
             jobs[name] = tensor
         elif tied and name == "lm_head.weight":
             head = tensor
-        elif not (_BUFFERS.match(name) or raw.startswith(ignored)):
+        elif not (_BUFFERS.match(name) or raw.startswith(ignored) or name.startswith(ignored)):
             unexpected.append(raw)
     if head is not None and EMBEDDING in table and EMBEDDING not in jobs:
         jobs[EMBEDDING] = head

@@ -23,7 +23,7 @@ NULLS = frozenset(
     layer_types mlp_layer_types mlp_only_layers no_rope_layers rope_scaling rope_parameters
     dual_chunk_attention_config sliding_window _sliding_window_pattern q_lora_rank qk_head_dim
     attn_logit_softcapping final_logit_softcapping num_nextn_predict_layers dim_model_base scale_depth
-    text_config vision_config
+    text_config vision_config audio_config
     """.split()  # noqa: SIM905
 )
 # Keys that HF's classes read in vain, or under another name, and yet not as null.

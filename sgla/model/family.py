@@ -23,7 +23,9 @@ class Family:
     ``model``: module and class that run it; an encoder has none. ``pooled``: whether there are architectures
     that make vectors of it. ``attention``: module and function (without torch) that reads the shapes of the
     layers, ``(reader, layers, positions) -> tuple[AttentionSpec, ...]``, where other keys say them than most
-    families have. The others are values of ``ModelSpec`` that no key says."""
+    families have; ``completed``: one ``(reader, spec) -> ModelSpec`` that adds to the spec what few families
+    have. ``outer``: keys of files that have the language model's own in ``text_config``. The others are
+    values of ``ModelSpec`` that no key says."""
 
     types: tuple[str, ...]
     defaults: Mapping[str, Any]
@@ -32,6 +34,8 @@ class Family:
     nulls: tuple[str, ...] = ()
     model: str = ""
     attention: str = ""
+    completed: str = ""
+    outer: Family | None = None
     layers_differ: bool = False  # heads, KV heads and head_dim may be lists
     pooled: bool = False
     also: tuple[str, ...] = ()  # other architectures that it runs

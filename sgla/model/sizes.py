@@ -71,7 +71,8 @@ def parameters(spec: ModelSpec | EncoderSpec) -> Parameters:
     if isinstance(spec, EncoderSpec | GenericSpec):
         return Parameters(spec.values, spec.values)
     tables = (spec.vocab * (1 if spec.tied else 2) + spec.learned) * spec.hidden
-    attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
+    tables += _given(spec)
+    attention = sum(layer.weights(spec.hidden) for layer in spec.attention) + _giving(spec)
     every = spec.moe.experts if spec.moe else 0
     chosen = spec.moe.routing.top_k if spec.moe else 0
     total, active = (tables + attention + _mlps(spec, experts) for experts in (every, chosen))
@@ -120,17 +121,27 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
     if (kept := as_stored(spec.method, quantization)) is not None:
         linear, vocab = kept.bytes(kinds.plain), kept.vocab_bytes(kinds.plain)
     attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
-    table = spec.vocab * spec.hidden * vocab
+    table = (spec.vocab * spec.hidden + _given(spec)) * vocab + _giving(spec) * linear
     positions = spec.learned * spec.hidden * FORMATS[kinds.plain].bytes
-    head = 0.0 if spec.tied else table / ranks
+    head = 0.0 if spec.tied else spec.vocab * spec.hidden * vocab / ranks
     layers = attention + _mlps(spec, spec.moe.experts if spec.moe else 0)
     return layers * linear / ranks + table + positions + head
+
+
+def _given(spec: ModelSpec) -> int:
+    """Values of the embedding that gives each layer values of a token."""
+    return spec.inputs.vocab * spec.inputs.width * spec.layers if spec.inputs else 0
+
+
+def _giving(spec: ModelSpec) -> int:
+    """Those of the matrices around it."""
+    return 3 * spec.layers * spec.inputs.width * spec.hidden if spec.inputs else 0
 
 
 def _mlps(spec: ModelSpec, experts: int) -> int:
     """Values of their matrices with so many ``experts`` in a mixture."""
     mixed = len(spec.moe.layers) if spec.moe else 0
-    widths = (spec.layers - mixed) * spec.intermediate
+    widths = sum(spec.inner) or (spec.layers - mixed) * spec.intermediate
     if spec.moe:
         widths += mixed * (experts * spec.moe.intermediate + spec.moe.shared)
     routers = mixed * spec.moe.experts * spec.hidden if spec.moe else 0

@@ -11,7 +11,6 @@ from sgla.errors import ConfigError
 from sgla.hub.reader import Reader, shown
 from sgla.kernels.routing import Clamped, Routing
 from sgla.model.config_keys import check_keys
-from sgla.model.families.gemma import GEMMA3
 from sgla.model.family import EVERY, Family
 from sgla.model.registry import architecture_of, check_architecture, family_of
 from sgla.quant.method import Method
@@ -50,9 +49,10 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "factors": (("factors",), ()),
     "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings",)),
+    "proportional": ((), ("factor",)),  # the first of all a head's dims turn, as they do where all turn
 }
 _TRAINED = "original_max_position_embeddings"
-_ROPE = "rope_parameters"
+_ROPE, _SHARE = "rope_parameters", "partial_rotary_factor"
 _ROPE_NOT_NULL = ("rope_theta", "partial_rotary_factor", _TRAINED)
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 _EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -90,6 +90,13 @@ class MoESpec:
     crossed: bool = False  # a file has gpt-oss' stacks of experts
     shared: int = 0  # width of an MLP that every token goes through, too; 0: there is none
     shared_gate: bool = False  # its output is multiplied by the sigmoid of a linear layer with one output
+
+
+class LayerInputs(NamedTuple):
+    """Of a token each layer is given ``width`` values of its own, from an embedding of ``vocab`` tokens."""
+
+    width: int
+    vocab: int
 
 
 class StateTensor(NamedTuple):
@@ -179,6 +186,8 @@ class ModelSpec:
     residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
     moe: MoESpec | None = None
+    inner: tuple[int, ...] = ()  # widths of the layers' MLPs, where they differ
+    inputs: LayerInputs | None = None
     predictors: int = 0  # layers behind the last, which guess further tokens; they are left out
     method: Method | None = field(default=None, compare=False)  # in which the checkpoint is quantized
 
@@ -208,13 +217,18 @@ class ModelSpec:
         architecture = architecture_of(config)
         check_architecture(architecture)
         method = method_of(config)
-        family, text = family_of(architecture), _text(architecture, config)
+        family = family_of(architecture)
+        text = _text(architecture, family.outer, config)
         unknown = check_keys(architecture, family, text)
         values = {**family.defaults, **text}
         if values.get(_ROPE) is None:  # HF's classes fill it in then, too
             values[_ROPE] = family.defaults.get(_ROPE)
         values |= {ours: values[theirs] for theirs, ours in family.names.items()}
-        spec = _read(Reader(architecture, values), family)
+        reader = Reader(architecture, values)
+        spec = _read(reader, family)
+        if family.completed:
+            module, name = family.completed.split(":")
+            spec = getattr(import_module(module), name)(reader, spec)
         if method is not None and method.experts_alone and not (spec.moe and spec.moe.crossed):
             raise unsupported(method.name, {})
         return replace(
@@ -245,15 +259,13 @@ def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> t
     return tuple(found)
 
 
-def _text(architecture: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys of the language model, which stand in ``text_config`` beside those of a vision tower."""
-    if architecture not in ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"):
+def _text(architecture: str, outer: Family | None, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of the language model, which stand in ``text_config`` beside those of towers."""
+    if outer is None or (config.get("text_config") is None and config.get("model_type") not in outer.types):
         return config
-    if config.get("text_config") is None and config.get("model_type") != "gemma3":
-        return config
-    check_keys(architecture, GEMMA3, config)
-    outer = Reader(architecture, {**GEMMA3.defaults, **config})
-    text, tied = outer.table("text_config", nulls=True), outer.flag("tie_word_embeddings")
+    check_keys(architecture, outer, config)
+    whole = Reader(architecture, {**outer.defaults, **config})
+    text, tied = whole.table("text_config", nulls=True), whole.flag("tie_word_embeddings")
     if text.get("tie_word_embeddings", tied) != tied:
         raise ConfigError("config.json: tie_word_embeddings is another one in text_config", param="model")
     dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
@@ -489,7 +501,7 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
     if c.given("layer_types"):
         if needed:
             raise c.error("sliding_window", "a number of tokens")
-        return tuple(window if kind == "sliding_attention" else 0 for kind in _layer_types(c, layers, window))
+        return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types(c, layers, window))
     if family.rotates == "listed":
         return tuple(window if i in _listed(c, layers) else 0 for i in range(layers))
     if "max_window_layers" in known:
@@ -511,7 +523,7 @@ def _windows(c: Reader, family: Family, layers: int) -> tuple[int, ...]:
     return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
 
 
-def _layer_types(c: Reader, layers: int, window: int) -> list[str]:
+def layer_types(c: Reader, layers: int, window: int) -> list[str]:
     kinds = c.values["layer_types"]
     if not isinstance(kinds, list) or len(kinds) != layers:
         count = len(kinds) if isinstance(kinds, list) else shown(kinds)
@@ -573,7 +585,7 @@ def _rope(
     table: dict[str, Any], c: Reader, theta: Any, head_dim: int, positions: int, partial: bool = False
 ) -> RopeSpec:
     kind = table.get("rope_type", table.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS or (kind == "proportional" and partial):
         raise ConfigError(
             f"config.json: rope scaling (rope_type) {shown(kind)} is not supported; "
             f"{', '.join(_ROPE_KEYS)} are",
@@ -599,6 +611,10 @@ def _rope(
                 "weights were trained without it",
                 param="model",
             )
+    share = 1.0
+    if kind == "proportional":
+        share = Reader(c.architecture, {_SHARE: 1.0, **table}).number(_SHARE, 1.0)
+        table = {key: value for key, value in table.items() if key != _SHARE}
     rotated = _rotated(table, c, head_dim, partial)
     p = Reader(c.architecture, {"rope_theta": theta, **table})
     if kind == "longrope":
@@ -615,6 +631,8 @@ def _rope(
         raise p.error("high_freq_factor", "above low_freq_factor")
     if kind == "yarn":
         scaling["truncate"] = p.flag("truncate") if p.given("truncate") else True
+    if kind == "proportional":
+        scaling["share"] = share
     base = p.number("rope_theta")
     if base <= 1:
         raise p.error("rope_theta", "above 1")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VOCAB = 311
+SHIFTED = {"gemma", "gemma2", "gemma3_text", "vaultgemma", "recurrent_gemma"}  # norms of weights and 1
 E4M3, BLOCK = torch.float8_e4m3fn, 16  # rows and columns that have a scale in store_as_fp8's blocks
 TIE = 1e-4  # nats; rounding, which differs with the batch in torch's products, is a hundredth of it
 SMALL: dict[str, Any] = {
@@ -53,13 +54,15 @@ def save_checkpoint(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            shift = 1.0 if "norm" in name and "gemma" not in model_type else 0.0
+            shift = 1.0 if "norm" in name and model_type not in SHIFTED else 0.0
             # A tied embedding must be small beside the layers' updates, or the model repeats its input.
             small = "embed" in name and config.tie_word_embeddings
             parameter.normal_(shift, 0.04 if small else 0.15)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.15)
+            elif name.endswith("layer_scalar"):
+                buffer.normal_(0.8, 0.15)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
 

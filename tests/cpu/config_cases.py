@@ -196,6 +196,65 @@ def gemma3(**changes: Any) -> Config:
     return {key: value for key, value in config.items() if value is not ...}
 
 
+def gemma4(text: Config, **changes: Any) -> Config:
+    """As published, without towers: the language model's keys stand in ``text_config``."""
+    small = {
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 32,
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "model_type": "gemma4_text",
+        "num_global_key_value_heads": None,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 8,
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+        "use_double_wide_mlp": True,
+        "vocab_size_per_layer_input": 97,
+    }
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": None,
+        "audio_token_id": 96,
+        "boi_token_id": 95,
+        "dtype": "float32",
+        "image_token_id": 94,
+        "model_type": "gemma4",
+        "text_config": TINY | small | text,
+        "tie_word_embeddings": True,
+        "transformers_version": "5.5.0.dev0",
+        "vision_config": None,
+    } | changes
+
+
+GEMMA4_EXPERTS = {
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "hidden_size_per_layer_input": 0,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 0,
+    "top_k_experts": 2,
+    "use_bidirectional_attention": "vision",
+    "use_double_wide_mlp": False,
+}
+
+
 def gemma3_vision(text: Config, **changes: Any) -> Config:
     """The language model's ``head_dim`` and heads are those of HF's classes, as in the 4B."""
     tower = {
@@ -472,6 +531,11 @@ RUN: dict[str, Case] = {
     ),
     "gemma-3 without its text's model_type": Case(
         gemma3_vision({"model_type": "gemma3_text"}, tie_word_embeddings=True)
+    ),
+    "gemma-4-E2B": Case(gemma4({})),
+    "gemma-4-26B-A4B": Case(gemma4(GEMMA4_EXPERTS)),
+    "gemma-4, saved anew": Case(
+        gemma4({"global_head_dim": 64, "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}})
     ),
     "bge-small": Case(encoder("Bert", "bert", id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})),
     "MiniLM-L6": Case(encoder("Bert", "bert", _name_or_path="nreimers/MiniLM-L6-H384-uncased")),
@@ -941,6 +1005,20 @@ REFUSED: dict[str, Case] = {
     ),
     "hidden_act in Gemma": Case(gemma3(hidden_act="relu"), "hidden_act"),
     "untied inside alone": Case(gemma3_vision({"tie_word_embeddings": False}), "tie_word_embeddings"),
+    "Gemma 4 that sees ahead": Case(
+        gemma4({"use_bidirectional_attention": "all"}), "use_bidirectional_attention"
+    ),
+    "Gemma 4 that shares too much": Case(gemma4({"num_kv_shared_layers": 3}), "num_kv_shared_layers"),
+    "Gemma 4 with a layer of its own": Case(
+        gemma4({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 64}}}), "per_layer_config"
+    ),
+    "Gemma 4 with 3 KV heads": Case(gemma4({"num_key_value_heads": 3}), "num_key_value_heads"),
+    "Gemma 4 wide and with experts": Case(
+        gemma4(GEMMA4_EXPERTS | {"use_double_wide_mlp": True}), "use_double_wide_mlp"
+    ),
+    "a share of dims in Llama's kind of rope": Case(
+        llama(rope_scaling={"rope_type": "proportional", "partial_rotary_factor": 2}), "partial_rotary_factor"
+    ),
     "a size outside text_config": Case(gemma3_vision({}, num_attention_heads=4), "num_attention_heads"),
     "longrope beyond its training": Case(
         llama(rope_scaling=LONGROPE | {"original_max_position_embeddings": 64}), "longrope"
@@ -1279,7 +1357,6 @@ REFUSED: dict[str, Case] = {
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
             ("NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "M-M*"}),
             ("ModernBertModel", "modernbert", {"global_attn_every_n_layers": 3}),
-            ("Gemma4ForConditionalGeneration", "gemma4", {"text_config": {}}),
             ("Llama4ForCausalLM", "llama4_text", {}),
             ("Qwen3NextForCausalLM", "qwen3_next", {}),
             ("JinaBertForMaskedLM", "bert", {"position_embedding_type": "alibi"}),

@@ -177,6 +177,7 @@ NOTHING = {
     "Qwen3MoeForCausalLM": {"max_window_layers"},
     "Glm4MoeLiteForCausalLM": {"num_nextn_predict_layers"},
     "MiniMaxM2ForCausalLM": {"attn_type_list"},
+    "Gemma4ForCausalLM": {"per_layer_config"},
 }
 
 

@@ -39,6 +39,16 @@ PROMPTS = random_prompts([1, 7, 33, 90])
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 GPT2 = {"intermediate_size": ..., "num_key_value_heads": ..., "tie_word_embeddings": True}
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 10,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 311,
+    "tie_word_embeddings": True,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral sliding": ("mistral", {"sliding_window": 20, "head_dim": 8}),
@@ -64,6 +74,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("helium", {"head_dim": 8}),
     "ernie": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
     "glm": ("glm", {"head_dim": 16}),
+    "gemma4": ("gemma4_text", GEMMA4 | {"final_logit_softcapping": 5.0, "num_key_value_heads": 3}),
+    "gemma4 sharing keys and values": (
+        "gemma4_text",
+        GEMMA4 | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+    ),
+    "gemma4 with experts": (
+        "gemma4_text",
+        GEMMA4
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
     "glm4": ("glm4", {"head_dim": 16}),
     "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 24}),
@@ -131,9 +152,10 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert [row.tokens for row in native] == [row.tokens for row in rows]
 
 
-@pytest.mark.parametrize("name", ["glm", "neox"])
+@pytest.mark.parametrize("name", ["glm", "neox", "gemma4 sharing keys and values", "gemma4 with experts"])
 async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
-    """Rows in another order, matrices that a checkpoint has fused, MLPs without a gate."""
+    """Rows in another order, matrices that a checkpoint has fused, MLPs without a gate, layers that read
+    others' keys and values, experts beside an MLP."""
     model_type, changes = FAMILIES[name]
     save_checkpoint(tmp_path, model_type, **changes)
     source = open_source(tmp_path)

@@ -192,6 +192,7 @@ def moe(
     routing: Routing,
     activation: Gating,
     biases: Biases = NO_BIASES,
+    routed: Tensor | None = None,
 ) -> Tensor:
     """Routing with torch, between native segments; each expert is a body, or two with an activation
     between them that is torch's."""
@@ -217,11 +218,12 @@ def moe(
             made = parts[index](rows)
             return made if len(parts) == count else parts[count + index](ops.gated(made, activation))
 
-        views[1].copy_(ops.mix(views[0], router, expert, routing, biases))
+        views[-1].copy_(ops.mix(views[0], router, expert, routing, biases, *views[1:-1]))
 
     source = recorder.buffer(x)
+    seen = None if routed is None else recorder.buffer(routed)
     out, y = recorder.make(source.width, source.sampled)
-    recorder.nodes.append(Node(Opcode.PYTHON, source.sampled, [source, None], [y], fn=run, bodies=layers))
+    recorder.nodes.append(Node(Opcode.PYTHON, source.sampled, [source, seen], [y], fn=run, bodies=layers))
     return out
 
 

@@ -77,13 +77,15 @@ class Grouped:
         return moe.combine_norm(self.y, self.probabilities, residual, weight, eps)
 
 
-def refuses(routing: Routing, activation: Gating, biases: Biases) -> str | None:
+def refuses(routing: Routing, activation: Gating, biases: Biases, routed: Tensor | None = None) -> str | None:
     """Why the kernels do not choose such experts or do not compute what they do, or None: torch does that
     then, between grouped products."""
     if not routing.plain:
         return "experts are chosen otherwise than by a softmax over all"
-    if not (biases.logits is biases.choice is biases.gate_up is biases.down is None):
+    if any(bias is not None for bias in biases):
         return "the router or the experts have biases"
+    if routed is not None:
+        return "the router sees something else than the experts"
     return "the experts' activation is clamped" if isinstance(activation, Clamped) else None
 
 
@@ -98,26 +100,27 @@ def run(
     biases: Biases = NO_BIASES,
     rounded: fp8.Rounded | None = None,
     residual: Tensor | None = None,
+    routed: Tensor | None = None,
 ) -> Outputs:
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
     count, (tokens, d) = router.n, x.shape
-    if refuses(routing, activation, biases) is not None:
+    if refuses(routing, activation, biases, routed) is not None:
         assert norm is residual is None
-        routed = _route_in_torch(x, routing, biases, router)
+        sent = _route_in_torch(x, x if routed is None else routed, routing, biases, router)
         if isinstance(activation, Clamped) or biases.gate_up is not None or biases.down is not None:
-            return _apart(routed, count, gate_up, down, activation, biases)
+            return _apart(sent, count, gate_up, down, activation, biases)
         one_kernel = False
     else:
         one_kernel = _native(x, router) and down.kind == "bf16" and tokens > FEW
         one_kernel = one_kernel and experts.refuses(tokens * routing.top_k, down.k, d, count) is None
         places = experts.places(count) if one_kernel else 0
-        routed = _route(x, norm, residual, router, routing, places)
+        sent = _route(x, norm, residual, router, routing, places)
     assert not isinstance(activation, Clamped)
     if one_kernel:
-        return Grouped(experts.forward(routed, gate_up.data, down.data, activation), routed.probabilities)
-    return _products(routed, count, gate_up, down, activation, rounded)
+        return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
+    return _products(sent, count, gate_up, down, activation, rounded)
 
 
 def _products(
@@ -181,12 +184,11 @@ def _tiles(ids: Tensor, count: int, down: Weight, d: int) -> moe.Tiles:
     return moe_tiles.choose(ids.shape[0], count, ids.shape[1], down.k, d, size, hopper)
 
 
-def _route_in_torch(x: Tensor, routing: Routing, biases: Biases, router: Weight) -> RoutedExperts:
-    """The experts of each row by torch operations, none of which waits for the GPU."""
-    logits = _logits(x, router.data)
-    if biases.logits is not None:
-        logits = logits + biases.logits
-    weights, ids = ops.route(logits, routing, biases.choice)
+def _route_in_torch(
+    x: Tensor, routed: Tensor, routing: Routing, biases: Biases, router: Weight
+) -> RoutedExperts:
+    """The experts of each row of x, by torch operations on ``routed``, none of which waits for the GPU."""
+    weights, ids = ops.route(_logits(routed, router.data), routing, biases)
     return RoutedExperts(x, weights.contiguous(), ids.to(torch.int32).contiguous())
 
 

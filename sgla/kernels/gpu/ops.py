@@ -210,8 +210,9 @@ class GpuOps:
         routing: Routing,
         activation: Gating,
         biases: Biases = NO_BIASES,
+        routed: Tensor | None = None,
     ) -> Tensor:
-        outputs = mixture.run(x, None, router, gate_up, down, routing, activation, biases)
+        outputs = mixture.run(x, None, router, gate_up, down, routing, activation, biases, routed=routed)
         return outputs.sum().to(x.dtype)
 
     @LOWERINGS.of(ops.gather)

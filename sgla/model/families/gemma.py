@@ -28,6 +28,13 @@ _SOFTCAPPED = (
     }
 )
 
+# Files with towers.
+_GEMMA3 = Family(("gemma3",), {"tie_word_embeddings": True, "text_config": None, "vision_config": None})
+_GEMMA4 = Family(
+    ("gemma4",),
+    {"tie_word_embeddings": True, "text_config": None, "vision_config": None, "audio_config": None},
+)
+
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
         ("gemma3_text",),
@@ -59,10 +66,60 @@ FAMILIES = {
         {"hidden_act": "hidden_activation"},
         model="sgla.model.gemma:Gemma3",
         also=("Gemma3ForConditionalGeneration",),
+        outer=_GEMMA3,
         qk_norm="head",
         norm_offset=1.0,
         scaled_embedding=True,
         gguf=(Gguf("gemma3", GEMMA_NORMS, missing={"rope.freq_base": 1e6}, by_width=62),),
+    ),
+    "Gemma4ForCausalLM": Family(
+        ("gemma4_text",),
+        {key: value for key, value in _WITHOUT_HIDDEN_ACT.items() if key != "rope_theta"}
+        | sizes(262144, 2304, 9216, 30, 8, 131072, 4)
+        | {
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "per_layer_config": None,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                },
+            },
+            "attention_bias": False,
+            "sliding_window": 512,
+            "layer_types": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": None,
+            "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+            "use_double_wide_mlp": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
+        },
+        CAUSAL | {"attn_logit_softcapping": None},
+        {"hidden_act": "hidden_activation"},
+        model="sgla.model.gemma4:Gemma4",
+        nulls=(
+            *("num_global_key_value_heads", "per_layer_config", "use_bidirectional_attention"),
+            *("num_experts", "top_k_experts", "moe_intermediate_size"),
+        ),
+        attention="sgla.model.gemma4_spec:read",
+        scaled_embedding=True,
+        qk_norm="head",
+        completed="sgla.model.gemma4_spec:complete",
+        also=("Gemma4ForConditionalGeneration",),
+        outer=_GEMMA4,
+        renamed=((".router.proj.", ".moe.gate."), (".experts.", ".moe.experts.")),
     ),
     "GemmaForCausalLM": Family(
         ("gemma",),
@@ -104,5 +161,3 @@ FAMILIES = {
         pattern=2,
     ),
 }
-# The file of Gemma 3 with a vision tower: the language model has keys of its own in ``text_config``.
-GEMMA3 = Family(("gemma3",), {"tie_word_embeddings": True, "text_config": None, "vision_config": None})
