@@ -237,7 +237,7 @@ def words_of(name: str) -> list[str]:
         "speculative_algorithm": "ngram",
         "eviction": "lfu",
         "preferred_sampling_params": '{"top_k": 7}',
-        "hf_overrides": '{"rope_theta": 5e4}',
+        "hf_overrides": '{"rope_theta": 50000}',
     }.get(field, "7")
     return [f"--{name}", "0.5" if isinstance(default, float) else value]
 
