@@ -14,8 +14,10 @@ import tokenizers
 from sgla import clock
 from sgla.errors import BadRequest, ConfigError, ContextTooLong, UnsupportedField
 from sgla.grammar.protocol import Vocabulary
+from sgla.text.conversion import readable
 from sgla.text.decoding import Decoding, decoding_of
-from sgla.text.gguf_vocab import backend_from_gguf, readable
+from sgla.text.gguf_vocab import backend_from_gguf
+from sgla.text.vocabulary_files import backend_from_files
 
 if TYPE_CHECKING:
     from sgla.config import Config
@@ -300,13 +302,14 @@ def probe(tokenizer: Tokenizer) -> None:
 
 def load_path(path: Path, download_dir: str | None = None, eos_ids: Iterable[int] = ()) -> Tokenizer:
     """The tokenizer of a folder or a ``.gguf`` file."""
-    if path.is_dir():
-        return load_tokenizer(path, eos_ids=eos_ids)
     from sgla.hub.demo import cache_folder
+
+    cache = cache_folder(download_dir) / "tokenizers"
+    if path.is_dir():
+        return load_tokenizer(path, cache=cache, eos_ids=eos_ids)
     from sgla.hub.gguf import read_gguf
 
     file = read_gguf(path)
-    cache = cache_folder(download_dir) / "tokenizers"
     raw = file.tokenizer_raw
     try:
         return load_tokenizer(raw, cache=cache, eos_ids=[*file.eos_token_ids, *eos_ids])
@@ -319,12 +322,12 @@ def load_tokenizer(
 ) -> Tokenizer:
     """From a folder in HF layout, or the ``tokenizer_raw`` tables of a GGUF file.
 
-    ``cache``: folder for tokenizers converted from GGUF.
+    ``cache``: folder for tokenizers converted from GGUF, SentencePiece or tiktoken.
     ``eos_ids``: more ids that end a generation. Raises ConfigError.
     """
     if isinstance(source, dict):
         return _from_gguf(source, cache, eos_ids)
-    return _from_folder(Path(source), eos_ids)
+    return _from_folder(Path(source), cache, eos_ids)
 
 
 def _from_gguf(raw: dict[str, Any], cache: Path | None, eos_ids: Iterable[int]) -> Tokenizer:
@@ -334,12 +337,12 @@ def _from_gguf(raw: dict[str, Any], cache: Path | None, eos_ids: Iterable[int]) 
     return Tokenizer(backend_from_gguf(raw, cache), named, raw.get("chat_template"), [*more, *eos_ids])
 
 
-def _from_folder(folder: Path, eos_ids: Iterable[int]) -> Tokenizer:
+def _from_folder(folder: Path, cache: Path | None, eos_ids: Iterable[int]) -> Tokenizer:
     file = folder / "tokenizer_config.json"
     settings, more = _read_json(file), _read_json(folder / "special_tokens_map.json")
-    backend = _load_backend(folder)
+    backend, own = _load_backend(folder, settings, cache)
     with readable(f"{file} cannot be read"):
-        named = _named_tokens(settings, more)
+        named = own | _named_tokens(settings, more)
         _add_listed(backend, settings, [*named.values(), *_extra_tokens(settings, more)])
         # Whether texts that are special tokens are read as ordinary text.
         backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
@@ -353,15 +356,21 @@ def _from_folder(folder: Path, eos_ids: Iterable[int]) -> Tokenizer:
         return Tokenizer(backend, named, templates, [*ends, *eos_ids])
 
 
-def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+def _load_backend(
+    folder: Path, settings: dict[str, Any], cache: Path | None
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """And the special tokens that its file names, by name."""
     file = folder / "tokenizer.json"
     if file.is_file():
         with readable(f"{file} cannot be read"):
-            return tokenizers.Tokenizer.from_file(str(file))
+            return tokenizers.Tokenizer.from_file(str(file)), {}
+    config = _read_json(folder / "config.json")
+    if found := backend_from_files(folder, settings, config.get("model_type"), cache):
+        return found
     from transformers import AutoTokenizer
 
     with readable(f"{folder} has no tokenizer.json and transformers cannot make one"):
-        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer
+        return AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer, {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -409,6 +418,13 @@ def _add_listed(backend: tokenizers.Tokenizer, settings: dict[str, Any], special
         _added({"content": text, "special": True}) for text in dict.fromkeys(special) if text not in present
     ]
     backend.add_tokens(new)
+    for token, entry in listed.items():
+        if token not in known and (found := backend.token_to_id(entry["content"])) != token:
+            raise ConfigError(
+                f"tokenizer_config.json gives {entry['content']!r} the id {token}, and it has {found}: the "
+                "file of the vocabulary is another model's",
+                param="tokenizer",
+            )
 
 
 def _added(token: dict[str, Any]) -> tokenizers.AddedToken:
