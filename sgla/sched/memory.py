@@ -119,7 +119,10 @@ class Memory:
     def load(self, request: Request) -> bool:
         """Have more of its prefix copied from the host, if there is some and it has room on the device. Then
         the request gives all back until it has come."""
-        if not (self.transfers.active and self.transfers.load(request, self.available[0])):
+        if not self.transfers.active:
+            return False
+        self.catch_up(request)  # who was retracted for it has left more in the tree
+        if not self.transfers.load(request, self.available[0]):
             return False
         self.release(request)
         return True

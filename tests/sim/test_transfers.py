@@ -110,6 +110,21 @@ def test_a_failed_copy_leaves_nothing_and_is_not_tried_again() -> None:
     simulation.verify()
 
 
+def test_what_a_retracted_request_leaves_is_not_copied() -> None:
+    simulation = simulate(pages=18, depth=1, slots=4)
+    simulation.offer(make_submit("first", LONG[:8], 12))
+    simulation.run()
+    simulation.evict()
+    simulation.offer(make_submit("yields", LONG[:8], 12, yields=True))
+    while len(simulation.tokens("yields")) < 5:
+        simulation.step()
+    simulation.offer(make_submit("reader", OTHER, 2))
+    run(simulation, "high", [*LONG[:8], *simulation.tokens("first")])
+    assert simulation.core.stats().preemptions > 0
+    assert simulation.deltas["high"][0].cached_tokens >= 12
+    simulation.verify()
+
+
 def test_a_copy_outlives_the_request_it_was_made_for() -> None:
     simulation = evicted()
     simulation.offer(make_submit("again", LONG))
