@@ -609,6 +609,15 @@ def test_workloads_repeat_and_have_their_lengths() -> None:
     assert {50 <= len(session[0].prompt) <= 150 for session in spread} == {True}
 
 
+def test_a_batch_without_lines_is_found_before_the_model_loads(tmp_path: Path) -> None:
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    for text in ("", "\n \n"):
+        given.write_text(text)
+        message = f"sgla: --input-file {given} has no lines; each line is a request as JSON\n"
+        assert run("run-batch", "-i", str(given), "-o", str(output), "no/model") == (2, "", message)
+    assert list(tmp_path.iterdir()) == [given]
+
+
 # chat
 
 
@@ -629,9 +638,11 @@ def test_chat_keeps_history_and_resets(server: str, monkeypatch: pytest.MonkeyPa
     assert (StandIn.bodies[0]["max_tokens"], StandIn.bodies[0]["temperature"]) == (2, 0)
 
 
-def test_chat_goes_on_after_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_goes_on_after_an_error_and_tells_scripts_of_it(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, err = talk(monkeypatch, "one\ntwo\n", "--url", server, "--model", "wrong")
-    assert (code, out.strip()) == (0, "")
+    assert (code, out.strip()) == (1, "")
     assert err.count("no such model") == 2
     assert [len(body["messages"]) for body in StandIn.bodies] == [1, 1]
 

@@ -140,7 +140,7 @@ def _loaded(config: Config) -> Engine:
 
 
 def talk(backend: Backend, system: str | None = None) -> int:
-    """A conversation, to the end of stdin."""
+    """A conversation, to the end of stdin. 1 if a request has failed and nobody has typed it."""
     conversation = Conversation(backend, system)
     if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return talk_on_terminal(conversation)
@@ -149,16 +149,16 @@ def talk(backend: Backend, system: str | None = None) -> int:
 
 def talk_plainly(conversation: Conversation) -> int:
     """Answers and what commands say go to stdout, nothing else."""
-    typed = sys.stdin.isatty()
+    typed, failed = sys.stdin.isatty(), False
     while True:
         try:
             line = input("> " if typed else "").strip()
             if line.startswith("/"):
                 print(conversation.command(line))
-            elif line:
-                ask(conversation, line, write, lambda text: print(f" [{text}]"))
+            elif line and not ask(conversation, line, write, lambda text: print(f" [{text}]")):
+                failed = not typed
         except (EOFError, Leave):
-            return 0
+            return int(failed)
         except KeyboardInterrupt:
             print()
 
@@ -191,9 +191,9 @@ def write(pieces: Iterator[str]) -> None:
 
 def ask(
     conversation: Conversation, line: str, show: Callable[[Iterator[str]], None], say: Callable[[str], None]
-) -> None:
-    """Have the answer shown as it comes. Both belong to the conversation then, unless the request fails; if
-    Ctrl-C stops it, what came of it does."""
+) -> bool:
+    """Have the answer shown as it comes. Both belong to the conversation then, unless the request fails
+    (False); if Ctrl-C stops it, what came of it does."""
     conversation.messages.append({"role": "user", "content": line})
     parts: list[str] = []
     stream = conversation.backend.stream(conversation.messages)
@@ -204,10 +204,11 @@ def ask(
     except SglaError as error:
         print(f"\nsgla: {error}", file=sys.stderr)
         conversation.messages.pop()
-        return
+        return False
     finally:
         stream.close()
     conversation.messages.append({"role": "assistant", "content": "".join(parts)})
+    return True
 
 
 def kept(stream: Iterator[str], parts: list[str]) -> Iterator[str]:

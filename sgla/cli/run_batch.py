@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     setup_logging(config.log_level, config.log_format)
     progress = ProgressPrinter()
     with opened(args.input_file, "rb", "--input-file") as given, written(args.output_file) as output:
+        check_lines(given)
         if config.executor == "procs":
             spawn_early(msgspec.structs.replace(config, device=resolve(config).config.device))
         try:
@@ -81,6 +83,17 @@ def opened(path: str, mode: str, flag: str, suffix: str = "") -> BinaryIO:
         return cast(BinaryIO, open(path + suffix, mode))
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}") from error
+
+
+def check_lines(given: BinaryIO) -> None:
+    """Raises ConfigError for a file without a line, as far as one can tell without taking any of it."""
+    if given.seekable():
+        blank = all(piece.isspace() for piece in iter(partial(given.read, PIECE), b""))
+        given.seek(0)
+    else:
+        blank = not cast(BufferedReader, given).peek(1)
+    if blank:
+        raise ConfigError(f"--input-file {given.name} has no lines; each line is a request as JSON")
 
 
 @contextlib.contextmanager

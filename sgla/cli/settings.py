@@ -22,6 +22,7 @@ import msgspec
 from sgla.cli.aliases import ALIASES, VALUES, VARIABLES, Alias, Always, Fields, Switch, Word, refusal
 from sgla.config import SECRETS, TOOL_TOKEN, Config
 from sgla.errors import ConfigError
+from sgla.validation import fault, root
 
 UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
@@ -326,7 +327,6 @@ def load_config(
     try:
         return msgspec.convert(values, Config)
     except msgspec.ValidationError as error:
-        message, _, where = str(error).partition(" - at `$.")
-        where = where.rstrip("`")
-        source = f"--config {path}: " if path and where.split("[")[0] not in given else ""
-        raise ConfigError(f"{source}{where or 'settings'}: {message[:1].lower()}{message[1:]}") from error
+        where, text = fault(error, Config)
+        source = f"--config {path}: " if path and root(where) not in given else ""
+        raise ConfigError(f"{source}{text}") from error

@@ -20,8 +20,9 @@ from sgla.engine.inputs import Messages, Prompt, conversation_fields, prompt_fie
 from sgla.engine.outputs import Collector, Output
 from sgla.engine.params import resolved
 from sgla.engine.progress import Bar, LoadBar, shown
-from sgla.errors import SglaError
+from sgla.errors import ConfigError, SglaError
 from sgla.messages import Event, Job, Pooling, Progress, Rejected
+from sgla.validation import fault, root
 
 T = TypeVar("T")
 Message = Event | Rejected | Exception  # what a stream brings
@@ -40,7 +41,7 @@ class EngineLoop:
     ) -> None:
         config.setdefault("itl_target_ms", 0)  # nobody watches single tokens: prefill at full speed
         config.setdefault("max_queued_requests", 1 << 20)  # nor sends the rest of a batch elsewhere
-        self.config = msgspec.convert({"model": model, **config}, Config)
+        self.config = settings({"model": model, **config})
         self._counter = itertools.count()
         self._loop = new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sgla-engine", daemon=True)
@@ -175,6 +176,15 @@ class EngineLoop:
 class _CallSink:
     def __init__(self, push: Callable[[Event | Rejected], None]) -> None:
         self.push = push
+
+
+def settings(fields: dict[str, Any]) -> Config:
+    """Raises ConfigError, which names the field."""
+    try:
+        return msgspec.convert(fields, Config)
+    except msgspec.ValidationError as error:
+        path, text = fault(error, Config)
+        raise ConfigError(text, param=root(path) or None) from None
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

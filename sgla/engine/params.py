@@ -12,6 +12,7 @@ from sgla.defaults import SAMPLING, number
 from sgla.engine.inputs import kind
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar, whitespace_of
+from sgla.validation import fault, root
 
 MISSING = ("logits_processors", "extra_args", "best_of", "truncate_prompt_tokens", "thinking_token_budget")
 
@@ -136,4 +137,7 @@ def convert(value: Any, kind: Any, param: str | None) -> Any:
     try:
         return value if isinstance(value, kind) else msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise InvalidField(f"{param or 'sampling parameters'}: {error}", param=param) from None
+        path, text = fault(error, kind)
+        raise InvalidField(
+            f"{param or 'sampling parameters'}: {text}", param=param or root(path) or None
+        ) from None

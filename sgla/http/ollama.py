@@ -21,7 +21,7 @@ from sgla.http.answer.whole import answered
 from sgla.http.errors import Aborted, error_headers
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
-from sgla.http.request.chat import check_messages, check_tool_list
+from sgla.http.request.chat import check_messages, check_tool_list, checked_effort
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import sampling_params
 from sgla.http.request.schema import (
@@ -163,7 +163,7 @@ def passed(server: Server, fields: OllamaFields) -> dict[str, Any]:
     if fields.think is not None:
         more["chat_template_kwargs"] = {"enable_thinking": bool(fields.think), "thinking": bool(fields.think)}
         if isinstance(fields.think, str):
-            more["reasoning_effort"] = fields.think
+            more["reasoning_effort"] = checked_effort(fields.think, "think")
     if fields.format == "json":
         more["response_format"] = {"type": "json_object"}
     elif isinstance(fields.format, dict):
@@ -301,7 +301,7 @@ class Lines(Encoder):
         first = self._tally.first or end
         return {
             "done": True,
-            "done_reason": event.finish,
+            "done_reason": "length" if event.finish == "repetition" else event.finish,
             "total_duration": round((end - self._began) * 1e9),
             "load_duration": 0,
             "prompt_eval_count": event.usage.prompt_tokens,

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from sgla.defaults import Range
 from sgla.http import admin, control, invocations, ollama, page
 from sgla.http import answer_types as to
 from sgla.http.anthropic import messages as anthropic
@@ -43,7 +44,6 @@ from sgla.http.pooling.score import GenerativeScoringRequest, ScoreRequest
 from sgla.http.realtime import session as realtime
 from sgla.http.request.chat import ROLES
 from sgla.http.request.schema import (
-    RANGES,
     AbortRequest,
     ChatRequest,
     CompletionRequest,
@@ -52,6 +52,7 @@ from sgla.http.request.schema import (
     PauseRequest,
     ProfileRequest,
     TokenizeRequest,
+    range_of,
 )
 from sgla.http.responses import compact
 from sgla.http.responses import routes as responses
@@ -451,20 +452,19 @@ def schemas(entries: Iterable[Operation], models: Sequence[str]) -> dict[str, An
 
 def narrow(shape: dict[str, Any], owner: str, name: str, models: Sequence[str]) -> None:
     """Write what is checked beside its type into the schema of the field ``name`` of the struct ``owner``."""
-    if name in RANGES:
-        limit(shape, name)
+    if allowed := range_of(owner, name):
+        limit(shape, allowed)
     if name in ITEMS and shape.get("items") == {"type": "object"} and owner != ResponsesRequest.__name__:
         shape["items"] = ITEMS[name]
     if name == "model" and models and shape.get("type") == "string" and owner not in ANY_MODEL:
         shape["enum"] = [*models, ""]
 
 
-def limit(shape: dict[str, Any], name: str) -> None:
+def limit(shape: dict[str, Any], allowed: Range) -> None:
     """Write the range of a number, or of a list's numbers, into its schema."""
     if shape.get("type") == "array":
-        limit(shape["items"], name)
+        limit(shape["items"], allowed)
     elif shape.get("type") in ("integer", "number"):
-        allowed = RANGES[name]
         shape["exclusiveMinimum" if allowed.open_low else "minimum"] = allowed.low
         if allowed.high is not None:
             shape["maximum"] = allowed.high

@@ -404,6 +404,7 @@ def test_prefill_and_documents() -> None:
         {"tools": [{"name": "f"}]},
         {"tool_choice": {"type": "tool"}},
         {"mcp_servers": [{"url": "x"}]},
+        {"container": {"skills": [{"type": "anthropic", "skill_id": "pptx"}]}},
     ],
 )
 def test_wrong_bodies_are_named(wrong: dict[str, Any]) -> None:

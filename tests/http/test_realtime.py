@@ -188,16 +188,17 @@ async def test_functions_are_called(serve: Serve) -> None:
         ({"type": "session.update", "session": {"model": "none"}}, "model"),
         ({"type": "session.update"}, "session"),
         ({"type": "response.create", "response": {"modalities": ["audio", "text"]}}, "modalities"),
-        ({"type": "response.create"}, "input"),
+        ({"type": "response.create"}, "response.input"),
+        ({"type": "response.create", "response": {"input": [{"role": "x"}]}}, "response"),
         ({"type": "conversation.item.delete", "item_id": "x"}, "item_id"),
-        ({"type": "conversation.item.create", "item": HELLO, "previous_item_id": "x"}, "item_id"),
-        ({"type": "conversation.item.create", "item": {"type": "martian"}}, "input"),
+        ({"type": "conversation.item.create", "item": HELLO, "previous_item_id": "x"}, "previous_item_id"),
+        ({"type": "conversation.item.create", "item": {"type": "martian"}}, "item"),
         (
             {
                 "type": "conversation.item.create",
                 "item": {**HELLO, "content": [{"type": "input_audio", "audio": "x"}]},
             },
-            "input",
+            "item.content",
         ),
         ({"type": "hello"}, "type"),
         ({}, "type"),
@@ -211,6 +212,29 @@ async def test_wrong_events_are_refused_and_the_session_goes_on(
     error = await line.next()
     assert (error["type"], error["error"]["param"]) == ("error", param), error
     assert (await line.ask())[-1]["response"]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (" ", "the event is empty; a JSON object is expected"),
+        ('{"type": "conversation.item.delete", "item_id": null}', "item_id is required"),
+        (
+            '{"type": "conversation.item.create", "item": {"role": "x"}}',
+            "item.role must be one of user, assistant, system, developer",
+        ),
+        (
+            '{"type": "response.create", "response": {"conversation": "x"}}',
+            "response.conversation must be auto or none, got 'x'",
+        ),
+    ],
+)
+async def test_errors_have_the_names_that_the_client_sent(
+    talk: tuple[Site, Talk], text: str, message: str
+) -> None:
+    _, line = talk
+    await line.socket.send_str(text)
+    assert (await line.next())["error"]["message"] == message
 
 
 async def test_what_is_no_json_is_refused(talk: tuple[Site, Talk]) -> None:

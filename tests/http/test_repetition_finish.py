@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from http_fake import FakeIngress
-from http_site import Serve
+from http_site import Serve, Site
 
 from sgla.defaults import GIVEN, Defaults
 from sgla.messages import Event, Rejected, Repetition
@@ -40,7 +41,16 @@ async def test_each_api_has_its_word_for_it(serve: Serve) -> None:
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     _, told = await site.post("/api/chat", {"model": "fake", "messages": MESSAGES, "stream": False})
-    assert told["done_reason"] == "repetition"
+    assert told["done_reason"] == "length"  # its clients know this and stop
+    assert await realtime_details(site) == {"type": "incomplete", "reason": "max_output_tokens"}
+
+
+async def realtime_details(site: Site) -> Any:
+    async with site.http.ws_connect("/v1/realtime") as socket:
+        await socket.send_json({"type": "response.create", "response": {"instructions": "hi"}})
+        while (event := await socket.receive_json())["type"] != "response.done":
+            pass
+        return event["response"]["status_details"]
 
 
 async def test_a_default_of_the_user_holds_for_every_request(serve: Serve) -> None:

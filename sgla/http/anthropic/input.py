@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from sgla.errors import InvalidField
-from sgla.http.request.chat import check_parts, check_tool_name, unsupported_tool
+from sgla.http.request.chat import check_parts, check_tool_name, checked_effort, unsupported_tool
 from sgla.http.request.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -124,6 +124,13 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None
 
 
+class Container(msgspec.Struct, kw_only=True):
+    """Where code of Anthropic's own tools runs."""
+
+    id: str | None = None
+    skills: list[dict[str, Any]] | None = None
+
+
 class CountTokensRequest(SamplingFields, kw_only=True):
     """The body of ``count_tokens``, which may be that of a message,
     and all of ``MessagesRequest`` but one field."""
@@ -135,6 +142,7 @@ class CountTokensRequest(SamplingFields, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    container: str | Container | None = None
     output_format: OutputFormat | None = None  # where output_config.format was in the beta
     stop_sequences: list[str] | None = None
     max_tokens: int | None = None
@@ -165,10 +173,12 @@ def chat_request(fields: CountTokensRequest) -> ChatRequest:
     if fields.stop_sequences is not None and fields.stop is not None:
         raise InvalidField("give either stop_sequences or stop", param="stop_sequences")
     check_sizes(fields)
+    if isinstance(fields.container, Container) and fields.container.skills:
+        raise unsupported("container.skills", ": they are for tools that a provider's own server runs")
     passed = {name: getattr(fields, name) for name in PASSED}
     passed["stop"] = fields.stop if fields.stop_sequences is None else fields.stop_sequences
     if fields.output_config is not None and fields.output_config.effort is not None:
-        passed["reasoning_effort"] = fields.output_config.effort
+        passed["reasoning_effort"] = checked_effort(fields.output_config.effort, "output_config.effort")
     form = (fields.output_config and fields.output_config.format) or fields.output_format
     if form is not None:
         passed |= response_format(form)

@@ -66,7 +66,7 @@ def parsed(text: bytes | None, longest: int) -> Line:
     try:
         line = _LINE.decode(text)
     except msgspec.ValidationError as error:
-        found = invalid(str(error))
+        found = invalid(error, Line)
         raise BadLine(
             found.code, found.message.replace("the request body", "the line"), found.param
         ) from error
@@ -96,7 +96,7 @@ def check_fields(line: Line, urls: Collection[str], model: Callable[[str | None]
     try:
         body = _BODY.decode(line.body)
     except msgspec.ValidationError as error:
-        found = invalid(str(error))
+        found = invalid(error, Body)
         raise BadLine(
             found.code, found.message.replace("the request body", "body"), found.param or "body"
         ) from error

@@ -31,7 +31,7 @@ from sgla.http.openai.common import (
 from sgla.http.openai.functions import as_tools, old_delta, old_message
 from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
 from sgla.http.request.intake import intake
-from sgla.http.request.sampling import check_max_tokens, first, sampling_params
+from sgla.http.request.sampling import first, sampling_params
 from sgla.http.request.schema import ChatRequest, Schema, unsupported
 from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
 from sgla.http.turns import MANY, pause
@@ -102,7 +102,6 @@ def check_fields(fields: ChatRequest, server: Server) -> None:
     check_logprob_ids(fields)
     if fields.add_special_tokens:
         raise unsupported("add_special_tokens", ": the chat template writes them")
-    check_max_tokens("max_tokens", fields.max_tokens)
 
 
 def chat_sampling(fields: ChatRequest, server: Server) -> SamplingParams:

@@ -29,7 +29,7 @@ from sgla.http.openai.common import (
     width,
 )
 from sgla.http.request.intake import intake
-from sgla.http.request.sampling import are_ids, check_max_tokens, first, sampling_params
+from sgla.http.request.sampling import are_ids, first, sampling_params
 from sgla.http.request.schema import MAX_CHOICES, CompletionRequest, Schema, check_count
 from sgla.http.server import ABORTED, SERVER, Server, Work, limit_logprobs, make_work, raise_aborted
 from sgla.http.turns import paced
@@ -142,7 +142,8 @@ def token_prompt(ids: list[Any], param: str) -> dict[str, Any]:
 
 def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
     check_stream_options(fields)
-    check_max_tokens("max_tokens", fields.max_tokens, echo=bool(fields.echo))
+    if fields.max_tokens == 0 and not fields.echo:
+        raise InvalidField("max_tokens: 0 asks for no output; it needs echo: true", param="max_tokens")
     check_prompt_logprobs(fields, server)
     check_logprob_ids(fields)
     check_best_of(fields)

@@ -13,6 +13,10 @@ from sgla.http.request.schema import Schema, unsupported
 Item = dict[str, Any]
 Most = int | Literal["inf"] | None  # tokens
 
+KINDS = (
+    *("session.update", "response.create", "response.cancel"),
+    *("conversation.item.create", "conversation.item.retrieve", "conversation.item.delete"),
+)
 AUDIO = (
     "input_audio_buffer.",
     "output_audio_buffer.",

@@ -19,6 +19,7 @@ from sgla.http.errors import Busy, error_body
 from sgla.http.openai.chat import chat_work
 from sgla.http.realtime.events import (
     EVENTS,
+    KINDS,
     ClientEvent,
     Item,
     ResponseWishes,
@@ -29,7 +30,7 @@ from sgla.http.realtime.events import (
     most_tokens,
 )
 from sgla.http.request.intake import decoded
-from sgla.http.responses.input import ResponsesRequest, chat_messages, chat_request
+from sgla.http.responses.input import ResponsesRequest, chat_request, check_item
 from sgla.http.responses.output import OutputItems, new_id
 from sgla.http.server import SERVER, Server, Work
 from sgla.http.wire import encode
@@ -163,6 +164,7 @@ class Session:
                 await self._handle(event, share)
             except SglaError as error:
                 share.close()
+                error.message = error.message.replace("the request body", "the event")
                 await self._send("error", error={**error_body(error)["error"], "event_id": event_id})
             if all(kept is not share for kept in self._shares()):
                 share.close()
@@ -195,19 +197,20 @@ class Session:
             case "conversation.item.create":
                 await self._add(wanted(event.item, "item"), event.previous_item_id, share)
             case "conversation.item.delete":
-                uid = self._known(event.item_id)
+                uid = self._known(wanted(event.item_id, "item_id"))
                 self._items.pop(uid)[1].close()
                 await self._send("conversation.item.deleted", item_id=uid)
             case "conversation.item.retrieve":
-                await self._send(
-                    "conversation.item.retrieved", item=self._items[self._known(event.item_id)][0]
-                )
+                uid = self._known(wanted(event.item_id, "item_id"))
+                await self._send("conversation.item.retrieved", item=self._items[uid][0])
             case "response.create":
                 await self._respond(event.response or ResponseWishes(), share)
             case "response.cancel":
                 self._cancel(event.response_id)
             case _:
-                raise InvalidField(f"there is no event {event.type[:100]!r}", param="type")
+                raise InvalidField(
+                    f"there is no event {event.type[:100]!r}, but {', '.join(KINDS)}", param="type"
+                )
 
     async def _update(self, event: ClientEvent, share: Share) -> None:
         """What the session's settings do not name stays as it is."""
@@ -228,7 +231,7 @@ class Session:
 
     async def _add(self, item: Item, behind: str | None, share: Share) -> None:
         """Put ``item`` behind the item with the id ``behind``: None: the last one; root: none."""
-        chat_messages(None, [item])
+        check_item(item, "item")
         if len(self._items) >= MAX_ITEMS:
             raise InvalidField(f"the conversation has {MAX_ITEMS} items, which is the limit", param="item")
         uid = item.get("id") or new_id("item")
@@ -237,7 +240,11 @@ class Session:
         shown = {"status": "completed", **item, "id": uid, "object": "realtime.item"}
         names = list(self._items)
         place = (
-            len(names) if behind is None else 0 if behind == "root" else names.index(self._known(behind)) + 1
+            len(names)
+            if behind is None
+            else 0
+            if behind == "root"
+            else names.index(self._known(behind, "previous_item_id")) + 1
         )
         later = {name: self._items.pop(name) for name in names[place:]}
         self._items[uid] = (shown, share)
@@ -246,9 +253,9 @@ class Session:
         for kind in ("conversation.item.added", "conversation.item.done"):
             await self._send(kind, item=shown, previous_item_id=before)
 
-    def _known(self, uid: str | None) -> str:
-        if uid is None or uid not in self._items:
-            raise InvalidField(f"there is no item {str(uid)[:100]!r}", param="item_id")
+    def _known(self, uid: str, name: str = "item_id") -> str:
+        if uid not in self._items:
+            raise InvalidField(f"{name}: there is no item {uid[:100]!r}", param=name)
         return uid
 
     # responses
@@ -381,10 +388,12 @@ class Session:
         return self._conversation
 
 
+CUT = ("incomplete", {"type": "incomplete", "reason": "max_output_tokens"})
 # finish -> the status of a response, and its details
 ENDS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "stop": ("completed", None),
-    "length": ("incomplete", {"type": "incomplete", "reason": "max_output_tokens"}),
+    "length": CUT,
+    "repetition": CUT,
     "abort": ("cancelled", {"type": "cancelled", "reason": "client_cancelled"}),
 }
 
@@ -410,11 +419,16 @@ class Answer:
         }
         own["parallel_tool_calls"] = wishes.parallel_tool_calls
         chosen = {name: getattr(settings, name) if value is None else value for name, value in own.items()}
+        if not items and not chosen["instructions"]:
+            raise InvalidField(
+                "there is nothing to answer: create an item of the conversation, or send response.input",
+                param="response.input",
+            )
         most = most_tokens([wishes, settings])
         fields = ResponsesRequest(
             input=items, model=self._session.model, stream=True, max_output_tokens=most, **chosen
         )
-        return chat_request(fields, items)
+        return chat_request(fields, items, place="conversation" if wishes.input is None else "response.input")
 
     def shown(self) -> dict[str, Any]:
         usage, ended = self.usage, self.status != "in_progress"

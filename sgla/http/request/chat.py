@@ -20,6 +20,7 @@ from sgla.http.request.schema import (
     unsupported,
 )
 from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS, is_source
+from sgla.validation import root
 
 Message = dict[str, Any]
 
@@ -228,13 +229,16 @@ def template_kwargs(request: ChatRequest | TokenizeRequest, trusted: bool) -> di
         if thinking is not None:
             kwargs = {"enable_thinking": thinking, "thinking": thinking, **kwargs}
         if request.reasoning_effort is not None:
-            if request.reasoning_effort not in EFFORTS:
-                raise InvalidField(
-                    f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort"
-                )
-            kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+            kwargs.setdefault("reasoning_effort", checked_effort(request.reasoning_effort))
             kwargs.setdefault("enable_thinking", request.reasoning_effort != "none")
     return kwargs
+
+
+def checked_effort(effort: str, name: str = "reasoning_effort") -> str:
+    """Raises InvalidField for an effort that does not exist; ``name``: what the client calls the field."""
+    if effort not in EFFORTS:
+        raise InvalidField(f"{name} must be one of {', '.join(EFFORTS)}", param=root(name))
+    return effort
 
 
 def wants_thinking(request: ChatRequest) -> bool | None:

@@ -14,7 +14,6 @@ from sgla.http.request.schema import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     MAX_STOPS_CHARS,
-    TOKENS,
     SamplingFields,
     check_count,
 )
@@ -154,9 +153,3 @@ def logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
             )
         result[int(key)] = value
     return result
-
-
-def check_max_tokens(name: str, value: int | None, echo: bool = False) -> None:
-    """Zero output tokens make sense only where the prompt itself is returned."""
-    if value == 0 and not echo:
-        raise InvalidField(f"{name} must be {TOKENS}, got 0", param=name)

@@ -22,6 +22,7 @@ from sgla.errors import BadRequest, InvalidField, UnsupportedField
 from sgla.http.request import numbers
 from sgla.messages import MOST_PROFILED, Repetition
 from sgla.text.beams import MAX_WIDTH
+from sgla.validation import fault, root
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,6 @@ RANGES: dict[str, Range] = SAMPLING | {
     "sampling_seed": INT64,
     "n": Range(1, 128),
     "best_of": Range(1, 128),
-    "max_tokens": Range(0, 2**31 - 1),
     "max_completion_tokens": TOKENS,
     "max_output_tokens": TOKENS,
     "max_tool_calls": Range(0, 2**31 - 1),
@@ -173,6 +173,13 @@ RANGES: dict[str, Range] = SAMPLING | {
     "beam_width": Range(1, MAX_WIDTH),
     "length_penalty": Range(-16, 16),
 }
+# Of a text the prompt itself may be the answer.
+OWN_RANGES = {("CompletionRequest", "max_tokens"): Range(0, 2**31 - 1)}
+
+
+def range_of(owner: str, name: str) -> Range | None:
+    """What the field ``name`` of the struct ``owner`` may be, if it is a number with limits."""
+    return OWN_RANGES.get((owner, name)) or RANGES.get(name)
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -379,9 +386,7 @@ T = TypeVar("T")
 
 _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NESTED = msgspec.json.Decoder(dict[str, msgspec.Raw] | list[dict[str, msgspec.Raw]] | None)
-_PATH = re.compile(r"(?P<text>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?", re.DOTALL)
 _FRACTION = re.compile(rb"\.0+(?=[],\s]|$)")  # of zeros, at a number's end
-_REQUIRED = re.compile(r"Object missing required field `(\w+)`")
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _told: set[str] = set()
 
@@ -456,13 +461,13 @@ class Schema(Generic[R]):
         if long:
             firsts = {name: msgspec.Raw(next(pieces)[0]) for name, pieces in lists.items()}
             body = msgspec.json.encode({**raw, **firsts})
-        request = _read(self._decoder.decode, body)
+        request = _read(self._decoder.decode, body, self._kind)
         for name, pieces in lists.items():
             decode = msgspec.json.Decoder(get_type_hints(self._kind)[name]).decode
             items = getattr(request, name)
             for piece, inside in pieces:
                 yield
-                _read(partial(numbers.read, decode, name, items, inside), piece)
+                _read(partial(numbers.read, decode, name, items, inside), piece, self._kind)
         return request
 
     def _unknown(self, raw: Mapping[str, msgspec.Raw]) -> Generator[None, None, list[str]]:
@@ -505,12 +510,12 @@ def fields_of(body: bytes) -> dict[str, msgspec.Raw]:
     return _read(_RAW.decode, body)
 
 
-def _read(read: Callable[[bytes], T], body: bytes) -> T:
-    """``read(body)``, its errors typed."""
+def _read(read: Callable[[bytes], T], body: bytes, kind: Any = Any) -> T:
+    """``read(body)``, its errors typed; ``kind``: of what it reads."""
     try:
         return read(body)
     except msgspec.ValidationError as error:
-        raise invalid(str(error)) from error
+        raise invalid(error, kind) from error
     except msgspec.DecodeError as error:
         raise BadRequest(f"the request body is not valid JSON: {error}") from error
     except UnicodeDecodeError as error:
@@ -578,23 +583,17 @@ def unknown(raw: Mapping[str, msgspec.Raw], fields: Iterable[str]) -> list[str]:
 
 
 def unsupported(name: str, detail: str = "") -> UnsupportedField:
-    return UnsupportedField(f"{name} is not supported by this server{detail}; leave it out", param=name)
+    """``name``: of a field, or the path of an item of a list."""
+    message = f"{name} is not supported by this server{detail}; leave it out"
+    return UnsupportedField(message, param=name.partition("[")[0])
 
 
-def invalid(text: str) -> BadRequest:
-    """A msgspec validation message as an InvalidField with the path in front:
-    ``n: expected int, got str``."""
-    match = _PATH.fullmatch(text)
-    assert match is not None
-    path = (match["path"] or "").lstrip(".")
-    if missing := _REQUIRED.match(text):
-        path = f"{path}.{missing[1]}".lstrip(".")
-        return InvalidField(f"{path} is required", param=re.split(r"[.\[]", path)[0])
-    reason = match["text"].replace("`", "").replace(" | null", "")
-    reason = reason[:1].lower() + reason[1:]
+def invalid(error: msgspec.ValidationError, kind: Any) -> BadRequest:
+    """What msgspec refuses of a body of type ``kind``; an InvalidField if it says where."""
+    path, text = fault(error, kind)
     if not path:
-        return BadRequest(f"the request body does not fit: {reason}")
-    return InvalidField(f"{path}: {reason}", param=re.split(r"[.\[]", path)[0])
+        return BadRequest(f"the request body does not fit: {text}")
+    return InvalidField(text, param=root(path))
 
 
 def shown(value: Any, most: int = 40) -> str:
@@ -613,11 +612,12 @@ def check_count(name: str, items: Sized, most: int) -> None:
 @cache
 def ranges(kind: type[msgspec.Struct]) -> list[tuple[str, Range]]:
     """Of the fields that have one."""
-    return [(name, RANGES[name]) for name in kind.__struct_fields__ if name in RANGES]
+    found = ((name, range_of(kind.__name__, name)) for name in kind.__struct_fields__)
+    return [(name, allowed) for name, allowed in found if allowed is not None]
 
 
 def check_ranges(request: msgspec.Struct) -> None:
-    """Raise InvalidField for the first number outside its ``RANGES`` entry."""
+    """Raise InvalidField for the first number outside its range."""
     for name, allowed in ranges(type(request)):
         value = getattr(request, name)
         if value is None:

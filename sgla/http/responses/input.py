@@ -17,6 +17,7 @@ from sgla.http.request.chat import (
     check_named,
     check_parts,
     check_tool_name,
+    checked_effort,
     unsupported_tool,
 )
 from sgla.http.request.schema import (
@@ -29,6 +30,7 @@ from sgla.http.request.schema import (
     unsupported,
 )
 from sgla.http.wire import encode
+from sgla.validation import root
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -36,6 +38,11 @@ Remote = Mapping[str, list[Item]]  # the functions of MCP servers, by their labe
 NONE: Remote = MappingProxyType({})
 
 ROLES = ("user", "assistant", "system", "developer")
+KINDS = (
+    *("message", "reasoning", "compaction", "function_call", "function_call_output"),
+    *("custom_tool_call", "custom_tool_call_output", "item_reference"),
+    *("mcp_call", "mcp_approval_request", "mcp_approval_response", "mcp_list_tools"),
+)
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 LOGPROBS = "message.output_text.logprobs"  # in ``include``
 INCLUDED = (
@@ -139,21 +146,23 @@ def input_items(fields: ResponsesRequest) -> list[Item]:
     return fields.input or []
 
 
-def chat_request(fields: ResponsesRequest, items: list[Item], remote: Remote = NONE) -> ChatRequest:
-    """The request in terms of chats; ``items`` is the whole conversation.
-    Raises InvalidField and UnsupportedField."""
+def chat_request(
+    fields: ResponsesRequest, items: list[Item], remote: Remote = NONE, place: str = "input"
+) -> ChatRequest:
+    """The request in terms of chats; ``items`` is the whole conversation, which the client knows as
+    ``place``. Raises InvalidField and UnsupportedField."""
     passed = {name: getattr(fields, name) for name in PASSED}
     if unknown := set(fields.include or []) - set(INCLUDED):
         raise InvalidField(
             f"include: {min(unknown)!r:.100} is not one of {', '.join(INCLUDED)}", param="include"
         )
     if fields.reasoning is not None and fields.reasoning.effort is not None:
-        passed["reasoning_effort"] = fields.reasoning.effort
+        passed["reasoning_effort"] = checked_effort(fields.reasoning.effort, "reasoning.effort")
     if fields.text is not None and fields.text.format is not None:
         passed |= response_format(fields.text.format)
     if fields.top_logprobs or LOGPROBS in (fields.include or []):
         passed |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
-    messages = chat_messages(fields.instructions, items)
+    messages = chat_messages(fields.instructions, items, place)
     if not messages:
         raise InvalidField("input is required where there is no conversation to go on with", param="input")
     return ChatRequest(
@@ -268,7 +277,7 @@ def ungrouped(tool: dict[str, Any], path: str, remote: Remote = NONE) -> Iterato
     if tool.get("type") != "namespace":
         yield path, {**tool, "namespace": None, "server": None}
         return
-    namespace, inner = wanted(tool, "name", path, "tools"), tool.get("tools")
+    namespace, inner = wanted(tool, "name", path), tool.get("tools")
     check_tool_name(f"{path}.name", namespace)
     if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
         raise InvalidField(f"{path}.tools must be a list of tools", param="tools")
@@ -351,20 +360,32 @@ def resolved(items: list[Item], find: Callable[[str], Item | None]) -> list[Item
     return result
 
 
-def chat_messages(instructions: str | None, items: list[Item]) -> list[Message]:
-    """Items as messages. The items of one turn of the assistant (reasoning, text, calls) become one message,
-    and the instructions and system texts at the beginning another: few templates take more than one."""
-    contents = (item.get(name) for item in items for name in ("content", "output", "summary"))
-    check_parts("input", [content for content in contents if isinstance(content, list)])
+def chat_messages(instructions: str | None, items: list[Item], place: str = "input") -> list[Message]:
+    """Items as messages; ``place``: what the client calls their list. The items of one turn of the assistant
+    (reasoning, text, calls) become one message, and the instructions and system texts at the beginning
+    another: few templates take more than one."""
+    check_contents(place, items)
     turns = Turns()
     for i, item in enumerate(items):
-        turns.add(item, f"input[{i}]")
+        turns.add(item, f"{place}[{i}]")
     turns.end()
     texts = [instructions] if instructions else []
     leading = list(takewhile(lambda message: message["role"] in ("system", "developer"), turns.messages))
     texts += [plain_text(message["content"]) for message in leading]
     messages = turns.messages[len(leading) :]
     return [{"role": "system", "content": "\n".join(texts)}, *messages] if texts else messages
+
+
+def check_contents(place: str, items: list[Item]) -> None:
+    """Raise InvalidField for too many parts in all of them together."""
+    contents = (item.get(name) for item in items for name in ("content", "output", "summary"))
+    check_parts(place, [content for content in contents if isinstance(content, list)])
+
+
+def check_item(item: Item, path: str) -> None:
+    """Raises InvalidField and UnsupportedField for an item that has no place in a conversation."""
+    check_contents(path, [item])
+    Turns().add(item, path)
 
 
 def plain_text(content: str | list[dict[str, Any]]) -> str:
@@ -410,12 +431,12 @@ class Turns:
         elif kind == "mcp_list_tools":
             pass  # of those, what the request's own tools bring is shown to the model
         else:
-            raise unsupported("input", f" with items of type {shown(kind)} ({path})")
+            raise unsupported(path, f" with the type {shown(kind)}, but with {', '.join(KINDS)}")
 
     def _message(self, item: Item, path: str) -> None:
         role = item.get("role")
         if role not in ROLES:
-            raise InvalidField(f"{path}.role must be one of {', '.join(ROLES)}", param="input")
+            raise InvalidField(f"{path}.role must be one of {', '.join(ROLES)}", param=root(path))
         content = message_content(item.get("content"), path)
         if role == "assistant":
             turn = self._turn(fresh=False)
@@ -469,10 +490,10 @@ def text_of(item: Item, name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def wanted(item: Item, name: str, path: str, param: str = "input") -> str:
+def wanted(item: Item, name: str, path: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise InvalidField(f"{path}.{name} must be a string", param=param)
+        raise InvalidField(f"{path}.{name} must be a string", param=root(path))
     return value
 
 
@@ -481,7 +502,7 @@ def message_content(content: Any, path: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidField(f"{path}.content must be a string or a list of parts", param="input")
+        raise InvalidField(f"{path}.content must be a string or a list of parts", param=root(path))
     parts = [content_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
@@ -491,10 +512,10 @@ def content_part(part: Any, path: str) -> dict[str, Any]:
     if isinstance(kind, str) and kind in TEXTS:
         text = part.get(TEXTS[kind])
         if not isinstance(text, str):
-            raise InvalidField(f"{path}.{TEXTS[kind]} must be a string", param="input")
+            raise InvalidField(f"{path}.{TEXTS[kind]} must be a string", param=root(path))
         return {"type": "text", "text": text}
     told = ": the model takes text only" if kind == "input_image" else ""
-    raise unsupported("input", f" with content of type {shown(kind)} ({path}){told}")
+    raise unsupported(path, f" with the type {shown(kind)}, but with {', '.join(TEXTS)}{told}")
 
 
 def call_output(item: Item, path: str) -> str | list[dict[str, Any]]:
@@ -550,7 +571,7 @@ def unsealed(item: Item, path: str) -> str:
     summary = opened(item)
     if summary is None:
         raise InvalidField(
-            f"{path}.encrypted_content was not made by /v1/responses/compact of this server", param="input"
+            f"{path}.encrypted_content was not made by /v1/responses/compact of this server", param=root(path)
         )
     return summary
 
@@ -571,4 +592,4 @@ def listed(item: Item, name: str, path: str) -> list[Any]:
     value = item.get(name)
     if value is None or isinstance(value, list):
         return value or []
-    raise InvalidField(f"{path}.{name} must be a list", param="input")
+    raise InvalidField(f"{path}.{name} must be a list", param=root(path))

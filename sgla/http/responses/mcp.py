@@ -103,7 +103,7 @@ async def offers(fields: ResponsesRequest, servers: ToolServers) -> dict[str, Of
 
 def offered(tool: Item, path: str, servers: ToolServers) -> Offer:
     """Without its tools yet. Raises InvalidField and UnsupportedField."""
-    label = wanted(tool, "server_label", path, "tools")
+    label = wanted(tool, "server_label", path)
     check_tool_name(f"{path}.server_label", label)
     for name, why in REFUSED.items():
         if tool.get(name):

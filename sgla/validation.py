@@ -1,0 +1,86 @@
+"""What is wrong with a value that msgspec refuses, in words for the user: with the place, and with what an
+enumeration may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+_PATH = re.compile(r"(?P<text>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?", re.DOTALL)
+_REQUIRED = re.compile(r"Object missing required field `(\w+)`")
+_GOT = re.compile(r"(?:nvalid (?:enum )?value |, got )(.*)", re.DOTALL)
+_KEY = re.compile(r"\[[^]]*\]|[^.[]+")
+MOST_SHOWN = 60  # characters of a wrong value
+# Kinds that a field may have beside an enumeration.
+KINDS: dict[type[inspect.Type], tuple[str, ...]] = {
+    inspect.BoolType: ("true", "false"),
+    inspect.IntType: ("an integer",),
+    inspect.FloatType: ("a number",),
+}
+
+
+def fault(error: msgspec.ValidationError, kind: Any = Any) -> tuple[str, str]:
+    """Where in a value of type ``kind`` the error is (``tools[0].type``; "" for the value itself), and what
+    to say of it, which begins with that place."""
+    match = _PATH.fullmatch(str(error))
+    assert match is not None
+    path = (match["path"] or "").lstrip(".")
+    text = match["text"].replace("`", "").replace(" | null", "")
+    missing = _REQUIRED.match(match["text"])
+    if missing:
+        path = f"{path}.{missing[1]}".lstrip(".")
+    listed = " or ".join(", ".join(valid(kind, path)).rsplit(", ", 1))
+    if missing:
+        return path, f"{path} is required" + (f": {listed}" if listed else "")
+    if listed:
+        got = _GOT.search(text)
+        return path, f"{path} must be {listed}" + (f", got {got[1][:MOST_SHOWN]}" if got else "")
+    reason = text[:1].lower() + text[1:]
+    return path, f"{path}: {reason}" if path else reason
+
+
+def root(path: str) -> str:
+    """The field that a path begins with."""
+    return re.split(r"[.\[]", path)[0]
+
+
+def valid(kind: Any, path: str) -> list[str]:
+    """What an enumeration at ``path`` may be; nothing for a field that is none."""
+    nodes = list(_alternatives(_described(kind)))
+    for key in _KEY.findall(path):
+        nodes = [leaf for node in nodes for inner in _inside(node, key) for leaf in _alternatives(inner)]
+    values = [str(value) for node in nodes if isinstance(node, inspect.LiteralType) for value in node.values]
+    kinds = [word for node in nodes for word in KINDS.get(type(node), ())]
+    return list(dict.fromkeys(kinds + values)) if values else []
+
+
+@cache
+def _described(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _alternatives(node: inspect.Type) -> Iterator[inspect.Type]:
+    if isinstance(node, inspect.UnionType):
+        for each in node.types:
+            yield from _alternatives(each)
+    elif isinstance(node, inspect.Metadata):
+        yield from _alternatives(node.type)
+    else:
+        yield node
+
+
+def _inside(node: inspect.Type, key: str) -> Iterator[inspect.Type]:
+    """What stands at ``key`` of a value of this type."""
+    if isinstance(node, inspect.ListType) and key.startswith("["):
+        yield node.item_type
+    elif isinstance(node, inspect.DictType) and key == "[...]":
+        yield node.value_type
+    elif isinstance(node, inspect.StructType):
+        if key == node.tag_field:
+            yield inspect.LiteralType((node.tag,))
+        yield from (field.type for field in node.fields if field.encode_name == key)
