@@ -31,7 +31,7 @@ from sgla.http.request import schema as request
 from sgla.http.responses import agent, answer, compact, items, mcp
 from sgla.http.state import database
 from sgla.hub import gguf_header, source
-from sgla.model import spec
+from sgla.model import limits
 from sgla.model.registry import supported
 from sgla.text import beams, prepare, regex, stops, tokenizer
 from sgla.text import process as texts
@@ -234,10 +234,10 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "texts of one client": (lanes.HELD,),
     "config.json": (source.MAX_JSON,),
     "an index of tensors": (source.MAX_INDEX,),
-    "layers; heads": (spec.LAYERS, spec.HEADS, spec.HEAD_DIM),
-    "width; width": (spec.WIDTH, spec.INNER),
-    "experts": (spec.EXPERTS,),
-    "tokens of the vocabulary": (spec.VOCAB,),
+    "layers; heads": (limits.LAYERS, limits.HEADS, limits.HEAD_DIM),
+    "width; width": (limits.WIDTH, limits.INNER),
+    "experts": (limits.EXPERTS,),
+    "tokens of the vocabulary": (limits.VOCAB,),
     "ids that end": (source.MAX_ENDS,),
     "header of a GGUF": (gguf_header.MOST_BYTES,),
     "- its keys": (gguf_header.MOST_ENTRIES,),

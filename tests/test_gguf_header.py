@@ -18,7 +18,7 @@ from sgla.errors import ConfigError
 from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_header import MOST_ENTRIES, MOST_ITEMS
 from sgla.hub.gguf_keys import LAYERS
-from sgla.model import spec
+from sgla.model import limits
 from sgla.model.registry import layouts
 from sgla.model.spec import ModelSpec
 from sgla.text.tokenizer import load_tokenizer
@@ -294,4 +294,4 @@ def test_no_change_of_a_header_does_anything_but_a_typed_error(
 
 
 def test_a_file_may_have_as_many_layers_as_a_config() -> None:
-    assert LAYERS == spec.LAYERS
+    assert LAYERS == limits.LAYERS

@@ -16,8 +16,9 @@ from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.layers.moe import MoE, SharedExpert
 from sgla.layers.norm import LayerNorm, Norm, RMSNorm
 from sgla.layers.rope import rope_table
+from sgla.layers.spec import RopeSpec
 from sgla.layers.vocab import LMHead, PositionEmbedding, VocabEmbedding
-from sgla.model.spec import ModelSpec, RopeSpec
+from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
 
 

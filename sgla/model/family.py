@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sgla.model.gguf_words import Gguf
-
-EVERY = 1 << 30  # a pattern in which every layer has a window
+from sgla.model.windows import Unrotated, Windows, everywhere, none
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,8 @@ class Family:
     gated: bool = True
     interleaved: bool = False
     longrope: bool = False  # the only rope scaling
-    rotates: Literal["all", "listed", "windows"] = "all"  # which layers
-    pattern: int = 0  # every how many layers there is one without a window, where no key says it
-    windows_optional: bool = False
+    windows: Windows = everywhere  # of its layers, if it has the key ``sliding_window``
+    unrotated: Unrotated = none
     local_theta: float = 0.0  # base of the rotation in layers with windows, where no key says it
     alpha: bool = False  # "dynamic" scaling with an alpha stretches the base once
     names: Mapping[str, str] = field(default_factory=dict)  # of keys that others call otherwise

@@ -9,21 +9,11 @@ from typing import Any
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
 from sgla.kernels.routing import Routing
-from sgla.model.spec import (
-    EXPERTS,
-    HEAD_DIM,
-    HEADS,
-    INNER,
-    LAYERS,
-    POSITIONS,
-    VOCAB,
-    AttentionSpec,
-    LayerInputs,
-    ModelSpec,
-    MoESpec,
-    layer_types,
-    ropes,
-)
+from sgla.layers.spec import AttentionSpec, LayerInputs, MoESpec
+from sgla.model.limits import EXPERTS, HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, VOCAB
+from sgla.model.ropes import ropes
+from sgla.model.spec import ModelSpec
+from sgla.model.windows import layer_types
 
 PERIOD = 6  # every so many layers one sees all, where no key says it
 PER_LAYER = "per_layer_config"

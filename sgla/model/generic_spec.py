@@ -13,8 +13,9 @@ from typing import Any
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
+from sgla.layers.spec import AttentionSpec
 from sgla.model.registry import architecture_of, check_architecture, is_known
-from sgla.model.spec import FACTS, AttentionSpec, ModelSpec
+from sgla.model.spec import FACTS, ModelSpec
 
 SECONDS = 300  # that the module may take to show itself
 LACKS = ("tp", "quantization", "kv_cache_dtype", "deterministic", "enable_return_hidden_states")

@@ -32,7 +32,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         latent=_is_latent(family),
         mixture=bool(family.mixture),
         by_width=gguf.by_width,
-        windows_optional=family.windows_optional,
+        windows_optional=gguf.windows_optional,
         yarn={"truncate": rope["truncate"]} if "truncate" in rope else {},
     )
 

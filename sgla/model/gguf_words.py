@@ -56,3 +56,4 @@ class Gguf:
     gating: tuple[int, ...] = (0, SOFTMAX)
     when: Mapping[str, Any] = field(default_factory=dict)
     by_width: int = 0
+    windows_optional: bool = False

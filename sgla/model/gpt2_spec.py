@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
-from sgla.model.spec import HEADS, WIDTH, AttentionSpec
+from sgla.layers.spec import AttentionSpec
+from sgla.model.limits import HEADS, WIDTH
 
 
 def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
-from sgla.model.spec import HEADS, INNER, AttentionSpec, RopeSpec, StateTensor, ropes
+from sgla.layers.spec import AttentionSpec, RopeSpec, StateTensor
+from sgla.model.limits import HEADS, INNER, WIDTH
+from sgla.model.ropes import ropes
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class LatentSpec(AttentionSpec):
 
 def read(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
     """See ``Family.attention``."""
-    heads, hidden = c.integer("num_attention_heads", HEADS), c.integer("hidden_size", 1 << 17)
+    heads, hidden = c.integer("num_attention_heads", HEADS), c.integer("hidden_size", WIDTH)
     if c.given("num_key_value_heads") and c.values["num_key_value_heads"] != heads:
         raise c.error("num_key_value_heads", f"that of num_attention_heads, {heads}")
     rotated, nope = c.integer("qk_rope_head_dim", INNER), c.integer("qk_nope_head_dim", INNER)

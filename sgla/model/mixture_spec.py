@@ -8,7 +8,8 @@ from dataclasses import replace
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
 from sgla.kernels.routing import Clamped, Routing
-from sgla.model.spec import EXPERTS, INNER, LAYERS, MoESpec
+from sgla.layers.spec import MoESpec
+from sgla.model.limits import EXPERTS, INNER, LAYERS
 
 
 def qwen3(c: Reader, layers: int) -> MoESpec:

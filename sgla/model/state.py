@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from sgla.layers.spec import StateTensor
 from sgla.model.sizes import BYTES
-from sgla.model.spec import ModelSpec, StateTensor
+from sgla.model.spec import ModelSpec
 
 
 class LayerState(NamedTuple):

@@ -11,8 +11,9 @@ from sgla.device import check as check_device
 from sgla.dist import Shard
 from sgla.kernels.gpu import GpuOps
 from sgla.layers.linear import split_heads
+from sgla.layers.spec import AttentionSpec
 from sgla.messages import LONGEST, VERIFIED, Pooling
-from sgla.model.spec import AttentionSpec, ModelSpec
+from sgla.model.spec import ModelSpec
 from sgla.worker.facts import drafts_of, most_rows
 from sgla.worker.gpu_memory import FEWER_ROWS, Weights, splits, within_memory
 from sgla.worker.gpu_steps import Kernels, Sizes

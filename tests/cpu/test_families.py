@@ -26,11 +26,13 @@ from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import LayerAttention
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear, RowLinear
+from sgla.layers.spec import AttentionSpec
 from sgla.loading.load import load_model
 from sgla.model import registry
 from sgla.model.llama import Llama
+from sgla.model.ropes import ropes
 from sgla.model.sizes import read_spec, weight_bytes
-from sgla.model.spec import AttentionSpec, ModelSpec, ropes
+from sgla.model.spec import ModelSpec
 from sgla.model.state import token_bytes
 from sgla.worker.cpu import CpuRunner
 

@@ -9,8 +9,8 @@ import pytest
 from config_cases import gemma3
 from tiny import check_draws, make_core, run, submit, tiny_config, tiny_source
 
+from sgla.layers.spec import StateTensor
 from sgla.messages import StepPlan, Submit
-from sgla.model.spec import StateTensor
 from sgla.model.state import Demand, LayerState, Pool, kv_groups
 from sgla.sched.memory import Memory
 from sgla.worker.cpu import CpuRunner

@@ -15,8 +15,8 @@ from sgla.errors import ConfigError, InvalidField, OutOfMemory, UnsupportedField
 from sgla.executor.inline import InlineExecutor
 from sgla.executor.procs import ProcsExecutor
 from sgla.kernels.batch import ForwardBatch
+from sgla.layers.spec import StateTensor
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, Control, NewRow, RowSampling, StepPlan, Submit
-from sgla.model.spec import StateTensor
 from sgla.model.state import Demand, LayerState, Pool, kv_groups
 from sgla.worker.batch import Columns, build, cut, read
 from sgla.worker.cpu import CpuRunner

@@ -6,16 +6,19 @@ from sgla.model.families.keys import (
     BIASES,
     CAUSAL,
     DECODER,
+    EXAONE,
     GRANITE,
     HEAD_DIM,
     HUNYUAN_NORMS,
     KV_HEADS,
+    QWEN,
     ROTATED,
     WINDOWS,
     sizes,
 )
-from sgla.model.family import EVERY, Family
+from sgla.model.family import Family
 from sgla.model.gguf_words import AFTER_NORMS, GLM4_NORMS, POST_NORMS, Gguf
+from sgla.model.windows import every, everywhere, full_among_windows, listed, named, switched, unrotated
 
 _GLM = sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "head_dim": 128,
@@ -61,6 +64,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         nulls=KV_HEADS,
         pooled=True,
+        windows=QWEN,
         qkv_bias=True,
         gguf=(Gguf("qwen2"),),
     ),
@@ -83,6 +87,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         nulls=KV_HEADS,
         pooled=True,
+        windows=QWEN,
         qk_norm="head",
         gguf=(Gguf("qwen3"),),
     ),
@@ -134,7 +139,8 @@ FAMILIES = {
         CAUSAL | {"max_window_layers": 28},
         model="sgla.model.llama:Llama",
         nulls=KV_HEADS,
-        rotates="listed",
+        windows=switched(listed(unrotated, optional=True)),
+        unrotated=named,
         gguf=(Gguf("smollm3", permuted=True),),
     ),
     "SeedOssForCausalLM": Family(
@@ -224,9 +230,9 @@ FAMILIES = {
         CAUSAL,
         model="sgla.model.olmo:Olmo2",
         qk_norm="head",
-        rotates="windows",
-        windows_optional=True,
-        gguf=(Gguf("exaone4", POST_NORMS),),
+        windows=EXAONE,
+        unrotated=full_among_windows,
+        gguf=(Gguf("exaone4", POST_NORMS, windows_optional=True),),
     ),
     "Olmo3ForCausalLM": Family(
         ("olmo3",),
@@ -243,7 +249,7 @@ FAMILIES = {
         model="sgla.model.olmo:Olmo2",
         nulls=KV_HEADS,
         qk_norm="width",
-        pattern=4,
+        windows=listed(every(4)),
         local_theta=5e5,
         gguf=(Gguf("olmo2", POST_NORMS, when={"attention.sliding_window": True}),),
     ),
@@ -254,8 +260,7 @@ FAMILIES = {
         | {"sliding_window": 4096, "layer_types": None},
         CAUSAL,
         model="sgla.model.llama:Llama",
-        pattern=EVERY,
-        windows_optional=True,
+        windows=listed(everywhere, optional=True),
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         ("hunyuan_v1_dense",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sgla.model.families.keys import CAUSAL, DECODER, sizes
 from sgla.model.family import Family
 from sgla.model.gguf_words import GEMMA_NORMS, Gguf
+from sgla.model.windows import every, listed
 
 _GEMMA2 = {
     "attention.sliding_window": 4096,
@@ -12,6 +13,7 @@ _GEMMA2 = {
     "final_logit_softcapping": 30.0,
 }  # in old GGUF files
 _WITHOUT_HIDDEN_ACT = {key: value for key, value in DECODER.items() if key != "hidden_act"}
+_ALTERNATING = listed(every(2))
 _SOFTCAPPED = (
     _WITHOUT_HIDDEN_ACT
     | sizes(256000, 2304, 9216, 26, 8, 8192, 4)
@@ -67,6 +69,7 @@ FAMILIES = {
         model="sgla.model.gemma:Gemma3",
         also=("Gemma3ForConditionalGeneration",),
         outer=_GEMMA3,
+        windows=listed(every()),
         qk_norm="head",
         norm_offset=1.0,
         scaled_embedding=True,
@@ -146,7 +149,7 @@ FAMILIES = {
         model="sgla.model.gemma:Gemma3",
         norm_offset=1.0,
         scaled_embedding=True,
-        pattern=2,
+        windows=_ALTERNATING,
         gguf=(Gguf("gemma2", GEMMA_NORMS, missing=_GEMMA2, by_width=46),),
     ),
     "VaultGemmaForCausalLM": Family(
@@ -158,6 +161,6 @@ FAMILIES = {
         renamed=((".pre_feedforward_layernorm.", ".post_attention_layernorm."),),
         norm_offset=1.0,
         scaled_embedding=True,
-        pattern=2,
+        windows=_ALTERNATING,
     ),
 }

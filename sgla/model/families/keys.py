@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgla.model.windows import every, late, listed, switched
+
 HEAD_DIM, KV_HEADS = ("head_dim",), ("num_key_value_heads",)  # null: as many as follow from the others
 ROTATED = ("partial_rotary_factor",)  # null: all dims, not the family's share
 DECODER = {
@@ -32,6 +34,8 @@ WINDOWS = {
     "max_window_layers": 28,
     "layer_types": None,
 }
+EXAONE = listed(every(optional=True), optional=True)
+QWEN = switched(listed(late, optional=True))
 BIASES = {"attention_bias": False, "mlp_bias": False}
 
 

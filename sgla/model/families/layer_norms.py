@@ -5,6 +5,7 @@ from __future__ import annotations
 from sgla.model.families.keys import BIASES, CAUSAL, DECODER, HEAD_DIM, KV_HEADS, sizes
 from sgla.model.family import Family
 from sgla.model.gguf_words import ONE_NORM, Gguf
+from sgla.model.windows import every, full, listed
 
 _LAYER_NORMED = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"} | {
     "layer_norm_eps": 1e-5
@@ -92,7 +93,8 @@ FAMILIES = {
         norm="layer",
         norm_bias=False,
         interleaved=True,
-        rotates="windows",
+        windows=listed(every()),
+        unrotated=full,
         gguf=(Gguf("cohere2", ONE_NORM),),
     ),
     "Jais2ForCausalLM": Family(

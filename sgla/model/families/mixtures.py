@@ -6,6 +6,7 @@ from sgla.model.families.keys import (
     BIASES,
     CAUSAL,
     DECODER,
+    EXAONE,
     GRANITE,
     HEAD_DIM,
     HUNYUAN_NORMS,
@@ -28,6 +29,7 @@ from sgla.model.gguf_words import (
     SOFTMAX,
     Gguf,
 )
+from sgla.model.windows import early, every, everywhere, full_among_windows, late, listed, switched
 
 _MIXTRAL = (
     (".block_sparse_moe.", ".mlp."),
@@ -75,6 +77,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         nulls=("max_window_layers",),
         mixture="sgla.model.mixture_spec:qwen3",
+        windows=switched(everywhere),
         qk_norm="head",
         gguf=(Gguf("qwen3moe", missing={"expert_weights_norm": True}),),
     ),
@@ -124,7 +127,7 @@ FAMILIES = {
         nulls=("num_local_experts",),
         mixture="sgla.model.mixture_spec:qwen2",
         renamed=((".shared_expert.", ".shared_experts."),),
-        pattern=2,
+        windows=switched(listed(early, optional=True)),
         gguf=(Gguf("qwen2moe", tensors=SHARED_GATE),),
     ),
     "OlmoeForCausalLM": Family(
@@ -181,7 +184,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         mixture="sgla.model.mixture_spec:gpt_oss",
         renamed=((".mlp.router.", ".mlp.gate."),),
-        pattern=2,
+        windows=listed(every(2)),
         sinks=True,
         gguf=(Gguf("gpt-oss", AFTER_NORMS, tensors=EXPERT_BIASES, gating=(0, SOFTMAX, CHOSEN_SOFTMAX)),),
     ),
@@ -231,6 +234,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         nulls=(*KV_HEADS, "norm_topk_prob"),
         mixture="sgla.model.mixture_spec:deepseek_v3",
+        windows=listed(late),
         qk_norm="head",
         gguf=(Gguf("dots1", tensors=BALANCED, gating=(SIGMOID,)),),
     ),
@@ -327,8 +331,8 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:exaone",
         renamed=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
         qk_norm="head",
-        rotates="windows",
-        windows_optional=True,
+        windows=EXAONE,
+        unrotated=full_among_windows,
     ),
     "MiniMaxM2ForCausalLM": Family(
         ("minimax_m2",),

@@ -1,0 +1,101 @@
+"""What layers are told of their shapes. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from sgla.kernels.routing import Clamped, Routing
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding:
+    ``theta`` base, ``dim`` rotated dims of each head, ``kind`` and numbers of the scaling."""
+
+    theta: float
+    dim: int
+    kind: str = "default"
+    scaling: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Mixture of experts: ``experts`` MLPs of the width ``intermediate``, to some of which ``routing`` sends
+    each token. ``layers``: those that are mixtures; the others have one MLP of the model's ``intermediate``.
+    A family has a function that reads it (``Family.mixture``)."""
+
+    experts: int
+    intermediate: int
+    routing: Routing
+    layers: frozenset[int]
+    clamped: Clamped | None = None  # in place of the model's activation
+    bias: bool = False  # of the experts and the router
+    choice: bool = False  # a bias of the scores, which decides who is chosen and not with what weight
+    crossed: bool = False  # a file has gpt-oss' stacks of experts
+    shared: int = 0  # width of an MLP that every token goes through, too; 0: there is none
+    shared_gate: bool = False  # its output is multiplied by the sigmoid of a linear layer with one output
+
+
+class LayerInputs(NamedTuple):
+    """Of a token each layer is given ``width`` values of its own, from an embedding of ``vocab`` tokens."""
+
+    width: int
+    vocab: int
+
+
+class StateTensor(NamedTuple):
+    """A tensor that a layer keeps of a token, by the name that ``KVLayer`` has for it. ``dtype``: where it
+    is not the KV cache's."""
+
+    name: str
+    shape: tuple[int, ...]  # of a token
+    dtype: str = ""
+
+
+class Growth(NamedTuple):
+    """A query is multiplied by ``1 + beta * log(1 + whole)``, where ``whole`` is how often ``length`` tokens
+    stand before its position."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of one layer: ``heads`` of queries, ``kv_heads`` of keys and values, each of ``head_dim``
+    values. ``rope`` None: positions are not rotated; ``window`` 0: a token reads all before it. ``sinks``:
+    each head has a score that takes its share of the softmax and has no value. A family whose layers are
+    others has a subclass. ``growth``: of queries."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    growth: Growth | None = None
+    reads: int | None = None  # the layer whose keys and values it reads, with the same window; None: its own
+
+    @property
+    def v_dim(self) -> int:
+        """Values of a head of v."""
+        return self.head_dim
+
+    @property
+    def latent(self) -> bool:
+        """v is the beginning of k, and not kept beside it."""
+        return False
+
+    def kept(self, kv_heads: int) -> tuple[StateTensor, ...]:
+        """What a rank with so many KV heads keeps of a token."""
+        return StateTensor("k", (kv_heads, self.head_dim)), StateTensor("v", (kv_heads, self.v_dim))
+
+    def weights(self, hidden: int) -> int:
+        """Values of its matrices."""
+        own = 0 if self.reads is not None else self.kv_heads
+        return hidden * self.head_dim * 2 * (self.heads + own)
