@@ -20,7 +20,7 @@ from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
 from sgla.model.sizes import as_stored, read_spec, weight_bytes
 from sgla.model.spec import ModelSpec
-from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes
+from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import dialect_of
 
@@ -107,6 +107,8 @@ def resolve(
     config = filling.config
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
+    if isinstance(spec, ModelSpec) and spec.recurrent:
+        check_recurrent(config, device)
     check_features(config, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         drafts = Settled(DRAFTS, "a row learns how many of them pay")
@@ -217,7 +219,7 @@ def settle_cache(
     elif device == "cuda":
         reasons |= {name: reason for name, reason in BY_WORKERS.items() if getattr(config, name) is None}
     else:
-        room = filling.settle("kv_cache_bytes", choose_kv_bytes(machine, spec, dtype, config.tp))
+        room = filling.settle("kv_cache_bytes", choose_kv_bytes(machine, spec, dtype, filling.done()))
         if isinstance(spec, ModelSpec):
             fits = kv_pool(filling.done(), spec, dtype).tokens(room)
             filling.settle("context_length", choose_context(spec.context_len, fits))
@@ -269,6 +271,22 @@ def check_speculation(config: Config) -> None:
         )
 
 
+def check_recurrent(config: Config, device: str) -> None:
+    """Raise ConfigError for what layers that keep a state cannot do: to go back behind a wrong guess, and to
+    sum up alike however a prompt is cut."""
+    wanted = {"speculative_algorithm": config.speculative_algorithm, "deterministic": config.deterministic}
+    for name in (name for name, value in wanted.items() if value):
+        raise ConfigError(
+            f"--{name.replace('_', '-')} cannot be honoured for a model whose layers keep a state of all "
+            "tokens; leave it out",
+            param=name,
+        )
+    if device == "cuda":
+        raise ConfigError(
+            "models whose layers keep a state run on CPUs so far; give --device cpu", param="device"
+        )
+
+
 def check_deterministic(config: Config, device: str) -> None:
     """Raise ConfigError for what cannot be done in the same bits whatever is in the batch. What depends on
     the model, and whether there are native kernels, the workers check (``worker/start_cpu.py``)."""
@@ -309,7 +327,7 @@ def kv_pool(config: Config, spec: ModelSpec, dtype: str) -> Pool:
     context = config.context_length or min(spec.context_len, LONGEST)
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
-    demand = Demand(config.max_running_requests, config.step_tokens)
+    demand = Demand(config.max_running_requests, config.step_tokens, config.prefix_cache)
     return Pool(kv_groups(state_of(spec, config.tp), context, dtype), config.page_size, demand)
 
 
@@ -323,11 +341,14 @@ def choose_threads(machine: Machine, tp: int) -> Settled:
 
 
 def choose_kv_bytes(
-    machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str, ranks: int
+    machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str, config: Config
 ) -> Settled:
-    """Of a CPU: room for ROOM_TOKENS, at least 512 MiB, at most a quarter of what is free."""
-    token = token_bytes(state_of(spec, ranks), dtype) if isinstance(spec, ModelSpec) else 0
-    wanted = max(512 * MIB, token * ROOM_TOKENS)
+    """Of a CPU: room for ROOM_TOKENS and a state for each row, at least 512 MiB, at most a quarter of what is
+    free."""
+    state = state_of(spec, config.tp) if isinstance(spec, ModelSpec) else []
+    assert config.max_running_requests is not None
+    rows = (config.max_running_requests + 1) * unit_bytes(state, dtype)
+    wanted = max(512 * MIB, token_bytes(state, dtype) * ROOM_TOKENS + rows)
     limit = machine.memory_available // 4
     if wanted > limit > 0:
         return Settled(limit, f"a quarter of the {machine.memory_available / GIB:.1f} GiB available")

@@ -25,7 +25,7 @@ from sgla.loading.source import configured_source
 from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.sizes import Parameters, parameters, read_spec, short_count, weight_bytes
-from sgla.model.state import state_of, token_bytes
+from sgla.model.state import state_of, token_bytes, unit_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, kv_pool, resolve
 
@@ -101,18 +101,17 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     weights = weight_bytes(spec, config.dtype, quantization, config.tp) * config.tp
     dtype = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
     states = [state_of(spec, config.tp, rank) for rank in range(config.tp)]
-    per_token = sum(token_bytes(state, dtype) for state in states)
+    rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}
+    if spec.recurrent:
+        rows["state_bytes"] = sum(unit_bytes(state, dtype) for state in states)
     if config.kv_cache_bytes is None:
-        return {"weights": weights, "kv_bytes_per_token": per_token}
-    kv = config.kv_cache_bytes * config.tp
-    pages = kv_pool(config, spec, dtype).tokens(config.kv_cache_bytes) // config.page_size
-    return {
-        "weights": weights,
-        "kv_cache": kv,
-        "kv_bytes_per_token": per_token,
-        "kv_pages": pages,
-        "kv_tokens": pages * config.page_size,
-    }
+        return rows
+    pool = kv_pool(config, spec, dtype)
+    pages = pool.tokens(config.kv_cache_bytes) // config.page_size
+    rows |= {"kv_cache": config.kv_cache_bytes * config.tp, "kv_pages": pages}
+    if spec.recurrent:
+        rows["states"] = pool.split(config.kv_cache_bytes)[-1]
+    return rows | {"kv_tokens": pages * config.page_size}
 
 
 def settings(resolved: Resolved) -> list[list[str]]:
@@ -168,6 +167,9 @@ def parameters_line(counts: Parameters) -> str:
 
 def kv_line(rows: dict[str, int]) -> str:
     tokens = f"of {rows['kv_bytes_per_token']} bytes"
+    if "state_bytes" in rows:
+        count = f"{rows['states']} " if "states" in rows else ""
+        tokens += f", {count}states of {size(rows['state_bytes'])}"
     if "kv_cache" not in rows:
         return f"KV cache   {'the rest':>10}  less what the largest steps take; tokens {tokens}"
     return (

@@ -52,6 +52,9 @@ class StateLayer:
     memory: Tensor  # float32[units, H, dk, dv], of Mamba [units, H, P, N]
 
 
+Layer = KVLayer | StateLayer
+
+
 class Norm(NamedTuple):
     """What ``add_rms_norm`` does with an x:
     h = residual + x, whose RMSNorm with ``weight`` float32[d] is wanted."""

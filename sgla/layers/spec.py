@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -47,11 +48,11 @@ class LayerInputs(NamedTuple):
 
 
 class StateTensor(NamedTuple):
-    """A tensor that a layer keeps of a token, by the name that ``KVLayer`` has for it. ``dtype``: where it
-    is not the KV cache's."""
+    """A tensor that a layer keeps of a token, by the name that ``KVLayer`` has for it, or in a unit of its
+    state, by that of ``StateLayer``. ``dtype``: where it is not the KV cache's."""
 
     name: str
-    shape: tuple[int, ...]  # of a token
+    shape: tuple[int, ...]  # of a token or a unit
     dtype: str = ""
 
 
@@ -94,6 +95,11 @@ class AttentionSpec:
     def kept(self, kv_heads: int) -> tuple[StateTensor, ...]:
         """What a rank with so many KV heads keeps of a token."""
         return StateTensor("k", (kv_heads, self.head_dim)), StateTensor("v", (kv_heads, self.v_dim))
+
+    def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
+        """What a rank keeps of all tokens together, in a layer that does that instead of keeping each.
+        ``own``: how many of so many heads it has."""
+        return ()
 
     def weights(self, hidden: int) -> int:
         """Values of its matrices."""

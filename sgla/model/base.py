@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import Layer
 from sgla.layers.attention import LayerAttention, SelfAttention
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP, PlainMLP
@@ -37,7 +37,7 @@ class CausalLM(ABC):
         self.spec, self.shard, self.positions = spec, build.shard, positions
 
     @abstractmethod
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         """Final hidden states ``[S, d]`` of the batch's tokens ``rows`` int32[S], or ``[T, d]`` of all. The
         KV of all is written to ``kv``, one entry a layer."""
 
@@ -56,10 +56,11 @@ class CausalLM(ABC):
 
 class Block(Protocol):
     """One layer. The residual stream ``h`` and the pending update ``x`` travel apart, so that add and norm
-    are one op. The last layer goes on with ``rows`` alone once every token has left its KV."""
+    are one op. The last layer goes on with ``rows`` alone once every token has left its KV. ``kv``: what the
+    layer keeps, a KVLayer or a StateLayer."""
 
     def __call__(
-        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: KVLayer, rows: Tensor | None
+        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: Any, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -155,7 +156,7 @@ class Decoder(CausalLM):
             shared=shared,
         )
 
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed(batch.ids)
         if self.places is not None:
             x = x + self.places(batch.positions).to(x.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Layer
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear, RowLinear, split_heads
 from sgla.layers.mlp import GatedMLP
@@ -182,12 +182,13 @@ class Gemma4(Decoder):
     def block(self, build: Build, name: str, index: int) -> Block:
         return Block(self, build, name, index)
 
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed(batch.ids)
         given = None if self.inputs is None else self.inputs(batch.ids, x)
         h: Tensor | None = None
         for i, (block, layer) in enumerate(zip(self.blocks, kv)):
             assert isinstance(block, Block)
+            assert isinstance(layer, KVLayer)
             own = None if given is None else given[:, i]
             x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None, own)
         return self.norm.add(x, h)[0]

@@ -31,7 +31,7 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Layer
 from sgla.kernels.trace import NotRecorded, Symbol
 from sgla.messages import LONGEST, Progress
 from sgla.model.base import CausalLM
@@ -156,13 +156,14 @@ class Step(NamedTuple):
     """Attention over the pages of a step."""
 
     batch: ForwardBatch
-    kv: list[KVLayer]
+    kv: list[Layer]
     spec: GenericSpec
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: dict[str, Any]
     ) -> Tensor:
         kv, layer = self.kv[module.layer_idx], self.spec.attention[module.layer_idx]  # type: ignore[index]
+        assert isinstance(kv, KVLayer)
         where = ops.places(kv, self.batch.out_loc)
         ops.store(kv.k, k[0].transpose(0, 1), where)
         ops.store(kv.v, v[0].transpose(0, 1), where)
@@ -202,7 +203,7 @@ class Generic(CausalLM):
         self.spec, self.shard, self.positions = spec, Shard(), positions
         self.lm_head = Columns(range(spec.vocab))  # type: ignore[assignment]
 
-    def forward(self, batch: ForwardBatch, kv: list[KVLayer], rows: Tensor | None = None) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         """Logits of ``rows``."""
         if isinstance(batch.ids, Symbol):
             raise NotRecorded("it is a module of transformers")

@@ -88,6 +88,11 @@ class ModelSpec:
         """Sliding windows of the layers; 0: full attention."""
         return tuple(layer.window for layer in self.attention)
 
+    @property
+    def recurrent(self) -> bool:
+        """Some layers keep states."""
+        return any(layer.unit(int) for layer in self.attention)
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelSpec:
         """From the content of ``config.json``, transformers 4 or 5 style. Raises ConfigError for an

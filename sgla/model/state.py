@@ -11,35 +11,50 @@ from sgla.layers.spec import StateTensor
 from sgla.model.sizes import BYTES
 from sgla.model.spec import ModelSpec
 
+FEWEST, MOST = 512, 4096  # tokens between checkpoints
+FREE = 1 << 18  # pages, where tokens take no bytes
+
 
 class LayerState(NamedTuple):
-    """What a layer keeps, on one rank, of every token that a later one may read. ``window``: tokens that a
-    token reads, itself included; 0: all. A layer without tensors keeps nothing, or it reads what the layer
-    ``reads`` keeps."""
+    """What a layer keeps, on one rank, of every token that a later one may read, or its ``unit``: what it
+    keeps of all tokens together. ``window``: tokens that a token reads, itself included; 0: all. A layer
+    without tensors keeps nothing, or it reads what the layer ``reads`` keeps."""
 
     window: int
     tensors: tuple[StateTensor, ...]
     reads: int | None = None
+    unit: tuple[StateTensor, ...] = ()
 
     def token_bytes(self, dtype: str) -> float:
         """``dtype``: of the KV cache."""
         return sum(prod(tensor.shape) * BYTES[tensor.dtype or dtype] for tensor in self.tensors)
 
+    def unit_bytes(self, dtype: str) -> float:
+        return sum(prod(tensor.shape) * BYTES[unit_dtype(tensor, dtype)] for tensor in self.unit)
+
 
 class KVGroup(NamedTuple):
     """Layers that keep the same tokens share page numbers. ``layers``: indices; ``token_bytes``: of what they
-    keep of a token together, on one rank; ``window`` 0: they keep all tokens."""
+    keep of a token together, on one rank; ``window`` 0: they keep all tokens. Or layers that keep a state of
+    ``unit_bytes`` together."""
 
     window: int
     layers: tuple[int, ...]
     token_bytes: float
+    unit_bytes: float = 0.0
+
+    def page_bytes(self, page_size: int) -> int:
+        """Of a page, or of a state."""
+        return int(self.unit_bytes or self.token_bytes * page_size)
 
 
 class Demand(NamedTuple):
-    """What decides how many pages of windows are of use: requests at a time, tokens of a step."""
+    """What decides how many pages of windows and how many states are of use: requests at a time, tokens of a
+    step, and whether prefixes are kept."""
 
     rows: int
     step_tokens: int
+    prefixes: bool = True
 
 
 def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[LayerState]:
@@ -56,8 +71,13 @@ def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[Layer
     state = []
     for layer in spec.attention:
         kept = layer.kept(own(layer.kv_heads)) if layer.reads is None else ()
-        state.append(LayerState(layer.window, kept, layer.reads))
+        state.append(LayerState(layer.window, kept, layer.reads, layer.unit(own)))
     return state
+
+
+def unit_dtype(tensor: StateTensor, dtype: str) -> str:
+    """That of a part of a state beside a KV cache of ``dtype``, whose scales it does not have."""
+    return tensor.dtype or ("bfloat16" if dtype == "fp8" else dtype)
 
 
 def token_bytes(state: Sequence[LayerState], dtype: str) -> int:
@@ -65,16 +85,25 @@ def token_bytes(state: Sequence[LayerState], dtype: str) -> int:
     return int(sum(layer.token_bytes(dtype) for layer in state))
 
 
+def unit_bytes(state: Sequence[LayerState], dtype: str) -> int:
+    """Of a state in all layers, on one rank."""
+    return int(sum(layer.unit_bytes(dtype) for layer in state))
+
+
 def kv_groups(state: Sequence[LayerState], context_len: int, dtype: str) -> list[KVGroup]:
-    """The groups of a model, that of whole histories first.
-    If no layer needs whole histories, all keep them. ``dtype``: of the KV cache."""
-    windows = [layer.window if layer.window < context_len else 0 for layer in state]
-    if 0 not in windows:
-        windows = [0] * len(windows)
+    """The groups of a model, that of whole histories first, that of states last. If no layer needs whole
+    histories, those with windows keep them. ``dtype``: of the KV cache."""
+    paged = [i for i, layer in enumerate(state) if not layer.unit]
+    windows = {i: state[i].window if state[i].window < context_len else 0 for i in paged}
+    if 0 not in windows.values():
+        windows = dict.fromkeys(paged, 0)
     groups = []
-    for window in sorted(set(windows)):
-        layers = tuple(i for i, other in enumerate(windows) if other == window)
+    for window in sorted({0, *windows.values()}):
+        layers = tuple(i for i in paged if windows[i] == window)
         groups.append(KVGroup(window, layers, sum(state[i].token_bytes(dtype) for i in layers)))
+    if recurrent := tuple(i for i, layer in enumerate(state) if layer.unit):
+        units = sum(state[i].unit_bytes(dtype) for i in recurrent)
+        groups.append(KVGroup(0, recurrent, 0.0, units))
     return groups
 
 
@@ -83,7 +112,10 @@ class Pool(NamedTuple):
     histories, nor than are of use: for every row what it reads, as much again for prefixes in the tree, and a
     step's tokens. Where that is too much, they are three quarters of what they would be if all groups had the
     same number: then short requests, which fill no window, lose a quarter of their places, and long ones win
-    what the windows give up."""
+    what the windows give up.
+
+    States get half of the budget, as long as more than one for each row and one more is of use: for a
+    checkpoint every so many tokens of those that the other half holds."""
 
     groups: Sequence[KVGroup]
     page_size: int
@@ -92,7 +124,16 @@ class Pool(NamedTuple):
     @property
     def page_bytes(self) -> list[int]:
         """Of a page of each group, on one rank."""
-        return [int(group.token_bytes * self.page_size) for group in self.groups]
+        return [group.page_bytes(self.page_size) for group in self.groups]
+
+    @property
+    def every(self) -> int:
+        """After how many tokens a text leaves a checkpoint: those take as many bytes as it does. 0: there are
+        no states."""
+        if not self.groups[-1].unit_bytes:
+            return 0
+        tokens = self.groups[-1].unit_bytes / max(self._token_bytes, 1)
+        return pages_for(int(min(max(tokens, FEWEST), MOST)), self.page_size) * self.page_size
 
     def needed(self, context: int) -> int:
         """Bytes for one request of ``context`` tokens."""
@@ -100,19 +141,44 @@ class Pool(NamedTuple):
         return sum(b * min(whole, self._least(group)) for group, b in zip(self.groups, self.page_bytes))
 
     def split(self, budget: int) -> list[int]:
-        """Pages of each group, without the dummies, in ``budget`` bytes or a page of each more."""
-        first, *others = self.page_bytes
+        """Pages of each group, without the dummies, in ``budget`` bytes or a page of each more; at the end
+        states."""
+        if not self.groups[-1].unit_bytes:
+            return self._pages(budget)
+        states = self._states(budget)
+        return [*self._pages(max(budget - states * self.page_bytes[-1], 1)), states]
+
+    def _pages(self, budget: int) -> list[int]:
+        sizes = [group.page_bytes(self.page_size) for group in self.groups if not group.unit_bytes]
+        first, *others = sizes
+        if not first:
+            return [FREE]
         equal = pages_for(budget, first + sum(others))
         windows = []
-        for group in self.groups[1:]:
+        for group in self.groups[1 : len(sizes)]:
             useful = 2 * self.demand.rows * (self._read(group) + 1) + self._step
             windows.append(min(equal, max(self._least(group), min(useful, equal * 3 // 4))))
         left = budget - sum(n * b for n, b in zip(windows, others))
         return [max(equal, left // first), *windows]
 
+    def _states(self, budget: int) -> int:
+        """Those of rows come before tokens, up to three quarters of the budget; two are the least that a
+        request and its checkpoint need."""
+        size, token, rows = self.page_bytes[-1], self._token_bytes, self.demand.rows
+        if not token:
+            return max(2, budget // size)
+        useful = min(budget // 2 // size, 2 * rows + int(budget // 2 // token) // self.every)
+        wanted = max(rows + 1, useful) if self.demand.prefixes else rows + 1
+        return max(2, min(wanted, budget * 3 // 4 // size))
+
+    @property
+    def _token_bytes(self) -> float:
+        """Of a token in all groups."""
+        return sum(group.token_bytes for group in self.groups)
+
     def tokens(self, budget: int) -> int:
         """Tokens of whole histories that ``budget`` bytes hold for certain."""
-        if len(self.groups) == 1:
+        if len(self.groups) == 1 and self.groups[0].token_bytes:
             return int(budget // self.groups[0].token_bytes)
         return self.split(budget)[0] * self.page_size
 
@@ -125,7 +191,9 @@ class Pool(NamedTuple):
         return pages_for(group.window - 1, self.page_size) + 1
 
     def _least(self, group: KVGroup) -> int:
-        """Pages with which one request reads its prompt at full speed."""
+        """Pages with which one request reads its prompt at full speed, or states."""
+        if group.unit_bytes:
+            return 2
         return self._read(group) + self._step if group.window else 1 << 40
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.batch import ForwardBatch, StateRows
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan
 from sgla.worker.state import Int32s, SlotTables, column
+
+
+class StateColumns(NamedTuple):
+    """``kernels.batch.StateRows`` in numpy."""
+
+    reads: Int32s  # [R]
+    writes: Int32s  # [R]
+    marks: Int32s  # [M, 3]
 
 
 class Columns(NamedTuple):
@@ -21,6 +29,7 @@ class Columns(NamedTuple):
     starts: Int32s  # [R]
     q_lens: Int32s  # [R]
     logits: Int32s  # [S], rising
+    states: StateColumns | None = None
 
 
 class PromptSpan(NamedTuple):
@@ -112,7 +121,19 @@ def read(
         bounds = [(s.first, s.end) for s in spans] + [(s.first, s.end) for s in stated]
         inner = (np.arange(first, end, dtype=np.int32) for first, end in bounds)
         logits = np.unique(np.concatenate([last, tails, *inner]))
-    return Columns(slots, starts, q_lens, logits), wanted
+    return Columns(slots, starts, q_lens, logits, _states(plan, slots, starts, tables)), wanted
+
+
+def _states(plan: StepPlan, slots: Int32s, starts: Int32s, tables: SlotTables) -> StateColumns | None:
+    if tables.unit is None:
+        return None
+    writes, row_of = tables.unit[slots], np.zeros(len(tables.unit), np.int32)
+    row_of[slots] = np.arange(len(slots))
+    reads = np.where(starts > 0, writes, 0).astype(np.int32)
+    told, marks = column(plan.state_reads).reshape(-1, 2), column(plan.checkpoints).reshape(-1, 3)
+    reads[row_of[told[:, 0]]] = told[:, 1]
+    rows = row_of[marks[:, 0]]
+    return StateColumns(reads, writes, np.stack([rows, marks[:, 1] - starts[rows], marks[:, 2]], 1))
 
 
 def _span(
@@ -143,7 +164,20 @@ def _part(columns: Columns, ends: Int32s, first: int, end: int) -> Columns:
     starts = columns.starts + (begins - (ends - columns.q_lens)).astype(np.int32)
     logits = columns.logits[(columns.logits >= first) & (columns.logits < end)] - first
     q_lens = (stops - begins).astype(np.int32)
-    return Columns(columns.slots[rows], starts[rows], q_lens[rows], logits.astype(np.int32))
+    states = columns.states
+    if states is not None:
+        states = _states_of(states, rows, starts - columns.starts, q_lens)
+    return Columns(columns.slots[rows], starts[rows], q_lens[rows], logits.astype(np.int32), states)
+
+
+def _states_of(states: StateColumns, rows: Any, passed: Int32s, q_lens: Int32s) -> StateColumns:
+    """Those of a part of the step that has ``q_lens`` tokens of ``rows`` behind the first ``passed``."""
+    reads = np.where(passed > 0, states.writes, states.reads)
+    row, length, unit = states.marks.T
+    length = length - passed[row]
+    inside = rows[row] & (length > 0) & (length <= q_lens[row])
+    marks = np.stack([np.cumsum(rows)[row] - 1, length, unit], 1)[inside]
+    return StateColumns(reads[rows], states.writes[rows], marks.astype(np.int32))
 
 
 def build(columns: Columns, tables: SlotTables) -> ForwardBatch:
@@ -169,6 +203,7 @@ def build(columns: Columns, tables: SlotTables) -> ForwardBatch:
         page_table=torch.from_numpy(tables.page_table),
         page_size=tables.page_size,
         sample_rows=_tensor(columns.logits),
+        states=None if columns.states is None else StateRows(*map(_tensor, columns.states)),
     )
 
 

@@ -64,7 +64,7 @@ class CpuRunner(Runner):
         check_weights(weights, self.place.free())
         state = state_of(spec, self.shard.size, self.shard.rank)
         groups = kv_groups(state, config.context_length or spec.context_len, dtype)
-        pool = Pool(groups, config.page_size, Demand(slots, step_tokens))
+        pool = Pool(groups, config.page_size, Demand(slots, step_tokens, config.prefix_cache))
         size = size_kv(
             pool,
             budget=config.kv_cache_bytes,
@@ -81,7 +81,9 @@ class CpuRunner(Runner):
         self._kept = Kept() if config.enable_return_hidden_states else None
         self._forward, kernels = self._make_forward(limits, config.native_kernels)
         self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
-        self.tables = SlotTables(slots, size.context_len, config.page_size, len(groups))
+        states = groups[-1].unit_bytes > 0
+        paged = len(groups) - states
+        self.tables = SlotTables(slots, size.context_len, config.page_size, paged, states)
         self._drafter = NGrams(self.tables)
         self.matchers = Matchers() if self.shard.rank == 0 else None
         pick = find_draw() if config.native_kernels else draw

@@ -13,7 +13,7 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.build import BuildError
 from sgla.kernels.cpu import native
 from sgla.kernels.cpu.program import Program, ProgramLimits
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import Layer
 from sgla.kernels.trace import NotRecorded
 from sgla.model.base import CausalLM
 
@@ -32,7 +32,7 @@ class Kept:
 
 def make_forward(
     model: CausalLM,
-    kv: list[KVLayer],
+    kv: list[Layer],
     limits: ProgramLimits,
     threads: int,
     use_native: bool,

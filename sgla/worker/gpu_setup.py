@@ -124,7 +124,9 @@ class GpuSetup(Runner):
             self.constraints = Constraints(host, vocab, self.matchers, skip_forced=skip_forced, pin=True)
         labels = self.pooling is None
         self.flights = Flights(steps.tables, steps.sampler, self.constraints, labels)
-        pool = Pool(steps.groups, config.page_size, Demand(steps.slots, steps.step_tokens))
+        pool = Pool(
+            steps.groups, config.page_size, Demand(steps.slots, steps.step_tokens, config.prefix_cache)
+        )
         pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts))
         with within_memory("allocating the KV cache", self.budget.smaller_pool):
             steps.kv = steps.allocate(pages, config.page_size, steps.kv_dtype)

@@ -14,7 +14,7 @@ from sgla.attention import Attention, DeviceBatch, ExtendRows
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.kernels.gpu import Forward, GpuOps
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import KVLayer, Layer
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
@@ -94,12 +94,12 @@ class GpuSteps:
         self.forget_rows()
 
     @property
-    def kv(self) -> list[KVLayer]:
+    def kv(self) -> list[Layer]:
         """The pages of each layer. Steps read and write those that were set last."""
         return self._kv
 
     @kv.setter
-    def kv(self, kv: list[KVLayer]) -> None:
+    def kv(self, kv: list[Layer]) -> None:
         self._kv, self.forward = kv, Forward(self.model, kv, self.ops)
 
     def forget_rows(self) -> None:
@@ -120,19 +120,22 @@ class GpuSteps:
         )
         self.forward.hidden(batch)
         tables.page_table[..., slot, :] = 0
-        pairs = ((kv.k, kv.v if kv.v.numel() else kv.k) for kv in self.kv)
+        one = torch.ones(1, device="cuda")  # of a layer that keeps a state
+        layers = [(kv.k, kv.v) if isinstance(kv, KVLayer) else (one, one) for kv in self.kv]
+        pairs = ((k, v if v.numel() else k) for k, v in layers)
         most = torch.stack([torch.stack([k.abs().max(), v.abs().max()]) for k, v in pairs])
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
 
-    def allocate(self, pages: Sequence[int], page_size: int, dtype: str) -> list[KVLayer]:
+    def allocate(self, pages: Sequence[int], page_size: int, dtype: str) -> list[Layer]:
         """``pages`` of each cache group; see ``worker/kv.py``."""
         state = self.model.state()
         groups = kv_groups(state, self.context_len, dtype)
-        nbytes = sum(int(group.token_bytes * page_size) * count for group, count in zip(groups, pages))
-        arena = Arena(nbytes, sum(len(layer.tensors) for layer in state))
+        nbytes = sum(group.page_bytes(page_size) * count for group, count in zip(groups, pages))
+        arena = Arena(nbytes, sum(len(layer.tensors) + len(layer.unit) for layer in state))
         layers = allocate_kv(state, groups, pages, page_size, dtype, arena.zeros)
         for layer, scales in zip(layers, self.scales if dtype == "fp8" else []):
-            layer.k_scale, layer.v_scale = scales
+            if isinstance(layer, KVLayer):
+                layer.k_scale, layer.v_scale = scales
         return layers
 
     def run_eagerly(self, plan: StepPlan, verify: Verify | None = None) -> Launched:

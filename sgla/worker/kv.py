@@ -10,8 +10,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sgla.kernels.ops import KVLayer
-from sgla.model.state import KVGroup, LayerState
+from sgla.kernels.ops import KVLayer, Layer, StateLayer
+from sgla.layers.spec import StateTensor
+from sgla.model.state import KVGroup, LayerState, unit_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 ALIGNED = 256  # bytes
@@ -27,17 +28,20 @@ def allocate_kv(
     page_size: int,
     dtype: str,
     zeros: Zeros | None = None,
-) -> list[KVLayer]:
-    """``pages`` of each group.
+) -> list[Layer]:
+    """``pages`` of each group, or units of that of states.
     Zeros: an attention that reads and masks places nobody has written must not find NaN there."""
     zeros = zeros or untouched
     group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
-    layers: list[KVLayer] = []
+    layers: list[Layer] = []
     for i, layer in enumerate(state):
         if layer.reads is not None:
             layers.append(replace(layers[layer.reads]))
             continue
         group = group_of[i]
+        if layer.unit:
+            layers.append(_states(layer.unit, pages[group], dtype, zeros))
+            continue
         made = {
             tensor.name: zeros(pages[group], page_size, tensor.shape, DTYPES[tensor.dtype or dtype])
             for tensor in layer.tensors
@@ -48,9 +52,25 @@ def allocate_kv(
     return layers
 
 
-def zero_pages(kv: list[KVLayer], pages: Sequence[Tensor]) -> None:
-    """``pages`` int64[n] of each cache group, on the device of the KV."""
-    for layer in kv:
+def _states(tensors: Sequence[StateTensor], units: int, dtype: str, zeros: Zeros) -> StateLayer:
+    made = {
+        tensor.name: zeros(units, 1, tensor.shape, DTYPES[unit_dtype(tensor, dtype)])[:, 0]
+        for tensor in tensors
+    }
+    assert made.keys() <= {"conv", "memory"}, "StateLayer has no other tensors"
+    conv = made["conv"] if "conv" in made else made["memory"].new_zeros(units, 0, 0)
+    return StateLayer(conv, made["memory"] if "memory" in made else conv.new_zeros(units, 0, 0, 0).float())
+
+
+def paged(kv: Sequence[Layer]) -> list[KVLayer]:
+    """The layers that keep tokens."""
+    return [layer for layer in kv if isinstance(layer, KVLayer)]
+
+
+def zero_pages(kv: Sequence[Layer], pages: Sequence[Tensor]) -> None:
+    """``pages`` int64[n] of each cache group of pages, on the device of the KV. States need that not: a row
+    that begins without one reads none."""
+    for layer in paged(kv):
         for x in (layer.k, layer.v):
             x = x.view(torch.uint8) if x.itemsize == 1 else x
             x.index_fill_(0, pages[layer.group], 0)
@@ -59,8 +79,9 @@ def zero_pages(kv: list[KVLayer], pages: Sequence[Tensor]) -> None:
 class HostPages:
     """Host memory for copies of pages of the first cache group, in all its layers."""
 
-    def __init__(self, kv: Sequence[KVLayer], pages: int) -> None:
-        device = [x.view(torch.uint8) if x.itemsize == 1 else x for layer in kv for x in (layer.k, layer.v)]
+    def __init__(self, kv: Sequence[Layer], pages: int) -> None:
+        tensors = [x for layer in paged(kv) for x in (layer.k, layer.v)]
+        device = [x.view(torch.uint8) if x.itemsize == 1 else x for x in tensors]
         host = [x.new_empty(pages + 1, *x.shape[1:]) for x in device]  # place 0 is never used
         self._places = {"device": device, "host": host}
 
@@ -86,7 +107,7 @@ class Arena:
         self._left = torch.zeros(nbytes + ALIGNED * tensors, dtype=torch.uint8, device="cuda")
 
     def zeros(self, pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        heads, width = shape
-        size = pages * page_size * heads * width * dtype.itemsize
+        heads, *width = shape
+        size = pages * page_size * prod(shape) * dtype.itemsize
         part, self._left = self._left[:size], self._left[-(-size // ALIGNED) * ALIGNED :]
-        return part.view(dtype).view(pages, heads, page_size, width).transpose(1, 2)
+        return part.view(dtype).view(pages, heads, page_size, *width).transpose(1, 2)

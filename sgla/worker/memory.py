@@ -69,8 +69,11 @@ def size_kv(
 
 def cache_groups(pool: Pool, pages: Sequence[int]) -> list[CacheGroup]:
     """As ``Facts`` have them. ``pages`` of each, with the dummy page."""
-    every = zip(pages, pool.groups, pool.page_bytes)
-    return [CacheGroup(count, group.window, size) for count, group, size in every]
+    groups = zip(pages, pool.groups, pool.page_bytes)
+    return [
+        CacheGroup(count, group.window, size, pool.every if group.unit_bytes else 0)
+        for count, group, size in groups
+    ]
 
 
 def check_weights(needed: int, available: int, advice: str = "--quantization int8 or int4") -> None:

@@ -17,15 +17,19 @@ def column(data: bytes) -> Int32s:
 
 class SlotTables:
     """``tokens`` int32[slots, context_len + 1], ``page_table`` int32[groups,
-    slots, max_pages] (0, the dummy, where unset).
+    slots, max_pages] (0, the dummy, where unset), for each of ``groups`` that keeps tokens. ``unit``
+    int32[slots]: that of each slot, if there is a group of ``states``.
 
     Memory is touched only where a request has written.
     """
 
-    def __init__(self, slots: int, context_len: int, page_size: int, groups: int = 1) -> None:
+    def __init__(
+        self, slots: int, context_len: int, page_size: int, groups: int = 1, states: bool = False
+    ) -> None:
         self.page_size = page_size
         self.tokens: Int32s = np.empty((slots, context_len + 1), np.int32)
         self.page_table: Int32s = np.zeros((groups, slots, -(-(context_len + 1) // page_size)), np.int32)
+        self.unit: Int32s | None = np.zeros(slots, np.int32) if states else None
         self.page_count: Int32s = np.zeros(slots, np.int32)
         self.prompt_len: Int32s = np.zeros(slots, np.int32)
         self.prompt_logprobs: Int32s = np.zeros(slots, np.int32)
@@ -51,6 +55,8 @@ class SlotTables:
         tokens = column(new.tokens)
         self.tokens[new.slot, : len(tokens)] = tokens
         self.page_count[new.slot] = 0
+        if self.unit is not None:
+            self.unit[new.slot] = column(new.pages[-1])[0] if new.pages else 0
         for table, column_of in zip(self.page_table, new.pages):
             pages = column(column_of)
             table[new.slot, : len(pages)] = pages

@@ -10,11 +10,11 @@ from config_cases import gemma3
 from tiny import check_draws, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.layers.spec import StateTensor
-from sgla.messages import StepPlan, Submit
+from sgla.messages import CacheGroup, StepPlan, Submit
 from sgla.model.state import Demand, LayerState, Pool, kv_groups
 from sgla.sched.memory import Memory
 from sgla.worker.cpu import CpuRunner
-from sgla.worker.memory import size_kv
+from sgla.worker.memory import cache_groups, size_kv
 
 WINDOW, PAGE = 40, 16
 MODEL = gemma3(
@@ -145,3 +145,23 @@ def test_a_budget_is_shared_out_by_use() -> None:
     assert full * 3 + window * 15 <= (8 << 30) // (1024 * PAGE) + 18
     full, window = pages(8 << 20, 32)  # so little that all tokens have their pages
     assert full == window
+
+
+def test_states_take_half_of_a_budget() -> None:
+    """But one for each row and one more come before tokens, up to three quarters, and no more than are of
+    use; without the prefix tree there are no checkpoints. They lie as far apart as their bytes."""
+    tokens = LayerState(0, (StateTensor("k", (2, 64)), StateTensor("v", (2, 64))))  # 512 bytes
+    state = LayerState(0, (), unit=(StateTensor("memory", (8, 64, 256), "float32"),))  # 512 KiB
+    groups = kv_groups([tokens, state, tokens], 4096, "bfloat16")
+    assert [group.page_bytes(PAGE) for group in groups] == [1024 * PAGE, 512 << 10]
+    pool = Pool(groups, PAGE, Demand(4, 512))
+    assert pool.every == 512
+    assert pool.needed(4096) == 4096 * 1024 + (1 << 20)
+    for budget, states in ((8 << 20, 8), (4 << 20, 5), (2 << 20, 3), (1 << 30, 1 << 10)):
+        pages, found = pool.split(budget)
+        assert (found, pages) == (states, (budget - states * (512 << 10)) // (1024 * PAGE))
+    assert Pool(groups, PAGE, Demand(4, 512, prefixes=False)).split(1 << 30)[1] == 5
+    assert cache_groups(pool, [9, 6])[1] == CacheGroup(6, every=512, page_bytes=512 << 10)
+    alone = kv_groups([state, LayerState(0, ())], 4096, "fp8")  # a layer may keep nothing
+    assert [group.layers for group in alone] == [(1,), (0,)]
+    assert Pool(alone, PAGE, Demand(4, 512)).split(8 << 20)[1] == 16

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from sgla.kernels import ops
-from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.batch import ForwardBatch, StateRows
 from sgla.kernels.cpu.fuse import Body, Buffer, Node
 from sgla.kernels.cpu.native import Opcode
 from sgla.kernels.dispatch import Lowerings, Op, using
@@ -99,7 +99,11 @@ class Recorder:
         for name, shape in shapes.items():
             tensors[name] = symbol = Symbol.of(shape, torch.int32, self)
             self._parts[id(symbol)] = name
-        self._batch = ForwardBatch(rows=rows, tokens=tokens, page_size=1, **tensors)  # type: ignore[arg-type]
+        unit = Symbol.of((rows,), torch.int32, self)
+        states = StateRows(unit, unit, unit)  # read at run time alone
+        self._batch = ForwardBatch(
+            rows=rows, tokens=tokens, page_size=1, draws=None, states=states, **tensors
+        )
         return self._batch
 
     def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:

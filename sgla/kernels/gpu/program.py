@@ -19,7 +19,7 @@ from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.rules import apply
 from sgla.kernels.gpu.tuning import Choice, Product, choose
-from sgla.kernels.ops import KVLayer
+from sgla.kernels.ops import Layer
 from sgla.kernels.trace import STAND_INS, NotRecorded
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ Computes = Literal["hidden", "step", "part", "logits"]
 class Forward:
     """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op."""
 
-    def __init__(self, model: CausalLM, kv: list[KVLayer], gpu: GpuOps) -> None:
+    def __init__(self, model: CausalLM, kv: list[Layer], gpu: GpuOps) -> None:
         self._model, self._kv, self._gpu = model, kv, gpu
         self._records: dict[tuple[Computes, bool], Record | None] = {}
         self._programs: dict[Any, Program] = {}
