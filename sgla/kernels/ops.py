@@ -331,6 +331,22 @@ def gated_delta(
     return recurrent.gated_delta(q, k, v, decay, beta, state.memory, batch).to(v.dtype)
 
 
+@op
+def decay_rates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Decay and beta of ``gated_delta``, float32[T, H]: ``-exp(a_log) * softplus(a + dt_bias)`` and
+    ``sigmoid(b)``; a, b [T, H], a_log, dt_bias [H]."""
+    return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
+
+
+@op
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu") -> Tensor:
+    """``rms_norm(x, weight) * act(gate)`` over the last dim: x, gate [T, H, d], weight [d]; ``activation``:
+    silu, or sigmoid."""
+    f, z = x.float(), gate.float()
+    f = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (f * (F.silu(z) if activation == "silu" else z.sigmoid())).to(x.dtype)
+
+
 @op(like="x")
 def selective_scan(
     x: Tensor,

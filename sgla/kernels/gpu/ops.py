@@ -18,10 +18,10 @@ from sgla.kernels.batch import out_loc_of
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
-from sgla.kernels.gpu import mixture
-from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring
+from sgla.kernels.gpu import mixture, states
+from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer
 from sgla.kernels.routing import Activation, Gating, Routing
-from sgla.kernels.triton import elementwise, fp8, invariant
+from sgla.kernels.triton import delta, elementwise, fp8, invariant
 from sgla.kernels.triton import latent as latents
 
 if TYPE_CHECKING:
@@ -191,6 +191,34 @@ class GpuOps:
         sinks: Tensor | None = None,
     ) -> Tensor:
         return self.attend(q, kv, batch, Scoring(scale, window, softcap, sinks))
+
+    @LOWERINGS.of(ops.causal_conv)
+    def causal_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: StateLayer,
+        batch: Any,
+        activation: str = "silu",
+    ) -> Tensor:
+        return states.convolve(x, weight, bias, state, batch, activation == "silu")
+
+    @LOWERINGS.of(ops.gated_delta)
+    def gated_delta(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: StateLayer, batch: Any
+    ) -> Tensor:
+        return states.gated_delta(q, k, v, decay, beta, state, batch)
+
+    @LOWERINGS.of(ops.decay_rates)
+    def decay_rates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        return delta.decay_rates(a, b, a_log, dt_bias)
+
+    @LOWERINGS.of(ops.gated_rms_norm)
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
+    ) -> Tensor:
+        return delta.gated_rms_norm(x, gate, weight, eps, activation == "silu")
 
     @LOWERINGS.of(ops.act_mul)
     def act_mul(self, x: Tensor, kind: Activation) -> Tensor:

@@ -1,0 +1,110 @@
+"""Kernels of layers that keep a state against the bodies of their ops, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu has the same on the device", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from recurrence import batch_of
+from torch import Tensor
+
+from sgla.attention.base import DeviceBatch
+from sgla.kernels import ops
+from sgla.kernels.dispatch import using
+from sgla.kernels.gpu.ops import GpuOps
+from sgla.kernels.gpu.states import DeviceStates
+from sgla.kernels.triton import delta
+
+UNITS = 14
+LENGTHS, READS, WRITES = [1, 1, 1, 70, 9, 131, 2], [3, 0, 5, 0, 4, 6, 12], [3, 1, 7, 2, 4, 6, 12]
+MARKS = [(0, 1, 0), (1, 1, 11), (2, 1, 0), (3, 48, 9), (3, 16, 8), (4, 9, 10), (6, 1, 13)]
+
+
+def batch(decodes: int) -> DeviceBatch:
+    """Of the rows of one token so many are decode rows."""
+    made = batch_of(LENGTHS, READS, WRITES, MARKS)
+    states = made.states
+    assert states is not None
+    marks = np.array([mark for mark in MARKS if mark[2] or mark[0] < decodes], np.int32)
+    given = (x.numpy() for x in (made.q_start, states.writes))
+    device = DeviceStates.of(decodes, *given, marks, states.reads, states.writes, torch.from_numpy)
+    fields = {name: getattr(made, name) for name in made.__slots__} | {"states": device}
+    return DeviceBatch(**fields, decode_rows=decodes)
+
+
+def same(call, channels: int = 0, memory: tuple[int, int, int] = (0, 0, 0)) -> None:
+    """``call(batch, layer)`` gives and leaves the same with the kernels and without."""
+    begin = ops.StateLayer(torch.randn(UNITS, channels, 3), torch.randn(UNITS, *memory))
+    begin.conv[0] = begin.memory[0] = torch.nan
+    layer = deepcopy(begin)
+    expected = call(batch(0), layer)
+    for decodes in (0, 3):
+        other = deepcopy(begin)
+        with using(GpuOps(None)):  # type: ignore[arg-type]
+            found = call(batch(decodes), other)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(other.conv[1:], layer.conv[1:])
+        torch.testing.assert_close(other.memory[1:], layer.memory[1:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_convolution(bias: bool) -> None:
+    x = torch.randn(sum(LENGTHS), 20)[:, 3:13]
+    weight, b = torch.randn(10, 4), torch.randn(10) if bias else None
+    same(lambda rows, layer: ops.causal_conv(x, weight, b, layer, rows), channels=10)
+
+
+def inputs(heads: int, dk: int, dv: int) -> tuple[Tensor, ...]:
+    """Of the delta rule: some keys are equal, which makes the triangular system of a chunk a hard one."""
+    tokens = sum(LENGTHS)
+    parts = torch.randn(tokens, 2 * heads // 2 * dk + heads * dv).split(
+        [heads // 2 * dk] * 2 + [heads * dv], 1
+    )
+    q, k, v = (x.unflatten(1, (n, -1)) for x, n in zip(parts, (heads // 2, heads // 2, heads)))
+    k[20:60] = k[20]
+    return q, k, v, torch.rand(tokens, heads)
+
+
+@pytest.mark.parametrize(("heads", "dk", "dv"), [(4, 16, 32), (2, 12, 9)])
+def test_gated_delta(heads: int, dk: int, dv: int) -> None:
+    q, k, v, beta = inputs(heads, dk, dv)
+    decay = -torch.rand(len(beta), heads) * torch.tensor([3.0, 0.01]).repeat(heads // 2)
+    decay[20:60] = 0
+    same(lambda rows, s: ops.gated_delta(q, k, v, decay, beta, s, rows), memory=(heads, dk, dv))
+
+
+def test_a_decay_for_each_channel() -> None:
+    q, k, v, beta = inputs(2, 8, 16)
+    decay = -torch.rand(len(beta), 2, 8)
+    same(lambda rows, s: ops.gated_delta(q, k, v, decay, beta, s, rows), memory=(2, 8, 16))
+
+
+def test_wide_heads_go_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "chunks_refuse", lambda *args: "no")
+    q, k, v, beta = inputs(2, 8, 16)
+    same(lambda rows, s: ops.gated_delta(q, k, v, -beta, beta, s, rows), memory=(2, 8, 16))
+
+
+def test_what_stands_around_the_delta_rule() -> None:
+    tokens, heads, d = sum(LENGTHS), 3, 12
+    a, b = torch.randn(tokens, 2 * heads).mul(12).chunk(2, 1)
+    a_log, bias, weight = torch.randn(heads), torch.randn(heads), torch.randn(d)
+    x, gate = torch.randn(tokens, 2 * heads * d).chunk(2, 1)
+    with using(GpuOps(None)):  # type: ignore[arg-type]
+        rates = ops.decay_rates(a, b, a_log, bias)
+    for found, expected in zip(rates, ops.decay_rates(a, b, a_log, bias)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for activation in ("silu", "sigmoid"):
+        given = (x.unflatten(1, (heads, d)), gate.unflatten(1, (heads, d)), weight, 1e-6, activation)
+        with using(GpuOps(None)):  # type: ignore[arg-type]
+            found = ops.gated_rms_norm(*given)
+        torch.testing.assert_close(found, ops.gated_rms_norm(*given), rtol=1e-4, atol=1e-5)
