@@ -18,7 +18,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
 from sgla.hub.demo import MODELS
 from sgla.hub.source import ModelSource, read_object
-from sgla.messages import MAX_NGRAM, Repetition, SamplingParams
+from sgla.messages import MAX_NGRAM, Repetition
 from sgla.sched.repetition import check_repetition
 
 
@@ -109,9 +109,9 @@ class Defaults(msgspec.Struct, frozen=True):
         """Those that the user has chosen."""
         return {name: value for name, value in self.values.items() if self.sources[name] == GIVEN}
 
-    def params(self, usual: int | None = None, **fields: Any) -> SamplingParams:
-        """Of a request that says ``fields``; ``usual`` as in ``max_tokens``."""
-        return SamplingParams(**{**self.values, "max_tokens": self.max_tokens(usual), **fields})
+    def fields(self, usual: int | None = None) -> dict[str, Any]:
+        """Of a request that says none; ``usual`` as in ``max_tokens``."""
+        return {**self.values, "max_tokens": self.max_tokens(usual)}
 
     def max_tokens(self, usual: int | None = None) -> int | None:
         """Of a request that leaves it out, where ``usual`` tokens are made then (None: as many as there is

@@ -18,6 +18,7 @@ from sgla.cli.aliases import ALIASES, Alias, Switch
 from sgla.cli.settings import settings as fields_of
 from sgla.engine import BeamSearchParams, Engine, Output, SamplingParams
 from sgla.engine.inputs import is_conversation, is_one
+from sgla.engine.params import with_vllms
 from sgla.errors import ConfigError, UnsupportedField
 from sgla.messages import TokenLogprob
 from sgla.text.beams import MAX_CANDIDATES
@@ -129,12 +130,14 @@ class LLM:
         """Complete prompts:
         a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of such.
 
-        Without ``sampling_params`` the model's own defaults hold, for 16 tokens.
+        Without ``sampling_params`` the model's own defaults hold, for 16 tokens; what they do not set is
+        vLLM's default.
         ``use_tqdm`` None: a bar on a terminal.
         """
         refuse(lora_request=lora_request)
         batch = [prompt_of(prompt) for prompt in as_list(prompts)]
-        results = self.engine.generate(batch, sampling_params, priority=priority, progress=use_tqdm)
+        params = with_vllms(sampling_params)
+        results = self.engine.generate(batch, params, priority=priority, progress=use_tqdm)
         return [self._request(result, prompt) for result, prompt in zip(results, batch)]
 
     def chat(
@@ -164,7 +167,7 @@ class LLM:
         batch = [messages] if is_conversation(messages) else list(messages)
         results = self.engine.chat(
             batch,
-            sampling_params,
+            with_vllms(sampling_params),
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -233,8 +236,8 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's files recommend; may be changed."""
-        return self.engine.sampling()
+        """What the model's files recommend, for 16 tokens unless they say otherwise; may be changed."""
+        return with_vllms(self.engine.sampling())
 
     def reset_prefix_cache(self) -> bool:
         return self.engine.flush_cache()

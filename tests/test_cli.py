@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 import sgla
-from sgla import cli
+from sgla import SamplingParams, cli
 from sgla.bench import load, report, workloads
 from sgla.cli import chat, conversation, doctor, serve, show, terminal
 from sgla.cli.progress import ProgressPrinter
@@ -865,7 +865,7 @@ def test_chat_in_process_uses_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
             self.closed = True
 
         def sampling(self, **fields: Any) -> Any:
-            return Defaults({"temperature": 0.2}, {"temperature": "file"}).params(**fields)
+            return SamplingParams(temperature=0.2, **fields)
 
         chat_params = {"max_tokens": 50, "top_k": 3}
 

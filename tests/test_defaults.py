@@ -81,8 +81,8 @@ def test_who_says_nothing_gets_the_models_length_but_for_short_routes() -> None:
     given = find_defaults(Config(preferred_sampling_params={"max_tokens": 5}), source(max_new_tokens=2048))
     assert (given.max_tokens(), given.max_tokens(16)) == (5, 5)
     assert (Defaults().max_tokens(), Defaults().max_tokens(16)) == (None, 16)
-    assert given.params(16, temperature=0).max_tokens == 5
-    assert given.params(max_tokens=None).max_tokens is None
+    assert given.fields(16)["max_tokens"] == 5
+    assert given.fields()["max_tokens"] == 5
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,13 @@
 import asyncio
 import os
 
-from sgla import Engine
+from sgla import Engine, SamplingParams
 
 
 async def tell(engine: Engine, question: str) -> str:
     parts = []
     messages = [{"role": "user", "content": question}]
-    async for event in engine.astream(messages=messages, sampling=engine.sampling(max_tokens=12)):
+    async for event in engine.astream(messages=messages, sampling=SamplingParams(max_tokens=12)):
         parts.append(event.text)
     return "".join(parts)
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 from sgla import messages
 from sgla.engine.beams import BeamCalls
 from sgla.engine.inputs import Messages, Prompt, conversation_fields, is_conversation, is_one, prompt_fields
-from sgla.engine.loop import USUAL, Message
+from sgla.engine.loop import Message
 from sgla.engine.outputs import Output
-from sgla.engine.params import SamplingParams, resolved
+from sgla.engine.params import SamplingParams
 from sgla.engine.progress import Bar
 from sgla.engine.vectors import VectorCalls
 from sgla.errors import SglaError
@@ -46,10 +46,10 @@ class Engine(VectorCalls, BeamCalls):
     ) -> Any:
         """Complete one prompt (text or token ids) or a batch of them.
 
-        Without ``sampling`` the model's own defaults hold, for 16 tokens (see ``sampling``). One prompt gives
-        an ``Output`` (a list of them if ``n > 1``); a batch gives a list of that, and may have a list of
-        ``sampling`` and of ``priority``. ``progress``: whether a batch shows a bar; by default on a terminal
-        and in a notebook.
+        What ``sampling`` does not set is the model's own default (see ``sampling``), and 16 tokens. One
+        prompt gives an ``Output`` (a list of them if ``n > 1``); a batch gives a list of that, and may have a
+        list of ``sampling`` and of ``priority``. ``progress``: whether a batch shows a bar; by default on a
+        terminal and in a notebook.
         """
         return self._call(self._generate(prompts, sampling, priority, progress))
 
@@ -67,7 +67,7 @@ class Engine(VectorCalls, BeamCalls):
         """Answer a conversation, or a batch of them, through the model's chat template;
         results are as of ``generate``.
 
-        Without ``sampling`` the model's own defaults hold, up to the end of the context.
+        What ``sampling`` does not set is the model's own default; an output may go on to the context's end.
         """
         chat = Chat(tools, add_generation_prompt, continue_final_message, template_kwargs)
         return self._call(self._chat(messages, sampling, chat, progress))
@@ -142,10 +142,9 @@ class Engine(VectorCalls, BeamCalls):
     # the rest
 
     def sampling(self, **fields: Any) -> SamplingParams:
-        """The sampling that the model's files recommend, with ``fields`` in its place. Without ``max_tokens``
-        an output may go on to the context's end."""
-        defaults = self._defaults
-        return SamplingParams(**{**defaults.values, "max_tokens": defaults.max_tokens(), **fields})
+        """The sampling that the model's files recommend, with ``fields`` in its place: to look at and to
+        change. ``SamplingParams`` mean the same where they set nothing else."""
+        return SamplingParams(**{**self._defaults.values, **fields})
 
     @property
     def chat_params(self) -> dict[str, Any]:
@@ -183,32 +182,32 @@ class Engine(VectorCalls, BeamCalls):
         batch = [prompts] if single else list(prompts)
         ranks = each(priority, len(batch), "priorities")
         inputs = [prompt_fields(prompt) | {"priority": rank} for prompt, rank in zip(batch, ranks)]
-        results = await self._batch(inputs, sampling, self._defaults.max_tokens(USUAL), progress)
+        results = await self._batch(inputs, sampling, False, progress)
         return results[0] if single else results
 
     async def _chat(self, messages: Any, sampling: Any, chat: Chat, progress: bool | None) -> Any:
         single = is_conversation(messages)
         batch = [messages] if single else list(messages)
         inputs = [chat._asdict() | conversation_fields(one) for one in batch]
-        results = await self._batch(inputs, sampling, self._defaults.max_tokens(), progress)
+        results = await self._batch(inputs, sampling, True, progress)
         return results[0] if single else results
 
     async def _batch(
-        self, inputs: list[dict[str, Any]], sampling: Any, usual: int | None, progress: bool | None
+        self, inputs: list[dict[str, Any]], sampling: Any, chat: bool, progress: bool | None
     ) -> list[Any]:
-        """The results of requests that are told by fields of their jobs;
-        ``usual``: max_tokens without sampling."""
+        """The results of requests that are told by fields of their jobs."""
         params = each(sampling, len(inputs), "sampling parameters")
-        known = {id(one): resolved(one) for one in params if one is not None}  # most batches share one
-        params = [None if one is None else known[id(one)] for one in params]
+        known = {id(one): one for one in params}  # most batches share one
+        meant = {key: self._meant(one, chat) for key, one in known.items()}
+        asked = [meant[id(one)] for one in params]
         # The longest outputs first, or one of them may go on alone when the others have ended (R. Graham,
         # "Bounds on multiprocessing timing anomalies", 1969: longest processing time first).
-        limits = [usual if one is None else one.max_tokens for one in params]
+        limits = [one.sampling.max_tokens for one in asked]
         most = [math.inf if limit is None else limit for limit in limits]
         order = sorted(range(len(inputs)), key=lambda i: most[i], reverse=True)
         bar = Bar(len(inputs), "request", progress)
         try:
-            outputs = await self._collect((self._job(params[i], **inputs[i]) for i in order), bar)
+            outputs = await self._collect((self._job_of(asked[i], inputs[i]) for i in order), bar)
         finally:
             bar.close()
         return [unwrap(choices) for _, choices in sorted(zip(order, outputs))]

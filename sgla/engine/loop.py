@@ -7,9 +7,10 @@ import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
+from msgspec import UNSET
 
 from sgla import messages
 from sgla.actors.cost import job_bytes
@@ -18,7 +19,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.engine.inputs import Messages, Prompt, conversation_fields, prompt_fields
 from sgla.engine.outputs import Collector, Output
-from sgla.engine.params import resolved
+from sgla.engine.params import SamplingParams, resolved
 from sgla.engine.progress import Bar, LoadBar, shown
 from sgla.errors import ConfigError, SglaError
 from sgla.messages import Event, Job, Pooling, Progress, Rejected
@@ -31,6 +32,13 @@ Message = Event | Rejected | Exception  # what a stream brings
 FIRST_PART, PART = 1 << 17, 1 << 15
 SHUT_DOWN = "the engine is shut down"
 USUAL = 16  # tokens that a text is completed by, as in OpenAI's API
+
+
+class Meant(NamedTuple):
+    """``clip``: nobody has said how long an output may be, so it ends where the context does."""
+
+    sampling: messages.SamplingParams
+    clip: bool
 
 
 class EngineLoop:
@@ -117,11 +125,16 @@ class EngineLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _job(self, sampling: messages.SamplingParams | None, **fields: Any) -> Job:
-        """Without ``sampling`` the model's defaults hold, and a chat may go on to the end of the context."""
-        if sampling is None:
-            fields["clip"] = True
-            sampling = self._defaults.params(None if "messages" in fields else USUAL)
-        return Job(rid=f"engine-{next(self._counter)}", sampling=resolved(sampling), **fields)
+        return self._job_of(self._meant(sampling, chat="messages" in fields), fields)
+
+    def _job_of(self, meant: Meant, fields: dict[str, Any]) -> Job:
+        return Job(rid=f"engine-{next(self._counter)}", sampling=meant.sampling, clip=meant.clip, **fields)
+
+    def _meant(self, sampling: messages.SamplingParams | None, chat: bool) -> Meant:
+        """What ``sampling`` does not set is the model's default; a chat may go on to the context's end."""
+        sampling = SamplingParams() if sampling is None else sampling
+        clip = isinstance(sampling, SamplingParams) and sampling.max_tokens is UNSET
+        return Meant(resolved(sampling, self._defaults.fields(None if chat else USUAL)), clip)
 
     @staticmethod
     def _input(prompt: Prompt | None, messages: Messages | None) -> dict[str, Any]:

@@ -3,17 +3,22 @@ the fields of the message of that name, and vLLM's beside."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from sgla import messages
-from sgla.defaults import SAMPLING, number
+from sgla.defaults import REPETITION, SAMPLING, number
 from sgla.engine.inputs import kind
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar, whitespace_of
 from sgla.validation import fault, root
 
+WITH_DEFAULTS = (*SAMPLING, REPETITION)  # fields that a model or the user may have defaults for
+VLLMS = messages.SamplingParams()
 MISSING = ("logits_processors", "extra_args", "best_of", "truncate_prompt_tokens", "thinking_token_budget")
 
 
@@ -75,13 +80,24 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
 
 
-class SamplingParams(messages.SamplingParams, frozen=False, kw_only=True):  # type: ignore[misc]
+class SamplingParams(messages.SamplingParams, frozen=False, kw_only=True, repr_omit_defaults=True):  # type: ignore[misc]
     """How to choose the tokens of a request; see ``sgla.messages.SamplingParams``.
     May be changed until it is used.
 
-    As with vLLM, ``stop`` and ``bad_words`` may be one string, and lists and dicts may be None.
+    As with vLLM, ``stop`` and ``bad_words`` may be one string, and lists and dicts may be None. A field that
+    is UNSET has the model's own default with ``Engine``, and vLLM's with ``LLM``.
     """
 
+    temperature: float | UnsetType = UNSET  # type: ignore[assignment]
+    top_p: float | UnsetType = UNSET  # type: ignore[assignment]
+    top_k: int | UnsetType = UNSET  # type: ignore[assignment]
+    min_p: float | UnsetType = UNSET  # type: ignore[assignment]
+    presence_penalty: float | UnsetType = UNSET  # type: ignore[assignment]
+    frequency_penalty: float | UnsetType = UNSET  # type: ignore[assignment]
+    repetition_penalty: float | UnsetType = UNSET  # type: ignore[assignment]
+    no_repeat_ngram_size: int | UnsetType = UNSET  # type: ignore[assignment]
+    max_tokens: int | UnsetType | None = UNSET  # type: ignore[assignment]
+    repetition_detection: messages.Repetition | UnsetType | None = UNSET  # type: ignore[assignment]
     stop: str | list[str] | None = None  # type: ignore[assignment]
     stop_regex: str | list[str] | None = None  # type: ignore[assignment]
     bad_words: str | list[str] | None = None  # type: ignore[assignment]
@@ -98,8 +114,21 @@ class SamplingParams(messages.SamplingParams, frozen=False, kw_only=True):  # ty
     truncate_prompt_tokens: int | None = None
 
 
-def resolved(given: messages.SamplingParams) -> messages.SamplingParams:
-    """The message that ``given`` means; a message is returned as it is.
+def with_vllms(given: Any) -> Any:
+    """SamplingParams, or each of a list, in which nothing is UNSET; other values as they are."""
+    if isinstance(given, (list, tuple)):
+        found = {id(one): with_vllms(one) for one in given}
+        return [found[id(one)] for one in given]
+    if not isinstance(given, SamplingParams):
+        return given
+    unset = [name for name in WITH_DEFAULTS if getattr(given, name) is UNSET]
+    return msgspec.structs.replace(given, **{name: getattr(VLLMS, name) for name in unset})
+
+
+def resolved(
+    given: messages.SamplingParams, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> messages.SamplingParams:
+    """The message that ``given`` means, with ``defaults`` where it is UNSET; a message is returned as it is.
     Raises InvalidField and UnsupportedField, which name the field."""
     if type(given) is messages.SamplingParams:
         return given
@@ -110,6 +139,8 @@ def resolved(given: messages.SamplingParams) -> messages.SamplingParams:
         if value is not None and not (name == "best_of" and value == given.n):
             raise UnsupportedField(f"{name} is not supported; leave it out", param=name)
     fields = {name: getattr(given, name) for name in messages.SamplingParams.__struct_fields__}
+    fields = {name: value for name, value in fields.items() if value is not UNSET}
+    fields = {**defaults, **fields}
     for name in ("stop", "stop_regex", "bad_words"):
         value = fields[name]
         fields[name] = ([value] if value else []) if isinstance(value, str) else value
@@ -124,7 +155,7 @@ def resolved(given: messages.SamplingParams) -> messages.SamplingParams:
             )
         fields["grammar"] = convert(asked, StructuredOutputsParams, "structured_outputs").as_grammar()
     for name in SAMPLING:
-        if fields[name] is not None:
+        if fields.get(name) is not None:
             try:
                 fields[name] = number(name, fields[name])
             except ValueError as error:

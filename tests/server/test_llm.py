@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import sgla
 from sgla import LLM, Engine, SamplingParams, StructuredOutputsParams, messages
+from sgla.defaults import Defaults
 from sgla.engine.params import resolved
 from sgla.errors import ConfigError, InvalidField, UnsupportedField
 from sgla.http.request.grammar import structured_outputs
@@ -140,6 +142,41 @@ def test_defaults_may_be_changed(llm: LLM) -> None:
     params.max_tokens = 3
     params.ignore_eos = True
     assert len(llm.generate("abc", params)[0].outputs[0].token_ids) == 3
+
+
+def test_what_is_not_set_is_the_models_default_or_vllms(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's with ``Engine``, vLLM's in a script that was written for its class."""
+    values = {
+        "temperature": 0.2,
+        "top_k": 3,
+        "repetition_detection": messages.Repetition(max_pattern_size=4, min_count=3),
+    }
+    monkeypatch.setattr(
+        llm.engine._ready().ingress, "default_sampling", Defaults(values, dict.fromkeys(values, "file"))
+    )
+    jobs: list[messages.Job] = []
+    open_job = llm.engine._ready().ingress.open
+    monkeypatch.setattr(
+        llm.engine._ready().ingress, "open", lambda job, sink: (jobs.append(job), open_job(job, sink))
+    )
+    params = SamplingParams(top_k=1, ignore_eos=True)
+    assert (params.max_tokens, repr(params)) == (msgspec.UNSET, "SamplingParams(top_k=1, ignore_eos=True)")
+    llm.engine.generate("abc", params)
+    llm.generate("abc", [params])
+    llm.generate("abc")
+    llm.engine.generate("abc", llm.engine.sampling(temperature=0))
+    llm.generate("abc", llm.get_default_sampling_params())
+    fields = ("temperature", "top_k", "max_tokens", "repetition_detection")
+    assert [tuple(getattr(job.sampling, name) for name in fields) for job in jobs] == [
+        (0.2, 1, 16, values["repetition_detection"]),
+        (1.0, 1, 16, None),
+        (0.2, 3, 16, values["repetition_detection"]),
+        (0, 3, 16, values["repetition_detection"]),
+        (0.2, 3, 16, values["repetition_detection"]),
+    ]
+    assert [job.clip for job in jobs] == [True, False, True, True, False]
+    chat = llm.engine._job(params, messages=[])
+    assert (chat.sampling.max_tokens, chat.sampling.temperature, chat.clip) == (None, 0.2, True)
 
 
 def test_what_is_not_supported_is_refused_by_name(llm: LLM, tiny_model: Path) -> None:
