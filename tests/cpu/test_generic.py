@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Eager, random_prompts, save_checkpoint
+from parity import GENERIC as MODELS
 from safetensors.torch import load_file, save_file
 from tiny import make_core, run, submit, tiny_config
 from transformers import AutoConfig
@@ -28,34 +29,6 @@ from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
 
 PROMPTS = random_prompts([1, 7, 33])
-MIXED = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 10}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "num_key_value_heads": 6, "v_head_dim": 12}
-LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
-# What some are here for stands behind them.
-MODELS: dict[str, dict[str, Any]] = {
-    "afmoe": MIXED | EXPERTS | {"head_dim": 8},  # gated attention, no rope in some layers
-    "aria_text": {"moe_num_experts": 4},
-    "bitnet": {},
-    "cohere2_moe": MIXED | EXPERTS | {"head_dim": 8, "logit_scale": 0.5},
-    "ctrl": {},
-    "cwm": MIXED | {"head_dim": 8},
-    "gpt2": {},  # learned positions
-    "gpt_bigcode": {},  # one KV head
-    "gpt_neox": {},  # parallel blocks
-    "granite_swa": MIXED | {"logits_scaling": 3.0, "attention_multiplier": 0.2},  # sinks
-    "hyperclovax": {},
-    "laguna": EXPERTS | {"head_dim": 8},
-    "mellum": EXPERTS | {"head_dim": 8},
-    "modernbert-decoder": {"local_attention": 16},
-    "nanochat": {},  # soft cap of logits
-    "olmo": {"clip_qkv": 0.3},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},
-    "persimmon": {},
-    "phimoe": EXPERTS,
-    "vaultgemma": MIXED | {"head_dim": 8, "final_logit_softcapping": 5.0},
-    "youtu": LATENT,  # v of another width than k
-}
 
 
 def seen(folder: Path, **changes: Any) -> ModelSource:

@@ -1,0 +1,341 @@
+"""The table docs/parity.md: of each architecture tiny random checkpoints in several layouts, whose greedy
+tokens and their logprobs are compared with transformers', float32 on the CPU.
+
+    python tests/cpu/parity.py [ARCHITECTURE ...] [--write docs/parity.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from checkpoints import SMALL, TIE, Eager, random_prompts, save_checkpoint
+
+from sgla.hub import source as files
+from sgla.loading.load import load_model
+from sgla.model.families import FAMILIES
+from sgla.model.generic import probe
+from sgla.model.spec import FACTS
+
+NEW = 64  # greedy tokens
+MOST = 1e-3  # nats, between two logprobs of a token
+PROMPTS = random_prompts([5, 40])
+LINEAR = {"rope_type": "linear", "rope_theta": 5e3, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1}
+EVERY_HEAD = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
+WINDOW = {"sliding_window": 7}
+SLIDES = WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
+LATENT = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+MORE_LATENT = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "v_head_dim": 24}
+PARTS = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
+FAST = {"rope_type": "default", "rope_theta": 100.0}
+TIED = {"tie_word_embeddings": True}
+
+
+class Layouts(NamedTuple):
+    """What all layouts of an architecture share; then what the second, with other heads, and the third, with
+    other windows or another rope, have in place of the usual."""
+
+    shared: dict[str, Any] = {}
+    heads: dict[str, Any] = HEADS
+    other: dict[str, Any] = {"rope_parameters": LINEAR}
+
+
+GPT2 = {"intermediate_size": ..., "num_key_value_heads": ...}
+LAYOUTS: dict[str, Layouts] = {
+    "llama": Layouts(other={"rope_parameters": YARN}),
+    "qwen2": Layouts(other=WINDOW | {"use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3": Layouts(heads=HEADS | {"head_dim": 24}),
+    "mistral": Layouts(other=WINDOW),
+    "phi3": Layouts(other=WINDOW | {"rope_parameters": FAST | {"partial_rotary_factor": 0.5}}),
+    "granite": Layouts({"attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 3.0}),
+    "smollm3": Layouts(other={"no_rope_layers": [0, 1, 1]}),
+    "seed_oss": Layouts({"head_dim": 16}),
+    "helium": Layouts({"head_dim": 8}, heads=EVERY_HEAD | {"head_dim": 16}),
+    "ernie4_5": Layouts({"head_dim": 16}, other={"use_bias": True}),
+    "glm": Layouts({"head_dim": 16}, other={"rope_parameters": FAST | {"partial_rotary_factor": 0.25}}),
+    "glm4": Layouts({"head_dim": 16}, other={"rope_parameters": FAST | {"partial_rotary_factor": 0.25}}),
+    "exaone4": Layouts(WINDOW, other=SLIDES),
+    "olmo3": Layouts(WINDOW, other=SLIDES | {"rope_parameters": PARTS}),
+    "ministral": Layouts({"head_dim": 8}, other=WINDOW),
+    "hunyuan_v1_dense": Layouts(
+        {"head_dim": 16}, other={"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}}
+    ),
+    "ministral3": Layouts(
+        {"head_dim": 8, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}}, other=WINDOW
+    ),
+    "apertus": Layouts({"head_dim": 8}, other={"rope_parameters": YARN}),
+    "gemma3_text": Layouts({"head_dim": 16} | TIED, other=SLIDES | {"rope_parameters": PARTS}),
+    "gemma4_text": Layouts(
+        SLIDES
+        | {"head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": 311}
+        | {"hidden_size_per_layer_input": 12}
+        | TIED,
+        other={"num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
+    ),
+    "gemma": Layouts({"head_dim": 16} | TIED),
+    "gemma2": Layouts({"head_dim": 16, "query_pre_attn_scalar": 24} | TIED, other=SLIDES),
+    "vaultgemma": Layouts({"head_dim": 8, "query_pre_attn_scalar": 24} | TIED, other=SLIDES),
+    "stablelm": Layouts({"head_dim": None}, other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}}),
+    "starcoder2": Layouts(TIED, other=WINDOW),
+    "cohere": Layouts({"logit_scale": 0.5} | TIED),
+    "cohere2": Layouts({"logit_scale": 0.5} | TIED, other=SLIDES),
+    "phi": Layouts(heads=EVERY_HEAD, other={"rope_parameters": FAST | {"partial_rotary_factor": 0.25}}),
+    "gpt2": Layouts(
+        GPT2 | TIED,
+        heads={"hidden_size": 64, "num_attention_heads": 4},
+        other={"scale_attn_by_inverse_layer_idx": True, "n_inner": 80},
+    ),
+    "gpt_neox": Layouts(
+        {"num_key_value_heads": ...},
+        heads={"hidden_size": 64, "num_attention_heads": 4, "use_parallel_residual": False},
+        other={"rotary_pct": 0.5, "rotary_emb_base": 500.0},
+    ),
+    "minicpm3": Layouts(LATENT | TIED, heads=MORE_LATENT),
+    "deepseek_v2": Layouts(
+        LATENT | ROUTED, heads=MORE_LATENT | {"q_lora_rank": None}, other={"rope_parameters": YARN}
+    ),
+    "deepseek_v3": Layouts(
+        LATENT | ROUTED | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+        heads=MORE_LATENT | {"q_lora_rank": None},
+        other={"rope_parameters": YARN | {"mscale_all_dim": 1.0}},
+    ),
+    "glm4_moe_lite": Layouts(LATENT | ROUTED, heads=MORE_LATENT),
+    "youtu": Layouts(LATENT | TIED, heads=MORE_LATENT),
+    "qwen3_moe": Layouts(EXPERTS, other={"decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "mixtral": Layouts({"num_local_experts": 5}, other=WINDOW),
+    "qwen2_moe": Layouts(
+        EXPERTS | {"shared_expert_intermediate_size": 72},
+        other=WINDOW | {"use_sliding_window": True, "max_window_layers": 2},
+    ),
+    "olmoe": Layouts({"num_experts": 6, "num_experts_per_tok": 2}),
+    "flex_olmo": Layouts({"num_experts": 6, "num_experts_per_tok": 2}),
+    "gpt_oss": Layouts({"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3} | WINDOW),
+    "glm4_moe": Layouts(ROUTED | {"head_dim": 8}, other={"use_qk_norm": True}),
+    "dots1": Layouts(ROUTED | {"head_dim": 8}, other=WINDOW | {"max_window_layers": 1}),
+    "granitemoe": Layouts({"num_local_experts": 5, "attention_multiplier": 0.2}),
+    "granitemoeshared": Layouts({"num_local_experts": 5, "shared_intermediate_size": 64}),
+    "ernie4_5_moe": Layouts({"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}),
+    "solar_open": Layouts(ROUTED | {"head_dim": 8}),
+    "exaone_moe": Layouts(
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_shared_experts": 1}
+        | {"head_dim": 8}
+        | WINDOW,
+        other=SLIDES,
+    ),
+    "minimax_m2": Layouts(
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}
+    ),
+    "hunyuan_v1_moe": Layouts({"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
+    "hy_v3": Layouts(EXPERTS | {"head_dim": 8, "num_shared_experts": 1}),
+}
+MIXED = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 10}
+FEW = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VALUES = {"kv_lora_rank": 16, "q_lora_rank": 16, "num_key_value_heads": 6, "v_head_dim": 12}
+VALUES |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+# Through transformers' module. What some are here for stands behind them.
+GENERIC: dict[str, dict[str, Any]] = {
+    "afmoe": MIXED | FEW | {"head_dim": 8},  # gated attention, no rope in some layers
+    "aria_text": {"moe_num_experts": 4},
+    "bitnet": {},
+    "cohere2_moe": MIXED | FEW | {"head_dim": 8, "logit_scale": 0.5},
+    "ctrl": {},
+    "cwm": MIXED | {"head_dim": 8},
+    "flint": {"head_dim": 8},
+    "gpt2": {},  # learned positions
+    "gpt_bigcode": {},  # one KV head
+    "gpt_neox": {},  # parallel blocks
+    "granite_swa": MIXED | {"logits_scaling": 3.0, "attention_multiplier": 0.2},  # sinks
+    "granitemoe_swa": MIXED | {"num_local_experts": 4},
+    "hyperclovax": {},
+    "kolibri1": {"head_dim": 8},
+    "laguna": FEW | {"head_dim": 8},
+    "mellum": FEW | {"head_dim": 8},
+    "modernbert-decoder": {"local_attention": 16},
+    "moshi": {"head_dim": 8},
+    "nanochat": {},  # soft cap of logits
+    "olmo": {"clip_qkv": 0.3},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},
+    "persimmon": {},
+    "phimoe": FEW,
+    "vaultgemma": MIXED | {"head_dim": 8, "final_logit_softcapping": 5.0},
+    "youtu": VALUES,  # v of another width than k
+}
+
+
+class Row(NamedTuple):
+    """``logprob``: the largest difference between two logprobs of a token, in nats. ``ties``: tokens that
+    were not transformers' own, but as likely to ``checkpoints.TIE``."""
+
+    architecture: str
+    layout: str
+    tokens: int
+    ties: int
+    logprob: float
+
+    @property
+    def holds(self) -> bool:
+        return self.logprob <= MOST
+
+
+def layouts(model_type: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and changes of ``checkpoints.SMALL``."""
+    shared, heads, other = LAYOUTS.get(model_type, Layouts())
+    yield "6 heads", shared
+    yield said(heads), shared | heads
+    yield said(other), shared | other
+
+
+def said(changes: dict[str, Any]) -> str:
+    """What a layout has, in a few words."""
+    words = []
+    if "num_attention_heads" in changes:
+        kv = changes.get("num_key_value_heads", changes["num_attention_heads"])
+        words.append(f"{changes['num_attention_heads']} heads, {kv} of k and v")
+    if "sliding_window" in changes or "layer_types" in changes:
+        words.append("windows")
+    rope = changes.get("rope_parameters")
+    if rope:
+        rope = rope.get("full_attention", rope)
+        share = f" of {rope['partial_rotary_factor']:g} of a head" if "partial_rotary_factor" in rope else ""
+        words.append(f"{rope['rope_type']} rope{share}")
+    rest = [key for key in changes if key not in {*SMALL, "rope_parameters", "layer_types", "sliding_window"}]
+    return " and ".join(words) or ", ".join(rest)
+
+
+@torch.no_grad()
+def compare(model_type: str, layout: str, changes: dict[str, Any], generic: bool = False) -> Row:
+    """By induction over the tokens: each is transformers' greedy choice after the same tokens."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        hf = save_checkpoint(folder, model_type, **deepcopy(changes))  # which transformers fills in
+        source = files.open_source(folder)
+        if generic:
+            source = replace(source, config=source.config | {FACTS: probe(source.config, folder)})
+        rows = Eager(load_model(source), native=True).generate(PROMPTS, NEW)
+    ties, most = 0, 0.0
+    for row in rows:
+        expected = hf(torch.tensor([row.tokens[:-1]])).logits[0, -NEW:].float().log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(row.tokens[-NEW:])[:, None])[:, 0]
+        behind = expected.max(-1).values - chosen
+        assert behind.max() <= TIE, f"{model_type}, {layout}: another token than transformers'"
+        ties += int((behind > 0).sum())
+        most = max(most, float((chosen - torch.tensor(row.logprobs)).abs().max()))
+    return Row(source.config["architectures"][0], layout, len(rows) * NEW, ties, most)
+
+
+def native() -> dict[str, str]:
+    """The architectures that make text, with what their configurations call them."""
+    return {name: family.types[0] for name, family in FAMILIES.items() if family.model}
+
+
+class Comparison(NamedTuple):
+    model_type: str
+    layout: str
+    changes: dict[str, Any]
+    generic: bool
+
+    def run(self) -> Row:
+        return compare(*self)
+
+
+def comparisons() -> Iterator[Comparison]:
+    for model_type in native().values():
+        for layout, changes in layouts(model_type):
+            yield Comparison(model_type, layout, changes, False)
+    for model_type in sorted(GENERIC.keys() - native().values()):
+        yield Comparison(model_type, "6 heads", GENERIC[model_type], True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_type", nargs="*", help="all, where none is named")
+    parser.add_argument("--write", type=Path, help="where the table goes")
+    args = parser.parse_args()
+    found, failed = [], False
+    for comparison in comparisons():
+        if args.model_type and comparison.model_type not in args.model_type:
+            continue
+        try:
+            row = comparison.run()
+        except Exception as error:
+            print(comparison.model_type, comparison.layout, f"{type(error).__name__}: {error}"[:400])
+            failed = True
+            continue
+        failed = failed or not row.holds
+        found.append((comparison.generic, row))
+        print(row.architecture, row.layout, f"{row.logprob:.1e}", row.ties or "", flush=True)
+    if args.write and not failed:
+        args.write.write_text(page(found))
+    return 1 if failed else 0
+
+
+PAGE = """# Parity with transformers
+
+Made by `python tests/cpu/parity.py --write docs/parity.md` with transformers {transformers} and torch
+{torch}, float32 on a CPU. Of each architecture a tiny checkpoint with random weights is made in each layout,
+and two prompts go on for {new} greedy tokens, as this server computes them. All are transformers' own greedy
+choices after the same tokens. The numbers are the largest difference between two logprobs of a token, in
+nats; at most {most:g} is allowed. `tests/cpu/test_parity.py` compares some of them anew, others each day.
+
+## Architectures with code here: {native}
+
+{first}
+
+Encoders, and decoders that answer with vectors, are compared in `tests/cpu/test_pooling.py`.
+
+## Through transformers' module: {generic}
+
+Some of those that run through [transformers' own module](models.md#any-other-model), which no list bounds.
+
+{second}
+"""
+
+
+def page(found: list[tuple[bool, Row]]) -> str:
+    """The file, of the rows of both kinds."""
+    ours = [row for generic, row in found if not generic]
+    theirs = [row for generic, row in found if generic]
+    return PAGE.format(
+        transformers=transformers.__version__,
+        torch=torch.__version__.partition("+")[0],
+        new=NEW,
+        most=MOST,
+        native=len({row.architecture for row in ours}),
+        generic=len({row.architecture for row in theirs}),
+        first=table(ours),
+        second=table(theirs),
+    )
+
+
+def table(found: list[Row]) -> str:
+    lines = ["| architecture | layouts: largest difference |", "|---|---|"]
+    for name, group in groupby(found, lambda row: row.architecture):
+        cells = "; ".join(f"{row.layout}: {row.logprob:.1e}" for row in group)
+        lines.append(f"| `{name}` | {cells} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
