@@ -176,6 +176,13 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "native", "triton", "flashinfer", "torch"] | None,
         Doc(description="another one for prompts, if not --attention-backend's"),
     ] = None
+    cpu_offload_gb: Annotated[
+        float,
+        Doc(
+            description="GiB of each GPU's weights that stay in the host's memory, for a model larger than "
+            "the GPU: whole layers, which are copied to the GPU in every step"
+        ),
+    ] = 0.0
     native_kernels: Annotated[
         bool, Doc(description="build and use the C++ CPU kernels (else torch operations)")
     ] = True

@@ -18,7 +18,7 @@ from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
-from sgla.model.sizes import as_stored, read_spec, weight_bytes
+from sgla.model.sizes import as_stored, offloaded, read_spec, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes
 from sgla.observe.machine import Machine, detect
@@ -113,6 +113,8 @@ def resolve(
     if config.speculative_algorithm:
         drafts = Settled(DRAFTS, "a row learns how many of them pay")
         filling.settle("speculative_num_draft_tokens", drafts)
+    if config.cpu_offload_gb:
+        check_offload(config, machine, device, spec, pooled or encoder)
     for gpu in machine.gpus[: config.tp] if device == "cuda" else ():
         if isinstance(spec, ModelSpec):
             check_device(gpu, config, dtype, spec.moe is not None, spec.quantization)
@@ -185,6 +187,41 @@ def check_features(config: Config, device: str, vectors: bool, encoder: bool) ->
     check_speculation(config)
     if config.deterministic:
         check_deterministic(config, device)
+
+
+def check_offload(
+    config: Config,
+    machine: Machine,
+    device: str,
+    spec: ModelSpec | EncoderSpec | None,
+    vectors: bool,
+) -> None:
+    """Raise ConfigError where weights cannot stay in the host's memory."""
+    obstacle = None
+    if device != "cuda":
+        obstacle = f"by --device {device}, whose weights lie in the host's memory anyway"
+    elif vectors:
+        obstacle = "by a model that answers with vectors"
+    if obstacle:
+        raise ConfigError(
+            f"--cpu-offload-gb {config.cpu_offload_gb:g} cannot be honoured {obstacle}; leave it out",
+            param="cpu_offload_gb",
+        )
+    if isinstance(spec, ModelSpec):
+        dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        host = host_bytes(config, spec, dtype)
+        if host > machine.memory_available:
+            raise ConfigError(
+                f"--cpu-offload-gb {config.cpu_offload_gb:g} needs {host // MIB} MiB of the host's memory, "
+                f"and {machine.memory_available // MIB} MiB are available; lower it",
+                param="cpu_offload_gb",
+            )
+
+
+def host_bytes(config: Config, spec: ModelSpec, dtype: str) -> int:
+    """Of the weights that all ranks together keep there."""
+    quantization, nbytes = config.quantization or spec.quantization, config.cpu_offload_gb * GIB
+    return offloaded(spec, dtype, quantization, config.tp, nbytes).host * config.tp
 
 
 def settle_steps(filling: Filling, cuda: bool) -> None:
@@ -392,6 +429,7 @@ def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[
 
 RANGES: dict[str, tuple[float, float]] = {
     "speculative_num_draft_tokens": (0, 63),
+    "cpu_offload_gb": (0, 1 << 16),
     "context_length": (1, LONGEST),
     "tp": (1, MOST_RANKS),
     "threads": (1, 4096),

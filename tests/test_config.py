@@ -20,6 +20,8 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.device import PLATFORMS, Device, nvidia
 from sgla.errors import ConfigError
+from sgla.model.sizes import offloaded
+from sgla.model.spec import ModelSpec
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, RANGES, check, resolve
 from sgla.sched.limits import LONGEST
@@ -309,6 +311,35 @@ def test_threads_follow_cores_and_ranks() -> None:
     assert resolve(Config(tp=2), small).config.threads == 1
     assert resolve(Config(tp=4), small).config.threads == 1
     assert resolve(Config(), LAPTOP).config.threads == 4
+
+
+def test_weights_on_the_host_are_for_models_of_text_on_gpus() -> None:
+    gpu = Machine(gpus=(H200,), torch_cuda="13.0", memory_available=GIB)
+    with pytest.raises(ConfigError, match="--cpu-offload-gb 2 cannot be honoured by --device cpu, whose"):
+        resolve(Config(cpu_offload_gb=2), LAPTOP)
+    with pytest.raises(ConfigError, match="cannot be honoured by a model that answers with vectors"):
+        resolve(Config(cpu_offload_gb=2), gpu, MINILM)
+    with pytest.raises(ConfigError, match="must be from 0 to 65536"):
+        resolve(Config(cpu_offload_gb=-1), gpu)
+    many = SMOLLM2 | {"num_hidden_layers": 600}
+    with pytest.raises(ConfigError, match="needs 4050 MiB of the host's memory, and 1024 MiB are available"):
+        resolve(Config(cpu_offload_gb=9), gpu, many)
+
+
+def test_as_few_layers_as_hold_the_bytes_stay_on_the_host() -> None:
+    spec = ModelSpec.from_config(SMOLLM2)
+    layer = 2 * (576 * 1536 * 3 + 576 * 64 * (9 + 9 + 3 + 3))
+    assert offloaded(spec, "bfloat16", None, 1, 0) == ((), 0, 0)
+    assert offloaded(spec, "bfloat16", None, 1, 1) == ((15,), layer, layer)
+    assert offloaded(spec, "bfloat16", None, 1, 2.5 * layer) == ((5, 15, 25), 3 * layer, 2 * layer)
+    assert offloaded(spec, "bfloat16", None, 1, 1e18).layers == tuple(range(30))
+    gpu = Machine(gpus=(H200,), torch_cuda="13.0", memory_available=GIB)
+    resolved = resolve(Config(cpu_offload_gb=0.01), gpu, SMOLLM2)
+    rows = ledger(resolved.config, SMOLLM2)
+    assert rows["weights_on_host"] == 2 * layer
+    assert "on host    13.5 MiB  copied in every step: 0 ms by PCIe 5, 1 ms by PCIe 4" in as_text(
+        resolved, rows, gpu, Defaults({}, {})
+    )
 
 
 def test_device_follows_gpu_and_torch_build() -> None:

@@ -388,7 +388,11 @@ def test_a_script_of_vllm_changes_one_import(caplog: pytest.LogCaptureFixture) -
         "quantization": None,
         "compilation_config": None,
     }
-    assert translated(nothing) == {"trust_remote_code": False, "hf_overrides": {"rope_theta": 1e6}}
+    assert translated(nothing) == {
+        "cpu_offload_gb": 0,
+        "trust_remote_code": False,
+        "hf_overrides": {"rope_theta": 1e6},
+    }
     assert translated({"enforce_eager": True}) == {}
     assert "run from CUDA graphs" in caplog.text
     caplog.clear()

@@ -111,7 +111,6 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "cuda-memory-fraction": Alias("memory_fraction"),
     "kv-cache-memory-bytes": Alias("kv_cache_bytes"),
     "block-size": Alias("page_size"),
-    "cpu-offload-gb": Always("weights stay on the device; use --quantization or --tp", ("0", "0.0")),
     "swap-space": Always("requests that lose their KV cache are computed again", ("0", "0.0", "4", "4.0")),
     "kv-offloading-size": Always("the KV cache stays on the device", ("0", "0.0")),
     # scheduling and cache
@@ -405,8 +404,8 @@ REFUSED: list[tuple[str, str]] = [
         "load-balance* model-loader-* weight-* *-weight-load* *weight-loader* safetensors-* pt-load-* "
         "ignore-patterns custom-weight-* remote-instance-* *checkpoint* *ckpt* decrypted-* modelexpress-* "
         "engine-info-* max-parallel-loading-workers mmap mlock model-checksum offload-* cpu-offload-* ple-*",
-        "weights are safetensors or GGUF files, read at the start, and stay on the device; --load-format "
-        "and --quantization are what there is",
+        "weights are files, read at the start; --load-format, --quantization and --cpu-offload-gb are what "
+        "there is",
     ),
     (
         (

@@ -27,7 +27,7 @@ from sgla.model.pooling import read_pooling
 from sgla.model.sizes import Parameters, parameters, read_spec, short_count, weight_bytes
 from sgla.model.state import state_of, token_bytes, unit_bytes
 from sgla.observe.machine import Machine, detect
-from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, kv_pool, resolve
+from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, host_bytes, kv_pool, resolve
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,6 +105,8 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     if spec.recurrent:
         rows["state_bytes"] = sum(unit_bytes(state, dtype) for state in states)
     if config.kv_cache_bytes is None:
+        if config.cpu_offload_gb:
+            rows["weights_on_host"] = host_bytes(config, spec, config.dtype)
         return rows
     pool = kv_pool(config, spec, dtype)
     pages = pool.tokens(config.kv_cache_bytes) // config.page_size
@@ -147,6 +149,8 @@ def summary(
     if rows:
         lines += ["", *([parameters_line(counts)] if counts else [])]
         lines += [f"weights    {size(rows['weights']):>10}  estimated from the model's shape"]
+        if "weights_on_host" in rows:
+            lines += [host_line(rows["weights_on_host"], resolved.config.tp)]
         lines += [kv_line(rows)]
         if resolved.config.device == "cuda":
             memory = sum(gpu.memory for gpu in machine.gpus[: resolved.config.tp])
@@ -163,6 +167,13 @@ def summary(
 def parameters_line(counts: Parameters) -> str:
     total, active = map(short_count, counts)
     return f"parameters {total:>10}" + (f"  {active} of them for a token" if active != total else "")
+
+
+def host_line(nbytes: int, ranks: int) -> str:
+    """What of the weights stays in the host's memory, and what that costs."""
+    fast, slow = (nbytes / ranks / rate * 1e3 for rate in (50e9, 25e9))
+    cost = f"{fast:.0f} ms by PCIe 5, {slow:.0f} ms by PCIe 4"
+    return f"- on host  {size(nbytes):>10}  copied in every step: {cost}"
 
 
 def kv_line(rows: dict[str, int]) -> str:

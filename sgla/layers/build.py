@@ -149,7 +149,8 @@ class Build:
 
     ``checkpoint``: the format of the file's linear layers, which are kept so if ``as_stored``. ``floats``:
     layers that it has in floating point, whatever it says. ``stacks`` names tensors that a checkpoint may
-    have instead of several declared ones: name -> shape and parts.
+    have instead of several declared ones: name -> shape and parts. ``elsewhere``: makes the weights that do
+    not lie where the others do, of a module, storage, n and k.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -162,6 +163,7 @@ class Build:
     checkpoint: Method = PLAIN
     as_stored: bool = False
     floats: frozenset[str] = frozenset()
+    elsewhere: Callable[[str, type[Weight], int, int], Weight | None] = lambda *_: None
 
     def method(self, module: str) -> Method:
         """How the checkpoint holds the linear layer ``module``."""
@@ -174,7 +176,8 @@ class Build:
         kind = self.kinds.get(f"{modules[0]}.weight", self.kind)
         if self.as_stored and any(self.method(module) is PLAIN for module in modules):
             kind = self.plain
-        return storage(kind).empty(n, k)
+        made = self.elsewhere(modules[0], storage(kind), n, k)
+        return storage(kind).empty(n, k) if made is None else made
 
     def empty_vocab(self, n: int, k: int, module: str) -> Weight:
         """The same for embedding and output layer."""

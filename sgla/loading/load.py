@@ -21,6 +21,7 @@ from sgla.hub.source import ModelSource
 from sgla.layers.build import CHUNK, Build, Crossed, Reordered, Share, Slot
 from sgla.loading.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
 from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
+from sgla.loading.offload import Offload
 from sgla.loading.upload import begin_thread, synchronize, threads_for
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
@@ -53,6 +54,7 @@ def load_model(
     on_progress: OnProgress | None = None,
     seed: int = 0,
     on_model: Callable[[CausalLM], None] | None = None,
+    offload: Offload | None = None,
 ) -> CausalLM:
     """Build the model and load this rank's weights.
 
@@ -60,8 +62,8 @@ def load_model(
     the name of the checkpoint's method or ``checkpoint``: as the file is. With int4 the embedding and the
     output layer are int8 (and ``wide_matrices``), with fp8 they are not quantized. Checkpoints in fp8 stay so
     on a GPU. ``context_len`` bounds positions (default: the model's own). ``seed`` makes dummy weights.
-    ``on_model`` gets the model before its weights come. Raises ConfigError, and WeightError naming missing,
-    unexpected and misshapen tensors.
+    ``on_model`` gets the model before its weights come. ``offload``: has the weights of some layers. Raises
+    ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
     """
     spec = ModelSpec.from_config(source.config)
     if isinstance(spec, GenericSpec):
@@ -81,7 +83,11 @@ def load_model(
         raise ConfigError(
             f"context length {context_len} is beyond the model's {spec.context_len}", param="context_length"
         )
+    if offload is not None:
+        build.elsewhere = offload.weight
     model = model_of(spec, build, context_len or spec.context_len)
+    if offload is not None:
+        offload.wrap(model.blocks)
     if on_model is not None:
         on_model(model)
     load_weights(

@@ -32,6 +32,7 @@ class CausalLM(ABC):
     ignored: tuple[str, ...] = ()
     embed: VocabEmbedding
     lm_head: LMHead
+    blocks: list[Block]
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         self.spec, self.shard, self.positions = spec, build.shard, positions
@@ -81,7 +82,7 @@ class Decoder(CausalLM):
         self.places: PositionEmbedding | None = None
         if spec.learned:
             self.places = PositionEmbedding(build, "model.embed_positions", spec.learned, spec.hidden)
-        self.blocks = [self.block(build, f"model.layers.{i}", i) for i in range(spec.layers)]
+        self.blocks: list[Block] = [self.block(build, f"model.layers.{i}", i) for i in range(spec.layers)]
         self.norm = self.norm_of(build, "model.norm")
         tied = self.embed if spec.tied else None
         self.lm_head = LMHead(

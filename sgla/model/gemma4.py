@@ -3,6 +3,8 @@ others keep, each may be given values of a token that are its own, and a mixture
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -187,8 +189,7 @@ class Gemma4(Decoder):
         given = None if self.inputs is None else self.inputs(batch.ids, x)
         h: Tensor | None = None
         for i, (block, layer) in enumerate(zip(self.blocks, kv)):
-            assert isinstance(block, Block)
             assert isinstance(layer, KVLayer)
             own = None if given is None else given[:, i]
-            x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None, own)
+            x, h = cast(Block, block)(x, h, batch, layer, rows if layer is kv[-1] else None, own)
         return self.norm.add(x, h)[0]

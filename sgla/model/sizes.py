@@ -140,12 +140,46 @@ def _giving(spec: ModelSpec) -> int:
 
 def _mlps(spec: ModelSpec, experts: int) -> int:
     """Values of their matrices with so many ``experts`` in a mixture."""
-    mixed = len(spec.moe.layers) if spec.moe else 0
-    widths = sum(spec.inner) or (spec.layers - mixed) * spec.intermediate
-    if spec.moe:
-        widths += mixed * (experts * spec.moe.intermediate + spec.moe.shared)
-    routers = mixed * spec.moe.experts * spec.hidden if spec.moe else 0
-    return (3 if spec.gated else 2) * spec.hidden * widths + routers
+    return sum(_mlp(spec, layer, experts) for layer in range(spec.layers))
+
+
+def _mlp(spec: ModelSpec, layer: int, experts: int) -> int:
+    """Those of one layer."""
+    moe = spec.moe if spec.moe and layer in spec.moe.layers else None
+    width = spec.inner[layer] if spec.inner else spec.intermediate if moe is None else 0
+    routers = 0
+    if moe is not None:
+        width, routers = width + experts * moe.intermediate + moe.shared, moe.experts * spec.hidden
+    return (3 if spec.gated else 2) * spec.hidden * width + routers
+
+
+class Offloaded(NamedTuple):
+    """``layers`` whose matrices a rank keeps in ``host`` bytes of the host's memory; ``places``: bytes of the
+    GPU that they are copied to."""
+
+    layers: tuple[int, ...]
+    host: int
+    places: int
+
+
+def offloaded(spec: ModelSpec, dtype: str, quantization: str | None, ranks: int, nbytes: float) -> Offloaded:
+    """As few layers as hold ``nbytes``, or all, at equal distances, so that copies run beside what is
+    computed."""
+    kinds = kinds_of(dtype, quantization, spec.method)
+    kept = as_stored(spec.method, quantization)
+    value = FORMATS[kinds.linear].bytes if kept is None else kept.bytes(kinds.plain)
+    experts = spec.moe.experts if spec.moe else 0
+    sizes = [
+        int((layer.weights(spec.hidden) + _mlp(spec, index, experts)) * value / ranks)
+        for index, layer in enumerate(spec.attention)
+    ]
+    found: tuple[int, ...] = ()
+    for count in range(spec.layers + 1):
+        found = tuple((2 * turn + 1) * spec.layers // (2 * count) for turn in range(count))
+        if sum(sizes[layer] for layer in found) >= nbytes:
+            break
+    own = sorted((sizes[layer] for layer in found), reverse=True)
+    return Offloaded(found, sum(own), sum(own[:2]))
 
 
 def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: False) -> Wide:

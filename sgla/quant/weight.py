@@ -45,7 +45,8 @@ class Weight(ABC):
     matrix, each with a row for every output channel, and how these become numbers again.
 
     On a CPU a weight whose storage is ``native`` moves to ``panels``, in the order of the kernels, and the
-    tensors become empty. Other storages are read by ``dequant`` in every step.
+    tensors become empty. Other storages are read by ``dequant`` in every step. A weight with a ``home`` lies
+    there, and is copied to its tensors before it is used (``loading/offload.py``).
     """
 
     kind: ClassVar[str]
@@ -54,6 +55,7 @@ class Weight(ABC):
     def __init__(self, n: int, k: int, *tensors: Tensor) -> None:
         self.n, self.k, self.tensors = n, k, tensors
         self.panels: Panels | None = None
+        self.home: tuple[Tensor, ...] | None = None
         self.parts: list[Self] | None = None  # set by ``split``, which empties the tensors, too
         self._views: list[tuple[int, Self]] = []  # first row, and what shared its memory with these
 
@@ -168,7 +170,7 @@ class Weight(ABC):
         elif self.panels is not None:
             self.panels.put(at, cast(Kind, self.kind), *part.tensors)
         else:
-            for own_rows, new in zip(self.tensors, part.tensors, strict=True):
+            for own_rows, new in zip(self.home or self.tensors, part.tensors, strict=True):
                 own_rows[at : at + part.n].copy_(new)
         for start, view in self._views:
             if self._moved or view._moved:

@@ -15,7 +15,7 @@ from sgla.layers.spec import AttentionSpec
 from sgla.messages import LONGEST, VERIFIED, Pooling
 from sgla.model.spec import ModelSpec
 from sgla.worker.facts import drafts_of, most_rows
-from sgla.worker.gpu_memory import FEWER_ROWS, Weights, splits, within_memory
+from sgla.worker.gpu_memory import FEWER_ROWS, GIB, Weights, splits, within_memory
 from sgla.worker.gpu_steps import Kernels, Sizes
 from sgla.worker.kv import DTYPES
 from sgla.worker.place import Gpu
@@ -97,4 +97,5 @@ def weights_of(config: Config, spec: ModelSpec, place: Gpu) -> Weights:
         place.shard.size,
         place.device.fp8 and not config.deterministic,
         () if config.deterministic else splits(spec, torch.cuda.device_count()),
+        config.cpu_offload_gb * GIB,
     )

@@ -23,11 +23,12 @@ from sgla.config import Config
 from sgla.dist import Shard
 from sgla.errors import ConfigError, OutOfMemory
 from sgla.layers.linear import split_heads
-from sgla.model.sizes import weight_bytes
+from sgla.model.sizes import Offloaded, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Pool, pages_for
 from sgla.worker.memory import MIB, mib
 
+GIB = 1 << 30
 RESERVE = 1024 * MIB
 # Bytes of the driver for a layer in a graph.
 # With activations, which are counted apart, 53 to 96 KiB were measured.
@@ -69,7 +70,8 @@ class Peak(NamedTuple):
 
 class Weights(NamedTuple):
     """What the size of a rank's weights depends on.
-    ``e4m3``: they may be of 8 bits; ``splits``: numbers of ranks that there may be."""
+    ``e4m3``: they may be of 8 bits; ``splits``: numbers of ranks that there may be; ``offload``: bytes that
+    stay on the host."""
 
     spec: ModelSpec
     dtype: str
@@ -77,10 +79,18 @@ class Weights(NamedTuple):
     ranks: int
     e4m3: bool
     splits: tuple[int, ...] = SPLITS
+    offload: float = 0.0
 
     @property
     def bytes(self) -> int:
-        return weight_bytes(self.spec, self.dtype, self.quantization, self.ranks)
+        """Of the GPU."""
+        away = self.offloaded
+        whole = weight_bytes(self.spec, self.dtype, self.quantization, self.ranks)
+        return whole - away.host + away.places
+
+    @property
+    def offloaded(self) -> Offloaded:
+        return offloaded(self.spec, self.dtype, self.quantization, self.ranks, self.offload)
 
     def check(self, free: int) -> None:
         """Raises OutOfMemory before anything is allocated."""
@@ -101,6 +111,9 @@ class Weights(NamedTuple):
         for ranks in self.splits:
             if ranks > self.ranks and self._replace(ranks=ranks).bytes <= room:
                 return Advice(f"use --tp {ranks}", "tp")
+        for gib in range(int(self.offload / GIB) + 1, (self.bytes >> 30) + 2):
+            if self._replace(offload=float(gib * GIB)).bytes <= room:
+                return Advice(f"give --cpu-offload-gb {gib}, which is slow", "cpu_offload_gb")
         return Advice("use a smaller model", "model")
 
 

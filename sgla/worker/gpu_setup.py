@@ -14,6 +14,7 @@ from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.rehearsal import compilers
 from sgla.loading.load import load_model
+from sgla.loading.offload import Offload, copying
 from sgla.loading.pooled import load_decoder
 from sgla.messages import Facts, Progress, StepCost
 from sgla.model.base import CausalLM
@@ -59,17 +60,26 @@ class GpuSetup(Runner):
         self.budget.weights.check(self.place.free())
         begin = partial(self._begin, kernels, sizes, woken, torch.cuda.memory_allocated())
         with self.place.torch, within_memory("loading the weights", self.budget.lighter):
-            self._load_model(config, source, sizes.context_len, begin)
+            layers = self.budget.weights.offloaded.layers
+            offload = Offload(layers) if layers else None
+            self._load_model(config, source, sizes.context_len, begin, offload)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        if offload is not None:
+            self.notes.append(copying(len(layers), spec.layers, offload.nbytes, offload.measure()))
 
     def _load_model(
-        self, config: Config, source: ModelSource, context_len: int, begin: Callable[[CausalLM], None]
+        self,
+        config: Config,
+        source: ModelSource,
+        context_len: int,
+        begin: Callable[[CausalLM], None],
+        offload: Offload | None,
     ) -> None:
         seed, dtype = config.random_seed or 0, dtype_of(config)
         quantization, report = config.quantization, self._report
         if self.pooling is None:
-            load_model(source, dtype, quantization, self.shard, context_len, report, seed, begin)
+            load_model(source, dtype, quantization, self.shard, context_len, report, seed, begin, offload)
             return
         head = load_decoder(
             source, self.pooling, dtype, quantization, self.shard, context_len, report, seed, begin

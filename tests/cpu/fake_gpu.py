@@ -143,7 +143,7 @@ def pretend(name: str = "H200") -> None:
         setattr(torch.cuda, name, lambda *args, answer=answer: answer)
     for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "graph_pool_handle"):
         setattr(torch.cuda, name, lambda *args: None)
-    for name in ("Event", "Stream", "CUDAGraph", "current_stream"):
+    for name in ("Event", "Stream", "CUDAGraph", "current_stream", "cudart"):
         setattr(torch.cuda, name, Nothing)
     for name in ("stream", "graph"):
         setattr(torch.cuda, name, nothing)

@@ -137,6 +137,7 @@ def source(folder: Path, model: dict[str, Any], pooling: str) -> ModelSource:
 
 
 DECODER = LLAMA | {"hidden_size": 48, "head_dim": 12}
+DEEP = DECODER | {"num_hidden_layers": 7}
 TOY = DECODER | {"architectures": ["ToyForCausalLM"], "model_type": "toy", "hidden_act": "silu"}
 TERNARY = DECODER | {"quantization_config": {"quant_method": "toy-ternary"}}
 LAYER_NORM = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"}
@@ -157,6 +158,13 @@ STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
 CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
     "text": (DECODER, "", text, STATES, {"attention_backend": "torch"}),
+    "weights on the host": (
+        DEEP,
+        "",
+        short_text,
+        {},
+        {"attention_backend": "torch", "cpu_offload_gb": 4e-4},
+    ),
     "toy family": (TOY, "", short_text, {}, {"attention_backend": "torch"}),
     "toy format": (TERNARY, "", short_text, {"quantization": "checkpoint"}, {"attention_backend": "torch"}),
     "layer norm": (LAYER_NORM, "", short_text, {}, {"attention_backend": "torch"}),
@@ -206,6 +214,8 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
     encoder = facts.pooling is not None and facts.pooling.encoder
     windows = len(facts.groups) > 1
     kept = not windows and (facts.pooling is None or facts.pooling.kind == "last")
+    if settings.get("cpu_offload_gb"):
+        assert any("the matrices of 6 of 7 layers" in note for note in facts.notes), facts.notes
     core = make_core(facts, encoder=encoder, prefix_cache=kept, depth=1 if windows else 2)
     if windows and "device" in settings:
         assert [group.window for group in facts.groups] == [0, WINDOW]

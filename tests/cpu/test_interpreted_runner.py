@@ -25,6 +25,7 @@ def answers() -> dict[str, Any]:
         ("windows, decode", set()),
         ("windows, prompts", set()),
         ("text", set(KINDS)),
+        ("weights on the host", {"logprobs"}),
         ("toy family", {"logprobs"}),
         ("toy format", {"logprobs"}),
         ("layer norm", {"logprobs"}),
