@@ -26,6 +26,7 @@ import lines
 import torch
 
 from sgla.kernels.cuda import experts, grouped_gemm, router
+from sgla.kernels.routing import Routing
 from sgla.kernels.triton import moe, moe_tiles
 from sgla.kernels.triton.moe import Cut, Tile, Tiles
 from sgla.model.spec import ModelSpec
@@ -255,7 +256,7 @@ def few(model: str, fp8: bool) -> None:
         us = time_us([lambda x=x: moe.norm_router(x, norm, 1e-6, router) for x in xs])  # type: ignore[misc]
         emit(bench="norm_router", tokens=tokens, us=round(us, 2))
         logits = torch.randn(tokens, layer.experts, device="cuda")
-        us = time_us([lambda y=logits: moe.route(y, layer.top_k, True)] * 6)  # type: ignore[misc]
+        us = time_us([lambda y=logits: moe.route(y, Routing(layer.top_k, normalize=True))] * 6)  # type: ignore[misc]
         emit(bench="route", tokens=tokens, us=round(us, 2))
 
 

@@ -50,8 +50,9 @@ class MoE:
         inputs = [f"{name}.experts.{e}.{which}_proj" for e in range(experts) for which in ("gate", "up")]
         outputs = [f"{name}.experts.{e}.down_proj" for e in range(experts)]
         self.router = storage(build.plain).empty(experts, hidden)
-        self.gate_up = build.empty(experts * 2 * len(self.own), hidden, *inputs)
-        self.down = build.empty(experts * hidden, len(self.own), *outputs)
+        stacks = [f"{name}.experts.{which}_proj" for which in ("gate_up", "down")] if crossed else []
+        self.gate_up = build.empty(experts * 2 * len(self.own), hidden, *(stacks[:1] or inputs))
+        self.down = build.empty(experts * hidden, len(self.own), *(stacks[1:] or outputs))
         take = partial(_fill, self.router, 0, range(experts), None)
         build.declare(f"{name}.gate.weight", (experts, hidden), take)
         if crossed:

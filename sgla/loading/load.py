@@ -41,7 +41,7 @@ _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.masked_bias|attention\.bias|at
 EMBEDDING = "model.embed_tokens.weight"
 _NAMED = 8  # tensor names shown in an error
 SHARE = 1 << 24  # values of a tensor that one thread takes at a time, about
-OF_EXPERTS = ("f32", "bf16", "fp8")  # storages that mixtures have GPU kernels for
+OF_EXPERTS = ("f32", "bf16", "fp8", "mxfp4")  # storages that mixtures have GPU kernels for
 POOL = 1_000_003  # random values of dummy weights
 
 
@@ -202,7 +202,7 @@ def decoder_build(
         build.floats = frozenset(
             canonical(rename(name)).removesuffix(".weight")
             for name, tensor in safetensors(source)
-            if name.endswith(".weight") and tensor.type in FLOATS
+            if tensor.type in FLOATS
         )
     if spec.moe and _device().type == "cuda" and kinds.linear not in OF_EXPERTS:
         raise ConfigError(

@@ -125,7 +125,16 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
     positions = spec.learned * spec.hidden * FORMATS[kinds.plain].bytes
     head = 0.0 if spec.tied else spec.vocab * spec.hidden * vocab / ranks
     layers = attention + _mlps(spec, spec.moe.experts if spec.moe else 0)
-    return layers * linear / ranks + table + positions + head
+    others = layers - _experts(spec) if kept is not None and kept.experts_alone else 0
+    matrices = (layers - others) * linear + others * FORMATS[kinds.plain].bytes
+    return matrices / ranks + table + positions + head
+
+
+def _experts(spec: ModelSpec) -> int:
+    """Values of the matrices of all mixtures' experts."""
+    return (
+        3 * spec.hidden * len(spec.moe.layers) * spec.moe.experts * spec.moe.intermediate if spec.moe else 0
+    )
 
 
 def _given(spec: ModelSpec) -> int:

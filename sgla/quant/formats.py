@@ -26,6 +26,7 @@ def register(format: Format) -> None:
 register(Format("f32", "sgla.quant.plain:F32", 4.0))
 register(Format("bf16", "sgla.quant.plain:BF16", 2.0))
 register(Format("fp8", "sgla.quant.channels:E4M3", 1.0))
+register(Format("mxfp4", "sgla.quant.e2m1:E2M1", 0.53125))
 register(Format("int8", "sgla.quant.groups:Int8", 1.125))
 register(Format("int4", "sgla.quant.groups:Int4", 0.625))
 register(Format("q8_0", "sgla.quant.groups:Q8_0", 1.0625))

@@ -1,5 +1,6 @@
 """Experts in MXFP4, as gpt-oss is published: 32 numbers of 4 bits share an exponent (OCP Microscaling Formats
-1.0). They are computed in floating point, or in what ``--quantization`` makes of that. Loads no torch."""
+1.0). GPUs keep them so; elsewhere they are computed in floating point, or in what ``--quantization`` makes of
+that. Loads no torch."""
 
 from __future__ import annotations
 
@@ -24,8 +25,11 @@ class Mxfp4(Method):
     """Beside ``X_blocks`` ``[E, n, k / 32, 16]``, two numbers a byte, the first in the lower bits, there are
     the exponents ``X_scales`` ``[E, n, k / 32]``. All other layers are plain."""
 
-    name = "mxfp4"
+    name, storage, devices = "mxfp4", "mxfp4", ("cuda",)
     experts_alone = True
+
+    def covers(self, module: str) -> bool:
+        return ".experts." in module and super().covers(module)
 
     def stack(self, name: str, shape: tuple[int, ...]) -> dict[str, Held]:
         experts, k, n = shape

@@ -142,6 +142,23 @@ TOY = DECODER | {"architectures": ["ToyForCausalLM"], "model_type": "toy", "hidd
 TERNARY = DECODER | {"quantization_config": {"quant_method": "toy-ternary"}}
 LAYER_NORM = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"}
 LAYER_NORM |= {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
+PACKED = {  # gpt-oss' experts in four bits
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 331,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "layer_types": ["full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "quantization_config": {"quant_method": "mxfp4"},
+}
 ENCODER = BERT | {"architectures": ["BertModel"], "vocab_size": 331}
 WINDOW = 7
 WINDOWS = gemma3(
@@ -167,6 +184,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     ),
     "toy family": (TOY, "", short_text, {}, {"attention_backend": "torch"}),
     "toy format": (TERNARY, "", short_text, {"quantization": "checkpoint"}, {"attention_backend": "torch"}),
+    "experts in mxfp4": (
+        PACKED,
+        "",
+        short_text,
+        {"quantization": "checkpoint"},
+        {"attention_backend": "torch"},
+    ),
     "layer norm": (LAYER_NORM, "", short_text, {}, {"attention_backend": "torch"}),
     "last": (DECODER, "lasttoken", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "mean": (DECODER, "mean_tokens", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),

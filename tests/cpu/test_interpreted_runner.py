@@ -28,6 +28,7 @@ def answers() -> dict[str, Any]:
         ("weights on the host", {"logprobs"}),
         ("toy family", {"logprobs"}),
         ("toy format", {"logprobs"}),
+        ("experts in mxfp4", {"logprobs"}),
         ("layer norm", {"logprobs"}),
         ("last", {"vector"}),
         ("mean", {"vector"}),

@@ -17,6 +17,7 @@ from sgla.hub.source import open_source
 from sgla.loading.load import load_model
 from sgla.model.sizes import parameters, read_spec, weight_bytes
 from sgla.model.spec import ModelSpec
+from sgla.quant.weight import pack
 from sgla.worker.cpu import CpuRunner
 
 PROMPTS = random_prompts([1, 7, 33, 60])
@@ -270,11 +271,11 @@ def test_what_cannot_be_is_refused(family: tuple[str, Any], change: dict[str, An
 
 
 @torch.no_grad()
-def test_experts_in_mxfp4_are_expanded(tmp_path: Path) -> None:
-    """As gpt-oss is published."""
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """As gpt-oss is published: expanded, and kept packed, as GPUs do. Nothing is rounded in either."""
     from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
-    sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 8, "num_local_experts": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 8, "num_local_experts": 4}
     hf = save_checkpoint(tmp_path, "gpt_oss", **sizes)
     stored = load_file(tmp_path / "model.safetensors")
     for name, parameter in hf.named_parameters():
@@ -295,12 +296,40 @@ def test_experts_in_mxfp4_are_expanded(tmp_path: Path) -> None:
     expected = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
     model = load_model(source)
     torch.testing.assert_close(Eager(model).prompt_logprobs([ids]), expected, rtol=0, atol=2e-4)
+    packed = load_model(source, quantization="mxfp4")
+    torch.testing.assert_close(Eager(packed).prompt_logprobs([ids]), expected, rtol=0, atol=2e-4)
+    kinds = {weight.kind for weight in (packed.blocks[0].mlp.gate_up, packed.blocks[1].mlp.down)}
+    assert kinds == {"mxfp4"}
+    assert packed.lm_head.weight.kind == "f32"
     for half in (0, 1):  # ranks split what has been expanded
         load_model(source, shard=Shard(half, 2))
+        part = load_model(source, quantization="mxfp4", shard=Shard(half, 2))
+        whole = packed.blocks[0].mlp.down.part(0, 4).dequant()
+        torch.testing.assert_close(
+            part.blocks[0].mlp.down.part(0, 4).dequant(), whole[:, half * 32 :][:, :32]
+        )
     del stored["model.layers.0.mlp.experts.down_proj_scales"]
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(WeightError, match="down_proj_scales is missing"):
         load_model(source)
+
+
+def test_mxfp4_holds_its_numbers_and_rounds_others_to_the_nearest() -> None:
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([numbers, -numbers])
+    codes = numbers[torch.randint(0, 16, (3, 11, 32))]
+    codes[:, 4].clamp_(-1, 1)  # a group without its largest ones
+    dense = torch.ldexp(codes, torch.randint(-40, 60, (3, 11, 1))).flatten(1)
+    weight = pack(dense, "mxfp4")
+    assert torch.equal(weight.dequant(), dense)
+    assert torch.equal(weight.columns(32, 192).dequant(), dense[:, 32:192])
+    assert torch.equal(weight.rows(1, 3).dequant(), dense[1:])
+    with pytest.raises(ConfigError, match="groups of 32"):
+        weight.columns(0, 40)
+    dense = torch.rand(5, 64) * 6
+    dense[:, ::32] = 6
+    nearest = (dense[..., None] - numbers.abs()).abs().amin(-1)
+    torch.testing.assert_close((pack(dense, "mxfp4").dequant() - dense).abs(), nearest)
 
 
 def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:

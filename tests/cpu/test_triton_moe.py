@@ -14,8 +14,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from sgla.kernels import ops
-from sgla.kernels.routing import Routing
-from sgla.kernels.triton import moe, moe_tiles
+from sgla.kernels.ops import Biases
+from sgla.kernels.routing import Clamped, Routing
+from sgla.kernels.triton import e2m1, moe, moe_tiles
 from sgla.kernels.triton.moe import Tile
 from sgla.quant.weight import pack
 
@@ -24,12 +25,38 @@ def test_routes_as_the_oracle_and_breaks_ties_by_number() -> None:
     logits = torch.randn(7, 12)
     logits[3] = 0.0
     for normalize in (True, False):
-        p, ids = moe.route(logits, 3, normalize)
-        expected, best = ops.route(logits, Routing(3, normalize=normalize))
+        routing = Routing(3, normalize=normalize)
+        p, ids = moe.route(logits, routing)
+        expected, best = ops.route(logits, routing)
         torch.testing.assert_close(p, expected)
         assert ids[3].tolist() == [0, 1, 2]
         others = [0, 1, 2, 4, 5, 6]
         assert torch.equal(ids[others].long(), best[others])
+
+
+ROUTINGS = {  # and experts, bias of the logits, bias of the choice
+    "gpt-oss": (Routing(4, normalize=True), 32, True, False),
+    "DeepSeek-V2": (Routing(3, groups=4, kept=2, scale=16.0), 20, False, False),
+    "DeepSeek-V3": (Routing(4, "sigmoid", True, 8, 4, True, 1e-20, 2.5), 32, False, True),
+    "GLM-4.7": (Routing(4, "sigmoid", True, least=1e-20, scale=1.8), 24, False, True),
+    "GLM-4.5 in one group of two": (Routing(3, "sigmoid", groups=2, kept=1, two=True), 12, False, True),
+    "ERNIE": (Routing(6, normalize=True, least=0.9), 24, False, True),
+    "Llama 4": (Routing(1, "sigmoid"), 16, False, False),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_routes_by_every_rule_as_the_oracle(name: str) -> None:
+    routing, experts, biased, chosen = ROUTINGS[name]
+    logits = torch.randn(9, experts)
+    bias, choice, factor = (torch.randn(experts) if there else None for there in (biased, chosen, biased))
+    biases = Biases(bias, choice, factor=factor)
+    done = torch.ones(5, dtype=torch.int32)
+    p, ids = moe.route(logits, routing, biases, done)
+    expected, best = ops.route(logits, routing, biases)
+    assert torch.equal(ids.long(), best)
+    torch.testing.assert_close(p, expected)
+    assert not done.any()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +102,7 @@ def test_grouped_equals_the_oracle(d: int, f: int, rows: int, tile: Tile, activa
     x = torch.randn(tokens, d)
     router, gate_up, down = weights(experts, f, d)
     expected = oracle(x, router, gate_up, down, top_k, True, activation)
-    p, ids = moe.route(x @ router.T, top_k, True)
+    p, ids = moe.route(x @ router.T, Routing(top_k, normalize=True))
     groups = moe.group(ids, experts, rows)
     inner = moe.experts(x, None, gate_up, None, f, groups, tile, activation)
     y = moe.experts(inner, None, down, None, d, groups, tile)
@@ -97,13 +124,29 @@ def test_few_tokens_equal_the_oracle(d: int, f: int, experts: int, normalize: bo
     torch.testing.assert_close(logits, x @ router.T, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(moe.norm_router(x, None, 0.0, router)[1], logits)
     expected = oracle(x, router, gate_up, down, top_k, normalize)
-    p, ids = moe.route(logits, top_k, normalize)
+    p, ids = moe.route(logits, Routing(top_k, normalize=normalize))
     inner = moe.few_gate_up(x, p, ids, gate_up, None, f, "silu")
     y = moe.few_down(inner, down, None, ids, d)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     total = h.clone()
     assert moe.few_down(inner, down, None, ids, d, out=total) is total
     torch.testing.assert_close(total, h + expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", Clamped(1.702, 1.0)])
+@pytest.mark.parametrize(("tokens", "d", "f", "grouped"), [(3, 96, 64, False), (19, 160, 96, True)])
+def test_experts_in_mxfp4_equal_the_oracle(tokens: int, d: int, f: int, grouped: bool, activation) -> None:
+    experts, routing = 6, Routing(2, normalize=True)
+    x = torch.randn(tokens, d)
+    router, *dense = weights(experts, f, d)
+    packed = [pack(router, "f32"), *(pack(w, "mxfp4") for w in dense)]
+    biases = Biases(gate_up=torch.randn(experts, 2 * f), down=torch.randn(experts, d))
+    expected = ops.moe(x, *packed, routing, activation, biases)
+    p, ids = moe.route(x @ router.T, routing)
+    groups, tile = moe.group(ids, experts, 16) if grouped else None, e2m1.Tile(32, 4, 2)
+    inner = e2m1.product(x, packed[1].tensors, biases.gate_up, f, ids, groups, tile, activation)
+    y = e2m1.product(inner, packed[2].tensors, biases.down, d, ids, groups, tile)
+    torch.testing.assert_close(moe.combine(y, p), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])

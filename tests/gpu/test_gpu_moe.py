@@ -123,7 +123,9 @@ def test_the_router_adds_norms_and_chooses_as_separate_kernels(count: int, d: in
             assert not found.done.any()
             assert residual is None or torch.equal(residual, total)
             assert relative(found.x, expected) < 2e-3
-            p, ids = moe.route(torch.mm(found.x, w.t(), out_dtype=torch.float32), top_k, normalize)
+            p, ids = moe.route(
+                torch.mm(found.x, w.t(), out_dtype=torch.float32), Routing(top_k, normalize=normalize)
+            )
             assert (found.ids == ids).float().mean() > 0.999  # near ties
             torch.testing.assert_close(found.probabilities, p, rtol=0, atol=1e-3)
 

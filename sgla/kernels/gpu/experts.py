@@ -43,7 +43,7 @@ def alone(work: Work, moe: Node) -> list[Node]:
 
 
 def _refuses(moe: Node) -> str | None:
-    return mixture.refuses(*(moe.given[name] for name in ("routing", "activation", "biases", "routed")))
+    return None if moe.given["routed"] is None else "the router sees something else than the experts"
 
 
 def norm_refuses(work: Work, norm: Node, moe: Node) -> str | None:

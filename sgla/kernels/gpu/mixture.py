@@ -15,7 +15,7 @@ from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Clamped, Gating, Routing
-from sgla.kernels.triton import elementwise, fp8, moe, moe_tiles
+from sgla.kernels.triton import e2m1, elementwise, fp8, moe, moe_tiles
 
 if TYPE_CHECKING:
     from sgla.quant.weight import Weight
@@ -77,15 +77,12 @@ class Grouped:
         return moe.combine_norm(self.y, self.probabilities, residual, weight, eps)
 
 
-def refuses(routing: Routing, activation: Gating, biases: Biases, routed: Tensor | None = None) -> str | None:
-    """Why the kernels do not choose such experts or do not compute what they do, or None: torch does that
-    then, between grouped products."""
+def refuses(routing: Routing, activation: Gating, biases: Biases) -> str | None:
+    """Why the kernels of CUDA that are made for softmax routers do not serve such a mixture, or None."""
     if not routing.plain:
         return "experts are chosen otherwise than by a softmax over all"
     if any(bias is not None for bias in biases):
         return "the router or the experts have biases"
-    if routed is not None:
-        return "the router sees something else than the experts"
     return "the experts' activation is clamped" if isinstance(activation, Clamped) else None
 
 
@@ -102,21 +99,26 @@ def run(
     residual: Tensor | None = None,
     routed: Tensor | None = None,
 ) -> Outputs:
-    """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain or e4m3.
+    """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or e2m1.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
-    assert gate_up.kind == down.kind in ("f32", "bf16", "fp8"), gate_up.kind
+    assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", "mxfp4"), gate_up.kind
     count, (tokens, d) = router.n, x.shape
-    if refuses(routing, activation, biases, routed) is not None:
-        assert norm is residual is None
-        sent = _route_in_torch(x, x if routed is None else routed, routing, biases, router)
-        if isinstance(activation, Clamped) or biases.gate_up is not None or biases.down is not None:
-            return _apart(sent, count, gate_up, down, activation, biases)
-        one_kernel = False
+    apart = isinstance(activation, Clamped) or not (biases.gate_up is biases.down is None)
+    one_kernel = _native(x, router) and down.kind == "bf16" and tokens > FEW and not apart
+    one_kernel = one_kernel and experts.refuses(tokens * routing.top_k, down.k, d, count) is None
+    places = experts.places(count) if one_kernel else 0
+    if refuses(routing, activation, biases) is routed is None and _native(x, router) and tokens > ROUTED:
+        weight, eps = norm or (None, 0.0)
+        sent = router_cuda.route(
+            x, router.data, routing.top_k, routing.normalize,
+            residual=residual, norm=weight, eps=eps, places=places,
+        )  # fmt: skip
     else:
-        one_kernel = _native(x, router) and down.kind == "bf16" and tokens > FEW
-        one_kernel = one_kernel and experts.refuses(tokens * routing.top_k, down.k, d, count) is None
-        places = experts.places(count) if one_kernel else 0
-        sent = _route(x, norm, residual, router, routing, places)
+        sent = _route(x, norm, residual, routed, router, routing, biases, places)
+    if gate_up.kind == "mxfp4":
+        return _packed(sent, count, gate_up, down, activation, biases)
+    if apart:
+        return _apart(sent, count, gate_up, down, activation, biases)
     assert not isinstance(activation, Clamped)
     if one_kernel:
         return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
@@ -161,6 +163,18 @@ def _products(
     return Grouped(y, probabilities)
 
 
+def _packed(
+    routed: RoutedExperts, count: int, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
+) -> Outputs:
+    """Both products of experts in MXFP4, each with its biases."""
+    x, probabilities, ids, _ = routed
+    tiles = e2m1.choose(ids.numel(), count, x.itemsize, this_device().wgmma)
+    groups = None if tiles.rows is None else moe.group(ids, count, tiles.rows)
+    inner = e2m1.product(x, gate_up.tensors, biases.gate_up, down.k, ids, groups, tiles.gate_up, activation)
+    y = e2m1.product(inner, down.tensors, biases.down, x.shape[1], ids, groups, tiles.down)
+    return Grouped(y, probabilities)
+
+
 def _apart(
     routed: RoutedExperts, count: int, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
 ) -> Outputs:
@@ -184,39 +198,31 @@ def _tiles(ids: Tensor, count: int, down: Weight, d: int) -> moe.Tiles:
     return moe_tiles.choose(ids.shape[0], count, ids.shape[1], down.k, d, size, hopper)
 
 
-def _route_in_torch(
-    x: Tensor, routed: Tensor, routing: Routing, biases: Biases, router: Weight
-) -> RoutedExperts:
-    """The experts of each row of x, by torch operations on ``routed``, none of which waits for the GPU."""
-    weights, ids = ops.route(_logits(routed, router.data), routing, biases)
-    return RoutedExperts(x, weights.contiguous(), ids.to(torch.int32).contiguous())
-
-
 def _route(
     x: Tensor,
     norm: tuple[Tensor, float] | None,
     residual: Tensor | None,
+    routed: Tensor | None,
     router: Weight,
     routing: Routing,
+    biases: Biases,
     places: int,
 ) -> RoutedExperts:
-    """The experts of each row by our kernels: see ``refuses``."""
+    """The experts of each row, by any rule."""
     weight, eps = norm or (None, 0.0)
-    top_k, normalize = routing.top_k, routing.normalize
-    if _native(x, router) and x.shape[0] > ROUTED:
-        return router_cuda.route(
-            x, router.data, top_k, normalize, residual=residual, norm=weight, eps=eps, places=places
-        )
     if residual is not None:
         assert weight is not None
         x, weight = elementwise.add_rms_norm(x, residual, weight, eps, in_place=True)[0], None
-    if x.shape[0] <= ROUTED:
+    if routed is not None:
+        assert weight is None
+        logits = _logits(routed, router.data)
+    elif x.shape[0] <= ROUTED:
         x, logits = moe.norm_router(x, weight, eps, router.data)
     else:
         x = x if weight is None else elementwise.rms_norm(x, weight, eps)
         logits = _logits(x, router.data)
     done = torch.empty(places, dtype=torch.int32, device=x.device) if places else None
-    return RoutedExperts(x, *moe.route(logits, top_k, normalize, done), done)
+    return RoutedExperts(x, *moe.route(logits, routing, biases, done), done)
 
 
 def _native(x: Tensor, router: Weight) -> bool:

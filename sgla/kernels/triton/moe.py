@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sgla.kernels.ops import NO_BIASES, Biases
+from sgla.kernels.routing import Routing
 from sgla.kernels.triton.elementwise import _activate, _begin, _pdl
 
 
@@ -83,14 +85,35 @@ def _norm_router(
     tl.store(logits + token * experts + e, y, mask=e < experts)
 
 
+@triton.jit
+def _best_groups(ranked, i, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr):
+    """``ranked`` ``[BT, E]`` where all but the KEPT best groups of SIZE experts are -inf."""
+    column = tl.arange(0, GROUPS)[None, :]
+    best = tl.full([ranked.shape[0], GROUPS], float("-inf"), tl.float32)
+    for g in tl.static_range(GROUPS):
+        own = tl.where((i // SIZE == g)[None, :], ranked, float("-inf"))
+        value, place = tl.max(own, 1, return_indices=True)
+        if TWO:
+            value += tl.max(tl.where(i[None, :] == place[:, None], float("-inf"), own), 1)
+        best = tl.where(column == g, value[:, None], best)
+    stays = tl.zeros(ranked.shape, tl.int32)
+    for _ in tl.static_range(KEPT):
+        _, g = tl.max(best, 1, return_indices=True)
+        stays += (i // SIZE)[None, :] == g[:, None]
+        best = tl.where(column == g[:, None], float("-inf"), best)
+    return tl.where(stays > 0, ranked, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    logits, ids, probabilities, done, tokens, experts, top_k, places,
-    PLACES: tl.constexpr, NORMALIZE: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, bias, choice, factor, ids, probabilities, done, tokens, experts, top_k, places, least, scale,
+    PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
+    CHOICE: tl.constexpr, FACTOR: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the best experts of BT tokens; equal logits go to the lower number.
-    The first clears ``done``."""
+    """One program: the best experts of BT tokens; equal ones go to the lower number. The first clears
+    ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE."""
     _begin(PDL)
     if PLACES > 0 and tl.program_id(0) == 0:
         z = tl.arange(0, PLACES)
@@ -98,23 +121,42 @@ def _route(
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     i = tl.arange(0, E)
     live = (t < tokens)[:, None]
+    there = (i < experts)[None, :]
     at = logits + t[:, None] * experts + i[None, :]
-    v = tl.load(at, mask=live & (i < experts)[None, :], other=float("-inf"))
-    top = tl.max(v, 1)
-    total = tl.sum(tl.exp(v - top[:, None]), 1)
+    v = tl.load(at, mask=live & there, other=float("-inf"))
+    if BIAS:
+        v += tl.load(bias + i, mask=i < experts, other=0.0)[None, :]
+    if SIGMOID:
+        scores = tl.sigmoid(v)
+    else:
+        scores = tl.exp(v - tl.max(v, 1)[:, None])
+        scores = scores / tl.sum(scores, 1)[:, None]
+    ranked = v  # in the order of the scores, and finer
+    if CHOICE or GROUPS > 0:
+        ranked = scores
+        if CHOICE:
+            ranked += tl.load(choice + i, mask=i < experts, other=0.0)[None, :]
+        ranked = tl.where(there, ranked, float("-inf"))
+    if GROUPS > 0:
+        ranked = _best_groups(ranked, i, GROUPS, SIZE, KEPT, TWO)
     column = tl.arange(0, K)[None, :]
     chosen = tl.zeros([BT, K], tl.int32)
     p = tl.zeros([BT, K], tl.float32)
     for j in range(top_k):
-        best, expert = tl.max(v, 1, return_indices=True)
+        _, expert = tl.max(ranked, 1, return_indices=True)
+        own = i[None, :] == expert[:, None]
         chosen = tl.where(column == j, expert[:, None], chosen)
-        p = tl.where(column == j, tl.exp(best - top)[:, None], p)
-        v = tl.where(i[None, :] == expert[:, None], float("-inf"), v)
-    scale = tl.sum(p, 1) if NORMALIZE else total
+        p = tl.where(column == j, tl.sum(tl.where(own, scores, 0.0), 1)[:, None], p)
+        ranked = tl.where(own, float("-inf"), ranked)
+    if NORMALIZE:
+        p = p / tl.maximum(tl.sum(p, 1), least)[:, None]
     pair = t[:, None] * top_k + column
     mask = live & (column < top_k)
-    tl.store(ids + pair, tl.minimum(chosen, experts - 1), mask=mask)  # within bounds even for NaN
-    tl.store(probabilities + pair, p / scale[:, None], mask=mask)
+    chosen = tl.minimum(chosen, experts - 1)  # within bounds even for NaN
+    if FACTOR:
+        p *= tl.load(factor + chosen)
+    tl.store(ids + pair, chosen, mask=mask)
+    tl.store(probabilities + pair, p * scale, mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -357,18 +399,24 @@ def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> t
     return normed, logits
 
 
-def route(logits: Tensor, top_k: int, normalize: bool, done: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``.
-    ``done`` int32[n] becomes zeros."""
-    tokens, experts = logits.shape
+def route(
+    logits: Tensor, routing: Routing, biases: Biases = NO_BIASES, done: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``. ``done`` int32[n]
+    becomes zeros."""
+    (tokens, experts), top_k = logits.shape, routing.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     probabilities = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     each = 1 if tokens <= 512 else 4
+    vectors = (logits if b is None else b for b in (biases.logits, biases.choice, biases.factor))
+    places = 0 if done is None else done.numel()
     _route[(triton.cdiv(tokens, each),)](
-        logits, ids, probabilities, ids if done is None else done, tokens, experts, top_k,
-        0 if done is None else done.numel(),
-        PLACES=0 if done is None else triton.next_power_of_2(done.numel()),
-        NORMALIZE=normalize, E=triton.next_power_of_2(experts),
+        logits, *vectors, ids, probabilities, ids if done is None else done, tokens, experts, top_k, places,
+        routing.least, routing.scale, PLACES=triton.next_power_of_2(places) if places else 0,
+        NORMALIZE=routing.normalize, SIGMOID=routing.score == "sigmoid", BIAS=biases.logits is not None,
+        CHOICE=biases.choice is not None, FACTOR=biases.factor is not None,
+        GROUPS=max(2, triton.next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
+        SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two, E=triton.next_power_of_2(experts),
         K=triton.next_power_of_2(top_k), BT=each, num_warps=each, **_pdl(),
     )  # fmt: skip
     return probabilities, ids
