@@ -62,8 +62,8 @@ def layers_of(source: ModelSource) -> list[Layer]:
     names = {ops.act_mul: "gate", ops.add_rms_norm: "add", ops.qk_norm_rope_store: "heads"}
     found = []
     for node in record.nodes:
-        if node.op is ops.linear and (w := node.given["w"]).kind == "bf16":
-            behind = "logits" if node is record.logits else names.get(readers.get(node.results[0]), "")
+        if node.op in (ops.linear, ops.logits) and (w := node.given["w"]).kind == "bf16":
+            behind = "logits" if node.op is ops.logits else names.get(readers.get(node.results[0]), "")
             found.append(Layer(Product(w.n, w.k, behind == "gate"), behind))
     return list(dict.fromkeys(found))
 

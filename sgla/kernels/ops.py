@@ -112,6 +112,12 @@ def linear(x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | No
     return y if addend is None else y + addend.to(y.dtype)
 
 
+@op
+def logits(x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """``linear`` of an output layer, in float32."""
+    return linear(x.float(), w, bias, addend)
+
+
 def _queries(
     qkv: Tensor,
     positions: Tensor,

@@ -73,7 +73,7 @@ class LMHead:
 
     def part(self, hidden: Tensor) -> Tensor:
         """The logits of this rank's part ``own`` of the vocabulary."""
-        logits = ops.linear(hidden, self.weight)
+        logits = ops.logits(hidden, self.weight)
         return logits if self.plain else ops.inplace(self._adjust, logits)
 
     @property

@@ -278,7 +278,7 @@ def test_an_addend_comes_before_what_is_fused_behind(
             return ops.add_rms_norm(y, residual.clone(), norm, 1e-5)[0]
 
         def logits_part(self, hidden: Tensor) -> Tensor:
-            return ops.linear(hidden, w, None, addend)
+            return ops.logits(hidden, w, None, addend)
 
     batch: Any = SimpleNamespace(ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows)
     layer = Layer()

@@ -93,6 +93,7 @@ def add(recorder: Recorder, x: Tensor, y: Tensor) -> Tensor:
 
 
 @LOWERINGS.of(ops.linear)
+@LOWERINGS.of(ops.logits)
 def linear(
     recorder: Recorder, x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | None = None
 ) -> Tensor:

@@ -63,7 +63,6 @@ class GpuOps:
 
     def __init__(self, attend: Attend, deterministic: bool = False) -> None:
         self.attend, self.deterministic = attend, deterministic
-        self.logits_next = False  # the next linear layer is the output layer: float32
 
     def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         made = LOWERINGS.run(self, op, args, kwargs)
@@ -98,15 +97,19 @@ class GpuOps:
     def linear(
         self, x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | None = None
     ) -> Tensor:
-        if self.logits_next:
-            return self.logits(x, w, bias, addend, None)
         y = self._product(x, w, bias)
         return y if addend is None else y.add_(addend)
 
+    @LOWERINGS.of(ops.logits)
     def logits(
-        self, x: Tensor, w: Weight, bias: Tensor | None, addend: Tensor | None, out: Tensor | None
+        self,
+        x: Tensor,
+        w: Weight,
+        bias: Tensor | None = None,
+        addend: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """``linear`` in float32, if possible in ``out``."""
+        """If possible in ``out``."""
         y = self._float32(x, w, bias, out)
         return y if addend is None else y.add_(addend)
 

@@ -90,9 +90,8 @@ def _steps(gpu: GpuOps, work: Work) -> list[Step]:
 
 def _plain(gpu: GpuOps, node: Node) -> Callable[..., Any]:
     """What computes a node that no rule gave a kernel."""
-    named: dict[Any, Callable[..., Any]] = {"heads": gpu.heads, "logits": gpu.logits}
-    if node.op in named:
-        return named[node.op]
+    if node.op == "heads":
+        return gpu.heads
     return partial(LOWERINGS[node.op], gpu) if node.op in LOWERINGS else node.op.body  # type: ignore[no-any-return]
 
 
@@ -261,11 +260,7 @@ class Forward:
                 hidden = rows
             if what == "hidden":
                 return hidden
-            dispatcher.logits_next = True
-            try:
-                return model.logits(hidden) if what == "logits" else model.logits_part(hidden)
-            finally:
-                dispatcher.logits_next = False
+            return model.logits(hidden) if what == "logits" else model.logits_part(hidden)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -80,14 +80,12 @@ class Node:
 @dataclass
 class Record:
     """``inputs``: what the values with the first numbers are: ``batch``, parts of it, and ``hidden``;
-    ``outputs``: numbers of what the forward returns. ``logits``: the node of the linear layer that computes
-    them, if there is one."""
+    ``outputs``: numbers of what the forward returns."""
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)  # of each value
-    logits: Node | None = None
     views: dict[int, int] = field(default_factory=dict)  # of a value that shares the memory of another: which
     sized: bool = False  # some torch operation depends on the number of rows or tokens
 
@@ -106,12 +104,12 @@ class Record:
     @cached_property
     def weights(self) -> list[Any]:
         """Of the linear layers, without that of the logits."""
-        return [n.given["w"] for n in self.nodes if n.op is ops.linear and n is not self.logits]
+        return [n.given["w"] for n in self.nodes if n.op is ops.linear]
 
     @cached_property
     def products(self) -> list[tuple[int, int]]:
         """Sides of the bfloat16 weights of all linear layers, each once."""
-        weights = (n.given["w"] for n in self.nodes if n.op is ops.linear)
+        weights = (n.given["w"] for n in self.nodes if n.op in (ops.linear, ops.logits))
         return list(dict.fromkeys((w.n, w.k) for w in weights if w.kind == "bf16"))
 
     @cached_property
@@ -130,7 +128,6 @@ class Recorder:
         self.record = Record()
         self._known: dict[int, int] = {}  # number of a value by the identity of its symbol
         self._kept: list[Any] = []  # so that identities stay
-        self.logits_next = False  # the next linear layer is the output layer: float32
         for name in ("out", "draw"):  # which rules hand to the node of the logits
             self.record.inputs.append(name)
             self.record.dtypes.append(torch.float32)
@@ -207,8 +204,6 @@ class Recorder:
         rows = size_of(tensors[0].shape[0]) if tensors and tensors[0].dim() else 0
         node = Node(op, fn, {name: self._stand_in(x) for name, x in given.items()}, [], rows)
         record.nodes.append(node)
-        if self.logits_next and op is ops.linear:
-            record.logits, made = node, [(shape, torch.float32) for shape, _ in made]
         symbols = []
         for shape, dtype in made:
             node.results.append(len(record.dtypes))
@@ -290,6 +285,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.rms_norm: _like,
     ops.add_rms_norm: lambda x, residual, *_: _like(x) + _like(residual),
     ops.linear: lambda x, w, *_: _wide(x, w.n),
+    ops.logits: lambda x, w, *_: [((x.shape[0], w.n), torch.float32)],
     ops.qk_norm_rope_store: _queries,
     ops.latent_rope_store: _like,
     ops.attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v.shape[3]),

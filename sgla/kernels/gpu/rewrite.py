@@ -124,10 +124,8 @@ class Rule:
     make: Callable[..., list[Node]]
 
 
-def rewrite(
-    record: Record, asked: Asked, rules: Mapping[Any, Sequence[Rule]], logits: Sequence[Rule]
-) -> Work:
-    """The nodes of ``record`` with the rules of their ops applied; ``logits``: those of the output layer."""
+def rewrite(record: Record, asked: Asked, rules: Mapping[Any, Sequence[Rule]]) -> Work:
+    """The nodes of ``record`` with the rules of their ops applied."""
     work = Work(record, asked, values=len(record.dtypes))
     work.mixtures = any(node.op is ops.moe for node in record.nodes)
     work.e4m3 = any(w.kind == "fp8" for w in record.weights)
@@ -138,7 +136,7 @@ def rewrite(
     for node in record.nodes:
         for number in node.reads:
             work.left[number] -= 1
-        _visit(work, node, logits if node is record.logits else rules.get(node.op, ()))
+        _visit(work, node, rules.get(node.op, ()))
     return work
 
 
@@ -153,8 +151,7 @@ def _visit(work: Work, node: Node, rules: Sequence[Rule]) -> None:
     """Put ``node``, or what the first rule that is not refused makes of it, behind the others."""
     made = next((found for rule in rules if (found := _apply(work, rule, node))), None)
     if made is None:
-        made = [node.but({"out": work.input("out")} if node is work.record.logits else {})]
-        made[0].op = "logits" if node is work.record.logits else node.op
+        made = [node.but({"out": work.input("out")} if node.op is ops.logits else {})]
         made[0].overwrites = node.reads[0] if node.op in (ops.inplace, ops.all_reduce) else None
     for new in made:
         work.put(new)

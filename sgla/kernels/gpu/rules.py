@@ -64,6 +64,12 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("gate and e4m3", (ops.act_mul, ops.linear), e4m3.refuses, e4m3.gate),
         Rule("e4m3", (ops.linear,), e4m3.norm_refuses, e4m3.norm),
     ),
+    ops.logits: (
+        Rule("tiles + drawn", (ops.logits,), tiles.draw_refuses, tiles.draw),
+        Rule("tiles + logits", (ops.logits,), tiles.logits_refuses, tiles.logits),
+        Rule("norm + few rows + logits", (ops.rms_norm, ops.logits), few.refuses, few.logits),
+        Rule("few rows + logits", (ops.logits,), few.refuses, few.logits),
+    ),
     ops.act_mul: (
         Rule("gate", (few.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (tiles.NAME, ops.act_mul), tiles.gate_refuses, tiles.gate),
@@ -86,17 +92,11 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("experts", (ops.moe,), _always, experts.alone),
     ),
 }
-LOGITS = (
-    Rule("tiles + drawn", (ops.linear,), tiles.draw_refuses, tiles.draw),
-    Rule("tiles + logits", (ops.linear,), tiles.logits_refuses, tiles.logits),
-    Rule("norm + few rows + logits", (ops.rms_norm, ops.linear), few.refuses, few.logits),
-    Rule("few rows + logits", (ops.linear,), few.refuses, few.logits),
-)
 
 
 def apply(record: Record, asked: Asked) -> Work:
     """The nodes of ``record`` with the rules applied, for a step as it is ``asked`` for."""
-    work = rewrite(record, asked, RULES, LOGITS)
+    work = rewrite(record, asked, RULES)
     for node in work.named(tiles.NAME):
         tiles.settle(work, node)
     for node in work.named(tiles.UNSCALED):

@@ -38,7 +38,7 @@ def match(record: Record) -> DecodeStep:
     first = _next(nodes, ops.rms_norm, h)
     x, norm, eps, layers = Ref(first.results[0]), first.given["weight"], first.given["eps"], list[Layer]()
     node = next(nodes)
-    while node is not record.logits:
+    while node.op is not ops.logits:
         layer, x, h = _layer(node, nodes, x, h, norm, eps)
         layers.append(layer)
         norm, node = layer.norm, next(nodes)
