@@ -174,7 +174,7 @@ def test_explain_says_which_kernels_layers_take(tmp_path: Path) -> None:
     code, out, _ = run("explain", tiny_model(tmp_path), "--load-format", "dummy", "--kernels", "--tp", "1")
     assert code == 0
     assert "kernels on" in out
-    assert "one row: no kernel for a whole step of one row: " in out
+    assert "not 'whole step' (1): " in out
     assert "8192 tokens of prompts: " in out
     assert "not 'tiles' (" in out
 

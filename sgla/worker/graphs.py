@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
-from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Pending
 from sgla.worker.gpu_steps import GpuSteps, sizes_up_to
@@ -107,7 +106,6 @@ class DecodeGraphs:
             3, self.limit, dtype=torch.int32, device="cuda"
         )
         self._out_loc = steps.tables.places(self.limit)
-        self._one_row: DecodeStep | None = None
         self._cum = {w: torch.zeros(self.limit + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
         self._keys = torch.full((self.limit,), WORST, dtype=torch.int64, device="cuda")
@@ -118,15 +116,9 @@ class DecodeGraphs:
         """Graphs to be captured."""
         return len(self.sizes) + len(self._cascade_sizes)
 
-    def _settle(self) -> None:
-        """What depends on where the KV is."""
-        steps = self._steps
-        if steps.attention.decode.fused is not None:
-            self._one_row = steps.forward.whole()
-
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels: first those that take longest to compile."""
-        self._settle()
+        self._steps.forward.prepare(self._steps.attention.decode.fused)
         for size in reversed(self._cascade_sizes):
             self._forward(size, True)
         for size in reversed(self.sizes):
@@ -134,7 +126,7 @@ class DecodeGraphs:
 
     def capture(self, capture: Capture) -> None:
         """Large to small, so that the small ones fit into the memory of the large. The KV pool is there."""
-        self._settle()
+        self._steps.forward.prepare(self._steps.attention.decode.fused)
         nobody = np.zeros(0, np.int32)
         self._send(nobody, nobody, self.limit)
         self._graphs[self.limit] = capture(partial(self._forward, self.limit))
@@ -154,10 +146,6 @@ class DecodeGraphs:
         ids, positions, out_loc = self._ids[:size], self._positions[:size], self._out_loc[..., :size]
         skip = prefixes.skip if prefixes is not None else None
         tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, skip)
-        if size == 1 and self._one_row is not None and not cascade:
-            self._one_row(ids, slots, kv_len, tables.page_table, steps.logits[:1])
-            steps.sampler.draw(steps.logits[:1], slots, ends, self.out[:1], landing)
-            return
         batch = tables.batch(
             slots,
             ids,
@@ -173,9 +161,9 @@ class DecodeGraphs:
         decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what
         # others of the same slot store.
-        fused = decode.fused if not cascade and steps.drafts is None else None
+        fused = decode.fused if not cascade and (steps.drafts is None or size == 1) else None
         draw = steps.sampler.fused_draw(slots, ends, self._keys[:size], plain)
-        drawing = draw if steps.model.lm_head.plain else None
+        drawing = draw if steps.forward.draws else None
         logits, drawn = steps.forward.step(batch, None, steps.logits[:size], drawing, fused)
         if drawn:
             steps.sampler.land(draw, self.out[:size], landing)

@@ -73,11 +73,7 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
 def _decode_steps(forward: gpu.Forward, backend: attention.Attention, deterministic: bool) -> Iterator[str]:
     fused = backend.decode.fused is not None
     if not fused:
-        yield f"  one row: no kernel for a whole step of one row: decode attention is {backend.decode.name}"
-    elif forward.whole() is None:
-        yield f"  one row: {forward.notes[-1]}"
-    else:
-        yield "  one row: a whole step is one kernel"
+        yield f"  no kernel takes q, k and v from the projection: decode attention is {backend.decode.name}"
     for rows in DECODES:
         sizes = {"tokens": rows, "sampled": 0, "rows": rows}
         asked = Asked(sizes, _Attention() if fused else None, forward.draws, deterministic)
@@ -124,7 +120,8 @@ def _lines(what: str, work: Work | None) -> Iterator[str]:
     )
     taken = ", ".join(f"{count} {name}" for name, count in work.taken.most_common())
     yield f"  {what}: {taken or 'no rule takes a layer'}"
-    yield "    by themselves: " + ", ".join(f"{count} {name}" for name, count in others.most_common())
+    alone = ", ".join(f"{count} {name}" for name, count in others.most_common())
+    yield f"    by themselves: {alone or 'none'}"
     sources = Counter(_source(work.rows(node), node) for node in work.nodes.values() if _is_product(node))
     yield "    products: " + (", ".join(f"{count} {source}" for source, count in sources.items()) or "none")
     reasons = Counter(work.refused).most_common(SHOWN)

@@ -320,6 +320,9 @@ def test_steps_of_a_kind_take_the_same_kernels(architecture: str, monkeypatch: p
     assert len(seen) < 120
 
 
+ONE_ROW = rewrite.Asked({"tokens": 1, "sampled": 0, "rows": 1}, Mock())
+
+
 def small_model(architecture: str, **more: Any) -> Eager:
     sizes = {"hidden_size": 256, "head_dim": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
     config = SMALL | {"architectures": [architecture]} | MODELS.get(architecture, {}) | sizes | more
@@ -338,7 +341,15 @@ def test_a_whole_step_is_found_in_what_was_recorded(
     monkeypatch.setattr(whole_step.DenseShape, "pays", lambda *_: True)
     monkeypatch.setattr(whole_step.MixtureShape, "pays", lambda *_: True)
     forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
-    assert forward.whole() is made.return_value
+    work = forward.rewritten("step", False, ONE_ROW)
+    assert work is not None
+    [node] = work.nodes.values()
+    assert node.given["step"] is made.return_value
+    assert node.rule == "whole step"
+    batch: Any = SimpleNamespace(ids=1, slots=2, kv_len=3, pages=lambda group: 4 + group)
+    assert node.fn is not None
+    assert node.fn(node.given["step"], 0, batch, "out") == "out"
+    made.return_value.assert_called_once_with(1, 2, 3, 4, "out")
     shape, layers, kv, embedding, head, norm, *_ = made.call_args.args
     model: Any = driver.model
     assert (shape.hidden, shape.heads, shape.kv_heads, shape.inner) == (256, 4, 2, shape.inner)
@@ -387,8 +398,11 @@ def test_routers_of_any_rule_are_joined_with_the_norm(monkeypatch: pytest.Monkey
 def test_why_there_is_no_whole_step(architecture: str, more: dict[str, Any], why: str) -> None:
     driver = small_model(architecture, **more)
     forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
-    assert forward.whole() is None
-    assert why in forward.notes[-1]
+    work = forward.rewritten("step", False, ONE_ROW)
+    assert work is not None
+    assert "whole step" not in work.taken
+    [said] = [reason for rule, reason in work.refused if rule == "whole step"]
+    assert why in said
 
 
 @needs_interpreter

@@ -149,7 +149,7 @@ def test_the_report_is_of_the_attention_that_serves(
     taken = [line for line in lines if " rows: " in line]
     assert len(taken) == len(report.DECODES)
     assert [NATIVE in line for line in taken] == [native] * len(taken)
-    assert native is not any("whole step of one row: decode attention is" in line for line in lines)
+    assert native is not any("q, k and v from the projection: decode attention is" in line for line in lines)
 
 
 def test_the_report_of_an_encoder_says_that_no_rule_takes_it() -> None:

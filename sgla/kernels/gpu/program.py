@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
-from sgla.kernels.cuda.decode_step import DecodeStep
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import mixture, whole_step
+from sgla.kernels.gpu import mixture
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
@@ -132,18 +131,13 @@ class Forward:
         record = self._record(what, rows)
         return None if record is None else apply(record, asked)
 
-    def whole(self) -> DecodeStep | None:
-        """A kernel for a whole decode step of one row, if there is one. ``notes`` say why not."""
+    def prepare(self, decode: Any) -> None:
+        """Rewrite the ``step`` of one decode row. A kernel that computes the whole of it makes tables on the
+        GPU, which cannot happen while a graph is captured."""
         record = self._record("step", False)
-        if record is None:
-            return None
-        try:
-            if self._gpu.deterministic:
-                raise whole_step.Refused("its sums are not those of several rows, as --deterministic wants")
-            return whole_step.match(record)
-        except whole_step.Refused as error:
-            self.notes.append(f"no kernel for a whole step of one row: {error}")
-        return None
+        if record is not None:
+            sizes = {"tokens": 1, "rows": 1, "sampled": 0}
+            self._program(record, Asked(sizes, decode, self.draws, self._gpu.deterministic))
 
     @property
     def draws(self) -> bool:

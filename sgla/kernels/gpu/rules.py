@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.gpu import e4m3, experts, few, tiles
+from sgla.kernels.gpu import e4m3, experts, few, tiles, whole_step
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
 from sgla.kernels.ops import Norm, Ranks, Scoring
@@ -65,6 +65,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("e4m3", (ops.linear,), e4m3.norm_refuses, e4m3.norm),
     ),
     ops.logits: (
+        Rule("whole step", (ops.logits,), whole_step.refuses, whole_step.make),
         Rule("tiles + drawn", (ops.logits,), tiles.draw_refuses, tiles.draw),
         Rule("tiles + logits", (ops.logits,), tiles.logits_refuses, tiles.logits),
         Rule("norm + few rows + logits", (ops.rms_norm, ops.logits), few.refuses, few.logits),

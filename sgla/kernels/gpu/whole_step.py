@@ -1,10 +1,10 @@
 """The largest rule: a whole decode step of one row as one kernel (``cuda/decode_step.py``,
-``mixture_step.py``), for a record that has nothing but what the kernel computes."""
+``mixture_step.py``), for a record that has nothing but what the kernel computes up to its logits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,15 @@ from sgla.kernels.cuda.decode_step import HEAD_DIM, DecodeStep, DenseShape, Laye
 from sgla.kernels.cuda.mixture_step import MixtureShape, MixtureWeights
 from sgla.kernels.gpu import mixture
 from sgla.kernels.gpu.record import Node, Record, Ref
+from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.ops import KVLayer
+
+if TYPE_CHECKING:
+    from sgla.kernels.batch import ForwardBatch
 
 
 class Refused(Exception):
-    """Why there is no such kernel for a model."""
+    """Why a record is not what the kernel computes."""
 
 
 class Layer(NamedTuple):
@@ -30,8 +34,49 @@ class Layer(NamedTuple):
     norm: Tensor  # of what follows the layer
 
 
-def match(record: Record) -> DecodeStep:
-    """The kernel for a recorded step with all its logits. Raises Refused."""
+class Found(NamedTuple):
+    """What ``DecodeStep`` is made of."""
+
+    shape: DenseShape | MixtureShape
+    layers: list[LayerWeights | MixtureWeights]
+    kv: list[KVLayer]
+    embedding: Tensor
+    head: Tensor
+    norm: Tensor
+    cos_sin: Tensor
+    eps: float
+    scale: float
+
+
+def refuses(work: Work, logits: Node) -> str | None:
+    if work.asked.decode is None:
+        return "not all rows are decode rows of our kernel"
+    if any(work.asked.sizes[of] > 1 for of in ("tokens", "rows")):
+        return "it computes one row"
+    try:
+        found = _found(work.record)
+    except Refused as error:
+        return str(error)
+    pays = found.shape.pays(len(found.layers), found.head.shape[0])
+    return None if pays else "its blocks or bytes do not fit this model or GPU"
+
+
+def make(work: Work, logits: Node) -> list[Node]:
+    for node in list(work.nodes.values()):
+        work.drop(node)
+    found = _found(work.record)
+    given = {"step": DecodeStep(*found), "group": found.kv[0].group}
+    given |= {"batch": work.input("batch"), "out": work.input("out")}
+    return [Node("whole step", _run, given, logits.results, logits.rows)]
+
+
+def _run(step: DecodeStep, group: int, batch: ForwardBatch, out: Tensor) -> Tensor:
+    step(batch.ids, batch.slots, batch.kv_len, batch.pages(group), out)
+    return out
+
+
+def _found(record: Record) -> Found:
+    """Raises Refused."""
     nodes = iter(record.nodes)
     embed = _next(nodes, ops.embedding)
     h = Ref(embed.results[0])
@@ -50,10 +95,8 @@ def match(record: Record) -> DecodeStep:
     if words.kind != "bf16":
         raise Refused(f"embeddings are {words.kind}")
     shape, cos_sin, _, scale = layers[0].common
-    if not shape.pays(len(layers), head.shape[0]):
-        raise Refused("its blocks or bytes do not fit this model or GPU")
     weights, kv = [layer.weights for layer in layers], [layer.kv for layer in layers]
-    return DecodeStep(shape, weights, kv, words.data, head, norm, cos_sin, eps, scale)
+    return Found(shape, weights, kv, words.data, head, norm, cos_sin, eps, scale)
 
 
 def _layer(
