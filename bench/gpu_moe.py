@@ -6,6 +6,7 @@
     python bench/gpu_moe.py few                                                  # the kernels for very few tokens
     python bench/gpu_moe.py decode                                               # those for decode batches
     python bench/gpu_moe.py prompts                                              # those for prompts
+    python bench/gpu_moe.py packed --model bench/models/gpt-oss-120b             # cuts of those of experts in MXFP4
 
 Times are medians of graph replays over random routings; each layer's experts are far larger than the L2
 cache.
@@ -26,8 +27,8 @@ import lines
 import torch
 
 from sgla.kernels.cuda import experts, grouped_gemm, router
-from sgla.kernels.routing import Routing
-from sgla.kernels.triton import moe, moe_tiles
+from sgla.kernels.routing import Clamped, Routing
+from sgla.kernels.triton import e2m1, moe, moe_tiles
 from sgla.kernels.triton.moe import Cut, Tile, Tiles
 from sgla.model.spec import ModelSpec
 
@@ -324,17 +325,104 @@ def prompts(model: str) -> None:
         )
 
 
+PACKED: dict[int | None, list[tuple[int, int, int]]] = {  # cuts to try, by pairs in a block
+    None: [(16, 1, 4), (16, 2, 6), (32, 2, 4), (32, 4, 4), (64, 2, 4), (64, 4, 3), (64, 4, 5), (64, 4, 8)],
+    16: [(32, 2, 4), (64, 2, 4), (64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3)],
+    32: [(64, 4, 3), (128, 4, 3), (128, 8, 3)],
+    64: [(64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3)],
+    128: [(64, 4, 2), (64, 4, 3), (128, 4, 3), (128, 8, 2), (128, 8, 3)],
+}
+PACKED_ROWS: dict[int, tuple[int | None, ...]] = {
+    1: (None,),
+    4: (None, 16),
+    16: (None, 16),
+    64: (16,),
+    256: (16, 32),
+    1024: (32, 64),
+    4096: (64, 128),
+}
+
+
+class PackedLayer:
+    """Random experts in MXFP4. ``few``: two of them, to compile with."""
+
+    def __init__(self, model: str, few: bool = False) -> None:
+        spec = read_spec(model)
+        assert spec.moe is not None
+        self.experts, self.top_k = 2 if few else spec.moe.experts, spec.moe.routing.top_k
+        self.f, self.d = spec.moe.intermediate, spec.hidden
+        self.gate_up, self.down = self._weight(2 * self.f, self.d), self._weight(self.d, self.f)
+
+    def _weight(self, n: int, k: int) -> tuple[torch.Tensor, ...]:
+        n, blocks = n * self.experts, -(-k // 128)
+        words = torch.randint(-(1 << 31), 1 << 31, (n, blocks * 16), dtype=torch.int32, device="cuda")
+        exponents = torch.randint(180, 184, (n, blocks * 4), dtype=torch.uint8, device="cuda")
+        return words, exponents, torch.randn(n, device="cuda")
+
+    def body(
+        self, ids: torch.Tensor, rows: int | None, tile: e2m1.Tile, gated: bool
+    ) -> Callable[[], torch.Tensor]:
+        groups = None if rows is None else moe.group(ids, self.experts, rows)
+        count, k, n = (ids.shape[0], self.d, self.f) if gated else (ids.numel(), self.f, self.d)
+        *w, bias = self.gate_up if gated else self.down
+        x = torch.randn(count, k, dtype=BF16, device="cuda")
+        act = Clamped(1.702, 7.0) if gated else None
+        return lambda: e2m1.product(x, tuple(w), bias, n, ids, groups, tile, act)
+
+
+def compile_packed(job: tuple[str, int | None, bool, e2m1.Tile]) -> None:
+    model, rows, gated, tile = job
+    layer = PackedLayer(model, few=True)
+    try:
+        layer.body(torch.zeros(8, 2, dtype=torch.int32, device="cuda"), rows, tile, gated)()
+    except Exception as error:  # a cut the compiler refuses is no candidate
+        print("refused", tile, str(error)[:100], flush=True)
+
+
+def packed(model: str) -> None:
+    """The best cuts of both products of experts in MXFP4, and the time that reading their weights takes."""
+    tiles = {rows: [e2m1.Tile(*cut) for cut in cuts] for rows, cuts in PACKED.items()}
+    jobs = [(model, rows, gated, tile) for gated in (True, False) for rows in tiles for tile in tiles[rows]]
+    with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
+        pool.map(compile_packed, jobs, chunksize=1)
+    layer = PackedLayer(model)
+    for tokens, rows_of in PACKED_ROWS.items():
+        ids = [
+            torch.rand(tokens, layer.experts, device="cuda").topk(layer.top_k).indices.int()
+            for _ in range(4 if tokens <= 256 else 1)
+        ]
+        active = sum(int(i.unique().numel()) for i in ids) / len(ids)
+        for gated, w in ((True, layer.gate_up), (False, layer.down)):
+            timed = []
+            for rows, tile in [(each, tile) for each in rows_of for tile in tiles[each]]:
+                try:
+                    us = time_us([layer.body(i, rows, tile, gated) for i in ids])
+                    timed.append((round(us, 1), rows, list(tile)))
+                except Exception as error:
+                    print("failed", tile, str(error)[:100], flush=True)
+            timed.sort(key=lambda t: t[0])
+            emit(
+                bench="moe_packed",
+                tokens=tokens,
+                gated=gated,
+                read_floor_us=round(active / layer.experts * (w[0].nbytes + w[1].nbytes) / 4.8e6, 1),
+                tflops=round(2 * ids[0].numel() * layer.f * layer.d * (1 + gated) / timed[0][0] / 1e6, 1),
+                best=timed[:6],
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["tune", "few", "decode", "prompts"])
+    parser.add_argument("what", choices=["tune", "few", "decode", "prompts", "packed"])
     parser.add_argument("--model", default="bench/models/qwen3-30b-a3b")
     parser.add_argument("--fp8", action="store_true")
     args = parser.parse_args()
     with torch.inference_mode():
-        if args.what in ("decode", "prompts"):
-            (decode if args.what == "decode" else prompts)(args.model)
+        apart = {"decode": decode, "prompts": prompts, "packed": packed}
+        if args.what in apart:
+            apart[args.what](args.model)
         else:
             (tune if args.what == "tune" else few)(args.model, args.fp8)
 

@@ -77,22 +77,22 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "mxfp4"])
 @pytest.mark.parametrize("what", ROUTINGS)
 def test_other_routing_and_experts_equal_the_oracle_in_graphs(experts: Any, what: str, kind: Any) -> None:
-    """What our kernels do not know: torch does it, and nothing waits for the host."""
+    """And nothing waits for the host."""
     weights = pack(experts[0], "bf16"), pack(experts[1], kind), pack(experts[2], kind)
     shapes = [(32,), (32, 2 * 768), (32, 2048)]
     added, up, out = (torch.randn(shape, device="cuda") * 0.1 for shape in shapes)
     clamped = what == "biases and clamps"
     biases = ops.Biases(added, None, up, out) if clamped else ops.Biases(choice=added)
     activation: Any = Clamped(1.702, 1.0) if clamped else "silu"
-    for tokens in (1, 3, 17, 300):
+    for tokens in (1, 3, 17, 300, 1000):
         x = torch.randn(tokens, 2048, dtype=BF16, device="cuda")
         given = *weights, ROUTINGS[what], activation, biases
         expected = ops.moe.body(x.float(), *given)
         eager = mixture.run(x, None, *given).sum()
-        assert relative(eager, expected) < (0.02 if kind == "bf16" else 0.15)
+        assert relative(eager, expected) < (0.15 if kind == "fp8" else 0.02)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
