@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,10 @@ from msgspec.structs import replace
 
 from sgla import messages
 from sgla.errors import ConfigError
-from sgla.messages import Delta, StepPlan, StepResult, Submit
+from sgla.messages import Delta, NewRow, RowSampling, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
-from sgla.sched.snapshot import freeze, thaw
+from sgla.sched.snapshot import freeze, scheduled, thaw
 from sgla.version import __version__
 
 T = TypeVar("T")
@@ -35,21 +36,21 @@ BYTES_KEPT = 4 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
 MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
 LONGEST, BUSY = 0.03, 0.01  # seconds
-# Seconds for a node of the cache, a request, a byte of its ``sampling_bytes``.
-NODE, REQUEST, PARAMETER = 4e-6, 1e-5, 4e-9
-OFFER_BYTES = 4096  # of a request without its tokens and parameters
-PARAMETER_BYTES = 8  # of each byte of ``Submit.sampling_bytes``, as objects of Python
-TOKEN_BYTES = 40  # of a prompt's token in lists and plans
-PLAN_BYTES = 800  # of a plan and its result, without the rows
-MAGIC = b"sgla steps 1\n"
+NODE, REQUEST = 4e-6, 1e-5  # seconds for a node of the cache, for a request
+MAGIC = b"sgla steps 2\n"
+UNWRITABLE = (ValueError, OverflowError)  # a name that is no text; an integer of more than 64 bits
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Offer(msgspec.Struct, array_like=True, tag=True, gc=False):
     """A call of the scheduler.
-    Of this one and of all below, ``raised`` is the exception that came out of it."""
+    Of this one and of all below, ``raised`` is the exception that came out of it.
+
+    ``repeats``: the prompt is that of the offer before, and in the file there."""
 
     submit: Submit
     now: float
+    repeats: bool = False
     raised: str = ""
 
 
@@ -100,6 +101,37 @@ class Chapter(msgspec.Struct, array_like=True):
     calls: list[AnyCall]
 
 
+class Kept:
+    """A chapter in memory. Its calls are one piece of msgpack: as objects, which live for minutes among those
+    that live for a step, they would keep much of the memory of these from being used again."""
+
+    __slots__ = ("calls", "count", "prompt", "snapshot")
+
+    def __init__(self, snapshot: bytes) -> None:
+        self.snapshot = snapshot
+        self.calls = bytearray()
+        self.count = 0
+        self.prompt: list[int] = []  # of the latest offer
+
+    def add(self, call: AnyCall) -> None:
+        if isinstance(call, Offer):
+            call = self._bare(call)
+        self.calls += _encode(call)
+        self.count += 1
+
+    def _bare(self, call: Offer) -> Offer:
+        """Without the prompt if a choice before has it, and with the parameters that the scheduler reads."""
+        submit = call.submit
+        repeats, self.prompt = submit.tokens is self.prompt, submit.tokens
+        tokens = [] if repeats else submit.tokens
+        bare = replace(submit, tokens=tokens, sampling=scheduled(submit.sampling))
+        return Offer(bare, call.now, repeats, call.raised)
+
+    def written(self) -> tuple[bytes, msgspec.Raw]:
+        """As a Chapter is encoded: an array of 32 bits, and its items."""
+        return self.snapshot, msgspec.Raw(b"\xdd" + self.count.to_bytes(4, "big") + self.calls)
+
+
 class StepLog(msgspec.Struct, kw_only=True):
     """What is in a file. ``time``: seconds since 1970 when it was written; ``why``: what for."""
 
@@ -119,24 +151,20 @@ class RecordedCore(Core):
     """
 
     # So they are not among the vars() that decide its plans.
-    __slots__ = "_bytes", "_chapters", "_size", "_start"
+    __slots__ = "_chapters", "_size", "_start"
 
     def __init__(self, limits: Limits, steps: int) -> None:
         super().__init__(limits)
         self._size = steps
-        self._bytes = 0
-        self._chapters: deque[Chapter] = deque(maxlen=2)
+        self._chapters: deque[Kept] = deque(maxlen=2)
         self._begin()
 
     def offer(self, submit: Submit, now: float) -> None:
-        self._bytes += (
-            OFFER_BYTES + TOKEN_BYTES * len(submit.tokens) + PARAMETER_BYTES * submit.sampling_bytes
-        )
         self._do(Offer(submit, now), super().offer, submit, now)
 
     def ready(self, told: messages.Ready) -> None:
-        self._bytes += OFFER_BYTES + PARAMETER_BYTES * told.sampling_bytes
-        self._do(Ready(told), super().ready, told)
+        sampling = None if told.sampling is None else scheduled(told.sampling)
+        self._do(Ready(replace(told, sampling=sampling)), super().ready, told)
 
     def moved(self, moved: messages.Moved) -> None:
         self._do(Moved(moved), super().moved, moved)
@@ -153,11 +181,7 @@ class RecordedCore(Core):
     def plan(self, now: float) -> StepPlan | None:
         if len(self._queues.flights) >= self.limits.depth:  # as every other time: nothing happens
             return None
-        call = Plan(now)
-        call.plan = plan = self._do(call, super().plan, now)
-        if plan is not None:
-            self._bytes += PLAN_BYTES + 4 * len(plan.slots)
-        return plan
+        return self._do(Plan(now), super().plan, now)
 
     def retire(self, result: StepResult, now: float) -> list[Delta]:
         return self._do(Retire(bare(result), now), super().retire, result, now)
@@ -171,39 +195,55 @@ class RecordedCore(Core):
             return
         if self._snapshot_seconds() <= (LONGEST if self.idle else BUSY):
             self._begin()
-        elif self._bytes >= MOST_KEPT:
-            self._chapters.clear()
 
     def written(self, why: str) -> bytes:
         """The log as the bytes of a file."""
-        steps = StepLog(
-            version=__version__,
-            time=time.time(),
-            why=why,
-            limits=self.limits,
-            chapters=list(self._chapters),
-        )
-        return MAGIC + msgspec.msgpack.encode(steps)
+        steps = {
+            "version": __version__,
+            "time": time.time(),
+            "why": why,
+            "limits": self.limits,
+            "chapters": [kept.written() for kept in self._chapters],
+        }
+        return MAGIC + _encode(steps)
+
+    @property
+    def _bytes(self) -> int:
+        """Of the current chapter; more than any may have where all is forgotten."""
+        return len(self._chapters[-1].calls) if self._chapters else MOST_KEPT
 
     def _snapshot_seconds(self) -> float:
-        parameters = sum(request.submit.sampling_bytes for request in self._queues.open.values())
-        return NODE * self._memory.cache.nodes + REQUEST * len(self._queues.open) + PARAMETER * parameters
+        return NODE * self._memory.cache.nodes + REQUEST * len(self._queues.open)
 
     def _begin(self) -> None:
         if self._bytes > MOST_LEFT:
             self._chapters.clear()
-        self._bytes = 0
         self._start = self._queues.steps
-        self._chapters.append(Chapter(freeze(self), []))
+        try:
+            self._chapters.append(Kept(freeze(self)))
+        except UNWRITABLE:
+            self._chapters.clear()
 
     def _do(self, call: AnyCall, function: Callable[..., T], *args: Any) -> T:
-        if self._chapters:
-            self._chapters[-1].calls.append(call)
         try:
-            return function(*args)
+            result = function(*args)
+            if isinstance(call, Plan) and isinstance(result, StepPlan):
+                call.plan = compared(result)
+            return result
         except Exception as error:
             call.raised = f"{type(error).__name__}: {error}"
             raise
+        finally:
+            self._keep(call)
+
+    def _keep(self, call: AnyCall) -> None:
+        if self._chapters:
+            try:
+                self._chapters[-1].add(call)
+            except UNWRITABLE:
+                self._chapters.clear()
+            if self._bytes >= MOST_KEPT:
+                self._chapters.clear()
 
 
 def bare(result: StepResult) -> StepResult:
@@ -211,6 +251,15 @@ def bare(result: StepResult) -> StepResult:
     if result.logprobs or result.vectors:
         return replace(result, logprobs=[], vectors=[b""] * len(result.vectors))
     return result
+
+
+def compared(plan: StepPlan) -> StepPlan:
+    """With a checksum for the tokens of each new row, and without what its request brought."""
+
+    def row(new: NewRow) -> NewRow:
+        return replace(new, tokens=zlib.crc32(new.tokens).to_bytes(4, "little"), sampling=RowSampling())
+
+    return replace(plan, new=[row(new) for new in plan.new]) if plan.new else plan
 
 
 def write(folder: str, core: RecordedCore, why: str) -> Path:
@@ -227,9 +276,15 @@ def read(data: bytes) -> StepLog:
     if not data.startswith(MAGIC):
         raise ConfigError("this is not a step log")
     try:
-        return msgspec.msgpack.decode(data[len(MAGIC) :], type=StepLog)
+        log = msgspec.msgpack.decode(data[len(MAGIC) :], type=StepLog)
     except msgspec.DecodeError as error:
         raise ConfigError(f"the step log cannot be read: {error}") from error
+    for chapter in log.chapters:
+        prompt: list[int] = []
+        for call in chapter.calls:
+            if isinstance(call, Offer):
+                prompt = call.submit.tokens = prompt if call.repeats else call.submit.tokens
+    return log
 
 
 class Replay(msgspec.Struct, kw_only=True):
@@ -277,8 +332,8 @@ def play(core: Core, call: AnyCall, told: Replay) -> str | None:
         elif isinstance(call, Expire):
             core.expire(call.now)
         elif isinstance(call, Plan):
-            plan = core.plan(call.now)
-            told.steps += plan is not None
+            if (made := core.plan(call.now)) is not None:
+                told.steps, plan = told.steps + 1, compared(made)
         elif isinstance(call, Retire):
             told.outputs += sum(len(delta.tokens) for delta in core.retire(call.result, call.now))
         else:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgla.cache.tree import Node
-from sgla.messages import Repetition, Submit
+from sgla.messages import Repetition, RowSampling, Submit
 from sgla.sched.core import Core
 from sgla.sched.request import Prompt, Request, State
 
@@ -37,6 +37,20 @@ def freeze(core: Core) -> bytes:
     buffer = io.BytesIO()
     _Writer(buffer, protocol=5).dump((vars(core), links))
     return buffer.getvalue()
+
+
+def scheduled(sampling: RowSampling) -> RowSampling:
+    """What decides plans: without what the workers alone read, which may be large."""
+    return replace(
+        sampling,
+        logit_bias=[],
+        bad_words=[],
+        allowed=[],
+        grammar=sampling.grammar[:1],  # whether there is one
+        grammar_after=(),
+        grammar_opener="",
+        processors=[],
+    )
 
 
 def thaw(data: bytes) -> Core:
@@ -73,7 +87,7 @@ def _write_node(node: Node) -> tuple[Any, ...]:
 
 def _write_request(request: Request) -> tuple[Any, ...]:
     """Its tokens begin with the prompt's."""
-    submit = _encode(replace(request.submit, tokens=[]))
+    submit = _encode(replace(request.submit, tokens=[], sampling=scheduled(request.submit.sampling)))
     return _request, (submit, request.tokens.tobytes(), request.state.value, *_of_request(request))
 
 

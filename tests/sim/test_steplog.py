@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from simulation import Simulation, make_limits, make_submit, random_limits, random_submits
 
 from sgla.errors import ConfigError, SglaError
-from sgla.messages import StepResult
+from sgla.messages import GRAMMAR, Ready, StepResult
 from sgla.observe import steplog
-from sgla.observe.steplog import Plan, RecordedCore, read, replay
+from sgla.observe.steplog import Plan, RecordedCore, compared, read, replay
 from sgla.sched.core import Core
 from sgla.sched.snapshot import freeze, thaw
 
@@ -68,7 +68,7 @@ def test_random_scenarios_repeat_themselves(steps: int) -> None:
             plans += told.steps
         kept = [call.plan for chapter in log.chapters for call in chapter.calls if isinstance(call, Plan)]
         made = [plan for plan in kept if plan is not None]
-        assert made == simulation.plans[len(simulation.plans) - len(made) :]
+        assert made == [compared(plan) for plan in simulation.plans[len(simulation.plans) - len(made) :]]
         assert len(made) >= min(len(simulation.plans), steps)
         later += len(log.chapters) > 1
     assert plans > 1200
@@ -114,9 +114,7 @@ def test_a_crash_comes_back() -> None:
 
 
 def test_a_long_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steplog, "BYTES_KEPT", 9000)
-    monkeypatch.setattr(steplog, "OFFER_BYTES", 0)
-    monkeypatch.setattr(steplog, "PARAMETER_BYTES", 0)
+    monkeypatch.setattr(steplog, "BYTES_KEPT", 2000)
     simulation = Recorded(make_limits(context_len=96), steps=10**6)
     for i in range(40):
         simulation.offer(make_submit(f"r{i}", [i % 50] * 20, max_new=2))
@@ -127,28 +125,48 @@ def test_a_long_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(type(call).__name__ == "Offer" for chapter in chapters for call in chapter.calls) <= 10
 
 
-def test_parameters_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a chapter keeps of a request, and what a snapshot of it costs."""
-    simulation = Recorded(make_limits(context_len=96), steps=10**6)
+def test_a_log_has_what_decides_plans_alone() -> None:
+    """A prompt once for all choices; no lists of parameters, and of grammars that there is one."""
+    simulation = Recorded(make_limits(context_len=2000, pages=900), steps=10**6)
+    tokens = [i % 50 for i in range(1000)]
+    plain = make_submit("plain", tokens, max_new=4)
     large = replace(
-        make_submit("large", [1, 2, 3], max_new=2),
-        sampling_bytes=steplog.BYTES_KEPT // steplog.PARAMETER_BYTES,
+        plain.sampling,
+        logit_bias=[(i, 1.0) for i in range(4096)],
+        allowed=list(range(50)) * 99,
+        grammar="x" * 9999,
     )
-    simulation.offer(large)
-    monkeypatch.setattr(steplog, "BUSY", steplog.PARAMETER * large.sampling_bytes / 2)
-    simulation.core.rest()
-    assert len(simulation.log().chapters) == 1
+    for i in range(4):
+        held = {"holds": frozenset((GRAMMAR,))} if i % 2 else {}
+        simulation.offer(replace(plain, rid=f"r{i}", sampling=large, **held))
+    for i in (1, 3):
+        simulation.core.ready(Ready(rid=f"r{i}", reason=GRAMMAR, sampling=large))
+    (kept,) = simulation.core._chapters
+    assert len(kept.calls) < 3000
     simulation.run()
+    (chapter,) = simulation.log().chapters
+    assert replay(chapter).difference is None
+    offers = [call.submit for call in chapter.calls if isinstance(call, steplog.Offer)]
+    assert [offer.tokens for offer in offers] == [tokens] * 4
+    simulation.offer(replace(plain, sampling=large))
+    assert len(freeze(simulation.core)) < 40_000
+
+
+def test_a_name_that_is_no_text_costs_the_log_alone() -> None:
+    simulation = Recorded(make_limits(), steps=10**6)
+    simulation.offer(make_submit("\ud800", [1, 2, 3]))
+    assert not simulation.log().chapters
     simulation.core.rest()
-    assert len(simulation.log().chapters) == 2
+    assert not simulation.log().chapters
+    simulation.run()
 
 
 def test_a_chapter_that_got_too_large_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steplog, "MOST_LEFT", 5 * steplog.OFFER_BYTES)
-    monkeypatch.setattr(steplog, "BYTES_KEPT", steplog.OFFER_BYTES)
+    monkeypatch.setattr(steplog, "MOST_LEFT", 4000)
+    monkeypatch.setattr(steplog, "BYTES_KEPT", 400)
     simulation = Recorded(make_limits(context_len=96), steps=10**6)
     kept = []
-    for count in (2, 8, 2):  # requests of a chapter
+    for count in (2, 20, 2):  # requests of a chapter
         for i in range(count):
             simulation.offer(make_submit(f"{count} {len(kept)} {i}", [i] * 20, max_new=2))
         simulation.run()
@@ -158,11 +176,12 @@ def test_a_chapter_that_got_too_large_is_forgotten(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_snapshot_is_made_of_too_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steplog, "BYTES_KEPT", 2000)
-    monkeypatch.setattr(steplog, "MOST_KEPT", 8000)
-    monkeypatch.setattr(steplog, "OFFER_BYTES", 0)
-    for cost in ("NODE", "PARAMETER", "PARAMETER_BYTES"):
-        monkeypatch.setattr(steplog, cost, 0)
+    simulation = Recorded(make_limits(context_len=96), steps=10**6)
+    simulation.offer(make_submit("r0", [0] * 20, max_new=2))
+    size = simulation.core._bytes
+    monkeypatch.setattr(steplog, "BYTES_KEPT", 3 * size)
+    monkeypatch.setattr(steplog, "MOST_KEPT", 10 * size)
+    monkeypatch.setattr(steplog, "NODE", 0)
     monkeypatch.setattr(steplog, "BUSY", 4.5 * steplog.REQUEST)
     simulation = Recorded(make_limits(context_len=96), steps=10**6)
     kept = []
