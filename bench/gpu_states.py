@@ -23,10 +23,10 @@ from sgla.attention import DeviceBatch
 from sgla.kernels import ops
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu import GpuOps
-from sgla.kernels.gpu.states import DeviceStates
+from sgla.kernels.gpu.states import device_states
 from sgla.kernels.ops import StateLayer
 from sgla.kernels.triton import delta
-from sgla.worker.device_state import upload
+from sgla.worker.device_state import upload, upload_columns
 
 BANDWIDTH = 4.34e12
 K, EPS = 4, 1e-6
@@ -48,11 +48,10 @@ def batch_of(lengths: list[int], marks: Sequence[tuple[int, int, int]] = ()) -> 
     rows, decodes = len(lengths), lengths.count(1)
     q_start = np.cumsum([0, *lengths]).astype(np.int32)
     units = np.arange(1, rows + 1, dtype=np.int32)
-    every = [(row, 1, 0) for row in range(decodes)] + list(marks)
-    reads, host = upload(units), np.array(every, np.int32).reshape(-1, 3)
-    states = DeviceStates.of(decodes, q_start, units, host, reads, reads, upload)
+    made = np.array(list(marks), np.int32).reshape(-1, 3)
+    states = device_states(units, units, made, q_start, decodes, upload_columns)
     fields = ("ids", "positions", "slots", "kv_len", "out_loc", "page_table", "sample_rows")
-    given: dict[str, Any] = dict.fromkeys(fields, reads)
+    given: dict[str, Any] = dict.fromkeys(fields, states.reads)
     given |= {"rows": rows, "tokens": int(q_start[-1]), "q_start": upload(q_start), "page_size": 16}
     return DeviceBatch(**given, states=states, decode_rows=decodes)
 

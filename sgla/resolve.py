@@ -108,7 +108,7 @@ def resolve(
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
     if isinstance(spec, ModelSpec) and spec.recurrent:
-        check_recurrent(config, device)
+        check_recurrent(config)
     check_features(config, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         drafts = Settled(DRAFTS, "a row learns how many of them pay")
@@ -308,7 +308,7 @@ def check_speculation(config: Config) -> None:
         )
 
 
-def check_recurrent(config: Config, device: str) -> None:
+def check_recurrent(config: Config) -> None:
     """Raise ConfigError for what layers that keep a state cannot do: to go back behind a wrong guess, and to
     sum up alike however a prompt is cut."""
     wanted = {"speculative_algorithm": config.speculative_algorithm, "deterministic": config.deterministic}
@@ -317,10 +317,6 @@ def check_recurrent(config: Config, device: str) -> None:
             f"--{name.replace('_', '-')} cannot be honoured for a model whose layers keep a state of all "
             "tokens; leave it out",
             param=name,
-        )
-    if device == "cuda":
-        raise ConfigError(
-            "models whose layers keep a state run on CPUs so far; give --device cpu", param="device"
         )
 
 

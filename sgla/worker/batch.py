@@ -20,6 +20,14 @@ class StateColumns(NamedTuple):
     writes: Int32s  # [R]
     marks: Int32s  # [M, 3]
 
+    def ordered(self, order: Any) -> StateColumns:
+        """With the rows in this order."""
+        place = np.empty(len(order), np.int32)
+        place[order] = np.arange(len(order))
+        marks = self.marks.copy()
+        marks[:, 0] = place[marks[:, 0]]
+        return StateColumns(self.reads[order], self.writes[order], marks)
+
 
 class Columns(NamedTuple):
     """int32 columns of R rows, as in StepPlan;
@@ -121,10 +129,11 @@ def read(
         bounds = [(s.first, s.end) for s in spans] + [(s.first, s.end) for s in stated]
         inner = (np.arange(first, end, dtype=np.int32) for first, end in bounds)
         logits = np.unique(np.concatenate([last, tails, *inner]))
-    return Columns(slots, starts, q_lens, logits, _states(plan, slots, starts, tables)), wanted
+    return Columns(slots, starts, q_lens, logits, state_columns(plan, slots, starts, tables)), wanted
 
 
-def _states(plan: StepPlan, slots: Int32s, starts: Int32s, tables: SlotTables) -> StateColumns | None:
+def state_columns(plan: StepPlan, slots: Int32s, starts: Int32s, tables: SlotTables) -> StateColumns | None:
+    """None where no layer keeps a state."""
     if tables.unit is None:
         return None
     writes, row_of = tables.unit[slots], np.zeros(len(tables.unit), np.int32)

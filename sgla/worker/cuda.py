@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sgla.messages import SAMPLE, StepPlan, StepResult
+from sgla.worker.batch import state_columns
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
 from sgla.worker.gpu_setup import GpuSetup
@@ -48,7 +49,8 @@ class CudaRunner(GpuSetup):
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
         if self._decodes(plan, rows):
-            out, landed, pending = self.graphs.run(slots, starts, verify)
+            states = state_columns(plan, slots, starts, self.steps.tables.host)
+            out, landed, pending = self.graphs.run(slots, starts, states, verify)
             return self.flights.begin(plan, begin, out, rows, landed, pending, [], verify)
         out, count, scored, pending, extras = self._extend(plan, slots, starts, verify)
         flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
@@ -87,11 +89,13 @@ class CudaRunner(GpuSetup):
     def _extend(self, plan: StepPlan, slots: Any, starts: Any, verify: Verify | None) -> Launched:
         """A step with prompt tokens, or one that brings hidden states."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
-        graphs = self._captures and not self.steps.deterministic and self.prompts.takes(starts, q_lens, flags)
+        states = state_columns(plan, slots, starts, self.steps.tables.host)
+        graphs = self._captures and not self.steps.deterministic
+        graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
         if self._states and self._brings_states(plan):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
-            out, count, pending = self.prompts.run(slots, starts, q_lens, flags, verify)
+            out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
             return Launched(out, count, [], pending, None)
         return self.steps.run_eagerly(plan, verify)
 

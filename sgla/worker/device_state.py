@@ -22,13 +22,20 @@ from sgla.worker.state import Int32s, SlotTables, column
 
 class DeviceTables:
     """``tokens`` int32[slots + 1, context_len + 1] and ``page_table`` int32[groups, slots + 1, max_pages] on
-    the GPU, without the first dimension if there is one cache group; ``windows``: of each. The last slot
-    belongs to padding rows. ``host`` mirrors the page table for those who plan on the host. ``admissions``
-    counts the rows that have taken slots."""
+    the GPU, without the first dimension if there is one cache group of pages; ``windows``: of each. The last
+    slot belongs to padding rows. ``host`` mirrors the page table for those who plan on the host, and has the
+    units of a group of ``states``. ``admissions`` counts the rows that have taken slots."""
 
-    def __init__(self, slots: int, context_len: int, page_size: int, windows: Sequence[int] = (0,)) -> None:
-        self.page_size, self.admissions, self.windows = page_size, 0, windows
-        self.host = SlotTables(slots + 1, context_len, page_size, len(windows))
+    def __init__(
+        self,
+        slots: int,
+        context_len: int,
+        page_size: int,
+        windows: Sequence[int] = (0,),
+        states: bool = False,
+    ) -> None:
+        self.page_size, self.admissions, self.windows, self.states = page_size, 0, windows, states
+        self.host = SlotTables(slots + 1, context_len, page_size, len(windows), states)
         self.tokens = torch.zeros(self.host.tokens.shape, dtype=torch.int32, device="cuda")
         every = torch.zeros(self.host.page_table.shape, dtype=torch.int32, device="cuda")
         self.tables = list(every)

@@ -14,12 +14,13 @@ from sgla.attention import Attention, DeviceBatch, ExtendRows
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.kernels.gpu import Forward, GpuOps
+from sgla.kernels.gpu.states import DeviceStates, device_states
 from sgla.kernels.ops import KVLayer, Layer
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
-from sgla.worker.batch import Columns, PromptSpan, Wanted, read
+from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, read
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
 from sgla.worker.flights import Extras
 from sgla.worker.kv import Arena, allocate_kv
@@ -87,8 +88,9 @@ class GpuSteps:
         self._sampled = sizes_up_to(self.rows)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * model.spec.layers
         self.groups = kv_groups(model.state(), self.context_len, self.kv_dtype)
-        windows = [group.window for group in self.groups]
-        self.tables = DeviceTables(self.slots, self.context_len, page_size, windows)
+        windows = [group.window for group in self.groups if not group.unit_bytes]
+        states = len(windows) < len(self.groups)
+        self.tables = DeviceTables(self.slots, self.context_len, page_size, windows, states)
         self.drafts = DeviceDrafts(self.tables) if self.rows > self.slots else None
         self.logits = torch.empty(self.rows, len(model.lm_head.own), device="cuda")
         self.forget_rows()
@@ -157,7 +159,8 @@ class GpuSteps:
         host[0, count : count + len(tails)] = tails
         host[:, :count] = wanted.tokens + shift[wanted.rows], wanted.slots, wanted.positions
         at, where, positions = upload(host)
-        batch = self.extend_batch(slots, starts, q_lens, verify, (where, positions))
+        units = None if columns.states is None else columns.states.ordered(order)
+        batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
         whole = bool(wanted.prompt_spans or wanted.stated) or (self.pooler is not None and self.pooler.whole)
         hidden = self.forward.hidden(batch, None if whole else at)
         picked = hidden[at[: count + len(tails)]] if whole else hidden
@@ -200,11 +203,13 @@ class GpuSteps:
         slots: Any,
         starts: Any,
         q_lens: Any,
+        states: StateColumns | None = None,
         verify: Verify | None = None,
         samples: tuple[Tensor, Tensor] | None = None,
     ) -> DeviceBatch:
-        """Rows with any number of tokens; those with one come first. ``verify`` corrects those that guess,
-        and slots and positions of their ``samples``."""
+        """Rows with any number of tokens; those with one come first. ``states``: None if they begin without
+        any and leave none. ``verify`` corrects those that guess, and slots and positions of their
+        ``samples``."""
         rows, tokens, decodes = len(slots), int(q_lens.sum()), int((q_lens == 1).sum())
         q_start = np.zeros(rows + 1, np.int32)
         np.cumsum(q_lens, out=q_start[1:])
@@ -214,8 +219,9 @@ class GpuSteps:
         packed = upload_columns([slots, starts, q_start, kv_lens, *cums])
         d_slots, d_starts, d_q_start, d_kv_len = packed[:4]
         cum = dict(zip(self.windows, packed[4:]))
-        columns = aligned(2 + len(self.groups), tokens)
-        ids, positions, out_loc = columns[0], columns[1], columns[2:] if len(self.groups) > 1 else columns[2]
+        paged = len(self.tables.windows)
+        columns = aligned(2 + paged, tokens)
+        ids, positions, out_loc = columns[0], columns[1], columns[2:] if paged > 1 else columns[2]
         if verify is not None and samples is not None:
             verify.guess(ids, d_slots, d_starts, *samples)
         self.tables.prepare_extend(d_slots, d_starts, d_q_start, int(q_lens.max()), ids, positions, out_loc)
@@ -241,9 +247,17 @@ class GpuSteps:
             cum=cum,
             extend=extend,
             prefixes=prefixes,
+            states=self._states(states, q_start, decodes),
         )
         self.attention.plan(batch)
         return batch
+
+    def _states(self, states: StateColumns | None, q_start: Any, decodes: int) -> DeviceStates | None:
+        if not self.tables.states:
+            return None
+        unit = np.zeros(len(q_start) - 1, np.int32)
+        columns = states or StateColumns(unit, unit, np.zeros((0, 3), np.int32))
+        return device_states(*columns, q_start, decodes, upload_columns)
 
     def _shared_prefixes(self, slots: Any, starts: Any) -> tuple[DevicePrefixes | None, Any]:
         """What these decode rows share, and ``skip``."""

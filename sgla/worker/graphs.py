@@ -12,8 +12,10 @@ from torch import Tensor
 
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Prefixes, most_items, pack, unpack
+from sgla.kernels.gpu.states import DeviceStates, marks_of
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Pending
+from sgla.worker.batch import StateColumns
 from sgla.worker.gpu_steps import GpuSteps, sizes_up_to
 from sgla.worker.verify import Verify
 
@@ -59,25 +61,32 @@ class Capture:
 class DecodeColumns(NamedTuple):
     """What a decode graph reads of the plan: int32[size] each: slots, positions of the input token (-1:
     padding), positions of the sampled one (0: padding); and int32[1] each: where the tokens land, and whether
-    a draw by temperature serves all rows."""
+    a draw by temperature serves all rows. ``states``: reads and writes int32[size], and marks int32[size, 3]
+    of ``DeviceStates``, without values where no layer keeps a state."""
 
     slots: Any
     starts: Any
     ends: Any
     stage: Any
     plain: Any
+    states: tuple[Any, Any, Any]
 
     @staticmethod
-    def of(flat: Any, size: int) -> DecodeColumns:
-        """``flat`` int32[``length(size)``, at least]: each column begins at a multiple of 16 bytes."""
+    def of(flat: Any, size: int, states: bool) -> DecodeColumns:
+        """``flat`` int32[``length(size, states)``, at least]: each column begins at a multiple of 16
+        bytes."""
         each = -(-size // 4) * 4
         slots, starts, ends = (flat[i * each : i * each + size] for i in range(3))
         stage, plain = (flat[3 * each + i : 3 * each + i + 1] for i in range(2))
-        return DecodeColumns(slots, starts, ends, stage, plain)
+        units, own = flat[3 * each + 4 :], size if states else 0
+        marks = units[2 * each : 2 * each + 3 * own].reshape(own, 3)
+        return DecodeColumns(
+            slots, starts, ends, stage, plain, (units[:own], units[each : each + own], marks)
+        )
 
     @staticmethod
-    def length(size: int) -> int:
-        return -(-size // 4) * 12 + 4
+    def length(size: int, states: bool) -> int:
+        return -(-size // 4) * (32 if states else 12) + 4
 
 
 class DecodeGraphs:
@@ -98,7 +107,9 @@ class DecodeGraphs:
         self._shared_plan: Prefixes | None = None  # what the buffer holds
         flat = torch.from_numpy(pack(None, self.limit, most_items(self.limit)))
         self._shared, self._pinned_shared = flat.cuda(), [flat.clone().pin_memory() for _ in range(STAGES)]
-        self._on_gpu = torch.zeros(DecodeColumns.length(self.limit), dtype=torch.int32, device="cuda")
+        self._states = steps.tables.states
+        length = DecodeColumns.length(self.limit, self._states)
+        self._on_gpu = torch.zeros(length, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros_like(self._on_gpu, device="cpu").pin_memory() for _ in range(STAGES)]
         self._landed = torch.zeros(STAGES, self.limit, dtype=torch.int32, pin_memory=True)
         self._stage = 0
@@ -139,7 +150,7 @@ class DecodeGraphs:
         """The step of ``size`` rows whose columns are on the GPU; ``cascade``: with the prefixes in the
         buffer."""
         steps, tables = self._steps, self._steps.tables
-        slots, starts, ends, stage, plain = DecodeColumns.of(self._on_gpu, size)
+        slots, starts, ends, stage, plain, units = self._columns(size)
         landing = Landing(self._landed, stage)
         kv_len, cum = self._kv_len[:size], {w: c[: size + 1] for w, c in self._cum.items()}
         prefixes = self._prefixes(size) if cascade else None
@@ -157,6 +168,7 @@ class DecodeGraphs:
             decode_rows=size,
             cum=cum,
             prefixes=prefixes,
+            states=DeviceStates(*units) if self._states else None,
         )
         decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what
@@ -184,24 +196,37 @@ class DecodeGraphs:
         tables = self._steps.tables
         return cascade.plan(slots, starts, tables.host.page_table[0], tables.admissions, size)
 
-    def _send(self, slots: Any, starts: Any, size: int, verify: Verify | None = None) -> int:
+    def _columns(self, size: int) -> DecodeColumns:
+        return DecodeColumns.of(self._on_gpu, size, self._states)
+
+    def _send(
+        self,
+        slots: Any,
+        starts: Any,
+        size: int,
+        states: StateColumns | None = None,
+        verify: Verify | None = None,
+    ) -> int:
         """Send the step's columns to the graph of this size. Returns the place where its tokens land."""
         stage, rows = self._stage, len(slots)
         self._stage = (stage + 1) % STAGES
-        pinned = self._pinned[stage][: DecodeColumns.length(size)]
-        host = DecodeColumns.of(pinned.numpy(), size)
+        pinned = self._pinned[stage][: DecodeColumns.length(size, self._states)]
+        host = DecodeColumns.of(pinned.numpy(), size, self._states)
         host.slots[:rows], host.starts[:rows] = slots, starts
         host.slots[rows:], host.starts[rows:], host.ends[rows:] = self._steps.slots, -1, 0
         np.add(starts, 1, out=host.ends[:rows])
         host.stage[0], host.plain[0] = stage, self._steps.sampler.plain(slots)
+        for column, values in zip(host.states, states or ()):
+            column[rows:] = 0
+            column[:rows] = values if column.ndim == 1 else marks_of(values, rows)
         self._on_gpu[: len(pinned)].copy_(pinned, non_blocking=True)
         if verify is not None:
-            columns = DecodeColumns.of(self._on_gpu, size)
+            columns = self._columns(size)
             verify.guess(self._ids, columns.slots, columns.starts, columns.slots, columns.ends)
         return stage
 
     def run(
-        self, slots: Any, starts: Any, verify: Verify | None = None
+        self, slots: Any, starts: Any, states: StateColumns | None = None, verify: Verify | None = None
     ) -> tuple[Tensor, Tensor | None, Pending | None]:
         """Decode one token of each row: int32[rows, at least] on the GPU, and int32[rows] in pinned memory,
         to be read before ``STAGES`` further steps. ``Pending`` instead of the latter if a draw by temperature
@@ -214,11 +239,11 @@ class DecodeGraphs:
             shared, self._shared_plan = self._pinned_shared[self._stage], plan
             shared.numpy()[:] = pack(plan, self.limit, most_items(self.limit))
             self._shared.copy_(shared, non_blocking=True)
-        stage = self._send(slots, starts, size, verify)
+        stage = self._send(slots, starts, size, states, verify)
         graphs[size].replay()
         if self._steps.sampler.plain(slots):
             return self.out, self._landed[stage, :rows], None
-        columns = DecodeColumns.of(self._on_gpu, size)
+        columns = self._columns(size)
         numbers = np.arange(rows, dtype=np.int32)
         return (
             self.out,

@@ -6,6 +6,7 @@ Run eagerly, such a step takes the host longer to launch than the GPU to compute
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,17 @@ import torch
 from torch import Tensor
 
 from sgla.attention.base import InGraph, cut
+from sgla.kernels.gpu.states import CHUNK, DeviceStates, Stretches, marks_of, stretches
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE
 from sgla.sampling.device import Pending
+from sgla.worker.batch import StateColumns
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import STAGES, Capture
 from sgla.worker.verify import Verify
 
 ROWS = 16  # prompt rows: at most 14 real ones, one that owns the padding tokens, one that is empty
 REAL = ROWS - 2
+SEGMENTS = 64  # of prompt rows, cut where they leave states
 # Of a step. Those between, such as 448, 704 or 960, take as long as the next one.
 TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
 # Tokens of the longest history of a prompt row: with more, eager steps are faster, whose attention splits
@@ -41,6 +45,7 @@ class PromptGraphs:
         self.limit = self.tokens[-1] if self.tokens else 0
         self._tile = steps.attention.prompts.tile
         self._tiles = self.limit // self._tile + REAL
+        self._states = steps.tables.states
         size = sum(self._lengths(steps.rows))
         self._columns = torch.zeros(size, dtype=torch.int32, device="cuda")
         self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(STAGES)]
@@ -53,13 +58,28 @@ class PromptGraphs:
 
     def _lengths(self, decodes: int) -> tuple[int, ...]:
         """Of the columns: tiles; slots, starts, kv_len; of the samples:
-        row of hidden states, slot, position; q_start."""
+        row of hidden states, slot, position; q_start; and of ``DeviceStates`` what ``_units`` cuts, if layers
+        keep states."""
         rows = decodes + ROWS
-        return (4 * self._tiles, rows, rows, rows, rows, rows, rows, ROWS + 1)
+        kept = 2 * rows + 3 * decodes + ROWS + 1 + 4 * SEGMENTS + 4 * self._chunks(self.limit)
+        return (4 * self._tiles, rows, rows, rows, rows, rows, rows, ROWS + 1, kept if self._states else 0)
 
-    def takes(self, starts: Any, q_lens: Any, flags: Any) -> bool:
+    def _units(self, kept: Any, n: int) -> tuple[Any, ...]:
+        """Of a step with up to ``n`` decode rows: reads, writes, marks; first, segments and chunks of
+        ``Stretches``."""
+        ends = np.cumsum([n + ROWS, n + ROWS, 3 * n, ROWS + 1, 4 * SEGMENTS]).tolist()
+        bounds = pairwise([0, *ends, len(kept)])
+        reads, writes, marks, first, segments, chunks = (kept[begin:end] for begin, end in bounds)
+        return reads, writes, marks.reshape(-1, 3), first, segments.reshape(-1, 4), chunks.reshape(-1, 4)
+
+    def _chunks(self, size: int) -> int:
+        """Of a step of ``size`` tokens, at most."""
+        return size // CHUNK + SEGMENTS
+
+    def takes(self, starts: Any, q_lens: Any, flags: Any, states: StateColumns | None = None) -> bool:
         prompts = ~_decodes(q_lens, flags)
         few = int(prompts.sum()) <= REAL and int(q_lens.sum()) <= self.limit
+        few = few and (states is None or prompts[states.marks[:, 0]].sum() <= SEGMENTS - REAL)
         return few and (starts[prompts] < HISTORY).all() and not (flags & (PROMPT_LOGPROBS | POOL)).any()
 
     def rehearse(self) -> None:
@@ -73,7 +93,14 @@ class PromptGraphs:
             self._graphs[n, size] = capture.unrun(partial(self._forward, n, size))
 
     def _fill(
-        self, slots: Any, starts: Any, q_lens: Any, decodes: Any, sampled: Any, sizes: tuple[int, int]
+        self,
+        slots: Any,
+        starts: Any,
+        q_lens: Any,
+        decodes: Any,
+        sampled: Any,
+        sizes: tuple[int, int],
+        states: StateColumns | None,
     ) -> None:
         """Send the step's columns.
         ``decodes`` bool[R]: which rows are decode rows; ``sampled``: rows that sample."""
@@ -83,9 +110,8 @@ class PromptGraphs:
         self._stage = (self._stage + 1) % STAGES
         host = pinned.numpy()
         host[:] = 0
-        rows = padded + ROWS
-        tiles, q_start = host[: 4 * self._tiles].reshape(-1, 4), host[-(ROWS + 1) :]
-        d_slots, d_starts, kv_len, at, where, ends = host[4 * self._tiles : -(ROWS + 1)].reshape(6, rows)
+        tiles, *six, q_start, kept = np.split(host, np.cumsum(lengths)[:-1])
+        tiles, (d_slots, d_starts, kv_len, at, where, ends) = tiles.reshape(-1, 4), six
         first, rest = decodes.nonzero()[0], (~decodes).nonzero()[0]
         count, prompts, new = len(first), len(rest), len(sampled)
         stops = starts + q_lens
@@ -104,19 +130,34 @@ class PromptGraphs:
         at[:new], where[:new], ends[:new] = last[sampled], slots[sampled], stops[sampled]
         cuts = cut(slots[rest], starts[rest], q_lens[rest], count, self._tile)
         tiles[: len(cuts)] = cuts
+        if states is not None:
+            self._fill_units(kept, states.ordered(np.concatenate([first, rest])), q_start, padded, count)
         self._columns[: len(host)].copy_(pinned, non_blocking=True)
+
+    def _fill_units(self, kept: Any, states: StateColumns, q_start: Any, padded: int, count: int) -> None:
+        """Of rows in the order of the batch, of which ``count`` are decode rows, with room for ``padded``."""
+        *columns, marks, first, segments, chunks = self._units(kept, padded)
+        for column, values in zip(columns, states):
+            column[:count] = values[:count]
+            column[padded : padded + len(values) - count] = values[count:]
+        marks[:count] = marks_of(states.marks, count)
+        prompts = len(states.writes) - count
+        made = stretches(q_start[: prompts + 1], states.writes[count:], states.marks, count)
+        first[:] = len(made.segments)
+        first[: prompts + 1], segments[: len(made.segments)], chunks[: len(made.chunks)] = made
 
     def _guess(self, verify: Verify, padded: int) -> None:
         """Correct the columns on the GPU."""
         lengths = self._lengths(padded)
-        _, slots, starts, _, _, where, ends, _ = self._columns[: sum(lengths)].split(lengths)
+        _, slots, starts, _, _, where, ends, *_ = self._columns[: sum(lengths)].split(lengths)
         verify.guess(self._tokens[0], slots, starts, where, ends)
 
     def _forward(self, n: int, size: int) -> None:
         """The step in the columns: ``size`` tokens, of which up to ``n`` are decode rows."""
         steps, tables = self._steps, self._steps.tables
         lengths = self._lengths(n)
-        tiles, slots, starts, kv_len, at, where, ends, q_start = self._columns[: sum(lengths)].split(lengths)
+        columns = self._columns[: sum(lengths)].split(lengths)
+        tiles, slots, starts, kv_len, at, where, ends, q_start, kept = columns
         ids, positions = self._tokens[:, :size]
         out_loc = self._out_loc[..., :size]
         sampled = min(n + ROWS, steps.rows)
@@ -139,6 +180,7 @@ class PromptGraphs:
             sample_rows=at,
             decode_rows=n,
             cum=cum,
+            states=self._device_states(kept, n, size) if self._states else None,
         )
         with steps.ops.attending(InGraph(steps.attention, tiles.view(-1, 4))):
             found = steps.forward.step(batch, at, logits).logits
@@ -146,8 +188,18 @@ class PromptGraphs:
             logits.copy_(found)
         steps.sampler.draw(logits, where, ends, out)
 
+    def _device_states(self, kept: Tensor, n: int, size: int) -> DeviceStates:
+        reads, writes, marks, first, segments, chunks = self._units(kept, n)
+        return DeviceStates(reads, writes, marks, Stretches(first, segments, chunks[: self._chunks(size)]))
+
     def run(
-        self, slots: Any, starts: Any, q_lens: Any, flags: Any, verify: Verify | None = None
+        self,
+        slots: Any,
+        starts: Any,
+        q_lens: Any,
+        flags: Any,
+        states: StateColumns | None = None,
+        verify: Verify | None = None,
     ) -> tuple[Tensor, int, Pending | None]:
         """The tokens of the rows that sample, in their order,
         how many they are, and ``Pending`` as ``DecodeGraphs.run``."""
@@ -155,7 +207,7 @@ class PromptGraphs:
         count, new = int(decodes.sum()), len(sampled)
         size = next(size for size in self.tokens if size >= q_lens.sum())
         sizes = min(next(n for n in self.decodes if n >= count), size), size
-        self._fill(slots, starts, q_lens, decodes, sampled, sizes)
+        self._fill(slots, starts, q_lens, decodes, sampled, sizes, states)
         if verify is not None:
             self._guess(verify, sizes[0])
         self._graphs[sizes].replay()

@@ -94,7 +94,7 @@ def measure(steps: GpuSteps) -> Peak:
 
 def _admit_all(steps: GpuSteps) -> None:
     for slot in range(steps.slots):
-        pages = [b""] * len(steps.groups)
+        pages = [*[b""] * len(steps.tables.windows), *_unit(steps)]
         new = NewRow(
             slot=slot, tokens=bytes(4), prompt_len=steps.context_len, pages=pages, sampling=EVERYTHING
         )
@@ -168,21 +168,27 @@ def _behind(decodes: int, size: int, half: int, slots: int, longest: int) -> Ste
 
 def _plans(steps: GpuSteps) -> Iterator[StepPlan]:
     """Prompts as a whole and behind a prefix, then a decode step with a new page."""
+    paged = len(steps.tables.windows)
     for size in _below(min(steps.step_tokens + 1, steps.context_len), SIZES):
         for start in (0, size // 2):
             row = NewRow(
                 slot=0,
                 tokens=bytes(4 * size),
                 prompt_len=size,
-                pages=[bytes(4 * -(-size // steps.tables.page_size))] * len(steps.groups),
+                pages=[*[bytes(4 * -(-size // steps.tables.page_size))] * paged, *_unit(steps)],
                 sampling=EVERYTHING,
             )
             yield _step([(0, start, size - start)], row)
     one, zero = np.ones(1, np.int32).tobytes(), bytes(4)
-    none, dummies = [b""] * len(steps.groups), [zero] * len(steps.groups)
+    none, dummies = [*[b""] * paged, *_unit(steps)], [zero] * paged
     row = NewRow(slot=0, tokens=zero, prompt_len=1, pages=none, sampling=EVERYTHING)
     last = _step([(0, 0, 1)], row)
     yield msgspec.structs.replace(last, page_slots=zero, page_counts=one, page_ids=dummies)
+
+
+def _unit(steps: GpuSteps) -> list[bytes]:
+    """The dummy unit of a new row, if layers keep states."""
+    return [bytes(4)] * steps.tables.states
 
 
 def _step(rows: list[tuple[int, int, int]], new: NewRow | None = None, flags: int = SAMPLE) -> StepPlan:

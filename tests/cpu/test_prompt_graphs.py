@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 from sgla.messages import SAMPLE
+from sgla.worker.batch import StateColumns
 from sgla.worker.prompt_graphs import DECODES, HISTORY, REAL, ROWS, TOKENS, PromptGraphs, _decodes
 
 SLOTS, TILE = 300, 32
@@ -21,11 +22,39 @@ def without_a_gpu() -> Any:
     graphs = PromptGraphs.__new__(PromptGraphs)
     graphs._steps = SimpleNamespace(slots=SLOTS)  # type: ignore[assignment]
     graphs.tokens, graphs.limit, graphs._tile = list(TOKENS), TOKENS[-1], TILE
-    graphs._tiles = TOKENS[-1] // TILE + REAL
+    graphs._tiles, graphs._states = TOKENS[-1] // TILE + REAL, True
     size = sum(graphs._lengths(SLOTS))
     graphs._columns = torch.full((size,), -7, dtype=torch.int32)
     graphs._pinned, graphs._stage = [torch.full((size,), -7, dtype=torch.int32) for _ in range(8)], 0
     return graphs
+
+
+def states_are_right(
+    found: Any, n: int, slots: Any, row_of: dict[int, int], units: StateColumns, q_lens: Any
+) -> None:
+    """Each row begins and ends with its units, and leaves its marks where it is cut."""
+    reads, writes, marks, first, segments, chunks = found
+    told = {(row, end): unit for row, end, unit in units.marks.tolist()}
+    covered = []
+    for i, slot in enumerate(slots.tolist()):
+        row = row_of.get(slot)
+        if row is None:
+            assert reads[i] == writes[i] == 0
+            continue
+        assert (reads[i], writes[i]) == (units.reads[row], units.writes[row])
+        if i < n:
+            assert marks[i, 2] == told.pop((row, 1), 0)
+            continue
+        own = segments[first[i - n] : first[i - n + 1]]
+        ends = own[:, 1].cumsum()
+        assert ends[-1] == q_lens[row]
+        assert own[-1, 2] == writes[i]
+        for end, unit in zip(ends[:-1].tolist(), own[:-1, 2].tolist()):
+            assert told.pop((row, end)) == unit
+        covered += [(t, i - n) for begin, count, _, _ in own.tolist() for t in range(begin, begin + count)]
+    assert not told
+    parts = [(t, row) for begin, count, row, _ in chunks.tolist() for t in range(begin, begin + count)]
+    assert sorted(parts) == sorted(covered)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -43,14 +72,21 @@ def test_columns(seed: int) -> None:
         rng.integers(0, 5000, rows).astype(np.int32),
     )
     graphs = without_a_gpu()
-    assert graphs.takes(starts, q_lens, flags)
+    marks = np.array(
+        [(r, end, 900 + r) for r in range(rows) for end in {1, q_lens[r]} if r % 3 == 0], np.int32
+    )
+    units = StateColumns(*rng.integers(1, 900, (2, rows)).astype(np.int32), marks.reshape(-1, 3))
+    assert graphs.takes(starts, q_lens, flags, units)
     is_decode, sampled = _decodes(q_lens, flags), np.flatnonzero(flags & SAMPLE)
     size = next(size for size in TOKENS if size >= q_lens.sum())
     n = min(next(n for n in (*DECODES, SLOTS) if n >= is_decode.sum()), size)
-    graphs._fill(slots, starts, q_lens, is_decode, sampled, (n, size))
+    graphs._fill(slots, starts, q_lens, is_decode, sampled, (n, size), units)
 
     columns = graphs._columns[: sum(graphs._lengths(n))].split(graphs._lengths(n))
-    tiles, d_slots, d_starts, kv_len, at, where, ends, q_start = (c.numpy() for c in columns)
+    tiles, d_slots, d_starts, kv_len, at, where, ends, q_start, kept = (c.numpy() for c in columns)
+    states_are_right(
+        graphs._units(kept, n), n, d_slots, dict(zip(slots.tolist(), range(rows))), units, q_lens
+    )
     # Tokens as the kernels see them: (slot, position) of each hidden state; padding belongs to the last slot.
     tokens = [(d_slots[i], d_starts[i]) for i in range(q_start[0])]
     assert (d_starts[q_start[0] : n] == -1).all()

@@ -21,22 +21,20 @@ from sgla.attention.base import DeviceBatch
 from sgla.kernels import ops
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu.ops import GpuOps
-from sgla.kernels.gpu.states import DeviceStates
+from sgla.kernels.gpu.states import device_states
 from sgla.kernels.triton import delta
 
 UNITS = 14
 LENGTHS, READS, WRITES = [1, 1, 1, 70, 9, 131, 2], [3, 0, 5, 0, 4, 6, 12], [3, 1, 7, 2, 4, 6, 12]
-MARKS = [(0, 1, 0), (1, 1, 11), (2, 1, 0), (3, 48, 9), (3, 16, 8), (4, 9, 10), (6, 1, 13)]
+MARKS = [(1, 1, 11), (3, 48, 9), (3, 16, 8), (4, 9, 10), (6, 1, 13)]
 
 
 def batch(decodes: int) -> DeviceBatch:
     """Of the rows of one token so many are decode rows."""
     made = batch_of(LENGTHS, READS, WRITES, MARKS)
-    states = made.states
-    assert states is not None
-    marks = np.array([mark for mark in MARKS if mark[2] or mark[0] < decodes], np.int32)
-    given = (x.numpy() for x in (made.q_start, states.writes))
-    device = DeviceStates.of(decodes, *given, marks, states.reads, states.writes, torch.from_numpy)
+    assert made.states is not None
+    columns = (made.states.reads.numpy(), made.states.writes.numpy(), np.array(MARKS, np.int32))
+    device = device_states(*columns, made.q_start.numpy(), decodes, lambda x: list(map(torch.from_numpy, x)))
     fields = {name: getattr(made, name) for name in made.__slots__} | {"states": device}
     return DeviceBatch(**fields, decode_rows=decodes)
 

@@ -291,6 +291,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v.shape[3]),
     ops.causal_conv: _like,
     ops.gated_delta: lambda q, k, v, *_: _like(v),
+    ops.selective_scan: _like,
     ops.decay_rates: lambda a, b, *_: [(tuple(a.shape), torch.float32), (tuple(b.shape), torch.float32)],
     ops.gated_rms_norm: _like,
     ops.act_mul: lambda x, _: _wide(x, x.shape[-1] // 2),

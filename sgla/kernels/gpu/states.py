@@ -29,29 +29,40 @@ class Stretches(NamedTuple):
 
 @dataclass(slots=True)
 class DeviceStates(StateRows):
-    """The first ``decode_rows`` of a batch have one token each, and as many ``marks`` in their order, with
-    unit 0 where there is none. ``stretches``: of the other rows."""
+    """The first ``decode_rows`` of a batch have one token each, and the first as many ``marks`` are theirs,
+    in their order, with unit 0 where there is none. ``stretches``: of the other rows."""
 
     stretches: Stretches | None = None
 
-    @staticmethod
-    def of(
-        decodes: int,
-        q_start: Any,
-        host_writes: Any,
-        marks: Any,
-        reads: Tensor,
-        writes: Tensor,
-        upload: Callable[[Any], Tensor],
-    ) -> DeviceStates:
-        """Rows of which ``decodes`` have one token and come first, in numpy arrays and on the device."""
-        made = None
-        if len(q_start) - 1 > decodes:
-            rest = marks[decodes:] - (decodes, 0, 0)
-            lengths = np.diff(q_start[decodes:])
-            cuts = cut(q_start[decodes:-1], lengths, host_writes[decodes:], rest.astype(np.int32))
-            made = Stretches(*(upload(column) for column in cuts))
-        return DeviceStates(reads, writes, upload(marks), made)
+
+def device_states(
+    reads: Any, writes: Any, marks: Any, q_start: Any, decodes: int, send: Callable[[list[Any]], list[Tensor]]
+) -> DeviceStates:
+    """Of rows of which the first ``decodes`` have one token: ``StateRows`` in numpy; ``send`` brings columns
+    to the device."""
+    every = np.concatenate([marks_of(marks, decodes), marks[marks[:, 0] >= decodes]])
+    columns = [reads, writes, every.ravel()]
+    if len(reads) > decodes:
+        parts = stretches(q_start[decodes:], writes[decodes:], marks, decodes)
+        columns += (part.ravel() for part in parts)
+    sent = send(columns)
+    made = Stretches(sent[3], sent[4].view(-1, 4), sent[5].view(-1, 4)) if len(sent) > 3 else None
+    return DeviceStates(sent[0], sent[1], sent[2].view(-1, 3), made)
+
+
+def marks_of(marks: Any, decodes: int) -> Any:
+    """int32[decodes, 3]: one for each of the rows of one token."""
+    made = np.zeros((decodes, 3), np.int32)
+    made[:, 0], made[:, 1] = np.arange(decodes), 1
+    own = marks[marks[:, 0] < decodes]
+    made[own[:, 0]] = own
+    return made
+
+
+def stretches(q_start: Any, writes: Any, marks: Any, decodes: int) -> Stretches:
+    """Of the rows behind ``decodes`` others, among whose ``marks`` are theirs."""
+    rest = marks[marks[:, 0] >= decodes] - np.array([decodes, 0, 0], np.int32)
+    return cut(q_start[:-1], np.diff(q_start), writes, rest)
 
 
 def cut(begins: Any, q_lens: Any, writes: Any, marks: Any) -> Stretches:
