@@ -109,6 +109,8 @@ def resolve(
         check_generic(config, device, pooled)
     if isinstance(spec, ModelSpec) and spec.recurrent:
         check_recurrent(config)
+    if isinstance(spec, ModelSpec) and device == "cuda":
+        check_chunks(config, spec)
     check_features(config, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         drafts = Settled(DRAFTS, "a row learns how many of them pay")
@@ -317,6 +319,17 @@ def check_recurrent(config: Config) -> None:
             f"--{name.replace('_', '-')} cannot be honoured for a model whose layers keep a state of all "
             "tokens; leave it out",
             param=name,
+        )
+
+
+def check_chunks(config: Config, spec: ModelSpec) -> None:
+    """Raise ConfigError for a context on a GPU in which layers would see a part of it by chunks."""
+    chunk = min((layer.window for layer in spec.attention if layer.chunked), default=0)
+    if chunk and (config.context_length or spec.context_len) > chunk:
+        raise ConfigError(
+            f"layers attend in chunks of {chunk} tokens, for which GPUs have no kernel yet; give "
+            f"--context-length {chunk}, or --device cpu",
+            param="context_length",
         )
 
 

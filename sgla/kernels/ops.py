@@ -238,13 +238,25 @@ def attention(
     become ``softcap * tanh(score / softcap)``. ``sinks`` float32[Hq]: a score of each head that takes its
     share of the softmax and has no value (arXiv 2309.17453, as gpt-oss learns it).
     """
+    return _attention(q, kv, batch, Scoring(scale, window, softcap, sinks))
+
+
+@op(like=outcome)
+def chunked_attention(q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, chunk: int) -> Tensor:
+    """As ``attention``, where a token sees those before it that are in its own chunk of ``chunk`` tokens."""
+    return _attention(q, kv, batch, Scoring(scale, chunk), chunked=True)
+
+
+def _attention(
+    q: Tensor, kv: KVLayer, batch: ForwardBatch, scoring: Scoring, chunked: bool = False
+) -> Tensor:
+    """Prefill and decode rows apart, so that padding stays bounded by rows of like kind."""
     out = outcome(q, kv)
     starts = batch.q_start[: batch.rows].long()
     q_lens = batch.q_start[1 : batch.rows + 1].long() - starts
-    # Prefill and decode rows apart, so that padding stays bounded by rows of like kind.
     for rows in ((q_lens == 1).nonzero()[:, 0], (q_lens > 1).nonzero()[:, 0]):
         if rows.numel():
-            _attend(q, out, rows, starts[rows], q_lens[rows], kv, batch, scale, window, softcap, sinks)
+            _attend(q, out, rows, starts[rows], q_lens[rows], kv, batch, scoring, chunked)
     return out
 
 
@@ -256,12 +268,12 @@ def _attend(
     q_lens: Tensor,
     kv: KVLayer,
     batch: ForwardBatch,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
+    scoring: Scoring,
+    chunked: bool,
 ) -> None:
-    """Attention of some rows, padded to the longest query and the longest history among them."""
+    """Attention of some rows, padded to the longest query and the longest history among them.
+    ``chunked``: windows are chunks that lie behind each other."""
+    scale, window, softcap, sinks = scoring
     page_size, _, dim = kv.k.shape[1:]
     kv_lens = batch.kv_len[rows].long()
     index = torch.arange(int(q_lens.max()), device=q.device)
@@ -281,7 +293,8 @@ def _attend(
     for x in (keys, values):  # what is not the row's may be no number, and 0 times that is none either
         x.masked_fill_(unread[:, None, :, None], 0.0)
     age = position[:, :, None] - place
-    seen = (age >= 0) & (age < window) if window else age >= 0
+    most = position[:, :, None] % window if chunked else window - 1
+    seen = (age >= 0) & (age <= most) if window else age >= 0
     if softcap or sinks is not None:
         result = _weighed(queries, keys, values, seen[:, None], scale, softcap, sinks)
     else:

@@ -30,7 +30,8 @@ class SelfAttention:
 
     ``cos_sin`` float32 ``[positions, rot]``. ``interleaved``: the checkpoint rotates dims 2i and 2i + 1
     together, and its rows are brought to the NeoX order. ``qk_norm``: RMSNorm of q and k before the rotation,
-    of each ``head`` or of the whole ``width``, with the weights' offset ``norm_offset``. ``late_norm``: that
+    of each ``head`` or of the whole ``width``, with the weights' offset ``norm_offset``, or of each head
+    without weights (``unit``). ``late_norm``: that
     of heads comes behind the rotation, which keeps lengths, so the products of both weights multiply q alone.
     ``growth`` float32 ``[positions]`` multiplies q. ``window`` 0 is full attention. ``sinks``: a score of
     each head that has no value (``ops.attention``).
@@ -53,7 +54,7 @@ class SelfAttention:
         sinks: bool = False,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        qk_norm: Literal["", "head", "width"] = "",
+        qk_norm: Literal["", "head", "width", "unit"] = "",
         late_norm: bool = False,
         growth: Tensor | None = None,
         norm_offset: float = 0.0,
@@ -73,6 +74,8 @@ class SelfAttention:
             if late_norm:
                 self.late = self.q_norm, self.k_norm
                 self.q_norm = self.k_norm = torch.ones(head_dim)
+        elif qk_norm == "unit":
+            self.q_norm = self.k_norm = torch.ones(head_dim)
         elif qk_norm == "width":
             if build.shard.size > 1:
                 raise ConfigError(
@@ -100,6 +103,10 @@ class SelfAttention:
             q = (q.unflatten(1, (-1, len(weight))) * weight).to(q.dtype).flatten(1)
         if self.growth is not None:
             q = (q * self.growth[batch.positions.long()][:, None]).to(q.dtype)
+        return self.attend(q, batch, kv)
+
+    def attend(self, q: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+        """What each token sees: ``[T, Hq * hd]``, of q as wide."""
         return ops.attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
 
 

@@ -26,7 +26,7 @@ class MoE:
     and ``down [E * d, f]``. Ranks split every expert's f. ``bias``: of the router and both products;
     ``choice``: of the scores (``ops.Biases``). A file has the tensors of each expert, or all stacked as
     transformers 5 keeps them in memory, or (``crossed``) stacked as gpt-oss has them, ``[input, output]``
-    with gate and up in turn.
+    with gate and up in turn, or (``halves``) one behind the other.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class MoE:
         bias: bool = False,
         choice: bool = False,
         crossed: bool = False,
+        halves: bool = False,
         shared: SharedExpert | None = None,
     ) -> None:
         self.shard, self.routing, self.activation, self.shared = build.shard, routing, activation, shared
@@ -56,7 +57,7 @@ class MoE:
         take = partial(_fill, self.router, 0, range(experts), None)
         build.declare(f"{name}.gate.weight", (experts, hidden), take)
         if crossed:
-            self._declare_crossed(build, f"{name}.experts")
+            self._declare_crossed(build, f"{name}.experts", halves)
         else:
             self._declare_each(build, f"{name}.experts", inputs, outputs)
         row = [Part(f"{name}.gate.e_score_correction_bias", 0, range(experts))]  # as ERNIE has it
@@ -85,13 +86,14 @@ class MoE:
             [Part(f"{part}.weight", e, range(d)) for e, part in enumerate(outputs)],
         )
 
-    def _declare_crossed(self, build: Build, name: str) -> None:
+    def _declare_crossed(self, build: Build, name: str, halves: bool) -> None:
         d, f, own, size = self.hidden, self.intermediate, self.own, len(self.own)
 
         def take_gate_up(source: SourceTensor) -> None:
             for e, crossed in _experts(source):
                 for i in (0, 1):
-                    self.gate_up.put(own, None, Values(crossed[:, i::2].t()), (2 * e + i) * size)
+                    part = crossed[:, i * f : (i + 1) * f] if halves else crossed[:, i::2]
+                    self.gate_up.put(own, None, Values(part.t()), (2 * e + i) * size)
 
         def take_down(source: SourceTensor) -> None:
             for e, crossed in _experts(source):
@@ -126,11 +128,14 @@ class MoE:
         """Multiply the weights of each expert by its ``factor`` [E]."""
         self.biases = self.biases._replace(factor=factor)
 
-    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """``routed``: see ``ops.moe``."""
-        y = ops.moe(
+    def chosen(self, x: Tensor, routed: Tensor | None) -> Tensor:
+        """What each token's experts make of x together, on this rank. ``routed``: see ``ops.moe``."""
+        return ops.moe(
             x, self.router, self.gate_up, self.down, self.routing, self.activation, self.biases, routed
         )
+
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        y = self.chosen(x, routed)
         if self.shared is not None:
             y = y + self.shared(x)
         return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)

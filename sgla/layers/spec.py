@@ -36,6 +36,7 @@ class MoESpec:
     bias: bool = False  # of the experts and the router
     choice: bool = False  # a bias of the scores, which decides who is chosen and not with what weight
     crossed: bool = False  # a file has gpt-oss' stacks of experts
+    halves: bool = False  # of those stacks: gate lies before up, and not in turn with it
     shared: int = 0  # width of an MLP that every token goes through, too; 0: there is none
     shared_gate: bool = False  # its output is multiplied by the sigmoid of a linear layer with one output
 
@@ -58,10 +59,11 @@ class StateTensor(NamedTuple):
 
 class Growth(NamedTuple):
     """A query is multiplied by ``1 + beta * log(1 + whole)``, where ``whole`` is how often ``length`` tokens
-    stand before its position."""
+    stand before its position, and ``more``."""
 
     beta: float
     length: int
+    more: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ class AttentionSpec:
     """Attention of one layer: ``heads`` of queries, ``kv_heads`` of keys and values, each of ``head_dim``
     values. ``rope`` None: positions are not rotated; ``window`` 0: a token reads all before it. ``sinks``:
     each head has a score that takes its share of the softmax and has no value. A family whose layers are
-    others has a subclass. ``growth``: of queries."""
+    others has a subclass. ``growth``: of queries. ``chunked``: a token reads those of its own chunk, which
+    are as long as the window and lie behind each other."""
 
     heads: int
     kv_heads: int
@@ -80,6 +83,7 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: bool = False
     growth: Growth | None = None
+    chunked: bool = False
     reads: int | None = None  # the layer whose keys and values it reads, with the same window; None: its own
 
     @property

@@ -69,6 +69,7 @@ class Decoder(CausalLM):
     """Embedding, blocks, norm, output layer.
     A family says what its ``block`` is made of; the parts come as the ``spec`` has them."""
 
+    mixture: ClassVar[type[MoE]] = MoE
     plain_names: ClassVar[tuple[str, str]] = ("up_proj", "down_proj")  # of MLPs without a gate
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
@@ -106,8 +107,11 @@ class Decoder(CausalLM):
         return RMSNorm(build, name, spec.hidden, spec.eps, spec.norm_offset)
 
     def attention(self, build: Build, name: str, index: int) -> LayerAttention:
+        return self.self_attention(build, name, index, SelfAttention)
+
+    def self_attention(self, build: Build, name: str, index: int, kind: type[SelfAttention]) -> SelfAttention:
         spec, layer = self.spec, self.spec.attention[index]
-        return SelfAttention(
+        return kind(
             build,
             name,
             hidden=spec.hidden,
@@ -143,7 +147,7 @@ class Decoder(CausalLM):
             shared = SharedExpert(
                 build, name, spec.hidden, moe.shared, spec.activation, spec.mlp_bias, moe.shared_gate
             )
-        return MoE(
+        return self.mixture(
             build,
             name,
             hidden=spec.hidden,
@@ -154,6 +158,7 @@ class Decoder(CausalLM):
             bias=moe.bias,
             choice=moe.choice,
             crossed=moe.crossed,
+            halves=moe.halves,
             shared=shared,
         )
 
@@ -166,9 +171,10 @@ class Decoder(CausalLM):
             x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)
         return self.norm.add(x, h)[0]
 
-    def _growths(self, beta: float, length: int) -> Tensor:
+    def _growths(self, beta: float, length: int, more: int) -> Tensor:
         """float32 ``[positions]``: by what queries are multiplied."""
-        return 1 + beta * torch.log(1 + torch.floor(torch.arange(self.positions) / length))
+        before = torch.arange(self.positions) + more
+        return 1 + beta * torch.log(1 + torch.floor(before / length))
 
     def angles(self, rope: RopeSpec | None, dims: int) -> Tensor:
         """``cos_sin`` of a layer; without ``rope`` ``dims`` stay as they are."""

@@ -40,7 +40,7 @@ class Family:
     also: tuple[str, ...] = ()  # other architectures that it runs
     qkv_bias: bool = False
     out_bias: bool = True  # where attention has a bias
-    qk_norm: Literal["", "head", "width"] = ""
+    qk_norm: Literal["", "head", "width", "unit"] = ""
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = True
     norm_offset: float = 0.0

@@ -121,8 +121,8 @@ def _rope(
         scaling["factors"] = _factors(p, rotated // 2)
     if kind in ("llama3", "yarn"):
         scaling[_TRAINED] = _trained(c, p, positions)
-    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise p.error("high_freq_factor", "above low_freq_factor")
+    if kind == "llama3" and scaling["low_freq_factor"] > scaling["high_freq_factor"]:
+        raise p.error("high_freq_factor", "low_freq_factor or above")
     if kind == "yarn":
         scaling["truncate"] = p.flag("truncate") if p.given("truncate") else True
     if kind == "proportional":

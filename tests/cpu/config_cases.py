@@ -241,6 +241,41 @@ def gemma4(text: Config, **changes: Any) -> Config:
     } | changes
 
 
+def llama4(text: Config, **changes: Any) -> Config:
+    """As published, without a tower."""
+    small = {
+        "attention_bias": False,
+        "attention_chunk_size": 16,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "floor_scale": 16,
+        "for_llm_compressor": False,
+        "head_dim": 16,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 48,
+        "model_type": "llama4_text",
+        "moe_layers": [],
+        "no_rope_layers": [],
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "rope_scaling": LLAMA3 | {"high_freq_factor": 1.0},
+        "rope_theta": 500000.0,
+        "router_jitter_noise": 0.0,
+        "use_qk_norm": True,
+    }
+    return {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "boi_token_index": 95,
+        "dtype": "float32",
+        "image_token_index": 94,
+        "model_type": "llama4",
+        "text_config": TINY | small | text,
+        "tie_word_embeddings": False,
+        "transformers_version": "4.51.0.dev0",
+    } | changes
+
+
 GEMMA4_EXPERTS = {
     "attention_k_eq_v": True,
     "enable_moe_block": True,
@@ -536,6 +571,9 @@ RUN: dict[str, Case] = {
     "gemma-4-26B-A4B": Case(gemma4(GEMMA4_EXPERTS)),
     "gemma-4, saved anew": Case(
         gemma4({"global_head_dim": 64, "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}})
+    ),
+    "Llama-4-Maverick's text": Case(
+        USUAL | llama4({"moe_layers": None})["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
     ),
     "bge-small": Case(encoder("Bert", "bert", id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})),
     "MiniLM-L6": Case(encoder("Bert", "bert", _name_or_path="nreimers/MiniLM-L6-H384-uncased")),
@@ -1005,6 +1043,9 @@ REFUSED: dict[str, Case] = {
     ),
     "hidden_act in Gemma": Case(gemma3(hidden_act="relu"), "hidden_act"),
     "untied inside alone": Case(gemma3_vision({"tie_word_embeddings": False}), "tie_word_embeddings"),
+    "Llama 4 with two experts a token": Case(llama4({"num_experts_per_tok": 2}), "num_experts_per_tok"),
+    "Llama 4 with windows": Case(llama4({"layer_types": ["sliding_attention"] * 4}), "layer_types"),
+    "Llama 4 without a size of chunks": Case(llama4({"attention_chunk_size": None}), "attention_chunk_size"),
     "Gemma 4 that sees ahead": Case(
         gemma4({"use_bidirectional_attention": "all"}), "use_bidirectional_attention"
     ),
@@ -1032,7 +1073,7 @@ REFUSED: dict[str, Case] = {
     ),
     "mrope": Case(qwen2(rope_scaling={"type": "default", "mrope_section": [1, 1, 2]}), "mrope_section"),
     "yarn without a factor": Case(llama(rope_scaling={"type": "yarn"}), "factor"),
-    "llama3 upside down": Case(llama(rope_scaling=LLAMA3 | {"high_freq_factor": 1.0}), "high_freq_factor"),
+    "llama3 upside down": Case(llama(rope_scaling=LLAMA3 | {"high_freq_factor": 0.5}), "high_freq_factor"),
     "rope parameters by layer": Case(
         qwen3(rope_parameters={"full_attention": {"rope_type": "default"}}), "full_attention"
     ),
@@ -1357,7 +1398,6 @@ REFUSED: dict[str, Case] = {
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
             ("NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "M-M*"}),
             ("ModernBertModel", "modernbert", {"global_attn_every_n_layers": 3}),
-            ("Llama4ForCausalLM", "llama4_text", {}),
             ("Qwen3NextForCausalLM", "qwen3_next", {}),
             ("JinaBertForMaskedLM", "bert", {"position_embedding_type": "alibi"}),
         )

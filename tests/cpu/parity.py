@@ -75,6 +75,10 @@ LAYOUTS: dict[str, Layouts] = {
     "ernie4_5": Layouts({"head_dim": 16}, other={"use_bias": True}),
     "glm": Layouts({"head_dim": 16}, other={"rope_parameters": FAST | {"partial_rotary_factor": 0.25}}),
     "glm4": Layouts({"head_dim": 16}, other={"rope_parameters": FAST | {"partial_rotary_factor": 0.25}}),
+    "llama4_text": Layouts(
+        {"num_local_experts": 5, "head_dim": 8, "attention_chunk_size": 16, "num_hidden_layers": 4},
+        other={"interleave_moe_layer_step": 2, "no_rope_layers": [0, 1, 1, 1], "floor_scale": 12},
+    ),
     "exaone4": Layouts(WINDOW, other=SLIDES),
     "olmo3": Layouts(WINDOW, other=SLIDES | {"rope_parameters": PARTS}),
     "ministral": Layouts({"head_dim": 8}, other=WINDOW),

@@ -40,6 +40,15 @@ GRANITE = {
     "logits_scaling": 2.0,
     "num_local_experts": 5,
 }
+LLAMA4 = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 5,
+    "head_dim": 8,
+    "intermediate_size_mlp": 64,
+    "attention_chunk_size": 16,
+    "floor_scale": 12,
+    "attn_scale": 0.4,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "qwen2": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 72}),
@@ -112,6 +121,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax": (
         "minimax_m2",
         {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
+    ),
+    "llama4": ("llama4_text", LLAMA4 | {"attention_bias": True}),
+    "llama4 with dense layers": (
+        "llama4_text",
+        LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
     ),
     "hunyuan": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
     "hunyuan v3": ("hy_v3", EXPERTS | {"head_dim": 8, "num_shared_experts": 2}),

@@ -1,0 +1,42 @@
+"""Llama 4, text: most layers see the tokens of their own chunk alone and rotate; the others see all, do not
+rotate, and have queries that grow with their positions. What an expert reads is multiplied by its score."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.ops import KVLayer
+from sgla.layers.attention import LayerAttention, SelfAttention
+from sgla.layers.build import Build
+from sgla.layers.moe import MoE
+from sgla.model.llama import Llama
+
+
+class ChunkedAttention(SelfAttention):
+    def attend(self, q: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+        return ops.chunked_attention(q, kv, batch, self.scale, self.window)
+
+
+class Mixture(MoE):
+    """Each token has one expert."""
+
+    def chosen(self, x: Tensor, routed: Tensor | None) -> Tensor:
+        score = ops.linear(x.float(), self.router).amax(-1, keepdim=True).sigmoid()
+        return super().chosen((x * score).to(x.dtype), x)
+
+
+class Llama4(Llama):
+    mixture = Mixture
+    ignored = ("vision_model.", "multi_modal_projector.")
+
+    def attention(self, build: Build, name: str, index: int) -> LayerAttention:
+        layer = self.spec.attention[index]
+        chunked = layer.chunked and layer.window < self.positions
+        made = self.self_attention(build, name, index, ChunkedAttention if chunked else SelfAttention)
+        if layer.chunked and not chunked:
+            made.window = 0
+        if layer.rope is None:
+            made.q_norm = made.k_norm = None
+        return made
