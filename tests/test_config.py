@@ -402,8 +402,25 @@ def test_torch_computes_with_weights_that_are_decoded_once() -> None:
         (Config(quantization="gptq"), bare, "gptq"),
     ):
         assert resolve(config, machine, model).config.quantization == kept
-    reason = "weights in bfloat16, since torch computes"
+    reason = "weights in float32, since torch computes"
     assert resolve(Config(), bare, model).reasons["quantization"] == reason
+
+
+def test_torch_computes_in_float32_where_there_is_room() -> None:
+    bare = msgspec.structs.replace(LAPTOP, compiler=None)
+    tiles = msgspec.structs.replace(bare, flags=frozenset(["amx_bf16"]))
+    small = msgspec.structs.replace(bare, memory_available=1 << 29)
+    for config, machine, model, dtype in (
+        (Config(), bare, SMOLLM2, "float32"),
+        (Config(native_kernels=False), LAPTOP, SMOLLM2, "float32"),
+        (Config(), LAPTOP, SMOLLM2, "bfloat16"),
+        (Config(), bare, None, "bfloat16"),
+        (Config(), small, SMOLLM2, "bfloat16"),
+        (Config(), tiles, SMOLLM2, "bfloat16"),
+        (Config(quantization="int8"), bare, SMOLLM2, "bfloat16"),
+        (Config(dtype="bfloat16"), bare, SMOLLM2, "bfloat16"),
+    ):
+        assert resolve(config, machine, model).config.dtype == dtype
 
 
 @pytest.mark.parametrize("name", RANGES)
