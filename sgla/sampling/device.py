@@ -113,10 +113,6 @@ class DeviceSampler:
         named = self._named.get(slot)
         return named.there if named else None
 
-    def labels(self, slot: int) -> Tensor:
-        """int64[*]: the tokens whose log-probabilities the request in ``slot`` is for."""
-        return self._send(self._rows[slot].pool)
-
     def plain(self, slots: Int32s) -> bool:
         """True if ``draw`` alone serves these slots."""
         return not self._wants[slots].any()

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from sgla.config import Config
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.loading.load import load_model
+from sgla.loading.pooled import load_decoder
 from sgla.messages import (
     SAMPLE,
     Facts,
-    Failed,
     Moved,
     NewRow,
     RowSampling,
@@ -38,10 +39,11 @@ from sgla.sampling.runs import ragged
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.drafts import NGrams, verify
 from sgla.worker.facts import answer_facts, most_rows
-from sgla.worker.forward import Forward, Kept, make_forward
+from sgla.worker.forward import Forward, Kept, compiled, make_forward
 from sgla.worker.kv import HostPages, allocate_kv, zero_pages
 from sgla.worker.memory import cache_groups, check_weights, size_kv
 from sgla.worker.place import Cpu
+from sgla.worker.pooler import Pooler, add_vectors, label_logprobs
 from sgla.worker.runner import Runner
 from sgla.worker.state import Int32s, SlotTables, column
 
@@ -80,7 +82,6 @@ class CpuRunner(Runner):
         limits = ProgramLimits(step_tokens, self._most_logits)
         self._kept = Kept() if config.enable_return_hidden_states else None
         self._forward, kernels = self._make_forward(limits, config.native_kernels)
-        self._labels: dict[int, list[int]] = {}  # of the slots that are for scores
         states = groups[-1].unit_bytes > 0
         paged = len(groups) - states
         self.tables = SlotTables(slots, size.context_len, config.page_size, paged, states)
@@ -105,12 +106,26 @@ class CpuRunner(Runner):
         )
 
     def _load_model(self, config: Config, source: ModelSource, dtype: str, context_len: int) -> CausalLM:
-        return load_model(
-            source, dtype, config.quantization, self.shard, context_len, self._report, config.random_seed or 0
+        quantization, seed, report = config.quantization, config.random_seed or 0, self._report
+        self._pooler: Pooler | None = None
+        if self.pooling is None:
+            return load_model(source, dtype, quantization, self.shard, context_len, report, seed)
+        model, head = load_decoder(
+            source, self.pooling, dtype, quantization, self.shard, context_len, report, seed
         )
+        slots = most_rows(config, model.spec.hidden, self.pooling, SLOTS)
+        self._pooler = Pooler(self.pooling, head, slots, model.spec.hidden)
+        return model
 
     def _make_forward(self, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
-        return make_forward(self.model, self.kv, limits, self.place.threads, native, self._kept)
+        if self._pooler is None:
+            return make_forward(self.model, self.kv, limits, self.place.threads, native, self._kept)
+        whole = self._pooler.whole
+
+        def hidden(batch: ForwardBatch) -> torch.Tensor:
+            return self.model.forward(batch, self.kv, None if whole else batch.sample_rows)
+
+        return compiled(hidden, limits, self.place.threads, native)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -121,19 +136,18 @@ class CpuRunner(Runner):
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling)
             self._drafter.admit(new.slot)
-            if new.sampling.pool is not None:
-                self._labels[new.slot] = new.sampling.pool
         columns, wanted = read(plan, self.tables, self._drafter.guess(plan) if plan.drafts else None)
+        if self._pooler is not None:
+            return self._pool(plan.step, columns, wanted)
         parts = cut(columns, self._most_logits)
-        vectors: list[bytes] = []
-        hidden: list[bytes] = []
+        extras = StepResult(step=plan.step, tokens=b"")
         if len(parts) == 1 and wanted.plain:
             batch = build(columns, self.tables)
             if self.shard.rank == 0:
                 batch.draws = self.sampler.draws(wanted.slots, wanted.positions)
             samples, counts = self._sample(self._forward(batch), wanted, batch.draws)
         else:
-            samples, counts = self._score_and_sample(parts, wanted, vectors, hidden)
+            samples, counts = self._score_and_sample(parts, wanted, extras)
         self.profiler.step()
         tokens, brought = ragged(samples, wanted.first, counts)
         return StepResult(
@@ -141,11 +155,23 @@ class CpuRunner(Runner):
             tokens=tokens,
             counts=brought,
             logprobs=samples.logprobs,
-            failed=samples.failed,
-            vectors=vectors,
-            hidden=hidden,
+            failed=extras.failed + samples.failed,
+            vectors=extras.vectors,
+            hidden=extras.hidden,
             guessed=(wanted.runs - 1).tobytes() if wanted.runs.sum() > len(wanted.runs) else b"",
         )
+
+    def _pool(self, step: int, columns: Columns, wanted: Wanted) -> StepResult:
+        """A step of a model that answers with vectors."""
+        assert self._pooler is not None
+        rows = [row.row for row in wanted.pooled]
+        first = np.cumsum(columns.q_lens) - columns.q_lens
+        lengths = self.tables.prompt_len[columns.slots[rows]]
+        hidden = self._forward(build(columns, self.tables))
+        result = StepResult(step=step, tokens=b"")
+        add_vectors(result, zip(rows, self._pooler(columns, first, rows, lengths, hidden).numpy()))
+        self.profiler.step()
+        return result
 
     def _apply(self, plan: StepPlan) -> None:
         """Bring tables and pages to where the plan's rows begin."""
@@ -191,14 +217,13 @@ class CpuRunner(Runner):
         return samples, np.where(ended, 0, counts).astype(np.int32)
 
     def _score_and_sample(
-        self, parts: list[Columns], wanted: Wanted, vectors: list[bytes], hidden: list[bytes]
+        self, parts: list[Columns], wanted: Wanted, extras: StepResult
     ) -> tuple[Samples, Int32s]:
-        """A step with prompt logprobs, scores of labels, which go to ``vectors``, or states that go to
-        ``hidden``; in parts, so that few rows of logits exist at a time."""
+        """A step with prompt logprobs, or with scores of labels or states, which go to ``extras``; in parts,
+        so that few rows of logits exist at a time."""
         scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
         states: list[list[bytes]] = [[] for _ in wanted.stated]
         rows: list[torch.Tensor] = []
-        failed: list[Failed] = []
         at = 0
         for part in parts:
             logits, tokens = self._forward(build(part, self.tables)), part.logits + at
@@ -207,10 +232,10 @@ class CpuRunner(Runner):
                 continue
             rows.append(logits[torch.from_numpy(np.isin(tokens, wanted.tokens))])
             for row in wanted.pooled:
+                labels = torch.from_numpy(self.tables.labels[row.slot])
                 for index in np.flatnonzero(tokens == row.token):
-                    values = label_logprobs(logits[index], self._labels[row.slot])
-                    vectors.append(values.tobytes())
-                    failed += faults.of_vector(row.row, values, labels=True)
+                    values = label_logprobs(logits[index], labels).numpy()
+                    add_vectors(extras, [(row.row, values)], labels=True)
             for span, found in zip(wanted.prompt_spans, scores):
                 inside = np.flatnonzero((tokens >= span.first) & (tokens < span.end))
                 if len(inside):
@@ -223,7 +248,7 @@ class CpuRunner(Runner):
                 assert self._kept is not None
                 own = (tokens >= stated.first) & (tokens < stated.end)
                 pieces.append(self._kept.states.numpy()[own].tobytes())
-        hidden += map(b"".join, states)
+        extras.hidden += map(b"".join, states)
         samples, counts = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
         prompts = []
         for span, found in zip(wanted.prompt_spans, scores):
@@ -234,8 +259,8 @@ class CpuRunner(Runner):
                 asked = len(self.sampler.logprob_ids(span.slot))
                 prompts.append(whole.block(span.row, True, span.start, asked))
             else:
-                failed.append(faults.no_logprobs(span.row))
-        return samples._replace(logprobs=prompts + samples.logprobs, failed=failed + samples.failed), counts
+                extras.failed.append(faults.no_logprobs(span.row))
+        return samples._replace(logprobs=prompts + samples.logprobs), counts
 
     def _warm_up(self) -> None:
         """One token through everything, on the dummy page; slot 0 forgets it when a request takes it."""
@@ -247,8 +272,3 @@ class CpuRunner(Runner):
 def places(pages: bytes) -> torch.Tensor:
     """int64[n]"""
     return torch.from_numpy(column(pages).astype(np.int64))
-
-
-def label_logprobs(logits: torch.Tensor, labels: list[int]) -> NDArray[np.float32]:
-    """float32[labels]: log-probabilities of these tokens; logits ``[V]``."""
-    return logits.log_softmax(-1)[labels].numpy()

@@ -23,7 +23,7 @@ from sgla.model.heads import apply, pool
 from sgla.model.sizes import weight_bytes
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.memory import check_weights
-from sgla.worker.pooler import vector_result
+from sgla.worker.pooler import add_vectors
 from sgla.worker.runner import Runner
 from sgla.worker.state import column
 
@@ -72,7 +72,9 @@ class EncoderRunner(Runner):
         assert len(plan.new) * 4 == len(plan.slots), "a row that is not a whole new prompt"
         vectors = self._vectors([column(new.tokens) for new in plan.new], [new.segment for new in plan.new])
         self.profiler.step()
-        return vector_result(plan.step, vectors, np.arange(len(plan.new)))
+        result = StepResult(step=plan.step, tokens=b"")
+        add_vectors(result, enumerate(vectors.numpy()))
+        return result
 
     def _vectors(self, prompts: list[Any], segments: list[int]) -> Tensor:
         """float32 ``[rows, size]`` on the host.

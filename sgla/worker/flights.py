@@ -16,6 +16,7 @@ from sgla.sampling.device import DeviceSampler, Pending, Scored, to_host
 from sgla.sampling.runs import ragged
 from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables
+from sgla.worker.pooler import add_vectors
 from sgla.worker.state import Int32s, column
 from sgla.worker.verify import Verify
 
@@ -158,9 +159,7 @@ class Flights:
 
     def _add(self, extras: Extras, result: StepResult) -> None:
         result.hidden = [states.numpy().tobytes() for states in extras.hidden]
-        for row, vector in extras.vectors:
-            result.vectors.append(vector.numpy().tobytes())
-            result.failed += faults.of_vector(row, vector.numpy(), self._labels)
+        add_vectors(result, ((row, vector.numpy()) for row, vector in extras.vectors), self._labels)
 
     def _failed(self, plan: StepPlan, unmet: list[tuple[int, str]], tokens: Any) -> list[Failed]:
         """Samples whose grammar cannot go on, and those without a token."""

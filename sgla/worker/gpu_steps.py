@@ -24,7 +24,7 @@ from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, read
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
 from sgla.worker.flights import Extras
 from sgla.worker.kv import Arena, allocate_kv
-from sgla.worker.pooler import Pooler
+from sgla.worker.pooler import Pooler, label_logprobs
 from sgla.worker.verify import DeviceDrafts, Verify
 
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
@@ -186,17 +186,15 @@ class GpuSteps:
         """Of the rows whose prompts are complete, whose last hidden states are ``tails``: row and values."""
         rows = [row.row for row in wanted.pooled]
         if self.pooler is not None:
-            if self.pooler.whole:
-                ends = columns.q_lens.cumsum() + shift
-                self.pooler.add(columns.slots, columns.starts, ends - columns.q_lens, ends, hidden)
-                slots = columns.slots[rows]
-                tails = self.pooler.take(slots, self.tables.host.prompt_len[slots])
-            return list(zip(rows, to_host(self.pooler.vectors(tails)))) if rows else []
+            first = columns.q_lens.cumsum() - columns.q_lens + shift
+            lengths = self.tables.host.prompt_len[columns.slots[rows]]
+            vectors = self.pooler(columns, first, rows, lengths, hidden if self.pooler.whole else tails)
+            return list(zip(rows, to_host(vectors))) if rows else []
         if not rows:
             return []
-        logprobs = self.forward.logits(tails, whole=True).log_softmax(-1)
-        labels = [self.sampler.labels(row.slot) for row in wanted.pooled]
-        return [(row, to_host(own[ids])) for row, own, ids in zip(rows, logprobs, labels)]
+        labels = [upload(self.tables.host.labels[row.slot]) for row in wanted.pooled]
+        logits = self.forward.logits(tails, whole=True)
+        return [(row, to_host(label_logprobs(own, ids))) for row, own, ids in zip(rows, logits, labels)]
 
     def extend_batch(
         self,

@@ -1,16 +1,19 @@
-"""From the hidden states of a step to vectors of the prompts that end in it."""
+"""What a step answers in vectors: pooled hidden states, or log-probabilities of labels."""
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import Any
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.messages import Pooling, StepResult
 from sgla.model.heads import Accumulator, Linear, apply
 from sgla.sampling import faults
+from sgla.worker.batch import Columns
+from sgla.worker.state import Int32s
 
 
 class Pooler:
@@ -22,32 +25,31 @@ class Pooler:
         self._head = head
         self._sums = Accumulator(pooling.kind, slots, hidden) if self.whole else None
 
-    def add(self, slots: Any, starts: Any, first: Any, ends: Any, hidden: Tensor) -> None:
-        """Take in the step's tokens ``[first, ends)`` of each row, all int32[R], from ``hidden`` [T, d]."""
-        assert self._sums is not None
-        for slot, start, begin, end in zip(*(x.tolist() for x in (slots, starts, first, ends))):
-            self._sums.add(slot, start, hidden[begin:end].float())
-
-    def take(self, slots: Any, lengths: Any) -> Tensor:
-        """Hidden states ``[n, d]`` pooled of the prompts in ``slots`` int32[n], which are complete with
-        ``lengths`` tokens."""
-        assert self._sums is not None
-        pooled = [self._sums.take(slot, length) for slot, length in zip(slots.tolist(), lengths.tolist())]
-        return torch.stack(pooled) if pooled else self._sums.state[:0]
-
-    def vectors(self, pooled: Tensor) -> Tensor:
-        """``[n, d]`` -> float32 ``[n, size]``."""
-        return apply(self._head, pooled)
+    def __call__(
+        self, columns: Columns, first: Int32s, rows: Sequence[int], lengths: Int32s, hidden: Tensor
+    ) -> Tensor:
+        """float32 ``[n, size]`` of the step's ``rows`` whose prompts are complete, with ``lengths`` int32[n]
+        tokens. ``hidden``: of all tokens ``[T, d]``, where those of each row begin at ``first`` int32[R], if
+        it wants the ``whole``; else of the last ones ``[n, d]``."""
+        if self._sums is None:
+            return apply(self._head, hidden)
+        for slot, start, begin, count in zip(*(x.tolist() for x in (*columns[:2], first, columns.q_lens))):
+            self._sums.add(slot, start, hidden[begin : begin + count].float())
+        slots = columns.slots[rows].tolist()
+        pooled = [self._sums.take(slot, length) for slot, length in zip(slots, lengths.tolist())]
+        return apply(self._head, torch.stack(pooled) if pooled else self._sums.state[:0])
 
 
-def vector_result(step: int, vectors: Tensor, rows: Any) -> StepResult:
-    """``vectors`` float32 ``[n, size]`` of the ``rows`` int[n] of a step;
-    those with a NaN or an infinity fail."""
-    found = vectors.numpy()
-    failed = [faults.of_vector(row, vector, labels=False) for row, vector in zip(rows.tolist(), found)]
-    return StepResult(
-        step=step,
-        tokens=b"",
-        vectors=[vector.tobytes() for vector in found],
-        failed=list(chain.from_iterable(failed)),
-    )
+def label_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    """float32[n]: log-probabilities of the tokens ``labels`` int[n]; logits ``[V]``."""
+    return logits.log_softmax(-1)[labels]
+
+
+def add_vectors(
+    result: StepResult, vectors: Iterable[tuple[int, NDArray[np.float32]]], labels: bool = False
+) -> None:
+    """``vectors``: row and values. Those with what is no number fail. ``labels``: they are log-probabilities
+    of labels."""
+    for row, values in vectors:
+        result.vectors.append(values.tobytes())
+        result.failed += faults.of_vector(row, values, labels)

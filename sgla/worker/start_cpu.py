@@ -16,7 +16,6 @@ from sgla.model.pooling import read_pooling
 from sgla.model.spec import ModelSpec
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.encoder import EncoderRunner
-from sgla.worker.pooled import PooledRunner
 from sgla.worker.runner import Runner
 
 
@@ -38,7 +37,7 @@ def cpu_runner(
     check_answers(config, "cpu", pooling is not None, encoder)
     if config.deterministic:
         check_deterministic(source)
-    kind = EncoderRunner if encoder else CpuRunner if pooling is None else PooledRunner
+    kind = EncoderRunner if encoder else CpuRunner
     return kind(config, source, rank, size, rendezvous, report, pooling)
 
 
