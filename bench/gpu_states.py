@@ -105,7 +105,7 @@ def decoding(shape: Shape, rows: int) -> Iterator[dict[str, Any]]:
     x, batch = Inputs(shape, rows), batch_of([1] * rows)
     pools = [states(shape, rows + 1) for _ in range(layers)]
     q, k, v = x.heads(x.qkv)
-    decay, beta = delta.decay_rates(x.a, x.b, x.a_log, x.dt_bias)
+    rates = delta.Rates(*delta.decay_rates(x.a, x.b, x.a_log, x.dt_bias))
     given, out = batch.states, torch.empty_like(v)
     assert given is not None
     units = given.reads, given.writes, given.marks
@@ -117,12 +117,12 @@ def decoding(shape: Shape, rows: int) -> Iterator[dict[str, Any]]:
             rows * shape.channels * 2 * (2 * K),
         ),
         "layer": (lambda s: layer(x, s, batch), size),
-        "fused": (lambda s: delta.decode(q, k, v, decay, beta, s.memory, *units, out, gates, norm), size),
+        "fused": (lambda s: delta.decode(q, k, v, gates, s.memory, *units, out, norm), size),
     }
     for columns in (16, 32, 64, 128):
 
         def run(s: StateLayer, columns: int = columns) -> None:
-            delta.decode(q, k, v, decay, beta, s.memory, *units, out, columns=columns)
+            delta.decode(q, k, v, rates, s.memory, *units, out, columns=columns)
 
         kinds[f"delta, {columns} columns"] = (run, size)
     for name, (call, nbytes) in kinds.items():

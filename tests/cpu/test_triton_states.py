@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +20,10 @@ from recurrence import batch_of
 from torch import Tensor
 
 from sgla.attention.base import DeviceBatch
-from sgla.kernels import ops
+from sgla.kernels import gpu, ops
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu.ops import GpuOps
+from sgla.kernels.gpu.rewrite import Asked
 from sgla.kernels.gpu.states import device_states
 from sgla.kernels.triton import delta
 
@@ -29,11 +32,12 @@ LENGTHS, READS, WRITES = [1, 1, 1, 70, 9, 131, 2], [3, 0, 5, 0, 4, 6, 12], [3, 1
 MARKS = [(1, 1, 11), (3, 48, 9), (3, 16, 8), (4, 9, 10), (6, 1, 13)]
 
 
-def batch(decodes: int) -> DeviceBatch:
-    """Of the rows of one token so many are decode rows."""
-    made = batch_of(LENGTHS, READS, WRITES, MARKS)
+def batch(decodes: int, rows: int = len(LENGTHS)) -> DeviceBatch:
+    """The first ``rows``; of those of one token so many are decode rows."""
+    marks = [mark for mark in MARKS if mark[0] < rows]
+    made = batch_of(LENGTHS[:rows], READS[:rows], WRITES[:rows], marks)
     assert made.states is not None
-    columns = (made.states.reads.numpy(), made.states.writes.numpy(), np.array(MARKS, np.int32))
+    columns = (made.states.reads.numpy(), made.states.writes.numpy(), np.array(marks, np.int32))
     device = device_states(*columns, made.q_start.numpy(), decodes, lambda x: list(map(torch.from_numpy, x)))
     fields = {name: getattr(made, name) for name in made.__slots__} | {"states": device}
     return DeviceBatch(**fields, decode_rows=decodes)
@@ -106,3 +110,37 @@ def test_what_stands_around_the_delta_rule() -> None:
         with using(GpuOps(None)):  # type: ignore[arg-type]
             found = ops.gated_rms_norm(*given)
         torch.testing.assert_close(found, ops.gated_rms_norm(*given), rtol=1e-4, atol=1e-5)
+
+
+class Layer:
+    """The delta rule with what stands around it."""
+
+    spec, embed = SimpleNamespace(hidden=48), SimpleNamespace(weight=SimpleNamespace(kind="f32"))
+
+    def __init__(self, tokens: int, gates: bool, activation: str) -> None:
+        self.q, self.k, self.v, self.b = (x[:tokens] for x in inputs(4, 16, 12))
+        self.a, self.gate, self.gates, self.activation = self.b * 3 - 1, self.v.flip(0), gates, activation
+        self.a_log, self.bias, self.norm = torch.randn(4), torch.randn(4), torch.rand(12)
+
+    def forward(self, batch: Any, kv: Any, rows: Any = None) -> Tensor:
+        rates = -self.b, self.b
+        if self.gates:
+            rates = ops.decay_rates(self.a, self.b, self.a_log, self.bias)
+        seen = ops.gated_delta(self.q, self.k, self.v, *rates, kv[0], batch)
+        return ops.gated_rms_norm(seen, self.gate, self.norm, 1e-6, self.activation).flatten(1)
+
+
+@pytest.mark.parametrize(("gates", "activation"), [(True, "silu"), (False, "sigmoid")])
+@pytest.mark.parametrize("rows", [3, len(LENGTHS)])
+def test_gates_and_norm_join_the_delta_rule(rows: int, gates: bool, activation: str) -> None:
+    layer, given = Layer(sum(LENGTHS[:rows]), gates, activation), batch(3, rows)
+    begin = ops.StateLayer(torch.zeros(UNITS, 0, 0), torch.randn(UNITS, 4, 16, 12))
+    expected = layer.forward(given, [left := deepcopy(begin)])
+    forward = gpu.Forward(layer, [begin], GpuOps(None))  # type: ignore[arg-type, list-item]
+    torch.testing.assert_close(forward.hidden(given), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(begin.memory[1:], left.memory[1:], rtol=1e-4, atol=1e-5)
+    work = forward.rewritten("hidden", False, Asked({"tokens": 3, "sampled": 0, "rows": 3}))
+    assert work is not None
+    assert work.taken == {"delta and norm": 1}
+    assert not work.named(ops.decay_rates)
+    assert "registers" in str(delta.norm_refuses(torch.zeros(1, 4, 256, 256)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.gpu import e4m3, experts, few, tiles, whole_step
+from sgla.kernels.gpu import delta, e4m3, experts, few, tiles, whole_step
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
 from sgla.kernels.ops import Norm, Ranks, Scoring
@@ -86,6 +86,9 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
     ),
     ops.attention: (Rule("heads + decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),),
+    ops.gated_rms_norm: (
+        Rule("delta and norm", (ops.gated_delta, ops.gated_rms_norm), delta.refuses, delta.make),
+    ),
     ops.moe: (
         Rule("add + experts", (tiles.NAME, ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),
         Rule("add + experts", (ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),
@@ -103,4 +106,5 @@ def apply(record: Record, asked: Asked) -> Work:
     for node in work.named(tiles.UNSCALED):
         if not work.uses.get(node.results[0]):
             work.drop(node)
+    delta.settle(work)
     return work

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.batch import StateRows
 from sgla.kernels.ops import StateLayer
 from sgla.kernels.triton import conv, delta
@@ -93,6 +94,8 @@ def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: StateLayer, batch: Any, silu: bool
 ) -> Tensor:
     """``ops.causal_conv``."""
+    if not isinstance(batch.states, DeviceStates):
+        return ops.causal_conv.body(x, weight, bias, state, batch, "silu" if silu else "none")
     out, n, states, units = x.new_empty(x.shape), batch.decode_rows, batch.states, state.conv
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -108,10 +111,13 @@ def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: StateLayer, batch: Any
 ) -> Tensor:
     """``ops.gated_delta``."""
+    if not isinstance(batch.states, DeviceStates):
+        return ops.gated_delta.body(q, k, v, decay, beta, state, batch)
     out, n, states, units = v.new_empty(v.shape), batch.decode_rows, batch.states, state.memory
     if n:
         reads, writes, marks = states.reads[:n], states.writes[:n], states.marks[:n]
-        delta.decode(q[:n], k[:n], v[:n], decay[:n], beta[:n], units, reads, writes, marks, out[:n])
+        rates = delta.Rates(decay[:n], beta[:n])
+        delta.decode(q[:n], k[:n], v[:n], rates, units, reads, writes, marks, out[:n])
     if states.stretches is not None:
         rows = conv.Rows(states.reads[n:], *states.stretches)
         run = delta.by_token if delta.chunks_refuse(units, decay) else delta.by_chunk

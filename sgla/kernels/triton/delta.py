@@ -25,8 +25,13 @@ CHUNK = 64
 EPS: tl.constexpr = tl.constexpr(1e-6)  # beside the squares of q and k
 
 
+class Rates(NamedTuple):
+    decay: Tensor
+    beta: Tensor
+
+
 class Gates(NamedTuple):
-    """What decay and beta are made of: see ``ops.decay_rates``."""
+    """What these are made of: see ``ops.decay_rates``."""
 
     a: Tensor
     b: Tensor
@@ -40,6 +45,7 @@ class GatedNorm(NamedTuple):
     gate: Tensor
     weight: Tensor
     eps: float
+    silu: bool = True
 
 
 @triton.jit
@@ -65,7 +71,7 @@ def _decode(
     q, k, v, decay, beta, memory, out, reads, writes, marks, a_log, dt_bias, gate, norm, eps,
     s_q, s_k, s_v, s_decay, s_beta, s_gate, s_unit, s_head, group, scale, DK: tl.constexpr, KB: tl.constexpr,
     DV: tl.constexpr, VB: tl.constexpr, CHANNELS: tl.constexpr, GATES: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some columns of the S of a head, of a row of one token. ``GATES``: ``decay`` and ``beta``
     are a and b of ``_rates``. ``NORM``: all columns, whose norm is gated."""
@@ -95,7 +101,9 @@ def _decode(
         o = o.to(out.dtype.element_ty).to(tl.float32)
         o *= tl.rsqrt(tl.sum(o * o) / DV + eps)
         z = tl.load(gate + token * s_gate + head * DV + j, mask=j < DV, other=0.0).to(tl.float32)
-        o *= tl.load(norm + j, mask=j < DV, other=0.0).to(tl.float32) * z * tl.sigmoid(z)
+        o *= tl.load(norm + j, mask=j < DV, other=0.0).to(tl.float32) * tl.sigmoid(z)
+        if SILU:
+            o *= z
     tl.store(out + (token * heads + head) * DV + j, o, mask=j < DV)
     tl.store(at + tl.load(writes + row).to(tl.int64) * s_unit, S, mask=inside)
     mark = tl.load(marks + 3 * row + 2).to(tl.int64)
@@ -322,37 +330,41 @@ def decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
+    rates: Rates | Gates,
     memory: Tensor,
     reads: Tensor,
     writes: Tensor,
     marks: Tensor,
     out: Tensor,
-    gates: Gates | None = None,
     norm: GatedNorm | None = None,
     columns: int | None = None,
 ) -> None:
     """Rows of one token: q, k ``[R, Hk, dk]``, v and out ``[R, Hv, dv]``, memory ``[units, Hv, dk, dv]``;
-    ``marks`` int32[R, 3]: in its last column a second unit for each row, or 0. ``gates``: in place of decay
-    and beta; ``norm``: of the output; ``columns``: of S in a program."""
+    ``marks`` int32[R, 3]: in its last column a second unit for each row, or 0. ``norm``: of the output;
+    ``columns``: of S in a program."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     rows, heads, dv = v.shape
     dk, block = k.shape[2], triton.next_power_of_2(dv)
     if norm is None:
         block = min(block, columns or decode_columns(rows * heads))
-    if gates is not None:
-        decay, beta = gates.a, gates.b
-    a_log, dt_bias = (gates.a_log, gates.dt_bias) if gates is not None else (decay, decay)
+    decay, beta, gates = rates[0], rates[1], isinstance(rates, Gates)
+    a_log, dt_bias = (rates.a_log, rates.dt_bias) if isinstance(rates, Gates) else (decay, decay)
     gate, weight, eps = (_rows(norm.gate), norm.weight, norm.eps) if norm is not None else (v, v, 0.0)
     padded = triton.next_power_of_2(dk)
     _decode[rows, heads, triton.cdiv(dv, block)](
         q, k, v, decay, beta, memory, out, reads, writes, marks, a_log, dt_bias, gate, weight, eps,
         q.stride(0), k.stride(0), v.stride(0), decay.stride(0), beta.stride(0), gate.stride(0),
         memory.stride(0), memory.stride(1), heads // k.shape[1], dk**-0.5, DK=dk, KB=padded, DV=dv, VB=block,
-        CHANNELS=decay.dim() == 3, GATES=gates is not None, NORM=norm is not None,
-        num_warps=max(1, min(8, padded * block // 2048)), **_pdl(),
+        CHANNELS=decay.dim() == 3, GATES=gates, NORM=norm is not None,
+        SILU=norm is None or norm.silu,         num_warps=max(1, min(8, padded * block // 2048)), **_pdl(),
     )  # fmt: skip
+
+
+def norm_refuses(memory: Tensor) -> str | None:
+    """Why ``decode`` has no ``norm`` for such states, or None."""
+    if triton.next_power_of_2(memory.shape[2]) * triton.next_power_of_2(memory.shape[3]) > 1 << 14:
+        return "the state of a head does not fit the registers of a block"
+    return None
 
 
 def decode_columns(states: int) -> int:
