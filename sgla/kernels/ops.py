@@ -177,6 +177,42 @@ def latent_rope_store(
     return heads[:, :-1].flatten(1)
 
 
+def _absorbed(q: Tensor, latent: Tensor, k_up: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape[0], k_up.shape[0] * latent.shape[1])
+
+
+@op(like=_absorbed)
+def latent_queries(
+    q: Tensor,
+    latent: Tensor,
+    k_up: Tensor,
+    norm: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    kv: KVLayer,
+    out_loc: Tensor,
+) -> Tensor:
+    """Prepare latent attention: q ``[T, Hq * (nope + rot)]``, latent ``[T, vd + rot]`` -> ``[T, Hq * (vd +
+    rot)]``. Of each head of q the first values are multiplied by its k_up ``[nope, vd]``; of the latent they
+    have an RMSNorm with ``norm`` float32[vd]. The rest as in ``latent_rope_store``."""
+    content = k_up.shape[2]
+    heads = q.unflatten(1, (k_up.shape[0], -1))
+    absorbed = torch.einsum("thn,hnr->thr", heads[..., : k_up.shape[1]], k_up.to(q.dtype))
+    q = torch.cat([absorbed, heads[..., k_up.shape[1] :]], 2).flatten(1)
+    normed = rms_norm(latent[:, :content].contiguous(), norm, eps)
+    latent = torch.cat([normed, latent[:, content:]], 1)
+    return latent_rope_store(q, latent, positions, cos_sin, kv, out_loc)
+
+
+@op
+def latent_values(seen: Tensor, v_up: Tensor) -> Tensor:
+    """What each head of latent attention makes of what it has seen: seen ``[T, Hq * vd]``, v_up ``[Hq, value,
+    vd]`` -> ``[T, Hq * value]``."""
+    heads = seen.unflatten(1, (-1, v_up.shape[2]))
+    return torch.einsum("thr,hvr->thv", heads, v_up.to(seen.dtype)).flatten(1)
+
+
 def places(kv: KVLayer, out_loc: Tensor) -> tuple[Tensor, Tensor]:
     """Pages int64[T] and places in them, where the tokens of a step go."""
     out_loc = out_loc_of(out_loc, kv.group).long()

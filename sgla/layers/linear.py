@@ -30,7 +30,7 @@ class MergedColumnLinear:
         parts: list[tuple[str, int, range]],
         bias: bool = False,
         fused: str = "",
-        orders: tuple[Tensor, ...] = (),
+        orders: tuple[Tensor | None, ...] = (),
     ) -> None:
         n = sum(len(rows) for _, _, rows in parts)
         self.weight = build.empty(n, k, *(name for name, _, _ in parts), *((fused,) if fused else ()))

@@ -33,23 +33,22 @@ class LatentAttention:
     ) -> None:
         own, width = build.shard.range(layer.heads), layer.nope + layer.rotated
 
-        def behind(still: int) -> tuple[Tensor, ...]:
+        def behind(still: int) -> tuple[Tensor | None, ...]:
             """The order of rows of which the first ``still`` are not rotated."""
             order = neox_order(layer.rotated, layer.rotated)
             return (torch.cat([torch.arange(still, device="cpu"), still + order]),) if interleaved else ()
 
         rows = range(own.start * width, own.stop * width)
-        self.q_down = self.q_norm = None
-        source = "q_proj"
+        latent = (f"{name}.kv_a_proj_with_mqa", layer.head_dim, range(layer.head_dim))
+        parts, orders, self.q_norm, source = [latent], behind(layer.v_dim), None, "q_proj"
         if layer.q_rank:
-            part = (f"{name}.q_a_proj", layer.q_rank, range(layer.q_rank))
-            self.q_down = MergedColumnLinear(build, hidden, [part])
+            parts = [(f"{name}.q_a_proj", layer.q_rank, range(layer.q_rank)), latent]
+            orders = (None, *orders) if orders else ()
             self.q_norm = RMSNorm(build, f"{name}.q_a_layernorm", layer.q_rank, EPS)
             source = "q_b_proj"
+        self.down = MergedColumnLinear(build, hidden, parts, orders=orders)
         queries = (f"{name}.{source}", layer.heads * width, rows)
         self.q_up = MergedColumnLinear(build, layer.q_rank or hidden, [queries], orders=behind(layer.nope))
-        latent = (f"{name}.kv_a_proj_with_mqa", layer.head_dim, range(layer.head_dim))
-        self.kv_down = MergedColumnLinear(build, hidden, [latent], orders=behind(layer.v_dim))
         self.kv_norm = RMSNorm(build, f"{name}.kv_a_layernorm", layer.v_dim, EPS)
         dtype = torch.float32 if build.plain == "f32" else torch.bfloat16
         self.k_up = torch.zeros(len(own), layer.nope, layer.v_dim, dtype=dtype)
@@ -68,19 +67,24 @@ class LatentAttention:
         self.v_up.copy_(heads[:, self.layer.nope :])
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
-        layer = self.layer
-        latent = self.kv_down(x)
-        if self.q_down is not None and self.q_norm is not None:
-            x = self.q_norm(self.q_down(x))
-        q = self.q_up(x).unflatten(1, (-1, layer.nope + layer.rotated))
-        absorbed = torch.einsum("thn,hnr->thr", q[..., : layer.nope], self.k_up.to(q.dtype))
-        q = torch.cat([absorbed, q[..., layer.nope :]], 2).flatten(1)
-        content = self.kv_norm(latent[:, : layer.v_dim].contiguous())
-        latent = torch.cat([content, latent[:, layer.v_dim :]], 1)
-        q = ops.latent_rope_store(q, latent, batch.positions, self.cos_sin, kv, batch.out_loc)
-        seen = ops.attention(q, kv.latent(layer.v_dim), batch, layer.scale)
-        seen = seen.unflatten(1, (-1, layer.v_dim))
-        return torch.einsum("thr,hvr->thv", seen, self.v_up.to(seen.dtype)).flatten(1)
+        down = self.down(x)
+        if self.q_norm is not None:
+            rank = self.layer.q_rank
+            x = down[:, :rank]
+            x, down = self.q_norm(x if down.shape[1] % 8 == 0 else x.contiguous()), down[:, rank:]
+        q = ops.latent_queries(
+            self.q_up(x),
+            down,
+            self.k_up,
+            self.kv_norm.weight,
+            EPS,
+            batch.positions,
+            self.cos_sin,
+            kv,
+            batch.out_loc,
+        )
+        seen = ops.attention(q, kv.latent(self.layer.v_dim), batch, self.layer.scale)
+        return ops.latent_values(seen, self.v_up)
 
 
 class Latent(Llama):

@@ -209,6 +209,28 @@ def test_latent_rope_store(heads: int, content: int, rotated: int) -> None:
     torch.testing.assert_close(ours.k, theirs.k)
 
 
+@pytest.mark.parametrize(
+    ("heads", "nope", "value", "content", "rotated"), [(3, 24, 20, 72, 8), (2, 16, 16, 64, 2)]
+)
+def test_latent_queries_and_values(heads: int, nope: int, value: int, content: int, rotated: int) -> None:
+    """Of rows that lie apart, in blocks that are not full."""
+    for tokens in (3, 37):
+        rows = torch.randn(tokens, heads * (nope + rotated) + content + rotated)
+        q, x = rows.split([heads * (nope + rotated), content + rotated], 1)
+        k_up, v_up = torch.randn(heads, nope, content), torch.randn(heads, value, content)
+        norm, positions = torch.rand(content), torch.randint(0, 50, (tokens,), dtype=torch.int32)
+        cos_sin = torch.randn(50, rotated)
+        out_loc = torch.randperm(48)[:tokens].int()
+        ours, theirs = (torch.zeros(12, 4, 1, content + rotated) for _ in range(2))
+        given = q, x, k_up, norm, 1e-6, positions, cos_sin
+        expected = ops.latent_queries.body(*given, KVLayer(theirs, theirs), out_loc)
+        torch.testing.assert_close(latent.queries(*given, ours, out_loc), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        seen = torch.randn(tokens, heads * content)
+        made = ops.latent_values.body(seen, v_up)
+        torch.testing.assert_close(latent.values(seen, v_up), made, rtol=1e-4, atol=1e-4)
+
+
 def test_prepare_decode_and_pages() -> None:
     table = torch.zeros(4, 8, dtype=torch.int32)
     step.append_pages(torch.tensor([[2, 2, 0], [0, 1, 0], [5, 6, 7]], dtype=torch.int32), table)

@@ -87,7 +87,7 @@ class GpuOps:
 
     @LOWERINGS.of(ops.rms_norm)
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return elementwise.rms_norm(x.contiguous(), weight, eps)
+        return elementwise.rms_norm(x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous(), weight, eps)
 
     @LOWERINGS.of(ops.add_rms_norm)
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -165,6 +165,26 @@ class GpuOps:
         return latents.rope_store(
             q, latent, positions, cos_sin, kv.k, out_loc_of(out_loc, kv.group), kv.k_scale
         )
+
+    @LOWERINGS.of(ops.latent_queries)
+    def latent_queries(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k_up: Tensor,
+        norm: Tensor,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: KVLayer,
+        out_loc: Tensor,
+    ) -> Tensor:
+        where = out_loc_of(out_loc, kv.group)
+        return latents.queries(q, latent, k_up, norm, eps, positions, cos_sin, kv.k, where, kv.k_scale)
+
+    @LOWERINGS.of(ops.latent_values)
+    def latent_values(self, seen: Tensor, v_up: Tensor) -> Tensor:
+        return latents.values(seen, v_up)
 
     def heads(
         self,

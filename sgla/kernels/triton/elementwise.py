@@ -42,11 +42,11 @@ def _pdl() -> dict[str, bool]:
 
 
 @triton.jit
-def _rms_norm(x, weight, out, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, d, eps, s_x, PDL: tl.constexpr, BLOCK: tl.constexpr):
     _begin_early(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32)
+    v = tl.load(x + row * s_x + i, mask=i < d, other=0.0).to(tl.float32)
     w = tl.load(weight + i, mask=i < d, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v) / d + eps)
     tl.store(out + row * d + i, v * scale * w, mask=i < d)
@@ -208,11 +208,14 @@ def _warps(width: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``ops.rms_norm``; x contiguous ``[T, d]``."""
-    out = torch.empty_like(x)
+    """See ``ops.rms_norm``; x contiguous, or ``[T, d]`` with rows that may lie apart."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d = x.shape[-1]
+    apart = x.stride(0) if x.dim() == 2 else d
     block = triton.next_power_of_2(d)
-    _rms_norm[(x.numel() // d,)](x, weight, out, d, eps, BLOCK=block, num_warps=_warps(block), **_pdl())
+    _rms_norm[(x.numel() // d,)](
+        x, weight, out, d, eps, apart, BLOCK=block, num_warps=_warps(block), **_pdl()
+    )
     return out
 
 

@@ -153,6 +153,154 @@ def _rope_store(
         tl.store(out + source + C + HALF + i, rb, mask=turned)
 
 
+@triton.jit
+def _rotated(x, angle, live, HALF: tl.constexpr, HALF_B: tl.constexpr):
+    """Two halves at the pointers ``x`` ``[M, 1]``, rotated by the rows of cosines and sines at ``angle``."""
+    i = tl.arange(0, HALF_B)[None, :]
+    there = live[:, None] & (i < HALF)
+    a = tl.load(x + i, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(x + HALF + i, mask=there, other=0.0).to(tl.float32)
+    cos, sin = tl.load(angle + i, mask=there, other=0.0), tl.load(angle + HALF + i, mask=there, other=0.0)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _store_latents(
+    latent, norm, positions, cos_sin, k, out_loc, token, live, eps, k_inverse, s_latent, s_page, s_token,
+    page_size, C: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr, HALF_B: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    """The latents of some tokens, normed and rotated."""
+    c, i = tl.arange(0, CB)[None, :], tl.arange(0, HALF_B)[None, :]
+    there, turned = live[:, None] & (c < C), live[:, None] & (i < HALF)
+    start = latent + (token * s_latent)[:, None]
+    content = tl.load(start + c, mask=there, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(content * content, 1) / C + eps)[:, None]
+    content = (content * scale * tl.load(norm + c, mask=c < C, other=0.0)).to(latent.dtype.element_ty)
+    position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+    a, b = _rotated(start + C, cos_sin + (position * 2 * HALF)[:, None], live, HALF, HALF_B)
+    loc = tl.load(out_loc + token, mask=live, other=0).to(tl.int64)
+    place = k + ((loc // page_size) * s_page + (loc % page_size) * s_token)[:, None]
+    if FP8:
+        tl.store(place + c, _saturate(content.to(tl.float32) * k_inverse), mask=there)
+        a, b = _saturate(a * k_inverse), _saturate(b * k_inverse)
+    else:
+        tl.store(place + c, content, mask=there)
+    tl.store(place + C + i, a, mask=turned)
+    tl.store(place + C + HALF + i, b, mask=turned)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "out_loc"])
+def _queries(
+    q, latent, k_up, norm, positions, cos_sin, k, out_loc, out, tokens, heads, eps, k_inverse, s_q, s_latent,
+    s_page, s_token, page_size,
+    NOPE: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr,
+    HALF_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BL: tl.constexpr, FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: of BM tokens BN values of one head's content, or behind these the rotated ones; of the
+    head that is one too many, BL of their latents."""
+    block, head, tile = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2)
+    token = (block + tl.arange(0, BM)).to(tl.int64)
+    live = token < tokens
+    source = q + (token * s_q + head * (NOPE + 2 * HALF))[:, None]
+    target = out + ((token * heads + head) * (C + 2 * HALF))[:, None]
+    if head == heads:
+        _begin(PDL)
+        within = tile * BL + tl.arange(0, BL)
+        own = (block + within).to(tl.int64)
+        _store_latents(
+            latent, norm, positions, cos_sin, k, out_loc, own, (within < BM) & (own < tokens), eps, k_inverse,
+            s_latent, s_page, s_token, page_size, C, CB, HALF, HALF_B, FP8,
+        )  # fmt: skip
+    elif tile * BN >= C:
+        _begin(PDL)
+        i = tl.arange(0, HALF_B)[None, :]
+        position = tl.load(positions + token, mask=live, other=0).to(tl.int64)
+        angle = cos_sin + (position * 2 * HALF)[:, None]
+        a, b = _rotated(source + NOPE, angle, live, HALF, HALF_B)
+        tl.store(target + C + i, a, mask=live[:, None] & (i < HALF))
+        tl.store(target + C + HALF + i, b, mask=live[:, None] & (i < HALF))
+    else:
+        n, c = tl.arange(0, NB), tile * BN + tl.arange(0, BN)[None, :]
+        up = k_up + ((head * NOPE + n) * C)[:, None] + c
+        w = tl.load(up, mask=(n < NOPE)[:, None] & (c < C), other=0.0)
+        _begin(PDL)
+        x = tl.load(source + n[None, :], mask=live[:, None] & (n < NOPE)[None, :], other=0.0)
+        y = tl.dot(x, w.to(x.dtype), input_precision="ieee")
+        tl.store(target + c, y, mask=live[:, None] & (c < C))
+
+
+@triton.jit
+def _values(
+    seen, v_up, out, tokens, heads, value, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BN values of one head for BM tokens."""
+    head = tl.program_id(1)
+    token = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    n, c = tl.program_id(2) * BN + tl.arange(0, BN), tl.arange(0, BK)[None, :]
+    live, inside = (token < tokens)[:, None], (n < value)[:, None]
+    source = seen + ((token * heads + head) * C)[:, None] + c
+    up = v_up + ((head * value + n) * C)[:, None] + c
+    w = tl.load(up, mask=inside & (c < C), other=0.0)
+    _begin(PDL)
+    x = tl.load(source, mask=live & (c < C), other=0.0)
+    acc = tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="ieee")
+    for at in range(BK, C, BK):
+        w = tl.load(up + at, mask=inside & (at + c < C), other=0.0)
+        x = tl.load(source + at, mask=live & (at + c < C), other=0.0)
+        acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
+    to = out + ((token * heads + head) * value)[:, None] + n[None, :]
+    tl.store(to, acc, mask=live & (n < value)[None, :])
+
+
+def _tokens_together(tokens: int, itemsize: int) -> int:
+    """How many of them a program of ``queries`` and ``values`` takes."""
+    return 16 if itemsize == 4 else min(64, max(16, triton.next_power_of_2(tokens)))
+
+
+def queries(
+    q: Tensor,
+    latent: Tensor,
+    k_up: Tensor,
+    norm: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k: Tensor,
+    out_loc: Tensor,
+    k_scale: float = 1.0,
+) -> Tensor:
+    """See ``ops.latent_queries``; rows of q and of the latent may lie apart."""
+    (heads, nope, content), rot, tokens = k_up.shape, cos_sin.shape[1], len(q)
+    out = q.new_empty(tokens, heads * (content + rot))
+    m = _tokens_together(tokens, q.itemsize)
+    tiles = triton.cdiv(content, 64) + 1
+    _queries[(triton.cdiv(tokens, m), heads + 1, tiles)](
+        q, latent, k_up, norm, positions, cos_sin, k, out_loc, out, tokens, heads, eps, 1 / k_scale,
+        q.stride(0), latent.stride(0), k.stride(0), k.stride(1), k.shape[1], NOPE=nope,
+        NB=max(16, triton.next_power_of_2(nope)), C=content, CB=triton.next_power_of_2(content),
+        HALF=rot // 2, HALF_B=triton.next_power_of_2(rot // 2), BM=m, BN=64,
+        BL=triton.next_power_of_2(triton.cdiv(m, tiles)), FP8=k.dtype == torch.float8_e4m3fn, num_warps=4,
+        **_pdl(),
+    )  # fmt: skip
+    return out
+
+
+def values(seen: Tensor, v_up: Tensor) -> Tensor:
+    """See ``ops.latent_values``."""
+    (heads, value, content), tokens = v_up.shape, len(seen)
+    out = seen.new_empty(tokens, heads * value)
+    m = _tokens_together(tokens, seen.itemsize)
+    n, k = (32, 1024 // seen.itemsize) if m == 16 else (64, 64)
+    _values[(triton.cdiv(tokens, m), heads, triton.cdiv(value, n))](
+        seen.contiguous(), v_up, out, tokens, heads, value, C=content, BM=m, BN=n,
+        BK=max(16, min(k, triton.next_power_of_2(content))), num_warps=4, **_pdl(),
+    )  # fmt: skip
+    return out
+
+
 def rope_store(
     q: Tensor,
     latent: Tensor,
