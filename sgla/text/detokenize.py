@@ -8,10 +8,11 @@ bytes.
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sgla.text.decoding import Decoding
+from sgla.text.tables import Piece, Table
 
 if TYPE_CHECKING:
     from sgla.text.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class ByteDetokenizer:
 
     __slots__ = ("_rest", "_table")
 
-    def __init__(self, table: Mapping[int, bytes]) -> None:
+    def __init__(self, table: Table[bytes]) -> None:
         self._table = table
         self._rest = b""
 
@@ -80,7 +81,7 @@ class PieceDetokenizer:
 
     __slots__ = ("_bare", "_run", "_strip", "_table")
 
-    def __init__(self, table: Mapping[int, str | bytes | None], decoding: Decoding, continues: bool) -> None:
+    def __init__(self, table: Table[Piece], decoding: Decoding, continues: bool) -> None:
         self._table = table
         self._strip = 0 if continues else decoding.strip
         self._bare = decoding.bare_first and not continues

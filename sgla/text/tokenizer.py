@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from sgla.grammar.protocol import Vocabulary
 from sgla.text.conversion import readable
 from sgla.text.decoding import Decoding, decoding_of
 from sgla.text.gguf_vocab import backend_from_gguf
+from sgla.text.tables import Bytes, Piece, Pieces, Table
 from sgla.text.vocabulary_files import backend_from_files
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ PROBE_SECONDS = 2.0  # for one text, which takes milliseconds; more is a regular
 
 
 class Tokenizer:
-    """A model's tokenizer. Thread-safe: the tables that fill on use are plain dicts with one value a key.
+    """A model's tokenizer. Thread-safe.
 
     ``special_tokens``: name (``bos_token``, ...) -> text, as chat templates see them. ``chat_template``:
     source, or sources by name. ``eos_ids``: every id that ends a generation.
@@ -70,11 +71,10 @@ class Tokenizer:
         own = [] if self.eos_id is None else [self.eos_id]
         self.eos_ids = frozenset([*own, *eos_ids])
         self.adds_bos = self.bos_id is not None and self.bos_id in backend.encode("").ids[:1]
-        self._tables = {
-            (kind, skip): kind(self.backend, self.decoding, self.special_ids if skip else frozenset())
-            for kind in (_Bytes, _Pieces)
-            for skip in (False, True)
-        }
+        kept, shown = partial(self.piece, skipped=self.special_ids), self.piece
+        size = max([self.vocab_size, *(i + 1 for i in added)])
+        self._bytes = Bytes(shown, size), Bytes(kept, size)
+        self._pieces = Pieces(shown, size), Pieces(kept, size)
 
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -156,13 +156,19 @@ class Tokenizer:
         text: str | None = self.backend.id_to_token(token)
         return text
 
-    def byte_table(self, skip_special_tokens: bool) -> dict[int, bytes]:
-        """id -> bytes, for any id; special tokens are empty if skipped."""
-        return self._tables[_Bytes, skip_special_tokens]
+    def piece(self, token: int, skipped: frozenset[int] = frozenset()) -> Piece:
+        """What the token adds in the middle of a text:
+        text, or raw bytes that may be part of a character, or None for nothing to decode."""
+        text = self.backend.id_to_token(token) if token >= 0 and token not in skipped else None
+        return None if text is None else self.decoding.piece(text)
 
-    def piece_table(self, skip_special_tokens: bool) -> dict[int, str | bytes | None]:
-        """id -> text, or raw bytes of a byte-fallback token, or None where there is nothing to decode."""
-        return self._tables[_Pieces, skip_special_tokens]
+    def byte_table(self, skip_special_tokens: bool) -> Table[bytes]:
+        """id -> bytes, for any id; special tokens are empty if skipped."""
+        return self._bytes[skip_special_tokens]
+
+    def piece_table(self, skip_special_tokens: bool) -> Table[Piece]:
+        """id -> ``piece``; special tokens are nothing if skipped."""
+        return self._pieces[skip_special_tokens]
 
     @cached_property
     def longest_token(self) -> int:
@@ -192,35 +198,9 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
         raise UnsupportedField(
             "the model's tokenizer has no token that ends an output, which a grammar needs"
         )
-    # Not ``byte_table``, which would keep all of it.
-    make = _Bytes(tokenizer.backend, tokenizer.decoding, frozenset()).make
+    read = Bytes(tokenizer.piece, 0)  # keeps nothing
     special = sorted({token for token in tokenizer.special_ids if token < size}.union(ends))
-    return Vocabulary([make(token) for token in range(size)], special, ends)
-
-
-class _Pieces(dict[int, Any]):
-    """Filled on use: a vocabulary has 10^5 tokens, an output needs few of them."""
-
-    def __init__(self, backend: tokenizers.Tokenizer, decoding: Decoding, skipped: frozenset[int]) -> None:
-        super().__init__()
-        self._backend = backend
-        self._decoding = decoding
-        self._skipped = skipped
-
-    def __missing__(self, token: int) -> str | bytes | None:
-        value = self.make(token)
-        self[token] = value
-        return value
-
-    def make(self, token: int) -> str | bytes | None:
-        text = self._backend.id_to_token(token) if token >= 0 and token not in self._skipped else None
-        return None if text is None else self._decoding.piece(text)
-
-
-class _Bytes(_Pieces):
-    def make(self, token: int) -> bytes:
-        piece = super().make(token)
-        return piece.encode() if isinstance(piece, str) else piece or b""
+    return Vocabulary([read[token] for token in range(size)], special, ends)
 
 
 def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTemplate | None]:

@@ -10,6 +10,7 @@ import tiny_tokenizers as tiny
 
 from sgla.hub import demo
 from sgla.text.detokenize import make_detokenizer
+from sgla.text.tables import Bytes, Pieces
 from sgla.text.tokenizer import Tokenizer, load_path
 
 IDS_PER_KIND = 20_000
@@ -92,3 +93,25 @@ def test_stream_of_the_demo_model_equals_its_full_decode(tmp_path: Path) -> None
     for _ in range(1000):
         ids = random_ids(tokenizer, chance)
         assert "".join(stream(tokenizer, ids, chance, skip=True)) == tokenizer.decode(ids)
+
+
+def test_tables_are_equal_to_pieces_for_every_id() -> None:
+    """Where they are packed, beyond, and for ids that are none."""
+    pieces: list[str | bytes | None] = [
+        f"é{i}" if i % 3 else b"\xff%d" % i if i % 2 else None for i in range(700)
+    ]
+    asked: list[int] = []
+
+    def make(token: int) -> str | bytes | None:
+        asked.append(token)
+        return pieces[token] if 0 <= token < len(pieces) else None
+
+    texts, data = Pieces(make, 600), Bytes(make, 600)
+    for _ in range(2):
+        for token in (-1, *range(600, 700), 700, 2**40, *range(600)):
+            piece = make(token)
+            assert texts[token] == piece
+            assert data[token] == (piece.encode() if isinstance(piece, str) else piece or b"")
+    asked.clear()
+    assert texts[599], data[599]
+    assert not asked
