@@ -101,6 +101,18 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 @op
+def gated_add(x: Tensor, y: Tensor, by: Tensor, gate: Tensor) -> Tensor:
+    """``x + y * sigmoid(by @ gate.T)``: x and y [T, d], by [T, k], gate float32[1, k] -> [T, d]."""
+    return x + y * F.linear(by.float(), gate).sigmoid().to(y.dtype)
+
+
+@op
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``: both [T, d]."""
+    return x * gate.sigmoid()
+
+
+@op
 def linear(x: Tensor, w: Weight, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias + addend``: x [T, k], w [n, k], bias [n], addend [T, n] -> [T, n]. The addend is what
     an adapter adds, before any activation that follows.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import ops
@@ -137,7 +136,7 @@ class MoE:
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         y = self.chosen(x, routed)
         if self.shared is not None:
-            y = y + self.shared(x)
+            y = self.shared.add(y, x)
         return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
 
 
@@ -163,9 +162,10 @@ class SharedExpert:
                 f"{name}.shared_expert_gate.weight", (1, hidden), lambda source: _copy(gate, source)
             )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self.mlp.part(x)
-        return y if self.gate is None else y * F.linear(x.float(), self.gate).sigmoid().to(y.dtype)
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """y, and what it makes of x."""
+        part = self.mlp.part(x)
+        return y + part if self.gate is None else ops.gated_add(y, part, x, self.gate)
 
 
 def _experts(source: SourceTensor) -> Iterator[tuple[int, Tensor]]:

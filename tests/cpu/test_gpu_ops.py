@@ -78,6 +78,14 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Olmo2ForCausalLM": {"model_type": "olmo2", "head_dim": None},
     "Starcoder2ForCausalLM": {"model_type": "starcoder2"},
+    "Qwen2MoeForCausalLM": {
+        "model_type": "qwen2_moe",
+        "head_dim": None,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "Qwen3MoeForCausalLM": {
         "model_type": "qwen3_moe",
         "num_experts": 4,
@@ -382,6 +390,14 @@ def test_routers_of_any_rule_are_joined_with_the_norm(monkeypatch: pytest.Monkey
     work = forward.rewritten("step", True, rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}))
     assert work is not None
     assert work.taken["norm + experts"] + work.taken["add + experts"] == 2  # layers
+
+
+def test_what_all_tokens_go_through_joins_the_add_behind_a_mixture() -> None:
+    driver = small_model("Qwen2MoeForCausalLM")
+    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    work = forward.rewritten("step", True, rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}))
+    assert work is not None
+    assert work.taken["shared added"] == 2  # layers
 
 
 @pytest.mark.parametrize(

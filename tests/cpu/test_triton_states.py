@@ -105,6 +105,8 @@ def test_what_stands_around_the_delta_rule() -> None:
         rates = ops.decay_rates(a, b, a_log, bias)
     for found, expected in zip(rates, ops.decay_rates(a, b, a_log, bias)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    with using(GpuOps(None)):  # type: ignore[arg-type]
+        torch.testing.assert_close(ops.sigmoid_mul(x, gate), x * gate.sigmoid(), rtol=1e-4, atol=1e-6)
     for activation in ("silu", "sigmoid"):
         given = (x.unflatten(1, (heads, d)), gate.unflatten(1, (heads, d)), weight, 1e-6, activation)
         with using(GpuOps(None)):  # type: ignore[arg-type]

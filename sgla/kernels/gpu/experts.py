@@ -13,6 +13,7 @@ from sgla.kernels.gpu.e4m3 import NAME as ROUNDED
 from sgla.kernels.gpu.few import norm_apart
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
+from sgla.kernels.triton import elementwise
 
 NAME = "sum of experts"  # of nodes that other rules look for
 
@@ -114,3 +115,17 @@ def _sum_add_norm(
     outputs: mixture.Outputs, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     return outputs.add_norm(residual, weight, eps), residual
+
+
+def shared_refuses(work: Work, gated: Node, add: Node) -> str | None:
+    return None if work.free(add.given["residual"]) else "the residual stream is read again"
+
+
+def shared_add(work: Work, gated: Node, add: Node) -> list[Node]:
+    """What every token's own MLP makes, the experts' sum and the residual stream together."""
+    given = gated.given | {name: add.given[name] for name in ("residual", "weight", "eps")}
+    return [Node("shared, added", _shared_add, given, add.results, add.rows, add.given["residual"].number)]
+
+
+def _shared_add(residual: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    return elementwise.gated_add_norm(residual=residual, **given), residual

@@ -247,6 +247,14 @@ class GpuOps:
     def act_mul(self, x: Tensor, kind: Activation) -> Tensor:
         return elementwise.act_mul(x, kind)
 
+    @LOWERINGS.of(ops.gated_add)
+    def gated_add(self, x: Tensor, y: Tensor, by: Tensor, gate: Tensor) -> Tensor:
+        return elementwise.gated_add(x, y, by, gate)
+
+    @LOWERINGS.of(ops.sigmoid_mul)
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return elementwise.sigmoid_mul(x, gate)
+
     @LOWERINGS.of(ops.layer_norm)
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)

@@ -80,6 +80,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("experts added", (experts.NAME, ops.add_rms_norm), experts.sum_refuses, experts.sum_add),
         Rule("added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_rms_norm), reduced_refuses, reduced),
+        Rule("shared added", (ops.gated_add, ops.add_rms_norm), experts.shared_refuses, experts.shared_add),
         Rule("norm and e4m3", (ops.add_rms_norm,), e4m3.add_refuses, e4m3.add),
     ),
     ops.qk_norm_rope_store: (

@@ -68,6 +68,42 @@ def _add_rms_norm(x, residual, weight, out, total, d, eps, PDL: tl.constexpr, BL
 
 
 @triton.jit
+def _gated_add(
+    x, y, by, gate, residual, weight, out, total, d, k, s_by, eps, NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, KB: tl.constexpr,
+):  # fmt: skip
+    """``NORM``: the sum is added to ``residual``, which is ``total`` then, and ``out`` its RMSNorm."""
+    _begin_early(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i, j = tl.arange(0, BLOCK), tl.arange(0, KB)
+    b = tl.load(by + row * s_by + j, mask=j < k, other=0.0).to(tl.float32)
+    g = tl.sigmoid(tl.sum(b * tl.load(gate + j, mask=j < k, other=0.0).to(tl.float32)))
+    v = tl.load(y + row * d + i, mask=i < d, other=0.0).to(tl.float32) * g.to(y.dtype.element_ty).to(
+        tl.float32
+    )
+    v = tl.load(x + row * d + i, mask=i < d, other=0.0).to(tl.float32) + v
+    if NORM:
+        v = v.to(out.dtype.element_ty).to(tl.float32)
+        v += tl.load(residual + row * d + i, mask=i < d, other=0.0).to(tl.float32)
+        h = v.to(total.dtype.element_ty)
+        tl.store(total + row * d + i, h, mask=i < d)
+        v = h.to(tl.float32)
+        v *= tl.rsqrt(tl.sum(v * v) / d + eps)
+        v *= tl.load(weight + i, mask=i < d, other=0.0).to(tl.float32)
+    tl.store(out + row * d + i, v, mask=i < d)
+
+
+@triton.jit
+def _sigmoid_mul(x, gate, out, d, s_x, s_gate, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    _begin_early(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(x + row * s_x + i, mask=i < d, other=0.0).to(tl.float32)
+    z = tl.load(gate + row * s_gate + i, mask=i < d, other=0.0).to(tl.float32)
+    tl.store(out + row * d + i, v * tl.sigmoid(z), mask=i < d)
+
+
+@triton.jit
 def _activate(gate, GELU: tl.constexpr):
     if GELU:
         u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
@@ -230,6 +266,53 @@ def add_rms_norm(
         x, residual, weight, out, total, d, eps, BLOCK=block, num_warps=_warps(block), **_pdl()
     )
     return out, total
+
+
+def gated_add(x: Tensor, y: Tensor, by: Tensor, gate: Tensor) -> Tensor:
+    """See ``ops.gated_add``."""
+    out = torch.empty_like(y, memory_format=torch.contiguous_format)
+    _sum_gated(x, y, by, gate, out)
+    return out
+
+
+def gated_add_norm(
+    x: Tensor, y: Tensor, by: Tensor, gate: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """``add_rms_norm`` of a ``gated_add``: its sum takes the place of ``residual``."""
+    out = torch.empty_like(y, memory_format=torch.contiguous_format)
+    _sum_gated(x, y, by, gate, out, residual, weight, eps)
+    return out
+
+
+def _sum_gated(
+    x: Tensor,
+    y: Tensor,
+    by: Tensor,
+    gate: Tensor,
+    out: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    d, k = y.shape[1], by.shape[1]
+    total = out if residual is None else residual
+    block = triton.next_power_of_2(d)
+    _gated_add[(y.shape[0],)](
+        x.contiguous(), y.contiguous(), by, gate, total, gate if weight is None else weight, out, total, d, k,
+        by.stride(0), eps, NORM=residual is not None, BLOCK=block, KB=triton.next_power_of_2(k),
+        num_warps=_warps(block), **_pdl(),
+    )  # fmt: skip
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """See ``ops.sigmoid_mul``."""
+    tokens, d = x.shape
+    out = x.new_empty(tokens, d)
+    block = min(2048, triton.next_power_of_2(d))
+    _sigmoid_mul[(tokens, triton.cdiv(d, block))](
+        x, gate, out, d, x.stride(0), gate.stride(0), BLOCK=block, **_pdl()
+    )
+    return out
 
 
 def act_mul(x: Tensor, kind: str) -> Tensor:
