@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 from sgla.dist import Shard
 from sgla.dist.gpus import MESSAGE, join_gpus
-from sgla.kernels.ops import Norm
+from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import elementwise
 
 OPS = 20  # in a graph
@@ -58,7 +58,7 @@ def variants(shard: Shard, shared: torch.Tensor, rows: int, width: int) -> dict[
     """Ways to sum ``[rows, width]``. ``shared``: symmetric memory for torch's own."""
     x, residual = (torch.randn(rows, width, device="cuda").bfloat16() * 1e-3 for _ in range(2))
     weight = torch.ones(width, device="cuda")
-    norm = Norm(residual, weight, 1e-6)
+    norm = AddedNorm(residual, weight, 1e-6)
     found: dict[str, Callable[[], object]] = {"nccl": lambda: dist.all_reduce(x)}
 
     def nccl_norm() -> None:

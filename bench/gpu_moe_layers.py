@@ -98,7 +98,7 @@ def measure(spec: ModelSpec, layers: list[Layer], rows: int) -> None:
         part.heads, part.kv_heads, part.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST
     )
     attend = attention.choose("auto", shape, spec.attention_scale)[0]
-    forward = gpu.Forward(Chain(spec, layers), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+    forward = gpu.RecordedForward(Chain(spec, layers), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     batch = mixed(rows)
 
     def body() -> None:

@@ -27,7 +27,7 @@ from sgla import attention
 from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm
 from sgla.kernels.cuda.decode_attention import Projection
-from sgla.kernels.gpu import Forward, GpuOps, tuning
+from sgla.kernels.gpu import GpuOps, RecordedForward, tuning
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.triton import elementwise
 from sgla.quant.plain import BF16 as Plain
@@ -155,7 +155,7 @@ class Model:
         self.spec = SimpleNamespace(hidden=HIDDEN)
         words = torch.randn(1000, HIDDEN, dtype=BF16, device="cuda")
         self.embed = SimpleNamespace(weight=Plain(1000, HIDDEN, words))
-        self._forward = Forward(self, [], GpuOps(self.attend))  # type: ignore[arg-type]
+        self._forward = RecordedForward(self, [], GpuOps(self.attend))  # type: ignore[arg-type]
         self.cos_sin = torch.randn(8192, DIM, device="cuda")
         self.ones, self.norm = torch.ones(DIM, device="cuda"), torch.ones(HIDDEN, device="cuda")
         self.residual = torch.randn(rows, HIDDEN, dtype=BF16, device="cuda")

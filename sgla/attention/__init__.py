@@ -34,7 +34,7 @@ NO_DECODE = (
 B = TypeVar("B", covariant=True)
 
 
-class Kind(Protocol[B]):
+class Backend(Protocol[B]):
     """A class of backends."""
 
     def __call__(self, shape: AttentionShape, device: Device) -> B: ...
@@ -44,7 +44,7 @@ class Kind(Protocol[B]):
 Make = Callable[[Any, AttentionShape, Device], Any]  # of a kind
 
 
-def made(kind: Kind[B], shape: AttentionShape, device: Device) -> B:
+def made(kind: Backend[B], shape: AttentionShape, device: Device) -> B:
     return kind(shape, device)
 
 
@@ -53,7 +53,7 @@ def unmade(kind: Any, shape: AttentionShape, device: Device) -> Any:
     return kind
 
 
-class Asked(NamedTuple):
+class Preference(NamedTuple):
     """A backend by name, for ``decode`` or ``prefill``, the setting that names it, and what makes it."""
 
     name: str
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
     make: Make
 
     @classmethod
-    def of(cls, phase: str, both: str, one: str | None, make: Make) -> Asked:
+    def of(cls, phase: str, both: str, one: str | None, make: Make) -> Preference:
         return cls(one or both, phase, f"{phase}_attention_backend" if one else "attention_backend", make)
 
     def refused(self, why: str) -> ConfigError:
@@ -90,7 +90,7 @@ def choose(
     Raises ConfigError with the reason if one of the names cannot run this model.
     """
     device = device or this_device()
-    asked = Asked.of("decode", name, decode, make), Asked.of("prefill", name, prefill, make)
+    asked = Preference.of("decode", name, decode, make), Preference.of("prefill", name, prefill, make)
     parts = [_choose(asked, shape, device) for shape in shapes]
     if len(parts) == 1:
         return parts[0]
@@ -99,7 +99,9 @@ def choose(
     return backend, [f"attention: {backend.name}, no graphs", *dict.fromkeys(notes)]
 
 
-def _choose(asked: tuple[Asked, Asked], shape: AttentionShape, device: Device) -> tuple[Attention, list[str]]:
+def _choose(
+    asked: tuple[Preference, Preference], shape: AttentionShape, device: Device
+) -> tuple[Attention, list[str]]:
     if shape.deterministic:
         return _deterministic(asked, shape, device), [
             "deterministic: results do not depend on the batch; decode steps take 1.5 to 2.2 times as long"
@@ -113,7 +115,7 @@ def _choose(asked: tuple[Asked, Asked], shape: AttentionShape, device: Device) -
     return backend, [f"attention: {backend.name}{slow}{wanted}", *no_decode, *no_extend, *no_prompts]
 
 
-def _deterministic(asked: tuple[Asked, Asked], shape: AttentionShape, device: Device) -> Attention:
+def _deterministic(asked: tuple[Preference, Preference], shape: AttentionShape, device: Device) -> Attention:
     from sgla.attention.invariant import InvariantDecode, InvariantExtend
     from sgla.attention.triton_ops import TritonPrompts
 
@@ -132,7 +134,7 @@ def _deterministic(asked: tuple[Asked, Asked], shape: AttentionShape, device: De
 
 
 def _first(
-    kinds: Mapping[str, Kind[B]], asked: Asked, shape: AttentionShape, device: Device
+    kinds: Mapping[str, Backend[B]], asked: Preference, shape: AttentionShape, device: Device
 ) -> tuple[B, list[str]]:
     """The first of ``kinds`` that serves ``shape``, and why those before do not; or the one that is asked
     for."""
@@ -155,8 +157,8 @@ def _first(
 class Portable(NamedTuple):
     """Kernels for every NVIDIA GPU."""
 
-    decode: Kind[Decode]
-    extend: Kind[Extend]
+    decode: Backend[Decode]
+    extend: Backend[Extend]
     prompts: Callable[[AttentionShape, Device], Prompts]
 
 
@@ -170,7 +172,7 @@ def _triton(shape: AttentionShape) -> Portable:
     return Portable(TritonDecode, TritonExtend, TritonPrompts)
 
 
-def _decode(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Decode, list[str]]:
+def _decode(asked: Preference, shape: AttentionShape, device: Device) -> tuple[Decode, list[str]]:
     from sgla.attention.native import NativeDecode
     from sgla.attention.torch_ops import TorchDecode
 
@@ -179,7 +181,7 @@ def _decode(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Decode
         if asked.setting != "attention_backend":
             raise asked.refused(NO_DECODE)
         notes = [f"flashinfer is for prefill alone: {NO_DECODE}"]
-    kinds: dict[str, Kind[Decode]] = {
+    kinds: dict[str, Backend[Decode]] = {
         "native": NativeDecode,
         "triton": _triton(shape).decode,
         "torch": TorchDecode,
@@ -188,13 +190,13 @@ def _decode(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Decode
     return decode, notes + why
 
 
-def _extend(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Extend, list[str]]:
+def _extend(asked: Preference, shape: AttentionShape, device: Device) -> tuple[Extend, list[str]]:
     from sgla.attention.flashinfer_ops import FlashInferExtend
     from sgla.attention.hybrid import WholeOrPaged
     from sgla.attention.native import NativeExtend
     from sgla.attention.torch_ops import TorchExtend
 
-    kinds: dict[str, Kind[Extend]] = {
+    kinds: dict[str, Backend[Extend]] = {
         "native": NativeExtend,
         "flashinfer": FlashInferExtend,
         "triton": _triton(shape).extend,
@@ -208,7 +210,7 @@ def _extend(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Extend
     return extend, why
 
 
-def _prompts(asked: Asked, shape: AttentionShape, device: Device) -> tuple[Prompts, list[str]]:
+def _prompts(asked: Preference, shape: AttentionShape, device: Device) -> tuple[Prompts, list[str]]:
     from sgla.attention.native import NativePrompts
 
     if asked.name in ("torch", "triton"):

@@ -211,7 +211,7 @@ def _behind_list(parser: argparse.ArgumentParser, given: Sequence[Given]) -> tup
 
 def could_be_model(word: str) -> bool:
     """Whether it is written as models are: a path that exists, a hub id, a .gguf file, a packaged model."""
-    from sgla.hub.demo import MODELS
+    from sgla.hub.packaged import MODELS
 
     return "/" in word or word.endswith(".gguf") or word in MODELS or Path(word).exists()
 

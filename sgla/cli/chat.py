@@ -19,7 +19,7 @@ from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import complain, load_config
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
-from sgla.hub.choice import about, with_demo
+from sgla.hub.demo import about, with_demo
 from sgla.streams import decode_event
 
 if TYPE_CHECKING:

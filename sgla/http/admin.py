@@ -15,7 +15,7 @@ from sgla.errors import InvalidField
 from sgla.http.clients import CLIENT
 from sgla.http.server import PATH_ID, SERVER, Server
 from sgla.http.wire import json_response
-from sgla.hub.choice import about
+from sgla.hub.demo import about
 from sgla.sched.stats import Stats
 from sgla.version import __version__
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sgla.errors import ConfigError
 from sgla.homes import cache_home
-from sgla.hub import demo
+from sgla.hub import packaged
 from sgla.hub.quantized import PART, quantization
 
 
@@ -68,8 +68,8 @@ def remove(name: str, download_dir: str | None = None) -> list[Cached]:
 
 
 def _packaged(download_dir: str | None) -> Iterator[Cached]:
-    for name, model in demo.MODELS.items():
-        if path := demo.cached(name, download_dir):
+    for name, model in packaged.MODELS.items():
+        if path := packaged.cached(name, download_dir):
             files = (path,) if path.is_file() else tuple(_files(path))
             kind = quantization(path.name) if path.suffix == ".gguf" else "safetensors"
             yield Cached(name, model.sha256[:12], _size(files), kind, "package index", path, (path,))
@@ -78,12 +78,12 @@ def _packaged(download_dir: str | None) -> Iterator[Cached]:
 def _hub_folders(download_dir: str | None) -> list[Path]:
     from huggingface_hub import constants
 
-    own = [demo.cache_folder(download_dir) / "hub"] if download_dir else []
+    own = [packaged.cache_folder(download_dir) / "hub"] if download_dir else []
     return [*own, Path(constants.HF_HUB_CACHE)]
 
 
 def _modelscope_folders(download_dir: str | None) -> list[Path]:
-    own = [demo.cache_folder(download_dir) / "modelscope"] if download_dir else []
+    own = [packaged.cache_folder(download_dir) / "modelscope"] if download_dir else []
     return [*own, Path(os.environ.get("MODELSCOPE_CACHE") or cache_home() / "modelscope")]
 
 

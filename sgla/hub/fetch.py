@@ -9,10 +9,10 @@ from pathlib import Path
 
 from sgla.config import Config
 from sgla.errors import ConfigError, NotDownloaded
-from sgla.hub import demo
-from sgla.hub.demo import OnProgress
+from sgla.hub import packaged
 from sgla.hub.huggingface import HuggingFace, hub_answers
 from sgla.hub.modelscope import ModelScope
+from sgla.hub.packaged import OnProgress
 from sgla.hub.quantized import pick_file, split_name
 from sgla.messages import Progress
 
@@ -31,7 +31,7 @@ def resolve_model(config: Config, on_progress: OnProgress | None = None) -> Path
     found = find_local(config)
     if found:
         return found
-    if config.model in demo.MODELS:
+    if config.model in packaged.MODELS:
         return _download_packaged(config, report)
     return _download(config, config.model, report)
 
@@ -44,19 +44,19 @@ def find_local(config: Config) -> Path | None:
         return check_folder(path, config.load_format)
     if path.is_file():
         return _check_file(path, config.load_format)
-    if config.model in demo.MODELS:
+    if config.model in packaged.MODELS:
         hub_id = _hub_twin(config)
-        return demo.cached(config.model, config.download_dir) or (
+        return packaged.cached(config.model, config.download_dir) or (
             _cached_snapshot(config, hub_id) if hub_id else None
         )
     repo, wanted = split_name(config.model)
     if HUB_ID.fullmatch(repo) and (wanted or path.suffix != ".gguf"):
         return _cached_snapshot(config, config.model)
-    close = difflib.get_close_matches(config.model, demo.MODELS)
+    close = difflib.get_close_matches(config.model, packaged.MODELS)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise ConfigError(
         f"there is no file or folder '{config.model}', and it is no hub id (organisation/name, "
-        f"organisation/name:Q4_K_M) and none of {', '.join(demo.MODELS)}{hint}",
+        f"organisation/name:Q4_K_M) and none of {', '.join(packaged.MODELS)}{hint}",
         param="model",
     )
 
@@ -64,7 +64,7 @@ def find_local(config: Config) -> Path | None:
 def _hub_twin(config: Config) -> str | None:
     """The hub id with the safetensors of a packaged model, if those would do."""
     fits = config.model_source == "huggingface" and config.load_format in ("auto", "safetensors")
-    return demo.MODELS[config.model].hub_id if fits else None
+    return packaged.MODELS[config.model].hub_id if fits else None
 
 
 def resolve_tokenizer(config: Config, on_progress: OnProgress | None = None) -> Path | None:
@@ -136,7 +136,7 @@ def _download_packaged(config: Config, report: OnProgress) -> Path:
                 return _download(config, hub_id, report)
             except NotDownloaded as error:
                 report(Progress(phase="download", message=error.message))
-    return demo.fetch(config.model, config.download_dir, report)
+    return packaged.fetch(config.model, config.download_dir, report)
 
 
 def hub_of(config: Config) -> HuggingFace | ModelScope:

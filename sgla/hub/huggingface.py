@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sgla.errors import NotDownloaded
-from sgla.hub.demo import OnProgress, cache_folder
+from sgla.hub.packaged import OnProgress, cache_folder
 from sgla.messages import Progress
 
 PROBE_SECONDS = 2.0

@@ -55,7 +55,7 @@ class StateLayer:
 Layer = KVLayer | StateLayer
 
 
-class Norm(NamedTuple):
+class AddedNorm(NamedTuple):
     """What ``add_rms_norm`` does with an x:
     h = residual + x, whose RMSNorm with ``weight`` float32[d] is wanted."""
 
@@ -69,7 +69,7 @@ class Ranks(Protocol):
 
     def all_reduce(self, x: Tensor) -> None: ...
     def norms(self, x: Tensor) -> bool: ...
-    def all_reduce_norm(self, x: Tensor, norm: Norm) -> Tensor: ...
+    def all_reduce_norm(self, x: Tensor, norm: AddedNorm) -> Tensor: ...
 
 
 @op

@@ -20,9 +20,9 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
 
 K = TypeVar("K")
-Rows = Literal["tokens", "sampled", "rows"]
+Counted = Literal["tokens", "sampled", "rows"]
 # Large primes: a size that one of them divides is that many times the number it stands for.
-STAND_INS: dict[Rows, int] = {"tokens": 15485863, "sampled": 32452843, "rows": 49979687}
+STAND_INS: dict[Counted, int] = {"tokens": 15485863, "sampled": 32452843, "rows": 49979687}
 NEAR = 4096  # a size this near to a multiple is a sum that cannot be replayed
 LOOKS = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ class Symbol(Tensor):
 class Size(NamedTuple):
     """``factor`` times the T, S or R of a step."""
 
-    of: Rows
+    of: Counted
     factor: int
 
 

@@ -70,7 +70,7 @@ class Reordered:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSlice:
     """``rows`` of a SourceTensor."""
 
     source: SourceTensor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sgla.errors import WeightError
 from sgla.hub.source import ModelSource
-from sgla.layers.build import Build, Rows
+from sgla.layers.build import Build, RowSlice
 from sgla.loading.upload import Stored, Upload, places
 from sgla.quant.method import FLOATS, PLAIN, Held
 from sgla.quant.weight import SourceTensor, Weight, storage
@@ -81,7 +81,7 @@ def unstacked(
             raise WeightError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")
         for part in parts:
             if part.expert is None:
-                yield part.name, Rows(tensor, part.rows)
+                yield part.name, RowSlice(tensor, part.rows)
             else:
                 assert isinstance(tensor, FileTensor)
                 size, at = (len(part.rows), *shape[2:]), part.rows.start

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sgla.dist import Shard
 from sgla.kernels.cuda import thresholds as fast
-from sgla.kernels.cuda.batch_gemm import Draw
+from sgla.kernels.cuda.batch_gemm import DrawInputs
 from sgla.kernels.triton import sampling
 from sgla.kernels.triton.invariant import log_sum_exp
 from sgla.messages import LogprobBlock, NewRow, RowSampling
@@ -137,12 +137,12 @@ class DeviceSampler:
         into ``out`` and the token table. Capturable."""
         self._draw(logits, slots, positions, out, self._shard.range(self._vocab).start, landing=landing)
 
-    def fused_draw(self, slots: Tensor, positions: Tensor, keys: Tensor, plain: Tensor) -> Draw:
+    def fused_draw(self, slots: Tensor, positions: Tensor, keys: Tensor, plain: Tensor) -> DrawInputs:
         """What the output layer needs to draw instead of ``draw``; then ``land`` does the rest."""
         first = self._shard.range(self._vocab).start
-        return Draw(slots, positions, self.seeds, self.temperatures, keys, plain, first)
+        return DrawInputs(slots, positions, self.seeds, self.temperatures, keys, plain, first)
 
-    def land(self, draw: Draw, out: Tensor, landing: sampling.Landing) -> None:
+    def land(self, draw: DrawInputs, out: Tensor, landing: sampling.Landing) -> None:
         sampling.follow(
             draw.keys, draw.slots, draw.positions, self._tokens, out, self._best_of_ranks, landing
         )

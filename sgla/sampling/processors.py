@@ -21,16 +21,16 @@ from sgla.errors import ConfigError
 from sgla.messages import Processor
 from sgla.sampling.draw import Floats
 
-Kind = Callable[..., Callable[[NDArray[np.int32], Floats], object]]
+Factory = Callable[..., Callable[[NDArray[np.int32], Floats], object]]
 
 
 class ProcessorFailed(Exception):
     """What a processor raised, or made of the logits."""
 
 
-def load(paths: Iterable[str]) -> dict[str, Kind]:
+def load(paths: Iterable[str]) -> dict[str, Factory]:
     """The classes by name. Raises ConfigError for a path that is none."""
-    found: dict[str, Kind] = {}
+    found: dict[str, Factory] = {}
     for path in paths:
         module, _, name = path.partition(":")
         try:
@@ -47,12 +47,12 @@ def load(paths: Iterable[str]) -> dict[str, Kind]:
     return found
 
 
-def declared(kinds: Mapping[str, Kind]) -> dict[str, list[str]]:
+def declared(kinds: Mapping[str, Factory]) -> dict[str, list[str]]:
     """The names of the arguments that each takes, as far as it tells."""
     return {name: list(_parameters(kind)) for name, kind in kinds.items()}
 
 
-def _parameters(kind: Kind) -> Iterable[str]:
+def _parameters(kind: Factory) -> Iterable[str]:
     try:
         found = inspect.signature(kind).parameters.values()
     except ValueError:
@@ -64,7 +64,7 @@ class Custom:
     """The rule of a request with such a processor.
     ``tokens`` int32[context] is its row of the token table."""
 
-    def __init__(self, kind: Kind, asked: Processor, tokens: NDArray[np.int32], prompt_len: int) -> None:
+    def __init__(self, kind: Factory, asked: Processor, tokens: NDArray[np.int32], prompt_len: int) -> None:
         self._kind = kind
         self._asked = asked
         self._tokens = tokens.view()

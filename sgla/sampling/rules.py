@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sgla.messages import RowSampling, ThinkLimit
 from sgla.sampling.draw import Floats
-from sgla.sampling.processors import Custom, Kind
+from sgla.sampling.processors import Custom, Factory
 
 FALL = np.float32(1e4)  # more than any two logits differ by
 
@@ -163,7 +163,7 @@ def make_rules(
     prompt_len: int,
     sampling: RowSampling,
     vocab_size: int,
-    processors: Mapping[str, Kind] = MappingProxyType({}),
+    processors: Mapping[str, Factory] = MappingProxyType({}),
 ) -> list[Rule]:
     """The rules of one request, in the order they apply: biases before penalties, as in transformers, vLLM
     and llama.cpp. ``processors``: those that the server has."""

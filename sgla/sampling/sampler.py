@@ -15,7 +15,7 @@ from sgla.messages import Failed, LogprobBlock, RowSampling
 from sgla.sampling import faults
 from sgla.sampling.draw import Distribution, Draw, Floats, draw
 from sgla.sampling.logprobs import score
-from sgla.sampling.processors import Kind, ProcessorFailed
+from sgla.sampling.processors import Factory, ProcessorFailed
 from sgla.sampling.rules import Rule, forbids, make_rules
 
 COLD = 1e-5  # temperatures below are greedy
@@ -63,7 +63,7 @@ class Sampler:
         matchers: Matchers | None = None,
         draw: Draw = draw,
         skip_forced: bool = True,
-        processors: Mapping[str, Kind] = MappingProxyType({}),
+        processors: Mapping[str, Factory] = MappingProxyType({}),
     ) -> None:
         self._processors = processors
         self._matchers = matchers

@@ -205,8 +205,8 @@ def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
 
 def load_text(config: Config, source: ModelSource) -> tuple[Tokenizer, BoundedTemplate | None]:
     """Tokenizer and chat template of the model, or those that the flags name. Raises ConfigError."""
-    from sgla.hub.demo import MODELS
     from sgla.hub.fetch import resolve_tokenizer
+    from sgla.hub.packaged import MODELS
     from sgla.text.process import BoundedTemplate
 
     path = resolve_tokenizer(config) or source.gguf_path or source.folder
@@ -282,7 +282,7 @@ def probe(tokenizer: Tokenizer) -> None:
 
 def load_path(path: Path, download_dir: str | None = None, eos_ids: Iterable[int] = ()) -> Tokenizer:
     """The tokenizer of a folder or a ``.gguf`` file."""
-    from sgla.hub.demo import cache_folder
+    from sgla.hub.packaged import cache_folder
 
     cache = cache_folder(download_dir) / "tokenizers"
     if path.is_dir():

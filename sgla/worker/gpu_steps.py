@@ -13,7 +13,7 @@ from sgla import attention
 from sgla.attention import Attention, DeviceBatch, ExtendRows
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
-from sgla.kernels.gpu import Forward, GpuOps
+from sgla.kernels.gpu import GpuOps, RecordedForward
 from sgla.kernels.gpu.states import DeviceStates, device_states
 from sgla.kernels.ops import KVLayer, Layer
 from sgla.messages import StepPlan
@@ -102,7 +102,7 @@ class GpuSteps:
 
     @kv.setter
     def kv(self, kv: list[Layer]) -> None:
-        self._kv, self.forward = kv, Forward(self.model, kv, self.ops)
+        self._kv, self.forward = kv, RecordedForward(self.model, kv, self.ops)
 
     def forget_rows(self) -> None:
         """What rows have asked of the sampler."""

@@ -70,7 +70,9 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
         yield from _lines(f"{tokens} tokens of prompts", forward.rewritten("hidden", True, asked))
 
 
-def _decode_steps(forward: gpu.Forward, backend: attention.Attention, deterministic: bool) -> Iterator[str]:
+def _decode_steps(
+    forward: gpu.RecordedForward, backend: attention.Attention, deterministic: bool
+) -> Iterator[str]:
     fused = backend.decode.fused is not None
     if not fused:
         yield f"  no kernel takes q, k and v from the projection: decode attention is {backend.decode.name}"
@@ -91,7 +93,7 @@ class _Attention:
     def forward(self, **given: Any) -> None: ...
 
 
-def forward_of(config: Config, source: ModelSource) -> gpu.Forward:
+def forward_of(config: Config, source: ModelSource) -> gpu.RecordedForward:
     """The forward pass of a model without weights, which can be recorded and rewritten."""
     spec, dtype = ModelSpec.from_config(source.config), dtype_of(config)
     quantization = config.quantization or spec.quantization
@@ -101,7 +103,7 @@ def forward_of(config: Config, source: ModelSource) -> gpu.Forward:
         kv_dtype = "fp8" if config.kv_cache_dtype == "fp8" else dtype
         groups = kv_groups(model.state(), 0, kv_dtype)
         kv = allocate_kv(model.state(), groups, [1] * len(groups), config.page_size, kv_dtype, _empty)
-    return gpu.Forward(model, kv, gpu.GpuOps(_Attention(), config.deterministic))
+    return gpu.RecordedForward(model, kv, gpu.GpuOps(_Attention(), config.deterministic))
 
 
 def _empty(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ from gguf.quants import dequantize, quantize
 from sgla.config import Config
 from sgla.defaults import find_defaults
 from sgla.errors import ConfigError, WeightError
-from sgla.hub import demo
+from sgla.hub import packaged
 from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.gguf_header import decodable
@@ -555,9 +555,11 @@ def test_real_models_equal_transformers(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    path = demo.cached(name)
+    path = packaged.cached(name)
     if path is None:
-        pytest.skip(f"{demo.MODELS[name].file} is not in the cache ('sgla serve --model {name}' fetches it)")
+        pytest.skip(
+            f"{packaged.MODELS[name].file} is not in the cache ('sgla serve --model {name}' fetches it)"
+        )
     source = open_source(path, "gguf")
     hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**source.config), dtype=torch.float32).eval()
     truth = load_gguf_checkpoint(path, return_tensors=True, model_to_load=hf)

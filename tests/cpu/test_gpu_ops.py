@@ -143,7 +143,7 @@ def recorded(driver: Eager, prompts: list[list[int]]) -> Tensor:
     driver._allocate(len(prompts), max(map(len, prompts)))
     spans = [(slot, 0, len(prompt)) for slot, prompt in enumerate(prompts)]
     batch = driver.batch([Row(prompt) for prompt in prompts], spans)
-    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
     logits = forward.logits(forward.hidden(batch), whole=True)
     assert not forward.notes
     return logits.log_softmax(-1)
@@ -248,7 +248,7 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
     driver.prompt_logprobs(prompts)
     batch = driver.batch([Row(tokens) for tokens in prompts], [(i, 0, len(p)) for i, p in enumerate(prompts)])
     expected = driver.model.forward(batch, driver.kv)
-    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
     assert batch.tokens > skinny_gemm.MAX_ROWS
     for rows in ([5], [29, 30, 37], list(range(11, 31))):
         found = forward.hidden(batch, torch.tensor(rows, dtype=torch.int32))
@@ -292,9 +292,9 @@ def test_an_addend_comes_before_what_is_fused_behind(
     layer = Layer()
     for layer.what in ("gated", "normed"):
         expected = layer.forward(batch, [], None).float()
-        found = gpu.Forward(layer, [], gpu.GpuOps(attend)).hidden(batch)  # type: ignore[arg-type]
+        found = gpu.RecordedForward(layer, [], gpu.GpuOps(attend)).hidden(batch)  # type: ignore[arg-type]
         assert (found - expected).norm() < 0.1 * expected.norm()
-    logits, drawn = gpu.Forward(layer, [], gpu.GpuOps(attend)).step(  # type: ignore[arg-type]
+    logits, drawn = gpu.RecordedForward(layer, [], gpu.GpuOps(attend)).step(  # type: ignore[arg-type]
         batch, None, out := torch.empty(rows, 128)
     )
     wanted = layer.logits_part(expected)
@@ -316,7 +316,7 @@ def test_steps_of_a_kind_take_the_same_kernels(architecture: str, monkeypatch: p
     model = load_model(ModelSource("dummy", Path("dummy"), (), config, {}), "bfloat16")
     driver = Eager(model)
     driver.prompt_logprobs([[1]])
-    forward = gpu.Forward(model, driver.kv, gpu.GpuOps(attend))
+    forward = gpu.RecordedForward(model, driver.kv, gpu.GpuOps(attend))
     record = forward._record("step", True)
     assert record is not None
     seen: dict[Any, list[tuple[Any, str]]] = {}
@@ -348,7 +348,7 @@ def test_a_whole_step_is_found_in_what_was_recorded(
     monkeypatch.setattr(whole_step, "DecodeStep", made)
     monkeypatch.setattr(whole_step.DenseShape, "pays", lambda *_: True)
     monkeypatch.setattr(whole_step.MixtureShape, "pays", lambda *_: True)
-    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
     work = forward.rewritten("step", False, ONE_ROW)
     assert work is not None
     [node] = work.nodes.values()
@@ -386,7 +386,7 @@ SIGMOIDS = {
 def test_routers_of_any_rule_are_joined_with_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
     driver = small_model("GptOssForCausalLM", num_local_experts=32)
-    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
     work = forward.rewritten("step", True, rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}))
     assert work is not None
     assert work.taken["norm + experts"] + work.taken["add + experts"] == 2  # layers
@@ -413,7 +413,7 @@ def test_what_all_tokens_go_through_joins_the_add_behind_a_mixture() -> None:
 )
 def test_why_there_is_no_whole_step(architecture: str, more: dict[str, Any], why: str) -> None:
     driver = small_model(architecture, **more)
-    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
     work = forward.rewritten("step", False, ONE_ROW)
     assert work is not None
     assert "whole step" not in work.taken
@@ -444,7 +444,7 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
 
     batch: Any = SimpleNamespace(ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5)
     expected = Layer().forward(batch, [], None).float()
-    forward = gpu.Forward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+    forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     found = forward.hidden(batch).float()
     assert not forward.notes
     assert (found - expected).norm() < 0.02 * expected.norm()

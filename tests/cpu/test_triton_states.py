@@ -138,7 +138,7 @@ def test_gates_and_norm_join_the_delta_rule(rows: int, gates: bool, activation: 
     layer, given = Layer(sum(LENGTHS[:rows]), gates, activation), batch(3, rows)
     begin = ops.StateLayer(torch.zeros(UNITS, 0, 0), torch.randn(UNITS, 4, 16, 12))
     expected = layer.forward(given, [left := deepcopy(begin)])
-    forward = gpu.Forward(layer, [begin], GpuOps(None))  # type: ignore[arg-type, list-item]
+    forward = gpu.RecordedForward(layer, [begin], GpuOps(None))  # type: ignore[arg-type, list-item]
     torch.testing.assert_close(forward.hidden(given), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(begin.memory[1:], left.memory[1:], rtol=1e-4, atol=1e-5)
     work = forward.rewritten("hidden", False, Asked({"tokens": 3, "sampled": 0, "rows": 3}))

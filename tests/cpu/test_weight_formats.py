@@ -98,7 +98,7 @@ def test_a_format_from_outside_runs_everywhere(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         driver = Eager(model)
         driver._allocate(1, 2)
-        forward = gpu.Forward(model, driver.kv, gpu.GpuOps(Oracle()))
+        forward = gpu.RecordedForward(model, driver.kv, gpu.GpuOps(Oracle()))
         hidden = forward.hidden(driver.batch([Row(PROMPTS[1])], [(0, 0, 2)]))
         found = forward.logits(hidden, whole=True).log_softmax(-1)
         torch.testing.assert_close(found, expected[9:11], rtol=0, atol=1e-3)

@@ -495,7 +495,7 @@ def compiled_pairs() -> None:
         for m, width, inner in PAIRS:
             down, after, wide = layers_of(width, inner)
             first, second, gated, balanced = chosen(m, down, after, wide)
-            norm = ops.Norm(down.new_empty(m, width), torch.empty(width, device="cuda"), 1e-6)
+            norm = ops.AddedNorm(down.new_empty(m, width), torch.empty(width, device="cuda"), 1e-6)
             rows = batch_gemm.linear_add(down.new_empty(m, inner), down, first, norm)
             batch_gemm.linear(rows, after, second)
             batch_gemm.linear(rows, after, gated, epilogue=batch_gemm.SILU)
@@ -517,7 +517,7 @@ def test_norm_of_two_linear_layers(m: int, width: int, inner: int) -> None:
     results = []
     for _ in range(3):
         h = start.clone()
-        rows = batch_gemm.linear_add(x, down, first, ops.Norm(h, weight, 1e-6), bias)
+        rows = batch_gemm.linear_add(x, down, first, ops.AddedNorm(h, weight, 1e-6), bias)
         y = batch_gemm.linear(rows, after, second)
         z = batch_gemm.linear(rows, after, gated, epilogue=batch_gemm.SILU)
         last = batch_gemm.linear(rows, wide, balanced, epilogue=batch_gemm.SILU)

@@ -63,7 +63,7 @@ def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, fi
     weight[n // 2] = weight[17]  # greedy rows take the first of equal ones
     keys = torch.full((m,), sampling.WORST, dtype=torch.int64, device="cuda")
     plain = torch.zeros(1, dtype=torch.int32, device="cuda")
-    fused = batch_gemm.Draw(slots, positions, seeds, temperatures, keys, plain, first)
+    fused = batch_gemm.DrawInputs(slots, positions, seeds, temperatures, keys, plain, first)
     logits = batch_gemm.linear(x, weight, config, epilogue=batch_gemm.DRAW, draw=fused)
     assert relative(logits, x.double() @ weight.double().t()) < 1e-5
     assert (keys == sampling.WORST).all()
@@ -94,7 +94,7 @@ def test_the_output_layer_knows_logits_that_give_no_token(m: int, n: int, greedy
     seeds = torch.randint(0, 1 << 62, (m,), device="cuda")
     temperatures = torch.full((m,), 0.0 if greedy else 0.9, device="cuda")
     keys = torch.full((m,), sampling.WORST, dtype=torch.int64, device="cuda")
-    fused = batch_gemm.Draw(slots, positions, seeds, temperatures, keys, torch.ones_like(slots[:1]), 0)
+    fused = batch_gemm.DrawInputs(slots, positions, seeds, temperatures, keys, torch.ones_like(slots[:1]), 0)
 
     def draw() -> tuple[torch.Tensor, torch.Tensor]:
         table, out = torch.zeros(m, m + 2, device="cuda").int(), torch.zeros(m, device="cuda").int()

@@ -14,7 +14,7 @@ import torch
 
 from sgla.errors import SglaError
 from sgla.kernels.cuda.all_reduce import AllReduce, inbox_bytes
-from sgla.kernels.ops import Norm
+from sgla.kernels.ops import AddedNorm
 from sgla.messages import SamplingParams
 
 BF16 = torch.bfloat16
@@ -67,7 +67,7 @@ def test_all_reduce(count: int, rows: int, d: int, norm: bool, two_shot: bool) -
         if norm:
             total = total + residual.double()
             expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-        norms = [Norm(h, weight, 1e-6) if norm else None for h in residuals]
+        norms = [AddedNorm(h, weight, 1e-6) if norm else None for h in residuals]
         ranks.each(AllReduce.sum, parts, norms, [two_shot] * count)
         assert all(torch.equal(part, parts[0]) for part in parts)
         assert relative(parts[0], expected) < 1e-2

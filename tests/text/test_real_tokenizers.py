@@ -22,7 +22,7 @@ import pytest
 import tiny_tokenizers as tiny
 
 from sgla.errors import BadRequest
-from sgla.hub.demo import cache_folder
+from sgla.hub.packaged import cache_folder
 from sgla.text.detokenize import make_detokenizer
 from sgla.text.template import ChatTemplate
 from sgla.text.tokenizer import Tokenizer, load_tokenizer

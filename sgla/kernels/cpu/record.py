@@ -19,10 +19,10 @@ from sgla.kernels.dispatch import Lowerings, Op, using
 from sgla.kernels.trace import (
     STAND_INS,
     BatchPart,
+    Counted,
     NotRecorded,
     Region,
     Result,
-    Rows,
     Running,
     Size,
     Symbol,
@@ -49,7 +49,7 @@ class Value:
     buffer: Buffer | None = None
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> Counted | None:
         """What its first dimension counts, if that alone depends on the step."""
         first, *rest = (size_of(n) for n in self.symbol.shape) if self.symbol.shape else (0,)
         ours = isinstance(first, Size) and first.factor == 1 and first.of != "rows"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda.build import Kernel
 from sgla.kernels.device import this_device
-from sgla.kernels.ops import Norm
+from sgla.kernels.ops import AddedNorm
 
 MAX_RANKS = 8
 KEYS = 8192  # rows that ``all_max`` takes at a time
@@ -94,7 +94,7 @@ class AllReduce:
         places = self._ranks * -(-len(x) // self._ranks) + len(x) if two_shot else self._ranks * len(x)
         return places * row <= self._half
 
-    def sum(self, x: Tensor, norm: Norm | None = None, two_shot: bool | None = None) -> Tensor:
+    def sum(self, x: Tensor, norm: AddedNorm | None = None, two_shot: bool | None = None) -> Tensor:
         """The sum over the ranks of x bf16 ``[T, d]``, in place;
         with ``norm`` x becomes the norm of the new residual."""
         assert x.is_contiguous()

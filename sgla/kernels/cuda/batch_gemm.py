@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
-from sgla.kernels.ops import Norm
+from sgla.kernels.ops import AddedNorm
 
 MIN_ROWS = 9  # with fewer, ``skinny_gemm`` is faster
 ROWS = 32, 64, 96, *range(128, 257, 16)  # of x in a tile
@@ -72,7 +72,7 @@ class Unscaled(NamedTuple):
     eps: float
 
 
-class Draw(NamedTuple):
+class DrawInputs(NamedTuple):
     """What the output layer needs to draw tokens, as ``kernels/triton/sampling.py`` would, where ``plain``
     int32[1] is not 0; elsewhere it leaves logits. ``slots``, ``positions`` int32[S]; ``seeds`` int64 and
     ``temperatures`` float32 by slot. The best goes to ``keys`` int64[S], which must be ``WORST`` before; the
@@ -196,13 +196,13 @@ def linear(
     bias: Tensor | None = None,
     epilogue: int = STORE,
     out: Tensor | None = None,
-    draw: Draw | None = None,
+    draw: DrawInputs | None = None,
 ) -> Tensor:
     """``epilogue(x @ weight.T + bias)``:
     x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``.
 
     Epilogues: STORE bf16; SILU, GELU:
-    the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``Draw``.
+    the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``DrawInputs``.
     """
     if out is None:
         rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
@@ -213,7 +213,7 @@ def linear(
 
 
 def linear_add(
-    x: Tensor | Unscaled, weight: Tensor, config: Config, norm: Norm, bias: Tensor | None = None
+    x: Tensor | Unscaled, weight: Tensor, config: Config, norm: AddedNorm, bias: Tensor | None = None
 ) -> Unscaled:
     """Adds ``x @ weight.T + bias`` to ``norm.residual`` in place;
     the norm of the sum, which another ``linear`` completes."""
@@ -231,9 +231,9 @@ def _launch(
     bias: Tensor | None,
     epilogue: int,
     out: Tensor,
-    norm: Norm | None = None,
+    norm: AddedNorm | None = None,
     squares: Tensor | None = None,
-    draw: Draw | None = None,
+    draw: DrawInputs | None = None,
 ) -> None:
     x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     m, k = x.shape

@@ -3,6 +3,6 @@ recorded (``record.py``) and rewritten by rules (``rules.py``) whose kernels do 
 ``program.py`` runs what comes out."""
 
 from sgla.kernels.gpu.ops import GpuOps
-from sgla.kernels.gpu.program import Forward, Output
+from sgla.kernels.gpu.program import Output, RecordedForward
 
-__all__ = ["Forward", "GpuOps", "Output"]
+__all__ = ["GpuOps", "Output", "RecordedForward"]

@@ -35,7 +35,7 @@ class Output(NamedTuple):
     drawn: bool
 
 
-class Step(NamedTuple):
+class Call(NamedTuple):
     """``fn(**fixed, **values)``. ``dead``: values that nobody reads later."""
 
     fn: Callable[..., Any]
@@ -69,7 +69,7 @@ class Program:
         return [values[number] for number in self.outputs]
 
 
-def _steps(gpu: GpuOps, work: Work) -> list[Step]:
+def _steps(gpu: GpuOps, work: Work) -> list[Call]:
     nodes = list(work.nodes.values())
     last: dict[int, int] = {}
     for at, node in enumerate(nodes):
@@ -83,7 +83,7 @@ def _steps(gpu: GpuOps, work: Work) -> list[Step]:
     for node, dead in zip(nodes, ends):
         fixed = {k: resolved(v, work.asked.sizes) for k, v in node.given.items() if not isinstance(v, Ref)}
         reads = [(k, v.number) for k, v in node.given.items() if isinstance(v, Ref)]
-        steps.append(Step(node.fn or _plain(gpu, node), fixed, reads, node.results, dead))
+        steps.append(Call(node.fn or _plain(gpu, node), fixed, reads, node.results, dead))
     return steps
 
 
@@ -99,7 +99,7 @@ def _plain(gpu: GpuOps, node: Node) -> Callable[..., Any]:
 Computes = Literal["hidden", "step", "part", "logits"]
 
 
-class Forward:
+class RecordedForward:
     """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op."""
 
     def __init__(self, model: CausalLM, kv: list[Layer], gpu: GpuOps) -> None:
@@ -118,7 +118,7 @@ class Forward:
         batch: ForwardBatch,
         rows: Tensor | None,
         out: Tensor,
-        draw: batch_gemm.Draw | None = None,
+        draw: batch_gemm.DrawInputs | None = None,
         decode: Any = None,
     ) -> Output:
         """The logits of this rank's part of the vocabulary, float32, if possible in ``out``. ``draw``: also
@@ -168,7 +168,7 @@ class Forward:
         batch: ForwardBatch,
         rows: Tensor | None,
         out: Tensor | None = None,
-        draw: batch_gemm.Draw | None = None,
+        draw: batch_gemm.DrawInputs | None = None,
         decode: Any = None,
     ) -> tuple[Any, bool]:
         """``rows``: int32[S], those of the batch that are wanted (None: all); or hidden states, without a

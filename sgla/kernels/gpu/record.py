@@ -22,8 +22,8 @@ from sgla.kernels.dispatch import Op
 from sgla.kernels.ops import Ranks
 from sgla.kernels.trace import (
     STAND_INS,
+    Counted,
     NotRecorded,
-    Rows,
     Size,
     Symbol,
     changes,
@@ -37,7 +37,7 @@ from sgla.kernels.trace import (
 R = TypeVar("R")
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 # What of a batch a forward may read, beside the whole of it, and what each is counted by.
-PARTS: dict[str, Rows] = {
+PARTS: dict[str, Counted] = {
     "ids": "tokens",
     "positions": "tokens",
     "out_loc": "tokens",

@@ -17,7 +17,7 @@ from sgla.kernels import ops
 from sgla.kernels.gpu import delta, e4m3, experts, few, tiles, whole_step
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
-from sgla.kernels.ops import Norm, Ranks, Scoring
+from sgla.kernels.ops import AddedNorm, Ranks, Scoring
 
 
 def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
@@ -49,7 +49,7 @@ def reduced(work: Work, total: Node, add: Node) -> list[Node]:
 
 
 def _reduced(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    return ranks.all_reduce_norm(x, Norm(residual, weight, eps)), residual
+    return ranks.all_reduce_norm(x, AddedNorm(residual, weight, eps)), residual
 
 
 def _always(work: Work, *chain: Node) -> None:

@@ -12,7 +12,7 @@ from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.gpu.tuning import Choice, Product, choose
-from sgla.kernels.ops import Norm
+from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import elementwise
 
 NAME, UNSCALED = "tiles", "unscaled norm"  # of nodes that other rules look for
@@ -121,7 +121,7 @@ def _added(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
 ) -> tuple[batch_gemm.Unscaled, Tensor]:
     config = _config(x.shape[0], weight)
-    made = batch_gemm.linear_add(x.contiguous(), weight, config, Norm(residual, norm, eps), bias)
+    made = batch_gemm.linear_add(x.contiguous(), weight, config, AddedNorm(residual, norm, eps), bias)
     return made, residual
 
 
