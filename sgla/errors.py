@@ -18,7 +18,10 @@ SglaError
 
 from __future__ import annotations
 
-from sgla.messages import Rejected
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sgla.messages import Rejected
 
 MAX_MESSAGE = 4096  # characters
 
@@ -47,6 +50,8 @@ class SglaError(Exception):
 
     def rejected(self, rid: str) -> Rejected:
         """The message that ends request ``rid`` with this error."""
+        from sgla.messages import Rejected  # a build of wheels has no msgspec, and imports this file
+
         return Rejected(
             rid=rid,
             status=self.status,

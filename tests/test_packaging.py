@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 import sgla
@@ -383,6 +384,50 @@ def test_a_wheel_has_all_files_and_kernels_that_are_found_without_a_compiler(tmp
     )
     assert re.search(r"none; native CPU kernels \(\w+\) came with the package", doctor.stdout), doctor.stderr
     assert "torch operations" not in doctor.stdout
+
+
+def test_kernels_are_compiled_by_the_standard_library_alone() -> None:
+    """An isolated build has setuptools and nothing else."""
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from sgla.kernels import build"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+WORKFLOW: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+
+
+def test_jobs_of_a_release_need_what_exists_and_load_what_others_store() -> None:
+    jobs = WORKFLOW["jobs"]
+    stored, loaded = set[str](), set[str]()
+    for job in jobs.values():
+        needs = job.get("needs", [])
+        assert set([needs] if isinstance(needs, str) else needs) <= jobs.keys()
+        rows = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+        for step in job["steps"]:
+            kind, _, version = step.get("uses", "").partition("@")
+            assert bool(version) != ("run" in step)
+            if kind.endswith("-artifact"):
+                name = step["with"].get("name", "")
+                machines = [row.get("machine", "") for row in rows]
+                names = {name.replace("${{ matrix.machine }}", machine) for machine in machines}
+                (stored if "upload" in kind else loaded).update(names)
+    assert loaded - {""} <= stored
+    assert len(stored) == 3
+
+
+def test_a_release_builds_for_every_cpu_and_tries_pythons_that_are_declared() -> None:
+    rows = WORKFLOW["jobs"]["wheel"]["strategy"]["matrix"]["include"]
+    x86 = next(row["levels"] for row in rows if row["machine"] == "x86_64")
+    assert {level(name).name for name in x86.split(",")} == {level.name for level in LEVELS}
+    classifiers = set(PROJECT["project"]["classifiers"])
+    for python in WORKFLOW["jobs"]["try"]["strategy"]["matrix"]["python"]:
+        assert f"Programming Language :: Python :: {python}" in classifiers
+    runs = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
+    for run in runs:
+        subprocess.run(["bash", "-n", "-c", run], check=True)
+        for words in commands(run.split("|")[0]):
+            if words[0] == "sgla":
+                parse(words[1:])
 
 
 def test_the_command_is_installed() -> None:
