@@ -466,8 +466,17 @@ NO_BIASES = Biases()
 
 
 def route(logits: Tensor, routing: Routing, biases: Biases = NO_BIASES) -> tuple[Tensor, Tensor]:
-    """The experts of each token: logits [T, E] -> weights float32 [T, top_k] and ids int64 [T, top_k].
-    Runs without a look at values on the host."""
+    """The experts of each token: logits [T, E] -> weights float32 [T, top_k] and ids int64 [T, top_k], with a
+    column more for a shared expert. Runs without a look at values on the host."""
+    if routing.shared:
+        count, others = routing.experts(logits.shape[1]) - 1, replace(routing, shared="")
+        weights, ids = route(logits[:, :count], others, biases)
+        own = (
+            logits[:, count:].float().sigmoid()
+            if routing.shared == "gated"
+            else weights.new_ones(len(ids), 1)
+        )
+        return torch.cat([weights, own], 1), torch.cat([ids, ids.new_full((len(ids), 1), count)], 1)
     logits, choice = logits.float(), biases.choice
     if biases.logits is not None:
         logits = logits + biases.logits
@@ -502,14 +511,16 @@ def moe(
 ) -> Tensor:
     """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e: x [T, d] -> [T, d].
 
-    router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other.
-    ``routed`` [T, d]: what the router sees, if that is not x.
+    router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other; a shared
+    one is the last, with a row of the router if it is gated. ``routed`` [T, d]: what the router sees, if that
+    is not x.
     """
+    count = routing.experts(router.n)
 
     def run(expert: int, x: Tensor) -> Tensor:
         inner, outer = (None if b is None else b[expert] for b in (biases.gate_up, biases.down))
-        x = gated(linear(x, gate_up.part(expert, router.n), inner), activation)
-        return linear(x, down.part(expert, router.n), outer)
+        x = gated(linear(x, gate_up.part(expert, count), inner), activation)
+        return linear(x, down.part(expert, count), outer)
 
     return mix(x, router, run, routing, biases, routed)
 

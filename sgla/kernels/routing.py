@@ -20,6 +20,9 @@ class Routing:
     are divided by their sum, which counts as ``least`` if it is smaller. ``scale``: by which they are
     multiplied then.
 
+    ``shared``: one more expert, the last, is every token's (arXiv 2401.06066), with the weight 1, or
+    (``gated``) with the sigmoid of a logit that stands behind those of the others.
+
     The softmax over the chosen logits alone, as Mixtral and gpt-oss have it, is the softmax over all,
     normalized.
     """
@@ -32,6 +35,11 @@ class Routing:
     two: bool = False
     least: float = 0.0
     scale: float = 1.0
+    shared: Literal["", "always", "gated"] = ""
+
+    def experts(self, logits: int) -> int:
+        """How many there are, of so many logits."""
+        return logits + (self.shared == "always")
 
     @cached_property
     def plain(self) -> bool:

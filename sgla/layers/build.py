@@ -150,7 +150,8 @@ class Build:
     ``checkpoint``: the format of the file's linear layers, which are kept so if ``as_stored``. ``floats``:
     layers that it has in floating point, whatever it says. ``stacks`` names tensors that a checkpoint may
     have instead of several declared ones: name -> shape and parts. ``elsewhere``: makes the weights that do
-    not lie where the others do, of a module, storage, n and k.
+    not lie where the others do, of a module, storage, n and k. ``joined``: whether rows that several layers
+    read are better multiplied by one kernel.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -164,6 +165,12 @@ class Build:
     as_stored: bool = False
     floats: frozenset[str] = frozenset()
     elsewhere: Callable[[str, type[Weight], int, int], Weight | None] = lambda *_: None
+    joined: bool = False
+
+    def joins(self, *modules: str) -> bool:
+        """Whether these layers are better one weight, and may be."""
+        alike = len({self.method(module) is PLAIN for module in modules}) == 1
+        return self.joined and not self.kinds and alike
 
     def method(self, module: str) -> Method:
         """How the checkpoint holds the linear layer ``module``."""

@@ -25,7 +25,8 @@ class MoE:
     and ``down [E * d, f]``. Ranks split every expert's f. ``bias``: of the router and both products;
     ``choice``: of the scores (``ops.Biases``). A file has the tensors of each expert, or all stacked as
     transformers 5 keeps them in memory, or (``crossed``) stacked as gpt-oss has them, ``[input, output]``
-    with gate and up in turn, or (``halves``) one behind the other.
+    with gate and up in turn, or (``halves``) one behind the other. A shared expert of the same width may be
+    the last one (``Routing.shared``).
     """
 
     def __init__(
@@ -47,18 +48,23 @@ class MoE:
         self.shard, self.routing, self.activation, self.shared = build.shard, routing, activation, shared
         self.own, self.experts = build.shard.range(intermediate, GROUP), experts
         self.hidden, self.intermediate = hidden, intermediate
-        inputs = [f"{name}.experts.{e}.{which}_proj" for e in range(experts) for which in ("gate", "up")]
-        outputs = [f"{name}.experts.{e}.down_proj" for e in range(experts)]
-        self.router = storage(build.plain).empty(experts, hidden)
+        modules = [f"{name}.experts.{e}" for e in range(experts)]
+        modules += [f"{name}.shared_experts"] if routing.shared else []
+        inputs = [f"{module}.{which}_proj" for module in modules for which in ("gate", "up")]
+        outputs = [f"{module}.down_proj" for module in modules]
+        self.router = storage(build.plain).empty(experts + (routing.shared == "gated"), hidden)
         stacks = [f"{name}.experts.{which}_proj" for which in ("gate_up", "down")] if crossed else []
-        self.gate_up = build.empty(experts * 2 * len(self.own), hidden, *(stacks[:1] or inputs))
-        self.down = build.empty(experts * hidden, len(self.own), *(stacks[1:] or outputs))
+        self.gate_up = build.empty(len(inputs) * len(self.own), hidden, *(stacks[:1] or inputs))
+        self.down = build.empty(len(outputs) * hidden, len(self.own), *(stacks[1:] or outputs))
         take = partial(_fill, self.router, 0, range(experts), None)
         build.declare(f"{name}.gate.weight", (experts, hidden), take)
         if crossed:
             self._declare_crossed(build, f"{name}.experts", halves)
         else:
             self._declare_each(build, f"{name}.experts", inputs, outputs)
+        if routing.shared == "gated":
+            last = partial(_fill, self.router, experts, range(1), None)
+            build.declare(f"{name}.shared_expert_gate.weight", (1, hidden), last)
         row = [Part(f"{name}.gate.e_score_correction_bias", 0, range(experts))]  # as ERNIE has it
         build.stacks[f"{name}.gate.moe_statics.e_score_correction_bias"] = (1, experts), row
         self.biases = Biases(
@@ -78,12 +84,18 @@ class MoE:
         halves = range(f), range(f, 2 * f)
         build.stacks[f"{name}.gate_up_proj"] = (
             (self.experts, 2 * f, d),
-            [Part(f"{part}.weight", i // 2, halves[i % 2]) for i, part in enumerate(inputs)],
+            [
+                Part(f"{part}.weight", i // 2, halves[i % 2])
+                for i, part in enumerate(inputs[: 2 * self.experts])
+            ],
         )
         build.stacks[f"{name}.down_proj"] = (
             (self.experts, d, f),
-            [Part(f"{part}.weight", e, range(d)) for e, part in enumerate(outputs)],
+            [Part(f"{part}.weight", e, range(d)) for e, part in enumerate(outputs[: self.experts])],
         )
+        for e in range(self.experts, len(outputs)):  # the shared one
+            parts = [Part(f"{inputs[2 * e + i]}.weight", None, halves[i]) for i in (0, 1)]
+            build.stacks[f"{outputs[e].removesuffix('.down_proj')}.gate_up_proj.weight"] = (2 * f, d), parts
 
     def _declare_crossed(self, build: Build, name: str, halves: bool) -> None:
         d, f, own, size = self.hidden, self.intermediate, self.own, len(self.own)

@@ -192,6 +192,7 @@ def decoder_build(
     method = as_stored(spec.method, quantization)
     kinds = kinds_of(dtype, quantization, spec.method)
     build = Build(shard, *kinds, checkpoint=spec.method or PLAIN, as_stored=method is not None)
+    build.joined = joins()
     if quantization == "int4":
         bits = {t.name: t.bits for t in source.gguf().tensors()} if source.kind == "gguf" else {}
         wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
@@ -286,6 +287,11 @@ def _run(table: dict[str, Slot], jobs: dict[str, SourceTensor], on_progress: OnP
 def _device() -> torch.device:
     """Where tensors are made, with its number: worker threads do not inherit it."""
     return torch.empty(0).device
+
+
+def joins() -> bool:
+    """See ``Build.joined``: starting a kernel costs much where tensors are made."""
+    return _device().type == "cuda"
 
 
 def _complain(what: str, names: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from sgla.layers.spec import RopeSpec
 from sgla.layers.vocab import LMHead, PositionEmbedding, VocabEmbedding
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
+
+JOINED = 256  # experts with which a shared one is one of them, at most: their numbers are 8 bits in kernels
 
 
 class CausalLM(ABC):
@@ -142,8 +145,10 @@ class Decoder(CausalLM):
         assert spec.activation == "silu" or spec.activation == "gelu_tanh"  # of those with a gate
         if moe is None or index not in moe.layers:
             return GatedMLP(build, name, spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias)
-        shared = None
-        if moe.shared:
+        shared, routing = None, moe.routing
+        if self._joins(build, name):
+            routing = replace(routing, shared="gated" if moe.shared_gate else "always")
+        elif moe.shared:
             shared = SharedExpert(
                 build, name, spec.hidden, moe.shared, spec.activation, spec.mlp_bias, moe.shared_gate
             )
@@ -153,7 +158,7 @@ class Decoder(CausalLM):
             hidden=spec.hidden,
             intermediate=moe.intermediate,
             experts=moe.experts,
-            routing=moe.routing,
+            routing=routing,
             activation=moe.clamped or spec.activation,
             bias=moe.bias,
             choice=moe.choice,
@@ -161,6 +166,15 @@ class Decoder(CausalLM):
             halves=moe.halves,
             shared=shared,
         )
+
+    def _joins(self, build: Build, name: str) -> bool:
+        """Whether the shared expert of a mixture becomes one of the others."""
+        spec, moe = self.spec, self.spec.moe
+        if moe is None or moe.shared != moe.intermediate or moe.experts >= JOINED:
+            return False
+        if moe.crossed or moe.bias or moe.clamped or spec.mlp_bias:
+            return False
+        return build.joins(f"{name}.experts.0.gate_proj", f"{name}.shared_experts.gate_proj")
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed(batch.ids)

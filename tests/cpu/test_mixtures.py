@@ -14,6 +14,7 @@ from tiny import over_two_ranks, run, submit, tiny_config
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
+from sgla.loading import load
 from sgla.loading.load import load_model
 from sgla.model.sizes import parameters, read_spec, weight_bytes
 from sgla.model.spec import ModelSpec
@@ -326,6 +327,26 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(WeightError, match="down_proj_scales is missing"):
         load_model(source)
+
+
+@pytest.mark.parametrize("name", ["glm-4.7-flash", "qwen2"])
+@torch.no_grad()
+def test_a_shared_expert_is_one_of_the_others(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its width is theirs, on GPUs; with and without a gate."""
+    model_type, changes = FAMILIES[name]
+    same = {"shared_expert_intermediate_size": 40} if name == "qwen2" else {}
+    hf = save_checkpoint(tmp_path, model_type, **changes | same)
+    ids = PROMPTS[2]
+    expected = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+    apart = load_model(open_source(tmp_path))
+    monkeypatch.setattr(load, "joins", lambda: True)
+    joined = load_model(open_source(tmp_path))
+    mixture = joined.blocks[-1].mlp
+    assert (mixture.shared, apart.blocks[-1].mlp.shared is None) == (None, False)
+    assert mixture.gate_up.n == apart.blocks[-1].mlp.gate_up.n + 2 * mixture.intermediate
+    torch.testing.assert_close(Eager(joined).prompt_logprobs([ids]), expected, rtol=0, atol=2e-4)
 
 
 def test_mxfp4_holds_its_numbers_and_rounds_others_to_the_nearest() -> None:

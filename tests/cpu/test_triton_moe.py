@@ -41,6 +41,13 @@ ROUTINGS = {  # and experts, bias of the logits, bias of the choice
     "GLM-4.7": (Routing(4, "sigmoid", True, least=1e-20, scale=1.8), 24, False, True),
     "GLM-4.5 in one group of two": (Routing(3, "sigmoid", groups=2, kept=1, two=True), 12, False, True),
     "ERNIE": (Routing(6, normalize=True, least=0.9), 24, False, True),
+    "GLM-4.7 with its shared expert": (Routing(4, "sigmoid", True, shared="always"), 24, False, True),
+    "Qwen3.6 with its shared expert": (
+        Routing(3, normalize=True, scale=2.0, shared="gated"),
+        16,
+        False,
+        False,
+    ),
     "Llama 4": (Routing(1, "sigmoid"), 16, False, False),
 }
 
@@ -48,7 +55,7 @@ ROUTINGS = {  # and experts, bias of the logits, bias of the choice
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_routes_by_every_rule_as_the_oracle(name: str) -> None:
     routing, experts, biased, chosen = ROUTINGS[name]
-    logits = torch.randn(9, experts)
+    logits = torch.randn(9, experts + (routing.shared == "gated"))
     bias, choice, factor = (torch.randn(experts) if there else None for there in (biased, chosen, biased))
     biases = Biases(bias, choice, factor=factor)
     done = torch.ones(5, dtype=torch.int32)

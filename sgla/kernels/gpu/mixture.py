@@ -102,10 +102,11 @@ def run(
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or e2m1.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", "mxfp4"), gate_up.kind
-    count, (tokens, d) = router.n, x.shape
+    count, (tokens, d) = routing.experts(router.n), x.shape
+    pairs = tokens * (routing.top_k + bool(routing.shared))
     apart = isinstance(activation, Clamped) or not (biases.gate_up is biases.down is None)
     one_kernel = _native(x, router) and down.kind == "bf16" and tokens > FEW and not apart
-    one_kernel = one_kernel and experts.refuses(tokens * routing.top_k, down.k, d, count) is None
+    one_kernel = one_kernel and experts.refuses(pairs, down.k, d, count) is None
     places = experts.places(count) if one_kernel else 0
     if refuses(routing, activation, biases) is routed is None and _native(x, router) and tokens > ROUTED:
         weight, eps = norm or (None, 0.0)

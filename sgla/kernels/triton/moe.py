@@ -107,12 +107,14 @@ def _best_groups(ranked, i, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.c
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits, bias, choice, factor, ids, probabilities, done, tokens, experts, top_k, places, least, scale,
+    s_logits,
     PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
-    CHOICE: tl.constexpr, FACTOR: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
-    BT: tl.constexpr, PDL: tl.constexpr,
+    CHOICE: tl.constexpr, FACTOR: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the best experts of BT tokens; equal ones go to the lower number. The first clears
+    """One program: the best experts of BT tokens; equal ones go to the lower number. SHARED: and one more,
+    with the sigmoid of the logit behind the others' if it is GATED. The first program clears
     ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE."""
     _begin(PDL)
     if PLACES > 0 and tl.program_id(0) == 0:
@@ -122,7 +124,7 @@ def _route(
     i = tl.arange(0, E)
     live = (t < tokens)[:, None]
     there = (i < experts)[None, :]
-    at = logits + t[:, None] * experts + i[None, :]
+    at = logits + t[:, None] * s_logits + i[None, :]
     v = tl.load(at, mask=live & there, other=float("-inf"))
     if BIAS:
         v += tl.load(bias + i, mask=i < experts, other=0.0)[None, :]
@@ -150,13 +152,21 @@ def _route(
         ranked = tl.where(own, float("-inf"), ranked)
     if NORMALIZE:
         p = p / tl.maximum(tl.sum(p, 1), least)[:, None]
-    pair = t[:, None] * top_k + column
-    mask = live & (column < top_k)
     chosen = tl.minimum(chosen, experts - 1)  # within bounds even for NaN
+    p *= scale
     if FACTOR:
         p *= tl.load(factor + chosen)
+    width = top_k + SHARED
+    if SHARED:
+        own = tl.zeros([BT], tl.float32) + 1
+        if GATED:
+            own = tl.sigmoid(tl.load(logits + t * s_logits + experts, mask=t < tokens, other=0.0))
+        chosen = tl.where(column == top_k, experts, chosen)
+        p = tl.where(column == top_k, own[:, None], p)
+    pair = t[:, None] * width + column
+    mask = live & (column < width)
     tl.store(ids + pair, chosen, mask=mask)
-    tl.store(probabilities + pair, p * scale, mask=mask)
+    tl.store(probabilities + pair, p, mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -404,20 +414,23 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``. ``done`` int32[n]
     becomes zeros."""
-    (tokens, experts), top_k = logits.shape, routing.top_k
-    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    probabilities = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    tokens, shared = logits.shape[0], bool(routing.shared)
+    experts, width = routing.experts(logits.shape[1]) - shared, routing.top_k + shared
+    ids = torch.empty(tokens, width, dtype=torch.int32, device=logits.device)
+    probabilities = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
     each = 1 if tokens <= 512 else 4
     vectors = (logits if b is None else b for b in (biases.logits, biases.choice, biases.factor))
     places = 0 if done is None else done.numel()
     _route[(triton.cdiv(tokens, each),)](
-        logits, *vectors, ids, probabilities, ids if done is None else done, tokens, experts, top_k, places,
-        routing.least, routing.scale, PLACES=triton.next_power_of_2(places) if places else 0,
+        logits, *vectors, ids, probabilities, ids if done is None else done, tokens, experts,
+        routing.top_k, places, routing.least, routing.scale, logits.stride(0),
+        PLACES=triton.next_power_of_2(places) if places else 0,
         NORMALIZE=routing.normalize, SIGMOID=routing.score == "sigmoid", BIAS=biases.logits is not None,
         CHOICE=biases.choice is not None, FACTOR=biases.factor is not None,
+        SHARED=shared, GATED=routing.shared == "gated",
         GROUPS=max(2, triton.next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
         SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two, E=triton.next_power_of_2(experts),
-        K=triton.next_power_of_2(top_k), BT=each, num_warps=each, **_pdl(),
+        K=triton.next_power_of_2(width), BT=each, num_warps=each, **_pdl(),
     )  # fmt: skip
     return probabilities, ids
 
