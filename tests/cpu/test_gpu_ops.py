@@ -394,7 +394,7 @@ def test_routers_of_any_rule_are_joined_with_the_norm(monkeypatch: pytest.Monkey
 
 def test_what_all_tokens_go_through_joins_the_add_behind_a_mixture() -> None:
     driver = small_model("Qwen2MoeForCausalLM")
-    forward = gpu.Forward(driver.model, driver.kv, gpu.GpuOps(attend))
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
     work = forward.rewritten("step", True, rewrite.Asked({"tokens": 5, "sampled": 5, "rows": 5}))
     assert work is not None
     assert work.taken["shared added"] == 2  # layers
