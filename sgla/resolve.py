@@ -110,7 +110,7 @@ def resolve(
     if isinstance(spec, ModelSpec) and spec.recurrent:
         check_recurrent(config)
     if isinstance(spec, ModelSpec) and device == "cuda":
-        check_chunks(config, spec)
+        check_whole(config, spec)
     check_features(config, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         drafts = Settled(DRAFTS, "a row learns how many of them pay")
@@ -322,13 +322,13 @@ def check_recurrent(config: Config) -> None:
         )
 
 
-def check_chunks(config: Config, spec: ModelSpec) -> None:
-    """Raise ConfigError for a context on a GPU in which layers would see a part of it by chunks."""
-    chunk = min((layer.window for layer in spec.attention if layer.chunked), default=0)
-    if chunk and (config.context_length or spec.context_len) > chunk:
+def check_whole(config: Config, spec: ModelSpec) -> None:
+    """Raise ConfigError for a context on a GPU in which tokens read chosen ones, or those of a chunk."""
+    most = min((layer.whole_until for layer in spec.attention if layer.whole_until), default=0)
+    if most and (config.context_length or spec.context_len) > most:
         raise ConfigError(
-            f"layers attend in chunks of {chunk} tokens, for which GPUs have no kernel yet; give "
-            f"--context-length {chunk}, or --device cpu",
+            f"beyond {most} tokens {spec.architecture} attends to a part of them, for which GPUs have no "
+            f"kernel yet; give --context-length {most}, or --device cpu",
             param="context_length",
         )
 

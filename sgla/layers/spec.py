@@ -92,6 +92,12 @@ class AttentionSpec:
         return self.head_dim
 
     @property
+    def whole_until(self) -> int:
+        """Tokens of a context up to which each reads all before it, or all of its window, as ops.attention
+        does; 0: that is always so."""
+        return self.window if self.chunked else 0
+
+    @property
     def latent(self) -> bool:
         """v is the beginning of k, and not kept beside it."""
         return False

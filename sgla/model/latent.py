@@ -67,13 +67,14 @@ class LatentAttention:
         self.v_up.copy_(heads[:, self.layer.nope :])
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
-        down = self.down(x)
+        down, narrow = self.down(x), x
         if self.q_norm is not None:
             rank = self.layer.q_rank
-            x = down[:, :rank]
-            x, down = self.q_norm(x if down.shape[1] % 8 == 0 else x.contiguous()), down[:, rank:]
+            narrow = down[:, :rank]
+            narrow = self.q_norm(narrow if down.shape[1] % 8 == 0 else narrow.contiguous())
+            down = down[:, rank:]
         q = ops.latent_queries(
-            self.q_up(x),
+            self.q_up(narrow),
             down,
             self.k_up,
             self.kv_norm.weight,
@@ -83,8 +84,11 @@ class LatentAttention:
             kv,
             batch.out_loc,
         )
-        seen = ops.attention(q, kv.latent(self.layer.v_dim), batch, self.layer.scale)
-        return ops.latent_values(seen, self.v_up)
+        return ops.latent_values(self.see(q, x, narrow, batch, kv), self.v_up)
+
+    def see(self, q: Tensor, x: Tensor, latent: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+        """What the absorbed queries see. ``latent``: that of the queries, or x."""
+        return ops.attention(q, kv.latent(self.layer.v_dim), batch, self.layer.scale)
 
 
 class Latent(Llama):

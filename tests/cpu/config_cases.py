@@ -572,6 +572,11 @@ RUN: dict[str, Case] = {
     "gemma-4, saved anew": Case(
         gemma4({"global_head_dim": 64, "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}})
     ),
+    "DeepSeek-V3.2": Case(
+        deepseek(3, q_lora_rank=24)
+        | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+        | {"index_topk": 16, "index_n_heads": 8, "index_head_dim": 16}
+    ),
     "Llama-4-Maverick's text": Case(
         USUAL | llama4({"moe_layers": None})["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
     ),
@@ -1043,6 +1048,11 @@ REFUSED: dict[str, Case] = {
     ),
     "hidden_act in Gemma": Case(gemma3(hidden_act="relu"), "hidden_act"),
     "untied inside alone": Case(gemma3_vision({"tie_word_embeddings": False}), "tie_word_embeddings"),
+    "GLM-5 that begins with what nobody picked": Case(
+        decoder("GlmMoeDsaForCausalLM", "glm_moe_dsa", num_key_value_heads=4)
+        | {"indexer_types": ["shared", "full", "shared"]},
+        "indexer_types",
+    ),
     "Llama 4 with two experts a token": Case(llama4({"num_experts_per_tok": 2}), "num_experts_per_tok"),
     "Llama 4 with windows": Case(llama4({"layer_types": ["sliding_attention"] * 4}), "layer_types"),
     "Llama 4 without a size of chunks": Case(llama4({"attention_chunk_size": None}), "attention_chunk_size"),
@@ -1391,7 +1401,6 @@ REFUSED: dict[str, Case] = {
             ("OPTForCausalLM", "opt", {"activation_function": "relu"}),
             ("FalconForCausalLM", "falcon", {"alibi": False}),
             ("MptForCausalLM", "mpt", {"d_model": 64}),
-            ("DeepseekV32ForCausalLM", "deepseek_v32", {"kv_lora_rank": 512}),
             ("BitNetForCausalLM", "bitnet", {"hidden_act": "relu2"}),
             ("PhimoeForCausalLM", "phimoe", {"num_local_experts": 16}),
             ("Mamba2ForCausalLM", "mamba2", {"hidden_size": None}),

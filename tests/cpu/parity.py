@@ -125,6 +125,16 @@ LAYOUTS: dict[str, Layouts] = {
         heads=MORE_LATENT | {"q_lora_rank": None},
         other={"rope_parameters": YARN | {"mscale_all_dim": 1.0}},
     ),
+    "deepseek_v32": Layouts(
+        LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 16, "n_group": 4},
+        heads=MORE_LATENT,
+        other={"rope_parameters": YARN},
+    ),
+    "glm_moe_dsa": Layouts(
+        LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 16},
+        heads=MORE_LATENT,
+        other={"index_topk_freq": 2},
+    ),
     "glm4_moe_lite": Layouts(LATENT | ROUTED, heads=MORE_LATENT),
     "youtu": Layouts(LATENT | TIED, heads=MORE_LATENT),
     "qwen3_moe": Layouts(EXPERTS, other={"decoder_sparse_step": 2, "norm_topk_prob": True}),

@@ -159,7 +159,6 @@ def test_dual_chunks_bound_the_context() -> None:
         ("LLaMAForCausalLM", "LlamaForCausalLM"),
         ("Qwen3MoEForCausalLM", "Qwen3MoeForCausalLM"),
         ("Llama3ForCausalLM", None),
-        ("DeepseekV32ForCausalLM", None),
         ("Phi4ForCausalLM", None),
     ],
 )
@@ -177,6 +176,8 @@ NOTHING = {
     "Glm4MoeLiteForCausalLM": {"num_nextn_predict_layers"},
     "MiniMaxM2ForCausalLM": {"attn_type_list"},
     "Gemma4ForCausalLM": {"per_layer_config"},
+    "DeepseekV32ForCausalLM": {"num_nextn_predict_layers"},
+    "GlmMoeDsaForCausalLM": {"num_nextn_predict_layers"},
 }
 
 

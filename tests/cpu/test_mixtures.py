@@ -41,6 +41,7 @@ GRANITE = {
     "logits_scaling": 2.0,
     "num_local_experts": 5,
 }
+INDEXED = LATENT | GROUPS | {"q_lora_rank": 24, "index_topk": 12, "index_n_heads": 12, "index_head_dim": 16}
 LLAMA4 = {
     "num_hidden_layers": 4,
     "num_local_experts": 5,
@@ -128,6 +129,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         LLAMA4 | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
     ),
+    "deepseek-v3.2": ("deepseek_v32", INDEXED | {"first_k_dense_replace": 1, "rope_parameters": YARN}),
+    "deepseek-v3.2, short": ("deepseek_v32", INDEXED | {"index_topk": 512}),
+    "glm-5": ("glm_moe_dsa", INDEXED | {"num_hidden_layers": 4, "index_topk_freq": 2}),
     "hunyuan": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
     "hunyuan v3": ("hy_v3", EXPERTS | {"head_dim": 8, "num_shared_experts": 2}),
 }
@@ -150,9 +154,9 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert decided(Eager(model, native=True).generate(PROMPTS[2:3], 6)) == whole[2:3]
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gpt-oss", "glm-5", pytest.param("qwen2", marks=pytest.mark.slow)])
 async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
-    """Shared experts, and biases that enter the sum once."""
+    """Shared experts, biases that enter the sum once, and tokens that each rank picks."""
     model_type, changes = FAMILIES[name]
     save_checkpoint(tmp_path, model_type, **changes)
     source = open_source(tmp_path)

@@ -24,6 +24,15 @@ _LATENT = {
     "v_head_dim": 128,
     "qk_head_dim": None,  # the sum of both, which the class works out anew
 }
+_INDEXED = {
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "mlp_layer_types": None,
+    "layer_types": None,
+    "num_nextn_predict_layers": 1,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+}
 _ROTATED_HEAD = {"head_dim": "qk_rope_head_dim"}  # by which name the class has it for the rotation
 
 FAMILIES = {
@@ -120,6 +129,47 @@ FAMILIES = {
         {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
         model="sgla.model.latent:Latent",
         attention="sgla.model.latent_spec:read",
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        interleaved=True,
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        ("deepseek_v32",),
+        WITHOUT_HEAD_DIM
+        | sizes(129280, 7168, 18432, 61, 128, 163840, 128)
+        | _LATENT
+        | ROUTED
+        | _INDEXED
+        | {"index_n_heads": 64, "n_group": 8, "topk_group": 4},
+        CAUSAL | SIGMOID_ROUTED | BIASES,
+        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        model="sgla.model.indexed:Indexed",
+        attention="sgla.model.indexed_spec:deepseek",
+        mixture="sgla.model.mixture_spec:deepseek_v3",
+        interleaved=True,
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        ("glm_moe_dsa",),
+        WITHOUT_HEAD_DIM
+        | sizes(154880, 6144, 12288, 78, 64, 202752, 64)
+        | _LATENT
+        | ROUTED
+        | _INDEXED
+        | {
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "index_n_heads": 32,
+            "indexer_types": None,
+            "index_topk_pattern": None,
+            "index_topk_freq": 1,
+            "index_skip_topk_offset": 2,
+        },
+        CAUSAL | SIGMOID_ROUTED | BIASES | {"rope_interleave": True, "indexer_rope_interleave": True},
+        {"num_local_experts": "n_routed_experts", **_ROTATED_HEAD},
+        model="sgla.model.indexed:Indexed",
+        nulls=("indexer_types", "index_topk_pattern"),
+        attention="sgla.model.indexed_spec:glm",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         interleaved=True,
     ),

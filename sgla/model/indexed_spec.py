@@ -1,0 +1,79 @@
+"""The shapes of DeepSeek's sparse attention (DSA, arXiv 2512.02556). Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from sgla.hub.reader import Reader
+from sgla.layers.spec import StateTensor
+from sgla.model.latent_spec import LatentSpec, read
+from sgla.model.limits import HEAD_DIM, HEADS, LAYERS, POSITIONS
+
+
+@dataclass(frozen=True)
+class IndexedSpec(LatentSpec):
+    """A token reads the ``most`` of those before it that an indexer scores highest: ``scorers`` heads of
+    ``score_dim`` values, whose one key of a token is kept, too. ``picks``: whether the layer has an indexer;
+    else it reads the tokens of the last layer that has one. ``pairs``: its dims are rotated as neighbours."""
+
+    most: int = 0
+    scorers: int = 0
+    score_dim: int = 0
+    picks: bool = True
+    pairs: bool = False
+
+    @property
+    def whole_until(self) -> int:
+        return self.most
+
+    def kept(self, kv_heads: int) -> tuple[StateTensor, ...]:
+        own = (StateTensor("v", (1, self.score_dim)),) if self.picks else ()
+        return *super().kept(kv_heads), *own
+
+    def weights(self, hidden: int) -> int:
+        more = self.scorers * self.score_dim * self.q_rank + hidden * (self.score_dim + self.scorers)
+        return super().weights(hidden) + (more if self.picks else 0)
+
+
+def deepseek(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
+    """See ``Family.attention``."""
+    return _indexed(c, layers, positions, lambda i: True, False)
+
+
+def glm(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
+    """GLM-5 (arXiv 2603.12201): layers share what an indexer has picked."""
+    kinds = c.values["indexer_types"]
+    if kinds is None:
+        kinds = c.values["index_topk_pattern"]
+        if isinstance(kinds, str):
+            kinds = [{"F": "full", "S": "shared"}.get(letter) for letter in kinds]
+    if kinds is None:
+        step, offset = c.integer("index_topk_freq", LAYERS), c.integer("index_skip_topk_offset", LAYERS, 0)
+        kinds = ["shared" if max(i - offset + 1, 0) % step else "full" for i in range(layers)]
+    known = isinstance(kinds, list) and all(kind in ("full", "shared") for kind in kinds)
+    if not known or len(kinds) != layers or kinds[0] != "full":
+        raise c.error(
+            "indexer_types", f"a list of {layers} words, full or shared, of which full is the first"
+        )
+    return _indexed(c, layers, positions, lambda i: kinds[i] == "full", True)
+
+
+def _indexed(
+    c: Reader, layers: int, positions: int, picks: Callable[[int], bool], pairs: bool
+) -> tuple[LatentSpec, ...]:
+    kinds = c.values["layer_types"]
+    if kinds is not None and kinds != ["indexed_attention"] * layers:
+        raise c.error("layer_types", f"a list of {layers} times indexed_attention")
+    most, scorers = c.integer("index_topk", POSITIONS), c.integer("index_n_heads", HEADS)
+    score_dim = c.integer("index_head_dim", HEAD_DIM)
+    latent = read(c, layers, positions)
+    if not latent[0].q_rank:
+        raise c.error("q_lora_rank", "a number: the indexer reads the queries' latent")
+    if score_dim < latent[0].rotated:
+        raise c.error("index_head_dim", f"{latent[0].rotated} (qk_rope_head_dim) or more")
+    shape = {field.name: getattr(latent[0], field.name) for field in fields(LatentSpec)}
+    return tuple(
+        IndexedSpec(**shape, most=most, scorers=scorers, score_dim=score_dim, picks=picks(i), pairs=pairs)
+        for i in range(layers)
+    )
