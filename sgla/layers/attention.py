@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
 from sgla.layers.linear import QKVLinear, RowLinear, split_heads
 from sgla.layers.norm import RMSNorm
+from sgla.layers.spec import AttentionSpec
 
 
 class LayerAttention(Protocol):
@@ -24,71 +25,72 @@ class LayerAttention(Protocol):
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor: ...
 
 
+class HeadNorms(NamedTuple):
+    """RMSNorm of q and k before the rotation: ``of`` each ``head`` or of the whole ``width``, with what is
+    added to the weights of a file (``offset``), or of each head without weights (``unit``). ``late``: that of
+    heads comes behind the rotation, which keeps lengths, so the products of both weights multiply q alone."""
+
+    of: Literal["", "head", "width", "unit"]
+    eps: float
+    offset: float = 0.0
+    late: bool = False
+
+
 class SelfAttention:
     """Grouped-query attention with rotary positions: ``[T, d] -> [T, Hq * hd]``, which ``out`` brings back to
     the width; KV is written to and read from the pages.
 
     ``cos_sin`` float32 ``[positions, rot]``. ``interleaved``: the checkpoint rotates dims 2i and 2i + 1
-    together, and its rows are brought to the NeoX order. ``qk_norm``: RMSNorm of q and k before the rotation,
-    of each ``head`` or of the whole ``width``, with the weights' offset ``norm_offset``, or of each head
-    without weights (``unit``). ``late_norm``: that
-    of heads comes behind the rotation, which keeps lengths, so the products of both weights multiply q alone.
-    ``growth`` float32 ``[positions]`` multiplies q. ``window`` 0 is full attention. ``sinks``: a score of
-    each head that has no value (``ops.attention``).
+    together, and its rows are brought to the NeoX order. ``growth`` float32 ``[positions]`` multiplies q.
     """
 
     def __init__(
         self,
         build: Build,
         name: str,
-        *,
         hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
+        layer: AttentionSpec,
         cos_sin: Tensor,
-        scale: float,
-        eps: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: bool = False,
+        *,
+        norms: HeadNorms,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        qk_norm: Literal["", "head", "width", "unit"] = "",
-        late_norm: bool = False,
         growth: Tensor | None = None,
-        norm_offset: float = 0.0,
         interleaved: bool = False,
     ) -> None:
+        heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
         own, _ = split_heads(heads, kv_heads, build.shard)
         columns = range(own.start * head_dim, own.stop * head_dim)
         order = neox_order(cos_sin.shape[1], head_dim) if interleaved else None
         self.qkv = QKVLinear(build, name, hidden, heads, kv_heads, head_dim, qkv_bias, order)
         self.out = RowLinear(build, f"{name}.o_proj", hidden, heads * head_dim, columns, out_bias)
+        self.layer, self.cos_sin, self.eps, self.growth = layer, cos_sin, norms.eps, growth
+        self.sinks = build.vector(f"{name}.sinks", heads, own) if layer.sinks else None
+        self._make_norms(build, name, norms)
+
+    def _make_norms(self, build: Build, name: str, norms: HeadNorms) -> None:
         self.q_norm = self.k_norm = None
         self.wide_norms: tuple[RMSNorm, RMSNorm] | None = None
         self.late: tuple[Tensor, Tensor] | None = None
-        if qk_norm == "head":
-            self.q_norm = RMSNorm(build, f"{name}.q_norm", head_dim, eps, norm_offset).weight
-            self.k_norm = RMSNorm(build, f"{name}.k_norm", head_dim, eps, norm_offset).weight
-            if late_norm:
+        heads, kv_heads, head_dim = self.layer.heads, self.layer.kv_heads, self.layer.head_dim
+        if norms.of == "head":
+            self.q_norm = RMSNorm(build, f"{name}.q_norm", head_dim, *norms[1:3]).weight
+            self.k_norm = RMSNorm(build, f"{name}.k_norm", head_dim, *norms[1:3]).weight
+            if norms.late:
                 self.late = self.q_norm, self.k_norm
                 self.q_norm = self.k_norm = torch.ones(head_dim)
-        elif qk_norm == "unit":
+        elif norms.of == "unit":
             self.q_norm = self.k_norm = torch.ones(head_dim)
-        elif qk_norm == "width":
+        elif norms.of == "width":
             if build.shard.size > 1:
                 raise ConfigError(
                     f"{name}: a norm over all heads is not split over ranks yet; use --tp 1", param="tp"
                 )
             self.wide_norms = (
-                RMSNorm(build, f"{name}.q_norm", heads * head_dim, eps, norm_offset),
-                RMSNorm(build, f"{name}.k_norm", kv_heads * head_dim, eps, norm_offset),
+                RMSNorm(build, f"{name}.q_norm", heads * head_dim, *norms[1:3]),
+                RMSNorm(build, f"{name}.k_norm", kv_heads * head_dim, *norms[1:3]),
             )
             self.widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-        self.growth = growth
-        self.sinks = build.vector(f"{name}.sinks", heads, own) if sinks else None
-        self.cos_sin, self.scale, self.eps, self.window, self.softcap = cos_sin, scale, eps, window, softcap
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         qkv = self.qkv(x)
@@ -107,7 +109,8 @@ class SelfAttention:
 
     def attend(self, q: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         """What each token sees: ``[T, Hq * hd]``, of q as wide."""
-        return ops.attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
+        layer = self.layer
+        return ops.attention(q, kv, batch, layer.scale, layer.window, layer.softcap, self.sinks)
 
 
 def neox_order(rotated: int, head_dim: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import Layer
-from sgla.layers.attention import LayerAttention, SelfAttention
+from sgla.layers.attention import HeadNorms, LayerAttention, SelfAttention
 from sgla.layers.build import Build
 from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.layers.moe import MoE, SharedExpert
@@ -117,22 +117,13 @@ class Decoder(CausalLM):
         return kind(
             build,
             name,
-            hidden=spec.hidden,
-            heads=layer.heads,
-            kv_heads=layer.kv_heads,
-            head_dim=layer.head_dim,
-            cos_sin=self.angles(layer.rope, layer.head_dim),
-            scale=layer.scale,
-            eps=spec.eps,
-            window=layer.window,
-            softcap=layer.softcap,
-            sinks=layer.sinks,
+            spec.hidden,
+            layer,
+            self.angles(layer.rope, layer.head_dim),
+            norms=HeadNorms(spec.qk_norm, spec.eps, spec.norm_offset, spec.late_norm),
             qkv_bias=spec.qkv_bias,
             out_bias=spec.out_bias,
-            qk_norm=spec.qk_norm,
-            late_norm=spec.late_norm,
             growth=None if layer.growth is None else self._growths(*layer.growth),
-            norm_offset=spec.norm_offset,
             interleaved=spec.interleaved,
         )
 

@@ -3,6 +3,8 @@ rotate, and have queries that grow with their positions. What an expert reads is
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from sgla.kernels import ops
@@ -16,7 +18,7 @@ from sgla.model.llama import Llama
 
 class ChunkedAttention(SelfAttention):
     def attend(self, q: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
-        return ops.chunked_attention(q, kv, batch, self.scale, self.window)
+        return ops.chunked_attention(q, kv, batch, self.layer.scale, self.layer.window)
 
 
 class Mixture(MoE):
@@ -36,7 +38,7 @@ class Llama4(Llama):
         chunked = layer.chunked and layer.window < self.positions
         made = self.self_attention(build, name, index, ChunkedAttention if chunked else SelfAttention)
         if layer.chunked and not chunked:
-            made.window = 0
+            made.layer = replace(layer, window=0)
         if layer.rope is None:
             made.q_norm = made.k_norm = None
         return made
