@@ -22,8 +22,8 @@ CHUNK = 1 << 22  # values decoded at a time, so that loading needs little memory
 
 @dataclass(frozen=True)
 class Share:
-    """A SourceTensor of which ``fill`` takes every ``count``-th piece from number ``index`` on: a large one
-    is filled by several threads."""
+    """A SourceTensor of which a place takes every ``count``-th piece from number ``index`` on: a large one is
+    taken by several threads."""
 
     source: SourceTensor
     index: int
@@ -130,7 +130,7 @@ class Slot:
     """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it."""
 
     shape: tuple[int, ...]
-    take: Callable[[SourceTensor], None]
+    take: Callable[[Share], None]
 
 
 class Part(NamedTuple):
@@ -190,7 +190,7 @@ class Build:
         """The same for embedding and output layer."""
         return storage(self.kinds.get(f"{module}.weight", self.vocab_kind)).empty(n, k)
 
-    def declare(self, name: str, shape: tuple[int, ...], take: Callable[[SourceTensor], None]) -> None:
+    def declare(self, name: str, shape: tuple[int, ...], take: Callable[[Share], None]) -> None:
         assert name not in self.table, name
         self.table[name] = Slot(shape, take)
 
@@ -208,7 +208,7 @@ class Build:
 def fill(
     weight: Weight,
     at: int,
-    source: SourceTensor,
+    source: Share,
     rows: range,
     columns: range | None = None,
     order: Tensor | None = None,
@@ -216,11 +216,7 @@ def fill(
     """Put ``source[rows, columns]`` into the rows of ``weight`` from ``at`` on,
     those of each head in another ``order``."""
     step = max(1, CHUNK // source.shape[1])
-    starts = range(rows.start, rows.stop, step)
-    if isinstance(source, Share):
-        starts = starts[source.index :: source.count]
-    if order is not None:
-        source = Reordered(source, order)
-    for start in starts:
+    tensor = source if order is None else Reordered(source, order)
+    for start in range(rows.start, rows.stop, step)[source.index :: source.count]:
         taken = range(start, min(start + step, rows.stop))
-        weight.put(taken, columns, source, at + start - rows.start)
+        weight.put(taken, columns, tensor, at + start - rows.start)

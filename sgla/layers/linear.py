@@ -13,7 +13,7 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels import ops
-from sgla.layers.build import Build, Part, Reordered, fill
+from sgla.layers.build import Build, Part, Reordered, Share, fill
 from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor
 
@@ -50,7 +50,7 @@ class MergedColumnLinear:
             )
             build.stacks[f"{fused}.bias"] = (first,), [Part(f"{p}.bias", None, rows) for p, rows in inside]
 
-    def _take_weight(self, at: int, rows: range, order: Tensor | None, source: SourceTensor) -> None:
+    def _take_weight(self, at: int, rows: range, order: Tensor | None, source: Share) -> None:
         fill(self.weight, at, source, rows, order=order)
 
     def _take_bias(self, at: int, rows: range, order: Tensor | None, source: SourceTensor) -> None:

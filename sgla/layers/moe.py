@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.ops import Biases
-from sgla.kernels.routing import Activation, Gating, Routing
+from sgla.kernels.routing import Gating, Routing
 from sgla.layers.build import Build, Part, Share, Values, fill
 from sgla.layers.mlp import GatedMLP
 from sgla.quant.groups import GROUP
@@ -100,13 +100,13 @@ class MoE:
     def _declare_crossed(self, build: Build, name: str, halves: bool) -> None:
         d, f, own, size = self.hidden, self.intermediate, self.own, len(self.own)
 
-        def take_gate_up(source: SourceTensor) -> None:
+        def take_gate_up(source: Share) -> None:
             for e, crossed in _experts(source):
                 for i in (0, 1):
                     part = crossed[:, i * f : (i + 1) * f] if halves else crossed[:, i::2]
                     self.gate_up.put(own, None, Values(part.t()), (2 * e + i) * size)
 
-        def take_down(source: SourceTensor) -> None:
+        def take_down(source: Share) -> None:
             for e, crossed in _experts(source):
                 self.down.put(range(d), own, Values(crossed.t()), e * d)
 
@@ -156,17 +156,8 @@ class SharedExpert:
     """The MLP of a mixture that every token goes through: ``[T, d] -> [T, d]``, of which the sum over the
     ranks is wanted. ``gated``: each token's is multiplied by the sigmoid of a number made of x."""
 
-    def __init__(
-        self,
-        build: Build,
-        name: str,
-        hidden: int,
-        intermediate: int,
-        activation: Activation,
-        bias: bool,
-        gated: bool,
-    ) -> None:
-        self.mlp = GatedMLP(build, f"{name}.shared_experts", hidden, intermediate, activation, bias)
+    def __init__(self, build: Build, name: str, hidden: int, mlp: GatedMLP, gated: bool) -> None:
+        self.mlp = mlp
         self.gate: Tensor | None = None
         if gated:
             self.gate = gate = torch.zeros(1, hidden)
@@ -180,10 +171,9 @@ class SharedExpert:
         return y + part if self.gate is None else ops.gated_add(y, part, x, self.gate)
 
 
-def _experts(source: SourceTensor) -> Iterator[tuple[int, Tensor]]:
+def _experts(source: Share) -> Iterator[tuple[int, Tensor]]:
     """The experts of a stack that are in a share of it, one after the other."""
-    index, count = (source.index, source.count) if isinstance(source, Share) else (0, 1)
-    for e in range(index, source.shape[0], count):
+    for e in range(source.index, source.shape[0], source.count):
         yield e, source.dense(range(e, e + 1))[0]
 
 
@@ -191,5 +181,5 @@ def _copy(target: Tensor, source: SourceTensor) -> None:
     target.copy_(source.dense())
 
 
-def _fill(weight: Weight, at: int, rows: range, columns: range | None, source: SourceTensor) -> None:
+def _fill(weight: Weight, at: int, rows: range, columns: range | None, source: Share) -> None:
     fill(weight, at, source, rows, columns)

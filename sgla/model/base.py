@@ -140,9 +140,10 @@ class Decoder(CausalLM):
         if self._joins(build, name):
             routing = replace(routing, shared="gated" if moe.shared_gate else "always")
         elif moe.shared:
-            shared = SharedExpert(
-                build, name, spec.hidden, moe.shared, spec.activation, spec.mlp_bias, moe.shared_gate
+            mlp = GatedMLP(
+                build, f"{name}.shared_experts", spec.hidden, moe.shared, spec.activation, spec.mlp_bias
             )
+            shared = SharedExpert(build, name, spec.hidden, mlp, moe.shared_gate)
         return self.mixture(
             build,
             name,
