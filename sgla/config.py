@@ -98,8 +98,11 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = {}
     load_format: Annotated[
-        Literal["auto", "safetensors", "gguf", "dummy"],
-        Doc(description="where weights come from; dummy = random"),
+        Literal["auto", "safetensors", "pt", "gguf", "dummy"],
+        Doc(
+            description="format of the weights' files: safetensors, pt (pickled by PyTorch: .bin, .pt, .pth; "
+            "no code in them is run), gguf, dummy (none: random weights); auto: the first that is there"
+        ),
     ] = "auto"
     task: Annotated[
         Literal["auto", "generate", "embed", "classify", "rerank"],

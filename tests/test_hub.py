@@ -228,7 +228,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", "config.json", "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="lacks weights: model-00002-of-00002"):
+    with pytest.raises(ConfigError, match="files that are not there: model-00002-of-00002"):
         fetch.resolve_model(Config(model=str(folder)))
 
 
@@ -267,8 +267,10 @@ GGUFS = {
     "small-Q4_K_M.gguf": b"GGUF" + b"4" * 200_000,
     "small-UD-Q4_K_XL.gguf": b"GGUFxl",
     "small.Q8_0.gguf": b"GGUF8",
-    "big/small-BF16-00001-of-00002.gguf": b"GGUF",
-    "big/small-BF16-00002-of-00002.gguf": b"GGUF",
+    "big/small-BF16-00001-of-00003.gguf": b"GGUF",
+    "big/small-BF16-00002-of-00003.gguf": b"GGUF",
+    "small-F32-00001-of-00002.gguf": b"GGUF1",
+    "small-F32-00002-of-00002.gguf": b"GGUF2",
     "mmproj-F16.gguf": b"GGUF",
     "README.md": b"unwanted",
 }
@@ -619,14 +621,22 @@ def test_a_quantization_names_the_file(
     assert hub.asked == [file]
 
 
+def test_all_parts_of_a_file_come(hub: type[Hub], tmp_path: Path) -> None:
+    config = Config(model="org/small-GGUF:F32", download_dir=str(tmp_path))
+    path = fetch.resolve_model(config)
+    names = ["small-F32-00001-of-00002.gguf", "small-F32-00002-of-00002.gguf"]
+    assert (path.name, sorted(hub.asked)) == (names[0], names)
+    assert fetch.find_local(config) == path
+    assert fetch.check_folder(path.parent, "gguf") == path
+    (path.parent / names[1]).unlink()
+    assert fetch.find_local(config) is None
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("org/small-GGUF:Q5_K_M", "has no GGUF file Q5_K_M; it has BF16, Q4_K_M, UD-Q4_K_XL, Q8_0$"),
-        (
-            "org/small-GGUF:BF16",
-            r"one of 2 parts, and split .* choose one of Q4_K_M, Q8_0, UD-Q4_K_XL, or join .* --merge",
-        ),
+        ("org/small-GGUF:Q5_K_M", "has no GGUF file Q5_K_M; it has BF16, F32, Q4_K_M, UD-Q4_K_XL, Q8_0$"),
+        ("org/small-GGUF:BF16", "org/small-GGUF lacks big/small-BF16-00003-of-00003.gguf$"),
         ("org/small:Q4_0", "org/small has no GGUF file Q4_0; it has none"),
         ("org/absent:Q4_0", "org/absent: no such model"),
     ],

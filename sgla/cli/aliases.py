@@ -249,9 +249,10 @@ VALUES: dict[str, dict[str, Word | str]] = {
     },
     "load_format": {
         **dict.fromkeys(
-            ("mistral", "bitsandbytes", "npcache", "pt", "sharded_state", "runai_streamer", "tensorizer"),
-            "weights are safetensors or GGUF files; leave it out",
+            ("mistral", "bitsandbytes", "npcache", "sharded_state", "tensorizer"),
+            "weights are safetensors, PyTorch's or GGUF files in Hugging Face's layout; leave it out",
         ),
+        "fastsafetensors": Word("safetensors", "files are read by several threads in any case"),
         "hf": Word("auto"),
     },
     "task": {"generation": Word("generate"), "embedding": Word("embed")},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from pathlib import Path
 
@@ -13,12 +12,13 @@ from sgla.hub import packaged
 from sgla.hub.huggingface import HuggingFace, hub_answers
 from sgla.hub.modelscope import ModelScope
 from sgla.hub.packaged import OnProgress
-from sgla.hub.quantized import pick_file, split_name
+from sgla.hub.quantized import beginnings, part_names, pick_file, split_name
+from sgla.hub.source import TRAINING, weight_files
 from sgla.messages import Progress
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
-WEIGHT_FILES = ["*.safetensors"]
-SECOND_COPIES = ["consolidated*", "original/*", "onnx/*"]
+WEIGHT_FILES, PICKLED_FILES = ["*.safetensors"], ["*.bin", "*.pt", "*.pth"]
+SECOND_COPIES = ["consolidated*", "original/*", "onnx/*", *TRAINING]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -84,7 +84,7 @@ def resolve_tokenizer(config: Config, on_progress: OnProgress | None = None) -> 
 def check_folder(folder: Path, load_format: str = "auto") -> Path:
     """``folder`` itself, or the one ``.gguf`` file in it, if what ``load_format`` needs is there;
     else ConfigError."""
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = beginnings(folder)
     if load_format == "gguf" or (load_format == "auto" and ggufs and not (folder / "config.json").is_file()):
         if len(ggufs) == 1:
             return ggufs[0]
@@ -96,24 +96,15 @@ def check_folder(folder: Path, load_format: str = "auto") -> Path:
         raise ConfigError(
             f"{folder} has no config.json, so it is no model folder in Hugging Face layout", param="model"
         )
-    missing = [] if load_format == "dummy" else missing_weights(folder)
-    if missing:
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise ConfigError(
-            f"{folder} lacks weights: {shown}; download it completely, or "
-            "use --load-format dummy for random weights",
-            param="model",
-        )
+    if load_format != "dummy":
+        try:
+            weight_files(folder, load_format)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; download it completely, or use --load-format dummy for random weights",
+                param="model",
+            ) from error
     return folder
-
-
-def missing_weights(folder: Path) -> list[str]:
-    """Names of the safetensors files that ``folder`` should have and has not."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return [name for name in shards if not (folder / name).is_file()]
-    return [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
 
 
 def _check_file(path: Path, load_format: str) -> Path:
@@ -121,8 +112,8 @@ def _check_file(path: Path, load_format: str) -> Path:
         raise ConfigError(
             f"--model {path}: a file must be a .gguf file; for safetensors give the folder", param="model"
         )
-    if load_format == "safetensors":
-        raise ConfigError(f"--load-format safetensors does not fit {path.name}", param="load_format")
+    if load_format in ("safetensors", "pt"):
+        raise ConfigError(f"--load-format {load_format} does not fit {path.name}", param="load_format")
     return path
 
 
@@ -164,18 +155,27 @@ def _download(config: Config, model: str, report: OnProgress) -> Path:
     repo, wanted = split_name(model)
     hub = hub_of(config)
     report(Progress(phase="download", message=f"looking for {repo}"))
-    if wanted is not None or is_quantized(config, files := hub.files(repo, config.revision)):
-        file = pick_file(repo, hub.files(repo, config.revision) if wanted else files, wanted)
-        return hub.download(repo, config.revision, [file], [], report) / file
-    patterns = TOKENIZER_FILES + ([] if config.load_format == "dummy" else WEIGHT_FILES)
+    files = hub.files(repo, config.revision)
+    if wanted is not None or is_quantized(config, files):
+        file = pick_file(repo, files, wanted)
+        return hub.download(repo, config.revision, part_names(file), [], report) / file
+    patterns = TOKENIZER_FILES + weight_patterns(config.load_format, files)
     folder = hub.download(repo, config.revision, patterns, SECOND_COPIES, report)
     return check_folder(folder, config.load_format)
 
 
+def weight_patterns(load_format: str, files: list[str]) -> list[str]:
+    """Of the weights of a repository with these files."""
+    if load_format == "dummy":
+        return []
+    safe = any(file.endswith(".safetensors") for file in files)
+    return PICKLED_FILES if load_format == "pt" or (load_format == "auto" and not safe) else WEIGHT_FILES
+
+
 def is_quantized(config: Config, files: list[str]) -> bool:
     """Whether it is a GGUF file that is wanted of a repository with these files."""
-    if config.load_format in ("gguf", "safetensors"):
+    if config.load_format in ("gguf", "safetensors", "pt"):
         return config.load_format == "gguf"
     return any(file.endswith(".gguf") for file in files) and not any(
-        file.endswith(".safetensors") for file in files
+        file.endswith((".safetensors", ".bin")) for file in files
     )

@@ -24,6 +24,7 @@ from sgla.hub.gguf_header import GGUFTensor, check_places, parse, type_name
 from sgla.hub.gguf_keys import read_sampling, read_vocabulary, token_id
 from sgla.hub.gguf_layout import Layout, Place
 from sgla.hub.gguf_model import GGUFModel
+from sgla.hub.quantized import parts_of
 
 # Ends of a turn that some files do not list as eos_token_id, by the token's text.
 _END_OF_TURN = {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"}
@@ -32,19 +33,50 @@ MOST_FACTORS = 1 << 16
 Layouts = Mapping[str, tuple[Layout, ...]]  # by the architecture's name
 
 
+class Part:
+    """A file, with others or alone. Raises ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.header = parse(self.map)
+        except (OSError, struct.error, ValueError) as error:
+            raise ConfigError(f"{path} is not a valid GGUF file: {error}") from error
+
+
+def metadata_of(parts: list[Part]) -> dict[str, Any]:
+    """The first part's, without what says that there are others. Raises ConfigError for parts that do not
+    belong together."""
+    if len(parts) == 1:
+        return parts[0].header.metadata
+    first = parts[0].header.metadata
+    for index, part in enumerate(parts):
+        own = part.header.metadata
+        if (own.get("split.no"), own.get("split.count")) != (index, len(parts)):
+            raise ConfigError(f"{part.path} does not say that it is part {index + 1} of {len(parts)}")
+        if others := [key for key, value in own.items() if key[:6] != "split." and first.get(key) != value]:
+            raise ConfigError(f"{part.path} has another {others[0][:99]!r} than the first part")
+    count = sum(len(part.header.tensors) for part in parts)
+    if first.get("split.tensors.count", count) != count:
+        raise ConfigError(f"{parts[0].path}: its parts have {count} tensors together, and it says otherwise")
+    return {key: value for key, value in first.items() if not key.startswith("split.")}
+
+
 class GGUFFile:
-    """A parsed GGUF file. ``layouts``: the architectures that there are; its vocabulary can be read without.
-    Raises ConfigError if it is no such file."""
+    """A parsed GGUF file, or the first of its parts. ``layouts``: the architectures that there are; its
+    vocabulary can be read without. Raises ConfigError if it is no such file."""
 
     def __init__(self, path: Path, layouts: Layouts) -> None:
         self.path, self._layouts = path, layouts
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._header = parse(self._map)
-        except (OSError, struct.error, ValueError) as error:
-            raise ConfigError(f"{path} is not a valid GGUF file: {error}") from error
-        self.metadata, self._tensors = self._header.metadata, self._header.tensors
+        self._parts = [Part(one) for one in parts_of(path)]
+        self.metadata = metadata_of(self._parts)
+        homes = {name: part for part in self._parts for name in part.header.tensors}
+        if len(homes) < sum(len(part.header.tensors) for part in self._parts):
+            raise ConfigError(f"{path}: a tensor is in two of its parts")
+        self._homes = homes
+        self._tensors = {name: part.header.tensors[name] for name, part in homes.items()}
         self.architecture = str(self.metadata.get("general.architecture"))
 
     @cached_property
@@ -71,7 +103,8 @@ class GGUFFile:
         file's."""
         layout = self.layout
         try:
-            check_places(self._header, len(self._map))
+            for part in self._parts:
+                check_places(part.header, len(part.map))
             self._model = GGUFModel(self.metadata, self._tensors, layout, self._rope_factors())
             config = self._model.config()
             self._model.check_tensors()
@@ -114,7 +147,8 @@ class GGUFFile:
             raise WeightError(f"rope_freqs.weight has type {type_name(table.type)}, not F32")
         if prod(table.shape) > MOST_FACTORS:
             raise WeightError(f"rope_freqs.weight has shape {list(table.shape)}, which is no table of a head")
-        values = np.frombuffer(self._map, "<f4", prod(table.shape), self._header.data + table.offset)
+        part = self._homes[table.name]
+        values = np.frombuffer(part.map, "<f4", prod(table.shape), part.header.data + table.offset)
         if not (np.isfinite(values) & (values > 0)).all():
             raise WeightError("rope_freqs.weight has values that are no positive numbers")
         factors: list[float] = values.tolist()
@@ -177,9 +211,9 @@ class GGUFFile:
         assert self.config
         for tensor in self._tensors.values():
             if tensor.name in self._model.expected and tensor.name != "rope_freqs.weight":
-                yield from self._parts(tensor, self._model.expected[tensor.name])
+                yield from self._placed(tensor, self._model.expected[tensor.name])
 
-    def _parts(self, tensor: GGUFTensor, places: tuple[Place, ...]) -> Iterator[LazyTensor]:
+    def _placed(self, tensor: GGUFTensor, places: tuple[Place, ...]) -> Iterator[LazyTensor]:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         kind = GGMLQuantizationType(tensor.type)
@@ -190,21 +224,22 @@ class GGUFFile:
             raise WeightError(f"{self.path}: {tensor.name} has type {kind.name}, whose values have no order")
         each = "{e}" in places[0].name
         rows = prod(tensor.shape) // width
-        start = self._header.data + tensor.offset
-        blocks = np.frombuffer(self._map, np.uint8, prod(tensor.shape) // block * size, start)
+        part = self._homes[tensor.name]
+        start = part.header.data + tensor.offset
+        blocks = np.frombuffer(part.map, np.uint8, prod(tensor.shape) // block * size, start)
         blocks = blocks if block > 1 and width == 1 else blocks.reshape(rows, -1)
         at = 0
         for e in range(self._model.sizes["e"] if each else 1):
             for place, shape in zip(places, shapes):
                 shape = shape[1:] if each else shape
                 count = prod(shape) // width
-                part = blocks if len(places) == 1 and not each else blocks[at : at + count]
+                own = blocks if len(places) == 1 and not each else blocks[at : at + count]
                 at += count
                 if self._is_permuted(place):
-                    part = self._halves_apart(part, "q" if place.dims[0] == "q" else "k")
-                part = part.reshape(1, -1) if len(shape) == 1 else part
+                    own = self._halves_apart(own, "q" if place.dims[0] == "q" else "k")
+                own = own.reshape(1, -1) if len(shape) == 1 else own
                 flat = (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
-                yield LazyTensor(place.name.replace("{e}", str(e)), kind.name, flat, part, self._shift(place))
+                yield LazyTensor(place.name.replace("{e}", str(e)), kind.name, flat, own, self._shift(place))
 
     def _is_permuted(self, place: Place) -> bool:
         return self.layout.permuted and (".q_proj." in place.name or ".k_proj." in place.name)

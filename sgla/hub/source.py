@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sgla.errors import ConfigError
 from sgla.hub.gguf import GGUFFile, Layouts, read_gguf
 from sgla.hub.gguf_layout import Layout
-from sgla.hub.quantized import QUANTIZATION
+from sgla.hub.quantized import PART, QUANTIZATION, beginnings
 
 MAX_JSON = 16 << 20  # bytes of a configuration
 MAX_INDEX = 64 << 20  # bytes of an index of tensors
@@ -24,13 +25,14 @@ class ModelSource:
     """``config`` and ``generation_config`` are the contents of HF's files
     of these names (GGUF: made from metadata).
 
-    ``files`` hold the weights: ``.safetensors`` files, one ``.gguf`` file, or none for ``dummy`` (random
+    ``files`` hold the weights: ``.safetensors`` files, pickled ones of PyTorch (``pt``), one ``.gguf`` file
+    (or the first part of it), or none for ``dummy`` (random
     weights). ``folder`` is where tokenizer files are (none for GGUF, which carries its vocabulary: see
     ``gguf``). ``layout``: what a GGUF file of its architecture holds. ``notes``: what a user may want to know
     of it.
     """
 
-    kind: Literal["safetensors", "gguf", "dummy"]
+    kind: Literal["safetensors", "pt", "gguf", "dummy"]
     folder: Path
     files: tuple[Path, ...]
     config: dict[str, Any]
@@ -51,7 +53,7 @@ class ModelSource:
     @property
     def quantization(self) -> str:
         """As ``Q4_1``, by the name of a GGUF file; empty if it tells none."""
-        found = self.gguf_path and QUANTIZATION.search(self.gguf_path.stem)
+        found = self.gguf_path and QUANTIZATION.search(PART.sub("", self.gguf_path.stem))
         return found[1].upper() if found else ""
 
     @property
@@ -94,7 +96,7 @@ def open_source(path: str | Path, load_format: str = "auto", layouts: Layouts | 
     if not path.is_dir():
         raise ConfigError(f"{path} is neither a folder nor a .gguf file", param="model")
     if not (path / "config.json").is_file():
-        found = sorted(path.glob("*.gguf"))
+        found = beginnings(path)
         if len(found) == 1:
             return _open_gguf(found[0], load_format, layouts)
         raise ConfigError(
@@ -104,7 +106,8 @@ def open_source(path: str | Path, load_format: str = "auto", layouts: Layouts | 
     generation_config = read_object(generation) if generation.is_file() else {}
     if load_format == "dummy":
         return ModelSource("dummy", path, (), config, generation_config)
-    return ModelSource("safetensors", path, _safetensors(path), config, generation_config)
+    kind, files = weight_files(path, load_format)
+    return ModelSource(kind, path, files, config, generation_config)
 
 
 def _open_gguf(path: Path, load_format: str, layouts: Layouts | None) -> ModelSource:
@@ -114,32 +117,65 @@ def _open_gguf(path: Path, load_format: str, layouts: Layouts | None) -> ModelSo
     return ModelSource(kind, path.parent, (path,), *made)
 
 
-def _safetensors(folder: Path) -> tuple[Path, ...]:
-    """``model.safetensors``, else the files that the index names, else every ``.safetensors`` file."""
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return (folder / "model.safetensors",)
+class Kind(NamedTuple):
+    """A format of weights in several files: the one that has all, the index, and what the others may be."""
+
+    whole: str
+    table: str
+    suffixes: tuple[str, ...]
+
+
+KINDS = {
+    "safetensors": Kind("model.safetensors", "model.safetensors.index.json", (".safetensors",)),
+    "pt": Kind("pytorch_model.bin", "pytorch_model.bin.index.json", (".bin", ".pt", ".pth")),
+}
+EVERY = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
+# Files of pickled tensors that are no weights.
+TRAINING = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "scaler*")
+
+
+def weight_files(folder: Path, load_format: str) -> tuple[Literal["safetensors", "pt"], tuple[Path, ...]]:
+    """The format of a folder's weights and their files: one that has all, else those that the index names,
+    else all of the format; safetensors, where there are both. Raises ConfigError."""
+    kinds: list[Literal["safetensors", "pt"]] = ["safetensors", "pt"]
+    asked = [kind for kind in kinds if load_format in (kind, "auto")]
+    for kind in asked:
+        if files := _files(folder, KINDS[kind]):
+            return kind, files
+    suffixes = [suffix for kind in asked for suffix in KINDS[kind].suffixes]
+    other = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in EVERY))
+    found = f" (found {other})" if other else ""
+    raise ConfigError(f"{folder} lacks weights: it has no {' or '.join(suffixes)} file{found}", param="model")
+
+
+def _files(folder: Path, kind: Kind) -> tuple[Path, ...]:
+    index = folder / kind.table
+    if (folder / kind.whole).is_file():
+        return (folder / kind.whole,)
     if index.is_file():
-        table = read_object(index, MAX_INDEX).get("weight_map")
-        names = list(table.values()) if isinstance(table, dict) else []
-        if not names or not all(isinstance(name, str) for name in names):
-            raise ConfigError(f"{index} has no weight_map from tensors to files")
-        names = sorted(set(names))
-        for name in names:
-            if Path(name).name != name or Path(name).suffix != ".safetensors":
-                raise ConfigError(f"{index} names {name[:99]!r}, which is no .safetensors file beside it")
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            raise ConfigError(f"{index} names files that are not there: {', '.join(missing[:8])}{more}")
-        return tuple(folder / name for name in names)
-    files = tuple(sorted(folder.glob("*.safetensors")))
-    if not files:
-        other = ", ".join(
-            sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        )
-        raise ConfigError(f"{folder} has no .safetensors file" + (f" (found {other})" if other else ""))
-    return files
+        return tuple(folder / name for name in _indexed(index, kind.suffixes))
+    for suffix in kind.suffixes:
+        found = sorted(folder.glob(f"*{suffix}"))
+        if files := tuple(path for path in found if not any(fnmatch(path.name, name) for name in TRAINING)):
+            return files
+    return ()
+
+
+def _indexed(index: Path, suffixes: tuple[str, ...]) -> list[str]:
+    """The files that an index names. Raises ConfigError unless they lie beside it."""
+    table = read_object(index, MAX_INDEX).get("weight_map")
+    names = list(table.values()) if isinstance(table, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{index} has no weight_map from tensors to files")
+    names = sorted(set(names))
+    for name in names:
+        if Path(name).name != name or Path(name).suffix not in suffixes:
+            raise ConfigError(f"{index} names {name[:99]!r}, which is no {suffixes[0]} file beside it")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise ConfigError(f"{index} names files that are not there: {', '.join(missing[:8])}{more}")
+    return names
 
 
 def merged(known: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sgla.errors import WeightError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Build, RowSlice
+from sgla.loading.pickles import TYPES, unpickled
 from sgla.loading.upload import Stored, Upload, places
 from sgla.quant.method import FLOATS, PLAIN, Held
 from sgla.quant.weight import SourceTensor, Weight, storage
@@ -23,6 +24,9 @@ PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
+
+
+HOST = torch.device("cpu")
 
 
 def canonical(name: str) -> str:
@@ -86,11 +90,26 @@ def unstacked(
                 assert isinstance(tensor, FileTensor)
                 size, at = (len(part.rows), *shape[2:]), part.rows.start
                 row = part.expert * shape[1] + at
-                yield part.name, Slice(tensor.view, size, tensor.type, tensor.place, row, part.expert, at)
+                place = tensor.place, row, tensor.device
+                yield part.name, Slice(tensor.view, size, tensor.type, *place, part.expert, at)
+
+
+def stored_tensors(source: ModelSource) -> Iterator[tuple[str, FileTensor]]:
+    """Files are memory-mapped; nothing is read before a slot asks for it. Raises WeightError."""
+    return pickled(source) if source.kind == "pt" else safetensors(source)
+
+
+def pickled(source: ModelSource) -> Iterator[tuple[str, FileTensor]]:
+    """No code in a file is run."""
+    device = torch.empty(0).device
+    for path in source.files:
+        with torch.device("cpu"):
+            tensors = unpickled(path)
+        for name, tensor in tensors.items():
+            yield name, FileTensor(tensor, tuple(tensor.shape), TYPES[tensor.dtype], None, device=device)
 
 
 def safetensors(source: ModelSource) -> Iterator[tuple[str, FileTensor]]:
-    """Files are memory-mapped; nothing is read before a slot asks for it."""
     from safetensors import SafetensorError, safe_open
 
     upload = Upload() if torch.empty(0).device.type == "cuda" else None
@@ -107,13 +126,15 @@ def safetensors(source: ModelSource) -> Iterator[tuple[str, FileTensor]]:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a safetensors file: ``view`` maps it, ``place`` is for those that go to a GPU."""
+    """A tensor in a file: ``view`` maps it, ``place`` is for those of safetensors that go to a GPU, others go
+    to ``device``."""
 
     view: Any
     shape: tuple[int, ...]
     type: str
     place: Stored | None
     first_row: int = 0  # of what ``place`` has
+    device: torch.device = HOST
 
     def dense(self, rows: range | None = None) -> Tensor:
         values = self.values(rows)
@@ -123,14 +144,14 @@ class FileTensor:
 
     def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
         if not self.shape:
-            return torch.as_tensor(self.view[...]).view(1)
+            return torch.as_tensor(self.view[...]).view(1).to(self.device)
         rows = rows or range(self.shape[0])
         if columns is not None:
             part: Tensor = self.view[rows.start : rows.stop, columns.start : columns.stop]
-            return part if self.place is None else part.to("cuda")
+            return part.to(self.device) if self.place is None else part.to("cuda")
         if self.place is not None:
             return self.place.rows(self.first_row + rows.start, (len(rows), *self.shape[1:]))
-        return self.read(rows)
+        return self.read(rows).to(self.device)
 
     def read(self, rows: range) -> Tensor:
         values: Tensor = self.view[rows.start : rows.stop]

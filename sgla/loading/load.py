@@ -19,7 +19,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import CHUNK, Build, Crossed, Reordered, Share, Slot
-from sgla.loading.checkpoint import FileTensor, canonical, joined, safetensors, unstacked
+from sgla.loading.checkpoint import FileTensor, canonical, joined, stored_tensors, unstacked
 from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.loading.offload import Offload
 from sgla.loading.upload import begin_thread, synchronize, threads_for
@@ -136,10 +136,10 @@ def _mending(spec: ModelSpec) -> Mend:
 def has_own_head(source: ModelSource) -> bool:
     """Whether the files hold an output layer that is not the embedding, which counts for more than
     ``tie_word_embeddings``, as in transformers. Raises WeightError."""
-    if source.kind != "safetensors":
+    if source.kind not in ("safetensors", "pt"):
         return False
     tables = {"lm_head.weight", EMBEDDING}
-    found = {name: tensor for raw, tensor in safetensors(source) if (name := canonical(raw)) in tables}
+    found = {name: tensor for raw, tensor in stored_tensors(source) if (name := canonical(raw)) in tables}
     if len(found) < 2:
         return False
     head, embedding = found["lm_head.weight"], found[EMBEDDING]
@@ -199,10 +199,10 @@ def decoder_build(
         build.kinds = dict.fromkeys(wide, "int8")
     if method is not None and source.kind == "gguf":
         build.kinds = kinds_of_file(source, spec, build.plain, shard.size)
-    elif spec.method is not None and source.kind == "safetensors":
+    elif spec.method is not None and source.kind in ("safetensors", "pt"):
         build.floats = frozenset(
             canonical(rename(name)).removesuffix(".weight")
-            for name, tensor in safetensors(source)
+            for name, tensor in stored_tensors(source)
             if tensor.type in FLOATS
         )
     if spec.moe and _device().type == "cuda" and kinds.linear not in OF_EXPERTS:
@@ -310,7 +310,7 @@ def _stream(
     if source.kind == "gguf":
         return weights_of_file(source)
     stored: dict[str, FileTensor] = {}
-    for raw, tensor in safetensors(source):
+    for raw, tensor in stored_tensors(source):
         if (name := rename(raw)) in stored:
             raise WeightError(
                 f"{name} is in two of the files {', '.join(path.name for path in source.files[:8])}"

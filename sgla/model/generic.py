@@ -412,7 +412,7 @@ def loaded(
             config=hf,
             dtype=dtype,
             attn_implementation=PAGED,
-            use_safetensors=True,
+            use_safetensors=source.kind == "safetensors",
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are told

@@ -324,6 +324,73 @@ def test_keys_that_cannot_be_honoured_are_refused_by_name(
     assert str(path) in caught.value.message
 
 
+def split(path: Path, count: int, **changes: Any) -> list[Path]:
+    """The file at ``path`` in so many parts, as llama-gguf-split writes them; ``changes``: keys of the
+    last."""
+    whole = gguf.GGUFReader(path)
+    made = []
+    for part in range(count):
+        made.append(path.with_name(f"part-{part + 1:05d}-of-{count:05d}.gguf"))
+        writer = gguf.GGUFWriter(made[-1], "llama")
+        writer.kv_data[0].clear()
+        for name, given in whole.fields.items() if part == 0 else ():
+            if not name.startswith("GGUF."):
+                kind, inner = given.types[0], given.types[1] if len(given.types) > 1 else None
+                writer.add_key_value(name, given.contents(), kind, inner)
+        keys = {"split.no": part, "split.count": count, "split.tensors.count": len(whole.tensors)}
+        for name, value in (keys | (changes if part == count - 1 else {})).items():
+            writer.add_uint32(name, value)
+        for tensor in whole.tensors[part::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        finish(writer, made[-1])
+    return made
+
+
+def test_parts_equal_the_whole(tmp_path: Path) -> None:
+    hf = save_checkpoint(tmp_path, "llama", **LAYOUTS["llama"])
+    path, prompts = convert(hf, tmp_path / "model.gguf"), random_prompts([20])
+    expected = Eager(load_model(open_source(path))).prompt_logprobs(prompts)
+    parts = split(path, 3)
+    found = open_source(parts[0])
+    assert found.config == open_source(path).config
+    assert torch.equal(Eager(load_model(found)).prompt_logprobs(prompts), expected)
+    with pytest.raises(ConfigError, match=r"a later part of a file; name the first one, part-00001-of-00003"):
+        open_source(parts[1])
+    parts[1].unlink()
+    with pytest.raises(ConfigError, match=r"lacks its parts part-00002-of-00003.gguf$"):
+        open_source(parts[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"split.no": 0}, "does not say that it is part 2 of 2"),
+        ({"split.count": 3}, "does not say that it is part 2 of 2"),
+        ({"llama.block_count": 9}, "has another 'llama.block_count' than the first part"),
+    ],
+)
+def test_parts_of_different_files_are_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    hf = save_checkpoint(tmp_path, "llama", **LAYOUTS["llama"])
+    parts = split(convert(hf, tmp_path / "model.gguf"), 2, **changes)
+    with pytest.raises(ConfigError, match=words):
+        open_source(parts[0])
+
+
+def test_a_tensor_in_two_parts_is_refused(tmp_path: Path) -> None:
+    hf = save_checkpoint(tmp_path, "llama", **LAYOUTS["llama"])
+    parts = split(convert(hf, tmp_path / "model.gguf"), 2)
+    first, second = (gguf.GGUFReader(part) for part in parts)
+    writer = gguf.GGUFWriter(tmp_path / "copy.gguf", "llama")
+    writer.kv_data[0].clear()
+    writer.add_uint32("split.no", 1)
+    writer.add_uint32("split.count", 2)
+    for tensor in (*second.tensors, first.tensors[0]):
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    finish(writer, tmp_path / "copy.gguf").replace(parts[1])
+    with pytest.raises(ConfigError, match="in two of its parts|tensors together"):
+        open_source(parts[0])
+
+
 @pytest.mark.parametrize("key", ["split.count", "adapter.type"])
 def test_parts_and_adapters_are_refused_by_name(key: str, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
