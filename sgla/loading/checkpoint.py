@@ -137,10 +137,11 @@ class FileTensor:
     device: torch.device = HOST
 
     def dense(self, rows: range | None = None) -> Tensor:
-        values = self.values(rows)
-        if not values.is_floating_point():
-            raise ValueError(f"it holds {values.dtype} (a quantized checkpoint?), not floating-point numbers")
-        return values
+        if self.type not in FLOATS:
+            raise ValueError(
+                f"it holds {self.type} (a quantized checkpoint?), expected one of {', '.join(FLOATS)}"
+            )
+        return self.values(rows)
 
     def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
         if not self.shape:

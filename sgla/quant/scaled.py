@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sgla.quant.channels import E4M3
-from sgla.quant.weight import SourceTensor, Weight, storage
+from sgla.quant.weight import SourceTensor, StoredTensor, Weight, storage
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Scaled:
     """``numbers`` ``[n, k]`` times ``scale``:
     of shape [], [1], [n], [n, 1], or one value a block of rows and columns."""
 
-    numbers: SourceTensor
+    numbers: StoredTensor
     scale: SourceTensor
     block: tuple[int, int]  # (1, k): a scale for each row; (n, k): for everything
 
@@ -33,7 +33,7 @@ class Scaled:
     def dense(self, rows: range | None = None) -> Tensor:
         rows = rows or range(self.shape[0])
         columns = self._scale(rows).repeat_interleave(self.block[1], 1)[:, : self.shape[1]]
-        numbers = self.numbers.dense(rows)
+        numbers = self.numbers.values(rows)
         return numbers.float() * columns.to(numbers.device)
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
@@ -42,4 +42,4 @@ class Scaled:
         if kind != "fp8" or self.block[1] < self.shape[1]:
             return storage(kind).read(self, rows, columns)
         scale = self._scale(rows)[:, 0].contiguous()
-        return E4M3(len(rows), self.shape[1], self.numbers.dense(rows), scale).cut(columns)
+        return E4M3(len(rows), self.shape[1], self.numbers.values(rows), scale).cut(columns)

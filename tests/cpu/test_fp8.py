@@ -145,3 +145,31 @@ def test_activations_keep_three_bits_of_mantissa() -> None:
         fits |= (x / scale[:, None]).frexp().mantissa.abs() > 31 / 32
     assert bool(fits.all())
     assert torch.equal(q[2].float(), torch.zeros(96, device=device))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("lm_head.weight", "F8_E5M2"),
+        ("model.embed_tokens.weight", "F8_E5M2"),
+        ("model.layers.0.self_attn.q_proj.weight", "F8_E5M2"),
+        ("model.layers.0.mlp.down_proj.weight", "F8_E4M3FNUZ"),
+        ("model.layers.1.self_attn.k_norm.weight", "F8_E8M0"),
+        ("model.norm.weight", "F8_E4M3"),
+    ],
+)
+def test_numbers_without_a_scale_are_refused(name: str, kind: str, tmp_path: Path) -> None:
+    """transformers reads them as they stand, which is hardly what they mean."""
+    save_checkpoint(tmp_path, "qwen3", head_dim=16)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    types = {
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "F8_E4M3": torch.float8_e4m3fn,
+    }
+    tensors[name] = torch.ones_like(tensors[name]).to(types[kind])
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(WeightError, match=rf"{name} cannot be read: it holds {kind} .*, expected one of"):
+        load_model(open_source(tmp_path))
