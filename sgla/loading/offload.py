@@ -3,9 +3,12 @@ anew (``--cpu-offload-gb``)."""
 
 from __future__ import annotations
 
+import mmap
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -33,6 +36,8 @@ class Offload:
         self._arrived: list[Any] = [None for _ in self.layers]
         self._stream = torch.cuda.Stream()
         self._mark = torch.zeros(1)
+        self._pinned: list[int] = []
+        weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +62,7 @@ class Offload:
         places = known[fitting[0] : fitting[0] + len(shapes)]
         weight = storage(n, k, *places)
         weight.home = tuple(pinned(shape, dtype) for shape, dtype in shapes)
+        self._pinned += [home.data_ptr() for home in weight.home]
         self._copies[turn] += zip(places, weight.home)
         return weight
 
@@ -128,14 +134,22 @@ def copying(layers: int, of: int, nbytes: int, seconds: float) -> str:
 
 
 def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uninitialized memory of the host that a GPU copies from by itself; torch's own allocator would round
-    its size up to a power of two. Raises ConfigError."""
-    tensor = torch.empty(*shape, dtype=dtype, device="cpu")
-    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    if int(error):
+    """Memory of the host that a GPU copies from by itself, in pages of its own; torch's allocator would round
+    its size up to a power of two. Whoever gives it up has to ``_unpin`` it first. Raises ConfigError."""
+    size = prod(shape) * dtype.itemsize
+    tensor = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(dtype).view(*shape)
+    error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
+    if error:
         raise ConfigError(
-            f"--cpu-offload-gb: {tensor.nbytes >> 20} MiB of the host's memory cannot be pinned (CUDA error "
-            f"{int(error)}); raise the limit of locked memory (ulimit -l), or lower --cpu-offload-gb",
+            f"--cpu-offload-gb: {size >> 20} MiB of the host's memory cannot be pinned (CUDA error {error}); "
+            "raise the limit of locked memory (ulimit -l), or lower --cpu-offload-gb",
             param="cpu_offload_gb",
         )
     return tensor
+
+
+def _unpin(pointers: list[int]) -> None:
+    """Else the GPU would take the pages for those of whatever memory has their addresses later."""
+    torch.cuda.synchronize()
+    for pointer in pointers:
+        torch.cuda.cudart().cudaHostUnregister(pointer)
