@@ -4,7 +4,7 @@
 
 W1: 256 requests, random.seed(0), 100-1024 tokens in and out, temperature 0.6. W2: one request, 128 in, 512
 out, greedy. W3: 32 prompts of 4096, 1 out. W4: 256 requests, 2048 shared + 64 own in, 64 out. W5: batches of
-512 in, 256 out. Weights are random (``load_format=dummy``), prompts are token ids, no request stops early.
+512 in, 256 out. W6: batches of 8192 in, 1024 out (--max-model-len 9217 at least). Weights are random (``load_format=dummy``), prompts are token ids, no request stops early.
 Llama wants a tokenizer all the same: ``--extra '{"tokenizer": "FOLDER"}'``.
 """  # noqa: E501
 
@@ -177,18 +177,24 @@ class Bench:
         self.emit(w="W4", rep=repeat, s=round(s, 3), out_tok_s=round(256 * 64 / s, 1))
 
     def w5(self, repeat: int) -> None:
+        self.in_batches("W5", repeat, 512, 256)
+
+    def w6(self, repeat: int) -> None:
+        self.in_batches("W6", repeat, 8192, 1024)
+
+    def in_batches(self, name: str, repeat: int, tokens: int, outputs: int) -> None:
         for size in self.batches:
-            first = self.timed([self.prompt(512) for _ in range(size)], [1] * size, 0.0)
+            first = self.timed([self.prompt(tokens) for _ in range(size)], [1] * size, 0.0)
             self.engine.reset_cache()
-            s = self.timed([self.prompt(512) for _ in range(size)], [256] * size, 0.0)
+            s = self.timed([self.prompt(tokens) for _ in range(size)], [outputs] * size, 0.0)
             self.emit(
-                w="W5",
+                w=name,
                 rep=repeat,
                 bs=size,
                 s=round(s, 3),
                 prefill_s=round(first, 3),
-                ms_per_step=round((s - first) / 255 * 1e3, 3),
-                out_tok_s=round(256 * size / s, 1),
+                ms_per_step=round((s - first) / (outputs - 1) * 1e3, 3),
+                out_tok_s=round(outputs * size / s, 1),
             )
 
 
