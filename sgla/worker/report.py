@@ -107,8 +107,8 @@ def forward_of(config: Config, source: ModelSource) -> gpu.RecordedForward:
 
 
 def _empty(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    heads, width = shape
-    return torch.empty(pages, heads, page_size, width, dtype=dtype, device="meta").transpose(1, 2)
+    heads, *width = shape
+    return torch.empty(pages, heads, page_size, *width, dtype=dtype, device="meta").transpose(1, 2)
 
 
 def _lines(what: str, work: Work | None) -> Iterator[str]:
