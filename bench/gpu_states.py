@@ -26,6 +26,7 @@ from sgla.kernels.gpu import GpuOps
 from sgla.kernels.gpu.states import device_states
 from sgla.kernels.ops import StateLayer
 from sgla.kernels.triton import delta
+from sgla.kernels.triton.conv import Rows
 from sgla.worker.device_state import upload, upload_columns
 
 BANDWIDTH = 4.34e12
@@ -109,7 +110,7 @@ def decoding(shape: Shape, rows: int) -> Iterator[dict[str, Any]]:
     given, out = batch.states, torch.empty_like(v)
     assert given is not None
     units = given.reads, given.writes, given.marks
-    gates, norm = delta.Gates(x.a, x.b, x.a_log, x.dt_bias), delta.GatedNorm(x.gate, x.norm, EPS)
+    gates = delta.Gates(x.a, x.b, x.a_log, x.dt_bias)
     size = 8 * rows * shape.heads * shape.dim**2
     kinds: dict[str, tuple[Callable[[StateLayer], Any], int]] = {
         "conv": (
@@ -117,7 +118,7 @@ def decoding(shape: Shape, rows: int) -> Iterator[dict[str, Any]]:
             rows * shape.channels * 2 * (2 * K),
         ),
         "layer": (lambda s: layer(x, s, batch), size),
-        "fused": (lambda s: delta.decode(q, k, v, gates, s.memory, *units, out, norm), size),
+        "gates and delta": (lambda s: delta.decode(q, k, v, gates, s.memory, *units, out), size),
     }
     for columns in (16, 32, 64, 128):
 
@@ -141,7 +142,14 @@ def reading(shape: Shape, lengths: list[int]) -> Iterator[dict[str, Any]]:
     x, batch, pool = Inputs(shape, tokens), batch_of(lengths), states(shape, len(lengths) + 1)
     q, k, v = x.heads(x.qkv)
     decay, beta = delta.decay_rates(x.a, x.b, x.a_log, x.dt_bias)
+    assert batch.states is not None
+    assert batch.states.stretches is not None
+    rows, out = Rows(batch.states.reads, *batch.states.stretches), torch.empty_like(v)
+    made = delta.prepare(q, k, v, decay, beta, rows.chunks)
+    size = sum(part.nbytes for part in made)
     kinds: dict[str, tuple[Callable[[], Any], int]] = {
+        "prepare": (lambda: delta.prepare(q, k, v, decay, beta, rows.chunks), size),
+        "scan": (lambda: delta.scan(q, k, made, pool.memory, rows, out), size + 2 * v.numel()),
         "conv": (lambda: ops.causal_conv(x.qkv, x.weight, None, pool, batch), 4 * tokens * shape.channels),
         "delta": (
             lambda: ops.gated_delta(q, k, v, decay, beta, pool, batch),

@@ -1,4 +1,4 @@
-"""The gated delta rule with what stands around it: its gates before, and the gated norm behind."""
+"""The gated delta rule with its gates."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from sgla.kernels.ops import StateLayer
 from sgla.kernels.triton import delta
 
 
-def refuses(work: Work, rule: Node, norm: Node) -> str | None:
-    return delta.norm_refuses(rule.given["state"].memory)
+def refuses(work: Work, rule: Node) -> str | None:
+    rates = [work.maker(x) if isinstance(x, Ref) else None for x in (rule.given["decay"], rule.given["beta"])]
+    if rates[0] is None or rates[0] is not rates[1] or rates[0].op is not ops.decay_rates:
+        return "decay and beta are made otherwise"
+    return None
 
 
-def make(work: Work, rule: Node, norm: Node) -> list[Node]:
-    own = {f"norm_{name}": norm.given[name] for name in ("gate", "weight", "eps", "activation")}
-    given = rule.given | own
-    makers = [work.maker(x) if isinstance(x, Ref) else None for x in (given["decay"], given["beta"])]
-    rates = makers[0]
-    if rates is not None and rates.op is ops.decay_rates and makers[1] is rates:
-        given |= rates.given
-        del given["decay"], given["beta"]
-    return [Node("delta", _run, given, norm.results, norm.rows)]
+def make(work: Work, rule: Node) -> list[Node]:
+    rates = work.maker(rule.given["decay"])
+    assert rates is not None
+    given = {name: x for name, x in rule.given.items() if name not in ("decay", "beta")} | rates.given
+    return [Node("delta", _run, given, rule.results, rule.rows)]
 
 
 def settle(work: Work) -> None:
@@ -37,26 +36,11 @@ def settle(work: Work) -> None:
             work.drop(node)
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: StateLayer,
-    batch: Any,
-    norm_gate: Tensor,
-    norm_weight: Tensor,
-    norm_eps: float,
-    norm_activation: str,
-    **rates: Tensor,
-) -> Tensor:
-    """``rates``: decay and beta, or what makes them. A step of decode rows is one kernel."""
-    units, silu = batch.states, norm_activation == "silu"
-    given = delta.Rates(**rates) if "decay" in rates else delta.Gates(**rates)
+def _run(q: Tensor, k: Tensor, v: Tensor, state: StateLayer, batch: Any, **gates: Tensor) -> Tensor:
+    """A step of decode rows is one kernel."""
+    units, given = batch.states, delta.Gates(**gates)
     if isinstance(units, states.DeviceStates) and units.stretches is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        norm = delta.GatedNorm(norm_gate, norm_weight, norm_eps, silu)
-        delta.decode(q, k, v, given, state.memory, units.reads, units.writes, units.marks, out, norm)
+        delta.decode(q, k, v, given, state.memory, units.reads, units.writes, units.marks, out)
         return out
-    decay, beta = given if isinstance(given, delta.Rates) else delta.decay_rates(*given)
-    seen = states.gated_delta(q, k, v, decay, beta, state, batch)
-    return delta.gated_rms_norm(seen, norm_gate, norm_weight, norm_eps, silu)
+    return states.gated_delta(q, k, v, *delta.decay_rates(*given), state, batch)

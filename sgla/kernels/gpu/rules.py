@@ -87,9 +87,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("heads", (tiles.NAME, ops.qk_norm_rope_store), tiles.heads_refuses, tiles.heads),
     ),
     ops.attention: (Rule("heads + decode", (ops.qk_norm_rope_store, ops.attention), query_refuses, query),),
-    ops.gated_rms_norm: (
-        Rule("delta and norm", (ops.gated_delta, ops.gated_rms_norm), delta.refuses, delta.make),
-    ),
+    ops.gated_delta: (Rule("gates and delta", (ops.gated_delta,), delta.refuses, delta.make),),
     ops.moe: (
         Rule("add + experts", (tiles.NAME, ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),
         Rule("add + experts", (ops.add_rms_norm, ops.moe), experts.add_refuses, experts.add),

@@ -83,8 +83,12 @@ def _prompt(
     live = (c < channels) & (i < count)
     at = state + unit * s_unit + c * s_channel
     y = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    source = x + (start - (K - 1) + i).to(tl.int64) * s_x + c
     for k in tl.static_range(K):
-        v = _inputs(x, at, s_x, s_place, start + i - (K - 1) + k, begin, unit, c, live, K)
+        if start - begin < K - 1:
+            v = _inputs(x, at, s_x, s_place, start + i - (K - 1) + k, begin, unit, c, live, K)
+        else:
+            v = tl.load(source + k * s_x, mask=live, other=0.0)
         y += v.to(tl.float32) * tl.load(weight + c * s_weight + k, mask=c < channels, other=0.0).to(
             tl.float32
         )

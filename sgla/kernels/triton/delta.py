@@ -39,15 +39,6 @@ class Gates(NamedTuple):
     dt_bias: Tensor
 
 
-class GatedNorm(NamedTuple):
-    """See ``ops.gated_rms_norm``."""
-
-    gate: Tensor
-    weight: Tensor
-    eps: float
-    silu: bool = True
-
-
 @triton.jit
 def _rates(a, b, a_log, dt_bias):
     x = a.to(tl.float32) + dt_bias.to(tl.float32)
@@ -68,14 +59,14 @@ def _token(S, q, k, v, kept, beta, scale):
 
 @triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks"])
 def _decode(
-    q, k, v, decay, beta, memory, out, reads, writes, marks, a_log, dt_bias, gate, norm, eps,
-    s_q, s_k, s_v, s_decay, s_beta, s_gate, s_unit, s_head, group, scale, DK: tl.constexpr, KB: tl.constexpr,
-    DV: tl.constexpr, VB: tl.constexpr, CHANNELS: tl.constexpr, GATES: tl.constexpr, NORM: tl.constexpr,
-    SILU: tl.constexpr, PDL: tl.constexpr,
+    q, k, v, decay, beta, memory, out, reads, writes, marks, a_log, dt_bias, s_q, s_k, s_v, s_decay, s_beta,
+    s_unit, s_head, group, scale, DK: tl.constexpr, KB: tl.constexpr, DV: tl.constexpr, VB: tl.constexpr,
+    CHANNELS: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some columns of the S of a head, of a row of one token. ``GATES``: ``decay`` and ``beta``
-    are a and b of ``_rates``. ``NORM``: all columns, whose norm is gated."""
-    _begin_early(PDL)
+    are a and b of ``_rates``. No kernel near before this one writes to S."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row, head = tl.program_id(0), tl.program_id(1)
     i, j = tl.arange(0, KB), tl.program_id(2) * VB + tl.arange(0, VB)
     token = row.to(tl.int64)
@@ -83,6 +74,8 @@ def _decode(
     at = memory + head * s_head + i[:, None] * DV + j[None, :]
     inside = (i < DK)[:, None] & (j < DV)[None, :]
     S = tl.load(at + read * s_unit, mask=inside & (i < tl.where(read > 0, DK, 0))[:, None], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     heads = tl.num_programs(1)
     source = (head // group) * DK + i
     q_t = tl.load(q + token * s_q + source, mask=i < DK, other=0.0).to(tl.float32)
@@ -97,13 +90,6 @@ def _decode(
         if GATES:
             d_t, b_t = _rates(d_t, b_t, tl.load(a_log + head), tl.load(dt_bias + head))
         S, o = _token(S, q_t, k_t, v_t, tl.exp(d_t), b_t, scale)
-    if NORM:
-        o = o.to(out.dtype.element_ty).to(tl.float32)
-        o *= tl.rsqrt(tl.sum(o * o) / DV + eps)
-        z = tl.load(gate + token * s_gate + head * DV + j, mask=j < DV, other=0.0).to(tl.float32)
-        o *= tl.load(norm + j, mask=j < DV, other=0.0).to(tl.float32) * tl.sigmoid(z)
-        if SILU:
-            o *= z
     tl.store(out + (token * heads + head) * DV + j, o, mask=j < DV)
     tl.store(at + tl.load(writes + row).to(tl.int64) * s_unit, S, mask=inside)
     mark = tl.load(marks + 3 * row + 2).to(tl.int64)
@@ -151,24 +137,16 @@ def _tokens(
 
 @triton.jit
 def _inverse(A, PRECISION: tl.constexpr):
-    """(I + A)^-1, A [64, 64] below the diagonal: row by row in four blocks of 16, which then join. Powers of
-    a matrix would do with fewer steps, but equal keys make them large, and their sum loses all digits."""
-    b = tl.arange(0, 4)
-    own = b[:, None, None, None] == b[None, None, :, None]
-    blocks = tl.sum(tl.where(own, tl.reshape(A, [4, 16, 4, 16]), 0.0), 2)
-    i = tl.arange(0, 16)
-    X = tl.zeros([4, 16, 16], dtype=tl.float32) + tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :]
-    for r in tl.range(1, 16):
-        picked = (i == r)[None, :, None]
-        a = tl.sum(tl.where(picked, blocks, 0.0), 1)
-        X -= tl.where(picked, tl.sum(a[:, :, None] * X, 1)[:, None, :], 0.0)
-    D = tl.reshape(tl.where(own, X[:, :, None, :], 0.0), [64, 64])
+    """(I + A)^-1, A [64, 64] below the diagonal: of blocks of 2, then of those of twice as many, until they
+    are one. Powers of A would do with fewer products, but equal keys make them large, and their sum loses all
+    digits."""
     t = tl.arange(0, 64)
-    eye = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
-    outside = tl.where(t[:, None] // 16 != t[None, :] // 16, A, 0.0)
-    N = tl.dot(D, outside, input_precision=PRECISION)  # its fourth power is 0
-    joined = tl.dot(eye - N, eye + tl.dot(N, N, input_precision=PRECISION), input_precision=PRECISION)
-    return tl.dot(joined, D, input_precision=PRECISION)
+    i, j = t[:, None], t[None, :]
+    D = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, A, 0.0)
+    for step in tl.static_range(1, 6):
+        joined = tl.where((i >> (step + 1) == j >> (step + 1)) & (i >> step != j >> step), A, 0.0)
+        D -= tl.dot(tl.dot(D, joined, input_precision=PRECISION), D, input_precision=PRECISION)
+    return D
 
 
 @triton.jit(do_not_specialize_on_alignment=["chunks"])
@@ -190,21 +168,22 @@ def _prepare(
     i, j = tl.arange(0, KB), tl.arange(0, VB)
     source, known = (head // group) * DK + i[None, :], live[:, None] & (i < DK)[None, :]
     K = tl.load(k + token[:, None] * s_k + source, mask=known, other=0.0)
-    Q = tl.load(q + token[:, None] * s_q + source, mask=known, other=0.0)
     d = tl.load(decay + token * s_decay + head, mask=live, other=0.0)
     b = tl.load(beta + token * s_beta + head, mask=live, other=0.0)
     g = tl.cumsum(d, 0)
     total = tl.sum(d, 0)
-    K32, Q32 = K.to(tl.float32), Q.to(tl.float32)
+    K32 = K.to(tl.float32)
     of_k = tl.rsqrt(tl.sum(K32 * K32, 1) + EPS)
-    of_q = tl.rsqrt(tl.sum(Q32 * Q32, 1) + EPS) * scale
     left = tl.exp(tl.minimum(g[:, None] - g[None, :], 0.0)) * of_k[None, :]
+    Q = tl.load(q + token[:, None] * s_q + source, mask=known, other=0.0)
+    Q32 = Q.to(tl.float32)
+    of_q = tl.rsqrt(tl.sum(Q32 * Q32, 1) + EPS) * scale
+    B = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * left * of_q[:, None]
+    B = tl.where(t[:, None] >= t[None, :], B, 0.0)
+    place = (token * heads + head)[:, None]
+    tl.store(inner + place * 64 + t[None, :], B, mask=live[:, None])
     A = tl.dot(K, tl.trans(K), input_precision=PRECISION) * left * (of_k * b)[:, None]
     X = _inverse(tl.where(t[:, None] > t[None, :], A, 0.0), PRECISION)
-    B = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * left * of_q[:, None]
-    place = (token * heads + head)[:, None]
-    B = tl.where(t[:, None] >= t[None, :], B, 0.0)
-    tl.store(inner + place * 64 + t[None, :], B, mask=live[:, None])
     W = tl.dot((X * (b * of_k * tl.exp(g))[None, :]).to(K.dtype), K, input_precision=PRECISION)
     tl.store(w + place * DK + i[None, :], W, mask=known)
     there = live[:, None] & (j < DV)[None, :]
@@ -264,16 +243,19 @@ def _scan(
 
 
 @triton.jit
-def _decay_rates(a, b, a_log, dt_bias, decay, beta, s_a, s_b, heads, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def _decay_rates(
+    a, b, a_log, dt_bias, decay, beta, s_a, s_b, tokens, heads, PDL: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     _begin_early(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, BLOCK)
-    live = h < heads
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    h = tl.arange(0, BLOCK)[None, :]
+    live = (token < tokens) & (h < heads)
     d, rate = _rates(
         tl.load(a + token * s_a + h, mask=live, other=0.0),
         tl.load(b + token * s_b + h, mask=live, other=0.0),
-        tl.load(a_log + h, mask=live, other=0.0),
-        tl.load(dt_bias + h, mask=live, other=0.0),
+        tl.load(a_log + h, mask=h < heads, other=0.0),
+        tl.load(dt_bias + h, mask=h < heads, other=0.0),
     )  # fmt: skip
     tl.store(decay + token * heads + h, d, mask=live)
     tl.store(beta + token * heads + h, rate, mask=live)
@@ -305,8 +287,8 @@ def decay_rates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
     """See ``ops.decay_rates``; a and b ``[T, H]``."""
     tokens, heads = a.shape
     decay, beta = (a.new_empty(tokens, heads, dtype=torch.float32) for _ in range(2))
-    _decay_rates[(tokens,)](
-        a, b, a_log, dt_bias, decay, beta, a.stride(0), b.stride(0), heads,
+    _decay_rates[(triton.cdiv(tokens, 16),)](
+        a, b, a_log, dt_bias, decay, beta, a.stride(0), b.stride(0), tokens, heads, TOKENS=16,
         BLOCK=triton.next_power_of_2(heads), num_warps=1, **_pdl(),
     )  # fmt: skip
     return decay, beta
@@ -336,40 +318,28 @@ def decode(
     writes: Tensor,
     marks: Tensor,
     out: Tensor,
-    norm: GatedNorm | None = None,
     columns: int | None = None,
 ) -> None:
     """Rows of one token: q, k ``[R, Hk, dk]``, v and out ``[R, Hv, dv]``, memory ``[units, Hv, dk, dv]``;
-    ``marks`` int32[R, 3]: in its last column a second unit for each row, or 0. ``norm``: of the output;
-    ``columns``: of S in a program."""
+    ``marks`` int32[R, 3]: in its last column a second unit for each row, or 0. ``columns``: of S in a
+    program."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     rows, heads, dv = v.shape
-    dk, block = k.shape[2], triton.next_power_of_2(dv)
-    if norm is None:
-        block = min(block, columns or decode_columns(rows * heads))
+    dk, padded = k.shape[2], triton.next_power_of_2(k.shape[2])
+    block = min(triton.next_power_of_2(dv), columns or decode_columns(rows * heads))
     decay, beta, gates = rates[0], rates[1], isinstance(rates, Gates)
     a_log, dt_bias = (rates.a_log, rates.dt_bias) if isinstance(rates, Gates) else (decay, decay)
-    gate, weight, eps = (_rows(norm.gate), norm.weight, norm.eps) if norm is not None else (v, v, 0.0)
-    padded = triton.next_power_of_2(dk)
     _decode[rows, heads, triton.cdiv(dv, block)](
-        q, k, v, decay, beta, memory, out, reads, writes, marks, a_log, dt_bias, gate, weight, eps,
-        q.stride(0), k.stride(0), v.stride(0), decay.stride(0), beta.stride(0), gate.stride(0),
-        memory.stride(0), memory.stride(1), heads // k.shape[1], dk**-0.5, DK=dk, KB=padded, DV=dv, VB=block,
-        CHANNELS=decay.dim() == 3, GATES=gates, NORM=norm is not None,
-        SILU=norm is None or norm.silu,         num_warps=max(1, min(8, padded * block // 2048)), **_pdl(),
+        q, k, v, decay, beta, memory, out, reads, writes, marks, a_log, dt_bias, q.stride(0), k.stride(0),
+        v.stride(0), decay.stride(0), beta.stride(0), memory.stride(0), memory.stride(1), heads // k.shape[1],
+        dk**-0.5, DK=dk, KB=padded, DV=dv, VB=block, CHANNELS=decay.dim() == 3, GATES=gates,
+        num_warps=max(1, min(8, padded * block // 2048)), **_pdl(),
     )  # fmt: skip
 
 
-def norm_refuses(memory: Tensor) -> str | None:
-    """Why ``decode`` has no ``norm`` for such states, or None."""
-    if triton.next_power_of_2(memory.shape[2]) * triton.next_power_of_2(memory.shape[3]) > 1 << 14:
-        return "the state of a head does not fit the registers of a block"
-    return None
-
-
 def decode_columns(states: int) -> int:
-    """Of S in a program: few where there are few ``states``, so that all multiprocessors have one."""
-    return 32 if states <= this_device().multiprocessors else 64
+    """Of S in a program: few where there are few ``states``, so that all multiprocessors have several."""
+    return 16 if states <= this_device().multiprocessors else 64
 
 
 def by_token(
@@ -396,29 +366,58 @@ def chunks_refuse(memory: Tensor, decay: Tensor) -> str | None:
     return None
 
 
+class Prepared(NamedTuple):
+    """What ``_prepare`` leaves to ``_scan``."""
+
+    u: Tensor
+    w: Tensor
+    inner: Tensor
+    factors: Tensor
+
+
 def by_chunk(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, rows: Rows, out: Tensor
 ) -> None:
     """Rows of several tokens, where nothing refuses it."""
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    tokens, heads, dv = v.shape
-    dk, group = k.shape[2], heads // k.shape[1]
-    u, w = torch.empty_like(v, memory_format=torch.contiguous_format), v.new_empty(tokens, heads, dk)
-    inner, factors = v.new_empty(tokens, heads, CHUNK), beta.new_empty(3, tokens, heads)
-    wide, tall = max(16, triton.next_power_of_2(dv)), max(16, triton.next_power_of_2(dk))
-    precision = "ieee" if v.dtype == torch.float32 else "tf32"
-    _prepare[rows.chunks.shape[0], heads](
-        q, k, v, decay, beta, u, w, inner, factors, rows.chunks, q.stride(0), k.stride(0), v.stride(0),
-        decay.stride(0), beta.stride(0), group, dk**-0.5, tokens, DK=dk, KB=tall, DV=dv, VB=wide,
-        PRECISION=precision, num_warps=4, **_pdl(),
+    q, k = _rows(q), _rows(k)
+    scan(q, k, prepare(q, k, _rows(v), decay, beta, rows.chunks), memory, rows, out)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
+    """Of all chunks at the same time."""
+    (tokens, heads, dv), dk = v.shape, k.shape[2]
+    made = Prepared(
+        v.new_empty(v.shape),
+        v.new_empty(tokens, heads, dk),
+        v.new_empty(tokens, heads, CHUNK),
+        beta.new_empty(3, tokens, heads),
+    )
+    _prepare[chunks.shape[0], heads](
+        q, k, v, decay, beta, *made, chunks, q.stride(0), k.stride(0), v.stride(0), decay.stride(0),
+        beta.stride(0), heads // k.shape[1], dk**-0.5, tokens, DK=dk, KB=_side(dk), DV=dv, VB=_side(dv),
+        PRECISION=_precision(v), num_warps=4, **_pdl(),
     )  # fmt: skip
-    count = rows.first.shape[0] - 1
-    block = min(wide, scan_columns(count * heads))
+    return made
+
+
+def scan(q: Tensor, k: Tensor, made: Prepared, memory: Tensor, rows: Rows, out: Tensor) -> None:
+    """One chunk after another."""
+    count, (tokens, heads, dv), dk = rows.first.shape[0] - 1, made.u.shape, k.shape[2]
+    block = min(_side(dv), scan_columns(count * heads))
     _scan[count, heads, triton.cdiv(dv, block)](
-        q, k, u, w, inner, factors, memory, out, rows.reads, rows.first, rows.segments, q.stride(0),
-        k.stride(0), memory.stride(0), memory.stride(1), group, tokens, DK=dk, KB=tall, DV=dv, VB=block,
-        PRECISION=precision, STAGES=1 if v.dtype == torch.float32 else 2, num_warps=4, **_pdl(),
+        q, k, *made, memory, out, rows.reads, rows.first, rows.segments, q.stride(0), k.stride(0),
+        memory.stride(0), memory.stride(1), heads // k.shape[1], tokens, DK=dk, KB=_side(dk), DV=dv, VB=block,
+        PRECISION=_precision(out), STAGES=1 if out.dtype == torch.float32 else 2, num_warps=4, **_pdl(),
     )  # fmt: skip
+
+
+def _side(width: int) -> int:
+    """Of a tile that is multiplied."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def scan_columns(states: int) -> int:
