@@ -1,4 +1,4 @@
-"""Command R (HF ``CohereForCausalLM``), Command A (arXiv 2504.00698) and Phi-2:
+"""Command R (HF ``CohereForCausalLM``), Command A (arXiv 2504.00698), GPT-J and Phi-2:
 attention and MLP read the same norm, side by side."""
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ class Block:
 class Cohere(Decoder):
     def block(self, build: Build, name: str, index: int) -> Block:
         return Block(self, build, name, index)
+
+
+class GptJ(Cohere):
+    """GPT-J, too."""
+
+    plain_names = ("fc_in", "fc_out")
 
 
 class Phi(Cohere):

@@ -1,11 +1,15 @@
-"""The attention of GPT-2, whose scores have scales of their own. Loads no torch."""
+"""What keys of GPT-2 and GPT-J say: the former's scores have scales of their own, and the latter rotates so
+many dims of a head and has biases in MLPs alone. Loads no torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
-from sgla.layers.spec import AttentionSpec
+from sgla.layers.spec import AttentionSpec, RopeSpec
 from sgla.model.limits import HEADS, WIDTH
+from sgla.model.spec import ModelSpec
 
 
 def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
@@ -24,3 +28,20 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     return tuple(
         AttentionSpec(heads, heads, dim, scale / (i + 1) if deep else scale, None) for i in range(layers)
     )
+
+
+def gptj(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    """See ``Family.attention``."""
+    heads, hidden = c.integer("num_attention_heads", HEADS), c.integer("hidden_size", WIDTH)
+    if hidden % heads:
+        raise c.error("n_embd", f"a multiple of the {heads} heads (n_head)")
+    rotated = c.integer("rotary_dim", hidden // heads)
+    if rotated % 2:
+        raise c.error("rotary_dim", "even")
+    rope = RopeSpec(1e4, rotated)
+    return (AttentionSpec(heads, heads, hidden // heads, (hidden // heads) ** -0.5, rope),) * layers
+
+
+def with_biases(c: Reader, spec: ModelSpec) -> ModelSpec:
+    """See ``Family.completed``."""
+    return replace(spec, mlp_bias=True)

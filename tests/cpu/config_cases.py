@@ -572,6 +572,29 @@ RUN: dict[str, Case] = {
     "gemma-4, saved anew": Case(
         gemma4({"global_head_dim": 64, "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}})
     ),
+    "GPT-J": Case(
+        {
+            "architectures": ["GPTJForCausalLM"],
+            "activation_function": "gelu_new",
+            "attn_pdrop": 0.0,
+            "bos_token_id": 96,
+            "layer_norm_epsilon": 1e-05,
+            "model_type": "gptj",
+            "n_embd": 32,
+            "n_head": 4,
+            "n_inner": None,
+            "n_layer": 3,
+            "n_positions": 128,
+            "rotary": True,
+            "rotary_dim": 4,
+            "scale_attn_weights": True,
+            "summary_type": "cls_index",
+            "tie_word_embeddings": False,
+            "tokenizer_class": "GPT2Tokenizer",
+            "transformers_version": "4.18.0.dev0",
+            "vocab_size": 97,
+        }
+    ),
     "DeepSeek-V3.2": Case(
         deepseek(3, q_lora_rank=24)
         | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
@@ -1052,6 +1075,9 @@ REFUSED: dict[str, Case] = {
         decoder("GlmMoeDsaForCausalLM", "glm_moe_dsa", num_key_value_heads=4)
         | {"indexer_types": ["shared", "full", "shared"]},
         "indexer_types",
+    ),
+    "GPT-J that rotates three dims": Case(
+        {"architectures": ["GPTJForCausalLM"], "n_embd": 32, "n_head": 4, "rotary_dim": 3}, "rotary_dim"
     ),
     "Llama 4 with two experts a token": Case(llama4({"num_experts_per_tok": 2}), "num_experts_per_tok"),
     "Llama 4 with windows": Case(llama4({"layer_types": ["sliding_attention"] * 4}), "layer_types"),

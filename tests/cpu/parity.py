@@ -111,6 +111,11 @@ LAYOUTS: dict[str, Layouts] = {
         heads={"hidden_size": 64, "num_attention_heads": 4},
         other={"scale_attn_by_inverse_layer_idx": True, "n_inner": 80},
     ),
+    "gptj": Layouts(
+        GPT2 | {"rotary_dim": 4},
+        heads={"hidden_size": 64, "num_attention_heads": 4},
+        other={"rotary_dim": 8, "n_inner": 80},
+    ),
     "gpt_neox": Layouts(
         {"num_key_value_heads": ...},
         heads={"hidden_size": 64, "num_attention_heads": 4, "use_parallel_residual": False},

@@ -387,6 +387,10 @@ SMALL = {  # of mixtures and of latent attention
 }
 
 
+# What some classes need beside small sizes.
+ONLY = {"Llama4ForCausalLM": {"num_experts_per_tok": 1}, "GPTJForCausalLM": {"rotary_dim": 4}}
+
+
 def small(family: str) -> dict[str, Any]:
     """A configuration of the family's own architecture with small sizes."""
     known = FAMILIES[family]
@@ -395,8 +399,7 @@ def small(family: str) -> dict[str, Any]:
     sizes |= {key: (TINY | SMALL)[ours] for key, ours in known.names.items() if ours in TINY}
     if family == "Olmo3ForCausalLM":  # so many layers have all kinds
         sizes["num_hidden_layers"] = 4
-    if family == "Llama4ForCausalLM":
-        sizes["num_experts_per_tok"] = 1
+    sizes |= ONLY.get(family, {})
     if known.attention and "num_key_value_heads" in known.defaults:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     return sizes | {"architectures": [name], "model_type": known.types[0], "pad_token_id": 0}

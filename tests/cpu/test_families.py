@@ -121,6 +121,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_inner": 96, "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}
         | {"tie_word_embeddings": False},
     ),
+    "gptj": (
+        "gptj",
+        GPT2 | {"rotary_dim": 4, "tie_word_embeddings": False, "num_attention_heads": 4},
+    ),
     "neox": ("gpt_neox", {"num_key_value_heads": ...}),
     "neox in sequence": (
         "gpt_neox",

@@ -25,6 +25,7 @@ _GPT2 = {
     "activation_function": "hidden_act",
     "layer_norm_epsilon": "layer_norm_eps",
 }
+_SIZES = {"max_position_embeddings", "hidden_size", "num_attention_heads", "num_hidden_layers"}
 
 FAMILIES = {
     "StableLmForCausalLM": Family(
@@ -160,6 +161,40 @@ FAMILIES = {
         biased=True,
         learned=True,
         crossed=("qkv_proj", "o_proj", "c_fc", "c_proj"),
+        gated=False,
+    ),
+    "GPTJForCausalLM": Family(
+        ("gptj",),
+        {
+            "vocab_size": 50400,
+            "n_positions": 2048,
+            "n_embd": 4096,
+            "n_layer": 28,
+            "n_head": 16,
+            "rotary_dim": 64,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": False,
+        },
+        {"is_encoder_decoder": False, "rotary": True, "scale_attn_weights": True},
+        {ours: theirs for theirs, ours in _GPT2.items() if ours in _SIZES},
+        nulls=("n_inner",),
+        names=_GPT2,
+        model="sgla.model.cohere:GptJ",
+        attention="sgla.model.gpt2_spec:gptj",
+        completed="sgla.model.gpt2_spec:with_biases",
+        renamed=(
+            ("transformer.h.", "model.layers."),
+            ("transformer.wte.", "model.embed_tokens."),
+            ("transformer.ln_f.", "model.norm."),
+            (".ln_1.", ".input_layernorm."),
+            (".attn.out_proj.", ".attn.o_proj."),
+            (".attn.", ".self_attn."),
+        ),
+        norm="layer",
+        interleaved=True,
+        head_bias=True,
         gated=False,
     ),
     "GPTNeoXForCausalLM": Family(
