@@ -102,6 +102,7 @@ class Request:
         "last_step",
         "limit",
         "loop",
+        "loose",
         "mark",
         "marks",
         "min_tokens",
@@ -188,6 +189,7 @@ class Request:
         # Its decode rows may guess: ``planned`` and ``known`` are then the most there may be.
         self.drafting = False
         self.ahead = 0  # tokens that its rows in flight may bring
+        self.loose = 0  # its rows in flight with drafts: without one it is certain how far it has got
         self.verifies = 0  # rows that might guess and brought tokens
         self.misses = 0  # its latest rows with drafts of which none was right
 
@@ -254,6 +256,7 @@ class Request:
         """A row in flight that could bring ``span`` tokens has brought its own:
         correct what the host took for the most."""
         self.ahead -= span
+        self.loose -= span > 1
         self.planned = min(len(self.tokens) - 1 + self.ahead, self.goal)
         self.known = self.planned + 1
 

@@ -13,6 +13,7 @@ class Step:
 
     __slots__ = (
         "_checkpoints",
+        "_drafts",
         "_flags",
         "_new",
         "_page_counts",
@@ -42,7 +43,7 @@ class Step:
         self.samples: list[Request] = []
         self.ends: list[Request] = []
         self.decodes = 0  # rows
-        self.drafts: list[int] = []  # of decode rows; [] where no row may guess
+        self.drafts: list[int] = []  # of decode rows, -1: it never has any; [] where no row may guess
         self.tokens = 0
         self.work = 0
         self.plan_bytes = 0  # of the requests that take their slots in this step
@@ -51,6 +52,7 @@ class Step:
         self._slots: list[int] = []
         self._starts: list[int] = []
         self._q_lens: list[int] = []
+        self._drafts: list[int] = []
         self._flags = bytearray()
         self._page_slots: list[int] = []
         self._page_counts: list[int] = []
@@ -72,7 +74,8 @@ class Step:
 
     def add_verify(self, request: Request, drafts: int, goal: int) -> None:
         """A decode row that may guess so many tokens, with pages for them, before all prefills. It moves
-        ``planned`` and ``known`` to the most that there may be."""
+        ``planned`` and ``known`` to the most that there may be. Where it is certain that it begins at
+        ``planned`` and brings one token, the workers are told of a plain row."""
         start = request.planned
         self.rows.append(request)
         self.samples.append(request)
@@ -83,7 +86,9 @@ class Step:
         self.drafts.append(drafts if request.drafting else -1)
         request.planned = min(start + 1 + drafts, goal)
         request.known = request.planned + 1
+        self._drafts.append(drafts if drafts or request.loose else -1)
         request.ahead += (1 + drafts) if request.drafting else 0
+        request.loose += drafts > 0
         request.last_step = self.number
         self.decodes += 1
         self.tokens += 1 + drafts
@@ -158,6 +163,11 @@ class Step:
         request.told = len(request.pages)
         self.plan_bytes += request.plan_bytes
 
+    def _encoded_drafts(self) -> bytes:
+        if max(self._drafts, default=-1) < 0:
+            return b""
+        return int32(self._drafts + [-1] * (len(self.rows) - self.decodes))
+
     def encode(self) -> StepPlan:
         """The message for the workers."""
         return StepPlan(
@@ -166,7 +176,7 @@ class Step:
             starts=int32(self._starts),
             q_lens=int32(self._q_lens),
             flags=bytes(self._flags),
-            drafts=int32(self.drafts + [-1] * (len(self.rows) - self.decodes)) if self.drafts else b"",
+            drafts=self._encoded_drafts(),
             page_slots=int32(self._page_slots),
             page_counts=int32(self._page_counts),
             page_ids=[int32(ids) for ids in self._page_ids],

@@ -44,8 +44,11 @@ class CudaRunner(GpuSetup):
         if self.steps.drafts is not None:
             if plan.new:
                 self.steps.drafts.admit(plan.new)
-            verify = Verify(self.steps.drafts, plan)
-            plan = verify.plan
+            if plan.drafts:
+                verify = Verify(self.steps.drafts, plan)
+                plan = verify.plan
+            else:
+                self.steps.drafts.skip(plan)
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
         if self._decodes(plan, rows):

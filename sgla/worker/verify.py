@@ -15,7 +15,7 @@ from sgla.sampling.runs import ragged
 from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables, upload
 from sgla.worker.drafts import FIRST, LONGEST, SHORTEST
-from sgla.worker.state import column
+from sgla.worker.state import Int32s, column
 
 
 class DeviceDrafts:
@@ -25,12 +25,25 @@ class DeviceDrafts:
         self.tokens, self.padding = tables.tokens, len(tables.tokens) - 1
         shape = 3, len(tables.tokens)
         self.computed, self.limits, self.trusts = torch.zeros(shape, dtype=torch.int32, device="cuda")
+        self._behind = np.zeros(len(tables.tokens), bool)  # slots whose ``computed`` is of an earlier step
 
     def admit(self, rows: list[NewRow]) -> None:
         """Requests take slots."""
         slots, limits = upload(np.array([[new.slot, new.limit] for new in rows]).T)
         self.limits.index_copy_(0, slots.long(), limits)
         self.trusts.index_fill_(0, slots.long(), FIRST)
+
+    def skip(self, plan: StepPlan) -> None:
+        """A step in which no row guesses: the host knows how far its rows will get."""
+        self._behind[column(plan.slots)] = True
+
+    def begin(self, slots: Int32s, starts: Int32s) -> None:
+        """Rows of ``slots`` guess. Those that did not in their step before begin at ``starts``."""
+        behind = self._behind[slots]
+        if behind.any():
+            late, computed = upload(np.stack([slots[behind], starts[behind]]))
+            self.computed.index_copy_(0, late.long(), computed)
+        self._behind[slots] = False
 
 
 class Verify:
@@ -55,6 +68,7 @@ class Verify:
         self._counts = torch.ones(2, len(sampled), dtype=torch.int32, pin_memory=True)
         if len(sampled):
             self._columns = upload(np.stack([slots[sampled], most[sampled], self._first]))
+        state.begin(slots[guessing], column(plan.starts)[guessing])
         if self._leading:
             offsets = np.arange(len(self._rows)) - np.repeat(np.cumsum(spans) - spans, spans)
             q_lens = np.where(most < 0, column(plan.q_lens), 1)

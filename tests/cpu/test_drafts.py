@@ -110,14 +110,15 @@ def test_padding_for_guesses_that_are_wrong_becomes_rare(runner: CpuRunner, wron
     rows: list[int] = []
 
     def plan(now: float, wanted: Callable[[float], StepPlan | None] = core.plan) -> StepPlan | None:
-        if (made := wanted(now)) is not None and made.drafts:
-            rows.extend(np.frombuffer(made.drafts, np.int32))
+        if (made := wanted(now)) is not None:
+            rows.extend(np.frombuffer(made.drafts, np.int32) if made.drafts else [-1])
         return made
 
     core.plan = plan  # type: ignore[method-assign]
     few = {} if wrong else {"allowed": [9]}
     run(runner, [submit("one", [5, 6, 7], 150, temperature=50.0, seed=1, **few)], core)
     assert (sum(most > 0 for most in rows) < 0.25 * len(rows)) == wrong
+    assert (rows.count(-1) > 0.7 * len(rows)) == wrong  # as plain rows
     assert len(rows) > (120 if wrong else 10)
 
 
