@@ -17,11 +17,9 @@ SECRETS = ("api_key", "admin_api_key")  # settings that are never shown
 TOOL_TOKEN = "SGLA_TOOL_TOKEN_"
 
 
-class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Everything ``sgla serve`` and ``Engine`` can be told.
-    The annotation's description is the flag's help text."""
+class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which model, and how its weights, tokenizer and templates are read."""
 
-    # model
     model: Annotated[
         str,
         Doc(
@@ -153,7 +151,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         bool, Doc(description="a request's results are the same bits in any batch; slower on a GPU")
     ] = False
 
-    # device
+
+class EngineSettings(ModelSettings, kw_only=True):
+    """What computes, and how much of it at a time: devices, memory, scheduling and cache."""
+
     device: Annotated[
         str, Doc(description="where the model runs: auto, cpu, cuda, or a kind that a package registers")
     ] = "auto"
@@ -196,7 +197,6 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = 0.0
 
-    # scheduling and cache
     max_running_requests: Annotated[int | None, Doc(description="rows in one step, at most")] = None
     max_queued_requests: Annotated[int, Doc(description="requests waiting before new ones get 429")] = 1024
     step_tokens: Annotated[int | None, Doc(description="token budget of one step (chunked prefill size)")] = (
@@ -242,7 +242,11 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = "lru"
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None
 
-    # server
+
+class Config(EngineSettings, kw_only=True):
+    """Everything ``sgla serve`` and ``Engine`` can be told.
+    The annotation's description is the flag's help text."""
+
     host: Annotated[str, Doc(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Doc(description="port to listen on; 0 picks one")] = 30000
     api_key: Annotated[
