@@ -28,11 +28,13 @@ BOTH = tl.constexpr(0x81C081C0 - (1 << 32))
 
 
 class Tile(NamedTuple):
-    """How a product is cut: ``n`` outputs (of gate and of up each) of a program."""
+    """How a product is cut: ``n`` outputs (of gate and of up each) of a program, and ``splits`` of k where
+    each pair is a block."""
 
     n: int
     warps: int
     stages: int
+    splits: int = 1
 
 
 class Tiles(NamedTuple):
@@ -44,15 +46,21 @@ class Tiles(NamedTuple):
 
 
 def choose(pairs: int, experts: int, itemsize: int, hopper: bool) -> Tiles:
-    """For so many pairs. Without the shared memory of ``hopper``, and for float32, cuts are small."""
+    """For so many pairs, as measured with gpt-oss-120b on an H200. Without the shared memory of ``hopper``, and
+    for float32, cuts are small."""
     mean = pairs / experts
     if pairs <= FEW:
-        return Tiles(None, Tile(64, 4, 4), Tile(64, 4, 4))
+        splits = 4 if pairs <= 8 else 2
+        return Tiles(None, Tile(32, 2, 4, splits), Tile(32, 2, 4, splits))
     if mean <= 16:
-        return Tiles(16, Tile(64, 4, 3), Tile(64, 4, 4))
-    if mean <= 96 or not hopper or itemsize == 4:
+        return Tiles(16, Tile(64, 4, 3), Tile(64, 4, 3))
+    if not hopper or itemsize == 4:
         return Tiles(32 if itemsize == 4 else 64, Tile(64, 4, 2), Tile(64, 4, 2))
-    return Tiles(128, Tile(128, 8, 3), Tile(128, 4, 3))
+    if mean <= 48:
+        return Tiles(32, Tile(64, 4, 3), Tile(128, 4, 3))
+    if mean <= 96:
+        return Tiles(64, Tile(64, 4, 3), Tile(128, 8, 3))
+    return Tiles(128, Tile(128, 8, 3), Tile(128, 8, 3))
 
 
 @triton.jit
@@ -88,27 +96,65 @@ def _numbers(words, exponents, G: tl.constexpr, N: tl.constexpr, BF16: tl.conste
 
 
 @triton.jit
-def _words(w, exponents, row, inside, at, blocks):
-    """Block ``at`` of some rows."""
-    words = tl.load(w + row[:, None] * (blocks * 16) + (at * 16 + tl.arange(0, 16))[None, :], inside[:, None])
-    return words, tl.load(exponents + row * blocks + at, inside)
+def _block(words, exponents, N: tl.constexpr, BF16: tl.constexpr):
+    """``[N, 128]``: all groups of a block."""
+    even = tl.join(_numbers(words, exponents, 0, N, BF16), _numbers(words, exponents, 2, N, BF16))
+    odd = tl.join(_numbers(words, exponents, 1, N, BF16), _numbers(words, exponents, 3, N, BF16))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), [N, 128])
+
+
+@triton.jit
+def _gate(gate, up, alpha, limit, KIND: tl.constexpr):
+    """See ``ops.gated``."""
+    if KIND == 2:
+        gate = tl.minimum(gate, limit)
+        return gate * tl.sigmoid(gate * alpha) * (tl.minimum(tl.maximum(up, -limit), limit) + 1)
+    return _activate(gate, KIND == 1) * up
+
+
+@triton.jit
+def _join(
+    part, bias, ids, out, pairs, n, alpha, limit, GATED: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK outputs of a pair, of the sums ``[SPLITS, pairs, n or 2 n]``."""
+    _begin(PDL)
+    pair, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = 2 * n if GATED else n
+    acc = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = part + (split * pairs + pair) * width + i
+        acc += tl.load(at, mask=i < n, other=0.0)
+        if GATED:
+            up += tl.load(at + n, mask=i < n, other=0.0)
+    if BIAS:
+        own = bias + tl.load(ids + pair) * width + i
+        acc += tl.load(own, mask=i < n, other=0.0)
+        if GATED:
+            up += tl.load(own + n, mask=i < n, other=0.0)
+    if GATED:
+        acc = _gate(acc, up, alpha, limit, KIND)
+    tl.store(out + pair * n + i, acc, mask=i < n)
 
 
 @triton.jit
 def _experts(
     x, w, exponents, bias, ids, order, table, out, n, k, blocks, top_k, alpha, limit,
-    GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, BF16: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, SPLITS: tl.constexpr,
+    BF16: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BN outputs of the pairs of one block.
 
     GATED: x is by token, w has gate rows and up rows of each expert, out is in the pairs' order. Otherwise x
-    is in that order and out by pair. Not SORTED: a block is a pair.
+    is in that order and out by pair. Not SORTED: a block is a pair. SPLITS: of k, whose sums are ``_join``ed.
     """
     _begin(PDL)
     tiles = tl.cdiv(n, BN)
     block = tl.program_id(0) // tiles
     first = tl.program_id(0) % tiles * BN
+    share = tl.cdiv(blocks, SPLITS)
+    begin = tl.program_id(1) * share
     m = tl.arange(0, BM)
     if SORTED:
         expert = tl.load(table + block * 3)
@@ -122,42 +168,37 @@ def _experts(
         place = block + m * 0
         live = m < 1
         pair = place
-    c = tl.arange(0, 32)
+    c = tl.arange(0, 128)
     source = x + (pair // top_k if GATED else place).to(tl.int64)[:, None] * k + c[None, :]
-    column = first + tl.arange(0, BN)
+    rows: tl.constexpr = 2 * BN if GATED else BN  # of gate, then of up
+    r = tl.arange(0, rows)
+    column = first + r % BN
     inside = column < n
-    top = expert.to(tl.int64) * (2 * n if GATED else n)
-    acc = tl.zeros([BN, BM], tl.float32)
-    up = tl.zeros([BN, BM], tl.float32)
-    for at in range(0, blocks):
-        words, scales = _words(w, exponents, top + column, inside, at, blocks)
-        if GATED:
-            up_words, up_scales = _words(w, exponents, top + n + column, inside, at, blocks)
-        for i in tl.static_range(4):
-            depth = at * 128 + i * 32
-            here = live[:, None] & (depth + c < k)[None, :]
-            a = tl.trans(tl.load(source + depth, mask=here, other=0.0))
-            acc = tl.dot(_numbers(words, scales, i, BN, BF16), a, acc, input_precision="ieee")
-            if GATED:
-                up = tl.dot(_numbers(up_words, up_scales, i, BN, BF16), a, up, input_precision="ieee")
+    row = expert.to(tl.int64) * (2 * n if GATED else n) + r // BN * n + column
+    w += row[:, None] * (blocks * 16) + tl.arange(0, 16)[None, :]
+    exponents += row * blocks
+    acc = tl.zeros([rows, BM], tl.float32)
+    for at in range(begin, tl.minimum(begin + share, blocks)):
+        here = live[:, None] & (at * 128 + c < k)[None, :]
+        a = tl.load(source + at * 128, mask=here, other=0.0)
+        numbers = _block(tl.load(w + at * 16, inside[:, None]), tl.load(exponents + at, inside), rows, BF16)
+        acc = tl.dot(numbers, tl.trans(a), acc, input_precision="ieee")
     acc *= LIFT
-    at_bias = bias + top + column
+    if SPLITS > 1:
+        part = (tl.program_id(1) * (tl.num_programs(0) // tiles) + place) * (2 * n if GATED else n)
+        to = out + part[None, :] + (r // BN * n + column)[:, None]
+        tl.store(to, acc, mask=inside[:, None] & live[None, :])
+        return
     if BIAS:
-        acc += tl.load(at_bias, mask=inside, other=0.0)[:, None]
+        acc += tl.load(bias + row, mask=inside, other=0.0)[:, None]
     target = pair
     if GATED:
-        up *= LIFT
-        if BIAS:
-            up += tl.load(at_bias + n, mask=inside, other=0.0)[:, None]
-        if KIND == 2:
-            acc = tl.minimum(acc, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + 1
-            acc = acc * tl.sigmoid(acc * alpha) * up
-        else:
-            acc = _activate(acc, KIND == 1) * up
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BN, BM]), (1, 2, 0)))
+        acc = _gate(gate, up, alpha, limit, KIND)
         target = place
+    column = first + tl.arange(0, BN)
     to = out + target.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(to, tl.trans(acc), mask=live[:, None] & inside[None, :])
+    tl.store(to, tl.trans(acc), mask=live[:, None] & (column < n)[None, :])
 
 
 def product(
@@ -178,16 +219,25 @@ def product(
     a multiple of 32. Without ``groups`` the order is that of the pairs, and each is read for itself.
     """
     words, exponents = w
-    (pairs, k), top_k = (ids.numel(), x.shape[1]), ids.shape[1]
+    (pairs, k), top_k, gated = (ids.numel(), x.shape[1]), ids.shape[1], activation is not None
     out = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
     order, table, rows = (ids, ids, 16) if groups is None else (groups.order, groups.blocks, groups.rows)
     count = pairs if groups is None else table.shape[0]
+    splits = tile.splits if groups is None else 1
+    part = out
+    if splits > 1:
+        part = torch.empty(splits, pairs, n * (1 + gated), dtype=torch.float32, device=x.device)
     alpha, limit = (activation.alpha, activation.limit) if isinstance(activation, Clamped) else (0.0, 0.0)
     kind = CLAMPED if isinstance(activation, Clamped) else GELU if activation == "gelu_tanh" else SILU
-    _experts[(count * triton.cdiv(n, tile.n),)](
-        x, words, exponents.view(torch.int32), bias if bias is not None else x, ids, order, table, out, n, k,
-        words.shape[1] // 16, top_k, alpha, limit, GATED=activation is not None, KIND=kind,
-        BIAS=bias is not None, SORTED=groups is not None, BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n,
-        num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
+    added = bias if bias is not None else x
+    same = {"GATED": gated, "KIND": kind, "BIAS": bias is not None, "SPLITS": splits}
+    _experts[(count * triton.cdiv(n, tile.n), splits)](
+        x, words, exponents.view(torch.int32), added, ids, order, table, part, n, k, words.shape[1] // 16,
+        top_k, alpha, limit, SORTED=groups is not None, BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n,
+        num_warps=tile.warps, num_stages=tile.stages, **same, **_pdl(),
     )  # fmt: skip
+    if splits > 1:
+        _join[(pairs, triton.cdiv(n, 512))](
+            part, added, ids, out, pairs, n, alpha, limit, BLOCK=512, num_warps=4, **same, **_pdl()
+        )
     return out
