@@ -46,8 +46,8 @@ class Tiles(NamedTuple):
 
 
 def choose(pairs: int, experts: int, itemsize: int, hopper: bool) -> Tiles:
-    """For so many pairs, as measured with gpt-oss-120b on an H200. Without the shared memory of ``hopper``, and
-    for float32, cuts are small."""
+    """For so many pairs, as measured with gpt-oss-120b on an H200. Without the shared memory of ``hopper``,
+    and for float32, cuts are small."""
     mean = pairs / experts
     if pairs <= FEW:
         splits = 4 if pairs <= 8 else 2

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, _merge, padded
+from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, padded
 from sgla.kernels.triton.elementwise import _begin, _pdl, _saturate
 
 MOST_HEADS = 64  # of a decode row that one program serves
@@ -49,12 +49,15 @@ def _decode(
     q, k, page_table, slots, kv_len, out, part, part_ml,
     s_page, s_token, table_stride, page_size, heads, splits, scale, k_scale,
     C: tl.constexpr, CB: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: M heads of a row, and a share of its history."""
+    """One program: M heads of a row, and a share of its history. Before it waits it reads what the step began
+    with."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * M + tl.arange(0, M)
     length = tl.load(kv_len + row)
     pages = page_table + tl.load(slots + row).to(tl.int64) * table_stride
+    _begin(PDL)
     share = tl.cdiv(tl.cdiv(length, splits), N) * N
     begin = split * share
     end = tl.minimum(begin + share, length)
@@ -80,6 +83,25 @@ def _decode(
         tl.store(part + slice_[:, None] * C + c[None, :], acc, mask=used)
         tl.store(part_ml + slice_ * 2, top, mask=head < heads)
         tl.store(part_ml + slice_ * 2 + 1, total, mask=head < heads)
+
+
+@triton.jit
+def _merge(
+    part, part_ml, out, splits, k_scale, C: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BC values of the content that a head of a row has seen, of all shares of its history."""
+    _begin(PDL)
+    head = tl.program_id(0).to(tl.int64)
+    c, split = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, SPLITS)
+    there, at = split < splits, head * splits + split
+    top = tl.load(part_ml + at * 2, mask=there, other=NEG)
+    weight = tl.exp2(top - tl.max(top))
+    total = tl.sum(weight * tl.load(part_ml + at * 2 + 1, mask=there, other=0.0))
+    inside = there[:, None] & (c < C)[None, :]
+    x = tl.load(part + at[:, None] * C + c[None, :], mask=inside, other=0.0)
+    y = tl.sum(x * weight[:, None], 0) / tl.maximum(total, 1e-30) * k_scale
+    tl.store(out + head * C + c, y, mask=c < C)
 
 
 @triton.jit
@@ -354,12 +376,12 @@ def decode(
         q, k, page_table, slots, kv_len, out, part, part_ml,
         k.stride(0), k.stride(1), page_table.stride(0), page_size, heads, splits, scale * k_scale * LOG2E,
         k_scale, C=content, CB=padded(content), R=dim - content, RB=padded(dim - content), M=cut.m, N=cut.n,
-        num_warps=8 if cut.m == MOST_HEADS else 4, num_stages=cut.stages,
+        num_warps=8 if cut.m > 16 else 4, num_stages=_ahead(cut), **_pdl(),
     )  # fmt: skip
     if splits > 1:
-        _merge[(rows * heads,)](
-            part, part_ml, out, q, splits, heads, k_scale, HD=content, HB=padded(content), SINKS=False,
-            num_warps=1,
+        _merge[(rows * heads, triton.cdiv(content, 128))](
+            part, part_ml, out, splits, k_scale, C=content, BC=128, SPLITS=triton.next_power_of_2(splits),
+            num_warps=4, **_pdl(),
         )  # fmt: skip
     return out
 
@@ -383,8 +405,14 @@ def extend(
     _extend[(tiles.shape[0], heads)](
         q, k, page_table, tiles, out, k.stride(0), k.stride(1), page_table.stride(0), page_size, heads,
         scale * k_scale * LOG2E, k_scale, C=content, CB=padded(content), R=dim - content,
-        RB=padded(dim - content), M=cut.m, N=cut.n, num_warps=8 if cut.m == 64 else 4, num_stages=cut.stages,
+        RB=padded(dim - content), M=cut.m, N=cut.n, num_warps=8 if cut.m == 64 else 4, num_stages=_ahead(cut),
     )  # fmt: skip
+
+
+def _ahead(cut: Cut) -> int:
+    """Numbers of pages are read a block before the latents there: a stage more, that takes no memory to speak
+    of."""
+    return cut.stages + 1 if cut.stages > 1 else 1
 
 
 def decode_cut(dim: int, content: int, heads: int, size: int, shared: int) -> Cut:
