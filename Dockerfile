@@ -4,6 +4,8 @@
 ARG PYTHON=3.12.12
 
 FROM python:${PYTHON}-slim-bookworm AS build
+# Debian keeps no old versions, so none is pinned.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/sgla
 ENV PATH=/opt/sgla/bin:$PATH PIP_NO_CACHE_DIR=1
@@ -26,6 +28,7 @@ RUN case "$(uname -m)" in \
 FROM python:${PYTHON}-slim-bookworm
 # Triton compiles its launchers when a GPU is used; the CPU image needs nothing.
 ARG RUNTIME_PACKAGES=
+# hadolint ignore=DL3008
 RUN if [ -n "$RUNTIME_PACKAGES" ]; then \
         apt-get update && apt-get install -y --no-install-recommends $RUNTIME_PACKAGES && rm -rf /var/lib/apt/lists/*; \
     fi
