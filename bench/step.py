@@ -42,6 +42,12 @@ def ints(values: Any) -> bytes:
     return np.asarray(values, np.int32).tobytes()
 
 
+def pages_of(runner: CudaRunner, first: int, count: int) -> list[bytes]:
+    """So many pages of each cache group. Groups of windows have fewer, which rows then share."""
+    places = first + np.arange(count)
+    return [ints(1 + places % (group.pages - 1)) for group in runner.facts.groups]
+
+
 def admit(runner: CudaRunner, rows: int, context: int, sampling: RowSampling) -> None:
     """Rows whose history nobody computed: the pages hold zeros, which takes as long."""
     per_row = -(-(context + 600) // runner.steps.tables.page_size)
@@ -50,7 +56,7 @@ def admit(runner: CudaRunner, rows: int, context: int, sampling: RowSampling) ->
             slot=slot,
             tokens=ints(np.full(context + 1, slot + 5)),
             prompt_len=context,
-            pages=[ints(1 + slot * per_row + np.arange(per_row))],
+            pages=pages_of(runner, slot * per_row, per_row),
             sampling=msgspec.structs.replace(sampling, seed=slot),
         )
         for slot in range(rows)
@@ -126,7 +132,7 @@ def profile_prompt(
         slot=rows,
         tokens=ints(np.arange(tokens)),
         prompt_len=tokens,
-        pages=[ints(1 + rows * 120 + np.arange(-(-tokens // 16)))],
+        pages=pages_of(runner, rows * 120, -(-tokens // 16)),
         sampling=RowSampling(),
     )
     step = StepPlan(
