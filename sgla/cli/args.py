@@ -48,6 +48,7 @@ ARGUMENTS = {
     "list": "[options]",
     "rm": "MODEL ... [options]",
     "completion": "SHELL",
+    "debug": "{dump,compare} [MODEL] [options]",
     "launch": "AGENT [options] [-- ARGUMENTS OF THE AGENT]",
 }
 AGENTS = ("claude", "codex", "opencode", "qwen", "pi")  # that launch.py knows
@@ -589,6 +590,18 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
 
 
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("action", choices=("dump", "compare"), help="write the states to a file, or compare them")
+    add("--with", dest="other", metavar="FILE", help="compare with this dump instead of transformers")
+    add("--out", default="states.npz", metavar="FILE", help="where dump writes")
+    add("--reference", action="store_true", help="dump what transformers computes")
+    add("--prompt", metavar="TEXT", help="what the model reads; random tokens if left out")
+    add("--length", type=int, default=32, metavar="N", help="how many random tokens")
+    add("--tolerance", type=float, metavar="X", help="relative error of a layer; 0.001, in bfloat16 0.05")
+    _add_config(parser, GROUPS_OF_MODELS)
+
+
 # What each command is for, and what adds its flags.
 BUILT: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "serve": ("serve a model over the OpenAI API", _add_config),
@@ -604,5 +617,6 @@ BUILT: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "rm": ("delete models from this disk", _add_rm),
     "launch": ("start a coding agent that uses a running server", _add_launch),
     "completion": ("print a script that completes flags in a shell", _add_completion),
+    "debug": ("compare a model's layers with transformers' or another run's", _add_debug),
     "explain": ("show every setting with its reason, and the memory it takes", _add_explain),
 }
