@@ -13,9 +13,11 @@ from torch import Tensor
 def rope_table(theta: float, dim: int, kind: str, scaling: dict[str, Any], positions: int) -> Tensor:
     """float32 ``[positions, dim]``: cosines | sines of each position's angles, times the attention factor.
 
-    ``kind``: default | linear | dynamic | llama3 | yarn | factors | proportional. Up to the trained length
-    dynamic is the default one, and the context ends there. ``factors`` divides each frequency by its own
-    number (GGUF's ``rope_freqs``); ``proportional`` stops all but the first ``share`` of them.
+    ``kind``: default | linear | dynamic | llama3 | yarn | factors | longrope | proportional. Up to the
+    trained length dynamic is the default one, and the context ends there. ``factors`` divides each frequency
+    by its own number (GGUF's ``rope_freqs``); ``longrope`` has two lists of such numbers, of which the long
+    one is for more ``positions`` than were trained. ``proportional`` stops all but the first ``share`` of
+    them.
     """
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
     magnitude = 1.0
@@ -23,6 +25,10 @@ def rope_table(theta: float, dim: int, kind: str, scaling: dict[str, Any], posit
         frequencies /= scaling["factor"]
     elif kind == "factors":
         frequencies /= torch.tensor(scaling["factors"])
+    elif kind == "longrope":
+        long = positions > scaling["original_max_position_embeddings"]
+        frequencies /= torch.tensor(scaling["long" if long else "short"])
+        magnitude = scaling["magnitude"]
     elif kind == "proportional":
         frequencies /= scaling.get("factor", 1.0)
         frequencies[int(scaling["share"] * dim // 2) :] = 0.0

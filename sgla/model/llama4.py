@@ -25,7 +25,7 @@ class Mixture(MoE):
     """Each token has one expert."""
 
     def chosen(self, x: Tensor, routed: Tensor | None) -> Tensor:
-        score = ops.linear(x.float(), self.router).amax(-1, keepdim=True).sigmoid()
+        score = ops.linear(x, self.router).float().amax(-1, keepdim=True).sigmoid()
         return super().chosen((x * score).to(x.dtype), x)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sgla.errors import ConfigError
@@ -9,8 +10,9 @@ from sgla.hub.reader import Reader, shown
 from sgla.layers.spec import Growth, RopeSpec
 from sgla.model.limits import POSITIONS
 
+TRAINED = "original_max_position_embeddings"
 # Kinds of rope scaling: the numbers they cannot do without, and those they may have.
-# ``factors`` comes from GGUF files, and from longrope (arXiv 2402.13753) up to the length of its short ones.
+# ``factors`` comes from GGUF files; longrope (arXiv 2402.13753) has others for contexts beyond its training.
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -28,12 +30,11 @@ _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
     "factors": (("factors",), ()),
-    "longrope": (("short_factor", "long_factor"), ("original_max_position_embeddings",)),
+    "longrope": (("short_factor", "long_factor"), (TRAINED, "factor", "attention_factor")),
     "proportional": ((), ("factor",)),  # the first of all a head's dims turn, as they do where all turn
 }
-_TRAINED = "original_max_position_embeddings"
 ROPE, _SHARE = "rope_parameters", "partial_rotary_factor"
-_ROPE_NOT_NULL = ("rope_theta", "partial_rotary_factor", _TRAINED)
+_ROPE_NOT_NULL = ("rope_theta", "partial_rotary_factor", TRAINED)
 _ROPE_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
@@ -112,25 +113,28 @@ def _rope(
     rotated = _rotated(table, c, head_dim, partial)
     p = Reader(c.architecture, {"rope_theta": theta, **table})
     if kind == "longrope":
-        kind, p, optional = "factors", _short(c, p, positions), ()
-        needed = ("factors",)
+        return RopeSpec(_base(p), rotated, kind, _long(c, p, positions, rotated // 2))
     scaling: dict[str, Any] = {
         key: p.number(key) for key in (*needed, *optional) if key != "factors" and p.given(key)
     }
     if kind == "factors":
-        scaling["factors"] = _factors(p, rotated // 2)
+        scaling["factors"] = _factors(p, "factors", rotated // 2)
     if kind in ("llama3", "yarn"):
-        scaling[_TRAINED] = _trained(c, p, positions)
+        scaling[TRAINED] = _trained(c, p, positions)
     if kind == "llama3" and scaling["low_freq_factor"] > scaling["high_freq_factor"]:
         raise p.error("high_freq_factor", "low_freq_factor or above")
     if kind == "yarn":
         scaling["truncate"] = p.flag("truncate") if p.given("truncate") else True
     if kind == "proportional":
         scaling["share"] = share
+    return RopeSpec(_base(p), rotated, kind, scaling)
+
+
+def _base(p: Reader) -> float:
     base = p.number("rope_theta")
     if base <= 1:
         raise p.error("rope_theta", "above 1")
-    return RopeSpec(base, rotated, kind, scaling)
+    return base
 
 
 def stretched(c: Reader, dim: int) -> Reader:
@@ -151,7 +155,7 @@ def growth(c: Reader) -> tuple[Reader, Growth]:
     """Ministral 3's, and the configuration without what the table of rope says of it."""
     table = c.table("rope_scaling", nulls=True) or c.table(ROPE, nulls=True)
     p = Reader(f"{c.architecture}, {ROPE}", dict(table))
-    growth = Growth(p.number("llama_4_scaling_beta"), p.integer(_TRAINED, POSITIONS))
+    growth = Growth(p.number("llama_4_scaling_beta"), p.integer(TRAINED, POSITIONS))
     table = {k: v for k, v in table.items() if k not in ("llama_4_scaling_beta", "max_position_embeddings")}
     return Reader(c.architecture, {**c.values, "rope_scaling": None, ROPE: table}), growth
 
@@ -171,19 +175,20 @@ def _without_nulls(table: dict[str, Any], c: Reader, positions: int) -> dict[str
 def _trained(c: Reader, p: Reader, positions: int) -> int:
     """Tokens that the model was trained with before it was stretched. What stands beside the scaling's table
     counts for more than what is in it, as in transformers."""
-    found = c if c.given(_TRAINED) else p if p.given(_TRAINED) else Reader("", {_TRAINED: positions})
-    return found.integer(_TRAINED, POSITIONS)
+    found = c if c.given(TRAINED) else p if p.given(TRAINED) else Reader("", {TRAINED: positions})
+    return found.integer(TRAINED, POSITIONS)
 
 
-def _short(c: Reader, p: Reader, positions: int) -> Reader:
-    """The factors of longrope, which has others for longer sequences than it was trained with."""
-    if (trained := _trained(c, p, positions)) < positions:
-        raise ConfigError(
-            f"config.json: rope scaling 'longrope' changes its factors beyond {trained} tokens, "
-            f"which is not supported; set max_position_embeddings to {trained}",
-            param="model",
-        )
-    return Reader(p.architecture, {**p.values, "factors": p.values["short_factor"]})
+def _long(c: Reader, p: Reader, positions: int, count: int) -> dict[str, Any]:
+    """Both lists of longrope's factors, the tokens up to which the short ones hold, and by what it multiplies
+    cosines and sines."""
+    trained = _trained(c, p, positions)
+    stretch = p.number("factor") if p.given("factor") else positions / trained
+    magnitude = math.sqrt(1 + math.log(stretch) / math.log(max(trained, 2))) if stretch > 1 else 1.0
+    if p.given("attention_factor"):
+        magnitude = p.number("attention_factor")
+    short, long = (_factors(p, f"{which}_factor", count) for which in ("short", "long"))
+    return {"short": short, "long": long, TRAINED: trained, "magnitude": magnitude}
 
 
 def _rotated(table: dict[str, Any], c: Reader, head_dim: int, partial: bool) -> int:
@@ -209,9 +214,9 @@ def _rotated(table: dict[str, Any], c: Reader, head_dim: int, partial: bool) -> 
     return dims
 
 
-def _factors(p: Reader, count: int) -> list[float]:
+def _factors(p: Reader, key: str, count: int) -> list[float]:
     """By which each frequency is divided."""
-    values = p.values["factors"]
+    values = p.values[key]
     if isinstance(values, list) and len(values) == count:
-        return [Reader(p.architecture, {"factors": value}).number("factors") for value in values]
-    raise p.error("factors", f"a list of {count} numbers")
+        return [Reader(p.architecture, {key: value}).number(key) for value in values]
+    raise p.error(key, f"a list of {count} numbers")

@@ -14,7 +14,7 @@ from sgla.model.config_keys import check_keys
 from sgla.model.family import Family
 from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, VOCAB, WIDTH
 from sgla.model.registry import architecture_of, check_architecture, family_of
-from sgla.model.ropes import ROPE, growth, ropes, stretched
+from sgla.model.ropes import ROPE, TRAINED, growth, ropes, stretched
 from sgla.quant.method import Method
 from sgla.quant.methods import method_of, unsupported
 
@@ -122,8 +122,23 @@ class ModelSpec:
         return replace(
             spec,
             method=method,
-            notes=noted(architecture, config, unknown) + (method.notes if method is not None else ()),
+            notes=noted(architecture, config, unknown)
+            + _of_length(spec)
+            + (method.notes if method is not None else ()),
         )
+
+
+def _of_length(spec: ModelSpec) -> tuple[str, ...]:
+    """What to say of a context whose length changes how all positions rotate."""
+    for rope in (layer.rope for layer in spec.attention):
+        if rope is not None and rope.kind == "longrope" and rope.scaling[TRAINED] < spec.context_len:
+            trained = rope.scaling[TRAINED]
+            return (
+                f"longrope: in a context of more than {trained} tokens all sequences have its long factors, "
+                "in transformers the longer ones alone; --context-length "
+                f"{trained} gives all the short ones",
+            )
+    return ()
 
 
 def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> tuple[str, ...]:
@@ -233,7 +248,7 @@ def _attention(
         said, grown = growth(c) if family.growing else (c, None)
         said = stretched(c, head_dim) if family.alpha else said
         rope, local = ropes(said, head_dim, positions, _partial(family), family.local_theta)
-        if family.longrope and rope.kind not in ("default", "factors"):
+        if family.longrope and rope.kind not in ("default", "factors", "longrope"):
             raise ConfigError(
                 f"config.json: rope scaling {rope.kind!r} is not supported for {c.architecture}; longrope is",
                 param="model",

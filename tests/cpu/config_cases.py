@@ -926,6 +926,23 @@ HONOURED: dict[str, Case] = {
             original_max_position_embeddings=128,
         )
     ),
+    "llama longrope beyond its training": Case(
+        llama(rope_scaling=LONGROPE | {"original_max_position_embeddings": 32})
+    ),
+    "llama longrope beyond its training, said outside": Case(
+        llama(
+            rope_scaling=LONGROPE | {"original_max_position_embeddings": 128, "factor": 3.0},
+            original_max_position_embeddings=32,
+        )
+    ),
+    "Phi-4-mini": Case(
+        decoder("Phi3ForCausalLM", "phi3", pad_token_id=0, partial_rotary_factor=0.75, hidden_size=64)
+        | {
+            "rope_scaling": LONGROPE
+            | {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.2, 2.0, 3.0, 9.0, 30.0]}
+        }
+        | {"original_max_position_embeddings": 32, "num_attention_heads": 4, "tie_word_embeddings": True}
+    ),
     "phi3 longrope within its training": Case(
         decoder("Phi3ForCausalLM", "phi3", pad_token_id=0, rope_scaling=LONGROPE)
     ),
@@ -1097,15 +1114,8 @@ REFUSED: dict[str, Case] = {
         llama(rope_scaling={"rope_type": "proportional", "partial_rotary_factor": 2}), "partial_rotary_factor"
     ),
     "a size outside text_config": Case(gemma3_vision({}, num_attention_heads=4), "num_attention_heads"),
-    "longrope beyond its training": Case(
-        llama(rope_scaling=LONGROPE | {"original_max_position_embeddings": 64}), "longrope"
-    ),
-    "longrope beyond its training, said outside": Case(
-        llama(
-            rope_scaling=LONGROPE | {"original_max_position_embeddings": 128},
-            original_max_position_embeddings=64,
-        ),
-        "longrope",
+    "longrope with too few factors": Case(
+        llama(rope_scaling=LONGROPE | {"long_factor": [2.0] * 3}), "long_factor"
     ),
     "mrope": Case(qwen2(rope_scaling={"type": "default", "mrope_section": [1, 1, 2]}), "mrope_section"),
     "yarn without a factor": Case(llama(rope_scaling={"type": "yarn"}), "factor"),
@@ -1418,9 +1428,6 @@ REFUSED: dict[str, Case] = {
             ("gemma3 with a tower", gemma3_vision({}, tie_word_embeddings=None)),
         )
     },
-    "Phi3 longrope": Case(
-        decoder("Phi3ForCausalLM", "phi3", rope_scaling=LONGROPE, max_position_embeddings=4097), "longrope"
-    ),
     **{
         name: Case(other(name, model_type, **changes), name)
         for name, model_type, changes in (

@@ -105,6 +105,18 @@ def test_what_runs_equals_transformers(name: str, tmp_path: Path, machine: Machi
     assert stacked or abs(weight_bytes(model.spec, "float32", None, 1) / 4 / counted - 1) < 0.02
 
 
+@torch.no_grad()
+def test_longrope_has_the_factors_of_its_context(tmp_path: Path) -> None:
+    """Short ones for all where no sequence can be longer than was trained; else a note says what all have."""
+    hf = save_as_hf(tmp_path, EQUAL["llama longrope beyond its training"])
+    source = open_source(tmp_path)
+    expected = hf(torch.tensor([PROMPT[:20]])).logits[0].log_softmax(-1)
+    for context, close in ((32, True), (33, False)):
+        found = Eager(load_model(source, context_len=context)).prompt_logprobs([PROMPT[:20]])
+        assert torch.allclose(found, expected, rtol=0, atol=1e-4) == close
+    assert "--context-length 32" in read_spec(source.config).notes[0]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_run_is_refused_by_name(name: str, machine: Machine) -> None:
     case: Case = REFUSED[name]

@@ -118,10 +118,7 @@ async def test_two_ranks_split_the_heads_of_one_latent(tmp_path: Path) -> None:
         ({"num_key_value_heads": 1}, "num_key_value_heads"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
         ({"kv_lora_rank": 0}, "kv_lora_rank"),
-        (
-            {"rope_scaling": SHORT | {"original_max_position_embeddings": 64}},
-            "set max_position_embeddings to 64",
-        ),
+        ({"rope_scaling": SHORT | {"long_factor": [1.0]}}, "long_factor"),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
