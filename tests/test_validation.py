@@ -102,7 +102,11 @@ def test_every_enumeration_of_a_body_lists_its_values() -> None:
 
 
 def test_the_engine_names_a_wrong_setting() -> None:
-    for settings, text in [({"dtype": "half"}, "dtype must be"), ({"tp": "2"}, "tp: expected int, got str")]:
+    for settings, text in [
+        ({"dtype": "half"}, "dtype must be"),
+        ({"tp": "2"}, "tp: expected int, got str"),
+        ({"dtyp": "float32"}, r"Engine has no setting dtyp; did you mean dtype\?"),
+    ]:
         with pytest.raises(ConfigError, match=text) as raised:
             Engine(**settings)
         assert raised.value.param in settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterable
@@ -193,6 +194,10 @@ class _CallSink:
 
 def settings(fields: dict[str, Any]) -> Config:
     """Raises ConfigError, which names the field."""
+    for name in fields.keys() - {*Config.__struct_fields__}:
+        close = difflib.get_close_matches(name, Config.__struct_fields__, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"Engine has no setting {name}{meant}", param=name)
     try:
         return msgspec.convert(fields, Config)
     except msgspec.ValidationError as error:
