@@ -1,7 +1,9 @@
-// bfloat16 products in AMX tiles: 16 rows of x times 16 output channels times 32 channels of k in an instruction.
+// bfloat16 products in AMX tiles: 16 rows of x times 16 output channels times 32 channels of k in an
+// instruction.
 //
-// A panel's rows of dwords are what a tile of the second factor wants: two tiles side by side. The process must have asked
-// the kernel for the tile registers (sgla/kernels/build.py); they are set up for the length of one linear.
+// A panel's rows of dwords are what a tile of the second factor wants: two tiles side by side. The process
+// must have asked the kernel for the tile registers (sgla/kernels/build.py); they are set up for the length
+// of one linear.
 #pragma once
 
 #include "gemm.h"
@@ -11,7 +13,8 @@
 // The intrinsics do not tell the compiler what memory they read.
 INLINE void memory_is_read(const void* p) { asm volatile("" : : "r"(p) : "memory"); }
 
-// Tiles 0 to 3: sums of two times 16 rows; 4 and 5: x; 6 and 7: weights. ``rows``: of x and of the sums, up to 16.
+// Tiles 0 to 3: sums of two times 16 rows; 4 and 5: x; 6 and 7: weights. ``rows``: of x and of the sums, up
+// to 16.
 struct TileRegisters {
   explicit TileRegisters(int64_t rows) {
     struct alignas(64) {
@@ -42,11 +45,12 @@ INLINE void tile_step(const void* x, int64_t ldx, const uint8_t* w) {
   _tile_dpbf16ps(3, 5, 7);
 }
 
-// tile[rows][32] (+)= x * panel for up to 16 rows, with TWO up to 32. x has rows of k / 2 dwords, ldx apart. ``fresh``: the
-// panel comes from memory. Of 16 rows, those that are not there are read and written too, if there are 16 in the registers.
+// tile[rows][32] (+)= x * panel for up to 16 rows, with TWO up to 32. x has rows of k / 2 dwords, ldx apart.
+// ``fresh``: the panel comes from memory. Of 16 rows, those that are not there are read and written too, if
+// there are 16 in the registers.
 template <bool TWO>
-__attribute__((noinline)) void tile_rows(const float* x_, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile,
-                                         bool first, bool fresh) {
+__attribute__((noinline)) void tile_rows(const float* x_, int64_t ldx, const uint8_t* w, int64_t k,
+                                         int64_t rows, float* tile, bool first, bool fresh) {
   const int32_t* x = (const int32_t*)x_;
   float* second = tile + 16 * PANEL;
   memory_is_read(x);
@@ -82,7 +86,8 @@ __attribute__((noinline)) void tile_rows(const float* x_, int64_t ldx, const uin
   memory_is_read(tile);
 }
 
-inline void tiles_times_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile, bool first) {
+inline void tiles_times_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows,
+                              float* tile, bool first) {
   for (int64_t m = 0; m < rows; m += 32) {
     auto product = rows - m > 16 ? tile_rows<true> : tile_rows<false>;
     product(x + m * ldx, ldx, w, k, rows - m < 32 ? rows - m : 32, tile + m * PANEL, first, m == 0);

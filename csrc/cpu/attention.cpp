@@ -1,14 +1,16 @@
 // Causal attention over KV pages, read in place, with online softmax.
 //
-// A task takes a block of query tokens of one row and the q heads that share one kv head, so that KV is read once for
-// all of them. History is walked in blocks of 64 tokens (K transposed and V widened into scratch, then two small matrix
-// products) inside segments of 256, whose results are merged in order. Blocks and segments lie at absolute positions,
-// and masked tokens contribute exactly nothing, so a token's result depends neither on the other rows, nor on how the
-// prompt was cut into steps, nor on whether segments went to different threads. Segments that the histories of several
-// decoded rows have in common, page for page, are computed for all of these rows together.
+// A task takes a block of query tokens of one row and the q heads that share one kv head, so that KV is read
+// once for all of them. History is walked in blocks of 64 tokens (K transposed and V widened into scratch,
+// then two small matrix products) inside segments of 256, whose results are merged in order. Blocks and
+// segments lie at absolute positions, and masked tokens contribute exactly nothing, so a token's result
+// depends neither on the other rows, nor on how the prompt was cut into steps, nor on whether segments went
+// to different threads. Segments that the histories of several decoded rows have in common, page for page,
+// are computed for all of these rows together.
 //
 // in: 0 q [T, n * k]; out: 0 [T, n * k]; n: q heads, k: head dim; f: 0 scale, 1 softcap; p: 0 sinks [n]
-// a: 0 kv heads, 1 window, 2 KV is bfloat16, 3 page stride, 4 token stride, 5 head stride, 6 k, 7 v, 8 y is bfloat16
+// a: 0 kv heads, 1 window, 2 KV is bfloat16, 3 page stride, 4 token stride, 5 head stride, 6 k, 7 v, 8 y is
+// bfloat16
 
 #include <algorithm>
 #include <cmath>
@@ -31,8 +33,8 @@ struct Shape {
   bool bf16;
 
   explicit Shape(const Instr& i)
-      : heads(i.n), dim(i.k), kv_heads(i.a[0]), group(i.n / i.a[0]), window(i.a[1]), width(round_up(i.k, PANEL)),
-        scale(i.f[0]), softcap(i.f[1]), bf16(i.a[2]) {}
+      : heads(i.n), dim(i.k), kv_heads(i.a[0]), group(i.n / i.a[0]), window(i.a[1]),
+        width(round_up(i.k, PANEL)), scale(i.f[0]), softcap(i.f[1]), bf16(i.a[2]) {}
 
   int64_t max_rows() const { return std::max<int64_t>(group, TASK_ROWS / group * group); }
   int64_t state_size(int64_t rows) const { return rows * width + 2 * round_up(rows, LANES); }
@@ -45,7 +47,8 @@ struct State {
   int64_t rows, panels;
 
   State(float* memory, int64_t rows, int64_t width)
-      : m(memory), l(m + round_up(rows, LANES)), o(l + round_up(rows, LANES)), rows(rows), panels(width / PANEL) {}
+      : m(memory), l(m + round_up(rows, LANES)), o(l + round_up(rows, LANES)), rows(rows),
+        panels(width / PANEL) {}
 
   void clear() {
     std::fill(m, l, -INFINITY);
@@ -91,11 +94,12 @@ struct Task {
   const QueryBlock& q;
   int64_t head;  // kv head
   int64_t rows;
-  const int32_t* members = nullptr;  // of a prefix: as many blocks as ``q`` has tokens, which see all of ``common`` tokens
+  // Of a prefix: as many blocks as ``q`` has tokens, which see all of ``common`` tokens.
+  const int32_t* members = nullptr;
   int64_t common = 0;
   const Task* following = nullptr;
-  // Of the block at hand and the one after it, also that of the following task, whose rows are fetched while this one is
-  // computed: they are too short and too far apart for the hardware to see them coming.
+  // Of the block at hand and the one after it, also that of the following task, whose rows are fetched while
+  // this one is computed: they are too short and too far apart for the hardware to see them coming.
   int64_t offsets[BLOCK], next[BLOCK];
   float *queries, *keys, *values, *scores, *weights, *tops, *state, *segment;
 
@@ -120,14 +124,17 @@ struct Task {
     const float* x = c.at(i.in[0]) + head * s.group * s.dim;
     for (int64_t t = 0; t < q.count; t++) {
       int64_t token = members ? (*c.blocks)[members[t]].first : q.first + t;
-      std::memcpy(queries + t * s.group * s.dim, x + token * s.heads * s.dim, s.group * s.dim * sizeof(float));
+      std::memcpy(queries + t * s.group * s.dim, x + token * s.heads * s.dim,
+                  s.group * s.dim * sizeof(float));
     }
   }
 
-  // Where tokens [at, at + count) of the row begin, in elements. Those behind the window, which are masked, are not the row's any more:
-  // the window's first token stands in for them, since another request's may be no numbers, and 0 times that is none either.
+  // Where tokens [at, at + count) of the row begin, in elements. Those behind the window, which are masked,
+  // are not the row's any more: the window's first token stands in for them, since another request's may be
+  // no numbers, and 0 times that is none either.
   void locate(int64_t at, int64_t count, int64_t* places) const {
-    const int32_t* pages = c.step->page_table + i.a[9] * c.step->table_size + c.step->slots[q.row] * c.step->max_pages;
+    const int32_t* pages =
+        c.step->page_table + i.a[9] * c.step->table_size + c.step->slots[q.row] * c.step->max_pages;
     int64_t size = c.step->page_size, page = at / size, offset = at % size;
     for (int64_t t = 0; t < count; page++, offset = 0) {
       int64_t place = pages[page] * i.a[3] + offset * i.a[4] + head * i.a[5];
@@ -186,12 +193,13 @@ struct Task {
       for (; d + LANES <= s.dim; d += LANES)
         store(values + (d / PANEL * BLOCK + t) * PANEL + d % PANEL, widen(x + d));
       for (int64_t b = 0; b < s.dim; b += PANEL) prefetch(base + next[t] + b);
-      for (; d < s.width; d++) values[(d / PANEL * BLOCK + t) * PANEL + d % PANEL] = d < s.dim ? widen1(x + d) : 0.0f;
+      for (; d < s.width; d++)
+        values[(d / PANEL * BLOCK + t) * PANEL + d % PANEL] = d < s.dim ? widen1(x + d) : 0.0f;
     }
   }
 
-  // scores = queries times K for few rows: 16 tokens at a time are transposed in registers. Sums run over the dims in order,
-  // as in rows_times_panel.
+  // scores = queries times K for few rows: 16 tokens at a time are transposed in registers. Sums run over the
+  // dims in order, as in rows_times_panel.
   template <class E, int MR>
   void score_few(const E* base, int64_t count) {
     for (int64_t t = count; t < round_up(count, LANES); t++) offsets[t] = offsets[0];
@@ -228,7 +236,8 @@ struct Task {
     UNROLL for (int m = 0; m < MR; m++) acc[m] += splat(queries[m * s.dim + d + 2 * j + 1]) * odd;
   }
 
-  // o += weights times V for few rows, P panels of dims at a time. bfloat16 is summed up with even and odd dims apart.
+  // o += weights times V for few rows, P panels of dims at a time. bfloat16 is summed up with even and odd
+  // dims apart.
   template <class E, int MR, int P>
   void add_few(const E* base, int64_t count, State& state, int64_t panel) {
     constexpr int PAIRS = PANEL / (2 * LANES);
@@ -290,12 +299,12 @@ struct Task {
     }
     load_values(base, count);
     for (int64_t p = 0; p < state.panels; p++)
-      rows_times_panel<Kernels<F32, MAX_MR>::pick>(
-          weights, BLOCK, (uint8_t*)(values + p * BLOCK * PANEL), count, rows, state.o + p * rows * PANEL, false);
+      rows_times_panel<Kernels<F32, MAX_MR>::pick>(weights, BLOCK, (uint8_t*)(values + p * BLOCK * PANEL),
+                                                   count, rows, state.o + p * rows * PANEL, false);
   }
 
-  // Scores of row r (a head of the token at ``position``), scaled, capped and masked, to weights. Returns their maximum,
-  // -inf if the row sees nothing.
+  // Scores of row r (a head of the token at ``position``), scaled, capped and masked, to weights. Returns
+  // their maximum, -inf if the row sees nothing.
   INLINE float mask(int64_t r, int64_t position, int64_t at, int64_t count) {
     int low = s.window ? (int)std::max<int64_t>(0, position - s.window + 1 - at) : 0;
     int high = (int)std::min(count, position + 1 - at);
@@ -326,7 +335,8 @@ struct Task {
   // Weights of row r become exp(score - maximum); earlier sums decay.
   INLINE void soften(State& state, int64_t r) {
     float* w = weights + r * BLOCK;
-    vf total{}, m = splat(state.m[r] == -INFINITY ? 0.0f : state.m[r]);  // a row that has seen nothing has no maximum
+    // A row that has seen nothing has no maximum.
+    vf total{}, m = splat(state.m[r] == -INFINITY ? 0.0f : state.m[r]);
     UNROLL for (int t = 0; t < BLOCK; t += LANES) {
       vf e = vexp(load(w + t) - m);
       total += e;
@@ -354,7 +364,8 @@ struct Task {
     score(k, count);
     // In two passes, so that the maxima of many rows are in flight at once.
     for (int64_t t = 0, r = 0; t < q.count; t++)
-      for (int64_t h = 0; h < s.group; h++, r++) tops[r] = mask(r, members ? common : q.position + t, at, count);
+      for (int64_t h = 0; h < s.group; h++, r++)
+        tops[r] = mask(r, members ? common : q.position + t, at, count);
     raise(state);
     for (int64_t r = 0; r < rows; r++) soften(state, r);
     add_weighted(v, count, state);
@@ -413,7 +424,9 @@ struct Task {
   }
 };
 
-bool splits(const Shape& s, int64_t blocks, int threads) { return threads > 1 && blocks * s.kv_heads < 4 * threads; }
+bool splits(const Shape& s, int64_t blocks, int threads) {
+  return threads > 1 && blocks * s.kv_heads < 4 * threads;
+}
 
 int64_t segments(const Step& step) {
   int32_t longest = 1;
@@ -507,7 +520,8 @@ void run_shared(Context& c, const Instr& i, const Shape& s) {
     Place& place = places[at / s.kv_heads];
     Task task(c, i, s, blocks[at / s.kv_heads], head);
     if (place.prefix)
-      task.run(shared.states(*place.prefix, place.before, place.member, head), place.prefix->segments, shared.stride);
+      task.run(shared.states(*place.prefix, place.before, place.member, head), place.prefix->segments,
+               shared.stride);
     else
       task.run();
   });
@@ -529,7 +543,9 @@ std::vector<Prefix> find_prefixes(const Step& step, const std::vector<QueryBlock
     for (Prefix& p : found) {
       const int32_t* other = table(p.blocks[0]);
       int64_t most = std::min(segments, p.segments), same = 0;
-      while (same < most && !std::memcmp(table(b) + same * pages, other + same * pages, pages * sizeof(int32_t))) same++;
+      while (same < most &&
+             !std::memcmp(table(b) + same * pages, other + same * pages, pages * sizeof(int32_t)))
+        same++;
       if (same == 0) continue;
       p.blocks.push_back(b);
       p.segments = same;
@@ -538,11 +554,14 @@ std::vector<Prefix> find_prefixes(const Step& step, const std::vector<QueryBlock
     }
     if (!taken) found.push_back({{b}, segments});
   }
-  found.erase(std::remove_if(found.begin(), found.end(), [](const Prefix& p) { return p.blocks.size() < SHARERS; }), found.end());
+  found.erase(
+      std::remove_if(found.begin(), found.end(), [](const Prefix& p) { return p.blocks.size() < SHARERS; }),
+      found.end());
   return found;
 }
 
-int64_t partials_size(const Instr& i, const Step& step, int64_t blocks, const std::vector<Prefix>& prefixes, int threads) {
+int64_t partials_size(const Instr& i, const Step& step, int64_t blocks, const std::vector<Prefix>& prefixes,
+                      int threads) {
   Shape s(i);
   int64_t states = 0;
   for (const Prefix& p : prefixes) states += p.blocks.size() * p.segments * s.kv_heads;
@@ -559,7 +578,8 @@ void run_attention(Context& c, const Instr& i) {
   int64_t tasks = blocks.size() * s.kv_heads;
   spread(c, 0, tasks, [&](int64_t n) {
     int64_t at = tasks - 1 - n, next = std::max<int64_t>(0, at - 1);
-    Task task(c, i, s, blocks[at / s.kv_heads], at % s.kv_heads), following(c, i, s, blocks[next / s.kv_heads], next % s.kv_heads);
+    Task task(c, i, s, blocks[at / s.kv_heads], at % s.kv_heads),
+        following(c, i, s, blocks[next / s.kv_heads], next % s.kv_heads);
     task.following = &following;
     task.run();
   });

@@ -1,4 +1,5 @@
-// Operations over rows: embedding, norms, rotary embedding with the KV store, activations, gather, largest numbers.
+// Operations over rows: embedding, norms, rotary embedding with the KV store, activations, gather, largest
+// numbers.
 
 #include <cmath>
 
@@ -19,7 +20,10 @@ void unpack_row(const uint8_t* w, int64_t width, int64_t n, float* out) {
     if (grouped(K) && k % GROUP == 0) {
       const uint16_t* head = (const uint16_t*)(dword - n % PANEL * 4) + n % PANEL;
       scale = from_f16(head[0]);
-      low = !symmetric(K) ? from_f16(head[PANEL]) : scale * (K == Q8_0 ? -128.0f : K == Q5_0 ? -16.0f : -8.0f);
+      low = !symmetric(K) ? from_f16(head[PANEL])
+                          : scale * (K == Q8_0   ? -128.0f
+                                     : K == Q5_0 ? -16.0f
+                                                 : -8.0f);
       dword += head_bytes(K);
       if (K == Q5_0) std::memcpy(&high, dword, 4);
       dword += high_bytes(K);
@@ -54,7 +58,9 @@ float square_sum(const float* x, int64_t d) {
   return s;
 }
 
-float inverse_rms(const float* x, int64_t d, float eps) { return 1.0f / std::sqrt(square_sum(x, d) / d + eps); }
+float inverse_rms(const float* x, int64_t d, float eps) {
+  return 1.0f / std::sqrt(square_sum(x, d) / d + eps);
+}
 
 }  // namespace
 
@@ -155,7 +161,8 @@ void store_kv(const float* x, void* base, int64_t offset, int64_t dim, bool bf16
 }  // namespace
 
 // in: 0 qkv; out: 0 q; p: 0 cos_sin [P, rot], 1 q norm, 2 k norm; n: q heads, k: head dim; f: 0 eps
-// a: 0 kv heads, 1 rot, 2 KV is bfloat16, 3 page stride, 4 token stride, 5 head stride, 6 k pages, 7 v pages, 9 cache group
+// a: 0 kv heads, 1 rot, 2 KV is bfloat16, 3 page stride, 4 token stride, 5 head stride, 6 k pages, 7 v pages,
+// 9 cache group
 void run_rope_store(Context& c, const Instr& i) {
   Rope rope{i, i.k, i.a[1], i.f[0]};
   int64_t heads = i.n, kv_heads = i.a[0], width = (heads + 2 * kv_heads) * rope.dim;
@@ -166,7 +173,8 @@ void run_rope_store(Context& c, const Instr& i) {
     const float* cos_sin = (const float*)i.p[0] + c.step->positions[t] * rope.rot;
     for (int64_t h = 0; h < heads; h++, x += rope.dim)
       rope.head(x, q + h * rope.dim, (const float*)i.p[1], cos_sin);
-    int64_t loc = c.step->out_loc[i.a[9] * c.step->tokens + t], page = loc / c.step->page_size, offset = loc % c.step->page_size;
+    int64_t loc = c.step->out_loc[i.a[9] * c.step->tokens + t], page = loc / c.step->page_size,
+            offset = loc % c.step->page_size;
     int64_t place = page * i.a[3] + offset * i.a[4];
     for (int64_t h = 0; h < kv_heads; h++, x += rope.dim) {
       rope.head(x, head_out, (const float*)i.p[2], cos_sin);

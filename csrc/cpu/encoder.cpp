@@ -1,5 +1,5 @@
-// What encoders have and decoders have not: attention in both directions within the step, layer normalization, activations
-// without a gate.
+// What encoders have and decoders have not: attention in both directions within the step, layer
+// normalization, activations without a gate.
 
 #include <algorithm>
 #include <cmath>
@@ -115,7 +115,8 @@ struct Task {
     top[r] = most;
   }
 
-  // Queries [first, first + rows) of the sequence at ``qkv`` with ``length`` tokens; y: where the first one's result goes.
+  // Queries [first, first + rows) of the sequence at ``qkv`` with ``length`` tokens; y: where the first one's
+  // result goes.
   void run(const float* qkv, int64_t head, int64_t first, int64_t rows, int64_t length, float* y) {
     const float *q = qkv + first * ld + head * dim, *k = qkv + (i.n + head) * dim, *v = k + i.n * dim;
     std::fill(top, top + rows, -INFINITY);
@@ -135,14 +136,16 @@ struct Task {
     }
     for (int64_t r = 0; r < rows; r++, y += i.n * dim) {
       float scale = 1.0f / total[r];
-      for (int64_t d = 0; d < dim; d++) y[head * dim + d] = out[(d / PANEL * rows + r) * PANEL + d % PANEL] * scale;
+      for (int64_t d = 0; d < dim; d++)
+        y[head * dim + d] = out[(d / PANEL * rows + r) * PANEL + d % PANEL] * scale;
     }
   }
 };
 
 }  // namespace
 
-// in: 0 qkv [T, 3 * n * k]; out: 0 [T, n * k]; n: heads, k: head dim; f: 0 scale. The step's rows are whole sequences.
+// in: 0 qkv [T, 3 * n * k]; out: 0 [T, n * k]; n: heads, k: head dim; f: 0 scale. The step's rows are whole
+// sequences.
 void run_self_attention(Context& c, const Instr& i) {
   const Step& s = *c.step;
   int64_t blocks = 0;

@@ -1,13 +1,15 @@
-// Products in integers: an instruction multiplies twice as many of them as of float32. Two additions of vpmaddwd's are one
-// instruction with AVX512_VNNI, and on AVX2 run beside the products in ports that float32 has no use for.
+// Products in integers: an instruction multiplies twice as many of them as of float32. Two additions of
+// vpmaddwd's are one instruction with AVX512_VNNI, and on AVX2 run beside the products in ports that float32
+// has no use for.
 //
-// x becomes 14-bit integers with a float32 scale for each row and 64 channels (bfloat16 has 8 bits). FIXED weights are
-// bfloat16 ones as 13-bit integers with a power of two as scale for each output channel and 64 channels of k: exact but for
-// values below 1/16 of the largest of their 64. 64 products of such integers cannot overflow int32; then they are added up
-// in float32. Every output element is computed alike for any number of rows.
+// x becomes 14-bit integers with a float32 scale for each row and 64 channels (bfloat16 has 8 bits). FIXED
+// weights are bfloat16 ones as 13-bit integers with a power of two as scale for each output channel and 64
+// channels of k: exact but for values below 1/16 of the largest of their 64. 64 products of such integers
+// cannot overflow int32; then they are added up in float32. Every output element is computed alike for any
+// number of rows.
 //
-// A packed row of x is, for up to BLOCK_K channels: BLOCK_K / 2 pairs of int16, BLOCK_K / 64 scales, BLOCK_K / 32 sums of
-// 32 channels. Pairs stand in the order in which shifts take them out of a dword of weights.
+// A packed row of x is, for up to BLOCK_K channels: BLOCK_K / 2 pairs of int16, BLOCK_K / 64 scales, BLOCK_K
+// / 32 sums of 32 channels. Pairs stand in the order in which shifts take them out of a dword of weights.
 #pragma once
 
 #include "gemm.h"
@@ -16,7 +18,8 @@ constexpr int64_t BLOCK_K = 512;
 
 #if INTEGER_PRODUCTS
 constexpr int FIXED_MR = LANES == 16 ? 12 : 6;  // rows of a register block
-constexpr int64_t FIXED_X_STRIDE = BLOCK_K / 2 + 48;  // an odd number of cache lines spreads rows over the sets
+constexpr int64_t FIXED_X_STRIDE = BLOCK_K / 2 + 48;  // an odd number of cache lines spreads rows over the
+                                                      // sets
 constexpr float X_MAX = 8191;
 
 // Row x[k], k at most BLOCK_K, as a packed row.
@@ -24,7 +27,8 @@ template <Kind K>
 inline void quantize_row(const float* x, int64_t k, float* out) {
   constexpr int PARTS = FIXED_GROUP / LANES;
   vi order;
-  UNROLL for (int j = 0; j < LANES; j++) order[j] = K == INT4 ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j / 4 * 4 + j % 2 * 2 + j % 4 / 2;
+  UNROLL for (int j = 0; j < LANES; j++) order[j] =
+      K == INT4 ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j / 4 * 4 + j % 2 * 2 + j % 4 / 2;
   float *scales = out + BLOCK_K / 2, *sums = scales + BLOCK_K / FIXED_GROUP, padded[FIXED_GROUP] = {};
   for (int64_t at = 0; at < k; at += FIXED_GROUP, out += FIXED_GROUP / 2, scales++, sums += 2) {
     const float* from = x + at;
@@ -69,7 +73,8 @@ INLINE vf fused(vf a, vf b, vf c) {
 
 INLINE void multiply_add(vi& sum, vi a, vi b) {
 #if defined(__AVX512VNNI__)
-  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // in assembly, for GCC 12 spills the sums around the intrinsic
+  // In assembly, for GCC 12 spills the sums around the intrinsic.
+  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
 #elif defined(__AVX512F__)
   sum += (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #else
@@ -77,7 +82,8 @@ INLINE void multiply_add(vi& sum, vi a, vi b) {
 #endif
 }
 
-// Integer sums of x times ``rows`` rows of dwords to sums[MR][32], ``COLUMNS`` vectors of them. ahead is moved on.
+// Integer sums of x times ``rows`` rows of dwords to sums[MR][32], ``COLUMNS`` vectors of them. ahead is
+// moved on.
 template <Kind K, int MR, int COLUMNS>
 INLINE void sum_products(const int32_t* x, const uint8_t* w, int64_t rows, int32_t* sums, Ahead& ahead) {
   constexpr int PAIRS = per_dword(K) / 2;
@@ -117,9 +123,11 @@ INLINE void sum_products(const int32_t* x, const uint8_t* w, int64_t rows, int32
 }
 
 template <Kind K, int MR>
-__attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uint8_t* w, int64_t k, float* tile, bool first, Ahead ahead) {
+__attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uint8_t* w, int64_t k,
+                                             float* tile, bool first, Ahead ahead) {
   constexpr int64_t COUNT = grouped(K) ? GROUP : FIXED_GROUP, ROWS = COUNT / per_dword(K);
-  constexpr int COLUMNS = LANES == 16 || MR <= 2 ? NV : NV / 2;  // at a time, so that all sums are in registers
+  // At a time, so that all sums are in registers.
+  constexpr int COLUMNS = LANES == 16 || MR <= 2 ? NV : NV / 2;
   const int32_t* x = (const int32_t*)x_;
   const float *scales = x_ + BLOCK_K / 2, *x_sums = scales + BLOCK_K / FIXED_GROUP;
   alignas(64) int32_t sums[MR * PANEL];
@@ -151,7 +159,9 @@ __attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uin
 
 template <Kind K, int MR>
 struct FixedKernels {
-  static RowsKernel pick(int mr) { return mr == MR ? fixed_kernel<K, MR> : FixedKernels<K, MR - 1>::pick(mr); }
+  static RowsKernel pick(int mr) {
+    return mr == MR ? fixed_kernel<K, MR> : FixedKernels<K, MR - 1>::pick(mr);
+  }
 };
 template <Kind K>
 struct FixedKernels<K, 0> {

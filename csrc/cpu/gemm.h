@@ -1,11 +1,13 @@
-// Register-blocked products of activation rows with one weight panel: tile[m][32] (+)= x[m][k] * panel[k][32].
+// Register-blocked products of activation rows with one weight panel: tile[m][32] (+)= x[m][k] *
+// panel[k][32].
 //
-// A panel holds 32 output channels as rows of 32 dwords; a dword is 1 float32, 2 bfloat16, 4 int8 or 8 int4 values
-// that follow each other along k, zero-padded at the end. int8 and int4 are counts from 0 on: their panels have, before each
-// 32 k (8 or 4 rows), 32 scales and 32 minima in float16. Q8_0, Q5_0 and Q4_0 have scales alone, for their minimum is half of the
-// range below 0; Q5_0 is int4 behind a row with the fifth bits: of nibble i of row r, bit 4 * r + i % 4 + i / 4 * 16. Fixed ones (fixed.h; 2 int16 in a dword), before each 64 k (32
-// rows), 32 scales in bfloat16. Every output element is one chain of fused multiply-adds in the order of k, whatever the
-// number of rows: so results do not depend on the batch.
+// A panel holds 32 output channels as rows of 32 dwords; a dword is 1 float32, 2 bfloat16, 4 int8 or 8 int4
+// values that follow each other along k, zero-padded at the end. int8 and int4 are counts from 0 on: their
+// panels have, before each 32 k (8 or 4 rows), 32 scales and 32 minima in float16. Q8_0, Q5_0 and Q4_0 have
+// scales alone, for their minimum is half of the range below 0; Q5_0 is int4 behind a row with the fifth
+// bits: of nibble i of row r, bit 4 * r + i % 4 + i / 4 * 16. Fixed ones (fixed.h; 2 int16 in a dword),
+// before each 64 k (32 rows), 32 scales in bfloat16. Every output element is one chain of fused multiply-adds
+// in the order of k, whatever the number of rows: so results do not depend on the batch.
 #pragma once
 
 #include "program.h"
@@ -28,7 +30,8 @@ constexpr int64_t ROW_BYTES = PANEL * 4;
 constexpr int64_t GROUP = 32;              // channels of k with one scale and minimum
 constexpr int64_t FIXED_GROUP = 64;        // channels of k with one scale
 constexpr int64_t FIXED_HEAD = PANEL * 2;  // scales of a group
-constexpr int64_t PREFETCH = 4096;        // bytes ahead of a single reader: best of 1 to 8 KiB on Cascade Lake and Sapphire Rapids
+constexpr int64_t PREFETCH = 4096;  // bytes ahead of a single reader: best of 1 to 8 KiB on Cascade Lake and
+                                    // Sapphire Rapids
 
 constexpr bool symmetric(Kind kind) { return kind == Q8_0 || kind == Q5_0 || kind == Q4_0; }
 constexpr bool grouped(Kind kind) { return kind == INT8 || kind == INT4 || symmetric(kind); }
@@ -41,7 +44,9 @@ constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : bytes(kind) ? 
 // Of a group: bytes of its scales and minima, and those of the bits that are not in its rows of dwords.
 constexpr int64_t head_bytes(Kind kind) { return symmetric(kind) ? PANEL * 2 : PANEL * 4; }
 constexpr int64_t high_bytes(Kind kind) { return kind == Q5_0 ? ROW_BYTES : 0; }
-constexpr int64_t group_bytes(Kind kind) { return head_bytes(kind) + high_bytes(kind) + GROUP / per_dword(kind) * ROW_BYTES; }
+constexpr int64_t group_bytes(Kind kind) {
+  return head_bytes(kind) + high_bytes(kind) + GROUP / per_dword(kind) * ROW_BYTES;
+}
 
 // Bytes of the first k channels of a panel (k a multiple of 64, or the panel's whole k).
 constexpr int64_t panel_bytes(Kind kind, int64_t k) {
@@ -52,8 +57,9 @@ constexpr int64_t panel_bytes(Kind kind, int64_t k) {
 
 INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// Memory that is needed soon and is fetched while a product is computed, so that memory and arithmetic units work at the same
-// time: ``pace`` bytes for each row of dwords that is read once by all rows of x, two cache lines at most.
+// Memory that is needed soon and is fetched while a product is computed, so that memory and arithmetic units
+// work at the same time: ``pace`` bytes for each row of dwords that is read once by all rows of x, two cache
+// lines at most.
 struct Ahead {
   const uint8_t* at = nullptr;
   int32_t pace = 0;
@@ -149,7 +155,8 @@ INLINE void dword_row(Tile<MR>& acc, const Reader<K>& reader, const uint8_t* w, 
 }
 
 template <Kind K, int MR>
-INLINE void dword_row_tail(Tile<MR>& acc, const Reader<K>& reader, const uint8_t* w, const float* x, int64_t ldx, int64_t k) {
+INLINE void dword_row_tail(Tile<MR>& acc, const Reader<K>& reader, const uint8_t* w, const float* x,
+                           int64_t ldx, int64_t k) {
   constexpr int PER = Reader<K>::PER;
   float part[MR][PER] = {};
   for (int m = 0; m < MR; m++)
@@ -158,7 +165,8 @@ INLINE void dword_row_tail(Tile<MR>& acc, const Reader<K>& reader, const uint8_t
 }
 
 template <Kind K, int MR>
-__attribute__((noinline)) Ahead rows_kernel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, float* tile, bool first, Ahead ahead) {
+__attribute__((noinline)) Ahead rows_kernel(const float* x, int64_t ldx, const uint8_t* w, int64_t k,
+                                            float* tile, bool first, Ahead ahead) {
   constexpr int PER = Reader<K>::PER;
   Tile<MR> acc;
   Reader<K> reader;
@@ -189,7 +197,8 @@ __attribute__((noinline)) Ahead rows_kernel(const float* x, int64_t ldx, const u
 #if defined(__AVX512BF16__)
 // bfloat16 times bfloat16: x has rows of k / 2 dwords (pairs along k), zero-padded.
 template <int MR>
-__attribute__((noinline)) Ahead pairs_kernel(const float* x_, int64_t ldx, const uint8_t* w, int64_t k, float* tile, bool first, Ahead ahead) {
+__attribute__((noinline)) Ahead pairs_kernel(const float* x_, int64_t ldx, const uint8_t* w, int64_t k,
+                                             float* tile, bool first, Ahead ahead) {
   const int32_t* x = (const int32_t*)x_;
   Tile<MR> acc;
   acc.load_from(tile, first);
@@ -209,7 +218,8 @@ __attribute__((noinline)) Ahead pairs_kernel(const float* x_, int64_t ldx, const
 }
 #endif
 
-using RowsKernel = Ahead (*)(const float*, int64_t, const uint8_t*, int64_t, float*, bool, Ahead);  // returns ``ahead``, moved on
+// Returns ``ahead``, moved on.
+using RowsKernel = Ahead (*)(const float*, int64_t, const uint8_t*, int64_t, float*, bool, Ahead);
 
 template <Kind K, int MR>
 struct Kernels {
@@ -231,10 +241,11 @@ struct PairKernels<0> {
 };
 #endif
 
-// All rows, in register blocks as even as possible. ldx counts floats (dwords for bfloat16 pairs). What is ``ahead`` is shared out
-// among the blocks.
+// All rows, in register blocks as even as possible. ldx counts floats (dwords for bfloat16 pairs). What is
+// ``ahead`` is shared out among the blocks.
 template <RowsKernel (*PICK)(int), int MOST = MAX_MR>
-inline void rows_times_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int32_t rows, float* tile, bool first, Ahead ahead = {}) {
+inline void rows_times_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int32_t rows,
+                             float* tile, bool first, Ahead ahead = {}) {
   if (!ahead.at) ahead.at = w;
   int32_t pace = ahead.pace, left = rows;  // 32 bits, for these divisions are quick
   for (int32_t m = 0; m < rows;) {

@@ -73,7 +73,8 @@ struct Scratch {
   }
 };
 
-void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile, bool first, Ahead ahead) {
+void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows,
+              float* tile, bool first, Ahead ahead) {
 #if defined(__AMX_BF16__)
   if (x_bf16) return tiles_times_panel(x, ldx, w, k, rows, tile, first);
 #elif defined(__AVX512BF16__)
@@ -84,12 +85,24 @@ void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t
     case F32: return rows_times_panel<Kernels<F32, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
     case BF16: return rows_times_panel<Kernels<BF16, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
 #if INTEGER_PRODUCTS
-    case INT8: return rows_times_panel<FixedKernels<INT8, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
-    case INT4: return rows_times_panel<FixedKernels<INT4, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
-    case FIXED: return rows_times_panel<FixedKernels<FIXED, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
-    case Q8_0: return rows_times_panel<FixedKernels<Q8_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
-    case Q5_0: return rows_times_panel<FixedKernels<Q5_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
-    case Q4_0: return rows_times_panel<FixedKernels<Q4_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
+    case INT8:
+      return rows_times_panel<FixedKernels<INT8, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
+                                                                            ahead);
+    case INT4:
+      return rows_times_panel<FixedKernels<INT4, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
+                                                                            ahead);
+    case FIXED:
+      return rows_times_panel<FixedKernels<FIXED, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
+                                                                             ahead);
+    case Q8_0:
+      return rows_times_panel<FixedKernels<Q8_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
+                                                                            ahead);
+    case Q5_0:
+      return rows_times_panel<FixedKernels<Q5_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
+                                                                            ahead);
+    case Q4_0:
+      return rows_times_panel<FixedKernels<Q4_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
+                                                                            ahead);
 #else
     case INT8: return rows_times_panel<Kernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
     case INT4: return rows_times_panel<Kernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
@@ -124,7 +137,9 @@ void convert(Kind kind, const uint8_t* w, int64_t k, float* out) {
 }
 
 int64_t k_blocks(const Linear& l) { return (l.i.k + BLOCK_K - 1) / BLOCK_K; }
-int64_t packed_bytes(const Linear& l, int64_t rows) { return k_blocks(l) * rows * l.x_stride * (int64_t)sizeof(float); }
+int64_t packed_bytes(const Linear& l, int64_t rows) {
+  return k_blocks(l) * rows * l.x_stride * (int64_t)sizeof(float);
+}
 
 void pack_row(const Linear& l, const float* x, int64_t k, float* out) {
 #if INTEGER_PRODUCTS
@@ -139,7 +154,8 @@ void pack_row(const Linear& l, const float* x, int64_t k, float* out) {
 void pack_x(const Linear& l, int64_t row, int64_t rows, float* out) {
   for (int64_t k = 0; k < l.i.k; k += BLOCK_K) {
     const float* x = l.x + row * l.ldx + l.x_width(k);
-    for (int64_t r = 0; r < rows; r++, out += l.x_stride) pack_row(l, x + r * l.ldx, std::min(BLOCK_K, l.i.k - k), out);
+    for (int64_t r = 0; r < rows; r++, out += l.x_stride)
+      pack_row(l, x + r * l.ldx, std::min(BLOCK_K, l.i.k - k), out);
   }
 }
 
@@ -147,8 +163,10 @@ void pack_x(const Linear& l, int64_t row, int64_t rows, float* out) {
 void compute_direct(const Linear& l, int64_t panel, const float* packed, float* tile) {
   const uint8_t* w = l.panel(panel);
   int32_t pace = pace_of(l.kind);
-  if (!packed) return multiply(l.kind, l.x_bf16, l.x, l.ldx, w, l.i.k, l.rows, tile, true, {w + PREFETCH, pace});
-  // One register block of rows reads a block of the panel once; more of them read it again, and the next block comes meanwhile.
+  if (!packed)
+    return multiply(l.kind, l.x_bf16, l.x, l.ldx, w, l.i.k, l.rows, tile, true, {w + PREFETCH, pace});
+  // One register block of rows reads a block of the panel once; more of them read it again, and the next
+  // block comes meanwhile.
   int64_t distance = l.rows > l.registers() ? panel_bytes(l.kind, BLOCK_K) : PREFETCH;
   for (int64_t k = 0; k < l.i.k; k += BLOCK_K, packed += l.rows * l.x_stride) {
     int64_t count = std::min(BLOCK_K, l.i.k - k);
@@ -171,17 +189,18 @@ struct Output {
   }
 };
 
-// Whether converting weights in registers, each time they are used, beats converting them once into L2: the more work a
-// conversion is, the fewer rows.
+// Whether converting weights in registers, each time they are used, beats converting them once into L2: the
+// more work a conversion is, the fewer rows.
 bool is_direct(const Linear& l) {
   if (l.rows <= l.registers()) return packed_bytes(l, l.rows) <= X_BYTES_MAX;
   int64_t limit = l.fixed || !grouped(l.kind) ? 48 : MAX_MR;
   return l.rows <= limit && packed_bytes(l, l.rows) <= X_BYTES;
 }
 
-// Many rows: a block of the panels is converted once; then a register block's rows of x stay in the L1 cache while the
-// panels stream out of L2.
-void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, int64_t count, int64_t rows, const Output& out) {
+// Many rows: a block of the panels is converted once; then a register block's rows of x stay in the L1 cache
+// while the panels stream out of L2.
+void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, int64_t count, int64_t rows,
+                     const Output& out) {
   bool as_is = l.kind == F32 || l.x_bf16 || l.fixed;
   const float* x = s.x;
   for (int64_t k0 = 0; k0 < l.i.k; k0 += BLOCK_K, x += rows * l.x_stride) {
@@ -198,7 +217,8 @@ void compute_blocked(const Linear& l, const Scratch& s, const int64_t* panels, i
       int64_t count = std::min(l.block(), rows - m);
       if (k0 == 0 && p == 0) out.fetch(m, count);
       multiply(as_is ? l.kind : F32, l.x_bf16, x + m * l.x_stride, l.x_stride, w[p], k, count,
-               s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0, {w[p] + PREFETCH, pace_of(as_is ? l.kind : F32)});
+               s.tiles + (p * TASK_ROWS + m) * PANEL, k0 == 0,
+               {w[p] + PREFETCH, pace_of(as_is ? l.kind : F32)});
     };
     if (as_is && grouped(l.kind)) {  // the L1 cache holds a panel's block
       for (int64_t p = 0; p < count; p++)
@@ -232,8 +252,8 @@ struct Finish {
     y = c.at(l.i.out[0]);
   }
 
-  // Row ``row`` of y out of the panel's sums t (and u, the sums of the other half, if gated). One copy of the code, so that
-  // all callers round alike.
+  // Row ``row`` of y out of the panel's sums t (and u, the sums of the other half, if gated). One copy of the
+  // code, so that all callers round alike.
   __attribute__((noinline)) void store_row(int64_t row, const float* t, const float* u) const {
     vf out[NV];
     UNROLL for (int j = 0; j < NV; j++) {
@@ -275,7 +295,8 @@ void run_direct(Context& c, const Linear& l) {
   const float* packed = l.fixed || l.rows > PLAIN_ROWS ? s.x : nullptr;
   if (packed) pack_x(l, 0, l.rows, s.x);
   float *tile = s.tiles, *up = l.act == NONE ? nullptr : tile + TASK_ROWS * PANEL;
-  int64_t even = l.panels / (4 * c.threads), chunk = std::max<int64_t>(1, std::min(CHUNK_BYTES / l.stride, even));
+  int64_t even = l.panels / (4 * c.threads),
+          chunk = std::max<int64_t>(1, std::min(CHUNK_BYTES / l.stride, even));
   spread(c, 0, (l.panels + chunk - 1) / chunk, [&](int64_t b) {
     for (int64_t p = b * chunk; p < std::min((b + 1) * chunk, l.panels); p++) {
       compute_direct(l, p, packed, tile);
@@ -314,7 +335,8 @@ void run_blocked(Context& c, const Linear& l) {
       Finish f(l, c, first + p);
       const float* tile = s.tiles + p * TASK_ROWS * PANEL;
       const float* up = l.act == NONE ? nullptr : tile + count * TASK_ROWS * PANEL;
-      for (int64_t r = 0; r < rows; r++) f.store_row(row + r, tile + r * PANEL, up ? up + r * PANEL : nullptr);
+      for (int64_t r = 0; r < rows; r++)
+        f.store_row(row + r, tile + r * PANEL, up ? up + r * PANEL : nullptr);
     }
   });
 }

@@ -18,7 +18,8 @@
 
 namespace {
 
-constexpr int SPINS = 1000;  // 15 to 60 us before a waiting thread gives its core away; a pause is 60 to 140 cycles
+// 15 to 60 us before a waiting thread gives its core away; a pause is 60 to 140 cycles.
+constexpr int SPINS = 1000;
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -42,7 +43,8 @@ void wake_all(std::atomic<uint32_t>& word) {
 #endif
 }
 
-// On huge pages where the system has them: scratch is walked in many streams, which small pages make expensive.
+// On huge pages where the system has them: scratch is walked in many streams, which small pages make
+// expensive.
 uint8_t* allocate(int64_t bytes) {
   constexpr int64_t HUGE = 2 << 20;
   void* p = aligned_alloc(HUGE, (bytes + HUGE - 1) / HUGE * HUGE);
@@ -117,7 +119,8 @@ void execute(Context& c, const Instr& i) {
 }
 
 void work(Team& t, int thread) {
-  Context c{&t, t.step, t.arena, thread, t.threads, t.counters, t.scratch[thread], &t.blocks, &t.prefixes, t.partials.data()};
+  Context c{&t,        t.step,      t.arena,          thread, t.threads, t.counters, t.scratch[thread],
+            &t.blocks, &t.prefixes, t.partials.data()};
   // After the last barrier the team may already be given its next step: do not look at it again.
   const Instr* program = t.program;
   int64_t length = t.length;
@@ -140,7 +143,8 @@ void* help(void* argument) {
   delete start;
   uint32_t seen = 0;
   for (;;) {
-    for (int spins = 0; spins < SPINS && t.epoch.load(std::memory_order_acquire) == seen; spins++) pause_cpu();
+    for (int spins = 0; spins < SPINS && t.epoch.load(std::memory_order_acquire) == seen; spins++)
+      pause_cpu();
     while (t.epoch.load(std::memory_order_acquire) == seen) {
       t.sleeping.fetch_add(1);
       sleep_on(t.epoch, seen);
@@ -252,15 +256,16 @@ void sgla_run(Team* t, const Instr* program, int64_t length, const Step* step, c
   for (int64_t n = 0; n < length; n++) {
     if (program[n].op != ATTENTION) continue;
     if (!attention) plan_attention(*t, *(attention = &program[n]));
-    partials = std::max<size_t>(partials, partials_size(program[n], *step, t->blocks.size(), t->prefixes, t->threads));
+    partials = std::max<size_t>(partials,
+                                partials_size(program[n], *step, t->blocks.size(), t->prefixes, t->threads));
   }
   if (partials > t->partials.size()) t->partials.resize(partials);
   release(*t);
   work(*t, 0);
 }
 
-// Transpose rows of dwords [n, k] into panels [n / 32][k][32]; each ``group`` dword rows of a panel begin with ``head``
-// bytes left for the caller.
+// Transpose rows of dwords [n, k] into panels [n / 32][k][32]; each ``group`` dword rows of a panel begin
+// with ``head`` bytes left for the caller.
 void sgla_pack(const uint32_t* x, int64_t n, int64_t k, int64_t group, int64_t head, uint8_t* out) {
   int64_t stride = (k + group - 1) / group * head + k * 128;
   for (int64_t p = 0; p * 32 < n; p++, out += stride) {

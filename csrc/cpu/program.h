@@ -1,5 +1,5 @@
-// A program is a list of instructions over an arena; a step runs it for T tokens of R rows, S of them sampled.
-// The layouts of Instr, Step and Draw are mirrored in sgla/kernels/cpu/native.py.
+// A program is a list of instructions over an arena; a step runs it for T tokens of R rows, S of them
+// sampled. The layouts of Instr, Step and Draw are mirrored in sgla/kernels/cpu/native.py.
 #pragma once
 
 #include <atomic>
@@ -39,7 +39,8 @@ struct Instr {
 
 struct Step {
   int64_t tokens, rows, sampled, page_size, max_pages;
-  int64_t table_size;  // numbers in the page table of one cache group, of which there are several in a row, as of ``out_loc``
+  // Numbers in the page table of one cache group, of which there are several in a row, as of ``out_loc``.
+  int64_t table_size;
   const int32_t *ids, *positions, *slots, *q_start, *kv_len, *out_loc, *page_table, *sample_rows;
 };
 
@@ -57,7 +58,8 @@ struct QueryBlock {
   int32_t row, first, count, position;
 };
 
-// One-token blocks of rows whose histories begin with the same pages. ``segments``: so many are the same for all of them.
+// One-token blocks of rows whose histories begin with the same pages. ``segments``: so many are the same for
+// all of them.
 struct Prefix {
   std::vector<int32_t> blocks;
   int64_t segments;
@@ -87,8 +89,8 @@ constexpr int COUNTER_STRIDE = 8;  // a cache line for each counter
 
 void barrier(Context& c);
 
-// Run body(i) for each i in [0, count). A thread starts with its own contiguous share and then helps the others, so a
-// thread that loses its core does not hold up the step.
+// Run body(i) for each i in [0, count). A thread starts with its own contiguous share and then helps the
+// others, so a thread that loses its core does not hold up the step.
 template <class F>
 inline void spread(Context& c, int phase, int64_t count, F body) {
   for (int turn = 0; turn < c.threads; turn++) {
@@ -128,9 +130,11 @@ void run_linear(Context& c, const Instr& i);
 void run_attention(Context& c, const Instr& i);
 void run_draw(Context& c, const Instr& i);
 
-int32_t argmax_row(const float* x, int64_t n);  // the first of equals; -1: the largest is not finite, or one is NaN
+// The first of equals; -1: the largest is not finite, or one is NaN.
+int32_t argmax_row(const float* x, int64_t n);
 
 int query_block(const Instr& attention);  // tokens of a row that one task takes
 std::vector<Prefix> find_prefixes(const Step& step, const std::vector<QueryBlock>& blocks);
 // In floats.
-int64_t partials_size(const Instr& attention, const Step& step, int64_t blocks, const std::vector<Prefix>& prefixes, int threads);
+int64_t partials_size(const Instr& attention, const Step& step, int64_t blocks,
+                      const std::vector<Prefix>& prefixes, int threads);

@@ -1,7 +1,8 @@
 // Random tokens from rows of logits: see sgla/sampling/draw.py, whose definition this is.
 //
-// No logarithm is needed to see that a token cannot win: E > v, so its score is below that of the best so far if its bits, a uniform
-// number, are above a limit that its block's largest logit sets. Only the few that pass get a score.
+// No logarithm is needed to see that a token cannot win: E > v, so its score is below that of the best so far
+// if its bits, a uniform number, are above a limit that its block's largest logit sets. Only the few that
+// pass get a score.
 
 #include <algorithm>
 #include <cmath>
@@ -93,7 +94,8 @@ void find_likeliest(const Row& row, int64_t top_k, double mass, std::vector<floa
   }
 }
 
-// The largest value such that the values from it on weigh ``mass``; the smallest if all weigh less. Reorders them.
+// The largest value such that the values from it on weigh ``mass``; the smallest if all weigh less. Reorders
+// them.
 float find_mass(const Row& row, float* begin, float* end, double mass) {
   float least = INFINITY;
   while (begin < end) {
@@ -236,9 +238,10 @@ int64_t draw_above(const Row& row, float threshold, Noise noise) {
 
 }  // namespace
 
-// Index of the token drawn for ``position``, or -1 if the logits are not numbers. Off: top_k <= 0, top_p >= 1, min_p <= 0.
-extern "C" int32_t sgla_draw(const float* x, const int64_t* ids, int64_t n, double temperature, int64_t top_k, double top_p, double min_p,
-                             uint64_t seed, uint64_t position) {
+// Index of the token drawn for ``position``, or -1 if the logits are not numbers. Off: top_k <= 0, top_p >=
+// 1, min_p <= 0.
+extern "C" int32_t sgla_draw(const float* x, const int64_t* ids, int64_t n, double temperature, int64_t top_k,
+                             double top_p, double min_p, uint64_t seed, uint64_t position) {
   Row row{x, ids, n, temperature, nullptr, 0};
   if (!find_largest(row)) return -1;
   const float threshold = find_threshold(row, top_k, top_p, min_p);

@@ -47,7 +47,8 @@ INLINE void store_int16(int16_t* p, vi v) {
   *(half_vector*)p = __builtin_convertvector(v, half_vector);
 }
 
-// Byte i of each dword, from 0 to 255: one instruction where it can be, for every weight of int8 is taken out so.
+// Byte i of each dword, from 0 to 255: one instruction where it can be, for every weight of int8 is taken out
+// so.
 INLINE vi take_byte(vi raw, int i) {
   if (i == 0) return raw & 255;
   if (i == 3) return (vi)((vu)raw >> 24);
@@ -67,7 +68,8 @@ INLINE vi take_byte(vi raw, int i) {
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 
-// The vector with its halves of 2 * S lanes exchanged, S lanes at a time: log2(LANES) of them reduce a vector.
+// The vector with its halves of 2 * S lanes exchanged, S lanes at a time: log2(LANES) of them reduce a
+// vector.
 template <int S>
 INLINE vf swap_lanes(vf v) {
   vi from;
@@ -128,7 +130,8 @@ INLINE void deinterleave(vf* v) {
 }
 INLINE void interleave(vf* v) {
   vi low, high;
-  UNROLL for (int j = 0; j < LANES; j++) low[j] = j / 2 + j % 2 * LANES, high[j] = LANES / 2 + j / 2 + j % 2 * LANES;
+  UNROLL for (int j = 0; j < LANES; j++) low[j] = j / 2 + j % 2 * LANES,
+                                         high[j] = LANES / 2 + j / 2 + j % 2 * LANES;
   vf a = v[0], b = v[1];
   v[0] = __builtin_shuffle(a, b, low);
   v[1] = __builtin_shuffle(a, b, high);

@@ -1,14 +1,14 @@
-// Sums and maxima over the ranks of one host, through inboxes in each other's memory and without a barrier: a rank stores
-// its part into the inboxes of its peers, and who reads a word knows that it has come because it is no longer EMPTY. The
-// reader empties it again. There are two inboxes, used in turn: a peer can only write to the one of this call again when
-// it has seen our part of the next call, hence after we have emptied it.
+// Sums and maxima over the ranks of one host, through inboxes in each other's memory and without a barrier: a
+// rank stores its part into the inboxes of its peers, and who reads a word knows that it has come because it
+// is no longer EMPTY. The reader empties it again. There are two inboxes, used in turn: a peer can only write
+// to the one of this call again when it has seen our part of the next call, hence after we have emptied it.
 //
-// One shot: every rank sends its rows to all and adds up all rows. Two shots: each row has an owner, who alone gets the
-// parts, adds them up and sends the sum to all; fewer bytes from three ranks on, but twice the latency. The order of the sum
-// is that of the ranks, so all ranks hold the same bits.
+// One shot: every rank sends its rows to all and adds up all rows. Two shots: each row has an owner, who
+// alone gets the parts, adds them up and sends the sum to all; fewer bytes from three ranks on, but twice the
+// latency. The order of the sum is that of the ranks, so all ranks hold the same bits.
 //
-// Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT, NORM (add the sum
-// into the residual and give its RMSNorm).
+// Defined by the launcher: RANKS, THREADS, VECS (16-byte vectors of a row that a thread holds), TWO_SHOT,
+// NORM (add the sum into the residual and give its RMSNorm).
 #include "common.cuh"
 
 #define EMPTY 0x80008000u  // two negative zeros, which are sent as positive ones
@@ -32,7 +32,8 @@ __device__ __forceinline__ u64 nanoseconds() {
   return t;
 }
 
-// Called now and then while waiting. A peer that is gone ends this process too, so this is for one that is stuck.
+// Called now and then while waiting. A peer that is gone ends this process too, so this is for one that is
+// stuck.
 struct Patience {
   u32 tries = 0;
   u64 begun = 0;
@@ -44,7 +45,8 @@ struct Patience {
 };
 
 __device__ __forceinline__ void send(uint4* to, uint4 v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
                : "memory");
 }
 __device__ __forceinline__ uint4 look(const uint4* from) {
@@ -57,7 +59,9 @@ __device__ __forceinline__ bool empty(uint4 v) {
   return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
 }
 __device__ __forceinline__ u32 tidy(u32 x) { return x == EMPTY ? 0u : x; }
-__device__ __forceinline__ uint4 tidy(uint4 v) { return make_uint4(tidy(v.x), tidy(v.y), tidy(v.z), tidy(v.w)); }
+__device__ __forceinline__ uint4 tidy(uint4 v) {
+  return make_uint4(tidy(v.x), tidy(v.y), tidy(v.z), tidy(v.w));
+}
 __device__ __forceinline__ uint4 nothing() { return make_uint4(EMPTY, EMPTY, EMPTY, EMPTY); }
 
 __device__ __forceinline__ void add(float* sum, uint4 v) {
@@ -72,7 +76,8 @@ __device__ __forceinline__ uint4 round8(const float* v) {
   return make_uint4(pack2(v[0], v[1]), pack2(v[2], v[3]), pack2(v[4], v[5]), pack2(v[6], v[7]));
 }
 
-// Sum of what every rank has sent to `place` (+ r * stride for rank r), with `own` for this one; empties the places.
+// Sum of what every rank has sent to `place` (+ r * stride for rank r), with `own` for this one; empties the
+// places.
 __device__ __forceinline__ void collect(float* sum, uint4 own, uint4* place, long long stride, int rank) {
   uint4 got[RANKS];
   Patience patience;
@@ -198,7 +203,8 @@ __device__ __forceinline__ void share(const Params& p, int row, long long half) 
 __device__ __forceinline__ uint4* inbox(const Params& p, int rank) {
   uint4* found = p.inbox[0];
 #pragma unroll
-  for (int r = 1; r < RANKS; r++) found = r == rank ? p.inbox[r] : found;  // no indexed read of the parameters
+  // No indexed read of the parameters.
+  for (int r = 1; r < RANKS; r++) found = r == rank ? p.inbox[r] : found;
   return found;
 }
 
@@ -225,7 +231,8 @@ __device__ __forceinline__ void two_shot(const Params& p, long long half, Ahead&
     const int owner = row % RANKS;
     if (owner == p.rank) continue;
     uint4* to = inbox(p, owner) + half + p.rank * each + row / RANKS * p.width;
-    for (int i = threadIdx.x; i < p.width; i += THREADS) send(to + i, tidy(p.x[(long long)row * p.width + i]));
+    for (int i = threadIdx.x; i < p.width; i += THREADS)
+      send(to + i, tidy(p.x[(long long)row * p.width + i]));
   }
   uint4* own = inbox(p, p.rank);
   float v[VECS][8];
@@ -310,7 +317,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_max(MaxParams p) {
 #pragma unroll
     for (int r = 0; r < RANKS; r++)
       if (r != p.rank)
-        asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p.inbox[r] + half + p.rank * p.rows + row), "l"(best) : "memory");
+        asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p.inbox[r] + half + p.rank * p.rows + row),
+                     "l"(best)
+                     : "memory");
 #pragma unroll
     for (int r = 0; r < RANKS; r++) {
       if (r == p.rank) continue;

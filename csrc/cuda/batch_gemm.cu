@@ -1,23 +1,27 @@
 // out[m, n] = act(x[m, k] w[n, k]^T) for the rows of a decode batch.
 //
-// Weights are the wide side (M) of the tensor-core instruction and the batch the narrow one (N), so a small batch wastes
-// little. One thread feeds the ring with the copy engine; the first stages of weights are requested before the wait for the
-// kernel before. Blocks that split k give each other their sums, as a cluster into each other's shared memory or, GLOBAL, through
-// the L2 cache (then all blocks must fit on the GPU at once), and each finishes a share of the rows.
-// GATED: the tensor map interleaves 8 gate rows with the 8 up rows that belong to them, so a thread has both.
-// PAIRED: tiles of weight rows that groups of warps, each with 64, cannot share evenly. Of each two tiles both load the 64 rows
-// between them, and multiply them by a half of x (where halves overlap, both write the same bits).
+// Weights are the wide side (M) of the tensor-core instruction and the batch the narrow one (N), so a small
+// batch wastes little. One thread feeds the ring with the copy engine; the first stages of weights are
+// requested before the wait for the kernel before. Blocks that split k give each other their sums, as a
+// cluster into each other's shared memory or, GLOBAL, through the L2 cache (then all blocks must fit on the
+// GPU at once), and each finishes a share of the rows. GATED: the tensor map interleaves 8 gate rows with the
+// 8 up rows that belong to them, so a thread has both. PAIRED: tiles of weight rows that groups of warps,
+// each with 64, cannot share evenly. Of each two tiles both load the 64 rows between them, and multiply them
+// by a half of x (where halves overlap, both write the same bits).
 //
-// An add into the residual and an RMSNorm between two such kernels need none of their own. The first (ADD) adds to the
-// residual, leaves the sum times the norm's weight, and for its columns the sums of the squares of each row. The second
-// (SCALED) adds these up while its weights come, in a fixed order, and divides its results by the rms.
+// An add into the residual and an RMSNorm between two such kernels need none of their own. The first (ADD)
+// adds to the residual, leaves the sum times the norm's weight, and for its columns the sums of the squares
+// of each row. The second (SCALED) adds these up while its weights come, in a fixed order, and divides its
+// results by the rms.
 #include "wgmma.cuh"
 #include "gumbel.cuh"
 
 #ifndef BM  // weight rows of a tile: a multiple of 32 from 64 to 256
 #define BM 128
 #endif
-#ifndef PASSES  // over x, each with some of a tile's weight rows: more than one if the sums of all would not fit into registers
+// Over x, each with some of a tile's weight rows: more than one if the sums of all would not fit into
+// registers.
+#ifndef PASSES
 #define PASSES 1
 #endif
 #ifndef BN  // rows of x in a tile: 32, 64, 96, or a multiple of 16 from 128 to 256; of 8 SPLIT, too
@@ -35,10 +39,13 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
-#ifndef SCALED  // 1: rows of the result are divided by the rms of rows of which the kernel before left the squares' sums
+// 1: rows of the result are divided by the rms of rows of which the kernel before left the squares' sums.
+#ifndef SCALED
 #define SCALED 0
 #endif
-#ifndef EPILOGUE  // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up; 6: float32, or tokens drawn from it
+// 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate)
+// * up; 6: float32, or tokens drawn from it.
+#ifndef EPILOGUE
 #define EPILOGUE 0
 #endif
 
@@ -48,7 +55,8 @@ constexpr bool PAIRED = BM % 64 != 0;
 constexpr int GROUPS = (BM + 63) / 64 / PASSES, CONSUMERS = GROUPS * 128;
 constexpr int HALF = PAIRED ? (BN / 2 + 15) & ~15 : BN;  // rows of x for the last group in the last pass
 constexpr int W_BYTES = GROUPS * 64 * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
-constexpr bool TIGHT = GROUPS == 3 && BN > 192;  // 160 registers a consumer, for which the loading group gives up its own
+// 160 registers a consumer, for which the loading group gives up its own.
+constexpr bool TIGHT = GROUPS == 3 && BN > 192;
 constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32 + SCALED * 32);
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
@@ -56,7 +64,8 @@ constexpr bool ADD = EPILOGUE == 1, DRAW = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
-constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;  // sums that a block gets from its cluster
+// Sums that a block gets from its cluster.
+constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;
 
 struct Params {
   TensorMap w, x;
@@ -76,26 +85,32 @@ struct Params {
 
 __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int row, u64 policy) {
   if (GATED)  // dims: k, row in 8, gate or up, group of 8 rows
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %4, %5}], [%2], %6;"
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%3, %4, %4, %5}], [%2], %6;"
                  ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(row / 16), "l"(policy) : "memory");
   else
     copy_2d(to, map, bar, k, row, policy);
 }
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ void consumers_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+}
 
-// A tile of x, of BN rows from `row` on, and of w, and a pass over them. Those that are worked on at the same time share rows in the
-// L2 cache.
+// A tile of x, of BN rows from `row` on, and of w, and a pass over them. Those that are worked on at the same
+// time share rows in the L2 cache.
 struct Tile {
   int w, row, pass;
   __device__ __forceinline__ Tile(const Params& p, int i) {
     const int tiles = p.tiles * p.row_tiles;
     pass = PASSES == 1 ? 0 : i / tiles, i -= pass * tiles;
-    const int band = i / (BAND * p.tiles), rows = min(BAND, p.row_tiles - band * BAND), j = i - band * BAND * p.tiles;
+    const int band = i / (BAND * p.tiles), rows = min(BAND, p.row_tiles - band * BAND),
+              j = i - band * BAND * p.tiles;
     w = j / rows, row = (band * BAND + j % rows) * BN;
   }
   __device__ __forceinline__ bool odd() const { return PAIRED && w % 2; }
   // Of the pass. In the last one the last 64 rows of an even tile are the first ones of an odd tile.
-  __device__ __forceinline__ int w_row() const { return odd() ? (w + 1) * BM - (pass + 1) * GROUPS * 64 : w * BM + pass * GROUPS * 64; }
+  __device__ __forceinline__ int w_row() const {
+    return odd() ? (w + 1) * BM - (pass + 1) * GROUPS * 64 : w * BM + pass * GROUPS * 64;
+  }
   __device__ __forceinline__ bool halved() const { return PAIRED && pass == PASSES - 1; }
 };
 
@@ -127,7 +142,8 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
   const Tile one(p, work.begin);
   pdl_wait();
   pdl_launch();
-  for (int i = 0; i < ahead; ++i) copy_2d(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, (work.first + i) * BK, one.row);
+  for (int i = 0; i < ahead; ++i)
+    copy_2d(ring + i * STAGE_BYTES + W_BYTES, p.x, full + i * 8, (work.first + i) * BK, one.row);
   Slot<STAGES> slot;
   if (ahead == STAGES) slot.parity = 1; else slot.stage = ahead;
   for (int at = work.begin, i = ahead; at < work.total; at += work.step, i = 0) {
@@ -144,7 +160,8 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
 
 // The factors of the rows from `row` on, by a warp of its own while weights come.
 __device__ __forceinline__ void find_scales(const Params& p, float* scales, int row) {
-  constexpr int QUADS = BN / 4, LANES = QUADS < 24 ? QUADS : 32, SHARERS = 32 / LANES;  // lanes that share four rows' parts
+  // Lanes that share four rows' parts.
+  constexpr int QUADS = BN / 4, LANES = QUADS < 24 ? QUADS : 32, SHARERS = 32 / LANES;
   const int lane = threadIdx.x % 32;
   pdl_wait();
   for (int quad = lane % LANES; quad < QUADS; quad += LANES) {
@@ -152,7 +169,8 @@ __device__ __forceinline__ void find_scales(const Params& p, float* scales, int 
     float4 sum = {};
 #pragma unroll TIGHT ? 2 : 16  // by the registers that are left
     for (int part = lane / LANES; part < parts; part += SHARERS) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(p.row_squares + part * p.row_stride + row) + quad);
+      const float4 v =
+          __ldcg(reinterpret_cast<const float4*>(p.row_squares + part * p.row_stride + row) + quad);
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
     float* s = reinterpret_cast<float*>(&sum);
@@ -166,10 +184,11 @@ __device__ __forceinline__ void find_scales(const Params& p, float* scales, int 
   }
 }
 
-// A warp writes the columns from n on, those of its 16 rows of w, of rows of x from `row` on: lane (g, t) has rows g and g + 8 of w,
-// and rows 2t and 2t + 1 of every 8 of x. Transposed, four lanes write 16 bytes.
+// A warp writes the columns from n on, those of its 16 rows of w, of rows of x from `row` on: lane (g, t) has
+// rows g and g + 8 of w, and rows 2t and 2t + 1 of every 8 of x. Transposed, four lanes write 16 bytes.
 template <int N>
-__device__ __forceinline__ void store(const Params& p, const float (&sum)[N], int n, int row, const float* scales) {
+__device__ __forceinline__ void store(const Params& p, const float (&sum)[N], int n, int row,
+                                      const float* scales) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float bias[2] = {};
   if (!GATED && p.bias) {
@@ -197,7 +216,8 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
       const u32 y = movmatrix(pack2(gate<GELU>(d[0], d[2]), gate<GELU>(d[1], d[3])));
       if (here && n < p.n) *to = y;
     } else {
-      const u32 y0 = movmatrix(pack2(d[0] + bias[0], d[1] + bias[0])), y1 = movmatrix(pack2(d[2] + bias[1], d[3] + bias[1]));
+      const u32 y0 = movmatrix(pack2(d[0] + bias[0], d[1] + bias[0])),
+                y1 = movmatrix(pack2(d[2] + bias[1], d[3] + bias[1]));
       if (here && n < p.n) *to = y0;
       if (here && n + 8 < p.n) to[4] = y1;
     }
@@ -234,7 +254,9 @@ __device__ __forceinline__ void load_residual(const Params& p, u32 (&kept)[N / 2
 
 // Adds to the residual, and leaves it times the norm's weight, and its squares' sums.
 template <int N>
-__device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N], const u32 (&kept)[N / 2], const Columns& columns, int tile, int n, int row, float* warp_squares) {
+__device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N], const u32 (&kept)[N / 2],
+                                          const Columns& columns, int tile, int n, int row,
+                                          float* warp_squares) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   consumers_sync();  // those before have been read
 #pragma unroll
@@ -245,7 +267,8 @@ __device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N]
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 old = movmatrix(kept[j / 2 + i]);
-      const u32 total = pack2(sum[j + i * 2] + columns.bias[i] + lo2f(old), sum[j + i * 2 + 1] + columns.bias[i] + hi2f(old));
+      const u32 total = pack2(sum[j + i * 2] + columns.bias[i] + lo2f(old),
+                              sum[j + i * 2 + 1] + columns.bias[i] + hi2f(old));
       const float y0 = lo2f(total), y1 = hi2f(total);
       squares[0] += y0 * y0, squares[1] += y1 * y1;
       const u32 h = movmatrix(total), x = movmatrix(pack2(y0 * columns.norm[i], y1 * columns.norm[i]));
@@ -276,12 +299,16 @@ struct Exchange {
 };
 
 // Each gives the others the sums of their rows and finishes its own, adding in a fixed order.
-__device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC], float (&sum)[SHARE], const Work& work, const Exchange& e) {
+__device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC], float (&sum)[SHARE],
+                                         const Work& work, const Exchange& e) {
   float4* sums = p.sums + (long long)e.index * (ACC / 4 * SPLIT * CONSUMERS) + threadIdx.x;
   const u32 inbox = e.inbox + threadIdx.x * 16;
-  auto place = [&](int to, int from, int j) { return sums + ((to * SPLIT + from) * (SHARE / 4) + j / 4) * CONSUMERS; };
+  auto place = [&](int to, int from, int j) {
+    return sums + ((to * SPLIT + from) * (SHARE / 4) + j / 4) * CONSUMERS;
+  };
   auto from = [&](int i, int j) { return inbox + ((i - 1) * (SHARE / 4) + j / 4) * (CONSUMERS * 16); };
-  if (CLUSTER) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // all have set up their barriers
+  // All have set up their barriers.
+  if (CLUSTER) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #pragma unroll
   for (int to = 0; to < SPLIT; ++to)
 #pragma unroll
@@ -292,16 +319,22 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
       } else if (GLOBAL) {
         __stcg(place(to, work.rank, j), make_float4(d[0], d[1], d[2], d[3]));
       } else {
-        asm volatile("{\n.reg .u32 there, bar;\nmapa.shared::cluster.u32 there, %0, %2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
-                     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [bar];\n}"
-                     ::"r"(from((work.rank - to + SPLIT) % SPLIT, j)), "r"(e.delivered), "r"(to), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3]) : "memory");
+        asm volatile("{\n.reg .u32 there, bar;\nmapa.shared::cluster.u32 there, %0, "
+                     "%2;\nmapa.shared::cluster.u32 bar, %1, %2;\n"
+                     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, "
+                     "%6}, [bar];\n}" ::"r"(from((work.rank - to + SPLIT) % SPLIT, j)),
+                     "r"(e.delivered), "r"(to), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3])
+                     : "memory");
       }
     }
   if (GLOBAL) {
     consumers_sync();
     if (threadIdx.x == 0) {
       u32 old, now;
-      asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;" : "=r"(old) : "l"(p.counts + e.index) : "memory");
+      asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
+                   : "=r"(old)
+                   : "l"(p.counts + e.index)
+                   : "memory");
       const u32 goal = (old / SPLIT + 1) * SPLIT;
       do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.counts + e.index) : "memory");
       while (int(now - goal) < 0);
@@ -318,17 +351,22 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
       if (GLOBAL)
         v = __ldcg(place(work.rank, (work.rank + i) % SPLIT, j));
       else
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from(i, j)) : "memory");
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                     : "r"(from(i, j))
+                     : "memory");
       sum[j] += v.x, sum[j + 1] += v.y, sum[j + 2] += v.z, sum[j + 3] += v.w;
     }
-  if constexpr (GLOBAL && BN > 192) {  // 10 MB that nobody reads again: written back they would slow down the attention behind
+  // 10 MB that nobody reads again: written back they would slow down the attention behind.
+  if constexpr (GLOBAL && BN > 192) {
     __syncwarp();
     if (threadIdx.x % 8 == 0)  // a line of the cache
 #pragma unroll
       for (int i = 1; i < SPLIT; ++i)
 #pragma unroll
         for (int j = 0; j < SHARE; j += 4)
-          asm volatile("discard.global.L2 [%0], 128;" ::"l"(place(work.rank, (work.rank + i) % SPLIT, j)) : "memory");
+          asm volatile("discard.global.L2 [%0], 128;" ::"l"(place(work.rank, (work.rank + i) % SPLIT, j))
+                       : "memory");
   }
 }
 
@@ -339,11 +377,14 @@ struct Shared {
   DrawRows<DRAW ? BN : 1>* draws;
 };
 
-// The sums of a group of warps over `count` steps of k: of the 64 weight rows at `w_at` of a stage and the rows of x at `x_at`.
+// The sums of a group of warps over `count` steps of k: of the 64 weight rows at `w_at` of a stage and the
+// rows of x at `x_at`.
 template <int SIZE>
-__device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& shared, Slot<STAGES>& slot, int count, int w_at, int x_at) {
+__device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& shared, Slot<STAGES>& slot,
+                                         int count, int w_at, int x_at) {
   constexpr bool TWICE = TIGHT && SIZE > 64;
-  constexpr int FIRST = TWICE ? (SIZE + 15) & ~15 : SIZE * 2, REST = TWICE ? SIZE * 2 - FIRST : FIRST;  // columns of an instruction; TWICE: of two
+  // Columns of an instruction; TWICE: of two.
+  constexpr int FIRST = TWICE ? (SIZE + 15) & ~15 : SIZE * 2, REST = TWICE ? SIZE * 2 - FIRST : FIRST;
   u32 used = 0;  // the barrier of the stage before
   for (int i = 0; i < count; ++i, slot.next()) {
     const u32 stage = shared.ring + slot.stage * STAGE_BYTES;
@@ -353,7 +394,9 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
 #pragma unroll
     for (int k = 0; k < BK / 16; ++k) {
       wgmma(*reinterpret_cast<float(*)[FIRST / 2]>(acc), w + k * 2, x + k * 2);
-      if (TWICE) wgmma(*reinterpret_cast<float(*)[REST / 2]>(acc + FIRST / 2), w + k * 2, x + FIRST * (BK * 2 / 16) + k * 2);
+      if (TWICE)
+        wgmma(*reinterpret_cast<float (*)[REST / 2]>(acc + FIRST / 2), w + k * 2,
+              x + FIRST * (BK * 2 / 16) + k * 2);
     }
     wgmma_commit();
     if (i > 0) {
@@ -374,11 +417,14 @@ struct Known {
 
 // A group of warps multiplies 64 weight rows of a tile by N rows of x.
 template <int N>
-__device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const Work& work, const Shared& shared, Slot<STAGES>& slot, Known& told) {
+__device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const Work& work,
+                                        const Shared& shared, Slot<STAGES>& slot, Known& told) {
   const int group = threadIdx.x / 128;
-  const int unit = tile.odd() ? (group + 1) % GROUPS : group, begin = tile.odd() ? BN - N : 0;  // 64 weight rows, rows of x
+  // 64 weight rows, rows of x.
+  const int unit = tile.odd() ? (group + 1) % GROUPS : group, begin = tile.odd() ? BN - N : 0;
   const int row = tile.row + work.rank * DONE_ROWS + begin;
-  const int n = (tile.w_row() + unit * 64 + threadIdx.x % 128 / 32 * 16) / (GATED ? 2 : 1);  // the warp's columns
+  // The warp's columns.
+  const int n = (tile.w_row() + unit * 64 + threadIdx.x % 128 / 32 * 16) / (GATED ? 2 : 1);
   const Columns columns(p, n);
   pdl_wait();
   u32 kept[SHARE / 2];
@@ -391,7 +437,8 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
 #pragma unroll
     for (int j = 0; j < N / 2; ++j) sum[j] = acc[j];
   } else {
-    exchange(p, acc, sum, work, Exchange{shared.inbox, shared.delivered, tile.w * p.row_tiles + tile.row / BN});
+    exchange(p, acc, sum, work,
+             Exchange{shared.inbox, shared.delivered, tile.w * p.row_tiles + tile.row / BN});
   }
   if (SCALED) barrier_wait(shared.scaled, 0);
   if constexpr (ADD) {

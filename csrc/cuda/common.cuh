@@ -1,4 +1,5 @@
-// Helpers shared by the CUDA kernels. Compiled by NVRTC without any header, so bf16 is handled as raw 16-bit words.
+// Helpers shared by the CUDA kernels. Compiled by NVRTC without any header, so bf16 is handled as raw 16-bit
+// words.
 #pragma once
 typedef unsigned short bf16;
 typedef unsigned int u32;
@@ -27,18 +28,24 @@ __device__ __forceinline__ float gate(float x, float up) {
 }
 __device__ __forceinline__ u32 smem_addr(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// Programmatic dependent launch: `pdl_wait` blocks until every earlier kernel of the stream has finished and its writes
-// are visible; `pdl_launch` lets the next kernel's blocks start (they may do only work that needs no earlier result).
+// Programmatic dependent launch: `pdl_wait` blocks until every earlier kernel of the stream has finished and
+// its writes are visible; `pdl_launch` lets the next kernel's blocks start (they may do only work that needs
+// no earlier result).
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void pdl_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 // 16 bytes from global to shared memory; `bytes` = 0 writes zeros instead.
 __device__ __forceinline__ void cp_async16(u32 dst, const void* src, u32 bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
-__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 addr) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -55,19 +62,32 @@ __device__ __forceinline__ u32 movmatrix(u32 x) {
 }
 // d[16x8] += a[16x16] * b[16x8]; lane (g = lane / 4, t = lane % 4) holds d rows g, g + 8, columns 2t, 2t + 1.
 __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+               "{%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // The copy engine, and barriers in shared memory that count arrivals and bytes (Hopper).
 struct alignas(64) TensorMap { u64 opaque[16]; };
-__device__ __forceinline__ void barrier_init(u32 bar, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+__device__ __forceinline__ void barrier_init(u32 bar, int count) {
+  asm volatile("mbarrier.init.shared.b64 "
+               "[%0], %1;" ::"r"(bar),
+               "r"(count));
+}
 // What has been set up is seen by the copy engine and by other blocks of the cluster.
-__device__ __forceinline__ void barriers_visible() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void barrier_expect(u32 bar, int bytes) { asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(u32 bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void barriers_visible() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(bar) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  asm volatile("{\n.reg .pred done;\nwaiting:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra passed;\nbra waiting;\npassed:\n}" ::"r"(bar), "r"(parity) : "memory");
+  asm volatile("{\n.reg .pred done;\nwaiting:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done "
+               "bra passed;\nbra waiting;\npassed:\n}" ::"r"(bar), "r"(parity) : "memory");
 }
 __device__ __forceinline__ u64 policy_once() {  // weights are read once
   u64 policy;
@@ -75,10 +95,12 @@ __device__ __forceinline__ u64 policy_once() {  // weights are read once
   return policy;
 }
 __device__ __forceinline__ void copy_2d(u32 to, const TensorMap& map, u32 bar, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+               "{%3, %4}], [%2];"
                ::"r"(to), "l"(&map), "r"(bar), "r"(x), "r"(y) : "memory");
 }
 __device__ __forceinline__ void copy_2d(u32 to, const TensorMap& map, u32 bar, int x, int y, u64 policy) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;"
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%3, %4}], [%2], %5;"
                ::"r"(to), "l"(&map), "r"(bar), "r"(x), "r"(y), "l"(policy) : "memory");
 }

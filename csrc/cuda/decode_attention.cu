@@ -1,28 +1,29 @@
-// Paged decode attention for one query token a row: grouped heads on tensor cores, bound by reading the pages once.
+// Paged decode attention for one query token a row: grouped heads on tensor cores, bound by reading the pages
+// once.
 //
-// All (row, kv head) pairs are cut into tiles of 16 tokens and laid end to end; block c of C takes the c-th equal share,
-// whatever the lengths are (the stream-K idea), so one launch of fixed size serves every batch and a graph can replay it.
-// A border that falls close to the edge of a pair is moved there. What a block has of a pair is a unit. A pair that several
-// blocks share is merged by the last of them to be done.
+// All (row, kv head) pairs are cut into tiles of 16 tokens and laid end to end; block c of C takes the c-th
+// equal share, whatever the lengths are (the stream-K idea), so one launch of fixed size serves every batch
+// and a graph can replay it. A border that falls close to the edge of a pair is moved there. What a block has
+// of a pair is a unit. A pair that several blocks share is merged by the last of them to be done.
 //
 // The warps of a block have different parts, so that the stream of tiles never waits for anything but room:
 //   one loads: it finds the units, announces them, and has the copy engine fetch their tiles into one ring;
 //   some prepare the queries of the units to come;
-//   most attend, each to the tiles of its own places in the ring. Scores are computed transposed (S^T = K Q^T,
-//   O^T = V^T P^T), so that the group of query heads fills the narrow side (8) of the tensor-core instruction;
-//   some merge what these leave of a unit, and write it.
+//   most attend, each to the tiles of its own places in the ring. Scores are computed transposed (S^T = K
+//   Q^T, O^T = V^T P^T), so that the group of query heads fills the narrow side (8) of the tensor-core
+//   instruction; some merge what these leave of a unit, and write it.
 //
-// FUSED: q, k and v come straight from the projection; RMSNorm and rotation happen on the way and the new token's k and v
-// go to the page and into the tile at hand. Nothing but q and the new token then depends on the kernel before, so the
-// first tiles are loaded while it runs. (The kernels before that one have finished: each lets its successor start only
-// after it has itself waited.)
+// FUSED: q, k and v come straight from the projection; RMSNorm and rotation happen on the way and the new
+// token's k and v go to the page and into the tile at hand. Nothing but q and the new token then depends on
+// the kernel before, so the first tiles are loaded while it runs. (The kernels before that one have finished:
+// each lets its successor start only after it has itself waited.)
 //
-// CASCADE: the first `skip` tokens of a row were attended elsewhere, together with the rows that share them; their partial
-// results join the row's own when it is written.
+// CASCADE: the first `skip` tokens of a row were attended elsewhere, together with the rows that share them;
+// their partial results join the row's own when it is written.
 //
-// FP8: k and v are e4m3. A byte becomes a half-precision number by moving its bits, 2^-8 times too small, which the scales
-// make good; a word then holds two numbers of even and two of odd places, so places are permuted: of k's dims alike in q, of
-// v's dims in the output.
+// FP8: k and v are e4m3. A byte becomes a half-precision number by moving its bits, 2^-8 times too small,
+// which the scales make good; a word then holds two numbers of even and two of odd places, so places are
+// permuted: of k's dims alike in q, of v's dims in the output.
 #include "common.cuh"
 
 #ifndef HD
@@ -31,7 +32,8 @@
 #ifndef GROUP  // query heads of a part, at most 8
 #define GROUP 4
 #endif
-#ifndef SHARE  // parts of a kv head's query heads: a part is what is called a head here, and reads the pages itself
+// Parts of a kv head's query heads: a part is what is called a head here, and reads the pages itself.
+#ifndef SHARE
 #define SHARE 1
 #endif
 #ifndef LACK  // heads that the last part of a kv head has less than GROUP: a group of 13 is 7 and 6
@@ -76,7 +78,8 @@ constexpr int ALL = GROUP * SHARE - LACK;  // query heads of a kv head
 constexpr int ELEMENT = FP8 ? 1 : 2;       // bytes
 constexpr int TOKEN_BYTES = HD * ELEMENT;
 constexpr int CHUNKS = TOKEN_BYTES / 16;
-constexpr int SEGMENT = TOKEN_BYTES < 128 ? TOKEN_BYTES : 128;  // bytes of a token that lie together in a tile
+// Bytes of a token that lie together in a tile.
+constexpr int SEGMENT = TOKEN_BYTES < 128 ? TOKEN_BYTES : 128;
 constexpr int TILE_BYTES = TILE * TOKEN_BYTES;  // of K, and of V
 constexpr int ACC = HD / 16;
 constexpr int MERGERS = WARPS / 2, PREPARERS = WARPS > 4 ? 2 : 1;
@@ -84,7 +87,8 @@ constexpr int THREADS = (WARPS + MERGERS + PREPARERS + 1) * 32;
 constexpr int MERGING = MERGERS * 32;                                 // threads
 constexpr int EACH = (GROUP * HD + 4 * MERGING - 1) / (4 * MERGING);  // times 4 outputs of a merging thread
 constexpr int BATCH = EACH > 2 ? 4 : 8;                               // partial results merged at a time
-constexpr int UNITS = 16, QUERIES = 4, RESULTS = 2;  // that a block has room for: announced, prepared, not yet merged
+constexpr int UNITS = 16, QUERIES = 4, RESULTS = 2;  // that a block has room for: announced, prepared, not
+                                                     // yet merged
 constexpr int PAGES = 128;  // tiles whose pages are looked up at a time
 constexpr int Q_BYTES = ACC * 256 + 2 * TOKEN_BYTES;  // fragments of q, and the new token's k and v
 constexpr int PITCH = HD + 4, RESULT = WARPS * GROUP * PITCH + WARPS * 16;  // floats
@@ -119,13 +123,17 @@ struct Params {
   float k_inverse, v_inverse, v_scale;  // FP8: 1 / scales of what is stored, and v's times 2^8
 };
 
-// What a block has of a pair: `count` of the pair's `tiles` tiles from `tile` on, which is tile `first` + `tile` of the row.
-// No tiles: the end.
+// What a block has of a pair: `count` of the pair's `tiles` tiles from `tile` on, which is tile `first` +
+// `tile` of the row. No tiles: the end.
 struct __align__(16) Unit { int row, head, tile, count, tiles, len, first, slot; };
 
 // The first query head of a part, and how many it has.
-__device__ __forceinline__ int first_query(int head) { return head * GROUP - (LACK ? head / SHARE * LACK : 0); }
-__device__ __forceinline__ int queries_of(int head) { return GROUP - (LACK && head % SHARE == SHARE - 1 ? LACK : 0); }
+__device__ __forceinline__ int first_query(int head) {
+  return head * GROUP - (LACK ? head / SHARE * LACK : 0);
+}
+__device__ __forceinline__ int queries_of(int head) {
+  return GROUP - (LACK && head % SHARE == SHARE - 1 ? LACK : 0);
+}
 
 // Barriers of a unit: it is announced, its query is ready, its tiles are attended to, its results are merged.
 enum { ANNOUNCED, PREPARED, ATTENDED, MERGED };
@@ -145,11 +153,14 @@ struct Memory {  // of a block
     results = reinterpret_cast<float*>(at), at += RESULTS * RESULT * 4;
     units = reinterpret_cast<Unit*>(at), at += UNITS * sizeof(Unit);
     bars = smem_addr(at), at += (STAGES * 2 + UNITS * 4) * 8;
-    pages = reinterpret_cast<int*>(at), cum = pages + PAGES, len = cum + ROWS + 1, slot = len + ROWS + 1, skip = slot + ROWS + 1;
+    pages = reinterpret_cast<int*>(at), cum = pages + PAGES, len = cum + ROWS + 1, slot = len + ROWS + 1,
+    skip = slot + ROWS + 1;
   }
   __device__ __forceinline__ u32 full(int stage) const { return bars + stage * 8; }
   __device__ __forceinline__ u32 empty(int stage) const { return bars + (STAGES + stage) * 8; }
-  __device__ __forceinline__ u32 bar(int kind, int unit) const { return bars + (STAGES * 2 + kind * UNITS + unit % UNITS) * 8; }
+  __device__ __forceinline__ u32 bar(int kind, int unit) const {
+    return bars + (STAGES * 2 + kind * UNITS + unit % UNITS) * 8;
+  }
   __device__ __forceinline__ void wait(int kind, int unit) const {
     if (unit >= 0) barrier_wait(bar(kind, unit), unit / UNITS & 1);
   }
@@ -165,15 +176,19 @@ struct Memory {  // of a block
 struct Shares {
   const int* cum;
   int rows, heads, pairs, most, whole, fit, total, blocks, each, rest, snap;
-  // What can be said before the tiles are counted: blocks if all take whole pairs, or how many there are for each pair.
-  __device__ __forceinline__ Shares(const Params& p, const int* cum) : cum(cum), rows(p.rows), heads(p.kv_heads) {
+  // What can be said before the tiles are counted: blocks if all take whole pairs, or how many there are for
+  // each pair.
+  __device__ __forceinline__ Shares(const Params& p, const int* cum)
+      : cum(cum), rows(p.rows), heads(p.kv_heads) {
     pairs = rows * heads, most = gridDim.x;
     const u32 n = (u32(pairs) + most - 1) / most;
     whole = (pairs + n - 1) / n, fit = u32(most) / pairs;
   }
   __device__ __forceinline__ void cut() {
     total = cum[rows] * heads;
-    if (pairs > most) {  // whole pairs, if all are as long (very likely) and that keeps nearly all busy: then nothing is left to merge
+    // Whole pairs, if all are as long (very likely) and that keeps nearly all busy: then nothing is left to
+    // merge.
+    if (pairs > most) {
       const bool alike = total == cum[1] * pairs;
       blocks = alike && whole * 10 >= most * 9 ? whole : most;
     } else {  // equal parts of pairs, if that keeps nearly all busy or pairs are short
@@ -184,9 +199,12 @@ struct Shares {
     each = u32(total) / blocks, rest = total - each * blocks;
     snap = max(1, min(SNAP, each / 4));
   }
-  __device__ __forceinline__ int raw(int block) const { return each * block + u32(rest * block) / blocks; }  // total * block / blocks
+  // Total * block / blocks.
+  __device__ __forceinline__ int raw(int block) const { return each * block + u32(rest * block) / blocks; }
   // The first border at tile x or later, if they are not moved.
-  __device__ __forceinline__ int from(int x) const { return int(((long long)x * blocks + total - 1) / total); }
+  __device__ __forceinline__ int from(int x) const {
+    return int(((long long)x * blocks + total - 1) / total);
+  }
   // The row that holds `tile`: a warp looks at 32 rows at a time.
   __device__ __forceinline__ int row_of(int tile) const {
     const int lane = threadIdx.x % 32;
@@ -225,8 +243,10 @@ __device__ __forceinline__ u32 pack_operand(float lo, float hi) {
 }
 __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   if (!FP8) return mma(d, a0, a1, a2, a3, b0, b1);
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+               "{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 // Bytes 0 and 2, or 1 and 3, of a word of e4m3 as fp16, 2^-8 times as large.
 __device__ __forceinline__ u32 even_halves(u32 x) { return (x << 8 & 0x80008000u) | (x << 7 & 0x3f803f80u); }
@@ -236,8 +256,8 @@ __device__ __forceinline__ unsigned short to_e4m3(float lo, float hi) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
   return r;
 }
-// Where a 16-byte chunk of a token lies in a tile: swizzled by the copy engine, so that 8 tokens' same chunks are in
-// different banks.
+// Where a 16-byte chunk of a token lies in a tile: swizzled by the copy engine, so that 8 tokens' same chunks
+// are in different banks.
 __device__ __forceinline__ u32 in_tile_at(int row, int chunk) {
   if (SEGMENT < 128) return row * SEGMENT + (chunk ^ (row >> 1 & 3)) * 16;
   return chunk / 8 * (TILE * SEGMENT) + row * SEGMENT + ((chunk ^ row) & 7) * 16;
@@ -251,7 +271,8 @@ __device__ __forceinline__ void q_fragment(u32 (&qf)[2], float x0, float x1, flo
 }
 
 // q of head `g` of the row, normalised and rotated, as the B fragments of K Q^T.
-__device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int position, int t, bool live, u32 (&qf)[ACC][2]) {
+__device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int position, int t, bool live,
+                                          u32 (&qf)[ACC][2]) {
   float x[ACC][4];
   float sum = 0.f;
 #pragma unroll
@@ -284,7 +305,8 @@ __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int po
     for (int j = 0; j < 2; ++j) {
       const float2 c = *reinterpret_cast<const float2*>(table + i * 16 + q_dim(t, j));
       const float2 s = *reinterpret_cast<const float2*>(table + HD / 2 + i * 16 + q_dim(t, j));
-      const float a0 = x[i][2 * j], a1 = x[i][2 * j + 1], b0 = x[i + ACC / 2][2 * j], b1 = x[i + ACC / 2][2 * j + 1];
+      const float a0 = x[i][2 * j], a1 = x[i][2 * j + 1], b0 = x[i + ACC / 2][2 * j],
+                  b1 = x[i + ACC / 2][2 * j + 1];
       a[2 * j] = a0 * c.x - b0 * s.x;
       a[2 * j + 1] = a1 * c.y - b1 * s.y;
       b[2 * j] = b0 * c.x + a0 * s.x;
@@ -299,7 +321,8 @@ __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int po
 constexpr int PAIRS = HD / 64;
 
 // They are normalised and rotated, and become what is stored.
-__device__ __forceinline__ void prepare_k(const Params& p, float (&x)[2][PAIRS], int position, int lane, bf16 (&out)[2][PAIRS]) {
+__device__ __forceinline__ void prepare_k(const Params& p, float (&x)[2][PAIRS], int position, int lane,
+                                          bf16 (&out)[2][PAIRS]) {
   if (p.k_norm) {
     float sum = 0.f;
 #pragma unroll
@@ -312,7 +335,8 @@ __device__ __forceinline__ void prepare_k(const Params& p, float (&x)[2][PAIRS],
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int j = 0; j < PAIRS; ++j) x[h][j] = round_bf(x[h][j] * f * p.k_norm[h * (HD / 2) + lane * PAIRS + j]);
+      for (int j = 0; j < PAIRS; ++j)
+        x[h][j] = round_bf(x[h][j] * f * p.k_norm[h * (HD / 2) + lane * PAIRS + j]);
   }
   const float* table = p.cos_sin + (long long)position * HD + lane * PAIRS;
 #pragma unroll
@@ -327,7 +351,9 @@ __device__ __forceinline__ void prepare_k(const Params& p, float (&x)[2][PAIRS],
 // 8 numbers of v as they are stored.
 __device__ __forceinline__ uint4 narrow_v(const Params& p, uint4 v) {
   const float f = p.v_inverse;
-  auto four = [&](u32 a, u32 b) { return u32(to_e4m3(lo2f(a) * f, hi2f(a) * f)) | u32(to_e4m3(lo2f(b) * f, hi2f(b) * f)) << 16; };
+  auto four = [&](u32 a, u32 b) {
+    return u32(to_e4m3(lo2f(a) * f, hi2f(a) * f)) | u32(to_e4m3(lo2f(b) * f, hi2f(b) * f)) << 16;
+  };
   return {four(v.x, v.y), four(v.z, v.w), 0, 0};
 }
 
@@ -346,11 +372,13 @@ struct Fresh {
     if (lane < HD / 8) v = *reinterpret_cast<const uint4*>(from + p.kv_heads / SHARE * HD + lane * 8);
   }
   // To the page and to shared memory.
-  __device__ __forceinline__ void store(const Params& p, const Unit& x, int lane, unsigned char* k_to, unsigned char* v_to) {
+  __device__ __forceinline__ void store(const Params& p, const Unit& x, int lane, unsigned char* k_to,
+                                        unsigned char* v_to) {
     const int last = x.len - 1;
     bf16 new_k[2][PAIRS];
     prepare_k(p, k, last, lane, new_k);
-    const long long place = page * p.page_stride + x.head / SHARE * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
+    const long long place =
+        page * p.page_stride + x.head / SHARE * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
@@ -365,9 +393,11 @@ struct Fresh {
     if (lane >= HD / 8) return;
     if (FP8) {
       const uint4 e = narrow_v(p, v);
-      *reinterpret_cast<uint2*>(v_to + lane * 8) = *reinterpret_cast<uint2*>(p.v + place + lane * 8) = {e.x, e.y};
+      *reinterpret_cast<uint2*>(v_to + lane * 8) =
+          *reinterpret_cast<uint2*>(p.v + place + lane * 8) = {e.x, e.y};
     } else {
-      *reinterpret_cast<uint4*>(v_to + lane * 16) = *reinterpret_cast<uint4*>(p.v + (place + lane * 8) * ELEMENT) = v;
+      *reinterpret_cast<uint4*>(v_to + lane * 16) =
+          *reinterpret_cast<uint4*>(p.v + (place + lane * 8) * ELEMENT) = v;
     }
   }
 };
@@ -409,12 +439,17 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
   }
 }
 
-__device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 bar, int token, int head, int page, u64 policy) {
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(token), "r"(head), "r"(page), "l"(policy) : "memory");
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 bar, int token, int head,
+                                          int page, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(token), "r"(head), "r"(page), "l"(policy)
+               : "memory");
 }
 
-__device__ __forceinline__ void prefetch(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+__device__ __forceinline__ void prefetch(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 
 // The warp that loads.
 __device__ __forceinline__ void load(const Params& p, const Memory& memory, const Shares& shares) {
@@ -438,9 +473,12 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
       while (memory.cum[row + 1] * p.kv_heads <= at) ++row;
       const int tiles = memory.cum[row + 1] - memory.cum[row], off = at - memory.cum[row] * p.kv_heads;
       const int head = u32(off) / tiles, tile = off - head * tiles, len = memory.len[row];
-      const int first = CASCADE ? memory.skip[row] / TILE : p.window > 0 && len > p.window ? (len - p.window) / TILE : 0;
+      const int first = CASCADE                          ? memory.skip[row] / TILE
+                        : p.window > 0 && len > p.window ? (len - p.window) / TILE
+                                                         : 0;
       // A pair's first part ends its block, the others begin theirs.
-      x = {row, head, tile, min(tiles - tile, stop - at), tiles, len, first, 2 * int(blockIdx.x) + (tile == 0 ? 1 : 0)};
+      x = {row,   head, tile,  min(tiles - tile, stop - at),
+           tiles, len,  first, 2 * int(blockIdx.x) + (tile == 0 ? 1 : 0)};
       at += x.count;
     }
     announce(u, x);
@@ -480,19 +518,23 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
 }
 
 // The last tile of a row: the new token's k and v (FUSED), and zeros where v has no token yet.
-__device__ __forceinline__ void complete_tile(u32 kt, u32 vt, const unsigned char* fresh, int last, int lane) {
+__device__ __forceinline__ void complete_tile(u32 kt, u32 vt, const unsigned char* fresh, int last,
+                                              int lane) {
   auto store = [&](u32 to, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
   };
   const uint4* row = reinterpret_cast<const uint4*>(fresh);
   for (int i = lane; FUSED && i < 2 * CHUNKS; i += 32)
     store((i < CHUNKS ? kt : vt) + in_tile_at(last, i % CHUNKS), row[i]);
-  for (int i = (last + 1) * CHUNKS + lane; i < TILE * CHUNKS; i += 32) store(vt + in_tile_at(i / CHUNKS, i % CHUNKS), {});
+  for (int i = (last + 1) * CHUNKS + lane; i < TILE * CHUNKS; i += 32)
+    store(vt + in_tile_at(i / CHUNKS, i % CHUNKS), {});
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine writes there next
   __syncwarp();
 }
 
-// A warp that attends to the tiles of its own places in the ring. (Of another's it could not tell a tile from the one before.)
+// A warp that attends to the tiles of its own places in the ring. (Of another's it could not tell a tile from
+// the one before.)
 __device__ __forceinline__ void attend(const Params& p, const Memory& memory, int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int before = 0, next = warp, stage = warp;  // tiles of the units before, and until its next, which is there
@@ -524,8 +566,10 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
           u32 a[4];
           ldmatrix(a, kt + in_tile_at(r, 2 * i + half));
           if constexpr (FP8) {
-            multiply(s, even_halves(a[0]), even_halves(a[1]), odd_halves(a[0]), odd_halves(a[1]), qf[2 * i][0], qf[2 * i][1]);
-            multiply(s_odd, even_halves(a[2]), even_halves(a[3]), odd_halves(a[2]), odd_halves(a[3]), qf[2 * i + 1][0], qf[2 * i + 1][1]);
+            multiply(s, even_halves(a[0]), even_halves(a[1]), odd_halves(a[0]), odd_halves(a[1]),
+                     qf[2 * i][0], qf[2 * i][1]);
+            multiply(s_odd, even_halves(a[2]), even_halves(a[3]), odd_halves(a[2]), odd_halves(a[3]),
+                     qf[2 * i + 1][0], qf[2 * i + 1][1]);
           } else {
             multiply(i % 2 ? s_odd : s, a[0], a[1], a[2], a[3], qf[i][0], qf[i][1]);
           }
@@ -561,7 +605,8 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
         }
         // A tile may be masked as a whole (window edge): its maximum is NEG and must add nothing.
         const float b0 = m0 == NEG ? 0.f : m0, b1 = m1 == NEG ? 0.f : m1;
-        const float p0 = exp2_fast(s[0] - b0), p1 = exp2_fast(s[1] - b1), p2 = exp2_fast(s[2] - b0), p3 = exp2_fast(s[3] - b1);
+        const float p0 = exp2_fast(s[0] - b0), p1 = exp2_fast(s[1] - b1), p2 = exp2_fast(s[2] - b0),
+                    p3 = exp2_fast(s[3] - b1);
         l0 += p0 + p2;
         l1 += p1 + p3;
         const u32 w0 = movmatrix(pack_operand(p0, p1)), w1 = movmatrix(pack_operand(p2, p3));
@@ -571,8 +616,10 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
           u32 a[4];
           ldmatrix_trans(a, vt + in_tile_at(vr, 2 * i + vc));
           if constexpr (FP8) {
-            multiply(o[2 * i], even_halves(a[0]), odd_halves(a[0]), even_halves(a[2]), odd_halves(a[2]), w0, w1);
-            multiply(o[2 * i + 1], even_halves(a[1]), odd_halves(a[1]), even_halves(a[3]), odd_halves(a[3]), w0, w1);
+            multiply(o[2 * i], even_halves(a[0]), odd_halves(a[0]), even_halves(a[2]), odd_halves(a[2]), w0,
+                     w1);
+            multiply(o[2 * i + 1], even_halves(a[1]), odd_halves(a[1]), even_halves(a[3]), odd_halves(a[3]),
+                     w0, w1);
           } else {
             multiply(o[i], a[0], a[1], a[2], a[3], w0, w1);
           }
@@ -590,7 +637,8 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
     }
     memory.wait(MERGED, u - RESULTS);
     float* result = memory.results + u % RESULTS * RESULT;
-    if (g == 0) *reinterpret_cast<float4*>(result + WARPS * GROUP * PITCH + (warp * 8 + t * 2) * 2) = {m0, l0, m1, l1};
+    if (g == 0)
+      *reinterpret_cast<float4*>(result + WARPS * GROUP * PITCH + (warp * 8 + t * 2) * 2) = {m0, l0, m1, l1};
     if (m0 != NEG) {  // the same in all lanes: some tile was its
 #pragma unroll
       for (int i = 0; i < ACC; ++i)
@@ -606,7 +654,9 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
   }
 }
 
-__device__ __forceinline__ void add(float4& x, float f, float4 y) { x = {x.x + f * y.x, x.y + f * y.y, x.z + f * y.z, x.w + f * y.w}; }
+__device__ __forceinline__ void add(float4& x, float f, float4 y) {
+  x = {x.x + f * y.x, x.y + f * y.y, x.z + f * y.z, x.w + f * y.w};
+}
 
 // An unnormalised output: 4 places of a head, with the head's maximum and sum.
 struct Sum {
@@ -630,8 +680,8 @@ struct Sum {
   }
 };
 
-// The warps that merge what those that attend have left of a unit, and write it; of a pair that several blocks share, the
-// last to be done merges what all have left in global memory.
+// The warps that merge what those that attend have left of a unit, and write it; of a pair that several
+// blocks share, the last to be done merges what all have left in global memory.
 __device__ __forceinline__ void merge(const Params& p, const Memory& memory, const Shares& shares) {
   __shared__ bool last;
   const int thread = threadIdx.x - WARPS * 32;
@@ -653,7 +703,8 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
           const long long k = (long long)i * (p.kv_heads / SHARE * ALL) + first_query(x.head) + e / HD;
           const float4 y = *reinterpret_cast<const float4*>(p.prefix + k * HD + e % HD);
           constexpr float f = PREFIX_UNIT;
-          sums[j].join<1>({{f * y.x, f * y.y, f * y.z, f * y.w}}, {{p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1]}});
+          sums[j].join<1>({{f * y.x, f * y.y, f * y.z, f * y.w}},
+                          {{p.prefix_ml[2 * k], p.prefix_ml[2 * k + 1]}});
         }
     };
     if (CASCADE && whole) join_prefixes();
@@ -672,7 +723,8 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
           const int warp = half + i;
           ml[i] = *reinterpret_cast<const float2*>(result + WARPS * GROUP * PITCH + (warp * 8 + head) * 2);
           y[i] = {};
-          if (ml[i].x != NEG) y[i] = *reinterpret_cast<const float4*>(result + (warp * GROUP + head) * PITCH + e % HD);
+          if (ml[i].x != NEG)
+            y[i] = *reinterpret_cast<const float4*>(result + (warp * GROUP + head) * PITCH + e % HD);
         }
         sums[j].join(y, ml);
       }
@@ -685,11 +737,15 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
         const int e = place(j);
         if (e >= GROUP * HD) break;
         __stcg(reinterpret_cast<float4*>(p.part + (long long)x.slot * GROUP * HD + e), sums[j].x);
-        if (e % HD == 0) __stcg(reinterpret_cast<float2*>(p.part_ml) + x.slot * GROUP + e / HD, make_float2(sums[j].m, sums[j].l));
+        if (e % HD == 0)
+          __stcg(reinterpret_cast<float2*>(p.part_ml) + x.slot * GROUP + e / HD,
+                 make_float2(sums[j].m, sums[j].l));
         sums[j] = {};
       }
-      const int start = memory.cum[x.row] * p.kv_heads + x.head * x.tiles;  // of the pair, in the list of all tiles
-      const int first = shares.first_inside(start) - 1, parts = shares.last_inside(start + x.tiles) - first + 1;
+      // Of the pair, in the list of all tiles.
+      const int start = memory.cum[x.row] * p.kv_heads + x.head * x.tiles;
+      const int first = shares.first_inside(start) - 1,
+                parts = shares.last_inside(start + x.tiles) - first + 1;
       sync();
       if (thread == 0) {
         int* count = p.count + x.row * p.kv_heads + x.head;
@@ -712,7 +768,8 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
             const bool live = base + i < parts;
             const int slot = 2 * (first + base + i) + (base + i == 0 ? 1 : 0);
             ml[i] = live ? __ldcg(part_ml + slot * GROUP + e / HD) : make_float2(NEG, 0.f);
-            y[i] = live ? __ldcg(reinterpret_cast<const float4*>(p.part + (long long)slot * GROUP * HD + e)) : float4{};
+            y[i] = live ? __ldcg(reinterpret_cast<const float4*>(p.part + (long long)slot * GROUP * HD + e))
+                        : float4{};
           }
           sums[j].join(y, ml);
         }
@@ -724,14 +781,17 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
     for (int j = 0; j < EACH; ++j) {
       if (place(j) >= queries_of(x.head) * HD) break;
       const Sum& sum = sums[j];
-      const float sink = p.sinks ? exp2_fast(p.sinks[first_query(x.head) + place(j) / HD] * LOG2E - sum.m) : 0.f;
+      const float sink =
+          p.sinks ? exp2_fast(p.sinks[first_query(x.head) + place(j) / HD] * LOG2E - sum.m) : 0.f;
       const float f = (FP8 ? p.v_scale : 1.f) / (sum.l + sink);
-      *reinterpret_cast<uint2*>(out + place(j)) = {pack2(sum.x.x * f, sum.x.y * f), pack2(sum.x.z * f, sum.x.w * f)};
+      *reinterpret_cast<uint2*>(out + place(j)) = {pack2(sum.x.x * f, sum.x.y * f),
+                                                   pack2(sum.x.z * f, sum.x.w * f)};
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
+    decode_attention(const __grid_constant__ Params p) {
   const Memory memory;
   if (threadIdx.x == 0) prefetch(p.k_map), prefetch(p.v_map);
   if (!FUSED) {
@@ -746,7 +806,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode_attention(c
   Shares shares(p, memory.cum);
   for (int i = threadIdx.x; i <= p.rows; i += THREADS) {
     const bool row = i < p.rows;  // all are asked for before one is stored
-    const int cum = p.cum[i], len = row ? p.kv_len[i] : 0, slot = row ? p.slots[i] : 0, skip = CASCADE && row ? p.skip[i] : 0;
+    const int cum = p.cum[i], len = row ? p.kv_len[i] : 0, slot = row ? p.slots[i] : 0,
+              skip = CASCADE && row ? p.skip[i] : 0;
     memory.cum[i] = cum, memory.len[i] = len, memory.slot[i] = slot, memory.skip[i] = skip;
   }
   __syncthreads();

@@ -1,12 +1,13 @@
 // One token of one row through all layers of a decoder, from the embedding to the logits, in a single kernel.
 //
-// With one row a layer is bound by the memory that holds its weights, and the rest is waiting. So one block stays on a
-// multiprocessor for the whole step, and the weights never pause: each warp owns equal parts of the rows of every matrix
-// and a further warp copies them, layer after layer, into its ring in shared memory, as far ahead as the ring reaches. What the blocks
-// tell each other is small (a vector of activations) and goes through the L2 cache without barriers: every word carries the
-// number of the layer in its low 8 bits, so who reads a word knows whether it is the one it waits for; 16 bits of mantissa
-// remain. A word is written again one layer later, when every block must have read it, because each layer's vectors depend
-// on all words of the ones before. All blocks must be on the GPU at once, which holds as long as whatever else runs there
+// With one row a layer is bound by the memory that holds its weights, and the rest is waiting. So one block
+// stays on a multiprocessor for the whole step, and the weights never pause: each warp owns equal parts of
+// the rows of every matrix and a further warp copies them, layer after layer, into its ring in shared memory,
+// as far ahead as the ring reaches. What the blocks tell each other is small (a vector of activations) and
+// goes through the L2 cache without barriers: every word carries the number of the layer in its low 8 bits,
+// so who reads a word knows whether it is the one it waits for; 16 bits of mantissa remain. A word is written
+// again one layer later, when every block must have read it, because each layer's vectors depend on all words
+// of the ones before. All blocks must be on the GPU at once, which holds as long as whatever else runs there
 // ends by itself.
 #ifndef HIDDEN
 #define HIDDEN 1024
@@ -40,10 +41,12 @@ constexpr int WIDE = ATTENDED > INTER ? ATTENDED : INTER;
 
 constexpr int FLYING = 2;                // pieces of a warp that are on their way at a time
 
-static_assert(OWN <= 8 && HIDDEN % ALL_WARPS == 0 && QKV % ALL_WARPS == 0 && INTER % ALL_WARPS == 0 && ATTENDED % PIECE == 0);
+static_assert(OWN <= 8 && HIDDEN % ALL_WARPS == 0 && QKV % ALL_WARPS == 0 && INTER % ALL_WARPS == 0 &&
+              ATTENDED % PIECE == 0);
 
 struct Layer {
-  const bf16* matrix[4];                 // qkv [QKV, HIDDEN], o [HIDDEN, ATTENDED], gate and up [2 INTER, HIDDEN], down [HIDDEN, INTER]
+  // Qkv [QKV, HIDDEN], o [HIDDEN, ATTENDED], gate and up [2 INTER, HIDDEN], down [HIDDEN, INTER].
+  const bf16* matrix[4];
   const float *input_norm, *mlp_norm;    // [HIDDEN]
   const float *q_norm, *k_norm;          // [HD]
   bf16 *k, *v;                           // pages
@@ -53,8 +56,9 @@ constexpr int END = Exchange::INNER + INTER;  // in `words`: the residual stream
 
 // --- the matrices: which rows are whose, and in which order they are read
 
-// Matrix 0 to 3 of a layer as a warp sees it: ROWS rows of PIECES pieces, of which PASS are summed side by side, DEEP pieces at
-// a time. Gate and up have equal parts of a pass, gate the first. Piece FIRST of the layer's is the first.
+// Matrix 0 to 3 of a layer as a warp sees it: ROWS rows of PIECES pieces, of which PASS are summed side by
+// side, DEEP pieces at a time. Gate and up have equal parts of a pass, gate the first. Piece FIRST of the
+// layer's is the first.
 template <int M>
 struct Matrix {
   static constexpr int ROWS = M == 0 ? QKV / ALL_WARPS : M == 2 ? 2 * INTER / ALL_WARPS : OWN;
@@ -73,13 +77,16 @@ struct Matrix {
     return most;
   }
   static constexpr int DEEP = deep(), COUNT = PASS * DEEP, RESULTS = (PASS + 3) / 4;
-  static constexpr int FIRST = (M > 0 ? QKV / ALL_WARPS * (HIDDEN / PIECE) : 0) + (M > 1 ? OWN * (ATTENDED / PIECE) : 0) +
+  static constexpr int FIRST = (M > 0 ? QKV / ALL_WARPS * (HIDDEN / PIECE) : 0) +
+                               (M > 1 ? OWN * (ATTENDED / PIECE) : 0) +
                                (M > 2 ? 2 * INTER / ALL_WARPS * (HIDDEN / PIECE) : 0);
   // Piece `i` of the layer: M, and where it is, in pieces of the matrix.
   __device__ __forceinline__ static u32 entry(int i, int me) {
     i -= FIRST;
     const int first = i / (PASS * PIECES) * PASS, k = i / PASS % PIECES, j = i % PASS;
-    const int up = M == 2 && j >= PASS / 2, row = M == 2 ? me * (ROWS / 2) + first / 2 + j - up * (PASS / 2) + up * INTER : me * ROWS + first + j;
+    const int up = M == 2 && j >= PASS / 2,
+              row = M == 2 ? me * (ROWS / 2) + first / 2 + j - up * (PASS / 2) + up * INTER
+                           : me * ROWS + first + j;
     return u32(M) << 29 | u32(row * PIECES + k);
   }
 };
@@ -130,8 +137,9 @@ __device__ __forceinline__ void list_pieces(Shared& s, const Self& self) {
   __syncwarp();
 }
 
-// The warp that copies weights: a lane for each of the others goes through that one's pieces, the rows of the output layer last.
-// Of a layer's no more than FLYING are on their way at a time, since what blocks tell each other waits behind them.
+// The warp that copies weights: a lane for each of the others goes through that one's pieces, the rows of the
+// output layer last. Of a layer's no more than FLYING are on their way at a time, since what blocks tell each
+// other waits behind them.
 __device__ __forceinline__ void supply(const Params& p, Shared& s, Self self) {
   self.warp = self.lane;
   if (self.warp >= WARPS) return;
@@ -144,7 +152,8 @@ __device__ __forceinline__ void supply(const Params& p, Shared& s, Self self) {
   for (int n = 0; n < total;) {
     int done;
     asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(done) : "r"(taken) : "memory");
-    if (n - done >= DEPTH || (layer < p.count && n >= FLYING && !piece_there(self.full + landing * 8, parity))) {
+    if (n - done >= DEPTH ||
+        (layer < p.count && n >= FLYING && !piece_there(self.full + landing * 8, parity))) {
       __nanosleep(100);
       continue;
     }
@@ -167,9 +176,11 @@ __device__ __forceinline__ void supply(const Params& p, Shared& s, Self self) {
     }
     const u32 full = self.full + self.place * 8;
     barrier_expect(full, PIECE_BYTES);
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(self.ring + self.place * PIECE_BYTES),
-                 "l"(from), "n"(PIECE_BYTES), "r"(full)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            self.ring + self.place * PIECE_BYTES),
+        "l"(from), "n"(PIECE_BYTES), "r"(full)
+        : "memory");
     if (++self.place == DEPTH) self.place = 0;
     ++n;
   }
@@ -179,7 +190,8 @@ __device__ __forceinline__ void supply(const Params& p, Shared& s, Self self) {
 template <int ROWS, bool GATED, int COUNT>
 __device__ __forceinline__ void take(Shared& s, Self& self, u32 (&a)[COUNT][4][4]) {
   const int mine = self.place + self.lane;  // a lane waits for one of the places
-  if (self.lane < COUNT) piece_wait(self.full + (mine >= DEPTH ? mine - DEPTH : mine) * 8, self.round ^ (mine >= DEPTH));
+  if (self.lane < COUNT)
+    piece_wait(self.full + (mine >= DEPTH ? mine - DEPTH : mine) * 8, self.round ^ (mine >= DEPTH));
   __syncwarp();
 #pragma unroll
   for (int first = 0; first < COUNT; first += ROWS)
@@ -189,7 +201,9 @@ __device__ __forceinline__ void take(Shared& s, Self& self, u32 (&a)[COUNT][4][4
     });
   __syncwarp();
   self.taken += COUNT;
-  if (self.lane == 0) asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(smem_addr(&s.taken[self.warp])), "r"(self.taken) : "memory");
+  if (self.lane == 0)
+    asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(smem_addr(&s.taken[self.warp])), "r"(self.taken)
+                 : "memory");
   self.place += COUNT;
   if (self.place >= DEPTH) {
     self.place -= DEPTH;
@@ -197,8 +211,8 @@ __device__ __forceinline__ void take(Shared& s, Self& self, u32 (&a)[COUNT][4][4
   }
 }
 
-// A matrix of a layer times what `get(x)` puts to x in shared memory, where weights are fetched before. `then(y, row)`: y[i]
-// is that of the warp's row `row` + 4 i + lane / 8.
+// A matrix of a layer times what `get(x)` puts to x in shared memory, where weights are fetched before.
+// `then(y, row)`: y[i] is that of the warp's row `row` + 4 i + lane / 8.
 template <int M, class Get, class Then>
 __device__ __forceinline__ void times(const Params& p, Shared& s, Self& self, Get&& get, Then&& then) {
   using T = Matrix<M>;
@@ -240,7 +254,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   self.warp = self.tid / 32;
   self.lane = self.tid % 32;
   self.set_out(p, s);
-  for (int i = self.tid; i < p.count * int(sizeof(Layer) / 8); i += THREADS + 32) reinterpret_cast<u64*>(s.layers)[i] = reinterpret_cast<const u64*>(p.layers)[i];
+  for (int i = self.tid; i < p.count * int(sizeof(Layer) / 8); i += THREADS + 32)
+    reinterpret_cast<u64*>(s.layers)[i] = reinterpret_cast<const u64*>(p.layers)[i];
   for (int i = self.tid; i < WARPS * DEPTH; i += THREADS + 32) piece_init(smem_addr(&s.full[0][0]) + i * 8);
   if (self.tid < WARPS) s.taken[self.tid] = 0;
   if (self.warp < WARPS) list_pieces(s, self);
@@ -260,7 +275,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   at.pages = p.page_table + (long long)p.slots[0] * p.table_stride;
   const Spots spots = find_spots(p, at, self.warp);
   forget_parts(p, at, tag, self.tid);
-  const float4* turns = reinterpret_cast<const float4*>(p.cos_sin + (long long)(at.len - 1) * HD) + self.lane % 16;
+  const float4* turns =
+      reinterpret_cast<const float4*>(p.cos_sin + (long long)(at.len - 1) * HD) + self.lane % 16;
   at.cosine = turns[0];
   at.sine = turns[HD / 8];
   const bf16* token = p.embedding + (long long)p.ids[0] * HIDDEN;
@@ -285,16 +301,20 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
       asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.k + spots.first + self.lane * 64));
       asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.v + spots.first + self.lane * 64));
     }
-    auto get_first = [&](u32 x) { receive<HIDDEN, true>(p.words + END, before, x, layer.input_norm, s.square, self.tid); };
+    auto get_first = [&](u32 x) {
+      receive<HIDDEN, true>(p.words + END, before, x, layer.input_norm, s.square, self.tid);
+    };
     times<0>(p, s, self, get_first, [&](const float(&y)[Matrix<0>::RESULTS], int row) {
 #pragma unroll
       for (int i = 0; i < Matrix<0>::RESULTS; ++i)
         if (tells && 4 * i + self.lane / 8 < Matrix<0>::PASS)
-          tell(p.words + Exchange::QKV_AT + self.me * Matrix<0>::ROWS + row + 4 * i + self.lane / 8, y[i], tag);
+          tell(p.words + Exchange::QKV_AT + self.me * Matrix<0>::ROWS + row + 4 * i + self.lane / 8, y[i],
+               tag);
     });
     if (block == BLOCKS - 1 && self.tid < HIDDEN / 32) {  // norms soon wanted, which nobody has read yet
       asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.mlp_norm + self.tid * 32));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) +
+                                                    self.tid * 32));
     }
     if (at.split < at.blocks) {
       attend(p, layer, at, spots, s, tag, self.warp, self.lane);
@@ -312,16 +332,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
     };
     times<1>(p, s, self, get_attended, add);
     tell_h(Exchange::MIDDLE);
-    auto get_middle = [&](u32 x) { receive<HIDDEN, true>(p.words + Exchange::MIDDLE, tag, x, layer.mlp_norm, s.square, self.tid); };
+    auto get_middle = [&](u32 x) {
+      receive<HIDDEN, true>(p.words + Exchange::MIDDLE, tag, x, layer.mlp_norm, s.square, self.tid);
+    };
     times<2>(p, s, self, get_middle, [&](const float(&y)[Matrix<2>::RESULTS], int row) {
 #pragma unroll
       for (int i = 0; i < Matrix<2>::RESULTS; ++i) {
         const float z = gate<false>(y[i], __shfl_down_sync(~0u, y[i], 8));
         if (self.lane % 16 == 0 && 4 * i + self.lane / 8 < Matrix<2>::PASS)
-          tell(p.words + Exchange::INNER + self.me * (Matrix<2>::ROWS / 2) + row / 2 + 2 * i + self.lane / 16, z, tag);
+          tell(p.words + Exchange::INNER + self.me * (Matrix<2>::ROWS / 2) + row / 2 + 2 * i + self.lane / 16,
+               z, tag);
       }
     });
-    auto get_inner = [&](u32 x) { receive<INTER, false>(p.words + Exchange::INNER, tag, x, nullptr, nullptr, self.tid); };
+    auto get_inner = [&](u32 x) {
+      receive<INTER, false>(p.words + Exchange::INNER, tag, x, nullptr, nullptr, self.tid);
+    };
     times<3>(p, s, self, get_inner, add);
     tell_h(END);
   }

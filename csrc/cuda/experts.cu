@@ -1,12 +1,14 @@
-// Both products of a mixture of experts for a decode batch: bound by reading once the weights of all experts that are wanted.
+// Both products of a mixture of experts for a decode batch: bound by reading once the weights of all experts
+// that are wanted.
 //
 // One block a multiprocessor. Each sorts the pairs of token and expert by expert for itself, in the
-// same way, into places of one expert and at most BN pairs; then all take tiles from a counter, so that they end together: first
-// those of all gate and up products, then those of all down products, so that the stream of weights does not pause between the
-// two: a place's down tiles wait for its gate and up tiles, which were done long ago. One warp feeds the weights, one the
-// activations; each of the others multiplies 16 rows of the weights, the wide side, with all pairs of the place. While the
-// kernel before runs, the first weights are fetched on the guess that all experts are wanted. The tensor map interleaves 8 gate
-// rows with the 8 up rows that belong to them.
+// same way, into places of one expert and at most BN pairs; then all take tiles from a counter, so that they
+// end together: first those of all gate and up products, then those of all down products, so that the stream
+// of weights does not pause between the two: a place's down tiles wait for its gate and up tiles, which were
+// done long ago. One warp feeds the weights, one the activations; each of the others multiplies 16 rows of
+// the weights, the wide side, with all pairs of the place. While the kernel before runs, the first weights
+// are fetched on the guess that all experts are wanted. The tensor map interleaves 8 gate rows with the 8 up
+// rows that belong to them.
 #include "common.cuh"
 
 #ifndef EXPERTS
@@ -18,15 +20,17 @@
 
 typedef unsigned short u16;
 constexpr int PAIRS = 2048;  // at most
-constexpr int BM = 128, BN = 32, BK = 64, W_BYTES = BM * BK * 2, STAGES = 8;  // a chunk of a tile, and how many fit
-// Chunks that are asked for together, since they lie side by side; those beyond the ring that are fetched to the L2 cache on
-// a guess.
+constexpr int BM = 128, BN = 32, BK = 64, W_BYTES = BM * BK * 2, STAGES = 8;  // a chunk of a tile, and how
+                                                                              // many fit
+// Chunks that are asked for together, since they lie side by side; those beyond the ring that are fetched to
+// the L2 cache on a guess.
 constexpr int BURST = 2, FORESIGHT = 24;
 // Rows of x come in longer pieces: the copy engine takes its time for each. The pitch avoids bank conflicts.
 constexpr int PIECE = 4, PITCH = PIECE * BK * 2 + 16, X_BYTES = BN * PITCH, X_STAGES = 3;
 constexpr int WARPS = BM / 16, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + 64;
 constexpr int PLACES = EXPERTS + PAIRS / BN, EACH = (EXPERTS + 31) / 32;
-constexpr int TAKEN = 2 * STAGES;  // tiles that are remembered: as many as may be under way, since each has a chunk at least
+// Tiles that are remembered: as many as may be under way, since each has a chunk at least.
+constexpr int TAKEN = 2 * STAGES;
 
 struct Params {
   TensorMap gate_up, down;
@@ -34,14 +38,18 @@ struct Params {
   const int* ids;  // [pairs]
   bf16* inner;     // [pairs, f]
   bf16* y;         // [pairs, d]
-  int* done;       // [PLACES + 1], zeros: warps that have finished their part of a place's gate and up tiles; tiles taken
+  int* done;  // [PLACES + 1], zeros: warps that have finished their part of a place's gate and up tiles;
+              // tiles taken
   int pairs, top_k, f, d, guess;
 };
 
-__device__ __forceinline__ void copy_gate_up(u32 to, const TensorMap& map, u32 bar, int k, int tile, int expert, u64 policy) {
+__device__ __forceinline__ void copy_gate_up(u32 to, const TensorMap& map, u32 bar, int k, int tile,
+                                             int expert, u64 policy) {
   // dims: k, row in 8, gate or up, group of 8 rows, expert
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(tile * (BM / 16)), "r"(expert), "l"(policy) : "memory");
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(tile * (BM / 16)), "r"(expert), "l"(policy)
+               : "memory");
 }
 __device__ __forceinline__ void foresee(const TensorMap& map, int k, int tile, int expert) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %2, %3, %4}];"
@@ -53,7 +61,9 @@ __device__ __forceinline__ void copy_row(u32 to, const bf16* from, int bytes, u3
 }
 // Between plain accesses and those of the copy engine, of global and shared memory.
 __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ void consumers_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+}
 
 // What the sort leaves behind.
 struct Sorted {
@@ -62,7 +72,8 @@ struct Sorted {
   u16 order[PAIRS];        // pairs by expert
 };
 
-// Sort the pairs by expert, in the order of their numbers; by the consumer warps. `counts`: of each warp and expert.
+// Sort the pairs by expert, in the order of their numbers; by the consumer warps. `counts`: of each warp and
+// expert.
 __device__ __forceinline__ void sort(const Params& p, Sorted& sorted, u16* counts) {
   constexpr int BATCHES = PAIRS / CONSUMERS;
   __shared__ u16 start[EXPERTS];
@@ -70,7 +81,8 @@ __device__ __forceinline__ void sort(const Params& p, Sorted& sorted, u16* count
   const int batches = (p.pairs + CONSUMERS - 1) / CONSUMERS, first = warp * batches * 32 + lane;
   int expert[BATCHES], number[BATCHES];  // of this lane's pairs; among the warp's pairs of that expert
 #pragma unroll
-  for (int b = 0; b < BATCHES; ++b) expert[b] = b < batches && first + b * 32 < p.pairs ? p.ids[first + b * 32] : -1;
+  for (int b = 0; b < BATCHES; ++b)
+    expert[b] = b < batches && first + b * 32 < p.pairs ? p.ids[first + b * 32] : -1;
   for (int i = threadIdx.x; i < WARPS * EXPERTS; i += CONSUMERS) counts[i] = 0;
   consumers_sync();
   counts += warp * EXPERTS;
@@ -118,14 +130,16 @@ __device__ __forceinline__ void sort(const Params& p, Sorted& sorted, u16* count
     for (int i = 0; i < EACH; ++i) {
       const int e = lane * EACH + i;
       if (e < EXPERTS) start[e] = pair;
-      for (int from = 0; from < n[i]; from += BN) sorted.place[at++] = e | (pair + from) << 8 | min(BN, n[i] - from) << 20;
+      for (int from = 0; from < n[i]; from += BN)
+        sorted.place[at++] = e | (pair + from) << 8 | min(BN, n[i] - from) << 20;
       pair += n[i];
     }
   }
   consumers_sync();
 #pragma unroll
   for (int b = 0; b < BATCHES; ++b)
-    if (expert[b] >= 0) sorted.order[start[expert[b]] + counts[warp * EXPERTS + expert[b]] + number[b]] = first + b * 32;
+    if (expert[b] >= 0)
+      sorted.order[start[expert[b]] + counts[warp * EXPERTS + expert[b]] + number[b]] = first + b * 32;
 }
 
 // What the consumers read: the rings of weights and of x, and where in a stage this lane's parts are.
@@ -134,7 +148,8 @@ struct Rings {
   int n, m;  // chunks of weights and pieces of x so far
 };
 
-// acc += 16 rows of the weights times NT groups of 8 pairs. Without branches inside: loads of a chunk overlap with products.
+// acc += 16 rows of the weights times NT groups of 8 pairs. Without branches inside: loads of a chunk overlap
+// with products.
 template <int NT>
 __device__ __forceinline__ void multiply(Rings& r, int chunks, float (&acc)[BN / 8][4]) {
   const int lane = threadIdx.x % 32;
@@ -155,7 +170,8 @@ __device__ __forceinline__ void multiply(Rings& r, int chunks, float (&acc)[BN /
 #pragma unroll
     for (int k = 0; k < BK / 16; ++k)
 #pragma unroll
-      for (int j = 0; j < NT; ++j) mma(acc[j], a[k][0], a[k][1], a[k][2], a[k][3], b[j][k / 2][k % 2 * 2], b[j][k / 2][k % 2 * 2 + 1]);
+      for (int j = 0; j < NT; ++j)
+        mma(acc[j], a[k][0], a[k][1], a[k][2], a[k][3], b[j][k / 2][k % 2 * 2], b[j][k / 2][k % 2 * 2 + 1]);
     __syncwarp();
     if (lane == 0) barrier_arrive(r.empty + s * 8);
     if (sub == PIECE - 1 || c == chunks - 1) {
@@ -194,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
   __shared__ Sorted sorted;
   __shared__ int taken[TAKEN];
   const u32 base = smem_addr(smem), ring = (base + 1023) & ~1023u, xs = ring + STAGES * W_BYTES;
-  const u32 full = xs + X_STAGES * X_BYTES, empty = full + STAGES * 8, x_full = empty + STAGES * 8, x_empty = x_full + X_STAGES * 8;
+  const u32 full = xs + X_STAGES * X_BYTES, empty = full + STAGES * 8, x_full = empty + STAGES * 8,
+            x_empty = x_full + X_STAGES * 8;
   const u32 known = x_empty + X_STAGES * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -213,7 +230,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
   pdl_launch();
 
   const int tiles1 = p.f / (BM / 2), tiles2 = p.d / BM, chunks1 = p.d / BK, chunks2 = p.f / BK;
-  const int block = blockIdx.x, guessed = block / tiles1, ahead = p.guess && guessed < EXPERTS ? min(STAGES / BURST * BURST, chunks1) : 0;
+  const int block = blockIdx.x, guessed = block / tiles1,
+            ahead = p.guess && guessed < EXPERTS ? min(STAGES / BURST * BURST, chunks1) : 0;
   int n = 0;  // chunks so far
   const u64 policy = policy_once();
   auto load_w = [&](bool down, int expert, int tile, int chunk) {
@@ -233,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
     if (lane == 0) {
       for (int c = 0; c < ahead; ++c) load_w(false, guessed, block % tiles1, c);
       if (ahead > 0)
-        for (int c = ahead; c < min(ahead + FORESIGHT, chunks1); ++c) foresee(p.gate_up, c * BK, block % tiles1, guessed);
+        for (int c = ahead; c < min(ahead + FORESIGHT, chunks1); ++c)
+          foresee(p.gate_up, c * BK, block % tiles1, guessed);
     }
     __syncwarp();
   } else {
@@ -253,13 +272,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
   if (warp == WARPS) {
     if (lane == 0) {
       int from = right ? ahead : 0;
-      int tile = block, next = block + gridDim.x;  // each is told a tile early, for the sake of the activations
+      // Each is told a tile early, for the sake of the activations.
+      int tile = block, next = block + gridDim.x;
       tiles.tell(0, tile);
       for (int i = 1; tile < count1 + count2; ++i) {
         tiles.tell(i, next);
         const int later = 2 * gridDim.x + atomicAdd(p.done + PLACES, 1);
         const bool down = tile >= count1;
-        const int at = down ? tile - count1 : tile, each = down ? tiles2 : tiles1, chunks = down ? chunks2 : chunks1;
+        const int at = down ? tile - count1 : tile, each = down ? tiles2 : tiles1,
+                  chunks = down ? chunks2 : chunks1;
         const int expert = sorted.place[at / each] & 0xff;
         for (int c = from; c < chunks; ++c) load_w(down, expert, at % each, c);
         from = 0, tile = next, next = later;
@@ -293,7 +314,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
         if (lane == 0) barrier_arrive(empty + n * 8);
       }
     const int g = lane / 4, t = lane % 4;
-    Rings rings = {full, empty, x_full, x_empty, ring + (warp * 16 + lane % 16) * 128, xs + lane % 8 * PITCH + lane / 8 * 16, n, 0};
+    Rings rings = {full,
+                   empty,
+                   x_full,
+                   x_empty,
+                   ring + (warp * 16 + lane % 16) * 128,
+                   xs + lane % 8 * PITCH + lane / 8 * 16,
+                   n,
+                   0};
     tiles.each([&](bool down, int place, int tile) {
       const u32 found = sorted.place[place];
       const int rows = found >> 20, first = found >> 8 & 0xfff, chunks = down ? chunks2 : chunks1;

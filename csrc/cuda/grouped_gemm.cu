@@ -1,11 +1,12 @@
-// One product of a mixture of experts for prompts: the pairs of token and expert, sorted by expert, in blocks of one expert.
+// One product of a mixture of experts for prompts: the pairs of token and expert, sorted by expert, in blocks
+// of one expert.
 //
-// Weights are the wide side (M) of the tensor-core instruction and the pairs of a block the narrow one (N), in steps of 16 or 32
-// up to 256, so no product is wasted on a whole tile of rows that are not there. A block of threads stays and takes every so
-// manieth tile. One group of warps loads, the others multiply 64 weight rows each with all pairs.
-// GATED: rows of x are gathered by token; the tensor map interleaves 8 gate rows with the 8 up rows that belong to them, so a
-// thread has both; the result is in the pairs' order. Otherwise x is in that order and comes through the copy engine, and the
-// result goes to the pair's own row.
+// Weights are the wide side (M) of the tensor-core instruction and the pairs of a block the narrow one (N),
+// in steps of 16 or 32 up to 256, so no product is wasted on a whole tile of rows that are not there. A block
+// of threads stays and takes every so manieth tile. One group of warps loads, the others multiply 64 weight
+// rows each with all pairs. GATED: rows of x are gathered by token; the tensor map interleaves 8 gate rows
+// with the 8 up rows that belong to them, so a thread has both; the result is in the pairs' order. Otherwise
+// x is in that order and comes through the copy engine, and the result goes to the pair's own row.
 #include "wgmma.cuh"
 
 #ifndef GATED
@@ -21,8 +22,10 @@
 constexpr int BM = 128, BK = 64, BN = 256, STEP = 16, BOX = 32;  // BOX: rows of x in one copy
 constexpr int W_BYTES = BM * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
 constexpr int GROUPS = BM / 64, CONSUMERS = GROUPS * 128, THREADS = CONSUMERS + 128;
-constexpr int PIECE = 64, CHUNKS = GATED ? 4 : 8;  // pairs that leave together; 16-byte pieces of the columns of a group of warps
-constexpr int OUT_BYTES = PIECE * CHUNKS * 16, LINES = 128 / CHUNKS;  // LINES: rows that a group of warps writes at a time
+// Pairs that leave together; 16-byte pieces of the columns of a group of warps.
+constexpr int PIECE = 64, CHUNKS = GATED ? 4 : 8;
+// LINES: rows that a group of warps writes at a time.
+constexpr int OUT_BYTES = PIECE * CHUNKS * 16, LINES = 128 / CHUNKS;
 template <int N>
 constexpr int TARGETS = GATED ? 1 : (N + LINES - 1) / LINES;
 
@@ -37,17 +40,19 @@ struct Params {
 
 __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int row, int expert) {
   if (GATED)  // dims: k, row in 8, gate or up, group of 8 rows, expert
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];"
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+                 "{%3, %4, %4, %5, %6}], [%2];"
                  ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(row / 16), "r"(expert) : "memory");
   else
     copy_2d(to, map, bar, k, row);
 }
 __device__ __forceinline__ void stmatrix_trans(u32 to, u32 a, u32 b) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b)
+               : "memory");
 }
 
-// The tiles of this block of threads. Those of a block of pairs follow each other, so its rows of x and its expert stay in the
-// L2 cache.
+// The tiles of this block of threads. Those of a block of pairs follow each other, so its rows of x and its
+// expert stay in the L2 cache.
 struct Tile {
   int at, expert, first, rows, w;
   __device__ __forceinline__ Tile(const Params& p, int i) : at(i) {
@@ -85,7 +90,8 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
         barrier_expect(bar, bytes(tile));
         load_w(p, stage, bar, i * BK, tile);
       }
-      for (int b = 0; b < boxes(tile); ++b) copy_2d(stage + W_BYTES + b * (BOX * BK * 2), p.x, bar, i * BK, tile.first + b * BOX);
+      for (int b = 0; b < boxes(tile); ++b)
+        copy_2d(stage + W_BYTES + b * (BOX * BK * 2), p.x, bar, i * BK, tile.first + b * BOX);
     }
 }
 
@@ -99,7 +105,8 @@ __device__ __forceinline__ void load_gathered(const Params& p, u32 ring, u32 ful
     const int parts = (tile.rows + STEP - 1) / STEP;
     u32 source[BN / STEP];
 #pragma unroll
-    for (int r = 0; r < BN / STEP; ++r) source[r] = p.order[tile.first + min(r * STEP + row, tile.rows - 1)] / p.top_k * p.k;
+    for (int r = 0; r < BN / STEP; ++r)
+      source[r] = p.order[tile.first + min(r * STEP + row, tile.rows - 1)] / p.top_k * p.k;
     for (int i = 0; i < steps; ++i, slot.next()) {
       barrier_wait(empty + slot.stage * 8, slot.parity ^ 1);
       if (thread == 0) {
@@ -116,14 +123,18 @@ __device__ __forceinline__ void load_gathered(const Params& p, u32 ring, u32 ful
   }
 }
 
-// A group of warps brings its columns of the tile to memory, PIECE pairs at a time, transposed through shared memory. `odd`:
-// which of two buffers at `out` is next.
+// A group of warps brings its columns of the tile to memory, PIECE pairs at a time, transposed through shared
+// memory. `odd`: which of two buffers at `out` is next.
 template <int N>
-__device__ __forceinline__ void store(const Params& p, const Tile& tile, const float (&acc)[N / 2], const int (&target)[TARGETS<N>], u32 out, u32& odd) {
-  const int lane = threadIdx.x % 32, group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, thread = threadIdx.x % 128;
+__device__ __forceinline__ void store(const Params& p, const Tile& tile, const float (&acc)[N / 2],
+                                      const int (&target)[TARGETS<N>], u32 out, u32& odd) {
+  const int lane = threadIdx.x % 32, group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4,
+            thread = threadIdx.x % 128;
   const int chunk = thread % CHUNKS;
   bf16* to = p.out + (tile.w * GROUPS + group) * (CHUNKS * 8) + chunk * 8;
-  auto at = [&](int row, int chunk) { return row * (CHUNKS * 16) + ((chunk ^ (GATED ? row >> 1 & 3 : row & 7)) << 4); };
+  auto at = [&](int row, int chunk) {
+    return row * (CHUNKS * 16) + ((chunk ^ (GATED ? row >> 1 & 3 : row & 7)) << 4);
+  };
 #pragma unroll
   for (int first = 0; first < N; first += PIECE, odd ^= 1) {
     if (first >= tile.rows) break;
@@ -133,7 +144,9 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, const f
       const float* d = acc + j * 4;
       const int row = j * 8 - first + lane % 8;
       if (GATED)
-        stmatrix_trans(buffer + at(row + (lane & 8), warp), pack2(gate<GELU>(d[0], d[2]), gate<GELU>(d[1], d[3])), pack2(gate<GELU>(d[4], d[6]), gate<GELU>(d[5], d[7])));
+        stmatrix_trans(buffer + at(row + (lane & 8), warp),
+                       pack2(gate<GELU>(d[0], d[2]), gate<GELU>(d[1], d[3])),
+                       pack2(gate<GELU>(d[4], d[6]), gate<GELU>(d[5], d[7])));
       else
         stmatrix_trans(buffer + at(row, warp * 2 + (lane >> 3 & 1)), pack2(d[0], d[1]), pack2(d[2], d[3]));
     }
@@ -141,29 +154,37 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, const f
 #pragma unroll
     for (int i = 0; i < PIECE / LINES; ++i) {
       u32 v[4];
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(buffer + at(thread / CHUNKS + i * LINES, chunk)) : "memory");
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                   : "r"(buffer + at(thread / CHUNKS + i * LINES, chunk))
+                   : "memory");
       const int row = first + thread / CHUNKS + i * LINES;
-      if (row < tile.rows) *reinterpret_cast<uint4*>(to + (long long)(GATED ? tile.first + row : target[first / LINES + i]) * p.n) = make_uint4(v[0], v[1], v[2], v[3]);
+      if (row < tile.rows)
+        *reinterpret_cast<uint4*>(to + (long long)(GATED ? tile.first + row : target[first / LINES + i]) *
+                                           p.n) = make_uint4(v[0], v[1], v[2], v[3]);
     }
   }
 }
 
 // The product of 64 weight rows and N pairs.
 template <int N>
-__device__ __forceinline__ void multiply(const Params& p, const Tile& tile, u32 ring, u32 full, u32 empty, Slot<STAGES>& slot, u32 out, u32& odd) {
+__device__ __forceinline__ void multiply(const Params& p, const Tile& tile, u32 ring, u32 full, u32 empty,
+                                         Slot<STAGES>& slot, u32 out, u32& odd) {
   const int group = threadIdx.x / 128, steps = p.k / BK;
   const bool leads = threadIdx.x % 128 == 0;
   int target[TARGETS<N>];  // rows of the result that this thread writes to; asked for early
   if (!GATED) {
 #pragma unroll
-    for (int i = 0; i < TARGETS<N>; ++i) target[i] = p.order[tile.first + min(i * LINES + int(threadIdx.x) % 128 / CHUNKS, tile.rows - 1)];
+    for (int i = 0; i < TARGETS<N>; ++i)
+      target[i] = p.order[tile.first + min(i * LINES + int(threadIdx.x) % 128 / CHUNKS, tile.rows - 1)];
   }
   float acc[N / 2] = {};
   u32 used = 0;  // the barrier of the stage before
   for (int i = 0; i < steps; ++i, slot.next()) {
     const u32 stage = ring + slot.stage * STAGE_BYTES;
     barrier_wait(full + slot.stage * 8, slot.parity);
-    if (GATED) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // x was not brought by the copy engine
+    // X was not brought by the copy engine.
+    if (GATED) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     const u64 w = tile_at(stage + group * (64 * BK * 2)), x = tile_at(stage + W_BYTES);
     wgmma_fence();
 #pragma unroll
@@ -182,7 +203,8 @@ __device__ __forceinline__ void multiply(const Params& p, const Tile& tile, u32 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
-  const u32 ring = (smem_addr(smem) + 1023) & ~1023u, out = ring + STAGES * STAGE_BYTES, full = out + GROUPS * 2 * OUT_BYTES, empty = full + STAGES * 8;
+  const u32 ring = (smem_addr(smem) + 1023) & ~1023u, out = ring + STAGES * STAGE_BYTES,
+            full = out + GROUPS * 2 * OUT_BYTES, empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + s * 8, GATED ? 129 : 1);
@@ -212,7 +234,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_gemm(const __gr
   Tile tile(p, blockIdx.x);
   while (tile.expert >= 0) {
     const Tile next = tile.next(p);  // asked for early
-#define CASE(I) case I: multiply<I * STEP>(p, tile, ring, full, empty, slot, out + group * 2 * OUT_BYTES, odd); break;
+#define CASE(I)                                                                                              \
+  case I: multiply<I * STEP>(p, tile, ring, full, empty, slot, out + group * 2 * OUT_BYTES, odd); break;
     switch ((tile.rows + STEP - 1) / STEP) {  // few sizes of small products, which are rare
       case 1: CASE(2) case 3: CASE(4) case 5: CASE(6) case 7: CASE(8) case 9: CASE(10)
       CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16)

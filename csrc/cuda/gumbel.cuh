@@ -1,8 +1,9 @@
-// Gumbel-max sampling as in sgla/sampling/draw.py and kernels/triton/sampling.py, by the kernel that computes the logits, while they are
-// in registers.
+// Gumbel-max sampling as in sgla/sampling/draw.py and kernels/triton/sampling.py, by the kernel that computes
+// the logits, while they are in registers.
 //
-// A logit costs an upper bound of its score. Only where one of a warp's is not below the best score known of its row are exact
-// scores computed; the best of each row goes to global memory after each tile, and comes back from there with the next one.
+// A logit costs an upper bound of its score. Only where one of a warp's is not below the best score known of
+// its row are exact scores computed; the best of each row goes to global memory after each tile, and comes
+// back from there with the next one.
 //
 // A NaN has the score +inf, as there.
 #pragma once
@@ -20,7 +21,8 @@ constexpr float COLD = 1e-5f, LOG2_E = 1.442695041f;
 #define INF __int_as_float(0x7f800000)
 constexpr long long WORST = -0x7fffffffffffffff - 1;
 
-struct RowNoise {  // what makes a row's noise: see _hash. Greedy rows have 0 and `one` = 2.f, which makes no noise
+// What makes a row's noise: see _hash. Greedy rows have 0 and `one` = 2.f, which makes no noise.
+struct RowNoise {
   u32 low, high, add;
   float inverse;  // log2(e) / temperature
 };
@@ -66,7 +68,9 @@ __device__ __forceinline__ float larger(float a, float b) {  // NaN if one is
   return y;
 }
 // Bounds are exact but for rounding.
-__device__ __forceinline__ float least_of(float score, float one) { return one == 1.f ? score - (1e-5f + 1e-6f * fabsf(score)) : score; }
+__device__ __forceinline__ float least_of(float score, float one) {
+  return one == 1.f ? score - (1e-5f + 1e-6f * fabsf(score)) : score;
+}
 __device__ __forceinline__ long long key_of(float score, int token) {
   const int bits = __float_as_int(score);
   return (long long)(bits ^ (bits >> 31 & 0x7fffffff)) << 32 | u32(~token);
@@ -97,7 +101,8 @@ __device__ __forceinline__ void begin_draw(const Draw& draw, DrawRows<ROWS>& row
 
 // The exact scores of tokens `token` and `token` + 8 (of this lane) in rows `row` and `row` + 1.
 template <int ROWS>
-__device__ __noinline__ void score_close(float a0, float b0, float a1, float b1, int row, int token, DrawRows<ROWS>& rows) {
+__device__ __noinline__ void score_close(float a0, float b0, float a1, float b1, int row, int token,
+                                         DrawRows<ROWS>& rows) {
   const u32 start = token * STRIDE;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -121,8 +126,8 @@ __device__ __noinline__ void score_close(float a0, float b0, float a1, float b1,
   }
 }
 
-// A warp's 16 tokens from `token` on, of which `count` exist (none or fewer behind the vocabulary's end), in N * 2 rows: lane (g, t)
-// has tokens g and g + 8 of rows 2t and 2t + 1 of every 8.
+// A warp's 16 tokens from `token` on, of which `count` exist (none or fewer behind the vocabulary's end), in
+// N * 2 rows: lane (g, t) has tokens g and g + 8 of rows 2t and 2t + 1 of every 8.
 template <int N, int ROWS>
 __device__ __forceinline__ void draw_tile(float (&x)[N], DrawRows<ROWS>& rows, int token, int count) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -142,7 +147,9 @@ __device__ __forceinline__ void draw_tile(float (&x)[N], DrawRows<ROWS>& rows, i
     const float2 one = *reinterpret_cast<const float2*>(rows.one + row);
     const volatile float* least = rows.least + row;
     const float most_a = larger(bound(x[j], a, one.x, start), bound(x[j + 2], a, one.x, start + 8 * STRIDE));
-    const float most_b = larger(bound(x[j + 1], b, one.y, start), bound(x[j + 3], b, one.y, start + 8 * STRIDE));
-    if (__any_sync(~0u, !(most_a < least[0] && most_b < least[1]))) score_close(x[j], x[j + 1], x[j + 2], x[j + 3], row, token + g, rows);
+    const float most_b =
+        larger(bound(x[j + 1], b, one.y, start), bound(x[j + 3], b, one.y, start + 8 * STRIDE));
+    if (__any_sync(~0u, !(most_a < least[0] && most_b < least[1])))
+      score_close(x[j], x[j + 1], x[j + 2], x[j + 3], row, token + g, rows);
   }
 }

@@ -1,16 +1,20 @@
-// One token of one row through all layers of a mixture of experts, from the embedding to the logits, in a single kernel.
+// One token of one row through all layers of a mixture of experts, from the embedding to the logits, in a
+// single kernel.
 //
-// As in decode_step.cu a block stays on a multiprocessor, weights run ahead through the warps' rings, and what blocks tell each
-// other goes through the L2 cache in words that carry the number of the layer. What differs:
+// As in decode_step.cu a block stays on a multiprocessor, weights run ahead through the warps' rings, and
+// what blocks tell each other goes through the L2 cache in words that carry the number of the layer. What
+// differs:
 //
-// Every block keeps the whole residual stream, each thread for its own places, and is told updates. Blocks of a KV head multiply its
-// outputs alone by their columns of o, so a block merges and reads one head's share of attention, and adds up the KV heads'
-// updates.
+// Every block keeps the whole residual stream, each thread for its own places, and is told updates. Blocks of
+// a KV head multiply its outputs alone by their columns of o, so a block merges and reads one head's share of
+// attention, and adds up the KV heads' updates.
 //
-// A block computes the logit of one expert, and every warp chooses for itself. Only then is it known which weights come next.
+// A block computes the logit of one expert, and every warp chooses for itself. Only then is it known which
+// weights come next.
 //
-// The chosen experts' inner activations lie behind each other in the order of the choice. A warp has rows of one expert's gate
-// and up. Of down, a block has the same rows of all experts, each of its warps one expert's.
+// The chosen experts' inner activations lie behind each other in the order of the choice. A warp has rows of
+// one expert's gate and up. Of down, a block has the same rows of all experts, each of its warps one
+// expert's.
 #ifndef HIDDEN
 #define HIDDEN 2048
 #endif
@@ -39,16 +43,22 @@
 
 constexpr int EXPERTS = BLOCKS, TOP_K = WARPS, INNER_ALL = TOP_K * INTER;
 constexpr int PLACE = 2048, PLACE_BYTES = PLACE * 2, DEPTH = 5;  // weights of a place of the ring; places
-constexpr int QKV_ROWS = QKV / ALL_WARPS, OUT_COLUMNS = GROUP * HD, OUT_ROWS = HIDDEN / SPLITS / WARPS;  // of a warp
-constexpr int PAIRS = INNER_ALL / ALL_WARPS, EXPERT_WARPS = ALL_WARPS / TOP_K;  // of gate and up; that have rows of an expert
+constexpr int QKV_ROWS = QKV / ALL_WARPS, OUT_COLUMNS = GROUP * HD,
+              OUT_ROWS = HIDDEN / SPLITS / WARPS;  // of a warp
+constexpr int PAIRS = INNER_ALL / ALL_WARPS, EXPERT_WARPS = ALL_WARPS / TOP_K;  // of gate and up; that have
+                                                                                // rows of an expert
 constexpr int DOWN_ROWS = HIDDEN / BLOCKS;  // of a block
-constexpr int MIDDLE = Exchange::MIDDLE, LOGITS = MIDDLE + KV_HEADS * HIDDEN, INNER = LOGITS + WARPS * EXPERTS, END = INNER + INNER_ALL;
+constexpr int MIDDLE = Exchange::MIDDLE, LOGITS = MIDDLE + KV_HEADS * HIDDEN,
+              INNER = LOGITS + WARPS * EXPERTS, END = INNER + INNER_ALL;
 
-static_assert(HIDDEN == PLACE && QKV_ROWS == 5 && QKV % ALL_WARPS == 0 && OUT_ROWS == 8 && OUT_COLUMNS == PLACE / 2);
+static_assert(HIDDEN == PLACE && QKV_ROWS == 5 && QKV % ALL_WARPS == 0 && OUT_ROWS == 8 &&
+              OUT_COLUMNS == PLACE / 2);
 static_assert(INTER % 256 == 0 && 2 * PAIRS >= DEPTH && DOWN_ROWS == 16 && 2 * INTER <= PLACE && TOP_K == 8);
 
 struct Layer {
-  const bf16 *qkv, *out, *router, *gate_up, *down;  // [QKV, HIDDEN], [HIDDEN, ATTENDED], [EXPERTS, HIDDEN], [EXPERTS * 2 INTER, HIDDEN], [EXPERTS * HIDDEN, INTER]
+  // [QKV, HIDDEN], [HIDDEN, ATTENDED], [EXPERTS, HIDDEN], [EXPERTS * 2 INTER, HIDDEN], [EXPERTS * HIDDEN,
+  // INTER].
+  const bf16 *qkv, *out, *router, *gate_up, *down;
   const float *input_norm, *mlp_norm;               // [HIDDEN]
   const float *q_norm, *k_norm;                     // [HD]
   bf16 *k, *v;                                      // pages
@@ -57,7 +67,7 @@ struct Layer {
 // Shared memory behind the rings.
 struct Shared {
   bf16 narrow[HIDDEN], wide[INNER_ALL];  // inputs of matrices
-  float4 stream[2][THREADS];             // the residual stream, a thread's places at 4 tid ... and 4 (tid + THREADS) ...
+  float4 stream[2][THREADS];  // the residual stream, a thread's places at 4 tid ... and 4 (tid + THREADS) ...
   float sums[2][WARPS];                  // the warps' shares of the sum of squares, and of the logit
   float down[DOWN_ROWS][WARPS];          // the experts' shares of the update
   float part[WARPS][GROUP][HD];          // unnormalised outputs of the warps' tiles
@@ -81,10 +91,16 @@ struct Self {
 __device__ __forceinline__ int wrapped(int place) { return place >= DEPTH ? place - DEPTH : place; }
 
 __device__ __forceinline__ void expect(const Self& self, int place, u32 bytes) {
-  asm volatile("{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(self.full + place * 8), "r"(bytes) : "memory");
+  asm volatile(
+      "{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(self.full + place * 8),
+      "r"(bytes)
+      : "memory");
 }
 __device__ __forceinline__ void copy(const Self& self, u32 to, const bf16* from, u32 bytes, int place) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(self.full + place * 8), "l"(self.policy) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+               "[%1], %2, [%3], %4;" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(self.full + place * 8), "l"(self.policy)
+               : "memory");
 }
 
 // The calling lane fills a place.
@@ -94,18 +110,24 @@ __device__ __forceinline__ void fill(const Self& self, int place, const bf16* fr
 }
 
 // The first row of the output layer that warp `me` has: rows come in pairs.
-__device__ __forceinline__ int head_first(const Params& p, int me) { return int((long long)(p.vocab / 2) * me / ALL_WARPS) * 2; }
+__device__ __forceinline__ int head_first(const Params& p, int me) {
+  return int((long long)(p.vocab / 2) * me / ALL_WARPS) * 2;
+}
 
-// Place `i` of what the warp reads first in a layer: a row of q, k and v, or of the output layer behind the last one, if it has as many.
-__device__ __forceinline__ void fill_first(const Params& p, const Shared& s, const Self& self, int layer, int i, int place) {
+// Place `i` of what the warp reads first in a layer: a row of q, k and v, or of the output layer behind the
+// last one, if it has as many.
+__device__ __forceinline__ void fill_first(const Params& p, const Shared& s, const Self& self, int layer,
+                                           int i, int place) {
   const int row = head_first(p, self.me) + i;
   if (layer < p.count) fill(self, place, s.layers[layer].qkv + (self.me * QKV_ROWS + i) * HIDDEN);
   else if (row < head_first(p, self.me + 1)) fill(self, place, p.head + (long long)row * HIDDEN);
 }
 
 // Place `i` of the warp's expert's down: two of the block's rows.
-__device__ __forceinline__ void fill_down(const Layer& layer, const Self& self, int expert, int i, int place) {
-  fill(self, place, layer.down + (long long)(expert * HIDDEN + self.me / WARPS * DOWN_ROWS + 2 * i) * INTER, 4 * INTER);
+__device__ __forceinline__ void fill_down(const Layer& layer, const Self& self, int expert, int i,
+                                          int place) {
+  fill(self, place, layer.down + (long long)(expert * HIDDEN + self.me / WARPS * DOWN_ROWS + 2 * i) * INTER,
+       4 * INTER);
 }
 
 // Waits until the next `count` places are full: a lane for each.
@@ -114,7 +136,9 @@ __device__ __forceinline__ void await(const Self& self, int count) {
   if (self.lane < count) piece_wait(self.full + wrapped(mine) * 8, self.round ^ (mine >= DEPTH));
   __syncwarp();
 }
-__device__ __forceinline__ u32 place_at(const Self& self, int i) { return self.ring + wrapped(self.place + i) * PLACE_BYTES; }
+__device__ __forceinline__ u32 place_at(const Self& self, int i) {
+  return self.ring + wrapped(self.place + i) * PLACE_BYTES;
+}
 // Goes on behind `count` places, all of which are in registers. Returns the first of them.
 __device__ __forceinline__ int leave(Self& self, int count) {
   __syncwarp();
@@ -152,7 +176,8 @@ __device__ __forceinline__ void load_row(uint4 (&x)[COUNT], u32 from, int lane) 
 
 // Adds the products of two weight rows with x to those of a pair of `Sums`.
 template <int COUNT, int CHAINS>
-__device__ __forceinline__ void add_pair(float (&d)[CHAINS][4], const uint4 (&a)[COUNT * 2], const uint4 (&x)[COUNT]) {
+__device__ __forceinline__ void add_pair(float (&d)[CHAINS][4], const uint4 (&a)[COUNT * 2],
+                                         const uint4 (&x)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     const uint4 b = a[2 * i], c = a[2 * i + 1];
@@ -163,7 +188,8 @@ __device__ __forceinline__ void add_pair(float (&d)[CHAINS][4], const uint4 (&a)
 
 // The same for a single row.
 template <int COUNT, int CHAINS>
-__device__ __forceinline__ void add_row(float (&d)[CHAINS][4], const uint4 (&a)[COUNT], const uint4 (&x)[COUNT]) {
+__device__ __forceinline__ void add_row(float (&d)[CHAINS][4], const uint4 (&a)[COUNT],
+                                        const uint4 (&x)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     mma(d[0], a[i].x, a[i].x, a[i].y, a[i].y, x[i].x, x[i].y);
@@ -205,16 +231,19 @@ __device__ __forceinline__ void receive_updates(Shared& s, const u32* words, u32
   }
 }
 
-// The stream times the norm's weight as bf16; the shares of the sum of squares and, with a router's row, of its product.
+// The stream times the norm's weight as bf16; the shares of the sum of squares and, with a router's row, of
+// its product.
 template <bool ROUTER>
-__device__ __forceinline__ void put_stream(Shared& s, const Self& self, const float4 (&weight)[2], const uint2 (&router)[2]) {
+__device__ __forceinline__ void put_stream(Shared& s, const Self& self, const float4 (&weight)[2],
+                                           const uint2 (&router)[2]) {
   float square = 0.f, dot = 0.f;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float4 h = s.stream[i][self.tid];
     const float a = h.x * weight[i].x, b = h.y * weight[i].y, c = h.z * weight[i].z, d = h.w * weight[i].w;
     square += h.x * h.x + h.y * h.y + h.z * h.z + h.w * h.w;
-    if (ROUTER) dot += a * lo2f(router[i].x) + b * hi2f(router[i].x) + c * lo2f(router[i].y) + d * hi2f(router[i].y);
+    if (ROUTER)
+      dot += a * lo2f(router[i].x) + b * hi2f(router[i].x) + c * lo2f(router[i].y) + d * hi2f(router[i].y);
     sts64(smem_addr(s.narrow) + (i * THREADS + self.tid) * 8, pack2(a, b), pack2(c, d));
   }
 #pragma unroll
@@ -232,7 +261,9 @@ __device__ __forceinline__ float sum_of(const float (&x)[WARPS]) {
   const float4 a = reinterpret_cast<const float4*>(x)[0], b = reinterpret_cast<const float4*>(x)[1];
   return a.x + a.y + a.z + a.w + b.x + b.y + b.z + b.w;
 }
-__device__ __forceinline__ float norm_of(const Shared& s, float eps) { return rsqrt_fast(sum_of(s.sums[0]) / HIDDEN + eps); }
+__device__ __forceinline__ float norm_of(const Shared& s, float eps) {
+  return rsqrt_fast(sum_of(s.sums[0]) / HIDDEN + eps);
+}
 
 __device__ __forceinline__ void load_norm(float4 (&weight)[2], const float* from, int tid) {
 #pragma unroll
@@ -241,7 +272,8 @@ __device__ __forceinline__ void load_norm(float4 (&weight)[2], const float* from
 
 // --- the choice
 
-// Waits for the logits, four a lane, as words. Returns the expert and its logit, in lane i the i-th best; equal ones go by number.
+// Waits for the logits, four a lane, as words. Returns the expert and its logit, in lane i the i-th best;
+// equal ones go by number.
 struct Choice {
   int expert;
   float logit;
@@ -275,7 +307,8 @@ __device__ __forceinline__ Choice choose(const u32* logits, u32 tag, int lane, u
       key[3] = 0;
     }
   }
-  return {EXPERTS - 1 - int(best & 0xff), __uint_as_float((best >> 31 ? best ^ 0x80000000u : ~best) & 0xffffff00u)};
+  return {EXPERTS - 1 - int(best & 0xff),
+          __uint_as_float((best >> 31 ? best ^ 0x80000000u : ~best) & 0xffffff00u)};
 }
 
 // The probability of a lane's expert.
@@ -283,7 +316,9 @@ __device__ __forceinline__ float probability_of(const Choice& choice, const uint
   const float top = __shfl_sync(~0u, choice.logit, 0);
   auto weight = [&](float x) { return exp2_fast((x - top) * 1.442695041f); };
   const float mine = lane < TOP_K ? weight(choice.logit) : 0.f;
-  float sum = NORMALIZE ? mine : weight(value(logits.x)) + weight(value(logits.y)) + weight(value(logits.z)) + weight(value(logits.w));
+  float sum = NORMALIZE ? mine
+                        : weight(value(logits.x)) + weight(value(logits.y)) + weight(value(logits.z)) +
+                              weight(value(logits.w));
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
   return __fdividef(mine, sum);
@@ -292,7 +327,8 @@ __device__ __forceinline__ float probability_of(const Choice& choice, const uint
 // --- the parts of a layer
 
 // Has the k and v of this warp's first tile brought to the L2 cache.
-__device__ __forceinline__ void fetch_tile(const Params& p, const Layer& layer, const Place& at, const Self& self) {
+__device__ __forceinline__ void fetch_tile(const Params& p, const Layer& layer, const Place& at,
+                                           const Self& self) {
   const int tile = first_tile(at, self.warp);
   if (self.lane >= 2 || at.split >= at.blocks || tile >= at.tiles) return;
   const bf16* from = (self.lane ? layer.v : layer.k) + tile_at(p, at, tile);
@@ -336,19 +372,25 @@ __device__ __forceinline__ void project(const Params& p, Shared& s, Self& self, 
       tell(p.words + Exchange::QKV_AT + self.me * QKV_ROWS + row, y[i] * f, tag);
 }
 
-__device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& self, const Place& at, int l, u32 tag, float4 (&weight)[2], uint2 (&router)[2]) {
+__device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& self, const Place& at, int l,
+                                            u32 tag, float4 (&weight)[2], uint2 (&router)[2]) {
   const Layer& layer = s.layers[l];
   uint4 a[4][8], x[4];
   await(self, 4);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) load_pair(a[i], place_at(self, i), place_at(self, i) + OUT_COLUMNS * 2, self.lane);
+  for (int i = 0; i < 4; ++i)
+    load_pair(a[i], place_at(self, i), place_at(self, i) + OUT_COLUMNS * 2, self.lane);
   leave(self, 4);
   load_norm(weight, layer.mlp_norm, self.tid);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    router[i] = __ldg(reinterpret_cast<const uint2*>(layer.router + self.me / WARPS * HIDDEN) + i * THREADS + self.tid);
-  if (at.few) receive_head(p, at, tag, at.head * GROUP + self.warp, smem_addr(s.wide) + self.warp * HD * 2, self.lane);
-  else receive<OUT_COLUMNS, false>(p.words + Exchange::ATTENDED_AT + at.head * OUT_COLUMNS, tag, smem_addr(s.wide), nullptr, nullptr, self.tid);
+    router[i] = __ldg(reinterpret_cast<const uint2*>(layer.router + self.me / WARPS * HIDDEN) + i * THREADS +
+                      self.tid);
+  if (at.few)
+    receive_head(p, at, tag, at.head * GROUP + self.warp, smem_addr(s.wide) + self.warp * HD * 2, self.lane);
+  else
+    receive<OUT_COLUMNS, false>(p.words + Exchange::ATTENDED_AT + at.head * OUT_COLUMNS, tag,
+                                smem_addr(s.wide), nullptr, nullptr, self.tid);
   __syncthreads();
   load_row(x, smem_addr(s.wide), self.lane);
   Sums<OUT_ROWS> sums;
@@ -359,29 +401,36 @@ __device__ __forceinline__ void project_out(const Params& p, Shared& s, Self& se
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     if (self.lane % 8 == 0)
-      tell(p.words + MIDDLE + at.head * HIDDEN + at.split * (OUT_ROWS * WARPS) + self.warp * OUT_ROWS + 4 * i + self.lane / 8, y[i], tag);
+      tell(p.words + MIDDLE + at.head * HIDDEN + at.split * (OUT_ROWS * WARPS) + self.warp * OUT_ROWS +
+               4 * i + self.lane / 8,
+           y[i], tag);
 }
 
-// The router, the choice, and the inner activations of this warp's rows, times the probability of their expert. Returns the
-// expert whose down is this warp's.
-__device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, int l, u32 tag, const float4 (&weight)[2], const uint2 (&router)[2]) {
+// The router, the choice, and the inner activations of this warp's rows, times the probability of their
+// expert. Returns the expert whose down is this warp's.
+__device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, int l, u32 tag,
+                                      const float4 (&weight)[2], const uint2 (&router)[2]) {
   const Layer& layer = s.layers[l];
   receive_updates<KV_HEADS>(s, p.words + MIDDLE, tag, self.tid);
   put_stream<true>(s, self, weight, router);
   __syncthreads();
   const float f = norm_of(s, p.eps);
   // For each warp of a block an own place: a thousand warps at the same few words wait for each other.
-  if (self.tid < WARPS) tell(p.words + LOGITS + self.tid * EXPERTS + self.me / WARPS, sum_of(s.sums[1]) * f, tag);
+  if (self.tid < WARPS)
+    tell(p.words + LOGITS + self.tid * EXPERTS + self.me / WARPS, sum_of(s.sums[1]) * f, tag);
   uint4 x[8];
   load_row(x, smem_addr(s.narrow), self.lane);
   uint4 logits;
   const Choice choice = choose(p.words + LOGITS + self.warp * EXPERTS, tag, self.lane, logits);
-  const int expert = __shfl_sync(~0u, choice.expert, self.me / EXPERT_WARPS), contracted = __shfl_sync(~0u, choice.expert, self.warp);
-  const bf16* rows = layer.gate_up + ((long long)expert * (2 * INTER) + self.me % EXPERT_WARPS * PAIRS) * HIDDEN;
+  const int expert = __shfl_sync(~0u, choice.expert, self.me / EXPERT_WARPS),
+            contracted = __shfl_sync(~0u, choice.expert, self.warp);
+  const bf16* rows =
+      layer.gate_up + ((long long)expert * (2 * INTER) + self.me % EXPERT_WARPS * PAIRS) * HIDDEN;
   auto fill_pair = [&](int i, int place) { fill(self, place, rows + (i / 2 + i % 2 * INTER) * HIDDEN); };
   if (self.lane < DEPTH) fill_pair(self.lane, wrapped(self.place + self.lane));
   __syncwarp();
-  const float probability = __shfl_sync(~0u, probability_of(choice, logits, self.lane), self.me / EXPERT_WARPS) * f;
+  const float probability =
+      __shfl_sync(~0u, probability_of(choice, logits, self.lane), self.me / EXPERT_WARPS) * f;
 #pragma unroll 1
   for (int pair = 0; pair < PAIRS; ++pair) {
     uint4 a[16];
@@ -405,18 +454,21 @@ __device__ __forceinline__ int expand(const Params& p, Shared& s, Self& self, in
 }
 
 // A warp waits for its expert's inner activations alone, and multiplies the block's rows by them.
-__device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self, const Place& at, int l, u32 tag, int expert) {
+__device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self, const Place& at, int l,
+                                         u32 tag, int expert) {
   constexpr int REST = DOWN_ROWS / 2 - DEPTH, EACH = INTER / 128;
   const Layer& layer = s.layers[l];
   uint4 a[DEPTH][INTER / 128], b[REST][INTER / 128], got[EACH], x[INTER / 256];
   await(self, DEPTH);
 #pragma unroll
-  for (int i = 0; i < DEPTH; ++i) load_pair(a[i], place_at(self, i), place_at(self, i) + INTER * 2, self.lane);
+  for (int i = 0; i < DEPTH; ++i)
+    load_pair(a[i], place_at(self, i), place_at(self, i) + INTER * 2, self.lane);
   int place = leave(self, DEPTH);
   if (self.lane < REST) fill_down(layer, self, expert, DEPTH + self.lane, wrapped(place + self.lane));
   if (l + 1 < p.count) fetch_tile(p, s.layers[l + 1], at, self);
   __syncwarp();
-  const u32 *words = p.words + INNER + self.warp * INTER + self.lane * 4, inner = smem_addr(s.wide + self.warp * INTER);
+  const u32 *words = p.words + INNER + self.warp * INTER + self.lane * 4,
+            inner = smem_addr(s.wide + self.warp * INTER);
   u32 tries = 0;
   do {
     patience(tries);
@@ -430,7 +482,8 @@ __device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self,
       patience(tries);
       got[i] = look(words + i * 128);
     }
-    sts64(inner + i * 256 + self.lane * 8, pack2(value(got[i].x), value(got[i].y)), pack2(value(got[i].z), value(got[i].w)));
+    sts64(inner + i * 256 + self.lane * 8, pack2(value(got[i].x), value(got[i].y)),
+          pack2(value(got[i].z), value(got[i].w)));
   }
   // Not before the activations are there: what has to queue behind many weights takes long.
   if (self.lane < DEPTH - REST) fill_first(p, s, self, l + 1, self.lane, wrapped(place + REST + self.lane));
@@ -453,7 +506,8 @@ __device__ __forceinline__ void contract(const Params& p, Shared& s, Self& self,
 #pragma unroll
     for (int i = 0; i < DOWN_ROWS / 4; ++i) s.down[4 * i + self.lane / 8][self.warp] = y[i];
   __syncthreads();
-  if (self.tid < DOWN_ROWS) tell(p.words + END + self.me / WARPS * DOWN_ROWS + self.tid, sum_of(s.down[self.tid]), tag);
+  if (self.tid < DOWN_ROWS)
+    tell(p.words + END + self.me / WARPS * DOWN_ROWS + self.tid, sum_of(s.down[self.tid]), tag);
 }
 
 // The output layer behind the last norm.
@@ -486,9 +540,12 @@ __device__ __forceinline__ void project_head(const Params& p, Shared& s, Self& s
 
 // --- the step
 
-// What follows from these is to be worked out where it is needed: kept for all layers it would take registers from weights.
+// What follows from these is to be worked out where it is needed: kept for all layers it would take registers
+// from weights.
 __device__ __forceinline__ void forget(Self& self, Place& at) {
-  asm volatile("" : "+r"(self.me), "+r"(self.lane), "+r"(self.warp), "+r"(self.tid), "+r"(self.ring), "+r"(self.full), "+r"(at.head), "+r"(at.split), "+r"(at.blocks));
+  asm volatile(""
+               : "+r"(self.me), "+r"(self.lane), "+r"(self.warp), "+r"(self.tid), "+r"(self.ring),
+                 "+r"(self.full), "+r"(at.head), "+r"(at.split), "+r"(at.blocks));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Params p) {
@@ -504,7 +561,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
   self.ring = smem_addr(smem) + self.warp * (DEPTH * PLACE_BYTES);
   self.full = smem_addr(s.full[self.warp]);
   self.policy = policy_once();
-  for (int i = self.tid; i < p.count * int(sizeof(Layer) / 8); i += THREADS) reinterpret_cast<u64*>(s.layers)[i] = reinterpret_cast<const u64*>(p.layers)[i];
+  for (int i = self.tid; i < p.count * int(sizeof(Layer) / 8); i += THREADS)
+    reinterpret_cast<u64*>(s.layers)[i] = reinterpret_cast<const u64*>(p.layers)[i];
   for (int i = self.tid; i < WARPS * DEPTH; i += THREADS) piece_init(smem_addr(&s.full[0][0]) + i * 8);
   asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
@@ -521,7 +579,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
   at.few = at.tiles <= min(FEW, SPLITS) * WARPS;
   at.blocks = min(at.few ? (at.tiles + WARPS - 1) / WARPS : at.tiles, SPLITS);
   at.pages = p.page_table + (long long)p.slots[0] * p.table_stride;
-  const float4* turns = reinterpret_cast<const float4*>(p.cos_sin + (long long)(at.len - 1) * HD) + self.lane % 16;
+  const float4* turns =
+      reinterpret_cast<const float4*>(p.cos_sin + (long long)(at.len - 1) * HD) + self.lane % 16;
   const uint2* token = reinterpret_cast<const uint2*>(p.embedding + (long long)p.ids[0] * HIDDEN) + self.tid;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -538,7 +597,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
     if (block == BLOCKS - 1) {  // norms soon wanted, which nobody has read yet
       if (self.tid < HIDDEN / 32) {
         asm volatile("prefetch.global.L2 [%0];" ::"l"(layer.mlp_norm + self.tid * 32));
-        asm volatile("prefetch.global.L2 [%0];" ::"l"((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) + self.tid * 32));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"((l + 1 < p.count ? (&layer)[1].input_norm : p.norm) +
+                                                      self.tid * 32));
       }
     }
     forget(self, at);

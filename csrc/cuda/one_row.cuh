@@ -1,14 +1,14 @@
-// What the kernels that do the whole step of one row have in common: words that blocks tell each other, sums of weight rows with
-// an activation, attention. Who includes this defines HIDDEN, HEADS, KV_HEADS, QK_NORM and PAGE_TILES before; what is called
-// Layer and Shared is the kernel's own and has the members named here.
+// What the kernels that do the whole step of one row have in common: words that blocks tell each other, sums
+// of weight rows with an activation, attention. Who includes this defines HIDDEN, HEADS, KV_HEADS, QK_NORM
+// and PAGE_TILES before; what is called Layer and Shared is the kernel's own and has the members named here.
 //
-// A dot product of 1024 weights with x runs on tensor cores: lane l of a warp takes pieces of 8 at 8 l, 8 l + 256, ... of both.
-// Lanes 4 i to 4 i + 3 are row i of one operand and column i of the other, and the sum of the diagonal is the result. Two
-// weight rows fill the 16 rows of an instruction.
+// A dot product of 1024 weights with x runs on tensor cores: lane l of a warp takes pieces of 8 at 8 l, 8 l +
+// 256, ... of both. Lanes 4 i to 4 i + 3 are row i of one operand and column i of the other, and the sum of
+// the diagonal is the result. Two weight rows fill the 16 rows of an instruction.
 //
-// Attention: blocks of a KV head share its tiles of 16 tokens, one for each warp first, whose k and v are fetched into registers
-// before q is there. A block merges its warps. A few blocks' results everyone merges by himself; if there are more, each block
-// merges an equal slice of the head's outputs first.
+// Attention: blocks of a KV head share its tiles of 16 tokens, one for each warp first, whose k and v are
+// fetched into registers before q is there. A block merges its warps. A few blocks' results everyone merges
+// by himself; if there are more, each block merges an equal slice of the head's outputs first.
 #pragma once
 #include "common.cuh"
 
@@ -23,12 +23,14 @@ constexpr int SLICE = GROUP * HD / SPLITS;  // outputs that a block merges
 constexpr int FEW = 5;  // blocks of a head whose results everyone merges for himself
 constexpr float NEG = -1e30f;
 
-static_assert(BLOCKS % KV_HEADS == 0 && SPLITS <= 32 && GROUP <= 8 && SLICE / 4 * SPLITS <= THREADS && SLICE / 4 * SPLITS % 32 == 0);
+static_assert(BLOCKS % KV_HEADS == 0 && SPLITS <= 32 && GROUP <= 8 && SLICE / 4 * SPLITS <= THREADS &&
+              SLICE / 4 * SPLITS % 32 == 0);
 
 // Where the vectors lie in `Params::words`; from INNER on the kernel's own.
 struct Exchange {
-  static constexpr int QKV_AT = 0, PART = QKV_AT + QKV, PART_ML = PART + BLOCKS * GROUP * HD, ATTENDED_AT = PART_ML + BLOCKS * GROUP * 2,
-                       MIDDLE = ATTENDED_AT + ATTENDED, INNER = MIDDLE + HIDDEN;
+  static constexpr int QKV_AT = 0, PART = QKV_AT + QKV, PART_ML = PART + BLOCKS * GROUP * HD,
+                       ATTENDED_AT = PART_ML + BLOCKS * GROUP * 2, MIDDLE = ATTENDED_AT + ATTENDED,
+                       INNER = MIDDLE + HIDDEN;
 };
 
 struct Layer;  // the kernel's own
@@ -57,15 +59,21 @@ __device__ __forceinline__ void patience(u32& tries) {
   if (++tries > PATIENCE) __trap();
 }
 
-// The minimum keeps what arithmetic gives for NaN (0x7fffffff) from becoming a zero; negative numbers are negative integers.
-__device__ __forceinline__ u32 rounded(float x) { return u32(min(__float_as_int(x), 0x7fffff7f) + 0x80) & 0xffffff00u; }
+// The minimum keeps what arithmetic gives for NaN (0x7fffffff) from becoming a zero; negative numbers are
+// negative integers.
+__device__ __forceinline__ u32 rounded(float x) {
+  return u32(min(__float_as_int(x), 0x7fffff7f) + 0x80) & 0xffffff00u;
+}
 __device__ __forceinline__ float value(u32 word) { return __uint_as_float(word & 0xffffff00u); }
 __device__ __forceinline__ bool fresh(const uint4& v, u32 tag) {
   return (((v.x ^ tag) | (v.y ^ tag) | (v.z ^ tag) | (v.w ^ tag)) & 0xffu) == 0;
 }
 __device__ __forceinline__ uint4 look(const u32* from) {
   uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ uint2 look2(const u32* from) {
@@ -77,8 +85,8 @@ __device__ __forceinline__ void tell(u32* to, float x, u32 tag) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(rounded(x) | tag) : "memory");
 }
 __device__ __forceinline__ void tell4(u32* to, const float4& x, u32 tag) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(rounded(x.x) | tag), "r"(rounded(x.y) | tag),
-               "r"(rounded(x.z) | tag), "r"(rounded(x.w) | tag)
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(rounded(x.x) | tag),
+               "r"(rounded(x.y) | tag), "r"(rounded(x.z) | tag), "r"(rounded(x.w) | tag)
                : "memory");
 }
 
@@ -92,7 +100,10 @@ __device__ __forceinline__ float rsqrt_fast(float x) {
 
 __device__ __forceinline__ uint4 lds128(u32 addr) {
   uint4 r;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(addr) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(addr)
+               : "memory");
   return r;
 }
 __device__ __forceinline__ void sts64(u32 addr, u32 a, u32 b) {
@@ -100,14 +111,22 @@ __device__ __forceinline__ void sts64(u32 addr, u32 a, u32 b) {
 }
 __device__ __forceinline__ uint4 ldg128(const bf16* p) {
   uint4 r;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p)
+               : "memory");
   return r;
 }
-__device__ __forceinline__ void piece_init(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void piece_init(u32 barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void piece_wait(u32 barrier, u32 parity) {
   u32 done;
   do {
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
   } while (!done);
 }
 // The threads of all warps that attend and multiply.
@@ -115,15 +134,18 @@ __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(TH
 
 __device__ __forceinline__ bool piece_there(u32 barrier, u32 parity) {
   u32 done;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
   return done;
 }
 
 // --- products
 
-// Products of ROWS rows with x, in pieces of 1024. `load` fetches a piece of each row from shared memory in the order in which
-// an instruction takes it: two rows fill its 16 rows (GATED: one of the first half and one of the second), or two parts of the
-// last one, which then need one instruction each.
+// Products of ROWS rows with x, in pieces of 1024. `load` fetches a piece of each row from shared memory in
+// the order in which an instruction takes it: two rows fill its 16 rows (GATED: one of the first half and one
+// of the second), or two parts of the last one, which then need one instruction each.
 template <int ROWS, bool GATED>
 struct Dots {
   static constexpr int PAIRS = ROWS / 2, CHAINS = 2;
@@ -140,7 +162,9 @@ struct Dots {
       }
   }
   __device__ __forceinline__ static constexpr int low(int pair) { return GATED ? pair : pair * 2; }
-  __device__ __forceinline__ static constexpr int high(int pair) { return GATED ? PAIRS + pair : pair * 2 + 1; }
+  __device__ __forceinline__ static constexpr int high(int pair) {
+    return GATED ? PAIRS + pair : pair * 2 + 1;
+  }
 
   // Into `a` from `first` on; `at(i)`: where piece i is.
   template <int COUNT, class At>
@@ -183,7 +207,8 @@ struct Dots {
   }
   // An even or odd column of a row's diagonal.
   __device__ __forceinline__ float diagonal(int row, int odd) const {
-    if (ROWS % 2 && row == ROWS - 1) return (alone[0][0][odd] + alone[0][1][odd]) + (alone[1][0][2 + odd] + alone[1][1][2 + odd]);
+    if (ROWS % 2 && row == ROWS - 1)
+      return (alone[0][0][odd] + alone[0][1][odd]) + (alone[1][0][2 + odd] + alone[1][1][2 + odd]);
     return sum[row / 2][0][row % 2 * 2 + odd] + sum[row / 2][1][row % 2 * 2 + odd];
   }
   // y[i]: the dot product of row 4 i + lane / 8.
@@ -219,7 +244,8 @@ struct Sums {
       for (int pair = 0; pair < PAIRS; ++pair) {
         float(&d)[4] = sum[pair][i % CHAINS];
         const uint4 lo = a[from + (GATED ? pair : pair * 2)][i];
-        const uint4 hi = pair * 2 + 1 < ROWS ? a[from + (GATED ? PAIRS + pair : pair * 2 + 1)][i] : uint4{0, 0, 0, 0};
+        const uint4 hi =
+            pair * 2 + 1 < ROWS ? a[from + (GATED ? PAIRS + pair : pair * 2 + 1)][i] : uint4{0, 0, 0, 0};
         mma(d, lo.x, hi.x, lo.y, hi.y, b[i].x, b[i].y);
         mma(d, lo.z, hi.z, lo.w, hi.w, b[i].z, b[i].w);
       }
@@ -247,9 +273,11 @@ struct Sums {
   }
 };
 
-// Waits for a vector of N words; into shared memory as bf16. NORM: times the norm's weight, with the sum of squares beside.
+// Waits for a vector of N words; into shared memory as bf16. NORM: times the norm's weight, with the sum of
+// squares beside.
 template <int N, bool NORM>
-__device__ __forceinline__ void receive(const u32* words, u32 tag, u32 to, const float* weight, float* square, int tid) {
+__device__ __forceinline__ void receive(const u32* words, u32 tag, u32 to, const float* weight, float* square,
+                                        int tid) {
   constexpr int EACH = N / 4 / THREADS, SIDE = EACH % 4 == 0 ? 4 : EACH % 3 == 0 ? 3 : EACH % 2 == 0 ? 2 : 1;
   float sum = 0.f;
   u32 tries = 0;
@@ -259,7 +287,8 @@ __device__ __forceinline__ void receive(const u32* words, u32 tag, u32 to, const
     float4 scale[NORM ? SIDE : 1];
     if (NORM) {
 #pragma unroll
-      for (int i = 0; i < SIDE; ++i) scale[i] = __ldg(reinterpret_cast<const float4*>(weight) + (base + i) * THREADS + tid);
+      for (int i = 0; i < SIDE; ++i)
+        scale[i] = __ldg(reinterpret_cast<const float4*>(weight) + (base + i) * THREADS + tid);
     }
     uint4 got[SIDE];
     bool all;
@@ -306,12 +335,17 @@ struct Place {
 };
 
 // The first tile of a warp of this block; the next ones are WARPS * SPLITS further.
-__device__ __forceinline__ int first_tile(const Place& at, int warp) { return at.few ? at.split * WARPS + warp : warp * SPLITS + at.split; }
-__device__ __forceinline__ int newest_block(const Place& at) { return at.few ? (at.tiles - 1) / WARPS : (at.tiles - 1) % SPLITS; }
+__device__ __forceinline__ int first_tile(const Place& at, int warp) {
+  return at.few ? at.split * WARPS + warp : warp * SPLITS + at.split;
+}
+__device__ __forceinline__ int newest_block(const Place& at) {
+  return at.few ? (at.tiles - 1) / WARPS : (at.tiles - 1) % SPLITS;
+}
 
 template <class Params>
 __device__ __forceinline__ long long tile_at(const Params& p, const Place& at, int tile) {
-  return at.pages[tile / PAGE_TILES] * p.page_stride + at.head * p.head_stride + (tile % PAGE_TILES) * (TILE * HD);
+  return at.pages[tile / PAGE_TILES] * p.page_stride + at.head * p.head_stride +
+         (tile % PAGE_TILES) * (TILE * HD);
 }
 // Where the first tile of a warp and the new token are in the pages of any layer.
 struct Spots {
@@ -319,9 +353,12 @@ struct Spots {
 };
 template <class Params>
 __device__ __forceinline__ Spots find_spots(const Params& p, const Place& at, int warp) {
-  return {tile_at(p, at, min(first_tile(at, warp), at.tiles - 1)), tile_at(p, at, at.tiles - 1) + (at.len - 1) % TILE * HD};
+  return {tile_at(p, at, min(first_tile(at, warp), at.tiles - 1)),
+          tile_at(p, at, at.tiles - 1) + (at.len - 1) % TILE * HD};
 }
-__device__ __forceinline__ u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ u32 word_of(const uint4& v, int i) {
+  return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 
 // A head of q or k, four dims a lane: normalised and rotated as bf16.
 __device__ __forceinline__ uint2 prepare(uint4 words, float4 w, const Place& at, int lane, float eps) {
@@ -341,7 +378,8 @@ __device__ __forceinline__ uint2 prepare(uint4 words, float4 w, const Place& at,
 
 // Waits for the projection; q, k and v into shared memory, k and v of the new token to its page too.
 template <class Params, class Layer, class Shared>
-__device__ __forceinline__ void receive_heads(const Params& p, const Layer& layer, const Place& at, const Spots& spots, Shared& s, u32 tag, int warp, int lane) {
+__device__ __forceinline__ void receive_heads(const Params& p, const Layer& layer, const Place& at,
+                                              const Spots& spots, Shared& s, u32 tag, int warp, int lane) {
   constexpr int EACH = (GROUP + 2 + WARPS - 1) / WARPS;
   const int heads = GROUP + (newest_block(at) == at.split ? 2 : 0);  // q, then k and v
   if (warp >= heads) return;
@@ -355,7 +393,8 @@ __device__ __forceinline__ void receive_heads(const Params& p, const Layer& laye
   for (int j = 0; j < EACH; ++j)
     if (const int i = warp + j * WARPS; i < heads) {
       weight[j] = {};
-      if (QK_NORM && i <= GROUP) weight[j] = __ldg(reinterpret_cast<const float4*>(i < GROUP ? layer.q_norm : layer.k_norm) + lane);
+      if (QK_NORM && i <= GROUP)
+        weight[j] = __ldg(reinterpret_cast<const float4*>(i < GROUP ? layer.q_norm : layer.k_norm) + lane);
       got[j] = look(from(i));
     }
   u32 tries = 0;
@@ -370,13 +409,15 @@ __device__ __forceinline__ void receive_heads(const Params& p, const Layer& laye
       if (i <= GROUP) y = prepare(got[j], weight[j], at, lane, p.eps);
       bf16* to = i < GROUP ? s.q[i] : i == GROUP ? s.k : s.v;
       sts64(smem_addr(to) + lane * 8, y.x, y.y);
-      if (i >= GROUP) *reinterpret_cast<uint2*>((i == GROUP ? layer.k : layer.v) + spots.newest + lane * 4) = y;
+      if (i >= GROUP)
+        *reinterpret_cast<uint2*>((i == GROUP ? layer.k : layer.v) + spots.newest + lane * 4) = y;
     }
 }
 
 // This warp's tiles of the history. The first one is fetched before the projection is there.
 template <class Params, class Layer, class Shared>
-__device__ __forceinline__ void attend(const Params& p, const Layer& layer, const Place& at, const Spots& spots, Shared& s, u32 tag, int warp, int lane) {
+__device__ __forceinline__ void attend(const Params& p, const Layer& layer, const Place& at,
+                                       const Spots& spots, Shared& s, u32 tag, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
   uint4 q[4];
   float o[8][4] = {};  // dims g * 8 + i and 64 further of heads 2 t and 2 t + 1
@@ -385,13 +426,16 @@ __device__ __forceinline__ void attend(const Params& p, const Layer& layer, cons
 #pragma unroll 1
   for (int tile = first; tile == first || tile < at.tiles; tile += WARPS * SPLITS) {
     uint4 k[8], v[4][2];
-    {  // of another warp's tile where this one has none: k and v are defined, or they would stay alive through all layers
+    // Of another warp's tile where this one has none: k and v are defined, or they would stay alive through
+    // all layers.
+    {
       const long long from = tile == first ? spots.first : tile_at(p, at, tile);
       const bf16 *k_from = layer.k + from + g * HD + t * 8, *v_from = layer.v + from + t * 2 * HD + g * 8;
 #pragma unroll
       for (int i = 0; i < 8; ++i) k[i] = ldg128(k_from + i / 4 * 8 * HD + i % 4 * 32);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i / 2][i % 2] = ldg128(v_from + (i / 2 % 2 + i / 4 * 8) * HD + i % 2 * 64);
+      for (int i = 0; i < 8; ++i)
+        v[i / 2][i % 2] = ldg128(v_from + (i / 2 % 2 + i / 4 * 8) * HD + i % 2 * 64);
     }
     if (tile == first) {
       receive_heads(p, layer, at, spots, s, tag, warp, lane);
@@ -440,13 +484,17 @@ __device__ __forceinline__ void attend(const Params& p, const Layer& layer, cons
     }
     m0 = n0;
     m1 = n1;
-    const float p0 = exp2_fast(x[0] - m0), p1 = exp2_fast(x[1] - m1), p2 = exp2_fast(x[2] - m0), p3 = exp2_fast(x[3] - m1);
+    const float p0 = exp2_fast(x[0] - m0), p1 = exp2_fast(x[1] - m1), p2 = exp2_fast(x[2] - m0),
+                p3 = exp2_fast(x[3] - m1);
     l0 = l0 * c0 + p0 + p2;
     l1 = l1 * c1 + p1 + p3;
     const u32 w0 = movmatrix(pack2(p0, p1)), w1 = movmatrix(pack2(p2, p3));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      auto pair = [&](int j, int half) { return __byte_perm(word_of(v[j][half], i / 2), word_of(v[j + 1][half], i / 2), i & 1 ? 0x7632 : 0x5410); };
+      auto pair = [&](int j, int half) {
+        return __byte_perm(word_of(v[j][half], i / 2), word_of(v[j + 1][half], i / 2),
+                           i & 1 ? 0x7632 : 0x5410);
+      };
       mma(o[i], pair(0, 0), pair(0, 1), pair(2, 0), pair(2, 1), w0, w1);
     }
   }
@@ -471,12 +519,14 @@ __device__ __forceinline__ void forget_parts(const Params& p, const Place& at, u
   const int part = (at.head * SPLITS + at.split) * GROUP;
   for (int e = tid; e < GROUP * HD; e += THREADS) tell(p.words + Exchange::PART + part * HD + e, 0.f, tag);
   if (tid < GROUP * 2) tell(p.words + Exchange::PART_ML + part * 2 + tid, 0.f, tag);
-  if (tid < SLICE) tell(p.words + Exchange::ATTENDED_AT + at.head * GROUP * HD + at.split * SLICE + tid, 0.f, tag);
+  if (tid < SLICE)
+    tell(p.words + Exchange::ATTENDED_AT + at.head * GROUP * HD + at.split * SLICE + tid, 0.f, tag);
 }
 
 // The partial result of this block.
 template <class Params, class Shared>
-__device__ __forceinline__ void tell_part(const Params& p, const Place& at, const Shared& s, u32 tag, int tid) {
+__device__ __forceinline__ void tell_part(const Params& p, const Place& at, const Shared& s, u32 tag,
+                                          int tid) {
   const int part = (at.head * SPLITS + at.split) * GROUP;
 #pragma unroll 1
   for (int e = tid * 4; e < GROUP * HD; e += THREADS * 4) {
@@ -512,10 +562,12 @@ __device__ __forceinline__ void tell_part(const Params& p, const Place& at, cons
   }
 }
 
-// Waits for the partial results of a few blocks for N heads, `head` and every WARPS-th behind it, and merges them into shared
-// memory as bf16, heads side by side at `to`. Only sums are looked at until all are there: many words would keep others waiting.
+// Waits for the partial results of a few blocks for N heads, `head` and every WARPS-th behind it, and merges
+// them into shared memory as bf16, heads side by side at `to`. Only sums are looked at until all are there:
+// many words would keep others waiting.
 template <int N, class Params>
-__device__ __forceinline__ void receive_merged(const Params& p, const Place& at, u32 tag, int head, u32 to, int lane) {
+__device__ __forceinline__ void receive_merged(const Params& p, const Place& at, u32 tag, int head, u32 to,
+                                               int lane) {
   const u32 *from[N], *from_ml[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
@@ -576,16 +628,19 @@ __device__ __forceinline__ void receive_merged(const Params& p, const Place& at,
   }
 }
 template <class Params>
-__device__ __forceinline__ void receive_head(const Params& p, const Place& at, u32 tag, int head, u32 to, int lane) {
+__device__ __forceinline__ void receive_head(const Params& p, const Place& at, u32 tag, int head, u32 to,
+                                             int lane) {
   receive_merged<1>(p, at, tag, head, to, lane);
 }
 
 // All heads: a warp some of them.
 template <class Params>
-__device__ __forceinline__ void receive_parts(const Params& p, const Place& at, u32 tag, u32 to, int warp, int lane) {
+__device__ __forceinline__ void receive_parts(const Params& p, const Place& at, u32 tag, u32 to, int warp,
+                                              int lane) {
   constexpr int TOGETHER = HEADS / WARPS % 2 == 0 ? 2 : 1;
 #pragma unroll 1
-  for (int head = warp; head < HEADS; head += WARPS * TOGETHER) receive_merged<TOGETHER>(p, at, tag, head, to + head * HD * 2, lane);
+  for (int head = warp; head < HEADS; head += WARPS * TOGETHER)
+    receive_merged<TOGETHER>(p, at, tag, head, to + head * HD * 2, lane);
 }
 
 // This block's slice of its KV head's outputs, merged over the blocks.
@@ -597,7 +652,8 @@ __device__ __forceinline__ void merge_slice(const Params& p, const Place& at, u3
   float m = NEG, l = 0.f;
   float4 x = {};
   if (other < at.tiles) {
-    const u32 *from = p.words + Exchange::PART + part * HD + e, *from_ml = p.words + Exchange::PART_ML + (part + e / HD) * 2;
+    const u32 *from = p.words + Exchange::PART + part * HD + e,
+              *from_ml = p.words + Exchange::PART_ML + (part + e / HD) * 2;
     uint4 got;
     uint2 ml;
     u32 tries = 0;

@@ -1,10 +1,11 @@
 // Causal attention of prompts, on `wgmma`.
 //
-// A tile is some tokens of one row with all query heads of one KV head, 128 (token, head) rows, against every key up to them, the
-// last keys first. Blocks stay and take tiles by turns. One warp feeds the rings of keys and values with the copy engine, from pages,
-// 16 tokens at a time, or from where the projection left them. Two groups of warps multiply 64 rows each: the scores of the next keys
-// and the values of these are issued together, and while one group's are computed, the other has its softmax (as FlashAttention 3,
-// Shah et al., 2024). The first scores of a tile go with the last values of the one before, so products never pause.
+// A tile is some tokens of one row with all query heads of one KV head, 128 (token, head) rows, against every
+// key up to them, the last keys first. Blocks stay and take tiles by turns. One warp feeds the rings of keys
+// and values with the copy engine, from pages, 16 tokens at a time, or from where the projection left them.
+// Two groups of warps multiply 64 rows each: the scores of the next keys and the values of these are issued
+// together, and while one group's are computed, the other has its softmax (as FlashAttention 3, Shah et al.,
+// 2024). The first scores of a tile go with the last values of the one before, so products never pause.
 #include "wgmma.cuh"
 
 #ifndef HD  // 64 or 128
@@ -30,22 +31,29 @@ struct Params {
   TensorMap k_beside, v_beside;  // dims: column of all KV heads, token
   bf16* out;                     // [T, Hq * HD]
   const int* page_table;
-  const int4* tiles;  // slot (-1: keys and values lie beside q), first token in q, its position, tokens; the longest first
+  // Slot (-1: keys and values lie beside q), first token in q, its position, tokens; the longest first.
+  const int4* tiles;
   int tile_count, table_stride, kv_heads, page_size;
   float scale;  // with log2(e)
 };
 
-__device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, int column, int head, int token) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+__device__ __forceinline__ void copy_q(u32 to, const TensorMap& map, u32 bar, int column, int head,
+                                       int token) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+               "{%3, %4, %5}], [%2];"
                ::"r"(to), "l"(&map), "r"(bar), "r"(column), "r"(head), "r"(token) : "memory");
 }
 
 // s += q k^T, s = q k^T of 64 rows of q, in registers, and 128 keys.
-#define HELD(OUT, MORE) \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" S8 "}, {%64,%65,%66,%67}, %68, " MORE ", 1, 1, 0;" \
-               : D_8(OUT) : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k))
+#define HELD(OUT, MORE)                                                                                      \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" S8                                  \
+               "}, {%64,%65,%66,%67}, %68, " MORE ", 1, 1, 0;"                                               \
+               : D_8(OUT)                                                                                    \
+               : "r"(q[0]), "r"(q[1]), "r"(q[2]), "r"(q[3]), "l"(k))
 __device__ __forceinline__ void wgmma_held(float (&d)[BN / 2], const u32 (&q)[4], u64 k) { HELD("+f", "1"); }
-__device__ __forceinline__ void wgmma_held_first(float (&d)[BN / 2], const u32 (&q)[4], u64 k) { HELD("=f", "0"); }
+__device__ __forceinline__ void wgmma_held_first(float (&d)[BN / 2], const u32 (&q)[4], u64 k) {
+  HELD("=f", "0");
+}
 
 // Shared memory: q, rings of keys and values, barriers.
 struct Shared {
@@ -53,7 +61,8 @@ struct Shared {
   __device__ __forceinline__ Shared(u32 base) {
     q = (base + 1023) & ~1023u, k = q + Q_BYTES, v = k + STAGES * KV_BYTES;
     q_full = v + STAGES * KV_BYTES, q_empty = q_full + 8;
-    k_full = q_empty + 8, k_empty = k_full + STAGES * 8, v_full = k_empty + STAGES * 8, v_empty = v_full + STAGES * 8;
+    k_full = q_empty + 8, k_empty = k_full + STAGES * 8, v_full = k_empty + STAGES * 8,
+    v_empty = v_full + STAGES * 8;
   }
 };
 
@@ -69,7 +78,8 @@ struct Work {
   __device__ __forceinline__ int last() const { return (end() - 1) / BN; }  // block of keys
 };
 
-// Lanes copy side by side: each has its 16 tokens and its half of the columns. What lies behind the end stays as it is.
+// Lanes copy side by side: each has its 16 tokens and its half of the columns. What lies behind the end stays
+// as it is.
 struct Loader {
   const Params& p;
   const Shared& shared;
@@ -84,7 +94,8 @@ struct Loader {
       barrier_wait(shared.q_empty, number % 2 ^ 1);
       if (threadIdx.x % 32 == 0) {
         barrier_expect(shared.q_full, HALVES * GROUP * QUERIES * 128);
-        for (int h = 0; h < HALVES; ++h) copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, work.head * GROUP, work.token);
+        for (int h = 0; h < HALVES; ++h)
+          copy_q(shared.q + h * Q_HALF, p.q, shared.q_full, h * 64, work.head * GROUP, work.token);
       }
       if (work.slot < 0) beside(work);
       else pages(work);
@@ -104,9 +115,12 @@ struct Loader {
   }
 
   __device__ __forceinline__ void pages(const Work& work) {
-    const int lane = threadIdx.x % 32, half = lane / PIECES, piece = lane % PIECES * PIECE, end = half < HALVES ? work.end() : 0;
+    const int lane = threadIdx.x % 32, half = lane / PIECES, piece = lane % PIECES * PIECE,
+              end = half < HALVES ? work.end() : 0;
     const int* pages = p.page_table + (long long)work.slot * p.table_stride;
-    const auto page_of = [&](int token) { return token >= 0 && token < end ? pages[token / p.page_size] : 0; };
+    const auto page_of = [&](int token) {
+      return token >= 0 && token < end ? pages[token / p.page_size] : 0;
+    };
     int page = page_of(work.last() * BN + piece);
     for (int block = work.last(); block >= 0; --block, slot.next()) {
       const int token = block * BN + piece, next = page_of(token - BN);
@@ -132,7 +146,8 @@ struct Loader {
 // The lane's two rows of scores: a number not far below their maxima so far, and their sums by this lane.
 struct Softmax {
   float top[2] = {NEVER, NEVER}, sum[2] = {0.f, 0.f}, fade[2];
-  // s becomes 2^(scale (s - top)); `fade`: what earlier sums are to be multiplied by. Returns whether that changes any.
+  // s becomes 2^(scale (s - top)); `fade`: what earlier sums are to be multiplied by. Returns whether that
+  // changes any.
   __device__ __forceinline__ bool apply(float (&s)[BN / 2], float scale) {
     bool fades = false;
 #pragma unroll
@@ -188,7 +203,8 @@ struct Rows {
     while (true) {
       const Work next(p, ++number);
       int block = work.last();
-      while (block > 0 && block * BN > work.start) --block, step<true, false>(work, work, block);  // tokens may lie in two blocks of keys
+      // Tokens may lie in two blocks of keys.
+      while (block > 0 && block * BN > work.start) --block, step<true, false>(work, work, block);
       while (block > 0) --block, step<false, false>(work, work, block);
       if (!next.count) break;
       fetch_q(number);
@@ -243,9 +259,11 @@ struct Rows {
     barrier_wait(shared.q_full, number % 2);
     const u32 row = shared.q + (threadIdx.x / 32 * 16 + lane % 16) * 128;
 #pragma unroll
-    for (int i = 0; i < HD / 16; ++i) ldmatrix(q[i], row + i / 4 * Q_HALF + ((i % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
+    for (int i = 0; i < HD / 16; ++i)
+      ldmatrix(q[i], row + i / 4 * Q_HALF + ((i % 4 * 2 + lane / 16) ^ (lane % 8)) * 16);
   }
-  // Once the first product is done: an arrival may overtake the loads, which queue behind the stores of the tile before.
+  // Once the first product is done: an arrival may overtake the loads, which queue behind the stores of the
+  // tile before.
   __device__ __forceinline__ void release_q() {
     if (lane == 0) barrier_arrive(shared.q_empty);
   }
@@ -264,7 +282,8 @@ struct Rows {
   __device__ __forceinline__ void weigh() {  // o += weights v
     const u32 values = shared.v + v.stage * KV_BYTES;
 #pragma unroll
-    for (int j = 0; j < BN / 16; ++j) wgmma_registers(o, weights[j], tile_at(values + j * (16 * 128), KV_HALF));
+    for (int j = 0; j < BN / 16; ++j)
+      wgmma_registers(o, weights[j], tile_at(values + j * (16 * 128), KV_HALF));
     wgmma_commit();
   }
 
@@ -288,7 +307,8 @@ struct Rows {
     for (int j = 0; j < BN / 4; ++j) weights[j / 4][j % 4] = pack2(s[j * 2], s[j * 2 + 1]);
   }
 
-  // A tile's first scores are weights now. Values behind the last token may be anything: each group clears them for itself.
+  // A tile's first scores are weights now. Values behind the last token may be anything: each group clears
+  // them for itself.
   __device__ __forceinline__ void begin(const Work& work) {
 #pragma unroll
     for (int j = 0; j < HD / 2; ++j) o[j] = 0.f;
@@ -298,7 +318,10 @@ struct Rows {
     barrier_wait(shared.v_full + v.stage * 8, v.parity);
     for (int i = threadIdx.x % 128; i < (BN - from) * 8 * HALVES; i += 128) {
       const int half = i / ((BN - from) * 8), chunk = i % ((BN - from) * 8);
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared.v + v.stage * KV_BYTES + half * KV_HALF + from * 128 + chunk * 16), "r"(0) : "memory");
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared.v + v.stage * KV_BYTES +
+                                                                    half * KV_HALF + from * 128 + chunk * 16),
+                   "r"(0)
+                   : "memory");
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync %0, 128;" ::"r"(3 + group) : "memory");
@@ -312,11 +335,13 @@ struct Rows {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int query = (row() + 8 * r) / GROUP;
       if (query >= work.count) continue;
-      const long long to = (long long)(work.token + query) * p.kv_heads * GROUP + work.head * GROUP + (row() + 8 * r) % GROUP;
+      const long long to =
+          (long long)(work.token + query) * p.kv_heads * GROUP + work.head * GROUP + (row() + 8 * r) % GROUP;
       u32* words = reinterpret_cast<u32*>(p.out + to * HD) + lane % 4;
       const float part = __fdividef(1.f, sum);
 #pragma unroll
-      for (int j = 0; j < HD / 8; ++j) words[j * 4] = pack2(o[j * 4 + 2 * r] * part, o[j * 4 + 2 * r + 1] * part);
+      for (int j = 0; j < HD / 8; ++j)
+        words[j * 4] = pack2(o[j * 4 + 2 * r] * part, o[j * 4 + 2 * r + 1] * part);
     }
   }
 };

@@ -1,13 +1,16 @@
 // Linear layers of prompts: out[m, n] = epilogue(x[m, k] w[n, k]^T).
 //
-// Tokens are the wide side (M) of the tensor-core instruction, so a thread holds columns of two tokens: what an epilogue sums over
-// a row lies in four lanes side by side, and what it pairs (gate and up, the halves of a rotation) in one. The tensor map orders
-// every 32 rows of the weights such that eight columns side by side come to one thread, which writes them as 16 bytes.
+// Tokens are the wide side (M) of the tensor-core instruction, so a thread holds columns of two tokens: what
+// an epilogue sums over a row lies in four lanes side by side, and what it pairs (gate and up, the halves of
+// a rotation) in one. The tensor map orders every 32 rows of the weights such that eight columns side by side
+// come to one thread, which writes them as 16 bytes.
 //
-// A block stays and takes every so manieth tile. One thread feeds the ring; two groups of warps multiply 64 tokens each with 256
-// rows of the weights. Two blocks, a cluster, work on the same weights; each fetches a half for both.
+// A block stays and takes every so manieth tile. One thread feeds the ring; two groups of warps multiply 64
+// tokens each with 256 rows of the weights. Two blocks, a cluster, work on the same weights; each fetches a
+// half for both.
 //
-// HEADS: the layer is q, k and v. The RMSNorm of each head, the rotation, and the way of k and v to their pages are done here too.
+// HEADS: the layer is q, k and v. The RMSNorm of each head, the rotation, and the way of k and v to their
+// pages are done here too.
 #include "wgmma.cuh"
 
 #ifndef EPILOGUE  // 0: as it is; 2: silu(gate) * up; 4: gelu_tanh(gate) * up; 5: heads
@@ -21,7 +24,8 @@
 #endif
 
 constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU, HEADS = EPILOGUE == 5;
-constexpr int BM = 128, BN = 256, BK = 64, BOX = 128;  // tokens and weight rows of a tile; columns of a stage; weight rows of a copy
+// Tokens and weight rows of a tile; columns of a stage; weight rows of a copy.
+constexpr int BM = 128, BN = 256, BK = 64, BOX = 128;
 constexpr int X_BYTES = BM * BK * 2, BOX_BYTES = BOX * BK * 2, STAGE_BYTES = X_BYTES + 2 * BOX_BYTES;
 constexpr int CLUSTER = 2, BAND = 8;  // blocks; tiles of a cluster's tokens that are worked on together
 constexpr int CONSUMERS = 256, THREADS = CONSUMERS + 128;  // the last group loads, and gives up its registers
@@ -38,7 +42,8 @@ struct Params {
   const float *q_norm, *k_norm;  // [HD] or null
   bf16 *k_pages, *v_pages;
   long long page_stride;
-  int token_stride, head_stride, page_size, q_heads, kv_heads, beside;  // beside: k and v are wanted in `out` too
+  // Beside: k and v are wanted in `out` too.
+  int token_stride, head_stride, page_size, q_heads, kv_heads, beside;
   int m, n, k, out_stride, tiles, row_tiles;  // row_tiles: of a cluster
   float eps;
 };
@@ -46,22 +51,31 @@ struct Params {
 // 128 rows of weights, from the `w`th 32 on, to both blocks.
 __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int w) {
   // dims: k, then of a row's number: bit 0, bits 3 and 4, bits 1 and 2, the rest
-  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %4, %4, %5}], [%2], %6;"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(w), "h"((unsigned short)((1 << CLUSTER) - 1)) : "memory");
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster "
+               "[%0], [%1, {%3, %4, %4, %4, %5}], [%2], %6;"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(k), "r"(0), "r"(w),
+               "h"((unsigned short)((1 << CLUSTER) - 1))
+               : "memory");
 }
-__device__ __forceinline__ void cluster_sync() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
 // A stage is free, as the first threads of a group tell every block that writes there.
 __device__ __forceinline__ void release(u32 bar) {
   const u32 block = threadIdx.x % 128;
   if (block < CLUSTER)
-    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(bar), "r"(block) : "memory");
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, "
+                 "%1;\nmbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(bar), "r"(block) : "memory");
 }
 
-// 128 tokens, from `row` on, and 256 weight rows. Tiles that are worked on at the same time share rows in the L2 cache.
+// 128 tokens, from `row` on, and 256 weight rows. Tiles that are worked on at the same time share rows in the
+// L2 cache.
 struct Tile {
   int w, row;
   __device__ __forceinline__ Tile(const Params& p, int i) {
-    const int band = i / (BAND * p.tiles), rows = min(BAND, p.row_tiles - band * BAND), j = i - band * BAND * p.tiles;
+    const int band = i / (BAND * p.tiles), rows = min(BAND, p.row_tiles - band * BAND),
+              j = i - band * BAND * p.tiles;
     w = j / rows, row = ((band * BAND + j % rows) * CLUSTER + blockIdx.x % CLUSTER) * BM;
   }
 };
@@ -69,7 +83,9 @@ struct Tile {
 // Of the weights of a tile this block fetches a half, for both.
 __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty) {
   const int steps = p.k / BK, total = p.tiles * p.row_tiles, half = blockIdx.x % CLUSTER;
-  const auto weights = [&](const Tile& tile) { return (GATED ? half * p.n + tile.w * BOX : tile.w * BN + half * BOX) / 32; };
+  const auto weights = [&](const Tile& tile) {
+    return (GATED ? half * p.n + tile.w * BOX : tile.w * BN + half * BOX) / 32;
+  };
   const u32 to = ring + X_BYTES + half * BOX_BYTES;
   const Tile one(p, blockIdx.x / CLUSTER);
   for (int i = 0; i < STAGES; ++i) {
@@ -97,7 +113,8 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
 // Of the sums of a thread: number i of the eight columns side by side in block j of 32, of its token r.
 __device__ constexpr int place(int j, int i, int r) { return (4 * j + i / 2) * 4 + 2 * r + (i & 1); }
 __device__ __forceinline__ void read8(float (&v)[8], const float* from) {
-  const float4 a = __ldg(reinterpret_cast<const float4*>(from)), b = __ldg(reinterpret_cast<const float4*>(from) + 1);
+  const float4 a = __ldg(reinterpret_cast<const float4*>(from)),
+               b = __ldg(reinterpret_cast<const float4*>(from) + 1);
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 __device__ __forceinline__ float sum4(float x) {  // of the lanes that share a token
@@ -105,15 +122,17 @@ __device__ __forceinline__ float sum4(float x) {  // of the lanes that share a t
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Finished sums of a tile, as bf16: of a thread's tokens `row` and `row` + 8 eight columns of every 32. What becomes of them is done
-// in slices while the products of the next tile run.
+// Finished sums of a tile, as bf16: of a thread's tokens `row` and `row` + 8 eight columns of every 32. What
+// becomes of them is done in slices while the products of the next tile run.
 constexpr int SLICES = 8;
 struct Sums {
   u32 pair[2][BLOCKS][4];
   int row, w;
   __device__ __forceinline__ int token(int r) const { return row + r * 8; }
   // Two columns side by side.
-  __device__ __forceinline__ float2 at(int r, int j, int i) const { return {lo2f(pair[r][j][i]), hi2f(pair[r][j][i])}; }
+  __device__ __forceinline__ float2 at(int r, int j, int i) const {
+    return {lo2f(pair[r][j][i]), hi2f(pair[r][j][i])};
+  }
 };
 
 struct Store {
@@ -133,7 +152,9 @@ struct Store {
           y[i] = pack2(gate<GELU>(x.x, up.x), gate<GELU>(x.y, up.y));
         }
       }
-      if (sums.token(r) < p.m) *reinterpret_cast<uint4*>(p.out + (long long)sums.token(r) * p.out_stride + n) = make_uint4(y[0], y[1], y[2], y[3]);
+      if (sums.token(r) < p.m)
+        *reinterpret_cast<uint4*>(p.out + (long long)sums.token(r) * p.out_stride + n) =
+            make_uint4(y[0], y[1], y[2], y[3]);
     }
   }
 };
@@ -142,7 +163,9 @@ struct Heads {
   static constexpr int COUNT = BN / HD, HALF = HD / 64;  // in a tile; blocks of 32 columns in half a head
   float factor[COUNT][2];
   int position[2], loc[2];
-  __device__ __forceinline__ static int kind(const Params& p, int head) { return head < p.q_heads ? 0 : head < p.q_heads + p.kv_heads ? 1 : 2; }
+  __device__ __forceinline__ static int kind(const Params& p, int head) {
+    return head < p.q_heads ? 0 : head < p.q_heads + p.kv_heads ? 1 : 2;
+  }
   __device__ __forceinline__ static const float* norm(const Params& p, int head) {
     const int which = kind(p, head);
     return which == 0 ? p.q_norm : which == 1 ? p.k_norm : nullptr;
@@ -198,12 +221,16 @@ struct Heads {
       for (int i = 0; i < 4; ++i) {
         float2 a = sums.at(R, h * (HD / 32) + J, i), b = sums.at(R, h * (HD / 32) + J + HALF, i);
         if (weight) {
-          const float2 wa = __ldg(reinterpret_cast<const float2*>(weight + column) + i), wb = __ldg(reinterpret_cast<const float2*>(weight + HD / 2 + column) + i);
-          a.x *= factor[h][R] * wa.x, a.y *= factor[h][R] * wa.y, b.x *= factor[h][R] * wb.x, b.y *= factor[h][R] * wb.y;
+          const float2 wa = __ldg(reinterpret_cast<const float2*>(weight + column) + i),
+                       wb = __ldg(reinterpret_cast<const float2*>(weight + HD / 2 + column) + i);
+          a.x *= factor[h][R] * wa.x, a.y *= factor[h][R] * wa.y, b.x *= factor[h][R] * wb.x,
+              b.y *= factor[h][R] * wb.y;
         }
         if (which < 2) {
-          const float x = a.x * cos[2 * i] - b.x * sin[2 * i], z = a.y * cos[2 * i + 1] - b.y * sin[2 * i + 1];
-          b.x = b.x * cos[2 * i] + a.x * sin[2 * i], b.y = b.y * cos[2 * i + 1] + a.y * sin[2 * i + 1], a.x = x, a.y = z;
+          const float x = a.x * cos[2 * i] - b.x * sin[2 * i],
+                      z = a.y * cos[2 * i + 1] - b.y * sin[2 * i + 1];
+          b.x = b.x * cos[2 * i] + a.x * sin[2 * i], b.y = b.y * cos[2 * i + 1] + a.y * sin[2 * i + 1],
+          a.x = x, a.y = z;
         }
         y[0][i] = pack2(a.x, a.y), y[1][i] = pack2(b.x, b.y);
       }
@@ -285,7 +312,8 @@ struct Group {
 #pragma unroll
       for (int j = 0; j < BLOCKS; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums.pair[r][j][i] = pack2(acc[place(j, 2 * i, r)], acc[place(j, 2 * i + 1, r)]);
+        for (int i = 0; i < 4; ++i)
+          sums.pair[r][j][i] = pack2(acc[place(j, 2 * i, r)], acc[place(j, 2 * i + 1, r)]);
   }
   // What is left of the last tile.
   template <int S = 0>
@@ -297,7 +325,8 @@ struct Group {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
-  const u32 ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES, empty = full + STAGES * 8;
+  const u32 ring = (smem_addr(smem) + 1023) & ~1023u, full = ring + STAGES * STAGE_BYTES,
+            empty = full + STAGES * 8;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + s * 8, 1);
@@ -314,7 +343,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prompt_gemm(const __gri
     pdl_wait();
     Group group{ring, full, empty};
     const int first = blockIdx.x / CLUSTER;
-    for (int at = first; at < p.tiles * p.row_tiles; at += gridDim.x / CLUSTER) group.multiply(p, Tile(p, at), at != first);
+    for (int at = first; at < p.tiles * p.row_tiles; at += gridDim.x / CLUSTER)
+      group.multiply(p, Tile(p, at), at != first);
     group.finish(p);
   }
   __syncwarp();

@@ -1,8 +1,9 @@
-// Of the rows of a decode batch: add into the residual, RMSNorm, the router's logits, and the choice of experts.
+// Of the rows of a decode batch: add into the residual, RMSNorm, the router's logits, and the choice of
+// experts.
 //
-// A cluster of 8 blocks takes 16 rows; each block has an eighth of the width, whose router weights wait in registers before
-// the kernel before is done. Sums of squares and logits meet in shared memory across the cluster; each block then chooses
-// for 2 rows, a warp each.
+// A cluster of 8 blocks takes 16 rows; each block has an eighth of the width, whose router weights wait in
+// registers before the kernel before is done. Sums of squares and logits meet in shared memory across the
+// cluster; each block then chooses for 2 rows, a warp each.
 #include "common.cuh"
 
 #ifndef WARPS  // a sixteenth of the experts
@@ -35,10 +36,15 @@ struct Params {
   float eps;
 };
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void store_to(const void* place, int rank, float v) {
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}"
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 "
+               "[there], %2;\n}"
                ::"r"(smem_addr(place)), "r"(rank), "f"(v) : "memory");
 }
 __device__ __forceinline__ float square2(u32 a) { return lo2f(a) * lo2f(a) + hi2f(a) * hi2f(a); }
@@ -152,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) router(const Params p) {
     for (int i = 0; i < VECTORS; ++i) {
       const int column = rank * COLS + (i * PER_ROW + part) * 8;
       const float4 a = scales[i][0], b = scales[i][1];
-      h[i] = {mul2(h[i].x, s * a.x, s * a.y), mul2(h[i].y, s * a.z, s * a.w), mul2(h[i].z, s * b.x, s * b.y), mul2(h[i].w, s * b.z, s * b.w)};
+      h[i] = {mul2(h[i].x, s * a.x, s * a.y), mul2(h[i].y, s * a.z, s * a.w), mul2(h[i].z, s * b.x, s * b.y),
+              mul2(h[i].w, s * b.z, s * b.w)};
       if (live) *reinterpret_cast<uint4*>(p.normed + (long long)row * D + column) = h[i];
     }
   }
@@ -172,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) router(const Params p) {
 #pragma unroll
   for (int j = 0; j < 2; ++j)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) store_to(&partial[rank][e & 1][warp * 16 + g + (e >= 2 ? 8 : 0)], j * 4 + t, acc[j][e]);
+    for (int e = 0; e < 4; ++e)
+      store_to(&partial[rank][e & 1][warp * 16 + g + (e >= 2 ? 8 : 0)], j * 4 + t, acc[j][e]);
   cluster_arrive();
   cluster_wait();
   const int chosen = row0 + rank * 2 + warp;

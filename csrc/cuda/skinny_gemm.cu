@@ -1,13 +1,15 @@
-// out[m, n] = act(norm(x)[m, k] w[n, k]^T) for few rows m: reads the weights once, at the speed of the memory.
+// out[m, n] = act(norm(x)[m, k] w[n, k]^T) for few rows m: reads the weights once, at the speed of the
+// memory.
 //
-// One block a multiprocessor takes an equal share of the output tiles; its warps split k. Each warp streams its chunks of
-// the weights (2 KB: 16 rows x 64 k) through its own cp.async ring that runs on across tiles, so loads never pause for a
-// reduction. The first loads are issued before the wait for the previous kernel, and two kernels' blocks fit on a
-// multiprocessor, so the memory stays busy across kernel boundaries too. Weights are the wide side of the tensor-core
-// instruction, the few rows of x the narrow one; the order of k inside a fragment is free as long as both agree, so a lane
-// reads 16 contiguous bytes of each. RMSNorm is fused: x is multiplied by the norm weight on the fly (or once, into shared
-// memory: STAGED) and the row's scale, summed along the way, is applied to the result. Weights may be e4m3 (E4M3): they
-// become bfloat16 in registers, so x is not rounded, and each column's scale is applied to the result.
+// One block a multiprocessor takes an equal share of the output tiles; its warps split k. Each warp streams
+// its chunks of the weights (2 KB: 16 rows x 64 k) through its own cp.async ring that runs on across tiles,
+// so loads never pause for a reduction. The first loads are issued before the wait for the previous kernel,
+// and two kernels' blocks fit on a multiprocessor, so the memory stays busy across kernel boundaries too.
+// Weights are the wide side of the tensor-core instruction, the few rows of x the narrow one; the order of k
+// inside a fragment is free as long as both agree, so a lane reads 16 contiguous bytes of each. RMSNorm is
+// fused: x is multiplied by the norm weight on the fly (or once, into shared memory: STAGED) and the row's
+// scale, summed along the way, is applied to the result. Weights may be e4m3 (E4M3): they become bfloat16 in
+// registers, so x is not rounded, and each column's scale is applied to the result.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x
@@ -67,7 +69,10 @@ __device__ __forceinline__ u32 mul2(u32 a, float lo, float hi) { return pack2(lo
 __device__ __forceinline__ float square2(u32 a) { return lo2f(a) * lo2f(a) + hi2f(a) * hi2f(a); }
 __device__ __forceinline__ uint4 lds128(u32 addr) {
   uint4 r;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(addr) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(addr)
+               : "memory");
   return r;
 }
 
@@ -94,16 +99,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   __shared__ float red_square[WARPS][NT * 8];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (p.n + COLS - 1) / COLS, chunks = p.k / CHUNK_K;
-  const int first = int((long long)tiles * blockIdx.x / gridDim.x), last = int((long long)tiles * (blockIdx.x + 1) / gridDim.x);
-  const u32 ring = smem_addr(smem) + warp * (STAGES * CHUNK_BYTES), staged = smem_addr(smem) + WARPS * STAGES * CHUNK_BYTES;
+  const int first = int((long long)tiles * blockIdx.x / gridDim.x),
+            last = int((long long)tiles * (blockIdx.x + 1) / gridDim.x);
+  const u32 ring = smem_addr(smem) + warp * (STAGES * CHUNK_BYTES),
+            staged = smem_addr(smem) + WARPS * STAGES * CHUNK_BYTES;
 
-  // Row `lane / ROW_CHUNKS` of a tile, and how far the rows of this lane's other loads are. The last tile is moved back so
-  // that all its rows exist.
+  // Row `lane / ROW_CHUNKS` of a tile, and how far the rows of this lane's other loads are. The last tile is
+  // moved back so that all its rows exist.
   const int my_row = lane / ROW_CHUNKS, piece = lane % ROW_CHUNKS;
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
   int in_tile = first, in_chunk = warp;
   if (in_chunk >= chunks) in_tile = last;  // this warp has nothing to add
-  auto source = [&]() { return p.w + (long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K + piece * (16 / SIZE); };
+  auto source = [&]() {
+    return p.w + (long long)(first_column(in_tile) + my_row) * p.k + in_chunk * CHUNK_K + piece * (16 / SIZE);
+  };
   const weight* in = source();
   auto load = [&](int stage) {
     if (in_tile < last) {
@@ -112,8 +121,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       for (int j = 0; j < 4 * MT; ++j) {
         constexpr int STEP = 32 / ROW_CHUNKS;  // rows between two loads
         const int row = j * STEP;
-        const long long off = GATED ? (long long)(row / 16 * 8 + row % 8) * p.k + (row % 16 >= 8 ? (long long)p.n * p.k : 0) : (long long)row * p.k;
-        cp_async16(to + (row + my_row) * ROW_BYTES + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off, 16);
+        const long long off =
+            GATED ? (long long)(row / 16 * 8 + row % 8) * p.k + (row % 16 >= 8 ? (long long)p.n * p.k : 0)
+                  : (long long)row * p.k;
+        cp_async16(to + (row + my_row) * ROW_BYTES + ((piece ^ (((row + my_row) & 1) << 2)) * 16), in + off,
+                   16);
       }
       in_chunk += WARPS;
       in += WARPS * CHUNK_K;
@@ -138,11 +150,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       for (int k = threadIdx.x * 8; k < p.k; k += THREADS * 8) {
         uint4 v = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         if (NORM) {
-          const float4 n0 = *reinterpret_cast<const float4*>(p.norm + k), n1 = *reinterpret_cast<const float4*>(p.norm + k + 4);
+          const float4 n0 = *reinterpret_cast<const float4*>(p.norm + k),
+                       n1 = *reinterpret_cast<const float4*>(p.norm + k + 4);
           sum += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
           v = {mul2(v.x, n0.x, n0.y), mul2(v.y, n0.z, n0.w), mul2(v.z, n1.x, n1.y), mul2(v.w, n1.z, n1.w)};
         }
-        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(staged + (row * p.k + k) * 2), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(staged + (row * p.k + k) * 2), "r"(v.x),
+                     "r"(v.y), "r"(v.z), "r"(v.w)
+                     : "memory");
       }
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
@@ -156,7 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
       for (int i = 0; i < PER_THREAD; ++i) {
         const int e = i * THREADS + threadIdx.x, row = e / COLS, n = first_column(tile) + e % COLS;
-        kept[i] = e < OUTPUTS && row < p.m ? bf2f(static_cast<const bf16*>(p.out)[(long long)row * p.out_stride + n]) : 0.f;
+        kept[i] = e < OUTPUTS && row < p.m
+                      ? bf2f(static_cast<const bf16*>(p.out)[(long long)row * p.out_stride + n])
+                      : 0.f;
       }
     }
     float scales[PER_THREAD][2] = {};
@@ -182,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
             b[h][j][v] = {};
             const int k = chunk * CHUNK_K + h * PART_K + t * PIECE_K + v * 8;
             if (row < p.m && STAGED) b[h][j][v] = lds128(staged + (row * p.k + k) * 2);
-            if (row < p.m && !STAGED) b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
+            if (row < p.m && !STAGED)
+              b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
           }
         }
       cp_async_wait<STAGES - 2>();
@@ -196,12 +214,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
           for (int piece = 0; piece < XV; ++piece) {
             const float* norm = p.norm + chunk * CHUNK_K + h * PART_K + t * PIECE_K + piece * 8;
-            const float4 n0 = *reinterpret_cast<const float4*>(norm), n1 = *reinterpret_cast<const float4*>(norm + 4);
+            const float4 n0 = *reinterpret_cast<const float4*>(norm),
+                         n1 = *reinterpret_cast<const float4*>(norm + 4);
 #pragma unroll
             for (int j = 0; j < NT; ++j) {
               uint4& v = b[h][j][piece];
               if (tile == first) square[j] += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
-              v = {mul2(v.x, n0.x, n0.y), mul2(v.y, n0.z, n0.w), mul2(v.z, n1.x, n1.y), mul2(v.w, n1.z, n1.w)};
+              v = {mul2(v.x, n0.x, n0.y), mul2(v.y, n0.z, n0.w), mul2(v.z, n1.x, n1.y),
+                   mul2(v.w, n1.z, n1.w)};
             }
           }
         }
@@ -236,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
       for (int i = 0; i < MT; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) red[buffer][warp][j * 8 + t * 2 + (e & 1)][i * 16 + g + (e >= 2 ? 8 : 0)] = acc[i][j][e];
+        for (int e = 0; e < 4; ++e)
+          red[buffer][warp][j * 8 + t * 2 + (e & 1)][i * 16 + g + (e >= 2 ? 8 : 0)] = acc[i][j][e];
       if (NORM && !STAGED && tile == first) {
         square[j] += __shfl_xor_sync(~0u, square[j], 1);
         square[j] += __shfl_xor_sync(~0u, square[j], 2);

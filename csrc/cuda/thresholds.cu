@@ -1,7 +1,8 @@
-// The smallest logit that top-k, top-p and min-p leave in each row, without sorting: two levels of a histogram over the
-// distance to the largest logit. A bin holds the number of its tokens and their weight exp(-distance / T) in one 64-bit
-// word (18 bits of count, the rest fixed point), so a token costs one atomic. A level resolves 1/100, two resolve 5e-6 of
-// T, below which tokens count as equal. Tokens lighter than 2e-9 of the top cannot be drawn where there is a threshold.
+// The smallest logit that top-k, top-p and min-p leave in each row, without sorting: two levels of a
+// histogram over the distance to the largest logit. A bin holds the number of its tokens and their weight
+// exp(-distance / T) in one 64-bit word (18 bits of count, the rest fixed point), so a token costs one
+// atomic. A level resolves 1/100, two resolve 5e-6 of T, below which tokens count as equal. Tokens lighter
+// than 2e-9 of the top cannot be drawn where there is a threshold.
 #include "common.cuh"
 
 constexpr int BINS = 2048, THREADS = 1024, EACH = BINS / THREADS;
@@ -39,7 +40,8 @@ struct Found {
   u64 before, upto;  // sums of the bins before it, and with it
 };
 
-// The first bin at which `reached(sum so far)`; the last one if none. All threads take part and get the answer.
+// The first bin at which `reached(sum so far)`; the last one if none. All threads take part and get the
+// answer.
 template <typename F>
 __device__ Found search(const u64* bins, F reached) {
   __shared__ u64 warp_sums[THREADS / 32];
@@ -62,7 +64,8 @@ __device__ Found search(const u64* bins, F reached) {
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const bool last = threadIdx.x == THREADS - 1 && i == EACH - 1;
-    if (!reached(at) && (reached(at + own[i]) || last)) found = {int(threadIdx.x) * EACH + i, at, at + own[i]};
+    if (!reached(at) && (reached(at + own[i]) || last))
+      found = {int(threadIdx.x) * EACH + i, at, at + own[i]};
     at += own[i];
   }
   __syncthreads();
@@ -112,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_thresholds(const Para
       in_fine = bin;
       for_each(row, p.vocab, [&](float x) {
         const float distance = (top - x) * to_bins;
-        if (distance < BINS && int(distance) == bin) atomicAdd(&fine[min(BINS - 1, int((distance - bin) * BINS))], weigh(distance));
+        if (distance < BINS && int(distance) == bin)
+          atomicAdd(&fine[min(BINS - 1, int((distance - bin) * BINS))], weigh(distance));
       });
       __syncthreads();
     };

@@ -1,18 +1,21 @@
-// Tensor-core products of a group of four warps (`wgmma`, Hopper), and what the kernels around them share: tiles in shared
-// memory, a ring of stages.
+// Tensor-core products of a group of four warps (`wgmma`, Hopper), and what the kernels around them share:
+// tiles in shared memory, a ring of stages.
 #pragma once
 #include "common.cuh"
 
-// A tile with rows of 128 bytes, swizzled; 8 rows are 1024 bytes. `far`: bytes to the next 64 columns, where the columns are the N
-// of the instruction.
+// A tile with rows of 128 bytes, swizzled; 8 rows are 1024 bytes. `far`: bytes to the next 64 columns, where
+// the columns are the N of the instruction.
 __device__ __forceinline__ u64 tile_at(u32 addr, u32 far = 16) {
   return u64((addr & 0x3ffff) >> 4) | u64(far >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 
-// d[64 x N] of a group of warps: lane (g = lane / 4, t = lane % 4) of warp w holds rows 16 w + g and + 8, of every 8 columns 2t and
-// 2t + 1. `wgmma`: d += a b^T with both in shared memory, b's rows being columns of d; `wgmma_first`: d = a b^T; `wgmma_registers`:
-// d += a b with a in registers, as the results of another such product lie, and b's columns being those of d.
-#define D8(KIND, i) KIND(d[i]), KIND(d[i + 1]), KIND(d[i + 2]), KIND(d[i + 3]), KIND(d[i + 4]), KIND(d[i + 5]), KIND(d[i + 6]), KIND(d[i + 7])
+// d[64 x N] of a group of warps: lane (g = lane / 4, t = lane % 4) of warp w holds rows 16 w + g and + 8, of
+// every 8 columns 2t and 2t + 1. `wgmma`: d += a b^T with both in shared memory, b's rows being columns of d;
+// `wgmma_first`: d = a b^T; `wgmma_registers`: d += a b with a in registers, as the results of another such
+// product lie, and b's columns being those of d.
+#define D8(KIND, i)                                                                                          \
+  KIND(d[i]), KIND(d[i + 1]), KIND(d[i + 2]), KIND(d[i + 3]), KIND(d[i + 4]), KIND(d[i + 5]),                \
+      KIND(d[i + 6]), KIND(d[i + 7])
 #define S1 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define S2 S1 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define S3 S2 ",%16,%17,%18,%19,%20,%21,%22,%23"
@@ -45,16 +48,24 @@ __device__ __forceinline__ u64 tile_at(u32 addr, u32 far = 16) {
 #define D_14(KIND) D_13(KIND), D8(KIND, 104)
 #define D_15(KIND) D_14(KIND), D8(KIND, 112)
 #define D_16(KIND) D_15(KIND), D8(KIND, 120)
-#define WGMMA(N, EIGHTS, A, A1, A2, A3, B) \
-  __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b) { \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" S##EIGHTS "}, " A ", " A1 ", 1, 1, 1, 0, 0;" : D_##EIGHTS("+f") : "l"(a), "l"(b)); \
-  } \
-  __device__ __forceinline__ void wgmma_first(float (&d)[N / 2], u64 a, u64 b) { \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" S##EIGHTS "}, " A ", " A1 ", 0, 1, 1, 0, 0;" : D_##EIGHTS("=f") : "l"(a), "l"(b)); \
-  } \
-  __device__ __forceinline__ void wgmma_registers(float (&d)[N / 2], const u32 (&a)[4], u64 b) { \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" S##EIGHTS "}, {" A "," A1 "," A2 "," A3 "}, " B ", 1, 1, 1, 1;" \
-                 : D_##EIGHTS("+f") : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); \
+#define WGMMA(N, EIGHTS, A, A1, A2, A3, B)                                                                   \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 2], u64 a, u64 b) {                                   \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" S##EIGHTS "}, " A ", " A1      \
+                                                                                        ", 1, 1, 1, 0, 0;"   \
+                 : D_##EIGHTS("+f")                                                                          \
+                 : "l"(a), "l"(b));                                                                          \
+  }                                                                                                          \
+  __device__ __forceinline__ void wgmma_first(float (&d)[N / 2], u64 a, u64 b) {                             \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" S##EIGHTS "}, " A ", " A1      \
+                                                                                        ", 0, 1, 1, 0, 0;"   \
+                 : D_##EIGHTS("=f")                                                                          \
+                 : "l"(a), "l"(b));                                                                          \
+  }                                                                                                          \
+  __device__ __forceinline__ void wgmma_registers(float (&d)[N / 2], const u32(&a)[4], u64 b) {              \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" S##EIGHTS                      \
+                 "}, {" A "," A1 "," A2 "," A3 "}, " B ", 1, 1, 1, 1;"                                       \
+                 : D_##EIGHTS("+f")                                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
   }
 WGMMA(16, 1, "%8", "%9", "%10", "%11", "%12")
 WGMMA(32, 2, "%16", "%17", "%18", "%19", "%20")
@@ -73,7 +84,9 @@ WGMMA(224, 14, "%112", "%113", "%114", "%115", "%116")
 WGMMA(240, 15, "%120", "%121", "%122", "%123", "%124")
 WGMMA(256, 16, "%128", "%129", "%130", "%131", "%132")
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 // Until at most PENDING groups of products are under way; `d` may be read then.
 template <int PENDING, int SIZE>
 __device__ __forceinline__ void wgmma_wait(float (&d)[SIZE]) {
