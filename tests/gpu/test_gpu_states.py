@@ -1,0 +1,127 @@
+"""Layers that keep a state, on a GPU: kernels against the bodies of their ops, and texts that go on from
+states, in graphs and out of them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_gpu_runner import make
+from test_gpu_windows import run
+
+from sgla.attention.base import DeviceBatch
+from sgla.kernels import ops
+from sgla.kernels.dispatch import using
+from sgla.kernels.gpu import GpuOps
+from sgla.kernels.gpu.states import device_states
+from sgla.messages import Submit
+from sgla.worker.device_state import upload_columns
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+from recurrence import batch_of
+from tiny import make_core, submit
+
+LENGTHS, READS, WRITES = [1, 1, 1, 70, 9, 300, 2], [3, 0, 5, 0, 4, 6, 12], [3, 1, 7, 2, 4, 6, 12]
+MARKS = [(1, 1, 11), (3, 48, 9), (3, 16, 8), (4, 9, 10), (6, 1, 13)]
+DECODES, UNITS, TOKENS = 3, 14, sum(LENGTHS)
+
+
+def batch() -> DeviceBatch:
+    made = batch_of(LENGTHS, READS, WRITES, MARKS, "cuda")
+    columns = (np.array(x, np.int32) for x in (READS, WRITES, MARKS))
+    states = device_states(*columns, made.q_start.cpu().numpy(), DECODES, upload_columns)
+    fields = {name: getattr(made, name) for name in made.__slots__} | {"states": states}
+    return DeviceBatch(**fields, decode_rows=DECODES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dk", "dv"), [(8, 128, 128), (4, 64, 32), (2, 48, 80), (2, 256, 256)])
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_layer_equals_its_ops(dtype: torch.dtype, heads: int, dk: int, dv: int, channels: bool) -> None:
+    torch.manual_seed(0)
+    keys, width = heads // 2 * dk, heads * dv
+    x = torch.randn(TOKENS, 2 * keys + width, device="cuda", dtype=dtype)
+    x[100:140] = x[100]
+    weight = torch.randn(x.shape[1], 4, device="cuda", dtype=dtype) / 2
+    a, b = torch.randn(2, TOKENS, heads, device="cuda", dtype=dtype)
+    a_log, bias = torch.randn(2, heads, device="cuda")
+    norm = torch.rand(dv, device="cuda")
+    begin = ops.StateLayer(
+        torch.randn(UNITS, x.shape[1], 3, device="cuda", dtype=dtype),
+        torch.randn(UNITS, heads, dk, dv, device="cuda"),
+    )
+
+    def layer(state: ops.StateLayer) -> torch.Tensor:
+        y = ops.causal_conv(x, weight, None, state, rows)
+        q, k, v = y.split([keys, keys, width], 1)
+        decay, beta = ops.decay_rates(a, b, a_log, bias)
+        if channels:
+            decay = decay[..., None] * torch.linspace(0.1, 1, dk, device="cuda")
+        q, k, v = q.unflatten(1, (-1, dk)), k.unflatten(1, (-1, dk)), v.unflatten(1, (-1, dv))
+        return ops.gated_rms_norm(ops.gated_delta(q, k, v, decay, beta, state, rows), v, norm, 1e-6)
+
+    rows, other = batch(), deepcopy(begin)
+    expected = layer(begin)
+    with using(GpuOps(None)):  # type: ignore[arg-type]
+        found = layer(other)
+    near = 2e-4 if dtype == torch.float32 else 2e-2
+    for mine, theirs in ((found, expected), (other.memory[1:], begin.memory[1:])):
+        assert float((mine - theirs).float().abs().max()) < near * float(theirs.float().abs().max())
+    assert torch.equal(other.conv[1:], begin.conv[1:])
+
+
+MODEL = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 5000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def runner(request: pytest.FixtureRequest) -> Any:
+    return make(MODEL, dtype=request.param)
+
+
+def requests() -> list[Submit]:
+    """Behind a prefix that others share, which some leave early, and short."""
+    rng = random.Random(5)
+    prompt = lambda n: [rng.randrange(5000) for _ in range(n)]  # noqa: E731
+    shared = prompt(450)
+    return [
+        submit("long", prompt(520), 40),
+        submit("first", shared + prompt(5), 30),
+        submit("second", shared + prompt(50), 20),
+        submit("branch", shared[:330] + prompt(9), 20),
+        submit("short", prompt(3), 60),
+    ]
+
+
+@pytest.mark.parametrize("limits", [{"depth": 1}, {"depth": 3}, {"step_tokens": 50}, {"step_tokens": 500}])
+def test_text_goes_on_from_states(runner: Any, limits: dict[str, Any]) -> None:
+    """However prompts are cut, and from checkpoints, in float32: in bfloat16 a random model makes other
+    tokens of sums in another order."""
+    expected = run(runner, requests(), make_core(runner.facts, prefix_cache=False))
+    core = make_core(runner.facts, **limits)
+    for _ in range(2):
+        found = run(runner, requests(), core)
+        assert {rid: len(tokens) for rid, tokens in found.items()} == {r.rid: r.max_new for r in requests()}
+        assert runner.facts.dtype != "float32" or found == expected
+    assert core.stats().pages_cached > 30
