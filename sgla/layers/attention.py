@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from sgla.layers.spec import AttentionSpec
 
 
 class LayerAttention(Protocol):
-    """Attention of a layer: what it sees of the tokens before, which ``out`` brings back to the width."""
+    """Attention of a layer, or what stands in its place: what it sees of the tokens before, which ``out``
+    brings back to the width. ``kv``: what it keeps of them, a KVLayer or a StateLayer."""
 
     out: RowLinear
 
-    def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor: ...
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: Any, /) -> Tensor: ...
 
 
 class HeadNorms(NamedTuple):

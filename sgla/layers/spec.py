@@ -115,3 +115,18 @@ class AttentionSpec:
         """Values of its matrices."""
         own = 0 if self.reads is not None else self.kv_heads
         return hidden * self.head_dim * 2 * (self.heads + own)
+
+
+@dataclass(frozen=True)
+class StateSpec(AttentionSpec):
+    """A layer that keeps one state of all tokens, instead of the tokens; each kind has a subclass with its
+    shapes. It has nothing that belongs to attention."""
+
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    scale: float = 1.0
+    rope: RopeSpec | None = None
+
+    def kept(self, kv_heads: int) -> tuple[StateTensor, ...]:
+        return ()

@@ -59,7 +59,8 @@ HARMLESS = frozenset(
     sinusoidal_pos_embds neftune_noise_alpha router_jitter_noise is_llama_config transformers.js_config
     ep_size seq_aux aux_loss_alpha moe_capacity num_nextn_predict_layers num_mtp_layers num_mtp_modules
     reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
-    mtp_transformer_layers use_mtp enable_moe_fp32_combine
+    mtp_transformer_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings use_mtp
+    enable_moe_fp32_combine
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(

@@ -30,6 +30,11 @@ def qwen2(c: Reader, layers: int) -> MoESpec:
     return replace(qwen3(c, layers), shared=shared, shared_gate=True)
 
 
+def qwen3_5(c: Reader, layers: int) -> MoESpec:
+    """The same in every layer, with weights that are normalized."""
+    return qwen2(_renamed(c, {}, decoder_sparse_step=1, norm_topk_prob=True), layers)
+
+
 def mixtral(c: Reader, layers: int) -> MoESpec:
     """Mixtral and Granite: a mixture in every layer, of MLPs as wide as ``intermediate_size``."""
     experts, shared = _experts(c, 8), "shared_intermediate_size"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.batch import ForwardBatch, StateRows
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
@@ -55,6 +55,8 @@ def save_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shift = 1.0 if "norm" in name and model_type not in SHIFTED else 0.0
+            if name.endswith("A_log"):
+                shift = -3.0  # states that last for tens of tokens
             # A tied embedding must be small beside the layers' updates, or the model repeats its input.
             small = "embed" in name and config.tie_word_embeddings
             parameter.normal_(shift, 0.04 if small else 0.15)
@@ -152,7 +154,8 @@ class Eager:
         self.page_table = order.to(torch.int32).view(slots, per_row)
         state, dtype = self.model.state(), str(self.dtype).removeprefix("torch.")
         groups = kv_groups(state, 0, dtype)
-        self.kv = allocate_kv(state, groups, [slots * per_row + 1], self.page_size, dtype)
+        units = [slots + 1] if groups[-1].unit_bytes else []
+        self.kv = allocate_kv(state, groups, [slots * per_row + 1, *units], self.page_size, dtype)
 
         self.forward, _ = make_forward(self.model, self.kv, ProgramLimits(self.budget, slots), 1, self.native)
 
@@ -197,6 +200,11 @@ class Eager:
             page_table=self.page_table,
             page_size=self.page_size,
             sample_rows=ints(starts[1:] - 1),
+            states=StateRows(
+                ints([slot + 1 if start else 0 for slot, start, _ in spans]),
+                ints([slot + 1 for slot, *_ in spans]),
+                ints([]).view(0, 3),
+            ),
         )
 
 

@@ -112,6 +112,15 @@ def long_text() -> list[Submit]:
     ]
 
 
+def turns() -> list[Submit]:
+    """One text goes on in several ways, from states that were left on the way."""
+    rng = np.random.default_rng(5)
+    begin = rng.integers(0, 331, 70).tolist()
+    ends = {"whole": 70, "longer": 70, "branch": 41, "again": 41, "short": 0}
+    made = [submit(rid, begin[:n] + rng.integers(0, 331, 5).tolist(), 4) for rid, n in ends.items()]
+    return [*made, submit("scored", begin[:20], 2, logprobs=1)]
+
+
 def poison(runner: Any, core: Any) -> None:
     """From now on the free pages of windows hold no numbers whenever a step is planned."""
     plan = core.plan
@@ -170,6 +179,17 @@ WINDOWS = gemma3(
     max_position_embeddings=64,
     layer_types=["sliding_attention", "full_attention"],
 )
+STATES_KEPT = DECODER | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
@@ -192,6 +212,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"attention_backend": "torch"},
     ),
     "layer norm": (LAYER_NORM, "", short_text, {}, {"attention_backend": "torch"}),
+    "states": (STATES_KEPT, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "last": (DECODER, "lasttoken", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "mean": (DECODER, "mean_tokens", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "windows, decode": (
@@ -236,7 +257,7 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
     runner = make(tiny_config(**common | settings), model, 0, 1, "", lambda progress: None)
     facts = runner.facts
     encoder = facts.pooling is not None and facts.pooling.encoder
-    windows = len(facts.groups) > 1
+    windows = any(group.window for group in facts.groups)
     kept = not windows and (facts.pooling is None or facts.pooling.kind == "last")
     if settings.get("cpu_offload_gb"):
         assert any("the matrices of 6 of 7 layers" in note for note in facts.notes), facts.notes

@@ -30,6 +30,7 @@ def answers() -> dict[str, Any]:
         ("toy format", {"logprobs"}),
         ("experts in mxfp4", {"logprobs"}),
         ("layer norm", {"logprobs"}),
+        ("states", {"logprobs"}),
         ("last", {"vector"}),
         ("mean", {"vector"}),
         ("encoder", {"vector"}),

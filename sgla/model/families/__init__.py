@@ -1,6 +1,6 @@
 """The table of families, by what an architecture is called in ``config.json``. Loads no torch."""
 
-from sgla.model.families import dense, encoders, gemma, latent, layer_norms, mixtures
+from sgla.model.families import dense, encoders, gemma, hybrids, latent, layer_norms, mixtures
 
 FAMILIES = {
     **dense.FAMILIES,
@@ -8,5 +8,6 @@ FAMILIES = {
     **layer_norms.FAMILIES,
     **latent.FAMILIES,
     **mixtures.FAMILIES,
+    **hybrids.FAMILIES,
     **encoders.FAMILIES,
 }

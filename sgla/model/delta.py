@@ -1,0 +1,190 @@
+"""Qwen3-Next and Qwen3.5: gated delta nets (arXiv 2412.06464), and in every fourth layer attention with a
+gate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sgla.errors import ConfigError
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.ops import KVLayer, StateLayer
+from sgla.layers.attention import LayerAttention
+from sgla.layers.build import Build, Share, fill
+from sgla.layers.linear import RowLinear, split_heads
+from sgla.layers.norm import RMSNorm
+from sgla.model.delta_spec import DeltaSpec
+from sgla.model.llama import Llama
+from sgla.quant.weight import SourceTensor, Weight, storage
+
+Piece = tuple[range, int]  # rows of a stored matrix, and the row of ours where they begin
+
+
+def gather(build: Build, weight: Weight, name: str, shape: tuple[int, int], pieces: Sequence[Piece]) -> None:
+    """Take rows of the checkpoint's matrix ``name``, which stand apart there or here."""
+
+    def take(source: Share) -> None:
+        for rows, at in pieces:
+            fill(weight, at, source, rows)
+
+    build.declare(f"{name}.weight", shape, take)
+
+
+def blocks(own: range, width: int, block: int, first: int, at: int) -> list[Piece]:
+    """Of each head in ``own``, whose rows in the checkpoint are ``block`` in number, the ``width`` from
+    ``first`` on: one below the other from ``at`` on."""
+    starts = (head * block + first for head in own)
+    return [(range(start, start + width), at + i * width) for i, start in enumerate(starts)]
+
+
+def run(own: range, width: int, first: int, at: int) -> Piece:
+    """The same of heads that are stored one below the other, each ``width`` rows, from ``first`` on."""
+    return range(first + own.start * width, first + own.stop * width), at
+
+
+class DeltaNet:
+    """``[T, d] -> [T, Hv * dv]`` of this rank's heads, which ``out`` brings back to the width. ``joined``: a
+    checkpoint has all rows of a key head together, as Qwen3-Next does, and else q, k and v apart from z, and
+    b from a."""
+
+    def __init__(
+        self, build: Build, name: str, hidden: int, layer: DeltaSpec, eps: float, joined: bool
+    ) -> None:
+        if layer.keys % build.shard.size:
+            raise ConfigError(
+                f"{layer.keys} heads of keys (linear_num_key_heads) cannot be split over "
+                f"{build.shard.size} ranks",
+                param="tp",
+            )
+        own, share = build.shard.range(layer.keys), layer.share
+        self.layer, self.eps = layer, eps
+        key, value = len(own) * layer.key_dim, len(own) * share * layer.value_dim
+        self.widths, self.value = [key, key, value], value
+        names = ("in_proj_qkvz",) if joined else ("in_proj_qkv", "in_proj_z")
+        self.qkvz = build.empty(2 * key + 2 * value, hidden, *(f"{name}.{part}" for part in names))
+        self.ba = storage(build.plain).empty(2 * len(own) * share, hidden)
+        (self._declare_joined if joined else self._declare_apart)(build, name, hidden, own)
+        heads = range(own.start * share, own.stop * share)
+        self.conv = torch.zeros(sum(self.widths), layer.taps)
+        channels = layer.channels(layer.keys)
+        build.declare(f"{name}.conv1d.weight", (channels, 1, layer.taps), partial(self._take_conv, own))
+        self.a_log = build.vector(f"{name}.A_log", layer.values, heads)
+        self.dt_bias = build.vector(f"{name}.dt_bias", layer.values, heads)
+        self.norm = build.vector(f"{name}.norm.weight", layer.value_dim)
+        columns = range(heads.start * layer.value_dim, heads.stop * layer.value_dim)
+        self.out = RowLinear(build, f"{name}.out_proj", hidden, layer.values * layer.value_dim, columns)
+
+    def _declare_joined(self, build: Build, name: str, hidden: int, own: range) -> None:
+        layer, share = self.layer, self.layer.share
+        dk, dv = layer.key_dim, share * layer.value_dim
+        block, at, first = 2 * dk + 2 * dv, 0, 0
+        pieces: list[Piece] = []
+        for width in (dk, dk, dv, dv):
+            pieces += blocks(own, width, block, first, at)
+            first, at = first + width, at + width * len(own)
+        gather(build, self.qkvz, f"{name}.in_proj_qkvz", (block * layer.keys, hidden), pieces)
+        pieces = [
+            *blocks(own, share, 2 * share, 0, 0),
+            *blocks(own, share, 2 * share, share, share * len(own)),
+        ]
+        gather(build, self.ba, f"{name}.in_proj_ba", (2 * layer.values, hidden), pieces)
+
+    def _declare_apart(self, build: Build, name: str, hidden: int, own: range) -> None:
+        layer, (key, _, value) = self.layer, self.widths
+        keys, values = layer.keys * layer.key_dim, layer.values * layer.value_dim
+        dv = layer.share * layer.value_dim
+        pieces = self._runs(own)
+        gather(build, self.qkvz, f"{name}.in_proj_qkv", (2 * keys + values, hidden), pieces)
+        gather(build, self.qkvz, f"{name}.in_proj_z", (values, hidden), [run(own, dv, 0, 2 * key + value)])
+        for i, part in enumerate("ba"):
+            pieces = [run(own, layer.share, 0, i * len(own) * layer.share)]
+            gather(build, self.ba, f"{name}.in_proj_{part}", (layer.values, hidden), pieces)
+
+    def _runs(self, own: range) -> list[Piece]:
+        """This rank's q, k and v of all, in their order."""
+        layer, key = self.layer, self.widths[0]
+        keys, dv = layer.keys * layer.key_dim, layer.share * layer.value_dim
+        q, k = (run(own, layer.key_dim, i * keys, i * key) for i in (0, 1))
+        return [q, k, run(own, dv, 2 * keys, 2 * key)]
+
+    def _take_conv(self, own: range, source: SourceTensor) -> None:
+        for rows, at in self._runs(own):
+            self.conv[at : at + len(rows)] = source.dense(rows)[:, 0]
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:
+        layer = self.layer
+        qkv, z = ops.linear(x, self.qkvz).split([sum(self.widths), self.value], dim=1)
+        b, a = ops.linear(x, self.ba).chunk(2, dim=1)
+        q, k, v = ops.causal_conv(qkv, self.conv, None, state, batch).split(self.widths, dim=1)
+        q, k = (y.unflatten(1, (-1, layer.key_dim)) for y in (q, k))
+        v, z = (y.unflatten(1, (-1, layer.value_dim)) for y in (v, z))
+        decay, beta = ops.decay_rates(a, b, self.a_log, self.dt_bias)
+        seen = ops.gated_delta(q, k, v, decay, beta, state, batch)
+        return ops.gated_rms_norm(seen, z, self.norm, self.eps).flatten(1)
+
+
+class GatedAttention:
+    """``[T, d] -> [T, Hq * hd]``, which ``out`` brings back to the width. A checkpoint has the rows of each
+    head's gate behind those of its query."""
+
+    def __init__(self, model: Delta, build: Build, name: str, index: int) -> None:
+        spec, layer = model.spec, model.spec.attention[index]
+        dim, hidden = layer.head_dim, spec.hidden
+        own, own_kv = split_heads(layer.heads, layer.kv_heads, build.shard)
+        parts = [f"{name}.{part}_proj" for part in "qkv"]
+        width, kv_width = len(own) * dim, len(own_kv) * dim
+        self.qkv = build.empty(width + 2 * kv_width, hidden, *parts)
+        self.gate = build.empty(width, hidden, parts[0])
+
+        def take_queries(source: Share) -> None:
+            for weight, first in ((self.qkv, 0), (self.gate, dim)):
+                for rows, at in blocks(own, dim, 2 * dim, first, 0):
+                    fill(weight, at, source, rows)
+
+        build.declare(f"{parts[0]}.weight", (2 * layer.heads * dim, hidden), take_queries)
+        for i, part in enumerate(parts[1:]):
+            pieces = [run(own_kv, dim, 0, width + i * kv_width)]
+            gather(build, self.qkv, part, (layer.kv_heads * dim, hidden), pieces)
+        self.q_norm = RMSNorm(build, f"{name}.q_norm", dim, spec.eps, spec.norm_offset)
+        self.k_norm = RMSNorm(build, f"{name}.k_norm", dim, spec.eps, spec.norm_offset)
+        columns = range(own.start * dim, own.stop * dim)
+        self.out = RowLinear(build, f"{name}.o_proj", hidden, layer.heads * dim, columns)
+        self.cos_sin, self.scale, self.eps = model.angles(layer.rope, dim), layer.scale, spec.eps
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+        q = ops.qk_norm_rope_store(
+            ops.linear(x, self.qkv),
+            batch.positions,
+            self.cos_sin,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.eps,
+            kv,
+            batch.out_loc,
+        )
+        seen = ops.attention(q, kv, batch, self.scale)
+        return ops.sigmoid_mul(seen, ops.linear(x, self.gate))
+
+
+class Delta(Llama):
+    """Qwen3.5 (also 3.6). The layers that guess further tokens are left out, and the vision tower."""
+
+    ignored = ("mtp.", "model.visual.", "visual.")
+    joined = False
+
+    def attention(self, build: Build, name: str, index: int) -> LayerAttention:
+        layer = self.spec.attention[index]
+        if isinstance(layer, DeltaSpec):
+            name = name.replace(".self_attn", ".linear_attn")
+            return DeltaNet(build, name, self.spec.hidden, layer, self.spec.eps, self.joined)
+        return GatedAttention(self, build, name, index)
+
+
+class JoinedDelta(Delta):
+    """Qwen3-Next."""
+
+    joined = True

@@ -1,0 +1,101 @@
+"""The shapes of hybrids of attention and gated delta nets (Qwen3-Next and Qwen3.5). Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sgla.errors import ConfigError
+from sgla.hub.reader import Reader
+from sgla.layers.spec import AttentionSpec, StateSpec, StateTensor
+from sgla.model.limits import HEAD_DIM, HEADS, LAYERS
+from sgla.model.ropes import ROPE, ropes
+
+TAPS = 64  # tokens that a short convolution reads at most
+
+
+@dataclass(frozen=True)
+class GatedSpec(AttentionSpec):
+    """What comes of each head is multiplied by the sigmoid of as many values made of the input."""
+
+    def weights(self, hidden: int) -> int:
+        return super().weights(hidden) + hidden * self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class DeltaSpec(StateSpec):
+    """A gated delta net (arXiv 2412.06464): ``keys`` heads of ``key_dim`` values, ``values`` heads of
+    ``value_dim``, so many of which share a key head; q, k and v go through a convolution over ``taps``
+    tokens."""
+
+    keys: int = 0
+    values: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    taps: int = 0
+
+    @property
+    def share(self) -> int:
+        """Heads of values for each head of keys."""
+        return self.values // self.keys
+
+    def channels(self, keys: int) -> int:
+        """Of the convolution, for so many heads of keys."""
+        return keys * (2 * self.key_dim + self.share * self.value_dim)
+
+    def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
+        keys = own(self.keys)
+        return (
+            StateTensor("conv", (self.channels(keys), self.taps - 1)),
+            StateTensor("memory", (keys * self.share, self.key_dim, self.value_dim), "float32"),
+        )
+
+    def weights(self, hidden: int) -> int:
+        channels, value = self.channels(self.keys), self.values * self.value_dim
+        return hidden * (channels + 2 * value + 2 * self.values) + channels * self.taps
+
+
+def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    """See ``Family.attention``."""
+    heads, kv_heads = c.integer("num_attention_heads", HEADS), c.integer("num_key_value_heads", HEADS)
+    head_dim = c.integer("head_dim", HEAD_DIM)
+    keys, values = c.integer("linear_num_key_heads", HEADS), c.integer("linear_num_value_heads", HEADS)
+    for many, few, names in (
+        (heads, kv_heads, "attention heads among {} KV heads (num_key_value_heads)"),
+        (values, keys, "linear_num_value_heads among {} linear_num_key_heads"),
+    ):
+        if many % few:
+            raise ConfigError(f"config.json: {many} {names.format(few)} do not divide", param="model")
+    rope, _ = ropes(_without_sections(c), head_dim, positions, partial=True)
+    full = GatedSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope)
+    linear = DeltaSpec(
+        keys=keys,
+        values=values,
+        key_dim=c.integer("linear_key_head_dim", HEAD_DIM),
+        value_dim=c.integer("linear_value_head_dim", HEAD_DIM),
+        taps=c.integer("linear_conv_kernel_dim", TAPS, 2),
+    )
+    return tuple(linear if kind else full for kind in _linear(c, layers))
+
+
+def _linear(c: Reader, layers: int) -> list[bool]:
+    """Which layers are delta nets."""
+    kinds = c.values["layer_types"]
+    if kinds is None:
+        period = c.integer("full_attention_interval", LAYERS)
+        return [(i + 1) % period > 0 for i in range(layers)]
+    known = ("linear_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise c.error("layer_types", f"a list of {layers} kinds, linear_attention or full_attention")
+    return [kind == "linear_attention" for kind in kinds]
+
+
+def _without_sections(c: Reader) -> Reader:
+    """A token of text has one position, so it does not matter which dims are turned by those of an image."""
+    tables = {key: c.table(key, nulls=True) for key in (ROPE, "rope_scaling")}
+    sections = ("mrope_section", "mrope_interleaved")
+    left = {
+        key: {name: value for name, value in table.items() if name not in sections}
+        for key, table in tables.items()
+    }
+    return Reader(c.architecture, {**c.values, **{key: table or None for key, table in left.items()}})

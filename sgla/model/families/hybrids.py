@@ -1,0 +1,80 @@
+"""Families in which most layers keep a state of all tokens instead of the tokens."""
+
+from __future__ import annotations
+
+from sgla.model.families.keys import CAUSAL, sizes
+from sgla.model.family import Family
+
+_DELTA = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "partial_rotary_factor": 0.25,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": None,
+    "full_attention_interval": 4,
+}
+_EXPERTS = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+}
+_SHARED = ((".shared_expert.", ".shared_experts."),)
+_CAUSAL = {key: value for key, value in CAUSAL.items() if key != "partial_rotary_factor"} | {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+}
+_TOWERS = {"tie_word_embeddings": False, "text_config": None, "vision_config": None}
+
+FAMILIES = {
+    "Qwen3NextForCausalLM": Family(
+        ("qwen3_next",),
+        _DELTA
+        | sizes(151936, 2048, 5632, 48, 16, 32768, 2)
+        | _EXPERTS
+        | {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": None},
+        _CAUSAL,
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.delta:JoinedDelta",
+        attention="sgla.model.delta_spec:read",
+        mixture="sgla.model.mixture_spec:qwen2",
+        renamed=_SHARED,
+        norm_offset=1.0,
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        ("qwen3_5_text",),
+        _DELTA | sizes(248320, 4096, 12288, 32, 16, 32768, 4),
+        _CAUSAL,
+        model="sgla.model.delta:Delta",
+        also=("Qwen3_5ForConditionalGeneration",),
+        outer=Family(("qwen3_5",), _TOWERS),
+        attention="sgla.model.delta_spec:read",
+        norm_offset=1.0,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        ("qwen3_5_moe_text",),
+        {key: value for key, value in sizes(248320, 2048, 0, 40, 16, 32768, 2).items() if value}
+        | _DELTA
+        | _EXPERTS
+        | {"num_experts_per_tok": 8, "num_experts": 256},
+        _CAUSAL,
+        {"num_local_experts": "num_experts"},
+        model="sgla.model.delta:Delta",
+        also=("Qwen3_5MoeForConditionalGeneration",),
+        outer=Family(("qwen3_5_moe",), _TOWERS),
+        attention="sgla.model.delta_spec:read",
+        mixture="sgla.model.mixture_spec:qwen3_5",
+        renamed=_SHARED,
+        norm_offset=1.0,
+    ),
+}

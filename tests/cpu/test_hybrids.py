@@ -1,0 +1,267 @@
+"""Families whose layers keep a state: tiny random checkpoints against HF transformers, float32 on the CPU."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SMALL, VOCAB, Eager, check_against_hf, random_prompts, save_checkpoint
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from tiny import check_draws, make_core, over_two_ranks, run, submit, tiny_config
+
+from sgla.cli.explain import ledger
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.hub.source import ModelSource, open_source
+from sgla.kernels.ops import StateLayer
+from sgla.loading.load import load_model
+from sgla.messages import StepPlan, Submit
+from sgla.model.sizes import weight_bytes
+from sgla.model.spec import ModelSpec
+from sgla.observe.machine import Machine
+from sgla.resolve import resolve
+from sgla.sched.core import Core
+from sgla.worker.cpu import CpuRunner
+
+PAGE, EVERY = 16, 32
+MODELS = Path(__file__).parents[2] / "bench/models"
+PROMPTS = random_prompts([1, 7, 33, 90])
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 72,
+}
+HEADS = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+THIRD = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("qwen3_next", HEADS | EXPERTS | {"num_hidden_layers": 4}),
+    "qwen3-next, one head for each, mixed": (
+        "qwen3_next",
+        HEADS
+        | EXPERTS
+        | THIRD
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "mlp_only_layers": [1]}
+        | {"norm_topk_prob": False, "linear_conv_kernel_dim": 3},
+    ),
+    "qwen3.5": ("qwen3_5_text", HEADS | {"num_hidden_layers": 4}),
+    "qwen3.5, all rotated, tied": (
+        "qwen3_5_text",
+        HEADS
+        | THIRD
+        | {"linear_key_head_dim": 16, "num_key_value_heads": 6, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}},
+    ),
+    "qwen3.5 moe": ("qwen3_5_moe_text", HEADS | EXPERTS | THIRD | {"intermediate_size": ...}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    """In torch, in a CPU program in chunks, and a prompt alone; 64 greedy tokens."""
+    model_type, changes = FAMILIES[name]
+    hf = save_checkpoint(tmp_path, model_type, **changes)
+    model = load_model(open_source(tmp_path))
+    found = Eager(model).prompt_logprobs(PROMPTS)
+    expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    matrices = sum(p.numel() for key, p in hf.named_parameters() if p.dim() > 1 and "bias" not in key)
+    assert abs(weight_bytes(model.spec, "float32", None, 1) / 4 / matrices - 1) < 0.02
+    check_against_hf(Eager(model, budget=150).generate(PROMPTS, 64), 64, hf)
+    check_against_hf(Eager(model, budget=40, native=True).generate(PROMPTS, 64), 64, hf)
+    check_against_hf(Eager(model, native=True).generate(PROMPTS[2:3], 64), 64, hf)
+
+
+def test_the_text_part_of_a_checkpoint_with_towers(tmp_path: Path) -> None:
+    """Towers, and the layers that guess further tokens, are left out."""
+    save_checkpoint(tmp_path, *FAMILIES["qwen3.5 moe"][:1], **FAMILIES["qwen3.5 moe"][1])
+    text = json.loads((tmp_path / "config.json").read_text())
+    expected = Eager(load_model(open_source(tmp_path))).prompt_logprobs(PROMPTS)
+    tensors = {
+        name.replace("model.", "model.language_model."): tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    more = ("model.visual.merger.norm.weight", "mtp.fc.weight")
+    save_file(
+        tensors | {name: torch.zeros(3) for name in more}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
+    outer = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": text
+        | {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "full_attention_interval": 4},
+        "vision_config": {"depth": 27},
+        "image_token_id": 248056,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    assert torch.equal(Eager(load_model(open_source(tmp_path))).prompt_logprobs(PROMPTS), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads"),
+        ({"num_key_value_heads": 4}, "KV heads"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim"),
+        ({"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ({"layer_types": ["linear_attention"]}, "layer_types"),
+        ({"full_attention_interval": 0}, "full_attention_interval"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any], word: str) -> None:
+    own = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+    config = SMALL | HEADS | EXPERTS | own
+    rope = {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "rope_theta": 5e3}
+    spec = ModelSpec.from_config(config | {"rope_parameters": rope})
+    assert spec.attention[0] == spec.attention[2]  # delta nets, but for every fourth layer
+    with pytest.raises(ConfigError, match=word):
+        ModelSpec.from_config(config | change)
+
+
+def test_what_states_cannot_do_is_refused() -> None:
+    """By name, before weights load; and states are counted beside tokens."""
+    model = json.loads((MODELS / "qwen3.6-35b-a3b/config.json").read_text())
+    machine = Machine(cores=8, memory_total=1 << 40, memory_available=1 << 39)
+    for flag in ({"speculative_algorithm": "ngram"}, {"deterministic": True}):
+        with pytest.raises(ConfigError, match=f"--{next(iter(flag)).replace('_', '-')} cannot"):
+            resolve(Config(model="x", device="cpu", **flag), machine, model)
+    found = resolve(Config(model="x", device="cpu", dtype="bfloat16", kv_cache_bytes=8 << 30), machine, model)
+    rows = ledger(found.config, model)
+    assert rows["kv_bytes_per_token"] == 10 * 2 * 2 * 256 * 2
+    assert rows["state_bytes"] == 30 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
+    assert rows["states"] * rows["state_bytes"] + rows["kv_tokens"] * 20480 <= (8 << 30) + PAGE * 20480
+    assert rows["states"] == 66
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    folder = tmp_path_factory.mktemp("hybrid")
+    save_checkpoint(folder, "qwen3_next", seed=1, **HEADS, **EXPERTS, num_hidden_layers=4)
+    return open_source(folder)
+
+
+def make_runner(source: ModelSource, **changes: Any) -> CpuRunner:
+    return CpuRunner(tiny_config(**changes), source, 0, 1, "", lambda progress: None)
+
+
+@pytest.fixture(scope="module")
+def runner(source: ModelSource) -> CpuRunner:
+    return make_runner(source, native_kernels=True)
+
+
+def core_of(runner: CpuRunner, pages: int = 0, states: int = 0, **limits: Any) -> Core:
+    """With checkpoints every ``EVERY`` tokens."""
+    first, last = runner.facts.groups
+    groups = [
+        replace(first, pages=pages or first.pages),
+        replace(last, every=EVERY, pages=states or last.pages),
+    ]
+    return make_core(runner.facts, groups=groups, **limits)
+
+
+def requests() -> list[Submit]:
+    """Longer than several steps, behind a prefix that others share, and shorter."""
+    rng = random.Random(5)
+    prompt = lambda n: [rng.randrange(VOCAB) for _ in range(n)]  # noqa: E731
+    shared = prompt(100)
+    return [
+        submit("long", prompt(150), 40),
+        submit("first", shared + prompt(5), 30, temperature=0.8, seed=3),
+        submit("second", shared + prompt(50), 20, temperature=0.9, seed=4),
+        submit("short", prompt(3), 60, temperature=1.0, seed=7),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(source: ModelSource) -> dict[str, list[int]]:
+    """What each gives by itself, without a cache."""
+    runner = make_runner(source)
+    check_draws(runner)
+    tokens: dict[str, list[int]] = {}
+    for request in requests():
+        tokens |= run(runner, [request], core_of(runner, depth=1, prefix_cache=False)).tokens()
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "limits", [{"depth": 1}, {"depth": 3}, {"step_tokens": 9}, {"step_tokens": 64}, {"prefix_cache": False}]
+)
+def test_text_is_the_same_in_any_batch(
+    runner: CpuRunner, alone: dict[str, list[int]], limits: dict[str, Any]
+) -> None:
+    """And behind a prefix whose state is read."""
+    core = core_of(runner, **limits)
+    assert run(runner, requests(), core).tokens() == alone
+    cached = run(runner, requests(), core)
+    assert cached.tokens() == alone
+    assert cached["second"][0].cached_tokens >= 96 * limits.get("prefix_cache", True)
+
+
+@pytest.mark.parametrize("limits", [{"states": 3}, {"pages": 18, "reserve": 0.0}])
+def test_retracted_requests_go_on(
+    runner: CpuRunner, alone: dict[str, list[int]], limits: dict[str, Any]
+) -> None:
+    """Where states or pages are short."""
+    core = core_of(runner, **limits)
+    assert run(runner, requests(), core).tokens() == alone
+    assert core.stats().preemptions > 0 or "states" in limits
+
+
+def test_a_second_turn_computes_its_new_tokens(runner: CpuRunner) -> None:
+    core, computed = core_of(runner), [0]
+    execute = runner.execute
+
+    def count(plan: StepPlan) -> Any:
+        computed[0] += sum(memoryview(plan.q_lens).cast("i"))
+        return execute(plan)
+
+    prompt = requests()[0].tokens
+    runner.execute = count  # type: ignore[method-assign]
+    answer = run(runner, [submit("a", prompt, 43)], core).tokens()["a"]
+    text = prompt + answer
+    assert computed[0] == len(text) - 1
+    computed[0] = 0
+    question = [7, 8, 9]
+    run(runner, [submit("b", [*text, *question], 1)], core)
+    assert computed[0] == len(text) % EVERY + len(question)
+    del runner.execute  # type: ignore[attr-defined]
+
+
+def test_what_others_leave_is_not_read(runner: CpuRunner, alone: dict[str, list[int]]) -> None:
+    """Whatever a free unit holds; it may be no number."""
+    core = core_of(runner, depth=1)
+    recurrent, plan = core._memory.recurrent, core.plan
+    assert recurrent is not None
+    states = [layer for layer in runner.kv if isinstance(layer, StateLayer)]
+
+    def poison_and_plan(now: float) -> StepPlan | None:
+        for layer in states if not core._queues.flights else []:
+            for units in (layer.conv, layer.memory):
+                units[[0, *recurrent.pool._free]] = torch.nan
+        return plan(now)
+
+    core.plan = poison_and_plan  # type: ignore[method-assign]
+    assert len(states) == 3
+    for _ in range(2):
+        assert run(runner, requests(), core).tokens() == alone
+
+
+async def test_two_ranks_equal_one(source: ModelSource, alone: dict[str, list[int]]) -> None:
+    """States are split by heads."""
+    assert (await over_two_ranks(source, requests())).tokens() == alone
