@@ -322,7 +322,7 @@ def test_values_that_peers_write_differently() -> None:
         ("--attention-backend", "FLASHINFER", "flashinfer", ""),
         ("--attention-backend", "TRITON_ATTN", "triton", "is --attention-backend triton here"),
         ("--decode-attention-backend", "torch_native", "torch", "is --decode-attention-backend torch here"),
-        ("--attention-backend", "flashmla", None, "flashmla is not supported: --attention-backend auto"),
+        ("--attention-backend", "flashmla", None, "flashmla is not supported: latent attention has kernels"),
         ("--quantization", "gptq_marlin", "default", "as if it were left out here: the checkpoint tells"),
         ("--quantization", "modelopt", "default", "as if it were left out here: the checkpoint tells"),
         ("--quantization", "bitsandbytes", None, "bitsandbytes is not supported: use another checkpoint"),
@@ -349,6 +349,38 @@ def test_values_of_peers_are_understood_or_refused_by_name(
     assert getattr(load_config({}, str(file), {}), name) == want
     assert getattr(load_config({}, None, {f"SGLA_{name.upper()}": word}), name) == want
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("flashmla", "latent attention has kernels in Triton"),
+        ("cutlass_mla", "latent attention has kernels in Triton"),
+        ("trtllm_mla", "latent attention has kernels in Triton"),
+        ("flex", "the oracle is --attention-backend torch"),
+        ("dual_chunk", "a context ends where dual chunk attention would begin"),
+        ("aiter", "AMD GPUs are not supported yet"),
+        ("wave", "AMD GPUs are not supported yet"),
+        ("ascend", "Ascend NPUs are not supported yet"),
+        ("intel_xpu", "Intel GPUs are not supported yet"),
+    ],
+)
+def test_attention_that_is_not_there_is_refused_with_what_to_use(backend: str, said: str) -> None:
+    for flag in ("--attention-backend", "--decode-attention-backend", "--prefill-attention-backend"):
+        assert f"{backend} is not supported: " in refused(flag, backend)
+        assert said in refused(flag, backend)
+
+
+def test_attention_of_other_names_runs() -> None:
+    for name in ("fa3", "fa4", "trtllm_mha", "intel_amx"):
+        args = parse(["serve", "--attention-backend", name])
+        assert args.flags == {"attention_backend": "auto"}
+        assert "the kernels are this server's own" in args.hints[0]
+
+
+def test_compiling_is_refused_with_the_reason() -> None:
+    for flag in ("--enable-torch-compile", "--torch-compile-max-bs"):
+        assert "torch.compile finds nothing to join" in refused(flag, "1")
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -195,6 +195,13 @@ FP16 = Word("bfloat16", "float16 is not computed in; bfloat16 keeps 8 of its 11 
 ONLY_E4M3 = "an 8-bit KV cache is e4m3: use fp8"
 NO_METHOD = "use another checkpoint, with --quantization int8 or int4 on a CPU, fp8 on a GPU if need be"
 KERNELS = "--attention-backend auto chooses for the model and the device; leave it out"
+LATENT = "latent attention has kernels in Triton, for every GPU: --attention-backend triton, or leave it out"
+FLEX = "torch compiles it anew for each length of a history; the oracle is --attention-backend torch"
+DUAL = "a context ends where dual chunk attention would begin (1M models of Qwen2.5); leave it out"
+STATES = (
+    "layers that keep states have kernels of their own, and others --attention-backend auto; leave it out"
+)
+AMD = "AMD GPUs are not supported yet: --device cpu, without it"
 
 BACKENDS: dict[str, Word | str] = {
     **dict.fromkeys(
@@ -204,11 +211,15 @@ BACKENDS: dict[str, Word | str] = {
     **dict.fromkeys(("torch_native", "torch_sdpa", "sdpa"), Word("torch")),
     "triton_attn": Word("triton"),
     **dict.fromkeys(("flash_attn_vllm_v1", "triton_attn_vllm_v1", "flashinfer_vllm_v1"), KERNELS),
-    **dict.fromkeys(
-        ("flex_attention", "xformers", "tree_attn", "aiter", "rocm_attn", "rocm_aiter_fa"), KERNELS
-    ),
-    **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla", "flashinfer_mla", "triton_mla"), KERNELS),
-    **dict.fromkeys(("nsa", "dual_chunk_flash_attn", "hybrid_linear_attn", "wave", "ascend"), KERNELS),
+    **dict.fromkeys(("xformers", "tree_attn"), KERNELS),
+    **dict.fromkeys(("flex", "flex_attention"), FLEX),
+    **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla", "flashinfer_mla", "triton_mla"), LATENT),
+    **dict.fromkeys(("dual_chunk", "dual_chunk_flash_attn"), DUAL),
+    **dict.fromkeys(("aiter", "rocm_attn", "rocm_aiter_fa", "wave"), AMD),
+    "nsa": "the sparse attention of DeepSeek-V3.2 is not supported; use DeepSeek-V3.1",
+    "hybrid_linear_attn": STATES,
+    "ascend": "Ascend NPUs are not supported yet: --device cpu, without it",
+    "intel_xpu": "Intel GPUs are not supported yet: --device cpu, without it",
 }
 # Values of settings that peers write differently, in small letters: our word, or what to do instead.
 VALUES: dict[str, dict[str, Word | str]] = {
@@ -347,8 +358,12 @@ REFUSED: list[tuple[str, str]] = [
     ),
     ("n-gpu-layers gpu-layers", "--device cuda puts the whole model on the GPU, --device cpu none of it"),
     (
-        "cuda-graph-* *-cuda-graph* *cudagraph* compilation-config performance-mode "
         "*torch-compile*",
+        "a native model runs by kernels that are chosen for its layers, in which torch.compile finds nothing "
+        "to join, and transformers' modules are not compiled; leave it out",
+    ),
+    (
+        "cuda-graph-* *-cuda-graph* *cudagraph* compilation-config performance-mode",
         "a GPU's steps run from CUDA graphs, made for --max-running-requests; leave it out",
     ),
     (
