@@ -201,6 +201,8 @@ DUAL = "a context ends where dual chunk attention would begin (1M models of Qwen
 STATES = (
     "layers that keep states have kernels of their own, and others --attention-backend auto; leave it out"
 )
+STREAMED = "--load-format remote copies what lies in an object store; files of this disk need no flag"
+INSTANCE = "weights come from files: --load-format remote copies a folder that HTTP, S3 or GCS serves"
 AMD = "AMD GPUs are not supported yet: --device cpu, without it"
 
 BACKENDS: dict[str, Word | str] = {
@@ -263,6 +265,8 @@ VALUES: dict[str, dict[str, Word | str]] = {
             ("mistral", "bitsandbytes", "npcache", "sharded_state", "tensorizer"),
             "weights are safetensors, PyTorch's or GGUF files in Hugging Face's layout; leave it out",
         ),
+        **dict.fromkeys(("runai_streamer", "runai_streamer_sharded"), STREAMED),
+        **dict.fromkeys(("remote_instance", "remote-instance", "redis", "private"), INSTANCE),
         "fastsafetensors": Word("safetensors", "files are read by several threads in any case"),
         "hf": Word("auto"),
     },

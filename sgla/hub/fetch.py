@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sgla.config import Config
 from sgla.errors import ConfigError, NotDownloaded
-from sgla.hub import packaged
+from sgla.hub import packaged, remote
 from sgla.hub.huggingface import HuggingFace, hub_answers
 from sgla.hub.modelscope import ModelScope
 from sgla.hub.packaged import OnProgress
@@ -16,7 +16,7 @@ from sgla.hub.quantized import beginnings, part_names, pick_file, split_name
 from sgla.hub.source import TRAINING, weight_files
 from sgla.messages import Progress
 
-TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 WEIGHT_FILES, PICKLED_FILES = ["*.safetensors"], ["*.bin", "*.pt", "*.pth"]
 SECOND_COPIES = ["consolidated*", "original/*", "onnx/*", *TRAINING]
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -28,6 +28,8 @@ def resolve_model(config: Config, on_progress: OnProgress | None = None) -> Path
     ``on_progress`` may be called from other threads. Raises ConfigError saying what to change.
     """
     report = on_progress or (lambda progress: None)
+    if config.load_format == "remote":
+        return _download_remote(config, report)
     found = find_local(config)
     if found:
         return found
@@ -39,6 +41,9 @@ def resolve_model(config: Config, on_progress: OnProgress | None = None) -> Path
 def find_local(config: Config) -> Path | None:
     """What of ``resolve_model`` needs no network: a path, or a complete model in a cache.
     Raises ConfigError as it does."""
+    if config.load_format == "remote":
+        folder = remote.folder_of(address_of(config), config.download_dir)
+        return check_folder(folder) if folder.is_dir() else None
     path = Path(config.model).expanduser()
     if path.is_dir():
         return check_folder(path, config.load_format)
@@ -52,6 +57,11 @@ def find_local(config: Config) -> Path | None:
     repo, wanted = split_name(config.model)
     if HUB_ID.fullmatch(repo) and (wanted or path.suffix != ".gguf"):
         return _cached_snapshot(config, config.model)
+    if "://" in config.model:
+        raise ConfigError(
+            f"{remote.shown(config.model)} is an address, and no hub id: give --load-format remote",
+            param="load_format",
+        )
     close = difflib.get_close_matches(config.model, packaged.MODELS)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise ConfigError(
@@ -59,6 +69,25 @@ def find_local(config: Config) -> Path | None:
         f"organisation/name:Q4_K_M) and none of {', '.join(packaged.MODELS)}{hint}",
         param="model",
     )
+
+
+def address_of(config: Config) -> str:
+    """What ``--load-format remote`` copies. Raises ConfigError."""
+    if "://" not in config.model:
+        raise ConfigError(
+            f"--load-format remote wants the address of a folder, such as s3://BUCKET/MODEL, and not "
+            f"'{config.model}'",
+            param="model",
+        )
+    return config.model
+
+
+def _download_remote(config: Config, report: OnProgress) -> Path:
+    def patterns(files: list[str]) -> list[str]:
+        gguf = is_quantized(Config(), files)
+        return TOKENIZER_FILES + (["*.gguf"] if gguf else weight_patterns("auto", files))
+
+    return check_folder(remote.download(address_of(config), config.download_dir, patterns, report))
 
 
 def _hub_twin(config: Config) -> str | None:

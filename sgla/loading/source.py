@@ -31,10 +31,9 @@ def open_source(
 
 
 def configured_source(path: str | Path, config: Config) -> source.ModelSource:
-    """``open_source`` as the settings say."""
-    return open_source(
-        path, config.load_format, config.model_impl, config.trust_remote_code, config.hf_overrides
-    )
+    """``open_source`` as the settings say. ``path``: of the copy, if the model is remote."""
+    load_format = "auto" if config.load_format == "remote" else config.load_format
+    return open_source(path, load_format, config.model_impl, config.trust_remote_code, config.hf_overrides)
 
 
 def overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,103 @@
+"""Models behind an address that fsspec reads: object stores (``s3://``, ``gs://``) and HTTP servers that list
+a folder. Their files are copied to the cache, and again when they change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from sgla.errors import ConfigError, NotDownloaded
+from sgla.hub.packaged import OnProgress, cache_folder
+from sgla.messages import Progress
+
+MOST_FILES = 10_000
+RECORD = ".files.json"  # name -> what told the copy from others
+STAMPS = ("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "Last-Modified", "created")
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+
+Patterns = Callable[[list[str]], list[str]]  # of the files that are wanted of these
+
+
+def folder_of(url: str, download_dir: str | None) -> Path:
+    """Where the copy is, or will be."""
+    name = re.sub(r"\W+", "-", shown(url))[-60:].strip("-")
+    digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    return cache_folder(download_dir) / "remote" / f"{name}-{digest}"
+
+
+def shown(url: str) -> str:
+    """Without the name and password that it may have."""
+    return re.sub(r"//[^/@]*@", "//", url)
+
+
+def download(url: str, download_dir: str | None, patterns: Patterns, report: OnProgress) -> Path:
+    """The folder with the files that fit ``patterns``. Raises NotDownloaded, and ConfigError for an address
+    that cannot be one."""
+    folder = folder_of(url, download_dir)
+    report(Progress(phase="download", message=f"looking at {shown(url)}"))
+    try:
+        fs, root = _opened(url)
+        found = _listed(fs, root)
+        wanted = patterns(list(found))
+        names = [name for name in found if any(fnmatch(name, pattern) for pattern in wanted)]
+        _copy(fs, folder, {name: found[name] for name in names}, report, shown(url))
+    except ConfigError:
+        raise
+    except Exception as error:  # of the network, of a store's client, of a disk
+        said = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        raise NotDownloaded(f"{shown(url)} cannot be read: {said}") from error
+    if not names:
+        raise NotDownloaded(f"{shown(url)} lists no files of a model")
+    return folder
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        package = PACKAGES.get(scheme)
+        hint = f"needs {package}: pip install {package}" if package else "is no kind that fsspec knows"
+        raise ConfigError(f"--load-format remote: {scheme}:// {hint}", param="model") from error
+    return fs, root.rstrip("/")
+
+
+def _listed(fs: Any, root: str) -> dict[str, str]:
+    """Name -> path of the files in a folder. What leads out of it is left out."""
+    found = {}
+    for path in fs.ls(f"{root}/", detail=False):
+        name = path.rstrip("/").removeprefix(f"{root.rstrip('/')}/").removeprefix("/")
+        if name and not path.endswith("/") and "/" not in name and name[0] not in ".?#" and "\0" not in name:
+            found[name] = path
+    if len(found) > MOST_FILES:
+        raise ValueError(f"it has more than {MOST_FILES} files")
+    return found
+
+
+def _copy(fs: Any, folder: Path, paths: dict[str, str], report: OnProgress, message: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / RECORD
+    known: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}
+    infos = {name: fs.info(path) for name, path in paths.items()}
+    total = sum(info.get("size") or 0 for info in infos.values())
+    done = 0
+    for name, info in infos.items():
+        stamp = " ".join(f"{key}={info[key]}" for key in STAMPS if info.get(key) is not None)
+        if known.get(name) != stamp or not stamp or not (folder / name).is_file():
+            part = folder / f".{name}.part"
+            fs.get_file(paths[name], str(part))
+            part.replace(folder / name)
+            known[name] = stamp
+            record.write_text(json.dumps(known))
+        done += info.get("size") or 0
+        report(Progress(phase="download", message=message, done=done, total=max(total, done)))
+    for path in folder.iterdir():
+        if path.name not in (*infos, RECORD):
+            path.unlink()
