@@ -1440,7 +1440,6 @@ REFUSED: dict[str, Case] = {
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
             ("NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "M-M*"}),
             ("ModernBertModel", "modernbert", {"global_attn_every_n_layers": 3}),
-            ("Qwen3NextForCausalLM", "qwen3_next", {}),
             ("JinaBertForMaskedLM", "bert", {"position_embedding_type": "alibi"}),
         )
     },
