@@ -48,6 +48,16 @@ LATENT = {
 }
 MORE_LATENT = {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "v_head_dim": 24}
 PARTS = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}
+DELTA = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "num_hidden_layers": 4,
+}
+DELTA_HEADS = HEADS | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
+SHARED = {"shared_expert_intermediate_size": 72}
 FAST = {"rope_type": "default", "rope_theta": 100.0}
 TIED = {"tie_word_embeddings": True}
 
@@ -168,6 +178,19 @@ LAYOUTS: dict[str, Layouts] = {
     ),
     "hunyuan_v1_moe": Layouts({"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
     "hy_v3": Layouts(EXPERTS | {"head_dim": 8, "num_shared_experts": 1}),
+    "qwen3_next": Layouts(
+        DELTA | EXPERTS | SHARED,
+        heads=DELTA_HEADS,
+        other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}, "mlp_only_layers": [1]},
+    ),
+    "qwen3_5_text": Layouts(
+        DELTA, heads=DELTA_HEADS, other={"rope_parameters": FAST | {"partial_rotary_factor": 1.0}} | TIED
+    ),
+    "qwen3_5_moe_text": Layouts(
+        DELTA | EXPERTS | SHARED | {"intermediate_size": ..., "num_local_experts": ...},
+        heads=DELTA_HEADS,
+        other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}, "linear_conv_kernel_dim": 3},
+    ),
 }
 MIXED = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 10}
 FEW = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
