@@ -25,14 +25,14 @@ class VocabEmbedding:
 
 
 class PositionEmbedding:
-    """Positions int32 ``[T]`` -> ``[T, d]``."""
+    """Positions int32 ``[T]`` -> ``[T, d]``. ``unused``: rows of a checkpoint before the first one's."""
 
-    def __init__(self, build: Build, name: str, positions: int, hidden: int) -> None:
+    def __init__(self, build: Build, name: str, positions: int, hidden: int, unused: int = 0) -> None:
         self.weight = storage(build.plain).empty(positions, hidden)
         build.declare(
             f"{name}.weight",
-            (positions, hidden),
-            lambda source: fill(self.weight, 0, source, range(positions)),
+            (unused + positions, hidden),
+            lambda source: fill(self.weight, 0, source, range(unused, unused + positions)),
         )
 
     def __call__(self, positions: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class Decoder(CausalLM):
     A family says what its ``block`` is made of; the parts come as the ``spec`` has them."""
 
     mixture: ClassVar[type[MoE]] = MoE
+    unused_places: ClassVar[int] = 0  # rows of a checkpoint's vectors of positions, before the first one's
     plain_names: ClassVar[tuple[str, str]] = ("up_proj", "down_proj")  # of MLPs without a gate
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
@@ -85,7 +86,8 @@ class Decoder(CausalLM):
         )
         self.places: PositionEmbedding | None = None
         if spec.learned:
-            self.places = PositionEmbedding(build, "model.embed_positions", spec.learned, spec.hidden)
+            name = "model.embed_positions"
+            self.places = PositionEmbedding(build, name, spec.learned, spec.hidden, self.unused_places)
         self.blocks: list[Block] = [self.block(build, f"model.layers.{i}", i) for i in range(spec.layers)]
         self.norm = self.norm_of(build, "model.norm")
         tied = self.embed if spec.tied else None

@@ -30,7 +30,8 @@ NULLS = frozenset(
 _NOT_NULL = frozenset(
     """
     is_causal rope_interleave attention_bias mlp_bias qk_layernorm use_parallel_residual num_experts
-    num_local_experts num_experts_per_tok head_dim
+    num_local_experts num_experts_per_tok head_dim do_layer_norm_before _remove_final_layer_norm enable_bias
+    layer_norm_elementwise_affine
     """.split()  # noqa: SIM905
 )
 _NOT_NULL_OF_ENCODERS = frozenset({"add_cross_attention", "is_decoder"})
@@ -60,7 +61,7 @@ HARMLESS = frozenset(
     ep_size seq_aux aux_loss_alpha moe_capacity num_nextn_predict_layers num_mtp_layers num_mtp_modules
     reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
     mtp_transformer_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings use_mtp
-    enable_moe_fp32_combine
+    enable_moe_fp32_combine layerdrop
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(

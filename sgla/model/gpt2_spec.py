@@ -1,5 +1,5 @@
-"""What keys of GPT-2 and GPT-J say: the former's scores have scales of their own, and the latter rotates so
-many dims of a head and has biases in MLPs alone. Loads no torch."""
+"""What keys of GPT-2, GPT-J and OPT say: GPT-2's scores have scales of their own, GPT-J rotates so many dims
+of a head and has biases in MLPs alone. Loads no torch."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def gptj(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
         raise c.error("rotary_dim", "even")
     rope = RopeSpec(1e4, rotated)
     return (AttentionSpec(heads, heads, hidden // heads, (hidden // heads) ** -0.5, rope),) * layers
+
+
+def opt(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    """See ``Family.attention``."""
+    heads, hidden = c.integer("num_attention_heads", HEADS), c.integer("hidden_size", WIDTH)
+    if hidden % heads:
+        raise c.error("hidden_size", f"a multiple of the {heads} heads (num_attention_heads)")
+    if c.given("word_embed_proj_dim") and c.values["word_embed_proj_dim"] != hidden:
+        raise c.error("word_embed_proj_dim", f"that of hidden_size, {hidden}")
+    return (AttentionSpec(heads, heads, hidden // heads, (hidden // heads) ** -0.5, None),) * layers
 
 
 def with_biases(c: Reader, spec: ModelSpec) -> ModelSpec:

@@ -52,6 +52,13 @@ class Gpt2(Starcoder2):
     """GPT-2, whose positions have vectors (``Family.learned``)."""
 
 
+class Opt(Llama):
+    """OPT (arXiv 2205.01068), whose first two vectors of positions stand for padding."""
+
+    plain_names = ("fc1", "fc2")
+    unused_places = 2
+
+
 class Predicting(Llama):
     """ERNIE 4.5's mixtures and K-EXAONE, whose layers for guessing further tokens stand apart and are left
     out."""

@@ -189,7 +189,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         intermediate=_inner(c, family, hidden),
         attention=attention,
         vocab=c.integer("vocab_size", VOCAB),
-        eps=c.number(next(key for key in _EPS if key in (*family.defaults, *family.names.values())), 1.0),
+        eps=_eps(c, family),
         activation=_activation(c, family),
         context_len=_context(c, attention, positions),
         final_softcap=_number(c, family, "final_logit_softcapping", 0.0),
@@ -292,6 +292,12 @@ def _context(c: Reader, attention: tuple[AttentionSpec, ...], positions: int) ->
 def _number(c: Reader, family: Family, key: str, otherwise: float) -> float:
     """``otherwise``: where the family has no such key, or the file says null."""
     return c.number(key) if key in family.defaults and c.given(key) else otherwise
+
+
+def _eps(c: Reader, family: Family) -> float:
+    """torch's own, where a family has no such key."""
+    keys = [key for key in _EPS if key in (*family.defaults, *family.names.values())]
+    return c.number(keys[0], 1.0) if keys else 1e-5
 
 
 def _flag(c: Reader, family: Family, *keys: str) -> bool:

@@ -572,6 +572,33 @@ RUN: dict[str, Case] = {
     "gemma-4, saved anew": Case(
         gemma4({"global_head_dim": 64, "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}}})
     ),
+    "opt-125m": Case(
+        {
+            "_remove_final_layer_norm": False,
+            "activation_dropout": 0.0,
+            "activation_function": "relu",
+            "architectures": ["OPTForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 2,
+            "do_layer_norm_before": True,
+            "dropout": 0.1,
+            "ffn_dim": 40,
+            "hidden_size": 32,
+            "init_std": 0.02,
+            "layerdrop": 0.0,
+            "max_position_embeddings": 128,
+            "model_type": "opt",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "pad_token_id": 1,
+            "prefix": "</s>",
+            "torch_dtype": "float16",
+            "transformers_version": "4.21.0.dev0",
+            "use_cache": True,
+            "vocab_size": 97,
+            "word_embed_proj_dim": 32,
+        }
+    ),
     "GPT-J": Case(
         {
             "architectures": ["GPTJForCausalLM"],
@@ -1093,6 +1120,14 @@ REFUSED: dict[str, Case] = {
         | {"indexer_types": ["shared", "full", "shared"]},
         "indexer_types",
     ),
+    "OPT-350m": Case(
+        {"architectures": ["OPTForCausalLM"], "model_type": "opt", "do_layer_norm_before": False},
+        "do_layer_norm_before",
+    ),
+    "OPT with a narrow embedding": Case(
+        {"architectures": ["OPTForCausalLM"], "model_type": "opt", "word_embed_proj_dim": 512},
+        "word_embed_proj_dim",
+    ),
     "GPT-J that rotates three dims": Case(
         {"architectures": ["GPTJForCausalLM"], "n_embd": 32, "n_head": 4, "rotary_dim": 3}, "rotary_dim"
     ),
@@ -1431,7 +1466,6 @@ REFUSED: dict[str, Case] = {
     **{
         name: Case(other(name, model_type, **changes), name)
         for name, model_type, changes in (
-            ("OPTForCausalLM", "opt", {"activation_function": "relu"}),
             ("FalconForCausalLM", "falcon", {"alibi": False}),
             ("MptForCausalLM", "mpt", {"d_model": 64}),
             ("BitNetForCausalLM", "bitnet", {"hidden_act": "relu2"}),

@@ -121,6 +121,11 @@ LAYOUTS: dict[str, Layouts] = {
         heads={"hidden_size": 64, "num_attention_heads": 4},
         other={"scale_attn_by_inverse_layer_idx": True, "n_inner": 80},
     ),
+    "opt": Layouts(
+        {"intermediate_size": ..., "num_key_value_heads": ..., "ffn_dim": 96} | TIED,
+        heads={"hidden_size": 64, "num_attention_heads": 4},
+        other={"activation_function": "gelu", "tie_word_embeddings": False},
+    ),
     "gptj": Layouts(
         GPT2 | {"rotary_dim": 4},
         heads={"hidden_size": 64, "num_attention_heads": 4},
@@ -218,7 +223,7 @@ GENERIC: dict[str, dict[str, Any]] = {
     "moshi": {"head_dim": 8},
     "nanochat": {},  # soft cap of logits
     "olmo": {"clip_qkv": 0.3},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},  # which native code refuses
     "persimmon": {},
     "phimoe": FEW,
     "vaultgemma": MIXED | {"head_dim": 8, "final_logit_softcapping": 5.0},

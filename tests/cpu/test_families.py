@@ -40,6 +40,7 @@ LLAMA = "sgla.model.llama:Llama"
 PROMPTS = random_prompts([1, 7, 33, 90])
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 GPT2 = {"intermediate_size": ..., "num_key_value_heads": ..., "tie_word_embeddings": True}
+OPT = {"ffn_dim": 96, "intermediate_size": ..., "num_key_value_heads": ..., "tie_word_embeddings": True}
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
 GEMMA4 = {
     "num_hidden_layers": 6,
@@ -121,6 +122,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_inner": 96, "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"}
         | {"tie_word_embeddings": False},
     ),
+    "opt": ("opt", OPT),
     "gptj": (
         "gptj",
         GPT2 | {"rotary_dim": 4, "tie_word_embeddings": False, "num_attention_heads": 4},
