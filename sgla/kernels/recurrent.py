@@ -57,16 +57,19 @@ def leave(units: Tensor, batch: ForwardBatch) -> None:
 def begin(units: Tensor, before: Tensor) -> Tensor:
     """What rows begin with, float32[n, ...]: zeros where there is no state, whatever the dummy holds."""
     found = units[before].float()
-    return found.masked_fill((before == 0).view(-1, *[1] * (found.dim() - 1)), 0.0)
+    return found.masked_fill_((before == 0).view(-1, *[1] * (found.dim() - 1)), 0.0)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, units: Tensor, batch: ForwardBatch) -> Tensor:
     """``ops.causal_conv`` without its activation: float32[T, C]."""
-    out = x.new_empty(x.shape, dtype=torch.float32)
+    out, taps = x.new_empty(x.shape, dtype=torch.float32), weight.float().t().contiguous()
     for tokens, before, after in stretches(batch):
-        inputs = torch.cat([begin(units, before), x[tokens].float().transpose(1, 2)], 2)
-        units[after] = inputs[:, :, tokens.shape[1] :].to(units.dtype)
-        out[tokens] = (inputs.unfold(2, weight.shape[1], 1) * weight.float()[:, None]).sum(-1).transpose(1, 2)
+        inputs = torch.cat([begin(units, before).transpose(1, 2), x[tokens].float()], 1)
+        units[after] = inputs[:, tokens.shape[1] :].transpose(1, 2).to(units.dtype)
+        made = inputs[:, : tokens.shape[1]] * taps[0]
+        for k, tap in enumerate(taps[1:], 1):
+            made.addcmul_(inputs[:, k : k + tokens.shape[1]], tap)
+        out[tokens] = made
     leave(units, batch)
     return out if bias is None else out + bias.float()
 
@@ -89,7 +92,8 @@ def gated_delta(
         for part in tokens.split(chunk, 1):
             unit_q, unit_k = (of_length_1(x[part]).repeat_interleave(group, 2) for x in (q, k))
             columns = [unit_q * q.shape[-1] ** -0.5, unit_k, v[part].float(), decay[part], beta[part].float()]
-            made, state = _delta_chunk([x.transpose(1, 2) for x in columns], state)
+            step = _delta_token if part.shape[1] == 1 else _delta_chunk
+            made, state = step([x.transpose(1, 2) for x in columns], state)
             out[part] = made.transpose(1, 2)
         units[after] = state.to(units.dtype)
     leave(units, batch)
@@ -118,6 +122,15 @@ def _delta_chunk(columns: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     kept = k * (total[:, :, -1:] - total).exp()
     last = total[:, :, -1].exp()[..., None]
     return asked @ state + queries.tril() @ written, state * last + kept.transpose(2, 3) @ written
+
+
+def _delta_token(columns: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """``_delta_chunk`` of one token, which changes ``state``: a decode row reads it a few times, and makes
+    nothing as large."""
+    q, k, v, decay, beta = columns
+    state = state.mul_(decay.transpose(2, 3).exp())
+    state.addcmul_(k.transpose(2, 3), beta[..., None] * (v - k @ state))
+    return q @ state, state
 
 
 def selective_scan(
