@@ -43,6 +43,21 @@ WINDOWS = gemma3(
     max_position_embeddings=2048,
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
 )
+STATES = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 3000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "max_position_embeddings": 2048,
+}
 CASES = {
     "dense": ("qwen3-0.6b", DENSE, {}),
     "bands": ("llama-3.1-8b", BANDS, {"step_tokens": 1280}),
@@ -55,6 +70,7 @@ CASES = {
     "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
     "windows": ("", WINDOWS, {}),
+    "states": ("", STATES, {}),
     "guesses": (
         "qwen3-0.6b",
         DENSE,
@@ -63,7 +79,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("names", [["dense", "mixture"], pytest.param(list(CASES), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [["dense", "mixture", "states"], pytest.param(list(CASES), marks=pytest.mark.slow)]
+)
 def test_nothing_is_launched_that_was_not_rehearsed(names: list[str]) -> None:
     """In a process of its own: see ``fake_gpu.py``."""
     models = HERE.parents[1] / "bench/models"

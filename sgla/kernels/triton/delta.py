@@ -22,6 +22,7 @@ from sgla.kernels.triton.conv import Rows
 from sgla.kernels.triton.elementwise import _begin_early, _pdl
 
 CHUNK = 64
+COLUMNS = 32  # of S in a program that goes from chunk to chunk: fewer fill the chip with one row
 EPS: tl.constexpr = tl.constexpr(1e-6)  # beside the squares of q and k
 
 
@@ -149,7 +150,7 @@ def _inverse(A, PRECISION: tl.constexpr):
     return D
 
 
-@triton.jit(do_not_specialize_on_alignment=["chunks"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["chunks"])
 def _prepare(
     q, k, v, decay, beta, u, w, inner, factors, chunks, s_q, s_k, s_v, s_decay, s_beta, group, scale, tokens,
     DK: tl.constexpr, KB: tl.constexpr, DV: tl.constexpr, VB: tl.constexpr, PRECISION: tl.constexpr,
@@ -196,7 +197,7 @@ def _prepare(
     tl.store(factors + 2 * plane + at, tl.exp(total) + tl.zeros([64], dtype=tl.float32), mask=live)
 
 
-@triton.jit(do_not_specialize_on_alignment=["reads", "first", "segments"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["reads", "first", "segments"])
 def _scan(
     q, k, u, w, inner, factors, memory, out, reads, first, segments, s_q, s_k, s_unit, s_head, group, tokens,
     DK: tl.constexpr, KB: tl.constexpr, DV: tl.constexpr, VB: tl.constexpr, PRECISION: tl.constexpr,
@@ -403,7 +404,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunks
 def scan(q: Tensor, k: Tensor, made: Prepared, memory: Tensor, rows: Rows, out: Tensor) -> None:
     """One chunk after another."""
     count, (tokens, heads, dv), dk = rows.first.shape[0] - 1, made.u.shape, k.shape[2]
-    block = min(_side(dv), scan_columns(count * heads))
+    block = min(_side(dv), COLUMNS)
     _scan[count, heads, triton.cdiv(dv, block)](
         q, k, *made, memory, out, rows.reads, rows.first, rows.segments, q.stride(0), k.stride(0),
         memory.stride(0), memory.stride(1), heads // k.shape[1], tokens, DK=dk, KB=_side(dk), DV=dv, VB=block,
@@ -418,8 +419,3 @@ def _side(width: int) -> int:
 
 def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
-def scan_columns(states: int) -> int:
-    """As ``decode_columns``, of ``by_chunk``."""
-    return 32 if states <= 2 * this_device().multiprocessors else 64
