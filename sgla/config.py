@@ -96,11 +96,12 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = {}
     load_format: Annotated[
-        Literal["auto", "safetensors", "pt", "gguf", "dummy", "remote"],
+        Literal["auto", "safetensors", "pt", "gguf", "dummy", "remote", "remote-instance"],
         Doc(
             description="format of the weights' files: safetensors, pt (pickled by PyTorch: .bin, .pt, .pth; "
             "no code in them is run), gguf, dummy (none: random weights); auto: the first that is there; "
-            "remote: MODEL is the address of a folder (s3://, gs://, http://), which is copied to the cache"
+            "remote: MODEL is the address of a folder (s3://, gs://, http://), which is copied to the cache; "
+            "remote-instance: that of a running server, whose files are (SGLA_REMOTE_KEY: its admin key)"
         ),
     ] = "auto"
     task: Annotated[

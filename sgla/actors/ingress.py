@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
@@ -101,6 +102,7 @@ class Ingress:
         self._flush: Callable[[], bool] | None = None
         self._pause: Callable[[bool], None] | None = None
         self.paused = False
+        self.files: dict[str, Path] = {}  # of the model, by name
         self.step_log: Callable[[str], bytes] | None = None  # None: no steps are kept
 
     def connect(

@@ -22,6 +22,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults, find_defaults
 from sgla.errors import Draining, Overloaded, SglaError, WorkerStuck
 from sgla.grammar.compiler import Compiler
+from sgla.hub.remote import files_of
 from sgla.messages import Control, Facts, Opened, Progress
 from sgla.model.sizes import outline
 from sgla.observe import steplog
@@ -133,6 +134,7 @@ class System:
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.model = outline(source.config, source.quantization)
+        ingress.files = files_of(source)
         self.metrics.started(facts, facts.timings)
         if isinstance(core, RecordedCore):
             ingress.step_log, schedule.rest = core.written, core.rest

@@ -33,7 +33,8 @@ SWITCHES = {
     for word in words.split()
 }
 PREFIX = "SGLA_"
-ELSEWHERE = {"SGLA_CONFIG", "SGLA_CPU_ISA", "SGLA_URL"}  # variables that are no setting of Config
+# Variables that are no setting of Config.
+ELSEWHERE = {"SGLA_CONFIG", "SGLA_CPU_ISA", "SGLA_REMOTE_KEY", "SGLA_URL"}
 # What Kubernetes sets in a namespace with a service named sgla; SGLA_PORT is then a URL.
 KUBERNETES = re.compile(r"SGLA_(SERVICE_(HOST|PORT)\w*|PORT_\d+_\w+)")
 Say = Callable[[str], None]

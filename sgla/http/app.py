@@ -147,6 +147,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/is_paused": {"GET": control.is_paused},
     "/start_profile": {"POST": control.start_profile},
     "/stop_profile": {"POST": control.stop_profile},
+    "/weights": {"GET": control.weights},
+    "/weights/{id}": {"GET": control.weight_file},
     "/step_log": {"GET": control.step_log, "POST": control.step_log},
 }
 

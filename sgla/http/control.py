@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import cache
+from html import escape
 from pathlib import Path
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -12,7 +14,7 @@ from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
 from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.schema import AbortRequest, PauseRequest, ProfileRequest, Schema, unsupported
-from sgla.http.server import SERVER
+from sgla.http.server import PATH_ID, SERVER
 from sgla.http.wire import json_response
 from sgla.messages import MOST_PROFILED, Control
 
@@ -83,6 +85,24 @@ async def start_profile(request: web.Request) -> web.Response:
 async def stop_profile(request: web.Request) -> web.Response:
     """Write the traces."""
     return json_response(await request.app[SERVER].ingress.control(Control(verb="profile_stop")))
+
+
+async def weights(request: web.Request) -> web.Response:
+    """A page of links to the model's files, as ``--load-format remote-instance`` of another server reads
+    it."""
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    links = "".join(f'<a href="{quote(name)}">{escape(name)}</a>\n' for name in sorted(server.ingress.files))
+    return web.Response(text=f"<!doctype html><title>weights</title>\n{links}", content_type="text/html")
+
+
+async def weight_file(request: web.Request) -> web.FileResponse:
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    path = server.ingress.files.get(request[PATH_ID])
+    if path is None:
+        raise NotFound("the model has no such file; /weights lists those that it has")
+    return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})
 
 
 async def step_log(request: web.Request) -> web.Response:

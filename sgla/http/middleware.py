@@ -18,11 +18,12 @@ PAGES = frozenset({"", "docs", "page"})  # first parts of paths
 OPEN = PAGES | {"health", "health_generate", "metrics", "ready", "readyz", "ping"}
 # What changes the server for other clients, or shows what they sent, is for an admin key alone; where there
 # are no keys at all, everybody is an administrator. What a client may do to its own requests (``OWN``), any
-# key may. Where nobody has an admin key, nobody sees what others sent (``SECRET``).
-SECRET = frozenset({"step_log"})
+# key may. Where nobody has an admin key, nobody has what is the owner's alone (``SECRET``, with the reason).
+SECRET = {"step_log": "shows what all clients sent", "weights": "gives the model away"}
 OWN = frozenset({"abort_request"})
-ADMIN = SECRET | frozenset(
+ADMIN = frozenset(
     [
+        *SECRET,
         "flush_cache",
         "reset_prefix_cache",
         "pause_generation",
@@ -72,7 +73,7 @@ class Gate:
         client = self._holder(request, keys) if keys else without_key(request[ADDRESS])
         if client.admin or not (keys or first in SECRET):
             return client
-        why = "shows what all clients sent" if first in SECRET else "changes the server for all clients"
+        why = SECRET.get(first, "changes the server for all clients")
         how = "send an admin key" if self._admins else "start the server with --admin-api-key"
         raise Forbidden(f"/{first} {why}, so it needs an admin key; {how} to use it")
 

@@ -241,6 +241,8 @@ OPERATIONS: dict[Any, Operation] = {
     control.is_paused: Operation("vLLM: whether generating is stopped", answer=to.Paused),
     control.start_profile: Operation("SGLang, vLLM: record what the workers do", ProfileRequest),
     control.step_log: Operation("The scheduler's last steps, for 'sgla replay'", media=BINARY),
+    control.weights: Operation("Links to the model's files, for a server that copies them", media=HTML),
+    control.weight_file: Operation("One of these files", media=BINARY),
     control.stop_profile: Operation("SGLang, vLLM: write the recording"),
 }
 

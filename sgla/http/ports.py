@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from sgla.actors.ingress import Sink
@@ -89,6 +90,10 @@ class Ingress(Protocol):
         """Stop generating, or go on."""
 
     async def control(self, command: Control) -> Any: ...
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """Those of the model, by name; none until it is loaded."""
 
     @property
     def step_log(self) -> Callable[[str], bytes] | None:

@@ -13,12 +13,13 @@ from sgla.hub.huggingface import HuggingFace, hub_answers
 from sgla.hub.modelscope import ModelScope
 from sgla.hub.packaged import OnProgress
 from sgla.hub.quantized import beginnings, part_names, pick_file, split_name
+from sgla.hub.remote import TOKENIZER_FILES
 from sgla.hub.source import TRAINING, weight_files
 from sgla.messages import Progress
 
-TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 WEIGHT_FILES, PICKLED_FILES = ["*.safetensors"], ["*.bin", "*.pt", "*.pth"]
 SECOND_COPIES = ["consolidated*", "original/*", "onnx/*", *TRAINING]
+REMOTE = ("remote", "remote-instance")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -28,7 +29,7 @@ def resolve_model(config: Config, on_progress: OnProgress | None = None) -> Path
     ``on_progress`` may be called from other threads. Raises ConfigError saying what to change.
     """
     report = on_progress or (lambda progress: None)
-    if config.load_format == "remote":
+    if config.load_format in REMOTE:
         return _download_remote(config, report)
     found = find_local(config)
     if found:
@@ -41,7 +42,7 @@ def resolve_model(config: Config, on_progress: OnProgress | None = None) -> Path
 def find_local(config: Config) -> Path | None:
     """What of ``resolve_model`` needs no network: a path, or a complete model in a cache.
     Raises ConfigError as it does."""
-    if config.load_format == "remote":
+    if config.load_format in REMOTE:
         folder = remote.folder_of(address_of(config), config.download_dir)
         return check_folder(folder) if folder.is_dir() else None
     path = Path(config.model).expanduser()
@@ -72,14 +73,15 @@ def find_local(config: Config) -> Path | None:
 
 
 def address_of(config: Config) -> str:
-    """What ``--load-format remote`` copies. Raises ConfigError."""
-    if "://" not in config.model:
+    """What ``--load-format remote`` and ``remote-instance`` copy. Raises ConfigError."""
+    instance = config.load_format == "remote-instance"
+    if "://" not in config.model or (instance and not config.model.startswith("http")):
+        what = "a server, such as http://HOST:PORT" if instance else "a folder, such as s3://BUCKET/MODEL"
         raise ConfigError(
-            f"--load-format remote wants the address of a folder, such as s3://BUCKET/MODEL, and not "
-            f"'{config.model}'",
+            f"--load-format {config.load_format} wants the address of {what}, and not '{config.model}'",
             param="model",
         )
-    return config.model
+    return config.model.rstrip("/") + ("/weights" if instance else "")
 
 
 def _download_remote(config: Config, report: OnProgress) -> Path:

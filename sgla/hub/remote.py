@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -13,12 +14,17 @@ from typing import Any
 
 from sgla.errors import ConfigError, NotDownloaded
 from sgla.hub.packaged import OnProgress, cache_folder
+from sgla.hub.quantized import parts_of
+from sgla.hub.source import ModelSource
 from sgla.messages import Progress
 
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 MOST_FILES = 10_000
 RECORD = ".files.json"  # name -> what told the copy from others
 STAMPS = ("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "Last-Modified", "created")
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+
+KEY = "SGLA_REMOTE_KEY"  # variable with the administrator's key of the server that weights are copied from
 
 Patterns = Callable[[list[str]], list[str]]  # of the files that are wanted of these
 
@@ -61,7 +67,9 @@ def _opened(url: str) -> tuple[Any, str]:
 
     scheme = url.partition("://")[0]
     try:
-        fs, root = fsspec.core.url_to_fs(url)
+        key = os.environ.get(KEY) if scheme in ("http", "https") else None
+        options = {"client_kwargs": {"headers": {"Authorization": f"Bearer {key}"}}} if key else {}
+        fs, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
         package = PACKAGES.get(scheme)
         hint = f"needs {package}: pip install {package}" if package else "is no kind that fsspec knows"
@@ -79,6 +87,14 @@ def _listed(fs: Any, root: str) -> dict[str, str]:
     if len(found) > MOST_FILES:
         raise ValueError(f"it has more than {MOST_FILES} files")
     return found
+
+
+def files_of(source: ModelSource) -> dict[str, Path]:
+    """What another server needs of a model to run it too, by name."""
+    whole = [part for path in source.files for part in (parts_of(path) if path.suffix == ".gguf" else [path])]
+    beside = [] if source.gguf_path else [path for path in source.folder.glob("*") if path.is_file()]
+    wanted = (path for path in beside if any(fnmatch(path.name, pattern) for pattern in TOKENIZER_FILES))
+    return {path.name: path for path in (*wanted, *whole)}
 
 
 def _copy(fs: Any, folder: Path, paths: dict[str, str], report: OnProgress, message: str) -> None:

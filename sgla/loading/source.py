@@ -10,6 +10,7 @@ from typing import Any
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import source
+from sgla.hub.fetch import REMOTE
 from sgla.model.generic_spec import settled
 from sgla.model.registry import layouts
 
@@ -32,7 +33,7 @@ def open_source(
 
 def configured_source(path: str | Path, config: Config) -> source.ModelSource:
     """``open_source`` as the settings say. ``path``: of the copy, if the model is remote."""
-    load_format = "auto" if config.load_format == "remote" else config.load_format
+    load_format = "auto" if config.load_format in REMOTE else config.load_format
     return open_source(path, load_format, config.model_impl, config.trust_remote_code, config.hf_overrides)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from sgla.actors.lanes import Lanes
 from sgla.defaults import Defaults
@@ -196,6 +197,8 @@ class FakeIngress:
 
     def pause(self, paused: bool) -> None:
         self.paused = paused
+
+    files: ClassVar[dict[str, Path]] = {}
 
     def step_log(self, why: str) -> bytes:
         return b"steps"

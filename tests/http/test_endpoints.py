@@ -74,6 +74,7 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/v1/realtime": (None, "bad_request"),  # without a WebSocket
     "/invocations": (CHAT, None),
     "/page/{id}": (None, "not_found"),
+    "/weights/{id}": (None, "not_found"),
     "/v1/moderations": ({"input": "x"}, NO_VECTORS),
 }
 

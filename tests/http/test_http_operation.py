@@ -18,15 +18,21 @@ from http_site import Serve, Site
 
 from sgla.bench.load import Target
 from sgla.bench.replay import send
+from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.http import bodies, control
 from sgla.http.app import ROUTES
 from sgla.http.middleware import ADMIN, OWN
 from sgla.http.serve import shorten_parse_error
+from sgla.hub import fetch
+from sgla.hub.remote import files_of
+from sgla.hub.source import ModelSource
 from sgla.messages import MOST_PROFILED
 from sgla.observe import requests
 from sgla.observe.log import JsonFormatter, LineFormatter
 from sgla.observe.requests import RequestDump, read_dump
+
+FILES = ("/weights", "/weights/{id}")
 
 
 def bearer(key: str) -> dict[str, Any]:
@@ -44,7 +50,7 @@ async def test_admin_keys(serve: Serve) -> None:
     site = await serve(api_key=["user"], admin_api_key=["root"])
     for key, user_status, admin_status in (("user", 200, 403), ("root", 200, 200), ("none", 401, 401)):
         assert (await site.get("/v1/models", **bearer(key)))[0] == user_status
-        for route in sorted(ADMIN):
+        for route in sorted(ADMIN - {"weights"}):
             async with site.http.post(f"/{route}", json={}, **bearer(key)) as response:
                 assert response.status == admin_status
     open_site = await serve(admin_api_key=["root"])
@@ -57,7 +63,7 @@ async def test_admin_keys(serve: Serve) -> None:
 def test_each_route_that_changes_the_server_is_for_administrators() -> None:
     handlers = {(path, handler) for path, methods in ROUTES.items() for handler in methods.values()}
     changing = {path for path, handler in handlers if handler.__module__ == control.__name__}
-    assert changing - {"/is_paused"} == {f"/{first}" for first in ADMIN | OWN}
+    assert changing - {"/is_paused"} == {*(f"/{first}" for first in (ADMIN | OWN) - {"weights"}), *FILES}
 
 
 async def test_api_keys_alone_change_nothing_for_other_clients(serve: Serve) -> None:
@@ -74,7 +80,11 @@ async def test_api_keys_alone_change_nothing_for_other_clients(serve: Serve) -> 
                     if response.status == 403:
                         assert "--admin-api-key" in (await response.json())["error"]["message"]
                         refused.add((path, site is bare))
-    assert refused == {*((f"/{first}", False) for first in ADMIN), ("/step_log", True)}
+    secret = {"/step_log", *FILES}
+    assert refused == {
+        *((f"/{first}", False) for first in ADMIN - {"weights"}),
+        *((path, bare) for path in secret for bare in (False, True)),
+    }
     assert not keyed.ingress.paused
 
 
@@ -126,6 +136,32 @@ async def test_the_step_log_is_for_admins(serve: Serve) -> None:
     for key, allowed in (("user", 403), ("root", 200)):
         async with site.http.get("/step_log", **bearer(key)) as response:
             assert (response.status, await response.read() == b"steps") == (allowed, key == "root")
+
+
+async def test_a_server_copies_the_files_of_another(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = await serve(api_key=["user"], admin_api_key=["root"])
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.model", "model.safetensors", "private.key"):
+        (model / name).write_bytes(name.encode() * 50_000)
+    source = ModelSource("safetensors", model, (model / "model.safetensors",), {}, {})
+    monkeypatch.setattr(site.ingress, "files", files_of(source))
+    address = site.url
+    config = Config(model=address, load_format="remote-instance", download_dir=str(tmp_path / "cache"))
+    for key in ("user", ""):
+        monkeypatch.setenv("SGLA_REMOTE_KEY", key)
+        with pytest.raises(ConfigError, match=f"^{address}/weights (cannot be read|lists no files)"):
+            await asyncio.to_thread(fetch.resolve_model, config)
+    monkeypatch.setenv("SGLA_REMOTE_KEY", "root")
+    folder = await asyncio.to_thread(fetch.resolve_model, config)
+    names = {"config.json", "tokenizer.model", "model.safetensors"}
+    assert {path.name for path in folder.iterdir() if path.name[0] != "."} == names
+    assert all((folder / name).read_bytes() == (model / name).read_bytes() for name in names)
+    for name in ("private.key", "..%2fmodel%2fprivate.key", "%2e%2e/private.key"):
+        async with site.http.get(f"/weights/{name}", **bearer("root")) as response:
+            assert response.status == 404
 
 
 async def test_requests_are_dumped_and_sent_again(serve: Serve, tmp_path: Path) -> None:
