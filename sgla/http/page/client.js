@@ -7,13 +7,15 @@ export function useKey(given) { key = given; }
 export class ServerError extends Error {
   constructor(status, detail) {
     super(detail.message);
-    this.note = [status && `HTTP ${status}`, detail.code, detail.param && `field ${detail.param}`].filter(Boolean).join(" · ");
+    this.note = [status && `HTTP ${status}`, detail.code,
+      detail.param && `field ${detail.param}`].filter(Boolean).join(" · ");
     this.status = status;
   }
 }
 
 // A promise whose failure, but for one that the reader asked for, has a message that says what it means.
-const named = (message, promise) => promise.catch((error) => { throw error.name === "AbortError" ? error : new Error(message); });
+const named = (message, promise) =>
+  promise.catch((error) => { throw error.name === "AbortError" ? error : new Error(message); });
 
 export async function call(path, body, signal) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
@@ -41,7 +43,8 @@ export async function* events(response) {
 async function* chunks(stream) { // not every browser can iterate over a stream
   const reader = stream.getReader();
   for (;;) {
-    const { done, value } = await named("The connection broke before the answer was complete.", reader.read());
+    const { done, value } = await named("The connection broke before the answer was complete.",
+      reader.read());
     if (done) return;
     yield value;
   }

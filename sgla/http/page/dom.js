@@ -12,13 +12,16 @@ export function make(tag, properties = {}, ...children) {
 export function labelled(text, control) { return make("label", {}, text, control); }
 
 export function button(text, action, properties = {}) {
-  return make("button", { type: "button", className: "small", textContent: text, onclick: action, ...properties });
+  return make("button",
+    { type: "button", className: "small", textContent: text, onclick: action, ...properties });
 }
 
-// Put text on the clipboard. Browsers have navigator.clipboard on https and localhost only; elsewhere a selected field does it.
+// Put text on the clipboard. Browsers have navigator.clipboard on https and localhost only; elsewhere a
+// selected field does it.
 export async function copyText(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const field = make("textarea", { value: text, readOnly: true, className: "hidden" }), had = document.activeElement;
+  const field = make("textarea", { value: text, readOnly: true, className: "hidden" }),
+    had = document.activeElement;
   const selection = getSelection(), range = selection.rangeCount ? selection.getRangeAt(0) : null;
   document.body.append(field);
   field.select();

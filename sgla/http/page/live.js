@@ -1,11 +1,14 @@
-// Whether the server is there, and how busy it is, from its health and metrics: polled, and not logged by the server.
+// Whether the server is there, and how busy it is, from its health and metrics: polled, and not logged by the
+// server.
 import { $ } from "./dom.js";
 
 const EVERY = 1000, LATE = 5000; // milliseconds
 const rates = [];
 let before = null;
 
-function rate(now, name) { return before ? Math.max(0, now[name] - before[name]) * 1000 / (now.at - before.at) : 0; }
+function rate(now, name) {
+  return before ? Math.max(0, now[name] - before[name]) * 1000 / (now.at - before.at) : 0;
+}
 
 async function measure() {
   const text = await (await fetch("metrics", { signal: AbortSignal.timeout(LATE) })).text(), found = {};
@@ -17,7 +20,8 @@ function draw(now) {
   rates.push(rate(now, "generation_tokens_total"));
   if (rates.length > 61) rates.shift();
   const top = Math.max(...rates, 1);
-  const points = rates.map((value, index) => `${61 - rates.length + index} ${(19 - 18 * value / top).toFixed(2)}`);
+  const points = rates.map((value, index) =>
+    `${61 - rates.length + index} ${(19 - 18 * value / top).toFixed(2)}`);
   document.querySelector("#spark path").setAttribute("d", `M${points.join("L")}`);
   const pages = (tokens) => Math.round(tokens / now.page_size);
   const share = (tokens) => `${100 * tokens / now.max_total_num_tokens}%`;
@@ -26,7 +30,8 @@ function draw(now) {
   $("running").textContent = now.num_running_reqs;
   $("waiting").textContent = now.num_queue_reqs;
   $("hits").textContent = `${(100 * now.cache_hit_rate).toFixed(0)} %`;
-  $("kv").textContent = [now.kv_used_tokens, now.kv_evictable_tokens, now.max_total_num_tokens].map(pages).join(" · ");
+  $("kv").textContent = [now.kv_used_tokens, now.kv_evictable_tokens,
+    now.max_total_num_tokens].map(pages).join(" · ");
   $("held").style.width = share(now.kv_used_tokens);
   $("kept").style.width = share(now.kv_evictable_tokens);
 }

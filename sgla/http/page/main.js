@@ -6,7 +6,8 @@ import { tell } from "./settings.js";
 import { Conversation, imported, load, remove, save } from "./store.js";
 import { ask, conversation, listen, open, running } from "./talk.js";
 
-const GONE = "The server does not answer. Your conversations stay in this browser; the page tries again every second.";
+const GONE =
+  "The server does not answer. Your conversations stay in this browser; the page tries again every second.";
 const PHASES = {
   dead: "The server's engine has died. It has to be started again; its log says why.",
   draining: "The server is shutting down and takes no new requests.",
@@ -35,7 +36,8 @@ async function connect() {
 async function seen(phase) {
   if (phase !== "ready") {
     link = link === "locked" ? link : "down";
-    state("down", phase ?? "no answer", phase ? PHASES[phase] ?? `The model is not loaded yet (${phase}).` : GONE);
+    state("down", phase ?? "no answer",
+      phase ? PHASES[phase] ?? `The model is not loaded yet (${phase}).` : GONE);
   } else if (link === "down") await connect().catch(lost);
   else if (link === "up") state("up", "ready");
 }
@@ -53,11 +55,18 @@ function unlock(message) {
 
 // --- conversations
 
+// Of a conversation that is shown or answered, the one that is.
+function inUse(each) {
+  if (each.id === conversation.id) return conversation;
+  return running?.conversation.id === each.id ? running.conversation : each;
+}
+
 async function list() {
   const rows = (await load()).map((each) => {
     const shown = each.id === conversation.id;
-    const row = make("li", {}, button(each.title, () => { close(); open(shown ? conversation : running?.conversation.id === each.id ? running.conversation : each); list(); },
-      { className: "title", title: each.title }));
+    const row = make("li", {},
+      button(each.title, () => { close(); open(inUse(each)); list(); },
+        { className: "title", title: each.title }));
     if (shown) row.firstChild.setAttribute("aria-current", "true");
     row.append(button("Rename", () => rename(each, row), { ariaLabel: `Rename ${each.title}` }),
       button("Delete", () => forget(each), { ariaLabel: `Delete ${each.title}` }));
@@ -73,7 +82,7 @@ function rename(each, row) {
     field.onblur = null;
     const title = field.value.trim();
     if (take && title) {
-      const live = each.id === conversation.id ? conversation : running?.conversation.id === each.id ? running.conversation : each;
+      const live = inUse(each);
       live.title = title;
       await save(live);
     }
@@ -103,7 +112,8 @@ function fresh() {
 }
 
 const file = () => conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 50) || "chat";
-$("as-json").onclick = () => download(`${file()}.json`, "application/json", JSON.stringify(conversation, null, 2));
+$("as-json").onclick = () =>
+  download(`${file()}.json`, "application/json", JSON.stringify(conversation, null, 2));
 $("as-markdown").onclick = () => download(`${file()}.md`, "text/markdown", conversation.markdown());
 
 async function take() {
@@ -163,7 +173,10 @@ $("ask").onsubmit = (event) => {
 };
 $("prompt").oninput = grow;
 $("prompt").onkeydown = (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("ask").requestSubmit(); }
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("ask").requestSubmit();
+  }
 };
 $("talk").addEventListener("click", ({ target }) => {
   if (target.matches(".copy")) copyBy(target, target.parentElement.nextElementSibling.textContent);
@@ -176,7 +189,9 @@ $("later").onclick = () => $("locked").close();
 $("locked").onsubmit = () => { useKey($("secret").value); link = "down"; };
 document.onkeydown = (event) => {
   const drawer = document.querySelector(".drawer[aria-expanded=true]");
-  if (event.key === "Escape" && !$("locked").open) { if (drawer) closeByKey(drawer); else running?.abort.abort(); }
+  if (event.key === "Escape" && !$("locked").open) {
+    if (drawer) closeByKey(drawer); else running?.abort.abort();
+  }
   if (event.altKey && event.code === "KeyN") { event.preventDefault(); fresh(); }
 };
 

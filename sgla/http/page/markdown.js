@@ -1,4 +1,5 @@
-// What a model writes, as elements: Markdown, code, tables and math. Markup of the model's own is shown as text.
+// What a model writes, as elements: Markdown, code, tables and math. Markup of the model's own is shown as
+// text.
 /* global marked, DOMPurify, hljs, katex */
 import { make } from "./dom.js";
 
@@ -6,7 +7,8 @@ const BELOW = 2; // headings of the page are above those of an answer
 const MOST_CODE = 50_000, MOST_MATH = 5_000; // characters; longer ones stay plain
 const ALLOWED = {
   ALLOWED_TAGS: [
-    "a", "blockquote", "br", "code", "del", "div", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre", "span",
+    "a", "blockquote", "br", "code", "del", "div", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol",
+      "p", "pre", "span",
     "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
   ],
   ALLOWED_ATTR: ["align", "class", "href", "start", "title"],
@@ -20,7 +22,8 @@ const ALLOWED = {
 const escaped = (text) => text.replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);
 const math = (kind, text) => `<${kind} class="math">${escaped(text)}</${kind}>`;
 
-// $$...$$ and \[...\] on lines of their own; within a line also \(...\) and $...$, which sums of money are not.
+// $$...$$ and \[...\] on lines of their own; within a line also \(...\) and $...$, which sums of money are
+// not.
 const MATH = [
   {
     name: "mathBlock",
@@ -38,7 +41,8 @@ const MATH = [
     start: (source) => source.match(/\$|\\[([]/)?.index,
     tokenizer(source) {
       const found = /^(?:\$\$([^]{1,5000}?)\$\$|\\\[([^]{1,5000}?)\\\]|\\\(([^]{1,5000}?)\\\)|\$(?!\s)((?:[^$\n\\]|\\.){1,2000}?)(?<!\s)\$(?!\d))/.exec(source);
-      return found ? { type: "mathInline", raw: found[0], text: found.slice(1).find((part) => part !== undefined) } : undefined;
+      return found ? { type: "mathInline", raw: found[0],
+        text: found.slice(1).find((part) => part !== undefined) } : undefined;
     },
     renderer: ({ text }) => math("span", text),
   },
@@ -48,9 +52,12 @@ const markdown = new marked.Marked({
   gfm: true,
   extensions: MATH,
   renderer: {
-    html: ({ text, block }) => (/^<br\s*\/?>$/i.test(text) ? "<br>" : block ? `<p>${escaped(text)}</p>` : escaped(text)),
-    code: ({ text, lang }) => `<pre><code class="language-${escaped((lang ?? "").trim().split(/\s/)[0])}">${escaped(text)}</code></pre>`,
-    image({ href, text }) { return `<a href="${escaped(href)}">${escaped(text || href)}</a>`; }, // nothing is loaded from elsewhere
+    html: ({ text, block }) =>
+      (/^<br\s*\/?>$/i.test(text) ? "<br>" : block ? `<p>${escaped(text)}</p>` : escaped(text)),
+    code: ({ text, lang }) =>
+      `<pre><code class="language-${escaped((lang ?? "").trim().split(/\s/)[0])}">${escaped(text)}</code></pre>`,
+    // Nothing is loaded from elsewhere.
+    image({ href, text }) { return `<a href="${escaped(href)}">${escaped(text || href)}</a>`; },
     checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
   },
 });
@@ -60,8 +67,10 @@ function fragment(html) { return DOMPurify.sanitize(html, ALLOWED); }
 function block(token, links) {
   const tokens = Object.assign([token], { links });
   const element = make("div", { className: "block" }, fragment(markdown.parser(tokens)));
-  for (const link of element.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
-  for (const heading of element.querySelectorAll("h1, h2, h3, h4, h5, h6")) heading.ariaLevel = Number(heading.tagName[1]) + BELOW;
+  for (const link of element.querySelectorAll("a")) Object.assign(link,
+    { target: "_blank", rel: "noopener noreferrer" });
+  for (const heading of element.querySelectorAll("h1, h2, h3, h4, h5, h6")) heading.ariaLevel =
+    Number(heading.tagName[1]) + BELOW;
   for (const code of element.querySelectorAll("pre > code")) dress(code);
   for (const table of element.querySelectorAll("table")) {
     const frame = make("div", { className: "scroll", tabIndex: 0, role: "group", ariaLabel: "Table" });
@@ -76,20 +85,24 @@ function dress(code) {
   const language = code.className.replace("language-", ""), text = code.textContent;
   if (hljs.getLanguage(language) && text.length < MOST_CODE)
     code.replaceChildren(fragment(hljs.highlight(text, { language, ignoreIllegals: true }).value));
-  Object.assign(code.parentElement, { tabIndex: 0, role: "group", ariaLabel: language ? `Code, ${language}` : "Code" });
+  Object.assign(code.parentElement,
+    { tabIndex: 0, role: "group", ariaLabel: language ? `Code, ${language}` : "Code" });
   code.parentElement.before(make("div", { className: "bar" }, make("span", { textContent: language }),
-    make("button", { type: "button", className: "small copy", textContent: "Copy", ariaLabel: "Copy the code" })));
+    make("button", { type: "button", className: "small copy", textContent: "Copy",
+      ariaLabel: "Copy the code" })));
 }
 
 function typeset(formula) {
   const text = formula.textContent;
   if (text.length > MOST_MATH) return;
   try {
-    katex.render(text, formula, { displayMode: formula.tagName === "DIV", maxSize: 20, maxExpand: 200, strict: "ignore" });
+    katex.render(text, formula,
+      { displayMode: formula.tagName === "DIV", maxSize: 20, maxExpand: 200, strict: "ignore" });
   } catch { formula.textContent = text; }
 }
 
-// Make `old` look like `now` and change only what differs, so that a selection in it, or how far it is scrolled, stays.
+// Make `old` look like `now` and change only what differs, so that a selection in it, or how far it is
+// scrolled, stays.
 function patch(old, now) {
   if (old.isEqualNode(now)) return;
   if (old.nodeType === Node.TEXT_NODE && now.nodeType === Node.TEXT_NODE) {

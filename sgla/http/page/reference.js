@@ -12,7 +12,8 @@ async function show(key) {
     return;
   }
   await customElements.whenDefined("openapi-explorer");
-  await $("reference").loadSpec({ ...answer, servers: [{ url: new URL(".", location).href.replace(/\/$/, "") }] });
+  await $("reference").loadSpec({ ...answer,
+    servers: [{ url: new URL(".", location).href.replace(/\/$/, "") }] });
   const [scheme] = Object.keys(answer.components.securitySchemes);
   if (key) $("reference").setAuthenticationConfiguration(scheme, { token: key });
 }

@@ -15,7 +15,8 @@ const WEATHER = {
   type: "function",
   function: {
     name: "weather", description: "The weather in a city.",
-    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"], additionalProperties: false },
+    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"],
+      additionalProperties: false },
   },
 };
 const EXAMPLES = [["schema", CITY, "of a schema"], ["tools", [WEATHER], "of tools"]];
@@ -26,12 +27,14 @@ let known = {}; // what holds where the page sends nothing else
 let usual = {}; // fields that the page sends if nobody says otherwise
 
 for (const [name, step] of NUMBERS)
-  $("sampling").append(labelled(name, make("input", { id: name, type: "number", step, placeholder: "default" })));
+  $("sampling").append(labelled(name,
+    make("input", { id: name, type: "number", step, placeholder: "default" })));
 
 for (const [id, example, what] of EXAMPLES) {
   const text = JSON.stringify(example, null, 2);
   $(id).placeholder = text;
-  $(id).after(button("Use the example", () => { $(id).value = text; $(id).focus(); }, { ariaLabel: `Use the example ${what}` }));
+  $(id).after(button("Use the example", () => { $(id).value = text; $(id).focus(); },
+    { ariaLabel: `Use the example ${what}` }));
 }
 
 // What the server says about its model: /get_model_info.
@@ -41,9 +44,11 @@ export function tell({ about, max_model_len, preferred_sampling_params, chat_par
   for (const [name] of NUMBERS) $(name).placeholder = values[name] ?? "default";
   $("about").textContent = about;
   $("context").textContent = `${max_model_len} tokens`;
-  const rows = Object.entries(values).filter(([, value]) => typeof value !== "object").flatMap(([name, value]) => {
+  const plain = Object.entries(values).filter(([, value]) => typeof value !== "object");
+  const rows = plain.flatMap(([name, value]) => {
     const source = sampling_sources[name] ?? "the page";
-    return [make("dt", { textContent: name }), make("dd", { title: `from ${source}` }, `${value} `, make("small", { textContent: source }))];
+    return [make("dt", { textContent: name }),
+      make("dd", { title: `from ${source}` }, `${value} `, make("small", { textContent: source }))];
   });
   $("defaults").replaceChildren(...rows);
 }
@@ -51,10 +56,13 @@ export function tell({ about, max_model_len, preferred_sampling_params, chat_par
 function parsed(id, what) {
   const text = $(id).value.trim();
   if (!text) return undefined;
-  try { return JSON.parse(text); } catch (error) { throw new Error(`${what} is not valid JSON: ${error.message}`); }
+  try { return JSON.parse(text); } catch (error) {
+    throw new Error(`${what} is not valid JSON: ${error.message}`);
+  }
 }
 
-// The body of a chat request; `again`: another answer than the one there is. Throws an Error if a field cannot be read.
+// The body of a chat request; `again`: another answer than the one there is. Throws an Error if a field
+// cannot be read.
 export function fields(messages, again) {
   const body = { ...usual, model: $("model").value, stream: true, stream_options: { include_usage: true } };
   const system = $("system").value.trim();
@@ -70,7 +78,8 @@ export function fields(messages, again) {
   const stop = $("stops").value.split("\n").filter(Boolean);
   if (stop.length) body.stop = stop;
   const schema = parsed("schema", "The JSON schema");
-  if (schema !== undefined) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
+  if (schema !== undefined)
+    body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
   const tools = parsed("tools", "The list of tools");
   if (tools !== undefined) Object.assign(body, { tools, tool_choice: $("choice").value });
   return body;

@@ -39,7 +39,8 @@ export async function remove(id) {
   await work("readwrite", (kept) => kept.delete(id), () => memory.delete(id));
 }
 
-// A tree of messages: an edit or a second answer is one more child of the same parent. Node 0 is the root, without a message;
+// A tree of messages: an edit or a second answer is one more child of the same parent. Node 0 is the root,
+// without a message;
 // `chosen` is the child that is shown. A node: {parent, chosen, message, reasoning, model, note}.
 export class Conversation {
   constructor({ id, title = "New chat", changed = Date.now(), system = "", nodes = [{ parent: -1 }] } = {}) {
@@ -79,14 +80,16 @@ export class Conversation {
   // A conversation of its own that begins as this one does, up to `end`.
   fork(end) {
     const made = new Conversation({ title: this.title, system: this.system });
-    this.path(end).reduce((parent, at) => made.add(parent, structuredClone({ ...this.nodes[at], chosen: undefined })), 0);
+    this.path(end).reduce((parent, at) =>
+      made.add(parent, structuredClone({ ...this.nodes[at], chosen: undefined })), 0);
     return made;
   }
 
   markdown() {
     const parts = this.path().map((at) => {
       const { message, model } = this.nodes[at];
-      const calls = (message.tool_calls ?? []).map(({ function: made }) => `\`${made.name}(${made.arguments})\``);
+      const calls = (message.tool_calls ?? []).map(({ function: made }) =>
+        `\`${made.name}(${made.arguments})\``);
       const who = { user: "You", assistant: model ?? "Answer", tool: "Result" }[message.role];
       return [`## ${who}`, message.content, ...calls].filter(Boolean).join("\n\n");
     });
@@ -99,8 +102,10 @@ export class Conversation {
 
 const ROLES = ["user", "assistant", "tool"];
 const isText = (value) => value === undefined || typeof value === "string";
-const isCall = (call) => isText(call?.id) && typeof call?.function?.name === "string" && typeof call.function.arguments === "string";
-const areCalls = (calls) => calls === undefined || (Array.isArray(calls) && calls.length > 0 && calls.every(isCall));
+const isCall = (call) => isText(call?.id) && typeof call?.function?.name === "string" &&
+  typeof call.function.arguments === "string";
+const areCalls = (calls) => calls === undefined ||
+  (Array.isArray(calls) && calls.length > 0 && calls.every(isCall));
 
 function isMessage({ role, content, tool_calls, tool_call_id } = {}) {
   return ROLES.includes(role) && typeof content === "string" && areCalls(tool_calls) && isText(tool_call_id);
@@ -108,16 +113,21 @@ function isMessage({ role, content, tool_calls, tool_call_id } = {}) {
 
 function isNode(node, at, nodes) {
   const { parent, chosen, message, reasoning, model, note } = node ?? {};
-  const placed = at === 0 ? parent === -1 : Number.isInteger(parent) && parent >= 0 && parent < at && isMessage(message ?? {});
-  return placed && [reasoning, model, note].every(isText) && (chosen === undefined || (Number.isInteger(chosen) && nodes[chosen]?.parent === at));
+  const placed = at === 0 ? parent === -1 : Number.isInteger(parent) && parent >= 0 && parent < at &&
+    isMessage(message ?? {});
+  return placed && [reasoning, model, note].every(isText) &&
+    (chosen === undefined || (Number.isInteger(chosen) && nodes[chosen]?.parent === at));
 }
 
 // A conversation of its own from what the export as JSON wrote. Throws an Error that says what is wrong.
 export function imported(source) {
   let plain;
-  try { plain = JSON.parse(source); } catch (error) { throw new Error(`it is not valid JSON: ${error.message}`); }
+  try { plain = JSON.parse(source); } catch (error) {
+    throw new Error(`it is not valid JSON: ${error.message}`);
+  }
   const { title, system, nodes } = plain ?? {};
-  if (!isText(title) || !isText(system) || !Array.isArray(nodes) || !nodes.length) throw new Error("it is not a chat that this page exported");
+  if (!isText(title) || !isText(system) || !Array.isArray(nodes) || !nodes.length)
+    throw new Error("it is not a chat that this page exported");
   const wrong = nodes.findIndex((node, at) => !isNode(node, at, nodes));
   if (wrong >= 0) throw new Error(`message ${wrong} of it is damaged`);
   return new Conversation({ title, system, nodes });

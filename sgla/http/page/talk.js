@@ -6,7 +6,8 @@ import { MarkdownView } from "./markdown.js";
 import { fields } from "./settings.js";
 import { Conversation, save } from "./store.js";
 
-const ENDS = { stopped: "ended by you", length: "ended by max_tokens", repetition: "ended because it repeated itself" };
+const ENDS = { stopped: "ended by you", length: "ended by max_tokens",
+  repetition: "ended because it repeated itself" };
 const KEEP = 1000; // milliseconds between two times that what has come of an answer is kept
 const SHARE = 8; // an answer is drawn again after this many times what drawing it took
 
@@ -36,14 +37,17 @@ function draw() {
   const path = conversation.path();
   $("messages").replaceChildren(...path.map((at) => card(conversation, at)));
   const last = conversation.nodes[path.at(-1)];
-  if (last?.message.tool_calls && running?.conversation !== conversation) askResults($("messages").lastElementChild, path.at(-1));
-  if (running?.conversation === conversation && running.parent === (path.at(-1) ?? 0)) $("messages").append(running.view);
+  if (last?.message.tool_calls && running?.conversation !== conversation)
+    askResults($("messages").lastElementChild, path.at(-1));
+  if (running?.conversation === conversation && running.parent === (path.at(-1) ?? 0))
+    $("messages").append(running.view);
   $("empty").hidden = $("messages").hasChildNodes();
 }
 
 function frame(kind, title) {
   const text = make("div", { className: "text" });
-  const view = make("article", { className: kind, ariaLabel: title }, make("h2", { textContent: title }), text);
+  const view = make("article", { className: kind, ariaLabel: title }, make("h2", { textContent: title }),
+    text);
   view.text = text;
   return view;
 }
@@ -61,21 +65,30 @@ function card(owner, at) {
 }
 
 function thought(text, open) {
-  return make("details", { className: "thought", open }, make("summary", { textContent: "Reasoning" }), make("div", { textContent: text }));
+  return make("details", { className: "thought", open }, make("summary", { textContent: "Reasoning" }),
+    make("div", { textContent: text }));
 }
 
 function foot(owner, at, note) {
-  const { message } = owner.nodes[at], row = make("div", { className: "foot" }, make("span", { textContent: note ?? "" }));
+  const { message } = owner.nodes[at],
+    row = make("div", { className: "foot" }, make("span", { textContent: note ?? "" }));
   const others = owner.siblings(at), place = others.indexOf(at);
   if (others.length > 1) {
-    const step = (by, text, ariaLabel) => button(text, () => choose(others[place + by]), { ariaLabel, disabled: !others[place + by] });
-    row.append(step(-1, "‹", "Earlier version"), make("span", { className: "version", textContent: `${place + 1} of ${others.length}` }),
+    const step = (by, text, ariaLabel) =>
+      button(text, () => choose(others[place + by]), { ariaLabel, disabled: !others[place + by] });
+    row.append(step(-1, "‹", "Earlier version"),
+      make("span", { className: "version", textContent: `${place + 1} of ${others.length}` }),
       step(1, "›", "Later version"));
   }
-  if (message.content) row.append(button("Copy", (event) => copyBy(event.target, message.content), { ariaLabel: "Copy the message" }));
-  if (message.role !== "tool") row.append(button("Edit", (event) => edit(event.target.closest("article"), at), { className: "small act" }));
-  if (message.role === "assistant") row.append(button("Retry", () => answer(owner.nodes[at].parent, true), { className: "small act again" }));
-  row.append(button("Branch", () => branch(at), { className: "small act", title: "Go on from here in a new chat" }));
+  if (message.content) row.append(button("Copy", (event) => copyBy(event.target, message.content),
+    { ariaLabel: "Copy the message" }));
+  if (message.role !== "tool")
+    row.append(button("Edit", (event) => edit(event.target.closest("article"), at),
+      { className: "small act" }));
+  if (message.role === "assistant")
+    row.append(button("Retry", () => answer(owner.nodes[at].parent, true), { className: "small act again" }));
+  row.append(button("Branch", () => branch(at),
+    { className: "small act", title: "Go on from here in a new chat" }));
   for (const control of row.querySelectorAll(".act")) control.disabled = running !== null;
   return row;
 }
@@ -103,14 +116,17 @@ function branch(at) {
 // An edited question is asked again; an edited answer stands beside the first one.
 function edit(view, at) {
   const { message, parent, model } = conversation.nodes[at];
-  const field = make("textarea", { value: message.content, rows: Math.min(12, message.content.split("\n").length + 1), ariaLabel: "Edited message" });
+  const field = make("textarea",
+    { value: message.content, rows: Math.min(12, message.content.split("\n").length + 1),
+      ariaLabel: "Edited message" });
   const form = make("form", { className: "edit" }, field, make("div", {}, button("Cancel", draw),
     make("button", { className: "small main", textContent: message.role === "user" ? "Send" : "Save" })));
   form.onsubmit = (event) => {
     event.preventDefault();
     const content = field.value.trim();
     if (!content || running) return;
-    const made = conversation.add(parent, { message: { ...message, content }, model, note: model && "edited by you" });
+    const made = conversation.add(parent,
+      { message: { ...message, content }, model, note: model && "edited by you" });
     draw();
     if (message.role === "user") answer(made);
     keep();
@@ -127,14 +143,16 @@ function edit(view, at) {
 function askResults(view, at) {
   const calls = conversation.nodes[at].message.tool_calls;
   const inputs = calls.map(({ function: made }, index) => {
-    const input = make("textarea", { rows: 1, placeholder: "What the function returns", ariaLabel: `Result of ${made.name}` });
+    const input = make("textarea",
+      { rows: 1, placeholder: "What the function returns", ariaLabel: `Result of ${made.name}` });
     view.boxes[index].append(input);
     return input;
   });
   view.boxes.at(-1).after(button("Send results", () => {
     if (running) return;
     const last = inputs.reduce((parent, { value }, index) =>
-      conversation.add(parent, { message: { role: "tool", tool_call_id: calls[index].id, content: value } }), at);
+      conversation.add(parent, { message: { role: "tool", tool_call_id: calls[index].id, content: value } }),
+        at);
     draw();
     answer(last);
   }));
@@ -153,7 +171,8 @@ export function ask(text) {
 
 class Answer {
   constructor(parent) {
-    Object.assign(this, { conversation, parent, content: "", reasoning: "", calls: [], usage: null, finish: null, first: null });
+    Object.assign(this, { conversation, parent, content: "", reasoning: "", calls: [], usage: null,
+      finish: null, first: null });
     this.before = conversation.nodes[parent].chosen; // what was answered before
     this.began = performance.now();
     this.abort = new AbortController();
@@ -172,13 +191,16 @@ class Answer {
     for (const { delta, finish_reason } of chunk.choices ?? []) {
       this.finish = finish_reason ?? this.finish;
       const thinking = delta.reasoning_content ?? delta.reasoning ?? "";
-      if ((delta.content || thinking || delta.tool_calls) && this.first === null) this.first = performance.now();
+      if ((delta.content || thinking || delta.tool_calls) && this.first === null)
+        this.first = performance.now();
       this.content += delta.content ?? "";
       this.reasoning += thinking;
       for (const part of delta.tool_calls ?? []) this.takeCall(part);
     }
     this.keeping ??= setTimeout(() => this.keepPart(), KEEP);
-    this.due ??= setTimeout(() => requestAnimationFrame(() => { this.due = undefined; if (running === this) this.show(); }), this.rest ?? 0);
+    this.due ??= setTimeout(() =>
+      requestAnimationFrame(() => { this.due = undefined; if (running === this) this.show(); }),
+    this.rest ?? 0);
   }
 
   takeCall({ index, id, function: made = {} }) {
@@ -196,7 +218,8 @@ class Answer {
     }
     this.markdown.show(this.content);
     this.calls.forEach(({ function: made }, index) => {
-      const box = this.boxes[index] ??= this.view.appendChild(make("div", { className: "call" }, make("b"), make("pre")));
+      const box = this.boxes[index] ??=
+        this.view.appendChild(make("div", { className: "call" }, make("b"), make("pre")));
       box.children[0].textContent = made.name;
       box.children[1].textContent = made.arguments;
     });
@@ -206,7 +229,8 @@ class Answer {
 
   // Hand blocks that will not change any more to screen readers.
   tell(finished) {
-    for (; this.told < finished; this.told++) $("said").append(make("p", { textContent: this.markdown.said(this.told) }));
+    for (; this.told < finished; this.told++)
+      $("said").append(make("p", { textContent: this.markdown.said(this.told) }));
   }
 
   note(reason) {
@@ -215,13 +239,18 @@ class Answer {
     if (made) parts.push(`${made} tokens`);
     if (made > 1 && seconds > 0.05) parts.push(`${((made - 1) / seconds).toFixed(1)} tokens/s`);
     if (this.first !== null) parts.push(`first after ${((this.first - this.began) / 1000).toFixed(2)} s`);
-    if (this.usage) parts.push(`${this.usage.prompt_tokens_details?.cached_tokens ?? 0} of ${this.usage.prompt_tokens} prompt tokens cached`);
-    if (reason && reason !== "stop" && reason !== "tool_calls") parts.push(ENDS[reason] ?? `ended by ${reason}`);
+    if (this.usage) {
+      const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
+      parts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens cached`);
+    }
+    if (reason && reason !== "stop" && reason !== "tool_calls")
+      parts.push(ENDS[reason] ?? `ended by ${reason}`);
     return parts.join(" · ");
   }
 
   node(note, calls) {
-    const message = { role: "assistant", content: this.content, ...(calls.length ? { tool_calls: calls } : {}) };
+    const message = { role: "assistant", content: this.content,
+      ...(calls.length ? { tool_calls: calls } : {}) };
     return { message, reasoning: this.reasoning, model: this.model, note };
   }
 
@@ -230,7 +259,8 @@ class Answer {
     clearTimeout(this.keeping);
     this.keeping = undefined;
     if (running === this && !this.unwanted && this.content)
-      save(this.conversation.with(this.parent, this.node("not complete: the page was closed", []))).catch(() => {});
+      save(this.conversation.with(this.parent,
+        this.node("not complete: the page was closed", []))).catch(() => {});
   }
 
   // Nobody wants it any more: what has come is thrown away.
@@ -255,7 +285,8 @@ class Answer {
     }
     else this.conversation.nodes[this.parent].chosen = this.before;
     if (error && !stopped) this.view.append(complaint(error));
-    this.view.append(at ? foot(this.conversation, at, note) : make("div", { className: "foot" }, make("span", { textContent: note }),
+    this.view.append(at ? foot(this.conversation, at, note) : make("div", { className: "foot" },
+      make("span", { textContent: note }),
       button("Retry", () => answer(this.parent, !error), { className: "small act again" })));
     if (shown && !this.view.isConnected) draw(); // another version was looked at meanwhile
     keep(this.conversation);
