@@ -265,3 +265,19 @@ def test_what_others_leave_is_not_read(runner: CpuRunner, alone: dict[str, list[
 async def test_two_ranks_equal_one(source: ModelSource, alone: dict[str, list[int]]) -> None:
     """States are split by heads."""
     assert (await over_two_ranks(source, requests())).tokens() == alone
+
+
+def test_a_step_in_parts_leaves_the_same_states(
+    runner: CpuRunner, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows of logits exist at a time, so a prompt with logprobs is computed in parts; others go on from
+    the states that it leaves on the way."""
+    monkeypatch.setattr(runner, "_most_logits", 20)
+    core = core_of(runner)
+    long, first, second, _ = requests()
+    scored = [replace(r, sampling=replace(r.sampling, prompt_logprobs=1)) for r in (long, first)]
+    found = run(runner, scored, core).tokens()
+    assert found == {rid: alone[rid] for rid in ("long", "first")}
+    behind = run(runner, [second], core)
+    assert behind.tokens()["second"] == alone["second"]
+    assert behind["second"][0].cached_tokens == 96
