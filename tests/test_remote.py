@@ -113,7 +113,7 @@ def test_pickled_weights_and_gguf_come_where_there_are_no_others(memory: str, tm
     fs = fsspec.filesystem("memory")
     fs.rm("/bucket/model/model.safetensors")
     folder = fetch.resolve_model(remote(memory, tmp_path))
-    assert held(folder) == {"config.json", "tokenizer.model", "pytorch_model.bin", "optimizer.bin"}
+    assert held(folder) == {"config.json", "tokenizer.model", "pytorch_model.bin"}
     for name in FILES:
         if name != "model.safetensors":
             fs.rm(f"/bucket/model/{name}")

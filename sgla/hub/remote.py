@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from sgla.errors import ConfigError, NotDownloaded
 from sgla.hub.packaged import OnProgress, cache_folder
 from sgla.hub.quantized import parts_of
-from sgla.hub.source import ModelSource
+from sgla.hub.source import TRAINING, ModelSource
 from sgla.messages import Progress
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
@@ -50,7 +50,7 @@ def download(url: str, download_dir: str | None, patterns: Patterns, report: OnP
         fs, root = _opened(url)
         found = _listed(fs, root)
         wanted = patterns(list(found))
-        names = [name for name in found if any(fnmatch(name, pattern) for pattern in wanted)]
+        names = [name for name in found if _fits(name, wanted) and not _fits(name, TRAINING)]
         _copy(fs, folder, {name: found[name] for name in names}, report, shown(url))
     except ConfigError:
         raise
@@ -60,6 +60,10 @@ def download(url: str, download_dir: str | None, patterns: Patterns, report: OnP
     if not names:
         raise NotDownloaded(f"{shown(url)} lists no files of a model")
     return folder
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _opened(url: str) -> tuple[Any, str]:
@@ -93,7 +97,7 @@ def files_of(source: ModelSource) -> dict[str, Path]:
     """What another server needs of a model to run it too, by name."""
     whole = [part for path in source.files for part in (parts_of(path) if path.suffix == ".gguf" else [path])]
     beside = [] if source.gguf_path else [path for path in source.folder.glob("*") if path.is_file()]
-    wanted = (path for path in beside if any(fnmatch(path.name, pattern) for pattern in TOKENIZER_FILES))
+    wanted = (path for path in beside if _fits(path.name, TOKENIZER_FILES))
     return {path.name: path for path in (*wanted, *whole)}
 
 
