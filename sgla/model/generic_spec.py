@@ -18,7 +18,14 @@ from sgla.model.registry import architecture_of, check_architecture, is_known
 from sgla.model.spec import FACTS, ModelSpec
 
 SECONDS = 300  # that the module may take to show itself
-LACKS = ("tp", "quantization", "kv_cache_dtype", "deterministic", "enable_return_hidden_states")
+LACKS = (
+    "tp",
+    "quantization",
+    "kv_cache_dtype",
+    "deterministic",
+    "enable_return_hidden_states",
+    "cpu_offload_gb",
+)
 COST = (
     "transformers' own module computes it with this server's pages: torch operations instead of kernels, "
     "which is two to three times slower, weights in --dtype, one rank"
