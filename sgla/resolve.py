@@ -102,7 +102,7 @@ def resolve(
         check_gpus(config, machine)
     elif device != "cpu" and not devices(device):
         raise ConfigError(f"--device {device}: this machine shows none; give --device cpu", param="device")
-    dtype = filling.settle("dtype", choose_dtype(config, machine, None if device == "cuda" else spec))
+    dtype = filling.settle("dtype", choose_dtype(config, machine, device, spec))
     settle_quantization(filling, machine, device, spec, dtype)
     config = filling.config
     if isinstance(spec, GenericSpec):
@@ -362,13 +362,15 @@ def choose_device(machine: Machine) -> Settled:
     return Settled("cpu", "no NVIDIA GPU")
 
 
-def choose_dtype(config: Config, machine: Machine, spec: ModelSpec | EncoderSpec | None) -> Settled:
-    """``spec``: the model, if it is known and no GPU runs it."""
-    if isinstance(spec, EncoderSpec):
+def choose_dtype(
+    config: Config, machine: Machine, device: str, spec: ModelSpec | EncoderSpec | None
+) -> Settled:
+    """``spec``: the model, if it is known; an unknown one has room."""
+    if isinstance(spec, EncoderSpec) and device != "cuda":
         return Settled("float32", "an encoder computes in float32 on a CPU")
     plain = config.quantization in (None, "none") and not has_kernels(config, machine)
-    if plain and spec is not None and "amx_bf16" not in machine.flags:
-        wide = weight_bytes(spec, "float32", None, 1)
+    if device == "cpu" and plain and "amx_bf16" not in machine.flags:
+        wide = 0 if spec is None else weight_bytes(spec, "float32", None, 1)
         if wide <= machine.memory_available // 2:
             return Settled("float32", "torch computes, which is slower in bfloat16")
     return Settled("bfloat16", "half the memory traffic of float32, which bounds decode")

@@ -414,7 +414,7 @@ def test_torch_computes_in_float32_where_there_is_room() -> None:
         (Config(), bare, SMOLLM2, "float32"),
         (Config(native_kernels=False), LAPTOP, SMOLLM2, "float32"),
         (Config(), LAPTOP, SMOLLM2, "bfloat16"),
-        (Config(), bare, None, "bfloat16"),
+        (Config(), bare, None, "float32"),
         (Config(), small, SMOLLM2, "bfloat16"),
         (Config(), tiles, SMOLLM2, "bfloat16"),
         (Config(quantization="int8"), bare, SMOLLM2, "bfloat16"),
