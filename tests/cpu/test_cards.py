@@ -120,6 +120,9 @@ TYPES |= dict.fromkeys(('page_table', 'tiles', 'slots', 'kv_len'), '*i32')
 TYPES |= dict.fromkeys(('scale', 'k_scale', 'v_scale', 'softcap'), 'fp32')
 
 def shared(kernel, arch, stages, **sizes):
+    if 'PDL' in kernel.arg_names:
+        sizes['PDL'] = nvidia('', tuple(arch)).pdl
+    assert set(sizes) == {parameter.name for parameter in kernel.params if parameter.is_constexpr}, kernel
     types = TYPES | dict.fromkeys(sizes, 'constexpr')
     source = ASTSource(kernel, {name: types.get(name, 'i32') for name in kernel.arg_names}, sizes)
     target, options = GPUTarget('cuda', 10 * arch[0] + arch[1], 32), {'num_warps': 4, 'num_stages': stages}
@@ -136,7 +139,7 @@ found.append(shared(attention._extend, (8, 9), cut.stages, **sizes, **heads))
 room = nvidia('', (8, 9)).shared
 decode, extend = latent.decode_cut(576, 512, 20, 2, room), latent.extend_cut(576, 512, 2, room)
 for kernel, cut in ((latent._decode, decode), (latent._extend, extend)):
-    found.append(shared(kernel, (8, 9), cut.stages, C=512, CB=512, R=64, RB=64, M=cut.m, N=cut.n))
+    found.append(shared(kernel, (8, 9), latent._ahead(cut), C=512, CB=512, R=64, RB=64, M=cut.m, N=cut.n))
 print(json.dumps(found))
 """
 
