@@ -30,6 +30,7 @@ from sgla.kernels.cuda import experts, grouped_gemm, router
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import e2m1, moe, moe_tiles
 from sgla.kernels.triton.moe import Cut, Tile, Tiles
+from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
 
 BF16 = torch.bfloat16
@@ -168,7 +169,7 @@ class Small(Layer):
 
 
 def read_spec(model: str) -> ModelSpec:
-    return ModelSpec.from_config(json.loads((Path(model) / "config.json").read_text()))
+    return read_decoder(json.loads((Path(model) / "config.json").read_text()))
 
 
 def tune(model: str, fp8: bool) -> None:

@@ -23,6 +23,7 @@ from sgla import attention
 from sgla.attention import DeviceBatch
 from sgla.kernels import gpu, ops
 from sgla.kernels.ops import KVLayer
+from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Weight, pack
 
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--model", default="bench/models/qwen3-30b-a3b")
     parser.add_argument("--batches", default="16,32,64,96,128,160,208,256")
     args = parser.parse_args()
-    spec = ModelSpec.from_config(json.loads((Path(args.model) / "config.json").read_text()))
+    spec = read_decoder(json.loads((Path(args.model) / "config.json").read_text()))
     with torch.inference_mode():
         layers = [Layer(spec) for _ in range(LAYERS)]
         for rows in map(int, args.batches.split(",")):

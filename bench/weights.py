@@ -36,14 +36,14 @@ from sgla.layers.build import Build
 from sgla.loading.load import load_model, model_of
 from sgla.loading.source import open_source
 from sgla.loading.upload import threads_for
-from sgla.model.spec import ModelSpec
+from sgla.model.read import read_decoder
 
 PIECE = 8 << 20
 TIMEOUT = 300  # seconds
 
 
 def write(source: ModelSource, folder: Path, shards: int) -> None:
-    spec = ModelSpec.from_config(source.config)
+    spec = read_decoder(source.config)
     build = Build(kind="bf16", vocab_kind="bf16", plain="bf16")
     with torch.device("meta"):
         model_of(spec, build, 1024)

@@ -18,7 +18,8 @@ from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
-from sgla.model.sizes import as_stored, offloaded, read_spec, weight_bytes
+from sgla.model.read import read_spec
+from sgla.model.sizes import as_stored, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes
 from sgla.observe.machine import Machine, detect

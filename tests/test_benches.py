@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -20,7 +21,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def spec_of(model: str) -> ModelSpec:
-    return ModelSpec.from_config(json.loads((BENCH / "models" / model / "config.json").read_text()))
+    return read_decoder(json.loads((BENCH / "models" / model / "config.json").read_text()))
 
 
 def steps(names: list[str]) -> Any:

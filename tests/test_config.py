@@ -20,8 +20,8 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.device import PLATFORMS, Device, nvidia
 from sgla.errors import ConfigError
+from sgla.model.read import read_decoder
 from sgla.model.sizes import offloaded
-from sgla.model.spec import ModelSpec
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, RANGES, check, resolve
 from sgla.sched.limits import LONGEST
@@ -327,7 +327,7 @@ def test_weights_on_the_host_are_for_models_of_text_on_gpus() -> None:
 
 
 def test_as_few_layers_as_hold_the_bytes_stay_on_the_host() -> None:
-    spec = ModelSpec.from_config(SMOLLM2)
+    spec = read_decoder(SMOLLM2)
     layer = 2 * (576 * 1536 * 3 + 576 * 64 * (9 + 9 + 3 + 3))
     assert offloaded(spec, "bfloat16", None, 1, 0) == ((), 0, 0)
     assert offloaded(spec, "bfloat16", None, 1, 1) == ((15,), layer, layer)

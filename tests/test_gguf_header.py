@@ -19,8 +19,8 @@ from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_header import MOST_ENTRIES, MOST_ITEMS
 from sgla.hub.gguf_keys import LAYERS
 from sgla.model import limits
+from sgla.model.read import read_decoder
 from sgla.model.registry import layouts
-from sgla.model.spec import ModelSpec
 from sgla.text.tokenizer import load_tokenizer
 
 U32, I32, F32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
@@ -126,7 +126,7 @@ def read(content: bytes) -> None:
         path = Path(folder) / "model.gguf"
         path.write_bytes(content)
         file = read_gguf(path, layouts())
-        ModelSpec.from_config(file.config)
+        read_decoder(file.config)
         for weight in file.tensors():
             weight.numpy()
         load_tokenizer(file.tokenizer_raw)

@@ -23,9 +23,12 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Names of what a module imports, wherever it does so: in functions and for types alone, too."""
+    """Names of what a module imports, wherever it does so: in functions, for types alone, and by
+    ``import_module``, too."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+        elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
@@ -79,9 +82,11 @@ def test_circles_are_found() -> None:
         "p.b": "def f():\n    import p.c",
         "p.c": "if TYPE_CHECKING:\n    from p.a import name",
         "p.d": "from p.a import name",
+        "p.e": "importlib.import_module('p.f').g()",
+        "p.f": "from p import e",
     }
     edges = graph({name: ast.parse(source) for name, source in sources.items()})
-    assert circles(edges) == {frozenset({"p.a", "p.b", "p.c"})}
+    assert circles(edges) == {frozenset({"p.a", "p.b", "p.c"}), frozenset({"p.e", "p.f"})}
 
 
 def test_imports_between_files_go_one_way() -> None:

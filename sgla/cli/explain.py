@@ -24,7 +24,8 @@ from sgla.hub.source import ModelSource
 from sgla.loading.source import configured_source
 from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
-from sgla.model.sizes import Parameters, parameters, read_spec, short_count, weight_bytes
+from sgla.model.read import read_spec
+from sgla.model.sizes import Parameters, parameters, short_count, weight_bytes
 from sgla.model.state import state_of, token_bytes, unit_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, host_bytes, kv_pool, resolve

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
+from pkgutil import resolve_name
 from typing import Any
 
 from sgla import clock
@@ -71,8 +71,7 @@ def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> 
     for ring in rings:
         send_handle(pipe, ring.shared_fd, os.getppid())
         send_handle(pipe, ring.fileno(), os.getppid())
-    module, _, name = runner.partition(":")
-    make = getattr(importlib.import_module(module), name)
+    make = resolve_name(runner)
     timings["import"] = clock.now() - begun
     config, source, size, rendezvous = pipe.recv()
     logging.basicConfig(

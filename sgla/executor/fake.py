@@ -33,7 +33,7 @@ from sgla.messages import (
     StepPlan,
     StepResult,
 )
-from sgla.model.sizes import read_spec
+from sgla.model.read import read_spec
 
 if TYPE_CHECKING:
     from sgla.config import Config

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import importlib
 import traceback
 from collections.abc import Callable
+from pkgutil import resolve_name
 from queue import SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -51,8 +51,7 @@ class InlineExecutor:
     def _run(self, on_progress: Callable[[Progress], None], ready: asyncio.Future[Facts]) -> None:
         begun = clock.now()
         try:
-            module, _, name = self._runner.partition(":")
-            make = getattr(importlib.import_module(module), name)
+            make = resolve_name(self._runner)
             imported = clock.now()
             runner = make(
                 self._config,

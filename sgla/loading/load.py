@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import import_module
 from math import prod
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from sgla.loading.upload import begin_thread, synchronize, threads_for
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.generic_spec import GenericSpec
+from sgla.model.read import read_decoder
 from sgla.model.registry import class_path, family_of
 from sgla.model.sizes import as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
@@ -65,7 +66,7 @@ def load_model(
     ``on_model`` gets the model before its weights come. ``offload``: has the weights of some layers. Raises
     ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
     """
-    spec = ModelSpec.from_config(source.config)
+    spec = read_decoder(source.config)
     if isinstance(spec, GenericSpec):
         from sgla.model.generic import load_generic  # seconds, which other models need not spend
 
@@ -175,8 +176,7 @@ def load_weights(
 
 def model_of(spec: ModelSpec, build: Build, positions: int) -> CausalLM:
     """The model without weights: its layers declare in ``build`` what they want. Raises ConfigError."""
-    module, name = class_path(spec.architecture).split(":")
-    model: CausalLM = getattr(import_module(module), name)(spec, build, positions)
+    model: CausalLM = resolve_name(class_path(spec.architecture))(spec, build, positions)
     return model
 
 

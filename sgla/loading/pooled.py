@@ -17,9 +17,9 @@ from sgla.model.bert import Encoder
 from sgla.model.encoder import IGNORED, EncoderSpec
 from sgla.model.families import FAMILIES
 from sgla.model.heads import Linear, make_head
+from sgla.model.read import read_decoder
 from sgla.model.registry import body_of
 from sgla.model.sizes import kinds_of
-from sgla.model.spec import ModelSpec
 
 
 class PooledEncoder(NamedTuple):
@@ -70,7 +70,7 @@ def load_decoder(
 ) -> PooledDecoder:
     """Without its output layer. ``on_model`` is told of the body. Raises ConfigError and WeightError as
     ``load_model`` does."""
-    spec = ModelSpec.from_config(source.config)
+    spec = read_decoder(source.config)
     body = body_of(spec.architecture)
     if body is None:
         raise ConfigError(f"{spec.architecture} cannot be pooled", param="task")

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgla.errors import ConfigError
-from sgla.hub.reader import shown
+from sgla.hub.reader import Reader, shown
 from sgla.model.family import Family
+from sgla.model.windows import dual_chunk
 
 # Keys that say "none" with a null, or are worked out then.
 NULLS = frozenset(
@@ -151,3 +152,24 @@ def _off(name: str, value: Any) -> bool:
     if _FACTORS.isdisjoint(name.lower().split("_")):
         return value is None or value in (False, "", [], {})
     return value is None or value is False or (value is not True and value in (1, [], {}))
+
+
+def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> tuple[str, ...]:
+    """What to say of a file that is served:
+    of its ``unknown`` keys, and of what it names that is not used."""
+    found = []
+    if unknown:
+        more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        names = ", ".join(key[:40] for key in unknown[:8])
+        found.append(f"config.json: keys that neither transformers nor sgla reads: {names}{more}")
+    if config.get("auto_map"):
+        found.append(
+            "config.json: auto_map names code that comes with the checkpoint; it is never run, and the "
+            f"model computes what transformers' own {architecture} does"
+        )
+    if chunk := dual_chunk(Reader(architecture, config)):
+        found.append(
+            f"config.json: dual_chunk_attention_config changes attention beyond {chunk} tokens, which is "
+            "not supported, so the context ends there"
+        )
+    return tuple(found)

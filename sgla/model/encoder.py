@@ -10,11 +10,10 @@ from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader, shown
-from sgla.model.config_keys import check_keys
+from sgla.model.config_keys import check_keys, noted
 from sgla.model.families import FAMILIES
 from sgla.model.limits import HEADS, INNER, LAYERS, VOCAB, WIDTH
 from sgla.model.registry import architecture_of, body_of, check_architecture, family_of
-from sgla.model.spec import noted
 from sgla.quant.methods import method_of
 
 ACTIVATIONS = {

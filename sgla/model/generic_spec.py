@@ -15,8 +15,9 @@ from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.layers.spec import AttentionSpec
 from sgla.model.registry import architecture_of, check_architecture, is_known
-from sgla.model.spec import FACTS, ModelSpec
+from sgla.model.spec import ModelSpec
 
+FACTS = "sgla_facts"  # key of the configuration that has what a module has shown
 SECONDS = 300  # that the module may take to show itself
 LACKS = (
     "tp",

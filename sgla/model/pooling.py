@@ -15,8 +15,8 @@ from sgla.errors import ConfigError
 from sgla.hub.reader import Reader, shown
 from sgla.hub.source import ModelSource, read_json
 from sgla.messages import Dense, Pooling
+from sgla.model.read import read_spec
 from sgla.model.registry import architecture_of, body_of, is_encoder
-from sgla.model.sizes import read_spec
 
 CLASSIFIER = "ForSequenceClassification"
 GENERATES = ("ForCausalLM", "ForConditionalGeneration")

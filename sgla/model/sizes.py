@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from sgla.errors import ConfigError
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec
-from sgla.model.registry import architecture_of, is_encoder
+from sgla.model.read import read_spec
+from sgla.model.registry import architecture_of
 from sgla.model.spec import ModelSpec
 from sgla.quant.formats import FORMATS
 from sgla.quant.method import Method
@@ -31,12 +32,6 @@ class Wide(NamedTuple):
 
     names: frozenset[str]
     nbytes: float
-
-
-def read_spec(config: Mapping[str, Any]) -> ModelSpec | EncoderSpec:
-    """The shape of the model that a config.json describes. Raises ConfigError."""
-    encoder = is_encoder(architecture_of(config))
-    return EncoderSpec.from_config(config) if encoder else ModelSpec.from_config(config)
 
 
 def as_stored(method: Method | None, quantization: str | None) -> Method | None:

@@ -140,3 +140,21 @@ def layer_types(c: Reader, layers: int, window: int) -> list[str]:
             param="model",
         )
     return kinds
+
+
+def dual_chunk(c: Reader) -> int:
+    """How many tokens Qwen's dual chunk attention (arXiv 2402.17463) reads as full attention does;
+    0: it is not wanted."""
+    name = "dual_chunk_attention_config"
+    table = c.table(name)
+    if not table:
+        return 0
+    known = ("chunk_size", "local_size", "original_max_position_embeddings")
+    for key in table:
+        if key not in known and not key.startswith("sparse_attention"):
+            raise c.error(name, f"an object of {', '.join(known)} and sparse_attention settings")
+    sizes = Reader(f"{c.architecture}, {name}", table)
+    chunk = sizes.integer("chunk_size", POSITIONS) - sizes.integer("local_size", POSITIONS)
+    if chunk < 1:
+        raise c.error(name, "a chunk_size above the local_size")
+    return chunk

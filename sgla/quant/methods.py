@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from sgla.errors import ConfigError
@@ -38,8 +38,7 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
     if not isinstance(kind, str) or kind not in _METHODS:
         kind = kind or ("bitsandbytes" if c.get("load_in_8bit") or c.get("load_in_4bit") else "unnamed")
         raise unsupported(kind, c)
-    module, _, attribute = _METHODS[kind].partition(":")
-    made: Method = getattr(import_module(module), attribute)(c)
+    made: Method = resolve_name(_METHODS[kind])(c)
     made.notes += check_method_keys(kind, c)
     return made
 

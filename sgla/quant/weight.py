@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import ClassVar, Protocol, Self, cast
 
 import torch
@@ -204,8 +204,7 @@ class Weight(ABC):
 
 def storage(kind: str) -> type[Weight]:
     """The class of a registered format."""
-    module, _, attribute = FORMATS[kind].storage.partition(":")
-    found: type[Weight] = getattr(import_module(module), attribute)
+    found: type[Weight] = resolve_name(FORMATS[kind].storage)
     return found
 
 

@@ -25,8 +25,8 @@ from sgla.messages import (
     StepResult,
 )
 from sgla.model.base import CausalLM
+from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
-from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of
 from sgla.sampling import Sampler, Samples, faults
 from sgla.sampling.draw import draw
@@ -60,7 +60,7 @@ class CpuRunner(Runner):
     def _load(self, config: Config, source: ModelSource) -> None:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         processors = load_processors(config.logits_processors)
-        spec, step_tokens = ModelSpec.from_config(source.config), config.step_tokens or STEP_TOKENS
+        spec, step_tokens = read_decoder(source.config), config.step_tokens or STEP_TOKENS
         slots = most_rows(config, spec.hidden, self.pooling, SLOTS)
         weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
         check_weights(weights, self.place.free())

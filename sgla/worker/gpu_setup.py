@@ -18,7 +18,7 @@ from sgla.loading.offload import Offload, copying
 from sgla.loading.pooled import load_decoder
 from sgla.messages import Facts, Progress, StepCost
 from sgla.model.base import CausalLM
-from sgla.model.spec import ModelSpec
+from sgla.model.read import read_decoder
 from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.facts import answer_facts
@@ -50,7 +50,7 @@ class GpuSetup(Runner):
 
     def _load(self, config: Config, source: ModelSource) -> None:
         woken = compilers().submit(wake_triton, self.shard.rank)
-        spec = ModelSpec.from_config(source.config)
+        spec = read_decoder(source.config)
         sizes = choose_sizes(config, spec, self.pooling)
         kernels, self.notes = choose_kernels(config, spec, self.place, sizes)
         self.notes += self.place.notes

@@ -30,7 +30,7 @@ from sgla.kernels.gpu.tiles import GATES
 from sgla.loading.load import decoder_build, model_of
 from sgla.loading.source import configured_source
 from sgla.model.pooling import read_pooling
-from sgla.model.spec import ModelSpec
+from sgla.model.read import read_decoder
 from sgla.model.state import kv_groups
 from sgla.worker.gpu_load import choose_sizes, dtype_of, shapes_of
 from sgla.worker.kv import allocate_kv
@@ -51,7 +51,7 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
         yield f"kernels on {device.name}: an encoder runs op by op, and no rule takes its layers"
         return
     yield f"kernels on {device.name}: how many layers each rule takes, and why others are not taken"
-    spec = ModelSpec.from_config(source.config)
+    spec = read_decoder(source.config)
     sizes = choose_sizes(config, spec, pooling)
     backend, notes = attention.choose(
         config.attention_backend,
@@ -95,7 +95,7 @@ class _Attention:
 
 def forward_of(config: Config, source: ModelSource) -> gpu.RecordedForward:
     """The forward pass of a model without weights, which can be recorded and rewritten."""
-    spec, dtype = ModelSpec.from_config(source.config), dtype_of(config)
+    spec, dtype = read_decoder(source.config), dtype_of(config)
     quantization = config.quantization or spec.quantization
     with torch.device("meta"):
         build = decoder_build(source, spec, dtype, quantization, Shard(0, config.tp))

@@ -13,7 +13,7 @@ from sgla.kernels.build import BuildError
 from sgla.kernels.cpu.native import library, prepare
 from sgla.messages import Progress
 from sgla.model.pooling import read_pooling
-from sgla.model.spec import ModelSpec
+from sgla.model.read import read_decoder
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.encoder import EncoderRunner
 from sgla.worker.runner import Runner
@@ -45,7 +45,7 @@ def check_deterministic(source: ModelSource) -> None:
     """Raise ConfigError for what torch computes, whose bits depend on the number of rows: routers, and
     everything where the native kernels cannot be had."""
     obstacle = None
-    if ModelSpec.from_config(source.config).moe is not None:
+    if read_decoder(source.config).moe is not None:
         obstacle = "for mixtures of experts"
     else:
         try:

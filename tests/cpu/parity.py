@@ -24,7 +24,7 @@ from sgla.hub import source as files
 from sgla.loading.load import load_model
 from sgla.model.families import FAMILIES
 from sgla.model.generic import probe
-from sgla.model.spec import FACTS
+from sgla.model.generic_spec import FACTS
 
 NEW = 64  # greedy tokens
 MOST = 1e-3  # nats, between two logprobs of a token

@@ -28,8 +28,9 @@ from sgla.loading.load import load_model
 from sgla.model.config_keys import HARMLESS
 from sgla.model.families import FAMILIES
 from sgla.model.pooling import read_pooling
+from sgla.model.read import read_spec
 from sgla.model.registry import family_of, is_encoder
-from sgla.model.sizes import read_spec, weight_bytes
+from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import Machine, detect
 from sgla.resolve import resolve
 from sgla.worker.start_cpu import cpu_runner

@@ -30,9 +30,9 @@ from sgla.layers.spec import AttentionSpec
 from sgla.loading.load import load_model
 from sgla.model import registry
 from sgla.model.llama import Llama
+from sgla.model.read import read_decoder, read_spec
 from sgla.model.ropes import ropes
-from sgla.model.sizes import read_spec, weight_bytes
-from sgla.model.spec import ModelSpec
+from sgla.model.sizes import weight_bytes
 from sgla.model.state import token_bytes
 from sgla.worker.cpu import CpuRunner
 
@@ -265,7 +265,7 @@ def test_layers_with_shapes_of_their_own(
     matrices = sum(p.numel() for p in narrowed(hf.state_dict()).values() if p.dim() > 1)
     assert abs(weight_bytes(model.spec, "float32", None, 1) / 4 / matrices - 1) < 0.02
     with pytest.raises(ConfigError, match="head_dim is .* a list of 3 numbers"):
-        ModelSpec.from_config(source.config | {"head_dim": [8, 8]})
+        read_decoder(source.config | {"head_dim": [8, 8]})
 
 
 def with_sinks(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:

@@ -21,9 +21,9 @@ from sgla.hub.source import ModelSource
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model.generic import Generic, probe
-from sgla.model.generic_spec import settled
+from sgla.model.generic_spec import FACTS, settled
+from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
-from sgla.model.spec import FACTS, ModelSpec
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
@@ -217,4 +217,4 @@ def test_code_of_a_checkpoint_runs_if_it_is_trusted(tmp_path: Path, monkeypatch:
     found = Eager(model).prompt_logprobs(PROMPTS[2:])
     expected = (-hf(torch.tensor(PROMPTS[2:])).logits[0]).log_softmax(-1)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
-    assert ModelSpec.from_config(config | {FACTS: {**probe(config, tmp_path, True)}}).layers == 3
+    assert read_decoder(config | {FACTS: {**probe(config, tmp_path, True)}}).layers == 3

@@ -26,7 +26,7 @@ from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.gguf_header import decodable
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
-from sgla.model.spec import ModelSpec
+from sgla.model.read import read_decoder
 from sgla.resolve import resolve
 
 ARCHITECTURES = {
@@ -191,12 +191,10 @@ def test_every_type_gives_the_logits_of_its_decoded_weights(kind: Type, tmp_path
 def test_rope_tables_and_scaling_come_along(tmp_path: Path) -> None:
     factors = [1.0, 2.0, 4.0, 8.0]
     hf = save_checkpoint(tmp_path, "llama")
-    table = (
-        ModelSpec.from_config(open_source(convert(hf, tmp_path / "a.gguf", factors)).config).attention[0].rope
-    )
+    table = read_decoder(open_source(convert(hf, tmp_path / "a.gguf", factors)).config).attention[0].rope
     assert (table.kind, table.scaling["factors"]) == ("factors", factors)
     path = convert(hf, tmp_path / "b.gguf", rope__scaling__type="linear", rope__scaling__factor=4.0)
-    linear = ModelSpec.from_config(open_source(path).config).attention[0].rope
+    linear = read_decoder(open_source(path).config).attention[0].rope
     assert (linear.kind, linear.scaling["factor"]) == ("linear", 4.0)
 
 

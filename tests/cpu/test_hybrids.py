@@ -21,8 +21,8 @@ from sgla.hub.source import ModelSource, open_source
 from sgla.kernels.ops import StateLayer
 from sgla.loading.load import load_model
 from sgla.messages import StepPlan, Submit
+from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
-from sgla.model.spec import ModelSpec
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
 from sgla.sched.core import Core
@@ -128,10 +128,10 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], word: str) -> None:
     own = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
     config = SMALL | HEADS | EXPERTS | own
     rope = {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "rope_theta": 5e3}
-    spec = ModelSpec.from_config(config | {"rope_parameters": rope})
+    spec = read_decoder(config | {"rope_parameters": rope})
     assert spec.attention[0] == spec.attention[2]  # delta nets, but for every fourth layer
     with pytest.raises(ConfigError, match=word):
-        ModelSpec.from_config(config | change)
+        read_decoder(config | change)
 
 
 def test_what_states_cannot_do_is_refused() -> None:

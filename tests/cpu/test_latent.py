@@ -16,8 +16,8 @@ from sgla.loading.load import load_model
 from sgla.model import registry
 from sgla.model.families import FAMILIES
 from sgla.model.family import Family
+from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
-from sgla.model.spec import ModelSpec
 from sgla.model.state import state_of
 from sgla.worker.cpu import CpuRunner
 
@@ -123,6 +123,6 @@ async def test_two_ranks_split_the_heads_of_one_latent(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
     config = SMALL | SIZES | {"architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3"}
-    ModelSpec.from_config(config)
+    read_decoder(config)
     with pytest.raises(ConfigError, match=message):
-        ModelSpec.from_config(config | change)
+        read_decoder(config | change)

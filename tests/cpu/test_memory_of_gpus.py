@@ -21,6 +21,7 @@ from sgla.dist import gpus
 from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer, Scoring
+from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, KVGroup, Pool
 from sgla.worker import gpu_memory
@@ -32,7 +33,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def spec(name: str) -> ModelSpec:
-    return ModelSpec.from_config(json.loads((MODELS / name / "config.json").read_text()))
+    return read_decoder(json.loads((MODELS / name / "config.json").read_text()))
 
 
 def no_advice(missing: int) -> Advice:

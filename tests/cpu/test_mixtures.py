@@ -16,8 +16,8 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import open_source
 from sgla.loading import load
 from sgla.loading.load import load_model
-from sgla.model.sizes import parameters, read_spec, weight_bytes
-from sgla.model.spec import ModelSpec
+from sgla.model.read import read_decoder, read_spec
+from sgla.model.sizes import parameters, weight_bytes
 from sgla.quant.weight import pack
 from sgla.worker.cpu import CpuRunner
 
@@ -284,9 +284,9 @@ def test_what_cannot_be_is_refused(family: tuple[str, Any], change: dict[str, An
     """By name, before anything is loaded."""
     model_type, changes = family
     config = SMALL | changes | {"architectures": [NAMES[model_type]], "model_type": model_type}
-    ModelSpec.from_config(config)
+    read_decoder(config)
     with pytest.raises(ConfigError, match=word):
-        ModelSpec.from_config(config | change)
+        read_decoder(config | change)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sgla.hub.source import open_source
 from sgla.loading.load import load_model
-from sgla.model.spec import ModelSpec
+from sgla.model.read import read_decoder
 
 NEW = 24
 LENGTHS = [1, 2, 7, 16, 33, 64, 111, 200]
@@ -142,7 +142,7 @@ def test_old_and_new_style_configs_agree(tmp_path: Path) -> None:
         "torch_dtype": "float32",
         "sliding_window_pattern": 6,
     }
-    a, b = ModelSpec.from_config(new), ModelSpec.from_config(old)
+    a, b = read_decoder(new), read_decoder(old)
     assert (a.attention, a.dtype) == (b.attention, b.dtype)
     assert [layer.rope.theta for layer in a.attention if layer.rope] == [1e4] * 5 + [1e6, 1e4]
     assert a.windows == (10,) * 5 + (0, 10)

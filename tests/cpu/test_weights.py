@@ -21,9 +21,9 @@ from sgla.layers.linear import split_heads
 from sgla.loading.load import load_model
 from sgla.loading.upload import places, read
 from sgla.messages import Progress
+from sgla.model.read import read_decoder
 from sgla.model.registry import check_architecture
 from sgla.model.sizes import weight_bytes, wide_matrices
-from sgla.model.spec import ModelSpec
 
 LLAMA = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
@@ -213,7 +213,7 @@ def test_int4_keeps_in_int8_what_rounding_harms_most_for_its_bytes() -> None:
 
 
 def test_int4_spends_nothing_on_matrices_that_have_four_bits() -> None:
-    spec = ModelSpec.from_config(LLAMA | {"num_hidden_layers": 8})
+    spec = read_decoder(LLAMA | {"num_hidden_layers": 8})
     assert wide_matrices(spec, lambda name: True) == (frozenset(), 0.0)
     some = wide_matrices(spec, lambda name: "self_attn" in name).names
     assert some
@@ -242,7 +242,7 @@ def test_progress_counts_every_value() -> None:
 )
 def test_bad_configurations_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_architecture(ModelSpec.from_config(LLAMA | changes).architecture)
+        check_architecture(read_decoder(LLAMA | changes).architecture)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 2), (8, 8), (6, 1), (12, 4)])

@@ -14,7 +14,7 @@ from sgla.dist import Shard
 from sgla.hub.source import open_source
 from sgla.layers.build import Build
 from sgla.loading.load import load_model, model_of
-from sgla.model.spec import ModelSpec
+from sgla.model.read import read_decoder
 from sgla.quant.weight import Weight
 
 MODELS = Path(__file__).parents[2] / "bench/models"
@@ -53,7 +53,7 @@ def test_the_gpu_has_what_the_cpu_reads(
     config = json.loads((MODELS / model / "config.json").read_text()) | SMALL
     if "num_experts" in config:
         config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    spec = ModelSpec.from_config(config)
+    spec = read_decoder(config)
     build = Build(kind="bf16", vocab_kind="bf16", plain="bf16")
     model_of(spec, build, 64)
     names = sorted(build.table)
@@ -96,7 +96,7 @@ def test_packed_checkpoints_become_the_same_floats(tmp_path: Path, method: str) 
     """GPUs compute them in bfloat16."""
     said = {"quantization_config": {"quant_method": method} | PACKED[method]}
     config = json.loads((MODELS / "qwen3-8b/config.json").read_text()) | SMALL | said
-    spec, build = ModelSpec.from_config(config), Build(kind="bf16", vocab_kind="bf16", plain="bf16")
+    spec, build = read_decoder(config), Build(kind="bf16", vocab_kind="bf16", plain="bf16")
     model_of(spec, build, 64)
     assert spec.method is not None
     tensors: dict[str, torch.Tensor] = {}
