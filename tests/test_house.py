@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = 110
 LONGEST_FUNCTION, LONGEST_CLASS = 45, 350  # lines; a hundredth of the functions may be longer
 
 
@@ -103,6 +104,14 @@ def test_functions_are_short() -> None:
 
 def test_classes_are_short() -> None:
     assert not [name for lines, name in lengths(ast.ClassDef) if lines > LONGEST_CLASS]
+
+
+def test_lines_of_c_and_cuda_are_short() -> None:
+    """Those of Python are ruff's."""
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    assert len(sources) > 20
+    lines = [(path.name, line) for path in sources for line in path.read_text().splitlines()]
+    assert not [(name, line) for name, line in lines if len(line) > COLUMNS]
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
