@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.dist import Shard
+from sgla.quant.formats import common
 from sgla.quant.method import PLAIN, Method
 from sgla.quant.weight import SourceTensor, Weight, storage
 
@@ -178,11 +179,11 @@ class Build:
         return self.checkpoint if quantized else PLAIN
 
     def empty(self, n: int, k: int, *modules: str) -> Weight:
-        """An uninitialized weight ``[n, k]`` for linear layers that are multiplied as one; in floating point
-        if the checkpoint has one of them so."""
+        """An uninitialized weight ``[n, k]`` for linear layers that are multiplied as one, in a storage that
+        has the numbers of all."""
         kind = self.kinds.get(f"{modules[0]}.weight", self.kind)
-        if self.as_stored and any(self.method(module) is PLAIN for module in modules):
-            kind = self.plain
+        if self.as_stored and not self.kinds:
+            kind = common({self.method(module).kept(module) or self.plain for module in modules}, self.plain)
         made = self.elsewhere(modules[0], storage(kind), n, k)
         return storage(kind).empty(n, k) if made is None else made
 

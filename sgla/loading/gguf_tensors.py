@@ -12,16 +12,9 @@ from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
 from sgla.model.latent_spec import LatentSpec
 from sgla.model.spec import ModelSpec
+from sgla.quant.formats import common
 from sgla.quant.groups import GROUP, Groups
 from sgla.quant.weight import SourceTensor, Weight, storage
-
-# Formats that have the values of others without loss, the smaller ones first.
-HOLDS: dict[str, set[str]] = {
-    "q5_0": {"q5_0", "q4_0"},
-    "q8_0": {"q8_0", "q5_0", "q4_0"},
-    "int4": {"int4", "q4_0"},
-    "int8": {"int8", "int4", "q8_0", "q5_0", "q4_0"},
-}
 
 
 def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) -> dict[str, str]:
@@ -34,7 +27,7 @@ def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) 
             names = [f"{layer}.{name}_proj.weight" for name in names]
             found = {kinds[name] for name in names if name in kinds}
             if len(found) > 1:
-                kinds |= dict.fromkeys(names, next((k for k, held in HOLDS.items() if found <= held), plain))
+                kinds |= dict.fromkeys(names, common(found, plain))
         out = f"{layer}.self_attn.o_proj.weight"
         attention = spec.attention[i]
         width = attention.value if isinstance(attention, LatentSpec) else attention.v_dim

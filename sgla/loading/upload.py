@@ -15,6 +15,7 @@ from torch import Tensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8}
+DTYPES |= {"I16": torch.int16, "I64": torch.int64, "F8_E8M0": torch.float8_e8m0fnu}
 BUFFERS = 2  # one is filled while the other one is copied
 
 

@@ -16,11 +16,26 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {}
+# Storages that have the values of others without loss, the smaller ones first.
+HOLDS: dict[str, set[str]] = {
+    "q5_0": {"q5_0", "q4_0"},
+    "q8_0": {"q8_0", "q5_0", "q4_0"},
+    "int4": {"int4", "q4_0"},
+    "int8": {"int8", "int4", "q8_0", "q5_0", "q4_0"},
+}
 
 
 def register(format: Format) -> None:
     """Add a storage, which may be a class of any module."""
     FORMATS[format.name] = format
+
+
+def common(kinds: set[str], plain: str) -> str:
+    """The smallest storage that has the values of all ``kinds``; ``plain``, of floating-point numbers, if no
+    other has."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return next((kind for kind, held in HOLDS.items() if kinds <= held), plain)
 
 
 register(Format("f32", "sgla.quant.plain:F32", 4.0))

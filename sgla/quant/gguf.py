@@ -16,10 +16,10 @@ class Gguf(Method):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.kept: dict[str, float] = config["kept"]  # what part of the matrices' values each storage has
+        self.shares: dict[str, float] = config["kept"]  # what part of the matrices' values each storage has
 
     def bytes(self, plain: str) -> float:
-        return sum(FORMATS[kind or plain].bytes * part for kind, part in self.kept.items())
+        return sum(FORMATS[kind or plain].bytes * part for kind, part in self.shares.items())
 
     def vocab_bytes(self, plain: str) -> float:
         return self.bytes(plain)

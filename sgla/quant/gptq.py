@@ -1,19 +1,21 @@
 """GPTQ and AWQ checkpoints (arXiv 2210.17323, 2306.00978). Loads no torch.
 
 Beside ``X.scales`` there are ``X.qweight`` and ``X.qzeros``, with several numbers in each int32, and with
-GPTQ ``X.g_idx``, the group of each input channel. A CPU keeps them in groups of 32: GPTQ's symmetric ones as
-they are, others with the minimum of a group rounded to float16. Where the channels of a group do not lie
-together (``desc_act``), and on GPUs, the weights become floating-point numbers.
+GPTQ ``X.g_idx``, the group of each input channel. ``checkpoint_format`` says how the numbers lie: GPTQ's own
+order with zero points one less than they mean, or as they are (version 2); AWQ's ``gemm``, ``gemv`` and
+``gemv_fast``; or Marlin's (arXiv 2408.11743). A CPU keeps them in groups of 32: symmetric ones as they are,
+others with the minimum of a group rounded to float16. Where the channels of a group do not lie together
+(``desc_act``), and on GPUs, the weights become floating-point numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.reader import Reader, shown
-from sgla.quant.method import Held, Method
+from sgla.quant.method import Expressions, Held, Method
 
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
@@ -24,57 +26,112 @@ SCATTERED = (
 )
 SCALES = ("F16", "BF16", "F32")
 GROUP = 32  # channels of k that have constants of their own in our storages
+# What may stand in GPTQModel's settings for some layers and says how the numbers were found.
+_FOUND = {"mse", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "gptaq", "v2"}
+_FOUND |= {"act_group_aware", "hyb_act", "failsafe", "fallback"}
 
 
-class Grouped(Method):
-    """Integers of ``bits`` bits, of which ``group`` channels have constants in common (0: all)."""
+class Scheme(NamedTuple):
+    """How the numbers of a layer are stored: integers of ``bits`` bits, of which ``group`` channels have
+    constants in common (0: all). ``reordered``: these do not lie together."""
 
     bits: int
     group: int
+    symmetric: bool
+    reordered: bool = False
 
-    def keep(self, symmetric: bool, reordered: bool = False) -> None:
-        """Say what CPUs keep such layers in. ``reordered``: the channels of a group do not lie together."""
-        fits = not (reordered or self.group % GROUP)
-        self.storage = (f"q{self.bits}_0" if symmetric else f"int{self.bits}") if fits else ""
-        self.devices = ("cpu",) if fits else ()
-        self.notes = SCATTERED if reordered else ()
+    @property
+    def storage(self) -> str:
+        """That of CPUs; empty: floating-point numbers."""
+        if (self.reordered and self.group) or self.group % GROUP:
+            return ""
+        wide = 4 if self.bits <= 4 else 8
+        return f"q{wide}_0" if self.symmetric else f"int{wide}"
+
+
+class Grouped(Method):
+    """Integers in groups. ``scheme``: of all layers but those that ``of`` has others for."""
+
+    scheme: Scheme
+
+    def keep(self, others: Iterable[Scheme] = ()) -> None:
+        """Say what CPUs keep such layers in."""
+        schemes = [self.scheme, *others]
+        self.storage = max((each.storage for each in schemes), key=lambda kind: (kind == "", kind[1:]))
+        self.devices = ("cpu",) if any(each.storage for each in schemes) else ()
+        self.notes = SCATTERED if any(each.reordered and each.group for each in schemes) else ()
+
+    def of(self, module: str) -> Scheme:
+        return self.scheme
+
+    def kept(self, module: str) -> str:
+        return self.of(module).storage
 
 
 class Gptq(Grouped):
     name = "gptq"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
         c = Reader("gptq", config)
-        super().__init__(config, _left_out(c))
-        self.bits = _bits(c, (4, 8))
-        self.group = _group(c, "group_size")
-        self.symmetric, self.reordered = c.flag("sym") or not c.given("sym"), c.flag("desc_act")
-        self.plus = 1 if _format(c, ("gptq", "gptq_v2"), "checkpoint_format", "format") == "gptq" else 0
-        self.keep(self.symmetric, self.reordered)
+        self.scheme = _scheme(c)
+        rules = c.table("dynamic")
+        self._rules = Expressions([rule.removeprefix("+:").removeprefix("-:") for rule in rules])
+        self._schemes = [None if rule[:2] == "-:" else self._other(c, rules, rule) for rule in rules]
+        self.format = _format(c, ("gptq", "gptq_v2", "marlin"), "checkpoint_format", "format")
+        if c.flag("is_marlin_format"):
+            self.format = "marlin"
+        if self.format == "marlin":
+            _check_marlin(c, [self.scheme, *(s for s in self._schemes if s)])
+        self.keep(scheme for scheme in self._schemes if scheme is not None)
+
+    def _other(self, c: Reader, rules: dict[str, Any], rule: str) -> Scheme:
+        """That of the layers which a rule of ``dynamic`` names."""
+        given = Reader("gptq", rules).table(rule)
+        for key in given:
+            if key not in {"bits", "group_size", "sym", "desc_act"} | _FOUND:
+                raise c.error("dynamic", f"rules without {key[:40]!r}, which sgla does not know")
+        return _scheme(Reader("gptq: dynamic", {**c.values, **given}))
+
+    def covers(self, module: str) -> bool:
+        rule = self._rules.first(module)
+        return super().covers(module) and (rule is None or self._schemes[rule] is not None)
+
+    def of(self, module: str) -> Scheme:
+        rule = self._rules.first(module)
+        return (None if rule is None else self._schemes[rule]) or self.scheme
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
-        each, groups = 32 // self.bits, -(-k // (self.group or k))
+        bits, group, _, reordered = self.of(module)
+        groups = -(-k // (group or k))
+        if self.format == "marlin":
+            return _of_marlin(module, "B", "s", n, k, groups)
         return {
-            f"{module}.qweight": Held((k // each, n), ("I32",)),
-            f"{module}.qzeros": Held((groups, n // each), ("I32",)),
+            f"{module}.qweight": Held((k * bits // 32, n), ("I32",)),
+            f"{module}.qzeros": Held((groups, n * bits // 32), ("I32",)),
             f"{module}.scales": Held((groups, n), SCALES),
-            f"{module}.g_idx": Held((k,), ("I32",), optional=not self.reordered),
+            f"{module}.g_idx": Held((k,), ("I32",), optional=not reordered),
         }
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
         from sgla.quant import quants
 
-        group = self.group or k
+        bits, group, symmetric, reordered = self.of(module)
+        group = group or k
+        _check_tiles(module, self.format, n, k)
+        if self.format == "marlin":
+            return quants.Marlin(stored[f"{module}.B"], None, stored[f"{module}.s"], (n, k), bits, group)
         qweight, qzeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
         g_idx = stored.get(f"{module}.g_idx")
         order = None if g_idx is None else quants.group_order(f"{module}.g_idx", g_idx, k, group)
-        if order is not None and not self.reordered:
+        if order is not None and not reordered:
             raise WeightError(f"{module}.g_idx is not in order, though desc_act is false")
-        zeros = quants.numbers(qzeros.values(), self.bits, 1).int() + self.plus
-        if self.symmetric and bool((zeros != 1 << self.bits - 1).any()):
+        plus = 1 if self.format == "gptq" else 0
+        zeros = quants.numbers(qzeros.values(), bits, 1).int() + plus
+        if symmetric and bool((zeros != 1 << bits - 1).any()):
             raise WeightError(f"{module}.qzeros is not half of the range, though sym is true")
-        made = quants.Gptq if self.plus else quants.Gptq2
-        return made(qweight, qzeros, scales, (n, k), self.bits, group, order)
+        made = quants.Gptq if plus else quants.Gptq2
+        return made(qweight, qzeros, scales, (n, k), bits, group, order)
 
     def unused(self, name: str, tensor: StoredTensor) -> bool:
         """AutoGPTQ writes a bias of zeros for every layer."""
@@ -87,36 +144,96 @@ class Awq(Grouped):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         c = Reader("awq", config)
-        self.bits = _bits(c, (4,), "bits" if c.given("bits") else "w_bit")
-        self.group = _group(c, "group_size" if c.given("group_size") else "q_group_size")
-        _format(c, ("gemm",), "checkpoint_format", "version", "format")
+        bits = _bits(c, (4,), "bits" if c.given("bits") else "w_bit")
+        group = _group(c, "group_size" if c.given("group_size") else "q_group_size")
+        keys = "checkpoint_format", "version", "format"
+        self.format = _format(c, ("gemm", "gemv", "gemv_fast", "llm-awq", "marlin"), *keys)
         if config.get("backend") == "llm-awq":
-            raise c.error("backend", "another: only numbers in the order of gemm are supported")
-        if config.get("zero_point", True) is not True:
-            raise c.error("zero_point", "true")
-        self.keep(symmetric=False)
+            self.format = "llm-awq"
+        marlin = self.format == "marlin"
+        if config.get("zero_point", True) is marlin:
+            raise c.error("zero_point", "false in Marlin's format" if marlin else "true")
+        self.scheme = Scheme(bits, group, symmetric=marlin)
+        if marlin:
+            _check_marlin(c, [self.scheme])
+        self.keep()
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
-        groups = -(-k // (self.group or k))
-        return {
-            f"{module}.qweight": Held((k, n // 8), ("I32",)),
-            f"{module}.qzeros": Held((groups, n // 8), ("I32",)),
-            f"{module}.scales": Held((groups, n), SCALES),
-        }
+        groups = -(-k // (self.scheme.group or k))
+        padded = 8 * _padded_words(groups, self.scheme.group or k)
+        parts: dict[str, Held]
+        if self.format == "marlin":
+            return _of_marlin(module, "qweight", "scales", n, k, groups)
+        if self.format == "gemm":
+            parts = {
+                "qweight": Held((k, n // 8), ("I32",)),
+                "qzeros": Held((groups, n // 8), ("I32",)),
+                "scales": Held((groups, n), SCALES),
+            }
+        elif self.format == "gemv":
+            parts = {
+                "qweight": Held((n, k // 8), ("I32",)),
+                "qzeros": Held((n, padded // 8), ("I32",)),
+                "scales": Held((n, padded), SCALES),
+            }
+        else:
+            minimum = "qzeros" if self.format == "gemv_fast" else "scaled_zeros"
+            parts = {
+                "qweight": Held((n // 4, k), ("I16",)),
+                minimum: Held((padded, n), SCALES),
+                "scales": Held((padded, n), SCALES),
+            }
+        return {f"{module}.{part}": held for part, held in parts.items()}
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
         from sgla.quant import quants
 
-        qweight, qzeros, scales = (stored[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
-        return quants.Awq(qweight, qzeros, scales, (n, k), self.bits, self.group or k)
+        _check_tiles(module, self.format, n, k)
+        zeros = stored.get(f"{module}.{'scaled_zeros' if self.format == 'llm-awq' else 'qzeros'}")
+        parts = stored[f"{module}.qweight"], zeros, stored[f"{module}.scales"]
+        settings = (n, k), self.scheme.bits, self.scheme.group or k
+        if self.format == "marlin":
+            return quants.Marlin(*parts, *settings)
+        if self.format == "gemm":
+            return quants.Awq(*parts, *settings)
+        return (quants.AwqRows if self.format == "gemv" else quants.AwqFast)(*parts, *settings)
 
 
-def _left_out(c: Reader) -> list[str]:
-    """What GPTQModel's settings for some layers say, as entries of an ignore list."""
-    rules = c.table("dynamic")
-    if not all(rule.startswith("-:") for rule in rules):
-        raise c.error("dynamic", "rules that leave layers out (-:...)")
-    return [f"re:{rule[2:]}" for rule in rules]
+def _of_marlin(module: str, weight: str, scales: str, n: int, k: int, groups: int) -> dict[str, Held]:
+    return {
+        f"{module}.{weight}": Held((k // 16, n * 2), ("I32",)),
+        f"{module}.{scales}": Held((groups, n), SCALES),
+    }
+
+
+def _check_tiles(module: str, format: str, n: int, k: int) -> None:
+    """Raises WeightError where a matrix cannot lie so."""
+    rows, channels = {"marlin": (64, 16), "gemv_fast": (4, 64), "llm-awq": (4, 64)}.get(format, (1, 1))
+    if n % rows or k % channels:
+        raise WeightError(f"{module} is {n} x {k}; the format {format} has multiples of {rows} x {channels}")
+
+
+def _padded_words(groups: int, group: int) -> int:
+    """int32 that AWQ's kernels for vectors want for the zeros of a row."""
+    multiple = {64: 2, 32: 4}.get(group, 1)
+    return -(-groups // (8 * multiple)) * multiple
+
+
+def _check_marlin(c: Reader, schemes: list[Scheme]) -> None:
+    for bits, _, symmetric, reordered in schemes:
+        if bits != 4:
+            raise c.error("bits", "4 in Marlin's format")
+        if not symmetric or reordered:
+            raise ConfigError(
+                "config.json: quantization_config: Marlin's format is symmetric and without act-order; sym "
+                "and desc_act say something else",
+                param="model",
+            )
+
+
+def _scheme(c: Reader) -> Scheme:
+    group, symmetric = _group(c, "group_size"), c.flag("sym") or not c.given("sym")
+    return Scheme(_bits(c, (2, 3, 4, 8)), group, symmetric, c.flag("desc_act"))
 
 
 def _format(c: Reader, known: tuple[str, ...], *keys: str) -> str:

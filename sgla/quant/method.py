@@ -21,7 +21,7 @@ LISTS = (
     "ignored_layers",
     "exclude_modules",
 )  # of layers left as they are
-EXPRESSIONS, LENGTH = 4096, 1024  # in the ignore lists of a file, and characters of each
+EXPRESSIONS, LENGTH = 4096, 1024  # in such a list of a file, and characters of each
 SECONDS = 5.0  # that all layers' names may be compared with them
 
 
@@ -38,8 +38,8 @@ class Method:
     """A format in which a checkpoint has its linear layers; this one: a floating-point matrix each.
 
     Made of the file's ``quantization_config``; raises ConfigError for what it cannot honour. ``storage``: in
-    what ``devices`` keep such layers; all others keep floating-point numbers. ``notes``: what to say of a
-    file that is served.
+    what ``devices`` keep such layers (``kept``); all others keep floating-point numbers. ``notes``: what to
+    say of a file that is served.
     """
 
     name: ClassVar[str] = "none"
@@ -48,14 +48,17 @@ class Method:
     notes: tuple[str, ...] = ()
     experts_alone: ClassVar[bool] = False  # it has no linear layers, but stacks of experts (``stack``)
 
-    def __init__(self, config: Mapping[str, Any], left_out: Iterable[str] = ()) -> None:
-        """``left_out``: entries of another list."""
-        self.ignored = Ignored([*(name for key in LISTS for name in _names(config, key)), *left_out])
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.ignored = Ignored([name for key in LISTS for name in _names(config, key)])
 
     def covers(self, module: str) -> bool:
         """Whether the file has this layer so: no ignore list names it, or what it is a part of. Raises
         ConfigError where comparing takes too long."""
         return module not in self.ignored
+
+    def kept(self, module: str) -> str:
+        """The storage of this layer; empty: floating-point numbers."""
+        return self.storage
 
     def bytes(self, plain: str) -> float:
         """Of one weight, as ``storage`` keeps it; ``plain`` is that of the others."""
@@ -103,21 +106,33 @@ class Ignored:
             else:
                 names.add(entry)
         self._names = names
-        self._expressions = _compiled(expressions) if expressions else []
-        self._left = SECONDS
+        self._expressions = Expressions(expressions)
 
     def __contains__(self, module: str) -> bool:
         parts = module.split(".")
         spans = (".".join(parts[i:j]) for i, j in combinations(range(len(parts) + 1), 2))
-        if not self._names.isdisjoint(spans):
-            return True
+        return not self._names.isdisjoint(spans) or self._expressions.first(module) is not None
+
+
+class Expressions:
+    """Regular expressions of a file, which match names of layers from their beginning on. Raises ConfigError
+    for one that is wrong, for too many, and where comparing takes too long."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._compiled = _compiled(texts) if texts else []
+        self._left = SECONDS
+
+    def first(self, module: str) -> int | None:
+        """The number of the first one that matches."""
         began = time.monotonic()
         try:
-            return any(each.match(module, timeout=max(self._left, 1e-3)) for each in self._expressions)
+            limit = max(self._left, 1e-3)
+            found = (i for i, each in enumerate(self._compiled) if each.match(module, timeout=limit))
+            return next(found, None)
         except TimeoutError as error:
             raise ConfigError(
-                "config.json: quantization_config: comparing layers with its ignore lists takes more than "
-                f"{SECONDS:g} s; write simpler expressions, or the names of the layers",
+                "config.json: quantization_config: comparing layers with its expressions takes more than "
+                f"{SECONDS:g} s; write simpler ones, or the names of the layers",
                 param="model",
             ) from error
         finally:
@@ -140,7 +155,7 @@ def _compiled(expressions: list[str]) -> list[Any]:
 
     if len(expressions) > EXPRESSIONS or max(map(len, expressions)) > LENGTH:
         raise ConfigError(
-            f"config.json: quantization_config: its ignore lists may have {EXPRESSIONS} expressions of "
+            f"config.json: quantization_config: its lists of layers may have {EXPRESSIONS} expressions of "
             f"{LENGTH} characters",
             param="model",
         )
@@ -150,7 +165,7 @@ def _compiled(expressions: list[str]) -> list[Any]:
             found.append(regex.compile(text))
         except (regex.error, RecursionError, OverflowError) as error:
             raise ConfigError(
-                f"config.json: quantization_config: {text[:60]!r} in an ignore list is no regular "
+                f"config.json: quantization_config: {text[:60]!r} in a list of layers is no regular "
                 f"expression: {str(error)[:100]}",
                 param="model",
             ) from error

@@ -26,7 +26,7 @@ class Keys:
     noted: Mapping[str, str] = field(default_factory=dict)
 
 
-_GPTQMODEL = {"adapter": None, "rotation": None, "lm_head": False, "pack_dtype": "int32"}
+_GPTQMODEL = {"adapter": None, "rotation": None, "pack_dtype": "int32"}
 _CACHE = "quantization of the KV cache, whose scales are measured at start"
 _GPTQ = """bits group_size desc_act sym format checkpoint_format dynamic method meta backend damp_percent
     damp_auto_increment static_groups true_sequential act_group_aware mse parallel_packing
@@ -35,11 +35,11 @@ _GPTQ = """bits group_size desc_act sym format checkpoint_format dynamic method 
     model_seqlen cache_block_outputs block_name_to_quantize module_name_preceding_first_block
     modules_in_block_to_quantize use_cuda_fp16 use_exllama disable_exllama exllama_config"""
 _METHODS = {
-    "gptq": Keys(_GPTQ, _GPTQMODEL | {"is_marlin_format": False}),
+    "gptq": Keys(f"{_GPTQ} lm_head is_marlin_format", _GPTQMODEL),
     "awq": Keys(
         _GPTQ.replace(" dynamic ", " ")
         + " w_bit q_group_size version zero_point do_fuse fuse_max_seq_len modules_to_fuse",
-        _GPTQMODEL | {"dynamic": {}},
+        _GPTQMODEL | {"dynamic": {}, "lm_head": False},
     ),
     "fp8": Keys(
         "fmt weight_block_size activation_scheme scale_fmt dequantize config_groups",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from sgla.quant.weight import StoredTensor, Weight, storage
 
 
 class Quants(NamedTuple):
-    """``w = (q - zero) * scale``: q uint8 ``[n, k]``, zero int32 and scale ``[n, groups]``."""
+    """``w = (q - zero) * scale``: q uint8 ``[n, k]``; zero, whole numbers but in AWQ's format for vectors,
+    and scale ``[n, groups]``."""
 
     q: Tensor
     zero: Tensor
@@ -24,7 +26,8 @@ class Quants(NamedTuple):
 
 @dataclass(frozen=True)
 class Grouped(ABC):
-    """A SourceTensor of three, of which the first two have ``32 / bits`` neighbours in each int32.
+    """A SourceTensor of three, of which the first two have several neighbours in each int32, one behind the
+    other.
 
     ``group``: channels of k with one zero and one scale. ``order``: the group of each channel, int64 ``[k]``,
     where these do not lie together (GPTQ's act-order)."""
@@ -67,10 +70,11 @@ class Grouped(ABC):
         self, packed: StoredTensor, rows: range, dim: int, order: tuple[int, ...] | None = None
     ) -> Tensor:
         """The numbers of output channels ``rows``, which are neighbours along ``dim``."""
-        each = 32 // self.bits
-        words = range(rows.start // each, -(-rows.stop // each))
+        each, width = _unit(self.bits)
+        first, last = rows.start // each, -(-rows.stop // each)
+        words = range(first * width, last * width)
         found = packed.values(words) if dim == 0 else packed.values(columns=words)
-        return numbers(found, self.bits, dim, order).narrow(dim, rows.start - words.start * each, len(rows))
+        return numbers(found, self.bits, dim, order).narrow(dim, rows.start - first * each, len(rows))
 
 
 class Gptq(Grouped):
@@ -102,6 +106,69 @@ class Awq(Grouped):
         return Quants(q.contiguous(), zero.int(), self.scales.values(columns=rows).T)
 
 
+class AwqRows(Grouped):
+    """``gemv``: packed ``[n, k / 8]``, zeros ``[n, groups / 8]``, scales ``[n, groups]``, both padded."""
+
+    def quants(self, rows: range) -> Quants:
+        assert self.zeros is not None
+        q = numbers(self.packed.values(rows), self.bits, 1)
+        zero, scale = numbers(self.zeros.values(rows), self.bits, 1), self.scales.values(rows)
+        groups = -(-self.shape[1] // self.group)
+        return Quants(q, zero[:, :groups].int(), scale[:, :groups])
+
+
+class AwqFast(Grouped):
+    """``gemv_fast`` and llm-awq: packed int16 ``[n / 4, k]``, scales and minima ``[groups, n]``, padded. 64
+    channels of four rows lie behind each other, and every 32 of them in an order of their own."""
+
+    def quants(self, rows: range) -> Quants:
+        assert self.zeros is not None
+        k, first, groups = self.shape[1], rows.start // 4, -(-self.shape[1] // self.group)
+        words = self.packed.values(range(first, -(-rows.stop // 4))).int()
+        shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)
+        blocks = (words[..., None] >> shifts & 15).to(torch.uint8).view(len(words), k // 64, 4, 64)
+        q = blocks.transpose(1, 2).reshape(len(words) * 4, k // 32, 4, 2, 4).transpose(3, 4)
+        q = q.reshape(len(words) * 4, k // 32, 4, 4, 2).transpose(2, 3).reshape(-1, k)
+        scale, minimum = (t.values(range(groups), rows).float().T for t in (self.scales, self.zeros))
+        zero = -minimum / scale.masked_fill(scale == 0, 1.0)
+        return Quants(q[rows.start - 4 * first :][: len(rows)].contiguous(), zero, scale)
+
+
+class Marlin(Grouped):
+    """packed ``[k / 16, 2 n]`` in tiles of 16 channels and 64 rows, scales ``[groups, n]``."""
+
+    def quants(self, rows: range) -> Quants:
+        k = self.shape[1]
+        first, last = rows.start // 64 * 64, -(-rows.stop // 64) * 64
+        words = self.packed.values(columns=range(first * 2, last * 2))
+        tiles = torch.empty(len(words) * (last - first) // 64, 1024, dtype=torch.uint8, device=words.device)
+        tiles[:, _marlin_order().to(words.device)] = numbers(words, 4, 1).view(-1, 1024)
+        q = tiles.view(k // 16, -1, 16, 16).transpose(1, 2).reshape(k, -1)
+        stored = self.scales.values(columns=range(first, last))
+        order = [i + 8 * j for i in range(8) for j in range(8)]
+        if self.group == k:
+            order = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+        scale = torch.empty_like(stored).view(-1, len(order))
+        scale[:, order] = stored.reshape(-1, len(order))
+        inside = slice(rows.start - first, rows.stop - first)
+        scale = scale.view(stored.shape)[:, inside].T
+        return Quants(q[:, inside].T.contiguous(), torch.full_like(scale, 8, dtype=torch.int32), scale)
+
+
+@lru_cache(1)
+def _marlin_order() -> Tensor:
+    """Which value of a tile, 16 channels of 4 times 16 rows, has each place, int64 ``[1024]``. (IST-DASLab's
+    marlin: those of a thread of a tensor core's product lie together.)"""
+    places = [
+        16 * (2 * (lane % 4) + step) + lane // 4 + 8 * half + 256 * tile
+        for lane in range(32)
+        for tile in range(4)
+        for half in (0, 1)
+        for step in (0, 1, 8, 9)
+    ]
+    return torch.tensor(places, device="cpu").view(-1, 8)[:, list(Awq.ORDER)].flatten()
+
+
 class Packed(Grouped):
     """packed ``[n, k / per int32]``, zeros ``[n / per int32, groups]``, scales ``[n, groups]``."""
 
@@ -116,13 +183,30 @@ class Packed(Grouped):
 
 
 def numbers(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """uint8: what int32 ``[a, b]`` hold of neighbours along ``dim``. ``order``: which of them has each place,
-    from the lowest bits on."""
-    each = 32 // bits
+    """uint8: what int32 ``[a, b]`` hold of neighbours along ``dim``, the first in the lowest bits. ``order``:
+    which of those of a word has each place."""
+    each, width = _unit(bits)
+    if width > 1:
+        return _across(words, bits, dim)
     shifts = torch.empty(each, dtype=torch.int32, device=words.device)
     shifts[list(order or range(each))] = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     found = words.unsqueeze(dim + 1) >> (shifts[:, None] if dim == 0 else shifts) & (1 << bits) - 1
     return found.to(torch.uint8).flatten(dim, dim + 1)
+
+
+def _across(words: Tensor, bits: int, dim: int) -> Tensor:
+    """``numbers``, of which some begin in one word and end in the next."""
+    each, width = _unit(bits)
+    units = words.movedim(dim, 1).unflatten(1, (-1, width)).long() & 0xFFFFFFFF
+    both = units | torch.roll(units, -1, -1) << 32  # the last one has nothing in the next
+    at = torch.arange(0, each * bits, bits, device=words.device)
+    found = both[..., at // 32] >> at % 32 & (1 << bits) - 1
+    return found.to(torch.uint8).flatten(1).movedim(1, dim)
+
+
+def _unit(bits: int) -> tuple[int, int]:
+    """How many numbers fill how many int32."""
+    return (32 // bits, 1) if 32 % bits == 0 else (32, bits)
 
 
 def group_order(name: str, g_idx: StoredTensor, k: int, group: int) -> Tensor | None:

@@ -564,7 +564,7 @@ def test_a_file_is_run_as_it_is(kind: Type, linear: str, table: str, tmp_path: P
 
 
 def test_matrices_in_one_have_the_smallest_format_that_holds_all(tmp_path: Path) -> None:
-    from sgla.loading.gguf_tensors import HOLDS
+    from sgla.quant.formats import HOLDS
 
     held = [
         next(kind for kind, has in HOLDS.items() if found <= has)

@@ -4,6 +4,7 @@ they mean."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,48 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # casper-hansen/AutoAWQ, awq/modules/linea
 
 
 def pack(numbers: Tensor, dim: int, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """int32 words of ``32 / bits`` neighbours along ``dim``."""
+    """int32 words of neighbours along ``dim``, one behind the other from the lowest bit on."""
     numbers = numbers.movedim(dim, -1).long()
+    words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] * bits // 32, dtype=torch.long)
     each = 32 // bits
-    words = torch.zeros(*numbers.shape[:-1], numbers.shape[-1] // each, dtype=torch.long)
-    for place, which in enumerate(order or range(each)):
-        words |= numbers[..., which::each] << place * bits
+    for i in range(numbers.shape[-1]):
+        of = i // each * each + order[i % each] if order else i
+        word, place = divmod(i * bits, 32)
+        words[..., word] |= numbers[..., of] << place & 0xFFFFFFFF
+        if place + bits > 32:
+            words[..., word + 1] |= numbers[..., of] >> 32 - place
     words = torch.where(words >= 2**31, words - 2**32, words)
     return words.to(torch.int32).movedim(-1, dim).contiguous()
 
 
-def quantize(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of a random matrix like ``w``, by suffix, and the matrix they mean."""
+def pack_fast(q: Tensor) -> Tensor:
+    """AutoAWQ, awq/modules/linear/gemv_fast.py: pack_intweight."""
+    n, k = q.shape
+    q = q.view(n, k // 32, 4, 4, 2).transpose(2, 3).reshape(n, k // 32, 4, 4, 2).transpose(3, 4)
+    q = q.reshape(n // 4, 4, k // 64, 64).transpose(1, 2).reshape(n // 4, k, 4)
+    words = (q << torch.tensor([0, 4, 8, 12])).sum(-1)
+    return torch.where(words >= 2**15, words - 2**16, words).to(torch.int16)
+
+
+def pack_marlin(q: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """AutoGPTQ, nn_modules/qlinear/qlinear_marlin.py: pack. Of ``[n, k]`` and ``[n, groups]``."""
+    n, k = q.shape
+    places = []
+    for lane in range(32):
+        rows = [2 * (lane % 4), 2 * (lane % 4) + 1, 2 * (lane % 4 + 4), 2 * (lane % 4 + 4) + 1]
+        mine = [16 * row + lane // 4 + 8 * block for block in (0, 1) for row in rows]
+        places += [place + 256 * tile for tile in range(4) for place in mine]
+    perm = torch.tensor(places).view(-1, 8)[:, list(AWQ_ORDER)].flatten()
+    tiles = q.T.reshape(k // 16, 16, n // 16, 16).transpose(1, 2).reshape(-1, 1024)[:, perm]
+    of_scales = [i + 8 * j for i in range(8) for j in range(8)]
+    if scale.shape[1] == 1:
+        of_scales = [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+    scales = scale.T.reshape(-1, len(of_scales))[:, of_scales].reshape(-1, n).contiguous()
+    return pack(tiles.reshape(k // 16, n * 16), 1, 4), scales
+
+
+def numbers_like(w: Tensor, config: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random quants ``[n, k]``, zeros and scales ``[n, groups]``, and the group of each channel."""
     n, k = w.shape
     bits, group = config["bits"], config["group_size"]
     group = k if group == -1 else group
@@ -49,10 +80,15 @@ def quantize(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tens
     scale *= 16 / (1 << bits)
     zero = torch.full(scale.shape, 1 << bits - 1)
     if not config.get("sym"):
-        zero += torch.randint(-3, 4, scale.shape)
+        zero += torch.randint(-1, 2, scale.shape) if bits < 4 else torch.randint(-3, 4, scale.shape)
     g_idx = torch.arange(k) // group
-    if config.get("desc_act"):
-        g_idx = g_idx[torch.randperm(k)]
+    return q, zero, scale, g_idx[torch.randperm(k)] if config.get("desc_act") else g_idx
+
+
+def quantize(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of a random matrix like ``w``, by suffix, and the matrix they mean."""
+    bits, (n, k) = config["bits"], w.shape
+    q, zero, scale, g_idx = numbers_like(w, config)
     dense = (q - zero[:, g_idx]) * scale.float()[:, g_idx]
     if config["quant_method"] == "compressed-tensors":
         parts = {
@@ -63,12 +99,41 @@ def quantize(w: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor], Tens
         if not config["sym"]:
             parts["weight_zero_point"] = pack(zero, 0, bits)
         return parts | ({"weight_g_idx": g_idx.int()} if config.get("desc_act") else {}), dense
+    version = config.get("checkpoint_format") or config.get("version") or ""
+    if version == "marlin":
+        packed, scales = pack_marlin(q, scale)
+        names = ("B", "s") if config["quant_method"] == "gptq" else ("qweight", "scales")
+        return dict(zip(names, (packed, scales))), dense
     if config["quant_method"] == "awq":
-        parts = {"qweight": pack(q.T, 1, 4, AWQ_ORDER), "qzeros": pack(zero.T, 1, 4, AWQ_ORDER)}
-        return parts | {"scales": scale.T.contiguous()}, dense
+        return quantize_awq(version, q, zero, scale, dense)
     stored = zero if "gptq_v2" in (config.get("checkpoint_format"), config.get("format")) else zero - 1
     parts = {"qweight": pack(q.T, 0, bits), "qzeros": pack(stored.T, 1, bits), "g_idx": g_idx.int()}
     return parts | {"scales": scale.T.contiguous()}, dense
+
+
+def quantize_awq(
+    version: str, q: Tensor, zero: Tensor, scale: Tensor, dense: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Of AutoAWQ's formats; those for vectors pad the groups."""
+    if version == "gemm":
+        parts = {"qweight": pack(q.T, 1, 4, AWQ_ORDER), "qzeros": pack(zero.T, 1, 4, AWQ_ORDER)}
+        return parts | {"scales": scale.T.contiguous()}, dense
+    groups, each = scale.shape[1], q.shape[1] // scale.shape[1]
+    pad = -groups % {64: 16, 32: 32}.get(each, 8)
+    padded, zeros = (torch.nn.functional.pad(t, (0, pad)) for t in (scale, zero))
+    if version == "gemv":
+        return {"qweight": pack(q, 1, 4), "qzeros": pack(zeros, 1, 4), "scales": padded}, dense
+    minimum = (-zeros * padded).T.contiguous()
+    low = minimum[:groups].T.float().repeat_interleave(each, 1)
+    name = "qzeros" if version == "gemv_fast" else "scaled_zeros"
+    parts = {"qweight": pack_fast(q), name: minimum, "scales": padded.T.contiguous()}
+    return parts, q * scale.float().repeat_interleave(each, 1) + low
+
+
+def of_layer(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """With what the first rule for this layer says."""
+    rules = (said for rule, said in config.get("dynamic", {}).items() if re.match(rule.lstrip("+-:"), name))
+    return config | next(rules, {})
 
 
 def checkpoints(
@@ -82,7 +147,7 @@ def checkpoints(
     plain, packed = load_file(folder / "plain/model.safetensors"), {}
     for name, tensor in list(plain.items()):
         if ("_proj." in name or ".experts." in name) and "layers.2.mlp.down" not in name:
-            parts, plain[name] = quantize(tensor, config)
+            parts, plain[name] = quantize(tensor, of_layer(config, name))
             packed |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
         else:
             packed[name] = tensor
@@ -126,11 +191,59 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "gptq, 8 bits, one group": (gptq(bits=8, group_size=-1), "q8_0"),
     "gptq, asymmetric": (gptq(sym=False), "int4"),
     "gptq, asymmetric, version 2 by its newer name": (gptq(sym=False, format="gptq_v2"), "int4"),
+    "gptq, 3 bits": (gptq(bits=3, group_size=-1), "q4_0"),
+    "gptq, Marlin": (gptq(checkpoint_format="marlin", is_marlin_format=True), "q4_0"),
     "awq": (AWQ, "int4"),
+    "awq, gemv_fast": (AWQ | {"version": "gemv_fast"}, "int4"),
     "compressed-tensors": (compressed(), "q4_0"),
     "compressed-tensors, 8 bits, channels": (compressed(bits=8, group_size=-1), "q8_0"),
     "compressed-tensors, asymmetric": (compressed(sym=False), "int4"),
 }
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "gptq, 2 bits": (gptq(bits=2), "q4_0"),
+    "gptq, 3 bits, asymmetric": (gptq(bits=3, sym=False, group_size=32), "int4"),
+    "gptq, 8 bits, asymmetric": (gptq(bits=8, sym=False), "int8"),
+    "gptq, Marlin, one group": (gptq(checkpoint_format="marlin", group_size=-1), "q4_0"),
+    "awq, gemv": (AWQ | {"version": "gemv"}, "int4"),
+    "awq, gemv, groups of 32": (AWQ | {"version": "gemv", "group_size": 32}, "int4"),
+    "awq, llm-awq": (AWQ | {"version": "llm-awq", "group_size": 32}, "int4"),
+    "awq, Marlin": (AWQ | {"version": "marlin", "zero_point": False, "sym": True}, "q4_0"),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *LAYOUTS])
+def test_every_layout_is_read_at_any_row(name: str) -> None:
+    config, kind = (CASES | LAYOUTS)[name]
+    method = method_of({"quantization_config": config})
+    assert method is not None
+    assert method.kept("x") == kind
+    for n, k in ((128, 128), (192, 256)):
+        parts, dense = quantize(torch.zeros(n, k), config)
+        stored: dict[str, Any] = {f"x.{part}": Stored(value) for part, value in parts.items()}
+        held = method.tensors("x", n, k)
+        assert stored.keys() <= held.keys()
+        assert all(held[part].shape in (None, value.shape) for part, value in stored.items())
+        assert all(each.optional for part, each in held.items() if part not in stored)
+        source = method.take("x", stored, n, k)
+        torch.testing.assert_close(source.dense(), dense)
+        torch.testing.assert_close(source.dense(range(37, 101)), dense[37:101])
+        found, step = source.weight(kind, range(37, 101), range(32, k)), 0.03 * 11 * 2**-11
+        torch.testing.assert_close(found.dequant(), dense[37:101, 32:], rtol=1e-6, atol=step)
+
+
+class Stored:
+    """A tensor as a checkpoint has it."""
+
+    type = "any"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape = tensor, tuple(tensor.shape)
+
+    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        part = self.tensor if rows is None else self.tensor[rows.start : rows.stop]
+        return part if columns is None else part[:, columns.start : columns.stop]
 
 
 @torch.no_grad()
@@ -163,6 +276,35 @@ def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) ->
     )
     layers = [weight_bytes(model.spec, "float32", q, 1) - 2 * 4 * 311 * 128 for q in (None, "checkpoint")]
     assert nbytes / 2 == layers[1] / 3 < layers[0] / 10 * (2.7 if kind == "q8_0" else 1.6)
+
+
+@torch.no_grad()
+def test_layers_have_schemes_of_their_own(tmp_path: Path) -> None:
+    """GPTQModel's ``dynamic``: the first rule that a name fits counts, and ``-:`` leaves layers out."""
+    others = {
+        r"-:.*layers\.2\.mlp\.down": {},
+        r".*\.down_proj": {"bits": 8, "group_size": -1, "mse": 0.5},
+        r"+:.*layers\.1\..*gate_proj": {"bits": 3, "group_size": 32},
+        r"+:.*layers\.0\.self_attn\.k_proj": {"sym": False},
+    }
+    config = gptq(dynamic=others, lm_head=False)
+    packed, plain = checkpoints(tmp_path, config)
+    resolved = resolve(Config(device="cpu"), detect(), packed.config).config
+    assert resolved.quantization == "gptq"
+    model, expected = load_model(packed, quantization="gptq"), load_model(plain)
+    kinds = [
+        [b.attention.qkv.weight.kind, b.mlp.gate_up.weight.kind, b.mlp.down.weight.kind] for b in model.blocks
+    ]
+    assert kinds == [["int4", "q4_0", "q8_0"], ["q4_0", "q4_0", "q8_0"], ["q4_0", "q4_0", "f32"]]
+    for block, wanted in zip(model.blocks, expected.blocks):
+        assert torch.equal(block.mlp.down.weight.dequant(), wanted.mlp.down.weight.dequant())
+    for wrong, words in (
+        ({"x": {"bits": 5}}, "bits is 5; it must be 2 or 3 or 4 or 8"),
+        ({"x": {"adapter": {}}}, "rules without 'adapter'"),
+        ({"x": 4}, "must be an object"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            method_of({"quantization_config": gptq(dynamic=wrong)})
 
 
 @torch.no_grad()

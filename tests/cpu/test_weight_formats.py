@@ -256,7 +256,16 @@ def test_ignore_lists_that_are_none_or_take_too_long_are_refused(monkeypatch: py
         with pytest.raises(ConfigError, match=words):
             Method({"ignore": wrong})
     with pytest.raises(ConfigError, match="is no regular expression"):
-        methods.method_of({"quantization_config": {"quant_method": "gptq", "dynamic": {"-:[": {}}}})
+        methods.method_of(
+            {
+                "quantization_config": {
+                    "quant_method": "gptq",
+                    "bits": 4,
+                    "group_size": 32,
+                    "dynamic": {"-:[": {}},
+                }
+            }
+        )
     monkeypatch.setattr(method, "SECONDS", 0.01)
     slow = Method({"ignore": ["re:(a|a)*$"]})
     with pytest.raises(ConfigError, match="takes more than"):
