@@ -8,7 +8,8 @@ from pathlib import Path
 from sgla.config import Config
 from sgla.device import Device, Platform
 from sgla.kernels.cpu.program import ProgramLimits
-from sgla.worker.cpu import CpuRunner, Forward
+from sgla.worker.cpu import CpuRunner
+from sgla.worker.forward import Forward
 from sgla.worker.place import Cpu
 
 THIRD = Device("third", "Third 1", memory=1 << 30)

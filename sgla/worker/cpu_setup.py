@@ -1,0 +1,114 @@
+"""How a runner of a model that generates gets ready on a CPU: it sizes the pools, loads the weights and makes
+the forward pass fast."""
+
+from __future__ import annotations
+
+import torch
+
+from sgla.config import Config
+from sgla.grammar.matcher import Matchers
+from sgla.hub.source import ModelSource
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.program import ProgramLimits
+from sgla.loading.load import load_model
+from sgla.loading.pooled import load_decoder
+from sgla.messages import Facts, Moved
+from sgla.model.base import CausalLM
+from sgla.model.read import read_decoder
+from sgla.model.sizes import weight_bytes
+from sgla.model.state import Demand, Pool, kv_groups, state_of
+from sgla.sampling import Sampler
+from sgla.sampling.draw import draw
+from sgla.sampling.native import find_draw
+from sgla.sampling.processors import declared
+from sgla.sampling.processors import load as load_processors
+from sgla.worker.drafts import NGrams
+from sgla.worker.facts import answer_facts, most_rows
+from sgla.worker.forward import Forward, Kept, compiled, make_forward
+from sgla.worker.kv import HostPages, allocate_kv
+from sgla.worker.memory import cache_groups, check_weights, size_kv
+from sgla.worker.place import Cpu
+from sgla.worker.pooler import Pooler
+from sgla.worker.runner import Runner
+from sgla.worker.state import SlotTables
+
+SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
+LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
+
+
+class CpuSetup(Runner):
+    """Ready to run steps: ``model`` with its pages ``kv``, the ``tables`` of slots, and the ``sampler``,
+    which has the ``matchers`` of grammars on the rank that samples."""
+
+    place: Cpu
+    host_pages = 0  # kept for a prefix tree that outgrows the pool: here both are the same memory
+
+    def _load(self, config: Config, source: ModelSource) -> None:
+        dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        processors = load_processors(config.logits_processors)
+        spec, step_tokens = read_decoder(source.config), config.step_tokens or STEP_TOKENS
+        slots = most_rows(config, spec.hidden, self.pooling, SLOTS)
+        weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
+        check_weights(weights, self.place.free())
+        state = state_of(spec, self.shard.size, self.shard.rank)
+        groups = kv_groups(state, config.context_length or spec.context_len, dtype)
+        pool = Pool(groups, config.page_size, Demand(slots, step_tokens, config.prefix_cache))
+        size = size_kv(
+            pool,
+            budget=config.kv_cache_bytes,
+            available=self.place.free() - weights,
+            wanted_context=config.context_length,
+            model_context=spec.context_len,
+        )
+        self.model = self._load_model(config, source, dtype, size.context_len)
+        self.kv = allocate_kv(state, groups, size.pages, config.page_size, dtype)
+        self._host = HostPages(self.kv, self.host_pages) if self.host_pages and len(groups) == 1 else None
+        self._moved: list[Moved] = []
+        self._most_logits = max(slots, LOGIT_ROWS)
+        limits = ProgramLimits(step_tokens, self._most_logits)
+        self._kept = Kept() if config.enable_return_hidden_states else None
+        self._forward, kernels = self._make_forward(limits, config.native_kernels)
+        states = groups[-1].unit_bytes > 0
+        paged = len(groups) - states
+        self.tables = SlotTables(slots, size.context_len, config.page_size, paged, states)
+        self._drafter = NGrams(self.tables)
+        self.matchers = Matchers() if self.shard.rank == 0 else None
+        pick = find_draw() if config.native_kernels else draw
+        skip_forced = self.shard.size == 1  # other ranks are told one token a row
+        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, skip_forced, processors)
+        self.facts = Facts(
+            groups=cache_groups(pool, size.pages),
+            page_size=config.page_size,
+            slots=slots,
+            context_len=size.context_len,
+            vocab_size=spec.vocab,
+            step_tokens=step_tokens,
+            dtype=dtype,
+            device=self.place.device.name,
+            ledger={"weights": weights, "kv": size.bytes},
+            notes=[note for note in (kernels, size.note) if note],
+            host_pages=self.host_pages if self._host else 0,
+            **answer_facts(config, spec, self.pooling, declared(processors)),
+        )
+
+    def _load_model(self, config: Config, source: ModelSource, dtype: str, context_len: int) -> CausalLM:
+        quantization, seed, report = config.quantization, config.random_seed or 0, self._report
+        self._pooler: Pooler | None = None
+        if self.pooling is None:
+            return load_model(source, dtype, quantization, self.shard, context_len, report, seed)
+        model, head = load_decoder(
+            source, self.pooling, dtype, quantization, self.shard, context_len, report, seed
+        )
+        slots = most_rows(config, model.spec.hidden, self.pooling, SLOTS)
+        self._pooler = Pooler(self.pooling, head, slots, model.spec.hidden)
+        return model
+
+    def _make_forward(self, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
+        if self._pooler is None:
+            return make_forward(self.model, self.kv, limits, self.place.threads, native, self._kept)
+        whole = self._pooler.whole
+
+        def hidden(batch: ForwardBatch) -> torch.Tensor:
+            return self.model.forward(batch, self.kv, None if whole else batch.sample_rows)
+
+        return compiled(hidden, limits, self.place.threads, native)
