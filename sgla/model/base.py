@@ -33,12 +33,18 @@ class CausalLM(ABC):
     """
 
     ignored: tuple[str, ...] = ()
+    unrecorded: ClassVar[str] = ""  # why its forward pass is not made of ops, which can be recorded
     embed: VocabEmbedding
     lm_head: LMHead
     blocks: list[Block]
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         self.spec, self.shard, self.positions = spec, build.shard, positions
+
+    @property
+    def width(self) -> int:
+        """Values of what ``forward`` gives of a token."""
+        return self.spec.hidden
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:

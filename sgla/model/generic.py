@@ -32,6 +32,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer, Layer
+from sgla.kernels.rehearsal import under_way
 from sgla.kernels.trace import NotRecorded, Symbol
 from sgla.messages import LONGEST, Progress
 from sgla.model.base import CausalLM
@@ -153,31 +154,29 @@ class Probing:
 
 
 class Step(NamedTuple):
-    """Attention over the pages of a step."""
+    """Attention over the pages of a step. ``still``: what turns nothing, and a place in it for each token."""
 
     batch: ForwardBatch
     kv: list[Layer]
     spec: GenericSpec
+    still: tuple[Tensor, Tensor]
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: dict[str, Any]
     ) -> Tensor:
-        kv, layer = self.kv[module.layer_idx], self.spec.attention[module.layer_idx]  # type: ignore[index]
+        index: int = module.layer_idx  # type: ignore[assignment]
+        out = self.read(index, (q, k, v), given.get("s_aux"))
+        return out.view(1, q.shape[2], q.shape[1], -1).to(q.dtype)
+
+    def read(self, index: int, qkv: tuple[Tensor, ...], sinks: Tensor | None) -> Tensor:
+        """``[T, Hq * vd]``: attention of a layer, whose k and v go to the pages first."""
+        layer, kv, dtype = self.spec.attention[index], self.kv[index], qkv[2].dtype
         assert isinstance(kv, KVLayer)
-        where = ops.places(kv, self.batch.out_loc)
-        ops.store(kv.k, k[0].transpose(0, 1), where)
-        ops.store(kv.v, v[0].transpose(0, 1), where)
-        queries, sinks = q[0].transpose(0, 1).flatten(1), given.get("s_aux")
-        out = ops.attention(
-            queries,
-            kv,
-            self.batch,
-            layer.scale,
-            layer.window,
-            layer.softcap,
-            None if sinks is None else sinks.float(),
-        )
-        return out.view(1, q.shape[2], q.shape[1], -1)
+        columns = torch.cat([x[0].transpose(0, 1).flatten(1).to(dtype) for x in qkv], 1)
+        table, places = self.still
+        q = ops.qk_norm_rope_store(columns, places, table, None, None, 0.0, kv, self.batch.out_loc)
+        sinks = None if sinks is None else sinks.float()
+        return ops.attention(q, kv, self.batch, layer.scale, layer.window, layer.softcap, sinks)
 
 
 def own_token(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, given: dict[str, Any]) -> Tensor:
@@ -196,18 +195,41 @@ class Columns(NamedTuple):
 class Generic(CausalLM):
     """``forward`` gives logits, which the module's own head has made."""
 
+    unrecorded = "it is a module of transformers"
     module: PreTrainedModel
     spec: GenericSpec
 
-    def __init__(self, spec: GenericSpec, positions: int) -> None:
-        self.spec, self.shard, self.positions = spec, Shard(), positions
+    def __init__(self, spec: GenericSpec, positions: int, dtype: torch.dtype) -> None:
+        self.spec, self.shard, self.positions, self.dtype = spec, Shard(), positions, dtype
         self.lm_head = Columns(range(spec.vocab))  # type: ignore[assignment]
+        self._still = torch.tensor([[1.0, 0.0]])
+
+    @property
+    def width(self) -> int:
+        return self.spec.vocab
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         """Logits of ``rows``."""
         if isinstance(batch.ids, Symbol):
-            raise NotRecorded("it is a module of transformers")
-        return self._run(Step(batch, kv, self.spec), batch.ids, batch.positions, rows)
+            raise NotRecorded(self.unrecorded)
+        step = Step(batch, kv, self.spec, (self._still, torch.zeros_like(batch.positions)))
+        if under_way():
+            return self._rehearse(step, rows)
+        ids = batch.ids.clamp(min=0)  # the successor of a broken row is none, and it may be in the next step
+        return self._run(step, ids, batch.positions, rows)
+
+    def _rehearse(self, step: Step, rows: Tensor | None) -> Tensor:
+        """Attention alone: all else is torch's, where nothing is compiled."""
+        tokens = step.batch.tokens
+        for index, layer in enumerate(self.spec.attention[: len(step.kv)]):
+            shapes = (
+                (layer.heads, layer.head_dim),
+                (layer.kv_heads, layer.head_dim),
+                (layer.kv_heads, layer.v_dim),
+            )
+            qkv = tuple(torch.zeros(1, heads, tokens, dim, dtype=self.dtype) for heads, dim in shapes)
+            step.read(index, qkv, torch.zeros(layer.heads) if layer.sinks else None)
+        return torch.zeros(tokens if rows is None else len(rows), self.spec.vocab, dtype=self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.float()
@@ -383,18 +405,18 @@ def load_generic(
     """See ``load.load_model``. Raises ConfigError and WeightError."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    model = Generic(spec, positions)
-    if begin is not None:
-        begin(model)
+    model = Generic(spec, positions, getattr(torch, dtype))
     device = torch.empty(0).device
     report(Progress(phase="load", message="weights", done=0, total=spec.values))
     config = source.config
     cls = local_class(spec.code, source.folder) if spec.code else getattr(transformers, spec.architecture)
     hf = configured(config, cls)
     with torch.device("cpu"):
-        model.module = loaded(cls, hf, source, getattr(torch, dtype), seed).eval().to(device)
+        model.module = loaded(cls, hf, source, model.dtype, seed).eval().to(device)
     report(Progress(phase="load", message="weights", done=spec.values, total=spec.values))
     model.check_rows()
+    if begin is not None:
+        begin(model)
     return model
 
 

@@ -18,18 +18,18 @@ from sgla.model.registry import architecture_of, check_architecture, is_known
 from sgla.model.spec import ModelSpec
 
 FACTS = "sgla_facts"  # key of the configuration that has what a module has shown
+DEVICES = "cpu", "cuda"
 SECONDS = 300  # that the module may take to show itself
 LACKS = (
     "tp",
     "quantization",
-    "kv_cache_dtype",
     "deterministic",
     "enable_return_hidden_states",
     "cpu_offload_gb",
 )
 COST = (
     "transformers' own module computes it with this server's pages: torch operations instead of kernels, "
-    "which is two to three times slower, weights in --dtype, one rank"
+    "which is two to three times slower on a CPU, weights in --dtype, one rank"
 )
 
 
@@ -121,9 +121,10 @@ def _shown(source: ModelSource, trusted: bool) -> dict[str, Any]:
 def check_generic(config: Config, device: str, vectors: bool) -> None:
     """Raise ConfigError for what transformers' module cannot honour. ``device``: kind of the one it runs
     on."""
-    if device != "cpu":
+    if device not in DEVICES:
         raise ConfigError(
-            f"transformers' module runs on CPUs alone yet, not with --device {device}; give --device cpu",
+            f"transformers' module runs on CPUs and NVIDIA GPUs, not with --device {device}; give --device "
+            "cpu",
             param="device",
         )
     plain = Config()

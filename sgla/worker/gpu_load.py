@@ -13,6 +13,7 @@ from sgla.kernels.gpu import GpuOps
 from sgla.layers.linear import split_heads
 from sgla.layers.spec import AttentionSpec
 from sgla.messages import LONGEST, VERIFIED, Pooling
+from sgla.model.generic_spec import GenericSpec
 from sgla.model.spec import ModelSpec
 from sgla.worker.facts import drafts_of, most_rows
 from sgla.worker.gpu_memory import FEWER_ROWS, GIB, Weights, splits, within_memory
@@ -93,12 +94,13 @@ def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> li
 
 
 def weights_of(config: Config, spec: ModelSpec, place: Gpu) -> Weights:
+    whole = config.deterministic or isinstance(spec, GenericSpec)
     return Weights(
         spec,
         dtype_of(config),
         config.quantization or spec.quantization,
         place.shard.size,
-        place.device.fp8 and not config.deterministic,
-        () if config.deterministic else splits(spec, torch.cuda.device_count()),
+        place.device.fp8 and not whole,
+        () if whole else splits(spec, torch.cuda.device_count()),
         config.cpu_offload_gb * GIB,
     )

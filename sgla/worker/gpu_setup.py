@@ -26,7 +26,7 @@ from sgla.worker.flights import Flights
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes, within_memory
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
-from sgla.worker.graphs import Capture, DecodeGraphs
+from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
 from sgla.worker.memory import cache_groups, mib
 from sgla.worker.place import Gpu
 from sgla.worker.pooler import Pooler
@@ -183,16 +183,30 @@ class GpuSetup(Runner):
     def _capture(self) -> None:
         before = self.place.free()
         if self._captures:
-            capture = Capture()
-            self.graphs.capture(capture)
-            if not self.steps.deterministic:
-                self.prompts.capture(capture)
+            self._captures = self._captured()
             torch.cuda.synchronize()
         self.notes += self.budget.captured(before - self.place.free())
         ledger = self.budget.ledger
         self.notes.append("memory: " + ", ".join(f"{name} {mib(size)}" for name, size in ledger.items()))
 
+    def _captured(self) -> bool:
+        """Whether there are graphs now. What is not made of our ops may do what no graph can."""
+        foreign = bool(self.steps.model.unrecorded)
+        capture = TriedCapture() if foreign else Capture()
+        try:
+            self.graphs.capture(capture)
+            if not self.steps.deterministic:
+                self.prompts.capture(capture)
+        except RuntimeError as error:
+            if not foreign or isinstance(error, torch.OutOfMemoryError):
+                raise
+            why = str(error).strip().partition("\n")[0][:200]
+            self.notes.append(f"no graphs, which costs speed: steps of this model cannot be captured ({why})")
+            return False
+        return True
+
     def _warm_up(self) -> None:
         with within_memory("warming up", self.budget.smaller_pool):
             warm_up(self.steps, self.execute)
+        self.notes += dict.fromkeys(self.steps.forward.notes)
         self.flights.forget()

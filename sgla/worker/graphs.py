@@ -58,6 +58,22 @@ class Capture:
         return graph
 
 
+class TriedCapture(Capture):
+    """For steps that another library computes: each runs once before, with everything an error that would be
+    one in a graph, where it would spoil the stream. Raises RuntimeError."""
+
+    def __call__(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            body()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return super().__call__(body)
+
+    def unrun(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        return self(body)
+
+
 class DecodeColumns(NamedTuple):
     """What a decode graph reads of the plan: int32[size] each: slots, positions of the input token (-1:
     padding), positions of the sampled one (0: padding); and int32[1] each: where the tokens land, and whether

@@ -130,7 +130,7 @@ def _sample_most(steps: GpuSteps) -> None:
     ends = np.full_like(slots, steps.context_len)
     d_slots, d_ends = upload(np.stack([slots, ends]))
     spec, out = steps.model.spec, torch.zeros_like(d_slots)
-    logits = steps.logits_of(torch.zeros(steps.rows, spec.hidden, dtype=steps.dtype, device="cuda"))
+    logits = steps.logits_of(torch.zeros(steps.rows, steps.model.width, dtype=steps.dtype, device="cuda"))
     words = torch.zeros(steps.rows, -(-spec.vocab // 32), dtype=torch.int32, device="cuda")
     steps.sampler.sample(
         Pending(logits, d_slots, d_ends, out, slots, (slots, ends)), Masks(d_slots, words, d_ends)

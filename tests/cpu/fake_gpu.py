@@ -4,10 +4,10 @@ and a launch only says that it was.
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``,
 the model's under ``model``, of the ``card``, an H200), sends it steps of every kind and prompts of ``sizes``
 tokens together, and prints for each how many kernels its rehearsal asked for and what was launched besides,
-its context, its pages and its ledger; or the error that ended it. With ``compile`` Triton's kernels are
-compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory that they take is
-told. ``free``: bytes of the GPU. Kernels are known by the process, and what torch says of its GPU is cached
-in many places: hence a process of its own.
+its context, its pages, its ledger and its notes; or the error that ended it. With ``compile`` Triton's
+kernels are compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory that they
+take is told. ``free``: bytes of the GPU; ``looks``: steps of a module look at values on the host. Kernels are
+known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def pretend(name: str = "H200") -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer: answer)
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "graph_pool_handle"):
+    silent = "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "graph_pool_handle"
+    for name in (*silent, "set_sync_debug_mode"):
         setattr(torch.cuda, name, lambda *args: None)
     for name in ("Event", "Stream", "CUDAGraph", "current_stream", "cudart"):
         setattr(torch.cuda, name, Nothing)
@@ -225,6 +226,11 @@ def shared(launches: Launches, card: str) -> dict[str, int]:
     return found
 
 
+def looked(mode: str) -> None:
+    if mode == "error":
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+
 def steps(runner: CudaRunner, sizes: list[int]) -> Iterator[StepPlan]:
     """Decode steps of all sizes, with and without prompts of several lengths beside them, whole and behind
     prefixes; and prompts of ``sizes`` tokens together."""
@@ -283,6 +289,8 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
     pretend(case.get("card", "H200"))
     free = case.get("free", 100 << 30)
     torch.cuda.mem_get_info = lambda *args: (free, free)
+    if case.get("looks"):
+        torch.cuda.set_sync_debug_mode = looked
     try:
         with OnCpu():
             source = ModelSource("dummy", Path("."), (), case["model"], {})

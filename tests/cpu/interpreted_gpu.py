@@ -41,6 +41,8 @@ from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.loading import load
 from sgla.messages import Submit
 from sgla.model import registry
+from sgla.model.generic import probe
+from sgla.model.generic_spec import FACTS
 from sgla.worker import gpu_setup
 from sgla.worker.gpu_memory import Peak
 from sgla.worker.start_cpu import cpu_runner
@@ -145,6 +147,11 @@ def source(folder: Path, model: dict[str, Any], pooling: str) -> ModelSource:
     return ModelSource("dummy", folder, (), model, {})
 
 
+def module(model: dict[str, Any]) -> dict[str, Any]:
+    """The same through transformers' module."""
+    return model | {FACTS: probe(model, Path("."))}
+
+
 DECODER = LLAMA | {"hidden_size": 48, "head_dim": 12}
 DEEP = DECODER | {"num_hidden_layers": 7}
 TOY = DECODER | {"architectures": ["ToyForCausalLM"], "model_type": "toy", "hidden_act": "silu"}
@@ -190,6 +197,13 @@ STATES_KEPT = DECODER | {
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
+SINKS = DECODER | {
+    "architectures": ["GraniteSWAForCausalLM"],
+    "model_type": "granite_swa",
+    "num_hidden_layers": 2,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
@@ -228,6 +242,14 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         long_text,
         SMALL_STEPS,
         {"decode_attention_backend": "torch", "prefill_attention_backend": "triton"},
+    ),
+    "module": (module(DECODER), "", short_text, {}, {"attention_backend": "torch"}),
+    "module with windows": (
+        module(SINKS),
+        "",
+        long_text,
+        SMALL_STEPS,
+        {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
     "encoder": (ENCODER, "mean_tokens", inputs, {"context_length": 64}, {}),
     "encoder in bfloat16": (ENCODER, "cls_token", inputs, {"context_length": 64}, {"dtype": "bfloat16"}),

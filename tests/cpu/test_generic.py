@@ -21,7 +21,7 @@ from sgla.hub.source import ModelSource
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model.generic import Generic, probe
-from sgla.model.generic_spec import FACTS, settled
+from sgla.model.generic_spec import FACTS, check_generic, settled
 from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import Machine
@@ -155,6 +155,9 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match="cannot be honoured by transformers' module"):
             resolve(Config(device="cpu", **changes), Machine(), config)
+    check_generic(Config(kv_cache_dtype="fp8"), "cuda", False)
+    with pytest.raises(ConfigError, match="on CPUs and NVIDIA GPUs, not with --device third"):
+        check_generic(Config(), "third", False)
     with pytest.raises(ConfigError, match="makes text and no vectors"):
         resolve(Config(device="cpu"), Machine(), config, pooled=True)
 

@@ -31,6 +31,8 @@ def answers() -> dict[str, Any]:
         ("experts in mxfp4", {"logprobs"}),
         ("layer norm", {"logprobs"}),
         ("states", {"logprobs"}),
+        ("module", {"logprobs"}),
+        ("module with windows", set()),
         ("last", {"vector"}),
         ("mean", {"vector"}),
         ("encoder", {"vector"}),

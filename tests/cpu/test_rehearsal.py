@@ -20,6 +20,8 @@ from sgla.kernels import device
 from sgla.kernels.build import make_once
 from sgla.kernels.cuda import build
 from sgla.kernels.rehearsal import compilers
+from sgla.model.generic import probe
+from sgla.model.generic_spec import FACTS
 
 HERE = Path(__file__).parent
 # With so many KV heads all graphs cut decode attention finely, so that only eager steps cut it coarsely.
@@ -77,6 +79,24 @@ CASES = {
         {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8},
     ),
 }
+
+
+def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
+    """One whose steps cannot be captured runs them one by one, and says so."""
+    from transformers import AutoConfig
+
+    shape = {"num_hidden_layers": 2, "vocab_size": 300, "hidden_size": 256, "intermediate_size": 64}
+    config = AutoConfig.for_model("olmo", num_attention_heads=4, num_key_value_heads=4, **shape).to_dict()
+    config["architectures"] = ["OlmoForCausalLM"]
+    model = config | {FACTS: probe(config, tmp_path)}
+    cases = [{"model": model, "looks": looks} for looks in (False, True)]
+    captured, looks = map(json.loads, run_script("fake_gpu.py", json.dumps(cases)))
+    for found in (captured, looks):
+        assert not found["late"]
+        assert found["asked"] > 10
+    assert not any("captured" in note for note in captured["notes"])
+    (note,) = (note for note in looks["notes"] if "captured" in note)
+    assert note.endswith("cannot be captured (called a synchronizing CUDA operation)")
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,8 @@ class GpuOps:
         kv: KVLayer,
         out_loc: Tensor,
     ) -> Tensor:
+        if kv.k.shape != kv.v.shape:
+            return NotImplemented
         where = out_loc_of(out_loc, kv.group)
         return elementwise.qk_norm_rope_store(
             qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, where, self.attend.in_place,

@@ -230,6 +230,8 @@ class RecordedForward:
         return self._records[what, rows]
 
     def _recorded(self, what: Computes, rows: bool) -> Record:
+        if self._model.unrecorded:
+            raise NotRecorded(self._model.unrecorded)
         recorder = Recorder()
         batch: Any = None
         given: Tensor | None = None
