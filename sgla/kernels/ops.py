@@ -176,19 +176,6 @@ def qk_norm_rope_store(
     return q.reshape(qkv.shape[0], -1)
 
 
-@op(like="q")
-def latent_rope_store(
-    q: Tensor, latent: Tensor, positions: Tensor, cos_sin: Tensor, kv: KVLayer, out_loc: Tensor
-) -> Tensor:
-    """As ``qk_norm_rope_store``, of heads that share a latent: q ``[T, Hq * hd]`` and the latent ``[T, hd]``
-    with the last ``rot`` values of each head rotated; the latent goes to the pages."""
-    heads = torch.cat([q, latent], 1).unflatten(1, (-1, latent.shape[1]))
-    still, turned = heads.split([heads.shape[2] - cos_sin.shape[1], cos_sin.shape[1]], dim=2)
-    heads = torch.cat([still, rotate(turned, positions, cos_sin)], 2)
-    store(kv.k, heads[:, -1:], places(kv, out_loc), kv.k_scale)
-    return heads[:, :-1].flatten(1)
-
-
 def _absorbed(q: Tensor, latent: Tensor, k_up: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape[0], k_up.shape[0] * latent.shape[1])
 
@@ -207,14 +194,17 @@ def latent_queries(
 ) -> Tensor:
     """Prepare latent attention: q ``[T, Hq * (nope + rot)]``, latent ``[T, vd + rot]`` -> ``[T, Hq * (vd +
     rot)]``. Of each head of q the first values are multiplied by its k_up ``[nope, vd]``; of the latent they
-    have an RMSNorm with ``norm`` float32[vd]. The rest as in ``latent_rope_store``."""
+    have an RMSNorm with ``norm`` float32[vd]. The last ``rot`` of each are rotated as by
+    ``qk_norm_rope_store``; the latent goes to the pages."""
     content = k_up.shape[2]
     heads = q.unflatten(1, (k_up.shape[0], -1))
     absorbed = torch.einsum("thn,hnr->thr", heads[..., : k_up.shape[1]], k_up.to(q.dtype))
-    q = torch.cat([absorbed, heads[..., k_up.shape[1] :]], 2).flatten(1)
     normed = rms_norm(latent[:, :content].contiguous(), norm, eps)
-    latent = torch.cat([normed, latent[:, content:]], 1)
-    return latent_rope_store(q, latent, positions, cos_sin, kv, out_loc)
+    still = torch.cat([absorbed, normed[:, None]], 1)
+    turned = torch.cat([heads[..., k_up.shape[1] :], latent[:, None, content:]], 1)
+    heads = torch.cat([still, rotate(turned, positions, cos_sin)], 2)
+    store(kv.k, heads[:, -1:], places(kv, out_loc), kv.k_scale)
+    return heads[:, :-1].flatten(1)
 
 
 @op

@@ -196,19 +196,6 @@ def test_qk_norm_rope_store(q_heads: int, kv_heads: int, rot: int, norm: bool, d
     assert torch.equal(kept, v)
 
 
-@pytest.mark.parametrize(("heads", "content", "rotated"), [(1, 16, 8), (6, 20, 12)])
-def test_latent_rope_store(heads: int, content: int, rotated: int) -> None:
-    dim, tokens = content + rotated, 5
-    q, x = torch.randn(tokens, heads * dim), torch.randn(tokens, dim)
-    positions, out_loc = torch.tensor([3, 0, 7, 1, 9]).int(), torch.tensor([13, 4, 9, 5, 22]).int()
-    cos_sin, pages = torch.randn(10, rotated), torch.randn(6, 4, 1, dim)
-    ours, theirs = KVLayer(pages.clone(), pages[..., :0]), KVLayer(pages.clone(), pages[..., :0])
-    expected = ops.latent_rope_store.body(q, x, positions, cos_sin, theirs, out_loc)
-    found = latent.rope_store(q, x, positions, cos_sin, ours.k, out_loc)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(ours.k, theirs.k)
-
-
 @pytest.mark.parametrize(
     ("heads", "nope", "value", "content", "rotated"), [(3, 24, 20, 72, 8), (2, 16, 16, 64, 2)]
 )

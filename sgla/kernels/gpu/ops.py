@@ -154,20 +154,6 @@ class GpuOps:
             (kv.k_scale, kv.v_scale),
         )  # fmt: skip
 
-    @LOWERINGS.of(ops.latent_rope_store)
-    def latent_rope_store(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        kv: KVLayer,
-        out_loc: Tensor,
-    ) -> Tensor:
-        return latents.rope_store(
-            q, latent, positions, cos_sin, kv.k, out_loc_of(out_loc, kv.group), kv.k_scale
-        )
-
     @LOWERINGS.of(ops.latent_queries)
     def latent_queries(
         self,

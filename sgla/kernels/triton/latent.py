@@ -131,50 +131,6 @@ def _extend(
     tl.store(out + at[:, None] * C + c[None, :], result, mask=(i < count)[:, None] & (c < C)[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "out_loc"])
-def _rope_store(
-    q, latent, positions, cos_sin, k, out_loc, out, heads, k_inverse, s_page, s_token, page_size,
-    C: tl.constexpr, CB: tl.constexpr, HALF: tl.constexpr, HALF_B: tl.constexpr, M: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: M heads of one token, or its latent."""
-    _begin(PDL)
-    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head = block * M + tl.arange(0, M)
-    own = block == tl.num_programs(1) - 1  # the latent's, which is the last
-    live = tl.where(own, tl.arange(0, M) < 1, head < heads)
-    dim: tl.constexpr = C + 2 * HALF
-    source = tl.where(own, token, token * heads + head)[:, None] * dim
-    base = q
-    if own:
-        base = latent
-    c, i = tl.arange(0, CB)[None, :], tl.arange(0, HALF_B)[None, :]
-    there, turned = live[:, None] & (c < C), live[:, None] & (i < HALF)
-    content = tl.load(base + source + c, mask=there).to(tl.float32)
-    a = tl.load(base + source + C + i, mask=turned).to(tl.float32)
-    b = tl.load(base + source + C + HALF + i, mask=turned).to(tl.float32)
-    angle = cos_sin + tl.load(positions + token).to(tl.int64) * 2 * HALF + i
-    cos, sin = tl.load(angle, mask=i < HALF), tl.load(angle + HALF, mask=i < HALF)
-    ra, rb = a * cos - b * sin, b * cos + a * sin
-    if own:
-        loc = tl.load(out_loc + token).to(tl.int64)
-        place = k + (loc // page_size) * s_page + (loc % page_size) * s_token
-        if FP8:
-            content, ra, rb = (
-                _saturate(content * k_inverse),
-                _saturate(ra * k_inverse),
-                _saturate(rb * k_inverse),
-            )
-        stored = place + (tl.arange(0, M) * 0)[:, None]
-        tl.store(stored + c, content, mask=there)
-        tl.store(stored + C + i, ra, mask=turned)
-        tl.store(stored + C + HALF + i, rb, mask=turned)
-    else:
-        tl.store(out + source + c, content, mask=there)
-        tl.store(out + source + C + i, ra, mask=turned)
-        tl.store(out + source + C + HALF + i, rb, mask=turned)
-
-
 @triton.jit
 def _rotated(x, angle, live, HALF: tl.constexpr, HALF_B: tl.constexpr):
     """Two halves at the pointers ``x`` ``[M, 1]``, rotated by the rows of cosines and sines at ``angle``."""
@@ -319,29 +275,6 @@ def values(seen: Tensor, v_up: Tensor) -> Tensor:
     _values[(triton.cdiv(tokens, m), heads, triton.cdiv(value, n))](
         seen.contiguous(), v_up, out, tokens, heads, value, C=content, BM=m, BN=n,
         BK=max(16, min(k, triton.next_power_of_2(content))), num_warps=4, **_pdl(),
-    )  # fmt: skip
-    return out
-
-
-def rope_store(
-    q: Tensor,
-    latent: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    k: Tensor,
-    out_loc: Tensor,
-    k_scale: float = 1.0,
-) -> Tensor:
-    """See ``ops.latent_rope_store``."""
-    dim, rot = latent.shape[1], cos_sin.shape[1]
-    q, latent, out = q.contiguous(), latent.contiguous(), torch.empty_like(q)
-    heads = q.shape[1] // dim
-    most = min(4, triton.next_power_of_2(heads))
-    _rope_store[(len(q), triton.cdiv(heads, most) + 1)](
-        q, latent, positions, cos_sin, k, out_loc, out, heads, 1 / k_scale, k.stride(0), k.stride(1),
-        k.shape[1], C=dim - rot, CB=triton.next_power_of_2(dim - rot), HALF=rot // 2,
-        HALF_B=triton.next_power_of_2(rot // 2), M=most, FP8=k.dtype == torch.float8_e4m3fn, num_warps=4,
-        **_pdl(),
     )  # fmt: skip
     return out
 
