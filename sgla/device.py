@@ -16,6 +16,7 @@ SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 LEAST_SHARED = 99  # of the others: 8.6, 8.9, 12.0, 12.1
 LEAST = (8, 0)  # capability with bfloat16 products
 CPU = "give --device cpu"
+OF_EXPERTS = ("f32", "bf16", "fp8", "mxfp4")  # storages of experts that GPUs have kernels for
 # Settings for what models that make text do with logits, and for pages of KV.
 OF_TEXT = "deterministic", "enable_return_hidden_states", "logits_processors", "speculative_algorithm"
 OF_PAGES = (
@@ -143,9 +144,9 @@ def devices(kind: str) -> tuple[Device, ...]:
         ) from error
 
 
-def check(device: Device, config: Config, dtype: str, mixture: bool, stored: str | None) -> None:
+def check(device: Device, config: Config, dtype: str, experts: str | None, stored: str | None) -> None:
     """Raise ConfigError for a decoder that ``device`` cannot run. ``dtype``: in which it computes;
-    ``stored``: the quantization of the checkpoint."""
+    ``experts``: the storage of a mixture's; ``stored``: the quantization of the checkpoint."""
     quantization = config.quantization or stored
     if device.kind != "cuda":
         raise ConfigError(
@@ -157,7 +158,7 @@ def check(device: Device, config: Config, dtype: str, mixture: bool, stored: str
             f"{LEAST[0]}.{LEAST[1]} (Ampere) or more; {CPU}",
             param="device",
         )
-    if config.deterministic and (mixture or stored is not None):
+    if config.deterministic and (experts is not None or stored is not None):
         raise ConfigError(
             "--deterministic cannot be honoured for mixtures of experts or fp8 checkpoints yet; leave it out",
             param="deterministic",
@@ -167,6 +168,10 @@ def check(device: Device, config: Config, dtype: str, mixture: bool, stored: str
             f"--quantization {quantization} has no GPU kernels yet: every step would make bfloat16 weights "
             f"of all of them; use --quantization fp8 (Ada, Hopper or newer) or none, or {CPU}",
             param="quantization",
+        )
+    if experts is not None and experts not in OF_EXPERTS:
+        raise ConfigError(
+            f"experts in {experts} have no GPU kernels; take another checkpoint, or {CPU}", param="model"
         )
     if quantization == "fp8" and dtype == "float32":
         raise ConfigError("fp8 weights compute in bfloat16; leave --dtype float32 out", param="dtype")
@@ -186,7 +191,7 @@ def check(device: Device, config: Config, dtype: str, mixture: bool, stored: str
 
 def check_encoder(device: Device, config: Config, dtype: str) -> None:
     """``check`` for an encoder."""
-    check(device, config, dtype, False, None)
+    check(device, config, dtype, None, None)
     if config.quantization:
         raise ConfigError(
             f"--quantization {config.quantization} cannot be honoured for encoders on a GPU; leave it out",

@@ -19,7 +19,7 @@ from sgla.messages import LONGEST
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
 from sgla.model.read import read_spec
-from sgla.model.sizes import as_stored, offloaded, weight_bytes
+from sgla.model.sizes import as_stored, experts_kind, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes
 from sgla.observe.machine import Machine, detect
@@ -120,7 +120,8 @@ def resolve(
         check_offload(config, machine, device, spec, pooled or encoder)
     for gpu in machine.gpus[: config.tp] if device == "cuda" else ():
         if isinstance(spec, ModelSpec):
-            check_device(gpu, config, dtype, spec.moe is not None, spec.quantization)
+            experts = experts_kind(spec, dtype, config.quantization)
+            check_device(gpu, config, dtype, experts, spec.quantization)
         elif spec is not None:
             check_encoder(gpu, config, dtype)
     filling.settle("threads", choose_threads(machine, config.tp))

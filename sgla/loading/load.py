@@ -42,7 +42,6 @@ _BUFFERS = re.compile(r".*(rotary_emb\.inv_freq|\.masked_bias|attention\.bias|at
 EMBEDDING = "model.embed_tokens.weight"
 _NAMED = 8  # tensor names shown in an error
 SHARE = 1 << 24  # values of a tensor that one thread takes at a time, about
-OF_EXPERTS = ("f32", "bf16", "fp8", "mxfp4")  # storages that mixtures have GPU kernels for
 POOL = 1_000_003  # random values of dummy weights
 
 
@@ -204,11 +203,6 @@ def decoder_build(
             canonical(rename(name)).removesuffix(".weight")
             for name, tensor in stored_tensors(source)
             if tensor.type in FLOATS
-        )
-    if spec.moe and _device().type == "cuda" and kinds.linear not in OF_EXPERTS:
-        raise ConfigError(
-            f"experts in {kinds.linear} have no GPU kernels; take another checkpoint, or --device cpu",
-            param="model",
         )
     return build
 

@@ -55,6 +55,12 @@ def kinds_of(dtype: str, quantization: str | None, method: Method | None = None)
     return Kinds(quantization or plain, plain, plain)
 
 
+def experts_kind(spec: ModelSpec, dtype: str, quantization: str | None) -> str | None:
+    """In which storage GPUs keep the experts of a mixture; None for a model without. Raises ConfigError as
+    ``kinds_of``."""
+    return kinds_of(dtype, quantization or spec.quantization, spec.method).linear if spec.moe else None
+
+
 class Parameters(NamedTuple):
     """Values of a model's matrices, and those that a token meets: all, but for experts it does not choose."""
 

@@ -14,6 +14,7 @@ from sgla.layers.linear import split_heads
 from sgla.layers.spec import AttentionSpec
 from sgla.messages import LONGEST, VERIFIED, Pooling
 from sgla.model.generic_spec import GenericSpec
+from sgla.model.sizes import experts_kind
 from sgla.model.spec import ModelSpec
 from sgla.worker.facts import drafts_of, most_rows
 from sgla.worker.gpu_memory import FEWER_ROWS, GIB, Weights, splits, within_memory
@@ -42,8 +43,9 @@ def choose_sizes(config: Config, spec: ModelSpec, pooling: Pooling | None) -> Si
 
 def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) -> tuple[Kernels, list[str]]:
     """Also notes on what was decided why. Raises ConfigError for a model that this GPU cannot run."""
-    dtype, mixture = dtype_of(config), spec.moe is not None
-    check_device(place.device, config, dtype, mixture, spec.quantization)
+    dtype = dtype_of(config)
+    experts = experts_kind(spec, dtype, config.quantization)
+    check_device(place.device, config, dtype, experts, spec.quantization)
     kv_dtype = "fp8" if config.kv_cache_dtype == "fp8" else dtype
     shapes = shapes_of(config, spec, place.shard, sizes)
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):

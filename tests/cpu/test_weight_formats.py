@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sgla.config import Config
+from sgla.device import H200
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource, open_source
 from sgla.kernels import ops
 from sgla.loading.load import load_model
 from sgla.model.sizes import weight_bytes
-from sgla.observe.machine import detect
+from sgla.observe.machine import Machine, detect
 from sgla.quant import formats, method, methods
 from sgla.quant.method import PLAIN, Method
 from sgla.resolve import resolve
@@ -242,6 +243,24 @@ def test_ignore_lists_of_all_dialects(entry: str, named: list[str]) -> None:
         assert "model.layers.3.mlp.gate_proj" not in found
         assert entry != "model.layers.1" or "model.layers.12.mlp.down_proj" not in found
     assert all(map(PLAIN.covers, modules))
+
+
+def test_experts_without_gpu_kernels_are_refused_before_a_worker_starts() -> None:
+    mixture = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "num_experts_per_tok"), 2),
+        **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64),
+        **dict.fromkeys(("num_attention_heads", "num_experts"), 4),
+        "vocab_size": 300,
+        "max_position_embeddings": 128,
+    }
+    gpu = Machine(gpus=(H200,), torch_cuda="13.0")
+    stored = mixture | {"quantization_config": {"quant_method": "toy-ternary"}}
+    with pytest.raises(ConfigError, match="experts in ternary have no GPU kernels.*--device cpu") as caught:
+        resolve(Config(), gpu, stored)
+    assert caught.value.param == "model"
+    assert resolve(Config(device="cpu"), gpu, stored).config.device == "cpu"
+    assert resolve(Config(), gpu, mixture).config.device == "cuda"
 
 
 def test_ignore_lists_that_are_none_or_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_what_a_gpu_cannot_do_is_refused_by_name(
     capability: tuple[int, int], changes: dict[str, Any], param: str | None
 ) -> None:
     config = tiny_config(**{"dtype": "bfloat16"} | changes)
-    gpu, model = nvidia("a GPU", capability), (config.dtype, False, None)
+    gpu, model = nvidia("a GPU", capability), (config.dtype, None, None)
     if param is None:
         return check_device(gpu, config, *model)
     with pytest.raises(ConfigError) as caught:
