@@ -17,6 +17,8 @@ from sgla.http.server import SERVER
 
 KNOWN: TypeAdapter[Any] = TypeAdapter(RealtimeServerEvent)
 HELLO = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+HI = {"instructions": "hi"}
+WAYS, TOKENS, MOST = "output_modalities", "max_output_tokens", "session.max_response_output_tokens"
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -181,15 +183,23 @@ async def test_functions_are_called(serve: Serve) -> None:
     [
         ({"type": "input_audio_buffer.commit"}, "type"),
         ({"type": "conversation.item.truncate", "item_id": "x"}, "type"),
-        ({"type": "session.update", "session": {"output_modalities": ["audio"]}}, "output_modalities"),
-        ({"type": "session.update", "session": {"audio": {"output": {"voice": "x"}}}}, "audio"),
+        ({"type": "session.update", "session": {WAYS: ["audio"]}}, f"session.{WAYS}"),
+        ({"type": "session.update", "session": {"audio": {"output": {"voice": "x"}}}}, "session.audio"),
         ({"type": "session.update", "session": {"turn_detection": {"type": "x"}}}, "session.turn_detection"),
-        ({"type": "session.update", "session": {"max_output_tokens": 0}}, "max_output_tokens"),
-        ({"type": "session.update", "session": {"model": "none"}}, "model"),
+        ({"type": "session.update", "session": {"max_output_tokens": 0}}, f"session.{TOKENS}"),
+        ({"type": "session.update", "session": {"model": "none"}}, "session.model"),
+        ({"type": "session.update", "session": {"temperature": "x"}}, "session.temperature"),
+        ({"type": "session.update", "session": {"tools": [{"type": "function"}]}}, "session.tools[0].name"),
+        ({"type": "session.update", "session": {"tools": [{"type": "web_search"}]}}, "session.tools[0]"),
+        ({"type": "session.update", "session": {"tool_choice": "sometimes"}}, "session.tool_choice"),
+        ({"type": "session.update", "session": {"max_response_output_tokens": 0}}, MOST),
+        ({"type": "response.create", "response": {**HI, "max_output_tokens": 0}}, f"response.{TOKENS}"),
+        ({"type": "response.create", "response": {**HI, "tools": [{"name": 1}]}}, "response.tools[0]"),
+        ({"type": "response.create", "response": {**HI, "tool_choice": "required"}}, "response.tool_choice"),
         ({"type": "session.update"}, "session"),
-        ({"type": "response.create", "response": {"modalities": ["audio", "text"]}}, "modalities"),
+        ({"type": "response.create", "response": {"modalities": ["audio", "text"]}}, "response.modalities"),
         ({"type": "response.create"}, "response.input"),
-        ({"type": "response.create", "response": {"input": [{"role": "x"}]}}, "response"),
+        ({"type": "response.create", "response": {"input": [{"role": "x"}]}}, "response.input[0].role"),
         ({"type": "conversation.item.delete", "item_id": "x"}, "item_id"),
         ({"type": "conversation.item.create", "item": HELLO, "previous_item_id": "x"}, "previous_item_id"),
         ({"type": "conversation.item.create", "item": {"type": "martian"}}, "item"),
@@ -226,6 +236,14 @@ async def test_wrong_events_are_refused_and_the_session_goes_on(
         (
             '{"type": "response.create", "response": {"conversation": "x"}}',
             "response.conversation must be auto or none, got 'x'",
+        ),
+        (
+            '{"type": "session.update", "session": {"max_output_tokens": 0}}',
+            "session.max_output_tokens must be between 1 and 2147483647, got 0",
+        ),
+        (
+            '{"type": "session.update", "session": {"tools": [{"type": "function"}]}}',
+            "session.tools[0].name is required",
         ),
     ],
 )

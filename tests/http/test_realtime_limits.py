@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import WSMsgType
-from http_fake import FakeIngress
+from http_fake import FakeIngress, ScriptedIngress
 from http_site import Serve
 
 from sgla.http import connections
@@ -51,14 +51,14 @@ async def test_a_flood_of_events_lets_others_run(
 
 
 async def test_settings_keep_their_memory(serve: Serve) -> None:
-    site = await serve(FakeIngress())
+    site = await serve(ScriptedIngress([], "<tool_call>"))
     budget = site.app[SERVER].memory
     async with site.http.ws_connect("/v1/realtime") as socket:
         await socket.receive()
         used = []
         for settings in (
             {"instructions": "a" * 5000},
-            {"tools": [{"name": "b" * 5000}]},
+            {"tools": [{"type": "function", "name": "b", "description": "b" * 5000}]},
             {"instructions": ""},
         ):
             await socket.send_json({"type": "session.update", "session": settings})

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
-from sgla.errors import InvalidField, UnsupportedField
+from sgla.errors import InvalidField, SglaError, UnsupportedField
 from sgla.http.request.schema import Schema, unsupported
+from sgla.validation import root
 
 Item = dict[str, Any]
 Most = int | Literal["inf"] | None  # tokens
@@ -66,6 +68,7 @@ class ClientEvent(msgspec.Struct, kw_only=True):
 NESTED: dict[str, type[msgspec.Struct]] = {"session": SessionWishes, "response": ResponseWishes}
 EVENTS = Schema(ClientEvent, NESTED)
 NULL = msgspec.Raw(b"null")
+_PLACED = re.compile(r"(?:session|response)\.[\w.\[\]]+")
 _raw = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -95,11 +98,26 @@ def check_text(wishes: Wishes) -> None:
 
 def most_tokens(wishes: Iterable[Wishes]) -> int | None:
     """The limit of an answer that the first of ``wishes`` with one has. Raises InvalidField."""
-    given = (most for one in wishes for most in (one.max_output_tokens, one.max_response_output_tokens))
-    most = next((most for most in given if most is not None), "inf")
+    names = ("max_output_tokens", "max_response_output_tokens")
+    given = ((name, getattr(one, name)) for one in wishes for name in names)
+    name, most = next((pair for pair in given if pair[1] is not None), ("", "inf"))
     if most == "inf":
         return None
     assert isinstance(most, int)
     if not 1 <= most < 2**31:
-        raise InvalidField("max_output_tokens must be at least 1, or inf", param="max_output_tokens")
+        raise InvalidField(f"{name} must be at least 1, or inf", param=name)
     return most
+
+
+def name_setting(error: SglaError, event: ClientEvent | None) -> None:
+    """Let ``error`` name a setting as the client wrote it, such as ``session.tools[0]``, if it is about
+    one."""
+    field = root(error.param or "")
+    if event is not None and field in SessionWishes.__struct_fields__ and field != "type":
+        of_response = getattr(event.response, field, None) is not None
+        place = "response" if of_response else "session"
+        error.param = f"{place}.{error.param}"
+        if error.message.startswith(field):
+            error.message = f"{place}.{error.message}"
+    if placed := _PLACED.match(error.message):
+        error.param = placed[0]

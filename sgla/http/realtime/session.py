@@ -28,6 +28,7 @@ from sgla.http.realtime.events import (
     check_known,
     check_text,
     most_tokens,
+    name_setting,
 )
 from sgla.http.request.intake import decoded
 from sgla.http.responses.input import ResponsesRequest, chat_request, check_item
@@ -153,18 +154,20 @@ class Session:
             if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
                 return
             data = message.data.encode() if message.type == WSMsgType.TEXT else message.data
-            event_id, share = None, self._share()
+            event: ClientEvent | None = None
+            share = self._share()
             try:
                 share.take(len(data))
                 share.body = len(data)
                 event = await decoded(self._request, EVENTS, data, share)
-                event_id = event.event_id
                 check_event(event)
                 check_known(data)
                 await self._handle(event, share)
             except SglaError as error:
                 share.close()
                 error.message = error.message.replace("the request body", "the event")
+                name_setting(error, event)
+                event_id = event and event.event_id
                 await self._send("error", error={**error_body(error)["error"], "event_id": event_id})
             if all(kept is not share for kept in self._shares()):
                 share.close()
@@ -218,9 +221,10 @@ class Session:
         check_text(new)
         most_tokens([new])
         given = {name: value for name, value in msgspec.structs.asdict(new).items() if value is not None}
-        if "model" in given:
-            self._model = self._server.model(given.pop("model"))
-        self._wishes = msgspec.structs.replace(self._wishes, **given)
+        model = self._server.model(given.pop("model")) if "model" in given else self._model
+        wishes = msgspec.structs.replace(self._wishes, **given)
+        self._check_tools(wishes)
+        self._model, self._wishes = model, wishes
         before = list(self._held.values())
         self._held |= dict.fromkeys(given, share)
         kept = self._shares()
@@ -228,6 +232,15 @@ class Session:
             if all(old is not each for each in kept):
                 old.close()
         await self._send("session.updated", session=self._settings())
+
+    def _check_tools(self, wishes: SessionWishes) -> None:
+        """Raise BadRequest kinds for tools, or a choice of them, that no response could have. What must be
+        called may come before the tools it is one of."""
+        choice = wishes.tool_choice
+        if wishes.tools or isinstance(choice, str):
+            known = None if choice == "required" and not wishes.tools else choice
+            fields = ResponsesRequest(tools=wishes.tools, tool_choice=known)
+            Reading(self._server, chat_request(fields, [{"role": "user", "content": ""}], place="session"))
 
     async def _add(self, item: Item, behind: str | None, share: Share) -> None:
         """Put ``item`` behind the item with the id ``behind``: None: the last one; root: none."""

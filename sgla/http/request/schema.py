@@ -449,7 +449,7 @@ class Schema(Generic[R]):
             for i, item in enumerate(items):
                 if i % CHECKED == CHECKED - 1:
                     yield
-                check_ranges(item)
+                check_ranges(item, place_of(name, i, items))
         return request
 
     def _decoded(self, body: bytes, raw: Mapping[str, msgspec.Raw]) -> Generator[None, None, R]:
@@ -477,7 +477,7 @@ class Schema(Generic[R]):
             for i, item in enumerate(items):
                 if i % LOOKED == LOOKED - 1:
                     yield
-                names += unknown(item, fields)
+                names += unknown(item, fields, place_of(name, i, items))
         return names
 
     def rewritten(self, body: bytes) -> Iterator[bytes]:
@@ -564,8 +564,13 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def unknown(raw: Mapping[str, msgspec.Raw], fields: Iterable[str]) -> list[str]:
-    """Names of ``raw`` that nobody knows.
+def place_of(name: str, i: int, items: Sized) -> str:
+    """What a field's name begins with in item ``i`` of ``name``."""
+    return f"{name}[{i}]." if len(items) > 1 else f"{name}."
+
+
+def unknown(raw: Mapping[str, msgspec.Raw], fields: Iterable[str], place: str = "") -> list[str]:
+    """Names of ``raw``, which stands at ``place``, that nobody knows.
     Raises UnsupportedField for a known one whose value cannot be honoured."""
     if len(raw) > MAX_FIELDS:
         raise BadRequest(f"the request body has {len(raw)} fields; {MAX_FIELDS} is the limit")
@@ -577,7 +582,7 @@ def unknown(raw: Mapping[str, msgspec.Raw], fields: Iterable[str]) -> list[str]:
         if harmless is None:
             names.append(name)
         elif msgspec.json.decode(value) not in harmless:
-            raise unsupported(name, INSTEAD.get(name, ""))
+            raise unsupported(place + name, INSTEAD.get(name, ""))
     _tell(names)
     return names
 
@@ -616,8 +621,8 @@ def ranges(kind: type[msgspec.Struct]) -> list[tuple[str, Range]]:
     return [(name, allowed) for name, allowed in found if allowed is not None]
 
 
-def check_ranges(request: msgspec.Struct) -> None:
-    """Raise InvalidField for the first number outside its range."""
+def check_ranges(request: msgspec.Struct, place: str = "") -> None:
+    """Raise InvalidField for the first number outside its range; ``place``: what the request stands in."""
     for name, allowed in ranges(type(request)):
         value = getattr(request, name)
         if value is None:
@@ -626,7 +631,7 @@ def check_ranges(request: msgspec.Struct) -> None:
         check_count(name, numbers, MAX_CHOICES)
         for number in numbers:
             if not isinstance(number, str) and number not in allowed:
-                raise InvalidField(f"{name} must be {allowed}, got {number}", param=name)
+                raise InvalidField(f"{place}{name} must be {allowed}, got {number}", param=name)
 
 
 def _tell(names: list[str]) -> None:
