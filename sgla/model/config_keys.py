@@ -66,7 +66,8 @@ HARMLESS = frozenset(
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(
-    r".*(_token_ids?|_token_index|dropout|dropout_prob|_pdrop|_loss|_coef|_coeff|_version|name_or_path|commit_hash)$"
+    r".*(_token_ids?|_token_index|dropout|dropout_prob|_pdrop|_loss|_coef|_coeff|_version"
+    r"|_xavier_init|_init_scale|name_or_path|commit_hash)$"
     r"|(attn|experts)_implementation.*|unsloth.*"
 )
 # Words of which the names of mathematical keys consist, in the configurations of transformers.

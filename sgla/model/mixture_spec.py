@@ -133,6 +133,16 @@ def minimax(c: Reader, layers: int) -> MoESpec:
     return MoESpec(experts, width, routing, frozenset(range(layers)), choice=True)
 
 
+def lfm2(c: Reader, layers: int) -> MoESpec:
+    """LFM2's: sigmoids, and maybe a bias, behind some dense layers. Transformers adds 1e-6 to the sum that
+    weights are divided by, which is not done here."""
+    experts = c.integer("num_experts", EXPERTS)
+    normalize, scale = c.flag("norm_topk_prob"), c.number("routed_scaling_factor")
+    routing = _routing(c, experts, sigmoid=True, normalize=normalize, least=1e-6, scale=scale)
+    first, width = c.integer("num_dense_layers", LAYERS, 0), c.integer("moe_intermediate_size", INNER)
+    return MoESpec(experts, width, routing, frozenset(range(first, layers)), choice=c.flag("use_expert_bias"))
+
+
 def hunyuan(c: Reader, layers: int) -> MoESpec:
     """Hunyuan A13B: Mixtral's, with a shared expert of the same width."""
     experts, width = c.integer("num_experts", EXPERTS), c.integer("intermediate_size", INNER)

@@ -247,7 +247,7 @@ def _out_bias(c: Reader, family: Family, bias: bool) -> bool:
 
 def _activation(c: Reader, family: Family) -> Activation:
     key = "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act"
-    found = c.values.get(key)
+    found = family.fixed.get(key, c.values.get(key))
     known = _GATES if family.gated else _ACTIVATIONS
     if family.defaults.get(key) in _LEARNED:
         known = _LEARNED

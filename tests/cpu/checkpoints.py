@@ -61,7 +61,7 @@ def save_checkpoint(
             small = "embed" in name and config.tie_word_embeddings
             parameter.normal_(shift, 0.04 if small else 0.15)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.15)
             elif name.endswith("layer_scalar"):
                 buffer.normal_(0.8, 0.15)

@@ -701,6 +701,65 @@ RUN["pythia"] = Case(
     }
 )
 
+RUN["LFM2-1.2B"] = Case(
+    TINY
+    | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "block_auto_adjust_ff_dim": True,
+        "block_dim": 32,
+        "block_ff_dim": 192,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_mlp_init_scale": 1.0,
+        "block_multiple_of": 16,
+        "block_norm_eps": 1e-05,
+        "block_out_init_scale": 1.0,
+        "block_use_swiglu": True,
+        "block_use_xavier_init": True,
+        "bos_token_id": 1,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "conv_dim": 32,
+        "conv_dim_out": 32,
+        "conv_use_xavier_init": True,
+        "eos_token_id": 7,
+        "full_attn_idxs": [2],
+        "initializer_range": 0.02,
+        "model_type": "lfm2",
+        "norm_eps": 1e-05,
+        "num_heads": 4,
+        "pad_token_id": 0,
+        "rope_theta": 1000000.0,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "use_pos_enc": True,
+    }
+)
+RUN["LFM2-8B-A1B"] = Case(
+    TINY
+    | {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "bos_token_id": 1,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "dtype": "float32",
+        "eos_token_id": 7,
+        "initializer_range": 0.02,
+        "layer_types": ["conv", "conv", "full_attention"],
+        "model_type": "lfm2_moe",
+        "moe_intermediate_size": 24,
+        "norm_eps": 1e-05,
+        "norm_topk_prob": True,
+        "num_dense_layers": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,
+        "pad_token_id": 0,
+        "rope_theta": 1000000.0,
+        "routed_scaling_factor": 1.0,
+        "use_cache": True,
+        "use_expert_bias": True,
+    }
+)
+
 # Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
     "Mistral-7B-v0.1": Case(

@@ -204,6 +204,14 @@ SINKS = DECODER | {
     "sliding_window": 7,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+CONVOLUTIONS = {key: value for key, value in DECODER.items() if key not in ("rms_norm_eps", "hidden_act")}
+CONVOLUTIONS |= {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+}
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
@@ -227,6 +235,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     ),
     "layer norm": (LAYER_NORM, "", short_text, {}, {"attention_backend": "torch"}),
     "states": (STATES_KEPT, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
+    "convolutions": (CONVOLUTIONS, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "last": (DECODER, "lasttoken", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "mean": (DECODER, "mean_tokens", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "windows, decode": (

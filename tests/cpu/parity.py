@@ -58,6 +58,7 @@ DELTA = {
 }
 DELTA_HEADS = HEADS | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
 SHARED = {"shared_expert_intermediate_size": 72}
+CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 FAST = {"rope_type": "default", "rope_theta": 100.0}
 TIED = {"tie_word_embeddings": True}
 
@@ -195,6 +196,15 @@ LAYOUTS: dict[str, Layouts] = {
         DELTA | EXPERTS | SHARED | {"intermediate_size": ..., "num_local_experts": ...},
         heads=DELTA_HEADS,
         other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}, "linear_conv_kernel_dim": 3},
+    ),
+    "lfm2": Layouts(
+        {"block_multiple_of": 16} | CONV | TIED, other={"rope_parameters": LINEAR, "conv_L_cache": 4}
+    ),
+    "lfm2_moe": Layouts(
+        {key: value for key, value in EXPERTS.items() if key != "num_local_experts"}
+        | {"num_dense_layers": 1}
+        | CONV,
+        other={"use_expert_bias": False, "conv_bias": True},
     ),
 }
 MIXED = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 10}

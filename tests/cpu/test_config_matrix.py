@@ -401,7 +401,11 @@ SMALL = {  # of mixtures and of latent attention
 
 
 # What some classes need beside small sizes.
-ONLY = {"Llama4ForCausalLM": {"num_experts_per_tok": 1}, "GPTJForCausalLM": {"rotary_dim": 4}}
+ONLY: dict[str, dict[str, Any]] = {
+    "Llama4ForCausalLM": {"num_experts_per_tok": 1},
+    "GPTJForCausalLM": {"rotary_dim": 4},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv"]},
+}
 
 
 def small(family: str) -> dict[str, Any]:

@@ -45,6 +45,8 @@ HEADS = {
     "linear_num_value_heads": 6,
 }
 THIRD = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+SHORT = {"layer_types": ["conv", "full_attention", "conv"]}
+ROUTED = {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", HEADS | EXPERTS | {"num_hidden_layers": 4}),
     "qwen3-next, one head for each, mixed": (
@@ -64,6 +66,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}},
     ),
     "qwen3.5 moe": ("qwen3_5_moe_text", HEADS | EXPERTS | THIRD | {"intermediate_size": ...}),
+    "lfm2": ("lfm2", SHORT | {"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.2}),
+    "lfm2, biases, tied": (
+        "lfm2",
+        {"full_attn_idxs": [0, 2], "conv_L_cache": 4, "conv_bias": True, "head_dim": 12}
+        | {"block_auto_adjust_ff_dim": False, "block_ff_dim": 80, "tie_word_embeddings": True},
+    ),
+    "lfm2 moe": ("lfm2_moe", SHORT | ROUTED),
+    "lfm2 moe, without a bias": (
+        "lfm2_moe",
+        SHORT | ROUTED | {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+    ),
 }
 
 
@@ -130,6 +143,29 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], word: str) -> None:
     rope = {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "rope_theta": 5e3}
     spec = read_decoder(config | {"rope_parameters": rope})
     assert spec.attention[0] == spec.attention[2]  # delta nets, but for every fourth layer
+    with pytest.raises(ConfigError, match=word):
+        read_decoder(config | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"num_key_value_heads": 4}, "KV heads"),
+        ({"head_dim": 7}, "even head_dim"),
+        ({"conv_L_cache": 1}, "conv_L_cache"),
+        ({"layer_types": ["conv", "linear_attention", "conv"]}, "layer_types"),
+        ({"full_attn_idxs": 2}, "full_attn_idxs"),
+        ({"block_multiple_of": 0}, "block_multiple_of"),
+        ({"block_ffn_dim_multiplier": 1e9}, "block_ffn_dim_multiplier"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_convolutions_that_cannot_be_are_refused(change: dict[str, Any], word: str) -> None:
+    config = SMALL | {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"}
+    spec = read_decoder(config | {"full_attn_idxs": [1], "tie_embedding": True})
+    assert spec.tied
+    assert spec.intermediate == 256
+    assert [bool(layer.unit(int)) for layer in spec.attention] == [True, False, True]
     with pytest.raises(ConfigError, match=word):
         read_decoder(config | change)
 
@@ -265,6 +301,23 @@ def test_what_others_leave_is_not_read(runner: CpuRunner, alone: dict[str, list[
 async def test_two_ranks_equal_one(source: ModelSource, alone: dict[str, list[int]]) -> None:
     """States are split by heads."""
     assert (await over_two_ranks(source, requests())).tokens() == alone
+
+
+async def test_convolutions_alone_keep_states(tmp_path: Path) -> None:
+    """Units without memory: in a batch, in chunks, behind a prefix and over two ranks, as alone."""
+    save_checkpoint(tmp_path, "lfm2_moe", seed=1, **SHORT, **ROUTED)
+    source, wanted = open_source(tmp_path), requests()[1:3]
+    runner = make_runner(source, native_kernels=True)
+    check_draws(runner)
+    alone: dict[str, list[int]] = {}
+    for request in wanted:
+        alone |= run(runner, [request], core_of(runner, depth=1, prefix_cache=False)).tokens()
+    core = core_of(runner, step_tokens=24)
+    assert run(runner, wanted, core).tokens() == alone
+    again = run(runner, wanted, core)
+    assert again.tokens() == alone
+    assert again["second"][0].cached_tokens >= 96
+    assert (await over_two_ranks(source, wanted)).tokens() == alone
 
 
 def test_a_step_in_parts_leaves_the_same_states(

@@ -33,6 +33,7 @@ def answers() -> dict[str, Any]:
         ("states", {"logprobs"}),
         ("module", {"logprobs"}),
         ("module with windows", set()),
+        ("convolutions", {"logprobs"}),
         ("last", {"vector"}),
         ("mean", {"vector"}),
         ("encoder", {"vector"}),

@@ -60,6 +60,16 @@ STATES = {
     "linear_num_value_heads": 8,
     "max_position_embeddings": 2048,
 }
+CONVOLUTIONS = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "vocab_size": 3000,
+    "hidden_size": 512,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_attention_heads": 8,
+    "max_position_embeddings": 2048,
+}
 CASES = {
     "dense": ("qwen3-0.6b", DENSE, {}),
     "bands": ("llama-3.1-8b", BANDS, {"step_tokens": 1280}),
@@ -73,6 +83,7 @@ CASES = {
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
     "windows": ("", WINDOWS, {}),
     "states": ("", STATES, {}),
+    "convolutions": ("", CONVOLUTIONS, {}),
     "guesses": (
         "qwen3-0.6b",
         DENSE,

@@ -95,9 +95,28 @@ MODEL = {
 }
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+CONVOLUTIONS = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "vocab_size": 5000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(MODEL, "float32"), (MODEL, "bfloat16"), (CONVOLUTIONS, "float32"), (CONVOLUTIONS, "bfloat16")],
+    ids=lambda case: f"{case[0]['model_type']} {case[1]}",
+)
 def runner(request: pytest.FixtureRequest) -> Any:
-    return make(MODEL, dtype=request.param)
+    model, dtype = request.param
+    return make(model, dtype=dtype)
 
 
 def requests() -> list[Submit]:

@@ -34,6 +34,31 @@ _CAUSAL = {key: value for key, value in CAUSAL.items() if key != "partial_rotary
     "attn_output_gate": True,
     "mamba_ssm_dtype": "float32",
 }
+_CONV = {
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "tie_embedding": None,
+    "head_dim": None,
+    "rope_theta": 1e6,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "layer_types": None,
+}
+_CONV_NAMES = (
+    (".operator_norm.", ".input_layernorm."),
+    (".ffn_norm.", ".post_attention_layernorm."),
+    ("model.embedding_norm.", "model.norm."),
+    (".feed_forward.", ".mlp."),
+    (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+    (".w1.", ".gate_proj."),
+    (".w2.", ".down_proj."),
+    (".w3.", ".up_proj."),
+    (".self_attn.out_proj.", ".self_attn.o_proj."),
+    (".q_layernorm.", ".q_norm."),
+    (".k_layernorm.", ".k_norm."),
+)
 _TOWERS = {"tie_word_embeddings": False, "text_config": None, "vision_config": None}
 
 FAMILIES = {
@@ -76,5 +101,47 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:qwen3_5",
         renamed=_SHARED,
         norm_offset=1.0,
+    ),
+    "Lfm2ForCausalLM": Family(
+        ("lfm2",),
+        _CONV
+        | sizes(65536, 2560, 12288, 32, 32, 128_000, 8)
+        | {
+            "full_attn_idxs": None,
+            "block_ff_dim": None,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        CAUSAL | {"hidden_act": "silu", "block_use_swiglu": True, "use_pos_enc": True},
+        dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), "hidden_size")
+        | {"block_norm_eps": "norm_eps", "num_heads": "num_attention_heads"},
+        model="sgla.model.lfm2:Lfm2",
+        nulls=("full_attn_idxs",),
+        attention="sgla.model.conv_spec:read",
+        completed="sgla.model.conv_spec:completed",
+        renamed=_CONV_NAMES,
+        qk_norm="head",
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        ("lfm2_moe",),
+        _CONV
+        | sizes(65536, 2048, 7168, 32, 32, 128_000, 8)
+        | {
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "use_expert_bias": True,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        CAUSAL | {"hidden_act": "silu"},
+        model="sgla.model.lfm2:Lfm2",
+        attention="sgla.model.conv_spec:read",
+        completed="sgla.model.conv_spec:completed",
+        mixture="sgla.model.mixture_spec:lfm2",
+        renamed=_CONV_NAMES,
+        qk_norm="head",
     ),
 }
