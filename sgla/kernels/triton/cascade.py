@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.triton.attention import NEG, _score, scales
-from sgla.kernels.triton.elementwise import _begin, _pdl
+from sgla.kernels.triton.common import _begin, _pdl
 
 # Columns of an item: slot whose pages they are, first token, end token, place in ``order``, rows, part.
 ITEM = 6

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.elementwise import _begin_early, _pdl
+from sgla.kernels.triton.common import _begin_early, _pdl
 
 CHANNELS, TOKENS = 64, 64  # of a tile of a prompt
 DECODE_CHANNELS = 256

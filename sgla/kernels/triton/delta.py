@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.device import this_device
+from sgla.kernels.triton.common import _begin_early, _pdl
 from sgla.kernels.triton.conv import Rows
-from sgla.kernels.triton.elementwise import _begin_early, _pdl
 
 CHUNK = 64
 COLUMNS = 32  # of S in a program that goes from chunk to chunk: fewer fill the chip with one row

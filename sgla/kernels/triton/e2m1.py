@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.routing import Clamped, Gating
-from sgla.kernels.triton.elementwise import _activate, _begin, _pdl
+from sgla.kernels.triton.common import _activate, _begin, _pdl
 from sgla.kernels.triton.moe import Groups
 
 FEW = 16  # pairs up to which each is a block of its own, and nothing is sorted

@@ -9,36 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.device import this_device
-
-
-@triton.jit
-def _begin(PDL: tl.constexpr):
-    """Let the next kernel's programs start, and wait until the kernel before is done:
-    hides the time of a launch."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _begin_early(PDL: tl.constexpr):
-    """As ``_begin``, for a kernel whose successor may start before this one can:
-    it reads nothing but weights first."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _saturate(x):
-    """To the range of e4m3."""
-    return tl.minimum(tl.maximum(x, -448.0), 448.0)
-
-
-def _pdl() -> dict[str, bool]:
-    """Launch options for programmatic dependent launch, where the GPU has it."""
-    return {"PDL": True, "launch_pdl": True} if this_device().pdl else {"PDL": False}
+from sgla.kernels.triton.common import _activate, _begin, _begin_early, _pdl, _saturate, _warps
 
 
 @triton.jit
@@ -101,14 +72,6 @@ def _sigmoid_mul(x, gate, out, d, s_x, s_gate, PDL: tl.constexpr, BLOCK: tl.cons
     v = tl.load(x + row * s_x + i, mask=i < d, other=0.0).to(tl.float32)
     z = tl.load(gate + row * s_gate + i, mask=i < d, other=0.0).to(tl.float32)
     tl.store(out + row * d + i, v * tl.sigmoid(z), mask=i < d)
-
-
-@triton.jit
-def _activate(gate, GELU: tl.constexpr):
-    if GELU:
-        u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        return gate * tl.sigmoid(2 * u)
-    return gate * tl.sigmoid(gate)
 
 
 @triton.jit
@@ -237,10 +200,6 @@ def _qk_norm_rope_store(
         tl.store(stored + half + i[None, :], rb, mask=mask)
         if ROT < HD:
             tl.store(stored + ROT + j[None, :], rest, mask=rest_mask)
-
-
-def _warps(width: int) -> int:
-    return 1 if width <= 512 else 4 if width <= 4096 else 8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

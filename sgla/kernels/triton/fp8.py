@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.elementwise import _activate, _begin, _pdl, _warps
+from sgla.kernels.triton.common import _activate, _begin, _pdl, _warps
 
 
 class Rounded(NamedTuple):

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgla.kernels.triton.attention import LOG2E, NEG, Cut, _fitting, padded
-from sgla.kernels.triton.elementwise import _begin, _pdl, _saturate
+from sgla.kernels.triton.common import _begin, _pdl, _saturate
 
 MOST_HEADS = 64  # of a decode row that one program serves
 

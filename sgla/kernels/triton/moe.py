@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Routing
-from sgla.kernels.triton.elementwise import _activate, _begin, _pdl
+from sgla.kernels.triton.common import _activate, _begin, _pdl
 
 
 class Tile(NamedTuple):

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from sgla.kernels.triton.elementwise import _begin, _pdl
+from sgla.kernels.triton.common import _begin, _pdl
 
 CHUNK = 4096  # logits a program masks
 LOGITS = 2048  # that a program bounds

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.elementwise import _begin_early, _pdl
+from sgla.kernels.triton.common import _begin_early, _pdl
 
 
 # Steps differ in their counts and in where a column begins;
