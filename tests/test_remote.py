@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import json
@@ -17,6 +18,7 @@ from sgla.cli import main
 from sgla.config import Config
 from sgla.errors import ConfigError, NotDownloaded
 from sgla.hub import fetch
+from sgla.hub import remote as remote_files
 from sgla.loading.source import configured_source
 from sgla.messages import Progress
 
@@ -143,6 +145,51 @@ def test_what_cannot_be_read_is_refused(
         fetch.resolve_model(Config(model=site))
     assert main(["explain", "org/model", "--load-format", "remote"]) == 2
     assert "wants the address" in capsys.readouterr().err
+
+
+def test_what_a_server_may_send_has_bounds(
+    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page and a file without an end, and a file larger than was said. Time has none but for silence."""
+    config, endless = remote(site, tmp_path), b"20000\r\n" + b"x" * 0x20000 + b"\r\n"
+
+    def do_get(handler: Quiet, there: Any = Quiet.do_GET) -> None:
+        if handler.path != broken:
+            return there(handler)
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.send_header("Content-Type", "text/html")
+        handler.end_headers()
+        handler.close_connection = True
+        with contextlib.suppress(OSError):
+            for _ in range(2000):
+                handler.wfile.write(endless)
+        return None
+
+    monkeypatch.setattr(Quiet, "do_GET", do_get)
+    monkeypatch.setattr(Quiet, "protocol_version", "HTTP/1.1")
+    monkeypatch.setattr(remote_files, "PAGE_BYTES", 1 << 20)
+    for path, words in {
+        "/model/": "page of files has more than 1048576",
+        "/model/config.json": "more than the [0-9]+ bytes",
+    }.items():
+        broken = path
+        with pytest.raises(NotDownloaded, match=words):
+            fetch.resolve_model(config)
+    broken = ""
+    folder = fetch.resolve_model(config)
+    assert held(folder) == WANTED
+    assert not list(folder.glob(".*.part"))
+    monkeypatch.setattr(remote_files, "free_bytes", lambda folder: remote_files.SPARE_BYTES + 10)
+    (tmp_path / "site" / "model" / "config.json").write_bytes(b"{}" * 99)
+    with pytest.raises(NotDownloaded, match="does not fit the disk"):
+        fetch.resolve_model(config)
+    for path in (tmp_path / "site" / "model").iterdir():
+        path.unlink() if path.is_file() else path.rmdir()
+    with pytest.raises(NotDownloaded):
+        fetch.resolve_model(config)
+    assert held(folder) == WANTED, "a folder that is empty for a moment costs nobody the copy"
+    assert remote_files._client()["timeout"].total is None
 
 
 def test_names_that_lead_out_of_the_folder_are_left_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sgla.errors import ConfigError, NotDownloaded
+from sgla.hub.disk import bytes_text, free_bytes
 from sgla.hub.packaged import OnProgress, cache_folder
 from sgla.hub.quantized import parts_of
 from sgla.hub.source import TRAINING, ModelSource
@@ -20,6 +21,9 @@ from sgla.messages import Progress
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 MOST_FILES = 10_000
+PAGE_BYTES = 16 << 20  # of an HTTP server's list of a folder
+SILENT = 60.0  # seconds that a server may say nothing
+SPARE_BYTES = 256 << 20  # of the disk, that a copy leaves free
 RECORD = ".files.json"  # name -> what told the copy from others
 STAMPS = ("size", "ETag", "etag", "mtime", "LastModified", "last_modified", "Last-Modified", "created")
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -51,7 +55,8 @@ def download(url: str, download_dir: str | None, patterns: Patterns, report: OnP
         found = _listed(fs, root)
         wanted = patterns(list(found))
         names = [name for name in found if _fits(name, wanted) and not _fits(name, TRAINING)]
-        _copy(fs, folder, {name: found[name] for name in names}, report, shown(url))
+        if names:
+            _copy(fs, folder, {name: found[name] for name in names}, report, shown(url))
     except ConfigError:
         raise
     except Exception as error:  # of the network, of a store's client, of a disk
@@ -71,14 +76,38 @@ def _opened(url: str) -> tuple[Any, str]:
 
     scheme = url.partition("://")[0]
     try:
-        key = os.environ.get(KEY) if scheme in ("http", "https") else None
-        options = {"client_kwargs": {"headers": {"Authorization": f"Bearer {key}"}}} if key else {}
+        options = {"client_kwargs": _client()} if scheme in ("http", "https") else {}
         fs, root = fsspec.core.url_to_fs(url, **options)
     except (ImportError, ValueError) as error:
         package = PACKAGES.get(scheme)
         hint = f"needs {package}: pip install {package}" if package else "is no kind that fsspec knows"
         raise ConfigError(f"--load-format remote: {scheme}:// {hint}", param="model") from error
     return fs, root.rstrip("/")
+
+
+def _client() -> dict[str, Any]:
+    """How files are asked for over HTTP: however long one takes while bytes of it come."""
+    import aiohttp
+
+    class Bounded(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            """The page of a folder; files are read in pieces."""
+            if self._body is None:
+                page = bytearray()
+                async for data in self.content.iter_any():
+                    page += data
+                    if len(page) > PAGE_BYTES:
+                        self.close()
+                        raise ValueError(f"its page of files has more than {PAGE_BYTES} bytes")
+                self._body = bytes(page)
+            return self._body
+
+    key = os.environ.get(KEY)
+    return {
+        "timeout": aiohttp.ClientTimeout(total=None, sock_connect=SILENT, sock_read=SILENT),
+        "response_class": Bounded,
+        "headers": {"Authorization": f"Bearer {key}"} if key else {},
+    }
 
 
 def _listed(fs: Any, root: str) -> dict[str, str]:
@@ -112,8 +141,11 @@ def _copy(fs: Any, folder: Path, paths: dict[str, str], report: OnProgress, mess
         stamp = " ".join(f"{key}={info[key]}" for key in STAMPS if info.get(key) is not None)
         if known.get(name) != stamp or not stamp or not (folder / name).is_file():
             part = folder / f".{name}.part"
-            fs.get_file(paths[name], str(part))
-            part.replace(folder / name)
+            try:
+                fs.get_file(paths[name], str(part), callback=_bounded(info.get("size"), folder))
+                part.replace(folder / name)
+            finally:
+                part.unlink(missing_ok=True)
             known[name] = stamp
             record.write_text(json.dumps(known))
         done += info.get("size") or 0
@@ -121,3 +153,22 @@ def _copy(fs: Any, folder: Path, paths: dict[str, str], report: OnProgress, mess
     for path in folder.iterdir():
         if path.name not in (*infos, RECORD):
             path.unlink()
+
+
+def _bounded(size: int | None, folder: Path) -> Any:
+    """What watches a file come: it ends a copy that is larger than was said, or than the disk has room for.
+    Raises OSError where it cannot fit."""
+    from fsspec import Callback
+
+    room = max(0, free_bytes(folder) - SPARE_BYTES)
+    if size is not None and size > room:
+        raise OSError(f"a file of {bytes_text(size)} does not fit the disk (room for {bytes_text(room)})")
+    most = room if size is None else size
+
+    class Watch(Callback):  # type: ignore[misc]
+        def relative_update(self, inc: int = 1) -> None:
+            super().relative_update(inc)
+            if self.value > most:
+                raise OSError(f"a file has more than the {most} bytes that it may have")
+
+    return Watch()
