@@ -3,7 +3,11 @@ asks for, code among it, ends the start."""
 
 from __future__ import annotations
 
+import io
+import mmap
 import re
+import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +31,17 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# Of a pickle without its tensors: some 150 bytes and 50 reads for each.
+PICKLE_BYTES, MOST_READS = 16 << 20, 4 << 20
 INSIDE = ("state_dict", "model", "module")  # keys under which training keeps the weights
 
 
 def unpickled(path: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, mapped where PyTorch 1.6 or later wrote it. Raises WeightError."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        found, records = _opened(path)
+    except WeightError:
+        raise
     except Exception as error:  # of a pickle, of its archive, or whatever the objects in it raise
         raise WeightError(f"{path} is no file of PyTorch's with tensors alone: {_told(error)}") from error
     for key in INSIDE:
@@ -43,7 +51,50 @@ def unpickled(path: Path) -> dict[str, Tensor]:
         raise WeightError(f"{path} holds {type(found).__name__}, and not tensors by their names")
     for name, tensor in found.items():
         _check(path, name, tensor)
+    if records is not None:
+        storages = {x.data_ptr(): x.nbytes() for x in (t.untyped_storage() for t in found.values())}
+        if Counter(filter(None, storages.values())) - records:
+            raise WeightError(f"{path} is damaged: it holds fewer bytes of a tensor than its shape takes")
     return {name: tensor.detach() for name, tensor in found.items()}
+
+
+class Pickled(io.BufferedReader):
+    """The old format, whose pickle has no length: what it asks to be read is counted."""
+
+    left = MOST_READS
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError(f"its pickle has more than {MOST_READS} parts")
+        return super().read(size)
+
+
+def _opened(path: Path) -> tuple[Any, Counter[int] | None]:
+    """What a file holds, and how many bytes each of its records has."""
+    if not _is_zip(path):
+        with path.open("rb", buffering=0) as raw, mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _check_bytes(path, data)
+            return torch.load(Pickled(raw), map_location="cpu", weights_only=True), None
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise WeightError(f"{path}: {entry.filename[:99]} is compressed, which PyTorch does not do")
+            if entry.filename.endswith("/data.pkl"):
+                if entry.file_size > PICKLE_BYTES:
+                    raise WeightError(
+                        f"{path} has a pickle of {entry.file_size} bytes; at most {PICKLE_BYTES}"
+                    )
+                _check_bytes(path, archive.read(entry))
+    sizes = Counter(entry.file_size for entry in entries if "/data/" in entry.filename)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True), sizes
+
+
+def _check_bytes(path: Path, pickled: bytes | mmap.mmap) -> None:
+    """Raise WeightError for what PyTorch would make of any size that a pickle names."""
+    if re.search(rb"(builtins|__builtin__)\nbytearray\n", pickled):
+        raise WeightError(f"{path} is no file of PyTorch's with tensors alone: it asks for bytearray")
 
 
 def _check(path: Path, name: Any, tensor: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sgla.cli import main
 from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.fetch import check_folder, weight_patterns
+from sgla.loading import pickles
 from sgla.loading.load import load_model
 from sgla.loading.pickles import unpickled
 from sgla.loading.source import configured_source, open_source
@@ -136,6 +138,45 @@ def test_a_file_that_is_none_is_refused(data: bytes, tmp_path: Path) -> None:
     zipped(tmp_path / "a.bin", data)
     with pytest.raises(WeightError, match="no file of PyTorch's with tensors alone"):
         unpickled(tmp_path / "a.bin")
+
+
+def rewritten(path: Path, to: Path, compression: int = zipfile.ZIP_STORED, **records: Any) -> Path:
+    """The archive with other records, by the ends of their names."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(to, "w", compression) as new:
+        for name in old.namelist():
+            data = old.read(name)
+            change = records.get(re.sub(r"\W", "_", name.partition("/")[2]))
+            new.writestr(name, data if change is None else change(data))
+    return to
+
+
+def test_a_file_that_grows_as_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"a": torch.zeros(7)}, tmp_path / "a.bin")
+    grown = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05" + (3 << 30).to_bytes(5, "little") + b"\x85R."
+    old = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02" + b"]" * 3000
+    (tmp_path / "old.bin").write_bytes(old)
+    monkeypatch.setattr(pickles.Pickled, "left", 1000)
+    monkeypatch.setattr(pickles, "PICKLE_BYTES", 2000)
+    lists = b"\x80\x02" + b"]" * 3000 + b"."
+    for file, words in {
+        tmp_path / "old.bin": "its pickle has more than",
+        rewritten(tmp_path / "a.bin", tmp_path / "b.bin", zipfile.ZIP_DEFLATED): "is compressed",
+        rewritten(tmp_path / "a.bin", tmp_path / "c.bin", data_pkl=lambda _: grown): "asks for bytearray",
+        rewritten(tmp_path / "a.bin", tmp_path / "d.bin", data_pkl=lambda _: lists): "a pickle of 3003 bytes",
+    }.items():
+        with pytest.raises(WeightError, match=words):
+            unpickled(file)
+    (tmp_path / "old.bin").write_bytes(grown)
+    with pytest.raises(WeightError, match="asks for bytearray"):
+        unpickled(tmp_path / "old.bin")
+
+
+def test_a_tensor_that_the_file_has_in_part_is_refused(tmp_path: Path) -> None:
+    """PyTorch would take what comes behind it in the file."""
+    torch.save({"a": torch.ones(7), "b": torch.zeros(3)}, tmp_path / "a.bin")
+    path = rewritten(tmp_path / "a.bin", tmp_path / "b.bin", data_0=lambda data: data[:8])
+    with pytest.raises(WeightError, match="fewer bytes of a tensor than its shape takes"):
+        unpickled(path)
 
 
 def test_a_cut_off_file_is_refused(folder: Path, tmp_path: Path) -> None:
