@@ -28,6 +28,7 @@ from sgla.model.read import read_spec
 from sgla.model.sizes import Parameters, parameters, short_count, weight_bytes
 from sgla.model.state import state_of, token_bytes, unit_bytes
 from sgla.observe.machine import Machine, detect
+from sgla.processes import tied
 from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, host_bytes, kv_pool, resolve
 
 
@@ -70,7 +71,7 @@ def kernels(config: Config, machine: Machine) -> int:
     pooled = read_pooling(source, config.task) is not None
     config = msgspec.structs.replace(config, device="cuda")
     config = resolve(config, imagined(machine), source.config, pooled).config
-    command = [sys.executable, "-m", "sgla.worker.report", str(path)]
+    command = tied([sys.executable, "-m", "sgla.worker.report", str(path)])
     done = subprocess.run(command, input=msgspec.json.encode(config), capture_output=True)
     if done.returncode:
         raise ConfigError(done.stderr.decode().strip().rpartition("\n")[2], param="kernels")

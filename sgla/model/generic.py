@@ -11,6 +11,7 @@ cannot be served right is refused by name, there or in ``check_rows`` once the w
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,12 +36,25 @@ from sgla.kernels.ops import KVLayer, Layer
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.trace import NotRecorded, Symbol
 from sgla.messages import LONGEST, Progress
+from sgla.model import limits
 from sgla.model.base import CausalLM
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.registry import architecture_of
 
 PAGED, SEEN = "sgla_paged", "sgla_seen"  # names of our attention: in steps, and while a module is probed
 TOKENS = 3  # of a probe
+MEMORY = 4 << 30  # bytes that a probe may take; the largest models need a tenth
+MOST = {
+    "num_hidden_layers": limits.LAYERS,
+    "hidden_size": limits.WIDTH,
+    "intermediate_size": limits.INNER,
+    "num_attention_heads": limits.HEADS,
+    "num_key_value_heads": limits.HEADS,
+    "head_dim": limits.HEAD_DIM,
+    "vocab_size": limits.VOCAB,
+    "num_labels": limits.EXPERTS,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), limits.EXPERTS),
+}
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 LENGTHS = ("dynamic", "longrope")  # rope kinds whose angles depend on the longest sequence of a batch
 KINDS = {
@@ -335,6 +349,11 @@ def configured(config: dict[str, Any], cls: type[PreTrainedModel]) -> PreTrained
     if own is None or kind != own.model_type:
         known = own and own.model_type
         raise refusal(f"config.json says model_type {str(kind)[:60]}, and the class is of {known}")
+    for key, most in MOST.items():
+        for name in {key, own.attribute_map.get(key, key)}:
+            value = config.get(name)
+            if isinstance(value, int) and not 0 <= value <= most:
+                raise refusal(f"{name} is {str(value)[:20]}; at most {most}")
     try:
         return own.from_dict(dict(config))
     except Exception as error:
@@ -451,10 +470,18 @@ def loaded(
     return made
 
 
+def bound() -> None:
+    """Let this process take ``MEMORY`` more."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def main() -> int:
     """Facts about the model that stands on the standard input, as the last line."""
     asked = json.load(sys.stdin)
     logging.set_verbosity_error()
+    bound()
     try:
         facts = probe(asked["config"], Path(asked["folder"]), asked["trusted"])
     except ConfigError as error:

@@ -16,6 +16,7 @@ from sgla.hub.source import ModelSource
 from sgla.layers.spec import AttentionSpec
 from sgla.model.registry import architecture_of, check_architecture, is_known
 from sgla.model.spec import ModelSpec
+from sgla.processes import tied
 
 FACTS = "sgla_facts"  # key of the configuration that has what a module has shown
 DEVICES = "cpu", "cuda"
@@ -103,7 +104,7 @@ def _shown(source: ModelSource, trusted: bool) -> dict[str, Any]:
     if source.gguf_path is not None:
         raise ConfigError("GGUF files need a native family; take safetensors", param="model")
     asked = {"config": source.config, "folder": str(source.folder), "trusted": trusted}
-    command = [sys.executable, "-m", "sgla.model.generic"]
+    command = tied([sys.executable, "-m", "sgla.model.generic"])
     try:
         done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,13 @@ from sgla.hub import source as files
 from sgla.hub.source import ModelSource
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
+from sgla.model import generic_spec
 from sgla.model.generic import Generic, probe
 from sgla.model.generic_spec import FACTS, check_generic, settled
 from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import Machine
+from sgla.processes import tied
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
 
@@ -86,6 +90,28 @@ def test_another_process_sees_the_same(tmp_path: Path) -> None:
     assert FACTS not in settled(source, "native", False).config
 
 
+def test_a_probe_ends_with_who_started_it_and_within_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def started(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 2, b"no model", b"")
+
+    save_checkpoint(tmp_path, "apertus")
+    source = files.open_source(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(generic_spec.subprocess, "run", started)
+        with pytest.raises(ConfigError, match="no model"):
+            settled(source, "transformers", False)
+    assert commands == [tied([sys.executable, "-m", "sgla.model.generic"])]
+    limited = "from sgla.model import generic; generic.MEMORY = 64 << 20; generic.bound(); bytearray(1 << 30)"
+    done = subprocess.run([sys.executable, "-c", limited], capture_output=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == b"MemoryError"
+
+
 def test_native_code_comes_first(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     assert FACTS not in open_source(tmp_path).config
@@ -126,6 +152,10 @@ def test_configurations_that_are_refused(tmp_path: Path) -> None:
         ({"hidden_size": "wide"}, "its configuration is refused"),
         ({"quantization_config": {"quant_method": "fp8"}}, "it is quantized"),
         ({"max_position_embeddings": None}, "refused|names no longest sequence"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 1024"),
+        ({"vocab_size": 1 << 70}, "vocab_size is 1180591620717411303.; at most"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"num_labels": 10**9}, "num_labels is 1000000000"),
     ):
         with pytest.raises(ConfigError, match=message):
             probe(config | changes, tmp_path)
