@@ -34,8 +34,8 @@ NO_DECODE = (
 B = TypeVar("B", covariant=True)
 
 
-class Backend(Protocol[B]):
-    """A class of backends."""
+class BackendType(Protocol[B]):
+    """A class of backends (``base.Backend``)."""
 
     def __call__(self, shape: AttentionShape, device: Device) -> B: ...
     def refuses(self, shape: AttentionShape, device: Device) -> str | None: ...
@@ -44,7 +44,7 @@ class Backend(Protocol[B]):
 Make = Callable[[Any, AttentionShape, Device], Any]  # of a kind
 
 
-def made(kind: Backend[B], shape: AttentionShape, device: Device) -> B:
+def made(kind: BackendType[B], shape: AttentionShape, device: Device) -> B:
     return kind(shape, device)
 
 
@@ -134,7 +134,7 @@ def _deterministic(asked: tuple[Preference, Preference], shape: AttentionShape, 
 
 
 def _first(
-    kinds: Mapping[str, Backend[B]], asked: Preference, shape: AttentionShape, device: Device
+    kinds: Mapping[str, BackendType[B]], asked: Preference, shape: AttentionShape, device: Device
 ) -> tuple[B, list[str]]:
     """The first of ``kinds`` that serves ``shape``, and why those before do not; or the one that is asked
     for."""
@@ -157,8 +157,8 @@ def _first(
 class Portable(NamedTuple):
     """Kernels for every NVIDIA GPU."""
 
-    decode: Backend[Decode]
-    extend: Backend[Extend]
+    decode: BackendType[Decode]
+    extend: BackendType[Extend]
     prompts: Callable[[AttentionShape, Device], Prompts]
 
 
@@ -181,7 +181,7 @@ def _decode(asked: Preference, shape: AttentionShape, device: Device) -> tuple[D
         if asked.setting != "attention_backend":
             raise asked.refused(NO_DECODE)
         notes = [f"flashinfer is for prefill alone: {NO_DECODE}"]
-    kinds: dict[str, Backend[Decode]] = {
+    kinds: dict[str, BackendType[Decode]] = {
         "native": NativeDecode,
         "triton": _triton(shape).decode,
         "torch": TorchDecode,
@@ -196,7 +196,7 @@ def _extend(asked: Preference, shape: AttentionShape, device: Device) -> tuple[E
     from sgla.attention.native import NativeExtend
     from sgla.attention.torch_ops import TorchExtend
 
-    kinds: dict[str, Backend[Extend]] = {
+    kinds: dict[str, BackendType[Extend]] = {
         "native": NativeExtend,
         "flashinfer": FlashInferExtend,
         "triton": _triton(shape).extend,
