@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.dist import Shard
-from sgla.quant.formats import common
+from sgla.quant.formats import FORMATS, common
 from sgla.quant.method import PLAIN, Method
 from sgla.quant.weight import SourceTensor, Weight, storage
 
@@ -149,10 +149,11 @@ class Build:
     that of weights that are never quantized. ``kinds``: those of matrices that differ, by name.
 
     ``checkpoint``: the format of the file's linear layers, which are kept so if ``as_stored``. ``floats``:
-    layers that it has in floating point, whatever it says. ``stacks`` names tensors that a checkpoint may
+    layers that it has in floating point, whatever it says; ``modules``: all that it has, if that is known.
+    ``stacks`` names tensors that a checkpoint may
     have instead of several declared ones: name -> shape and parts. ``elsewhere``: makes the weights that do
     not lie where the others do, of a module, storage, n and k. ``joined``: whether rows that several layers
-    read are better multiplied by one kernel.
+    read are better multiplied by one kernel. ``device``: the kind that computes.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -165,8 +166,10 @@ class Build:
     checkpoint: Method = PLAIN
     as_stored: bool = False
     floats: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
     elsewhere: Callable[[str, type[Weight], int, int], Weight | None] = lambda *_: None
     joined: bool = False
+    device: str = "cpu"
 
     def joins(self, *modules: str) -> bool:
         """Whether these layers are better one weight, and may be."""
@@ -183,9 +186,17 @@ class Build:
         has the numbers of all."""
         kind = self.kinds.get(f"{modules[0]}.weight", self.kind)
         if self.as_stored and not self.kinds:
-            kind = common({self.method(module).kept(module) or self.plain for module in modules}, self.plain)
+            stored = [module for module in modules if module in self.modules] or modules
+            kind = common({self._kept(module) for module in stored}, self.plain)
         made = self.elsewhere(modules[0], storage(kind), n, k)
         return storage(kind).empty(n, k) if made is None else made
+
+    def _kept(self, module: str) -> str:
+        """The storage of a layer by itself. A device that keeps some of a file's storages makes floats of the
+        others."""
+        kind = self.method(module).kept(module)
+        choice = kind and self.device in self.checkpoint.devices
+        return kind if kind and not (choice and self.device not in FORMATS[kind].devices) else self.plain
 
     def empty_vocab(self, n: int, k: int, module: str) -> Weight:
         """The same for embedding and output layer."""

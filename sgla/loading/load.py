@@ -192,6 +192,7 @@ def decoder_build(
     kinds = kinds_of(dtype, quantization, spec.method)
     build = Build(shard, *kinds, checkpoint=spec.method or PLAIN, as_stored=method is not None)
     build.joined = joins()
+    build.device = "cpu" if _device().type == "cpu" else "cuda"
     if quantization == "int4":
         bits = {t.name: t.bits for t in source.gguf().tensors()} if source.kind == "gguf" else {}
         wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
@@ -199,11 +200,9 @@ def decoder_build(
     if method is not None and source.kind == "gguf":
         build.kinds = kinds_of_file(source, spec, build.plain, shard.size)
     elif spec.method is not None and source.kind in ("safetensors", "pt"):
-        build.floats = frozenset(
-            canonical(rename(name)).removesuffix(".weight")
-            for name, tensor in stored_tensors(source)
-            if tensor.type in FLOATS
-        )
+        stored = [(canonical(rename(name)), tensor.type) for name, tensor in stored_tensors(source)]
+        build.floats = frozenset(name.removesuffix(".weight") for name, kind in stored if kind in FLOATS)
+        build.modules = frozenset(name.rpartition(".")[0] for name, _ in stored)
     return build
 
 

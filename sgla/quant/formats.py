@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Format:
     """``storage``: module and class of its ``Weight``. ``bytes``: of one weight with its share of the
-    constants."""
+    constants. ``devices``: where a checkpoint's layers are kept so; elsewhere they are floating-point."""
 
     name: str
     storage: str
     bytes: float
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 FORMATS: dict[str, Format] = {}
@@ -38,12 +40,17 @@ def common(kinds: set[str], plain: str) -> str:
     return next((kind for kind, held in HOLDS.items() if kinds <= held), plain)
 
 
+def devices(kinds: Iterable[str]) -> tuple[str, ...]:
+    """Where any of these storages is kept."""
+    return tuple(sorted({device for kind in kinds if kind for device in FORMATS[kind].devices}))
+
+
 register(Format("f32", "sgla.quant.plain:F32", 4.0))
 register(Format("bf16", "sgla.quant.plain:BF16", 2.0))
-register(Format("fp8", "sgla.quant.channels:E4M3", 1.0))
-register(Format("mxfp4", "sgla.quant.e2m1:E2M1", 0.53125))
-register(Format("int8", "sgla.quant.groups:Int8", 1.125))
-register(Format("int4", "sgla.quant.groups:Int4", 0.625))
-register(Format("q8_0", "sgla.quant.groups:Q8_0", 1.0625))
-register(Format("q5_0", "sgla.quant.groups:Q5_0", 0.6875))
-register(Format("q4_0", "sgla.quant.groups:Q4_0", 0.5625))
+register(Format("fp8", "sgla.quant.channels:E4M3", 1.0, ("cuda",)))
+register(Format("mxfp4", "sgla.quant.e2m1:E2M1", 0.53125, ("cuda",)))
+register(Format("int8", "sgla.quant.groups:Int8", 1.125, ("cpu",)))
+register(Format("int4", "sgla.quant.groups:Int4", 0.625, ("cpu",)))
+register(Format("q8_0", "sgla.quant.groups:Q8_0", 1.0625, ("cpu",)))
+register(Format("q5_0", "sgla.quant.groups:Q5_0", 0.6875, ("cpu",)))
+register(Format("q4_0", "sgla.quant.groups:Q4_0", 0.5625, ("cpu",)))

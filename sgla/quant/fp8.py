@@ -21,12 +21,13 @@ from sgla.quant.schemes import Scheme, check_floats, schemes
 if TYPE_CHECKING:
     from sgla.quant.weight import SourceTensor, StoredTensor
 
-_UNUSED = re.compile(r".*\.(input|output|activation|q|k|v|kv)_scale$")
+_UNUSED = re.compile(r".*\.((input|output|activation|q|k|v|kv)_(scale|zero_point)|input_global_scale)$")
 _WIDEST = 1 << 17  # rows or columns of a block
 
 
 class Fp8(Method):
     name, storage, devices = "fp8", "fp8", ("cuda",)
+    scales = _UNUSED
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -36,7 +37,7 @@ class Fp8(Method):
         e4m3 = {
             "fp8": config.get("fmt", "e4m3") in ("e4m3", None),
             "fbgemm_fp8": True,
-            "compressed-tensors": config.get("format") == "float-quantized",
+            "compressed-tensors": config.get("format") in ("float-quantized", "naive-quantized"),
             "modelopt": config.get("quant_algo") == "FP8",
         }
         if not e4m3[kind]:
@@ -67,6 +68,27 @@ class Fp8(Method):
         return _UNUSED.match(name) is not None
 
 
+class Mx8(Method):
+    """MXFP8 (OCP Microscaling Formats 1.0): ``X.weight`` with ``X.weight_scale``, an exponent for every 32
+    channels. They become floating-point numbers."""
+
+    name = "mxfp8"
+
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
+        return {
+            f"{module}.weight": Held((n, k), ("F8_E4M3",)),
+            f"{module}.weight_scale": Held((n, -(-k // 32)), ("U8",)),
+        }
+
+    def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
+        from sgla.quant.scaled import Powers, Scaled
+
+        return Scaled(stored[f"{module}.weight"], Powers(stored[f"{module}.weight_scale"]), (1, 32))
+
+    def unused(self, name: str, tensor: StoredTensor) -> bool:
+        return _UNUSED.match(name) is not None
+
+
 def _static_scales(config: Mapping[str, Any], groups: list[Scheme]) -> bool:
     """Whether the file has a scale for the activations of each linear layer."""
     if config.get("activation_scheme") == "static" or config.get("quant_method") == "modelopt":
@@ -85,7 +107,8 @@ def check_compressed(config: Mapping[str, Any], groups: list[Scheme]) -> None:
     for group, _, _, outputs in groups:
         if outputs.values:
             raise group.error("output_activations", "null: the results of layers are not rounded")
-        if group.given("format") and group.values["format"] != q.values.get("format"):
+        formats = q.values.get("format"), group.values.get("format")
+        if group.given("format") and formats[0] not in (formats[1], "mixed-precision"):
             raise group.error("format", f"that of the file, {shown(q.values.get('format'))}")
 
 

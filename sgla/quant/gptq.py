@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.reader import Reader, shown
+from sgla.quant.formats import devices
 from sgla.quant.method import Expressions, Held, Method
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Grouped(Method):
         """Say what CPUs keep such layers in."""
         schemes = [self.scheme, *others]
         self.storage = max((each.storage for each in schemes), key=lambda kind: (kind == "", kind[1:]))
-        self.devices = ("cpu",) if any(each.storage for each in schemes) else ()
+        self.devices = devices(each.storage for each in schemes)
         self.notes = SCATTERED if any(each.reordered and each.group for each in schemes) else ()
 
     def of(self, module: str) -> Scheme:

@@ -42,7 +42,7 @@ class Method:
     say of a file that is served.
     """
 
-    name: ClassVar[str] = "none"
+    name: str = "none"
     storage: str = ""
     devices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ _METHODS = {
         "weight_block_size", noted={"activation_scale_ub": "a bound of the activations, which are not cut"}
     ),
     "modelopt": Keys(
-        "quant_algo config_groups producer weight_block_size",
+        "quant_algo config_groups producer weight_block_size quantized_layers group_size",
         noted={"kv_cache_quant_algo": _CACHE, "kv_cache_scheme": _CACHE},
     ),
     "compressed-tensors": Keys(

@@ -20,8 +20,9 @@ def register(name: str, method: str) -> None:
     _METHODS[name] = method
 
 
-for _name in ("fp8", "fbgemm_fp8", "modelopt"):
+for _name in ("fp8", "fbgemm_fp8"):
     register(_name, "sgla.quant.fp8:Fp8")
+register("modelopt", "sgla.quant.modelopt:modelopt")
 register("compressed-tensors", "sgla.quant.compressed:compressed")
 register("gguf", "sgla.quant.gguf:Gguf")
 register("gptq", "sgla.quant.gptq:Gptq")
@@ -49,8 +50,8 @@ def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
     return ConfigError(
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
-        + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors with float-quantized or "
-        "pack-quantized, modelopt with FP8, and mxfp4 for gpt-oss are. Take the model's unquantized "
+        + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors, modelopt with FP8 or NVFP4, "
+        "and mxfp4 for gpt-oss are. Take the model's unquantized "
         "checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
         param="model",
     )

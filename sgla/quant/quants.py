@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.errors import WeightError
@@ -56,14 +57,15 @@ class Grouped(ABC):
         """As it is, where ``kind`` has constants for groups of 32: their minimum, ``-zero * scale``, is then
         rounded to float16."""
         made = storage(kind)
-        if not issubclass(made, Groups) or self.order is not None or self.group % GROUP:
+        split = self.group % GROUP and self.group < self.shape[1]
+        if not issubclass(made, Groups) or self.order is not None or split:
             return made.read(self, rows, columns)
         q, zero, scale = self.quants(rows)
         if not made.holds(self.bits, bool((zero == 1 << self.bits - 1).all())):
             return made.read(self, rows, columns)
         constants = (scale.float(), -zero * scale.float())
         groups = -(-self.shape[1] // GROUP)
-        scale, minimum = (t.repeat_interleave(self.group // GROUP, 1)[:, :groups] for t in constants)
+        scale, minimum = (t.repeat_interleave(-(-self.group // GROUP), 1)[:, :groups] for t in constants)
         return made.of(self.bits, q, scale, minimum).cut(columns)
 
     def of_channels(
@@ -182,6 +184,24 @@ class Packed(Grouped):
         return Quants(q, zero, scale)
 
 
+class Bytes(Grouped):
+    """packed int8 ``[n, k]``, which mean what they are less the zeros, int8 ``[n, groups]``; scales
+    ``[n, groups]``, ``[n]`` or one."""
+
+    def quants(self, rows: range) -> Quants:
+        q = self.packed.values(rows).view(torch.uint8) ^ 128
+        scale = _of_rows(self.scales, rows)
+        zero = torch.full_like(scale, 128, dtype=torch.int32)
+        return Quants(q, zero if self.zeros is None else zero + _of_rows(self.zeros, rows).int(), scale)
+
+
+def _of_rows(constants: StoredTensor, rows: range) -> Tensor:
+    """``[len(rows), groups]``; one for everything stands for all."""
+    if constants.shape in ((), (1,)):
+        return constants.values().view(1, 1).expand(len(rows), 1)
+    return constants.values(rows).view(len(rows), -1)
+
+
 def numbers(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
     """uint8: what int32 ``[a, b]`` hold of neighbours along ``dim``, the first in the lowest bits. ``order``:
     which of those of a word has each place."""
@@ -197,7 +217,8 @@ def numbers(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = 
 def _across(words: Tensor, bits: int, dim: int) -> Tensor:
     """``numbers``, of which some begin in one word and end in the next."""
     each, width = _unit(bits)
-    units = words.movedim(dim, 1).unflatten(1, (-1, width)).long() & 0xFFFFFFFF
+    words = words.movedim(dim, 1)
+    units = F.pad(words, (0, -words.shape[1] % width)).unflatten(1, (-1, width)).long() & 0xFFFFFFFF
     both = units | torch.roll(units, -1, -1) << 32  # the last one has nothing in the next
     at = torch.arange(0, each * bits, bits, device=words.device)
     found = both[..., at // 32] >> at % 32 & (1 << bits) - 1

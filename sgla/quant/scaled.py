@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sgla.quant.channels import E4M3
 from sgla.quant.weight import SourceTensor, StoredTensor, Weight, storage
+
+
+@dataclass(frozen=True)
+class Powers:
+    """A SourceTensor of exponents, uint8 that are 127 more than they mean: powers of two."""
+
+    exponents: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.exponents.shape
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        found = self.exponents.values(rows).int()
+        return torch.ldexp(torch.ones_like(found, dtype=torch.float32), found - 127)
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        raise ValueError("scales are no matrix")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Scheme(NamedTuple):
 
 
 def schemes(config: Mapping[str, Any]) -> list[Scheme]:
-    """Raises ConfigError for a key that there is not, and for scales that are never beside weights."""
+    """Raises ConfigError for a key that there is not."""
     outer, found = Reader("quantization_config", config), []
     groups = Reader("quantization_config.config_groups", outer.table("config_groups"))
     for name in groups.values:
@@ -43,7 +43,6 @@ def schemes(config: Mapping[str, Any]) -> list[Scheme]:
         weights, inputs, outputs = (_numbers(group, part) for part in _GROUP[1:4])
         if weights.flag("dynamic"):
             raise weights.error("dynamic", "false: the scales of weights are stored")
-        _check_types(weights)
         found.append(Scheme(group, weights, inputs, outputs))
     return found
 
@@ -61,6 +60,7 @@ def check_floats(scheme: Scheme) -> None:
             raise c.error("symmetric", "true")
         if c.values.get("actorder"):
             raise c.error("actorder", "null")
+    check_types(scheme.weights)
     weights, inputs = scheme.weights.values, scheme.inputs.values
     if weights.get("strategy", "tensor") not in ("tensor", "channel", "block"):
         raise scheme.weights.error("strategy", "tensor, channel or block")
@@ -87,8 +87,8 @@ def _check_keys(c: Reader, known: tuple[str, ...]) -> None:
             raise c.error(key[:40], "left out: neither compressed-tensors nor sgla has such a key")
 
 
-def _check_types(weights: Reader) -> None:
-    """Scales of e4m3 or e8m0 have others beside them."""
+def check_types(weights: Reader) -> None:
+    """Raises ConfigError for scales of e4m3 or e8m0, which have others beside them."""
     for key, known in (("scale_dtype", _SCALES), ("zp_dtype", _ZEROS)):
         if weights.given(key) and str(weights.values[key]).removeprefix("torch.") not in known:
             raise weights.error(key, " or ".join(known))

@@ -1228,29 +1228,28 @@ REFUSED: dict[str, Case] = {
     "distilbert eps": Case(DISTILBERT | {"layer_norm_eps": 1e-5}, "layer_norm_eps"),
     "distilbert twice": Case(DISTILBERT | {"hidden_size": 64}, "hidden_size"),
     "awq in another order": Case(
-        quantized("awq", bits=4, group_size=128, version="gemv", zero_point=True), "version"
+        quantized("awq", bits=4, group_size=128, version="gemv_new", zero_point=True), "version"
     ),
     "awq without zeros": Case(quantized("awq", bits=4, group_size=128, zero_point=False), "zero_point"),
-    "gptq of 3 bits": Case(quantized("gptq", bits=3, group_size=128, desc_act=False, sym=True), "bits"),
+    "gptq of 5 bits": Case(quantized("gptq", bits=5, group_size=128, desc_act=False, sym=True), "bits"),
     "gptq without groups": Case(quantized("gptq", bits=4, desc_act=False), "group_size"),
     "gptq of several sizes": Case(
-        quantized("gptq", bits=4, group_size=128, dynamic={r"+:.*\.mlp\..*": {"bits": 8}}), "dynamic"
+        quantized("gptq", bits=4, group_size=128, dynamic={r"+:.*\.mlp\..*": {"bits": 7}}), "bits"
     ),
-    "gptq for marlin": Case(
-        quantized("gptq", bits=4, group_size=128, checkpoint_format="marlin"), "checkpoint_format"
+    "gptq of 8 bits for marlin": Case(
+        quantized("gptq", bits=8, group_size=128, checkpoint_format="marlin"), "bits"
+    ),
+    "gptq for marlin in act-order": Case(
+        quantized("gptq", bits=4, group_size=128, format="marlin", desc_act=True), "act-order"
     ),
     **{
         f"{method} with {key} {value}": Case(quantized(method, bits=4, group_size=128, **{key: value}), key)
         for method, key, value in (
-            ("gptq", "format", "marlin"),
             ("gptq", "format", "gptq_v3"),
             ("gptq", "adapter", {"name": "lora", "path": "eora", "rank": 64}),
             ("gptq", "rotation", "hadamard"),
-            ("gptq", "lm_head", True),
             ("gptq", "pack_dtype", "int8"),
-            ("awq", "format", "gemv_fast"),
-            ("awq", "checkpoint_format", "gemv"),
-            ("awq", "backend", "llm-awq"),
+            ("awq", "format", "marlin_24"),
             ("awq", "lm_head", True),
         )
     },
@@ -1260,15 +1259,6 @@ REFUSED: dict[str, Case] = {
     ),
     "fp8 of some layers": Case(quantized("fp8", modules_to_convert=["mlp"]), "modules_to_convert"),
     "fp8 with experts in fp4": Case(quantized("fp8", expert_dtype="fp4"), "expert_dtype"),
-    "int4 of compressed-tensors with a quantized cache": Case(
-        quantized(
-            "compressed-tensors",
-            format="pack-quantized",
-            config_groups={"group_0": PACKED},
-            kv_cache_scheme={"num_bits": 8, "type": "float"},
-        ),
-        "kv_cache_scheme",
-    ),
     "fp8 of compressed-tensors with rounded results": Case(
         llama(
             quantization_config=FP8["channel"]
@@ -1295,11 +1285,11 @@ REFUSED: dict[str, Case] = {
             words,
         )
         for key, value, words in (
-            ("targets", ["re:.*mlp.*"], "config_groups"),
-            ("input_activations", {"num_bits": 8, "type": "int"}, "input_activations"),
+            ("targets", ["re:("], "is no regular expression"),
+            ("targets", [], "targets"),
             ("output_activations", {"num_bits": 8, "type": "int"}, "output_activations"),
             ("format", "int-quantized", "format"),
-            ("weights", {"num_bits": 2, "type": "int", "strategy": "channel"}, "num_bits"),
+            ("weights", {"num_bits": 1, "type": "int", "strategy": "channel"}, "weights"),
             ("weights", {"num_bits": 8, "type": "float", "strategy": "channel"}, "weights"),
             ("weights", {"num_bits": 4, "type": "int", "strategy": "tensor"}, "strategy"),
         )
@@ -1379,10 +1369,20 @@ REFUSED: dict[str, Case] = {
         ),
         "block_structure",
     ),
-    "int8 of compressed-tensors": Case(
-        quantized("compressed-tensors", format="int-quantized"), "int-quantized"
+    "int8 of compressed-tensors without groups": Case(
+        quantized("compressed-tensors", format="int-quantized"), "config_groups"
     ),
-    "nvfp4": Case(quantized("modelopt", quant_algo="NVFP4"), "NVFP4"),
+    "nvfp4 of scaled inputs": Case(quantized("modelopt", quant_algo="NVFP4_AWQ"), "NVFP4_AWQ"),
+    "no layers of modelopt": Case(quantized("modelopt", quant_algo="MIXED_PRECISION"), "quantized_layers"),
+    "sparse integers": Case(quantized("compressed-tensors", format="marlin-24"), "marlin-24"),
+    "nvfp4 in groups of 32": Case(
+        quantized(
+            "compressed-tensors",
+            format="nvfp4-pack-quantized",
+            config_groups={"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}},
+        ),
+        "group_size",
+    ),
     **{
         f"block of {size}": Case(quantized("fp8", weight_block_size=size), "weight_block_size")
         for size in (128, True, 1.5, 0, [128], [128, True], [0, 128], {"a": 1, "b": 2})

@@ -3,14 +3,14 @@ they mean."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import Eager, random_prompts, save_checkpoint
+from checkpoints import Eager, random_prompts
+from quantized import Stored, pair
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -139,25 +139,14 @@ def of_layer(config: dict[str, Any], name: str) -> dict[str, Any]:
 def checkpoints(
     folder: Path, config: dict[str, Any], model_type: str = "llama", **changes: Any
 ) -> tuple[ModelSource, ModelSource]:
-    """A quantized checkpoint and one with the same numbers in float32. The last layer's down_proj is left as
-    it is."""
-    for name in ("packed", "plain"):
-        save_checkpoint(folder / name, model_type, **SHAPE | changes)
-    torch.manual_seed(1)
-    plain, packed = load_file(folder / "plain/model.safetensors"), {}
-    for name, tensor in list(plain.items()):
-        if ("_proj." in name or ".experts." in name) and "layers.2.mlp.down" not in name:
-            parts, plain[name] = quantize(tensor, of_layer(config, name))
-            packed |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
-        else:
-            packed[name] = tensor
-    if config["quant_method"] == "gptq":
-        packed["model.layers.0.mlp.up_proj.bias"] = torch.zeros(192).half()  # as AutoGPTQ writes it
-    save_file(packed, folder / "packed/model.safetensors", {"format": "pt"})
-    save_file(plain, folder / "plain/model.safetensors", {"format": "pt"})
-    path = folder / "packed/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
-    return open_source(folder / "packed"), open_source(folder / "plain")
+    """Quantized and plain. The last layer's down_proj is left as it is."""
+
+    def of(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        return None if "layers.2.mlp.down" in name else quantize(tensor, of_layer(config, name))
+
+    biases = {"model.layers.0.mlp.up_proj.bias": torch.zeros(192).half()}  # as AutoGPTQ writes them
+    more = biases if config["quant_method"] == "gptq" else {}
+    return pair(folder, config, of, model_type, more, **SHAPE | changes)
 
 
 def gptq(**changes: Any) -> dict[str, Any]:
@@ -231,19 +220,6 @@ def test_every_layout_is_read_at_any_row(name: str) -> None:
         torch.testing.assert_close(source.dense(range(37, 101)), dense[37:101])
         found, step = source.weight(kind, range(37, 101), range(32, k)), 0.03 * 11 * 2**-11
         torch.testing.assert_close(found.dequant(), dense[37:101, 32:], rtol=1e-6, atol=step)
-
-
-class Stored:
-    """A tensor as a checkpoint has it."""
-
-    type = "any"
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.shape = tensor, tuple(tensor.shape)
-
-    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
-        part = self.tensor if rows is None else self.tensor[rows.start : rows.stop]
-        return part if columns is None else part[:, columns.start : columns.stop]
 
 
 @torch.no_grad()

@@ -1,0 +1,63 @@
+"""Checkpoints whose linear layers are quantized, and what they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import save_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sgla.hub.source import ModelSource, open_source
+from sgla.loading.pickles import TYPES
+
+Quantize = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor] | None]
+
+
+class Stored:
+    """A tensor as a checkpoint has it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape = tensor, tuple(tensor.shape)
+        self.type = TYPES[tensor.dtype]
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return self.values(rows)
+
+    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        part = self.tensor if rows is None else self.tensor[rows.start : rows.stop]
+        return part if columns is None else part[:, columns.start : columns.stop]
+
+
+def pair(
+    folder: Path,
+    config: Mapping[str, Any],
+    quantize: Quantize,
+    model_type: str = "llama",
+    more: Mapping[str, Tensor] | None = None,
+    **changes: Any,
+) -> tuple[ModelSource, ModelSource]:
+    """A quantized checkpoint, and one with the same numbers in float32. ``quantize``: from the name of a
+    linear layer's matrix and the matrix to the tensors by suffix and the matrix that they mean; None: it
+    stays as it is. ``more``: tensors that the file has beside them."""
+    for name in ("packed", "plain"):
+        save_checkpoint(folder / name, model_type, **changes)
+    torch.manual_seed(1)
+    plain, packed = load_file(folder / "plain/model.safetensors"), dict(more or {})
+    for name, tensor in list(plain.items()):
+        linear = "_proj." in name or ".experts." in name
+        made = quantize(name, tensor) if linear else None
+        if made is None:
+            packed[name] = tensor
+            continue
+        parts, plain[name] = made
+        packed |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+    save_file(packed, folder / "packed/model.safetensors", {"format": "pt"})
+    save_file(plain, folder / "plain/model.safetensors", {"format": "pt"})
+    path = folder / "packed/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    return open_source(folder / "packed"), open_source(folder / "plain")

@@ -1,0 +1,216 @@
+"""Checkpoints of compressed-tensors and ModelOpt beyond packed integers, written here number by number,
+against the matrices that they mean; and by compressed-tensors itself where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Eager, random_prompts
+from quantized import Stored, pair
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sgla.config import Config
+from sgla.errors import WeightError
+from sgla.loading.load import load_model
+from sgla.observe.machine import detect
+from sgla.quant.method import Method
+from sgla.quant.methods import method_of
+from sgla.resolve import resolve
+
+PROMPTS = random_prompts([9, 2, 17])
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+SHAPE = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "intermediate_size": 192}
+
+
+def group(kind: str, **weights: Any) -> dict[str, Any]:
+    return {"targets": ["Linear"], "format": kind, "weights": weights, "input_activations": None}
+
+
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+GROUPS: dict[str, tuple[dict[str, Any], str]] = {
+    "int8 channels": (group("int-quantized", **INT8), "q8_0"),
+    "int8 tensor": (group("int-quantized", **INT8 | {"strategy": "tensor"}), "q8_0"),
+    "int8 groups": (group("naive-quantized", **INT8 | {"strategy": "group", "group_size": 32}), "q8_0"),
+    "int8 asymmetric": (group("int-quantized", **INT8 | {"symmetric": False}), "int8"),
+    "fp8 channels": (group("float-quantized", **FP8), "fp8"),
+    "fp8 naive": (group("naive-quantized", **FP8), "fp8"),
+    "nvfp4": (group("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), ""),
+    "mxfp4": (group("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), "q5_0"),
+    "mxfp8": (group("mxfp8-quantized", num_bits=8, type="float", group_size=32), ""),
+}
+
+
+def said(**groups: dict[str, Any]) -> dict[str, Any]:
+    kinds = {each["format"] for each in groups.values()}
+    kind = kinds.pop() if len(kinds) == 1 else "mixed-precision"
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": []}
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+
+
+def quantize(w: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of a random matrix like ``w`` in a group of ``GROUPS``, by suffix, and what they mean."""
+    (n, k), weights = w.shape, GROUPS[name][0]["weights"]
+    strategy = weights.get("strategy", "group")
+    size = weights.get("group_size", k)
+    shape = (1,) if strategy == "tensor" else (n, k // size)
+    if weights["type"] == "int":
+        q, scale = torch.randint(-128, 128, (n, k), dtype=torch.int8), torch.rand(shape).half() * 2e-3 + 1e-3
+        zero = torch.zeros(shape, dtype=torch.int8)
+        if not weights["symmetric"]:
+            zero.random_(-20, 20)
+        wide = [t.float().view(-1, shape[-1]).repeat_interleave(size, 1) for t in (scale, zero)]
+        parts = {"weight": q, "weight_scale": scale}
+        if not weights["symmetric"]:
+            parts["weight_zero_point"] = zero
+        return parts, (q - wide[1]) * wide[0]
+    if weights["num_bits"] == 8:
+        q = torch.randn(n, k).to(torch.float8_e4m3fn)
+        if size == k:
+            scale = torch.rand(n, 1) * 0.1 + 0.05
+            return {"weight": q, "weight_scale": scale}, q.float() * scale
+        powers = torch.randint(122, 126, (n, k // size), dtype=torch.uint8)
+        scale = (2.0 ** (powers.float() - 127)).repeat_interleave(size, 1)
+        return {"weight": q, "weight_scale": powers}, q.float() * scale
+    codes = torch.randint(0, 16, (n, k))
+    if size == 32:
+        powers = torch.randint(121, 125, (n, k // size), dtype=torch.uint8)
+        scale, parts = 2.0 ** (powers.float() - 127), {"weight_scale": powers}
+    else:
+        small, factor = (torch.rand(n, k // size) * 200 + 50).to(torch.float8_e4m3fn), torch.tensor([3000.0])
+        scale, parts = small.float() / factor, {"weight_scale": small, "weight_global_scale": factor}
+    return parts | {"weight_packed": nibbles(codes)}, E2M1[codes] * scale.repeat_interleave(size, 1)
+
+
+def check(
+    method: Method, parts: dict[str, Tensor], dense: Tensor, rtol: float = 1e-6, atol: float = 1e-6
+) -> None:
+    """Whether a layer ``x`` of these tensors means ``dense``, also in the storage that keeps it."""
+    n, k = dense.shape
+    stored: dict[str, Any] = {f"x.{part}": Stored(value) for part, value in parts.items()}
+    held = method.tensors("x", n, k)
+    for name, tensor in stored.items():
+        assert held[name].shape in (None, tensor.shape)
+        assert not held[name].types or tensor.type in held[name].types
+    assert all(each.optional for name, each in held.items() if name not in stored)
+    source = method.take("x", stored, n, k)
+    torch.testing.assert_close(source.dense(), dense, rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(source.dense(range(7, 70)), dense[7:70], rtol=rtol, atol=1e-6)
+    found = source.weight(method.kept("x") or "f32", range(7, 70), range(32, k)).dequant()
+    torch.testing.assert_close(found, dense[7:70, 32:], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_every_layout_means_its_matrix(name: str) -> None:
+    method = method_of({"quantization_config": said(g=GROUPS[name][0])})
+    assert method is not None
+    assert method.kept("x") == GROUPS[name][1]
+    check(method, *quantize(torch.zeros(96, 128), name), atol=1e-3 if name == "int8 asymmetric" else 1e-6)
+
+
+def test_modelopt_multiplies_by_its_scale() -> None:
+    method = method_of({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}})
+    assert method is not None
+    parts, dense = quantize(torch.zeros(96, 128), "nvfp4")
+    renamed = {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}
+    check(method, renamed | {"weight_scale_2": 1 / parts["weight_global_scale"]}, dense)
+
+
+MIXED = said(
+    a=GROUPS["int8 channels"][0] | {"targets": ["re:.*layers\\.[01]\\.mlp\\.down_proj"]},
+    b=GROUPS["mxfp4"][0] | {"targets": ["model.layers.0.mlp.gate_proj", "re:.*layers\\.0\\.mlp\\.up_proj"]},
+    c=GROUPS["fp8 channels"][0] | {"targets": ["re:.*k_proj$"]},
+    d=GROUPS["nvfp4"][0]
+    | {"targets": ["re:.*o_proj$"], "input_activations": {"num_bits": 4, "type": "float"}},
+    e=GROUPS["int8 groups"][0],
+) | {"ignore": ["re:.*layers.2.mlp.down_proj"], "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+
+
+def scheme_of(name: str) -> str | None:
+    if "mlp.down" in name:
+        return None if "layers.2" in name else "int8 channels"
+    if "layers.0.mlp" in name:
+        return "mxfp4"
+    return "fp8 channels" if "k_proj" in name else "nvfp4" if "o_proj" in name else "int8 groups"
+
+
+@torch.no_grad()
+def test_schemes_are_mixed_in_a_file(tmp_path: Path) -> None:
+    def of(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        kind = scheme_of(name)
+        return None if kind is None else quantize(tensor, kind)
+
+    cache = {f"model.layers.{i}.self_attn.{kv}_scale": torch.ones(1) for i in range(3) for kv in "kv"}
+    packed, plain = pair(tmp_path, MIXED, of, more=cache, **SHAPE)
+    resolved = resolve(Config(device="cpu"), detect(), packed.config)
+    assert resolved.config.quantization == "checkpoint"
+    assert any("NVFP4 weights become floating-point" in note for note in resolved.notes)
+    model, expected = load_model(packed, quantization="checkpoint"), load_model(plain)
+    layers = [(b.attention.qkv, b.attention.out, b.mlp.gate_up, b.mlp.down) for b in model.blocks]
+    kinds = [[layer.weight.kind for layer in each] for each in layers]
+    assert kinds == [
+        ["f32", "f32", "q5_0", "q8_0"],
+        ["f32", "f32", "q8_0", "q8_0"],
+        ["f32", "f32", "q8_0", "f32"],
+    ]
+    logprobs = Eager(expected).prompt_logprobs(PROMPTS)
+    for given in ("checkpoint", None):
+        found = Eager(load_model(packed, quantization=given)).prompt_logprobs(PROMPTS)
+        torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-3)
+    path = tmp_path / "packed/model.safetensors"
+    whole, name = load_file(path), "model.layers.0.self_attn.o_proj.weight"
+    for change, words in (
+        ({f"{name}_global_scale": None}, f"{name}_global_scale is missing beside"),
+        ({f"{name}_scale": torch.ones(128, 8).half()}, f"{name}_scale holds F16, expected F8_E4M3"),
+        ({f"{name}_packed": torch.zeros(128, 32, dtype=torch.uint8)}, r"has shape \[128, 32\], expected"),
+        (
+            {"model.layers.0.mlp.down_proj.weight_scale": torch.ones(128, 3)},
+            r"has shape \[128, 3\], expected",
+        ),
+    ):
+        made = {key: value for key, value in (whole | change).items() if value is not None}
+        save_file(made, path, {"format": "pt"})
+        with pytest.raises(WeightError, match=words):
+            load_model(packed)
+
+
+PACKED = {"type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+WRITTEN: dict[str, dict[str, Any]] = {name: GROUPS[name][0] for name in GROUPS if "tensor" not in name}
+WRITTEN |= {f"int{bits}": group("pack-quantized", num_bits=bits, **PACKED) for bits in (3, 4, 8)}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_library_writes_what_is_read(name: str) -> None:
+    """Its own reader computes numbers of NVFP4 in bfloat16, and scales in float32 become float16 here."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    kind, weights = WRITTEN[name]["format"], dict(WRITTEN[name]["weights"])
+    if name == "nvfp4":
+        weights["strategy"] = "tensor_group"
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=kind)
+    torch.manual_seed(0)
+    w = torch.randn(96, 128)
+    tiles = w.view(96, -1, weights.get("group_size", 128))
+    factor = generate_gparam(w.amin(), w.amax()).view(1) if name == "nvfp4" else None
+    scale, zero = calculate_qparams(tiles.amin(-1), tiles.amax(-1), args, global_scale=factor)
+    state = {"weight": w, "weight_scale": scale, "weight_zero_point": zero}
+    state |= {} if factor is None else {"weight_global_scale": factor}
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    stored = compressor.compress(state, scheme)
+    dense = compressor.decompress(stored, scheme)["weight"].float()
+    method = method_of({"quantization_config": said(g=WRITTEN[name])})
+    assert method is not None
+    check(
+        method, stored, dense, rtol=2**-8 if name == "nvfp4" else 1e-6, atol=4e-3 if "int" in name else 1e-6
+    )
