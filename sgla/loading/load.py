@@ -70,7 +70,9 @@ def load_model(
         from sgla.model.generic import load_generic  # seconds, which other models need not spend
 
         positions = context_len or spec.context_len
-        return load_generic(source, spec, dtype, positions, seed, on_model, on_progress or (lambda _: None))
+        report = on_progress or (lambda _: None)
+        rank = shard or Shard()
+        return load_generic(source, spec, dtype, rank, positions, seed, on_model, report)
     if spec.tied and has_own_head(source):
         spec = replace(spec, tied=False)
     if source.kind == "gguf" and spec.moe is not None:

@@ -21,20 +21,22 @@ def open_source(
     impl: str = "auto",
     trusted: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    ranks: int = 1,
 ) -> source.ModelSource:
-    """See ``hub/source.py``; GGUF files may have the architectures of all families. ``impl``, ``trusted``:
-    see ``generic_spec.settled``; ``overrides``: keys of config.json that are others than in the file. Raises
-    ConfigError."""
+    """See ``hub/source.py``; GGUF files may have the architectures of all families. ``impl``, ``trusted``,
+    ``ranks``: see ``generic_spec.settled``; ``overrides``: keys of config.json that are others than in the
+    file. Raises ConfigError."""
     found = source.open_source(path, load_format, layouts())
     if overrides:
         found = replace(found, config=overridden(found.config, overrides))
-    return settled(found, impl, trusted)
+    return settled(found, impl, trusted, ranks)
 
 
 def configured_source(path: str | Path, config: Config) -> source.ModelSource:
     """``open_source`` as the settings say. ``path``: of the copy, if the model is remote."""
     load_format = "auto" if config.load_format in REMOTE else config.load_format
-    return open_source(path, load_format, config.model_impl, config.trust_remote_code, config.hf_overrides)
+    how = load_format, config.model_impl, config.trust_remote_code, config.hf_overrides, config.tp
+    return open_source(path, *how)
 
 
 def overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

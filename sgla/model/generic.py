@@ -38,6 +38,8 @@ from sgla.kernels.trace import NotRecorded, Symbol
 from sgla.messages import LONGEST, Progress
 from sgla.model import limits
 from sgla.model.base import CausalLM
+from sgla.model.generic_ranks import refusal as no_ranks
+from sgla.model.generic_ranks import split
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.registry import architecture_of
 
@@ -200,7 +202,7 @@ def own_token(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, giv
 
 
 class Columns(NamedTuple):
-    """Stands for the output layer: this rank has all of it."""
+    """Stands for the output layer, which every rank has whole: those that this one draws from."""
 
     own: range
     plain: bool = False
@@ -213,9 +215,9 @@ class Generic(CausalLM):
     module: PreTrainedModel
     spec: GenericSpec
 
-    def __init__(self, spec: GenericSpec, positions: int, dtype: torch.dtype) -> None:
-        self.spec, self.shard, self.positions, self.dtype = spec, Shard(), positions, dtype
-        self.lm_head = Columns(range(spec.vocab))  # type: ignore[assignment]
+    def __init__(self, spec: GenericSpec, positions: int, dtype: torch.dtype, shard: Shard) -> None:
+        self.spec, self.shard, self.positions, self.dtype = spec, shard, positions, dtype
+        self.lm_head = Columns(shard.range(spec.vocab))  # type: ignore[assignment]
         self._still = torch.tensor([[1.0, 0.0]])
 
     @property
@@ -236,31 +238,43 @@ class Generic(CausalLM):
         """Attention alone: all else is torch's, where nothing is compiled."""
         tokens = step.batch.tokens
         for index, layer in enumerate(self.spec.attention[: len(step.kv)]):
-            shapes = (
-                (layer.heads, layer.head_dim),
-                (layer.kv_heads, layer.head_dim),
-                (layer.kv_heads, layer.v_dim),
-            )
-            qkv = tuple(torch.zeros(1, heads, tokens, dim, dtype=self.dtype) for heads, dim in shapes)
-            step.read(index, qkv, torch.zeros(layer.heads) if layer.sinks else None)
+            heads, kv_heads = layer.heads // self.shard.size, layer.kv_heads // self.shard.size
+            shapes = (heads, layer.head_dim), (kv_heads, layer.head_dim), (kv_heads, layer.v_dim)
+            qkv = tuple(torch.zeros(1, n, tokens, dim, dtype=self.dtype) for n, dim in shapes)
+            step.read(index, qkv, torch.zeros(heads) if layer.sinks else None)
         return torch.zeros(tokens if rows is None else len(rows), self.spec.vocab, dtype=self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.float()
 
-    logits_part = logits
+    def logits_part(self, hidden: Tensor) -> Tensor:
+        own = self.lm_head.own
+        return hidden[:, own.start : own.stop].float()
 
-    def check_rows(self) -> None:
-        """Raise ConfigError if a token's logits depend on its place in a step, or on what stands beside it
-        by another way than attention."""
+    def of_rows(self, back: bool = False) -> Tensor:
+        """Logits of a few tokens, each of which sees itself alone. ``back``: computed in the other order."""
         device = next(self.module.parameters()).device
         near = torch.tensor([0, 1, 2, 5, 6, 7], device=device) % self.positions
         ids = (torch.arange(6, device=device) * 37 + 11) % self.spec.vocab
-        here = self._run(own_token, ids, near)
-        there = self._run(own_token, ids.flip(0), near.flip(0)).flip(0)
+        return (
+            self._run(own_token, ids.flip(0), near.flip(0)).flip(0)
+            if back
+            else self._run(own_token, ids, near)
+        )
+
+    def check_rows(self, whole: Tensor | None = None) -> None:
+        """Raise ConfigError if a token's logits depend on its place in a step, or on what stands beside it
+        by another way than attention; or if they are not those that the ``whole`` module has given."""
+        here, there = self.of_rows(), self.of_rows(back=True)
         most = CLOSE[self.module.dtype] * float(here.abs().max())
-        if not torch.allclose(here, there, rtol=0, atol=most, equal_nan=True):
+
+        def near(a: Tensor, b: Tensor) -> bool:
+            return torch.allclose(a, b.to(a.device), rtol=0, atol=most, equal_nan=True)
+
+        if not near(here, there):
             raise refusal("its tokens depend on each other, or on their places, beside attention")
+        if whole is not None and not near(here, whole):
+            raise no_ranks("the parts that its plan makes do not give what the whole does")
 
     @torch.inference_mode()
     def _run(self, attends: Attends, ids: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -360,8 +374,9 @@ def configured(config: dict[str, Any], cls: type[PreTrainedModel]) -> PreTrained
         raise refusal(f"its configuration is refused: {first_line(error)}") from error
 
 
-def probe(config: dict[str, Any], folder: Path, trusted: bool = False) -> dict[str, Any]:
-    """The facts about a model that ``config`` describes. Raises ConfigError for one that cannot be served."""
+def probe(config: dict[str, Any], folder: Path, trusted: bool = False, ranks: int = 1) -> dict[str, Any]:
+    """The facts about a model that ``config`` describes. Raises ConfigError for one that cannot be served, by
+    so many ``ranks``."""
     cls, code = class_of(config, folder, trusted)
     hf = configured(config, cls)
     check_class(cls, hf)
@@ -374,6 +389,8 @@ def probe(config: dict[str, Any], folder: Path, trusted: bool = False) -> dict[s
         if any("Experts" in kind for kind in kinds):
             model.set_experts_implementation("batched_mm")  # which looks at no values
         layers = seen_layers(model, context)
+        values = count_of(model)
+        own = values if ranks == 1 else values_of_a_rank(model, ranks, layers, context)
     except ConfigError:
         raise
     except Exception as error:
@@ -387,9 +404,30 @@ def probe(config: dict[str, Any], folder: Path, trusted: bool = False) -> dict[s
         "context": context,
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         "layers": layers,
-        "values": sum(parameter.numel() for parameter in model.parameters()),
+        "values": values,
+        "own": own,
+        "ranks": ranks,
         "notes": notes,
     }
+
+
+def count_of(model: PreTrainedModel) -> int:
+    """Values of its parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def values_of_a_rank(model: PreTrainedModel, ranks: int, layers: list[dict[str, Any]], context: int) -> int:
+    """Of the parameters that each of ``ranks`` has. Raises ConfigError if the plan of the class does not
+    leave each rank its share of the heads that all ``layers`` have."""
+    for layer in layers:
+        if layer["heads"] % ranks or layer["kv_heads"] % ranks:
+            raise no_ranks(f"{layer['heads']} heads with {layer['kv_heads']} of k and v do not divide")
+    split(model, Shard(0, ranks), lambda x: None)
+    for layer, own in zip(layers, seen_layers(model, context)):
+        shares = {key: own[key] * ranks for key in ("heads", "kv_heads")}
+        if own | shares != layer:
+            raise no_ranks("its plan leaves a rank more or less than its share of the heads")
+    return count_of(model)
 
 
 def seen_layers(model: PreTrainedModel, context: int) -> list[dict[str, Any]]:
@@ -419,21 +457,32 @@ def first_line(error: Exception) -> str:
 
 
 def load_generic(
-    source: ModelSource, spec: GenericSpec, dtype: str, positions: int, seed: int, begin: Any, report: Any
+    source: ModelSource,
+    spec: GenericSpec,
+    dtype: str,
+    shard: Shard,
+    positions: int,
+    seed: int,
+    begin: Any,
+    report: Any,
 ) -> Generic:
     """See ``load.load_model``. Raises ConfigError and WeightError."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    model = Generic(spec, positions, getattr(torch, dtype))
+    model = Generic(spec, positions, getattr(torch, dtype), shard)
     device = torch.empty(0).device
     report(Progress(phase="load", message="weights", done=0, total=spec.values))
     config = source.config
     cls = local_class(spec.code, source.folder) if spec.code else getattr(transformers, spec.architecture)
     hf = configured(config, cls)
     with torch.device("cpu"):
-        model.module = loaded(cls, hf, source, model.dtype, seed).eval().to(device)
+        model.module = loaded(cls, hf, source, model.dtype, seed).eval()
+        expected = model.of_rows() if shard.size > 1 else None
+    if shard.size > 1:
+        split(model.module, shard, shard.all_reduce)
+    nn.Module.to(model.module, device)
     report(Progress(phase="load", message="weights", done=spec.values, total=spec.values))
-    model.check_rows()
+    model.check_rows(expected)
     if begin is not None:
         begin(model)
     return model
@@ -483,7 +532,7 @@ def main() -> int:
     logging.set_verbosity_error()
     bound()
     try:
-        facts = probe(asked["config"], Path(asked["folder"]), asked["trusted"])
+        facts = probe(asked["config"], Path(asked["folder"]), asked["trusted"], asked["ranks"])
     except ConfigError as error:
         print(" ".join(str(error).split()))
         return 2

@@ -22,7 +22,6 @@ FACTS = "sgla_facts"  # key of the configuration that has what a module has show
 DEVICES = "cpu", "cuda"
 SECONDS = 300  # that the module may take to show itself
 LACKS = (
-    "tp",
     "quantization",
     "deterministic",
     "enable_return_hidden_states",
@@ -30,7 +29,7 @@ LACKS = (
 )
 COST = (
     "transformers' own module computes it with this server's pages: torch operations instead of kernels, "
-    "which is two to three times slower on a CPU, weights in --dtype, one rank"
+    "which is two to three times slower on a CPU, weights in --dtype"
 )
 
 
@@ -47,10 +46,12 @@ class GenericAttention(AttentionSpec):
 
 @dataclass(frozen=True)
 class GenericSpec(ModelSpec):
-    """The shape that a module has shown. ``values``: of its parameters; ``code``: its class in the
-    checkpoint's own code, or empty."""
+    """The shape that a module has shown. ``values``: of its parameters, ``own``: of those that each of
+    ``ranks`` has; ``code``: its class in the checkpoint's own code, or empty."""
 
     values: int = 0
+    own: int = 0
+    ranks: int = 1
     code: str = ""
 
 
@@ -75,20 +76,23 @@ def generic_spec(facts: Mapping[str, Any]) -> GenericSpec:
         dtype=facts["dtype"],
         notes=(f"{architecture}: {COST}", *facts["notes"]),
         values=facts["values"],
+        own=facts["own"],
+        ranks=facts["ranks"],
         code=facts["code"],
     )
 
 
-def settled(source: ModelSource, impl: str, trusted: bool) -> ModelSource:
+def settled(source: ModelSource, impl: str, trusted: bool, ranks: int = 1) -> ModelSource:
     """``source``, with facts if transformers' module is to run it. ``impl``: auto, native or transformers;
-    ``trusted``: code of the checkpoint may run. Raises ConfigError for what the module cannot do right."""
+    ``trusted``: code of the checkpoint may run; ``ranks``: how many are to share it. Raises ConfigError for
+    what the module cannot do right."""
     config = {key: value for key, value in source.config.items() if key != FACTS}
     source = replace(source, config=config)
     name = architecture_of(config)
     if impl == "native" or (impl == "auto" and is_known(name)):
         return source
     try:
-        return replace(source, config={**config, FACTS: _shown(source, trusted)})
+        return replace(source, config={**config, FACTS: _shown(source, trusted, ranks)})
     except ConfigError as refused:
         if impl == "transformers":
             raise
@@ -99,11 +103,11 @@ def settled(source: ModelSource, impl: str, trusted: bool) -> ModelSource:
         raise
 
 
-def _shown(source: ModelSource, trusted: bool) -> dict[str, Any]:
+def _shown(source: ModelSource, trusted: bool, ranks: int) -> dict[str, Any]:
     """The facts: torch builds the module without weights, in a process of its own."""
     if source.gguf_path is not None:
         raise ConfigError("GGUF files need a native family; take safetensors", param="model")
-    asked = {"config": source.config, "folder": str(source.folder), "trusted": trusted}
+    asked = {"config": source.config, "folder": str(source.folder), "trusted": trusted, "ranks": ranks}
     command = tied([sys.executable, "-m", "sgla.model.generic"])
     try:
         done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, timeout=SECONDS)

@@ -116,7 +116,8 @@ def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | 
 
 def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> float:
     if isinstance(spec, EncoderSpec | GenericSpec):
-        return spec.values * FORMATS[kinds_of(dtype, quantization).linear].bytes
+        values = spec.own if isinstance(spec, GenericSpec) and ranks > 1 else spec.values
+        return values * FORMATS[kinds_of(dtype, quantization).linear].bytes
     kinds = kinds_of(dtype, quantization, spec.method)
     linear, vocab = FORMATS[kinds.linear].bytes, FORMATS[kinds.vocab].bytes
     if (kept := as_stored(spec.method, quantization)) is not None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Eager, random_prompts, save_checkpoint
+from checkpoints import SMALL, Eager, random_prompts, save_checkpoint
 from parity import GENERIC as MODELS
 from safetensors.torch import load_file, save_file
-from tiny import make_core, run, submit, tiny_config
+from tiny import make_core, over_two_ranks, run, submit, tiny_config
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from sgla.config import Config
 from sgla.errors import ConfigError, WeightError
@@ -35,11 +36,11 @@ from sgla.worker.cpu import CpuRunner
 PROMPTS = random_prompts([1, 7, 33])
 
 
-def seen(folder: Path, **changes: Any) -> ModelSource:
+def seen(folder: Path, ranks: int = 1, **changes: Any) -> ModelSource:
     """The checkpoint with its facts, which another process finds out else."""
     source = files.open_source(folder)
     config = source.config | changes
-    return replace(source, config=config | {FACTS: probe(config, folder)})
+    return replace(source, config=config | {FACTS: probe(config, folder, ranks=ranks)})
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -78,6 +79,35 @@ def test_caches_and_preemption_change_nothing(tmp_path: Path) -> None:
     assert run(runner, [submit(f"{r.rid}", r.tokens, 20) for r in requests], core).tokens() == alone
     scarce = make_core(runner.facts, pages=34)
     assert run(runner, requests, scarce).tokens() == alone
+
+
+@pytest.mark.parametrize("name", ["olmo", "granitemoe_swa"])
+async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
+    """Dense, and experts with sinks and windows."""
+    save_checkpoint(tmp_path, name, **MODELS[name])
+    requests = [submit(str(i), prompt, 8, logprobs=1) for i, prompt in enumerate(PROMPTS)]
+    alone = run(CpuRunner(tiny_config(), seen(tmp_path), 0, 1, "", lambda p: None), requests)
+    source = seen(tmp_path, ranks=2)
+    both = await over_two_ranks(source, requests)
+    assert both.tokens() == alone.tokens()
+    spec = read_decoder(source.config)
+    assert weight_bytes(spec, "float32", None, 2) == 4 * spec.own < 0.7 * 4 * spec.values  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "message"),
+    [
+        ("opt", 2, "OPTForCausalLM gives no plan for that"),
+        ("aria_text", 2, "has packed_rowwise"),
+        ("afmoe", 2, "more or less than its share of the heads"),
+        ("olmo", 4, "6 heads with 2 of k and v do not divide"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(name: str, ranks: int, message: str, tmp_path: Path) -> None:
+    sizes = {key: value for key, value in (SMALL | MODELS[name]).items() if value is not ...}
+    config = AutoConfig.for_model(name, **sizes).to_dict() | {"architectures": [CAUSAL[name]]}
+    with pytest.raises(ConfigError, match=message):
+        probe(config, tmp_path, ranks=ranks)
 
 
 def test_another_process_sees_the_same(tmp_path: Path) -> None:
@@ -134,12 +164,10 @@ def test_native_code_comes_first(tmp_path: Path) -> None:
 def test_what_it_cannot_do_right_is_refused(
     model_type: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-
     shape = {"num_hidden_layers": 3} if model_type not in ("fuyu",) else {}
     config = AutoConfig.for_model(model_type, **shape | changes).to_dict()
     with pytest.raises(ConfigError, match=message):
-        probe(config | {"architectures": [names[model_type]]}, tmp_path)
+        probe(config | {"architectures": [CAUSAL[model_type]]}, tmp_path)
 
 
 def test_configurations_that_are_refused(tmp_path: Path) -> None:
@@ -178,7 +206,6 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
     notes = resolve(Config(device="cpu"), Machine(), config).notes
     assert any("ApertusForCausalLM: transformers' own module computes it" in note for note in notes)
     for changes in (
-        {"tp": 2},
         {"quantization": "int8"},
         {"deterministic": True},
         {"enable_return_hidden_states": True},
@@ -215,7 +242,9 @@ def test_tokens_that_depend_on_each_other_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="depend on each other, or on their places"):
             model.check_rows()
         hook.remove()
-    model.check_rows()
+    model.check_rows(model.of_rows())
+    with pytest.raises(ConfigError, match="do not give what the whole does"):
+        model.check_rows(2 * model.of_rows())
 
 
 CODE = """
