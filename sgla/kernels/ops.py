@@ -470,6 +470,8 @@ def route(logits: Tensor, routing: Routing, biases: Biases = NO_BIASES) -> tuple
     logits, choice = logits.float(), biases.choice
     if biases.logits is not None:
         logits = logits + biases.logits
+    if routing.score == "sparsemixer":
+        return _sparsemixer(logits, routing)
     scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
     ranked = scores if choice is None else scores + choice
     if routing.groups > 1:
@@ -486,6 +488,19 @@ def route(logits: Tensor, routing: Routing, biases: Biases = NO_BIASES) -> tuple
     if biases.factor is not None:
         chosen = chosen * biases.factor[ids]
     return (chosen if routing.scale == 1.0 else chosen * routing.scale), ids
+
+
+def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """``route`` by that score."""
+    weights, ids, left = [], [], logits
+    for _ in range(routing.top_k):
+        best, chosen = left.max(-1, keepdim=True)
+        below = (best - logits) / logits.abs().clamp(min=best)
+        shares = left.masked_fill(below > 2 * routing.jitter, float("-inf")).softmax(-1)
+        weights.append(shares.gather(-1, chosen))
+        ids.append(chosen)
+        left = left.scatter(-1, chosen, float("-inf"))
+    return torch.cat(weights, 1), torch.cat(ids, 1)
 
 
 @op(like="x")

@@ -23,12 +23,16 @@ class Routing:
     ``shared``: one more expert, the last, is every token's (arXiv 2401.06066), with the weight 1, or
     (``gated``) with the sigmoid of a logit that stands behind those of the others.
 
+    ``sparsemixer`` (arXiv 2409.12136): the two experts with the highest logits; the weight of each is its
+    share of a softmax over the experts that are not left out: those chosen before it, and those whose logit
+    is below its own by more than ``2 * jitter`` of the larger of its own and their magnitude.
+
     The softmax over the chosen logits alone, as Mixtral and gpt-oss have it, is the softmax over all,
     normalized.
     """
 
     top_k: int
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalize: bool = False
     groups: int = 1
     kept: int = 1
@@ -36,6 +40,7 @@ class Routing:
     least: float = 0.0
     scale: float = 1.0
     shared: Literal["", "always", "gated"] = ""
+    jitter: float = 0.0
 
     def experts(self, logits: int) -> int:
         """How many there are, of so many logits."""

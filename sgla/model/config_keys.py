@@ -58,7 +58,8 @@ HARMLESS = frozenset(
     directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
     pooler_type
     sentence_transformers sbert_ce_default_activation_function matryoshka_dimensions is_matryoshka
-    sinusoidal_pos_embds neftune_noise_alpha router_jitter_noise is_llama_config transformers.js_config
+    sinusoidal_pos_embds neftune_noise_alpha router_jitter_noise input_jitter_noise
+    is_llama_config transformers.js_config
     ep_size seq_aux aux_loss_alpha moe_capacity num_nextn_predict_layers num_mtp_layers num_mtp_modules
     reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
     mtp_transformer_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings use_mtp

@@ -50,6 +50,7 @@ class Family:
     windows: Windows = everywhere  # of its layers, if it has the key ``sliding_window``
     unrotated: Unrotated = none
     local_theta: float = 0.0  # base of the rotation in layers with windows, where no key says it
+    mscales: bool = False  # longrope's table has by what cosines and sines are multiplied
     alpha: bool = False  # "dynamic" scaling with an alpha stretches the base once
     names: Mapping[str, str] = field(default_factory=dict)  # of keys that others call otherwise
     learned: bool = False  # positions have vectors, and nothing is rotated

@@ -47,6 +47,17 @@ def mixtral(c: Reader, layers: int) -> MoESpec:
     )
 
 
+def phi(c: Reader, layers: int) -> MoESpec:
+    """Phi-3.5-MoE: Mixtral's, chosen by sparsemixer."""
+    if c.integer("num_experts_per_tok", EXPERTS) != 2:
+        raise c.error("num_experts_per_tok", "2, as many as sparsemixer chooses")
+    moe, key = mixtral(c, layers), "router_jitter_noise"
+    jitter = c.number(key) if c.values[key] != 0 else 0.0
+    if moe.experts < 2:
+        raise c.error("num_local_experts", "2 or more")
+    return replace(moe, routing=replace(moe.routing, score="sparsemixer", normalize=False, jitter=jitter))
+
+
 def olmo(c: Reader, layers: int) -> MoESpec:
     """OLMoE and FlexOlmo: Mixtral's, and whether weights are normalized is said."""
     experts = c.integer("num_experts", EXPERTS)

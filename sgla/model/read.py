@@ -16,7 +16,7 @@ from sgla.model.family import Family
 from sgla.model.generic_spec import FACTS, generic_spec
 from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, VOCAB, WIDTH
 from sgla.model.registry import architecture_of, check_architecture, family_of, is_encoder
-from sgla.model.ropes import ROPE, TRAINED, growth, ropes, stretched
+from sgla.model.ropes import ROPE, TRAINED, growth, magnified, ropes, stretched
 from sgla.model.spec import ModelSpec
 from sgla.model.windows import dual_chunk
 from sgla.quant.methods import method_of, unsupported
@@ -119,7 +119,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         qkv_bias=family.qkv_bias or bias or _flag(c, family, "use_qkv_bias", "qkv_bias"),
         out_bias=_out_bias(c, family, bias),
         mlp_bias=family.biased or _flag(c, family, "mlp_bias", "use_bias"),
-        head_bias=family.head_bias,
+        head_bias=family.head_bias or _flag(c, family, "lm_head_bias"),
         parallel=_flag(c, family, "use_parallel_residual"),
         learned=positions if family.learned else 0,
         tied=c.flag("tie_word_embeddings"),
@@ -169,6 +169,7 @@ def _attention(
             )
         said, grown = growth(c) if family.growing else (c, None)
         said = stretched(c, head_dim) if family.alpha else said
+        said = magnified(c) if family.mscales else said
         rope, local = ropes(said, head_dim, positions, _partial(family), family.local_theta)
         if family.longrope and rope.kind not in ("default", "factors", "longrope"):
             raise ConfigError(

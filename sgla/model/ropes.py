@@ -151,6 +151,21 @@ def stretched(c: Reader, dim: int) -> Reader:
     return Reader(c.architecture, {**c.values, "rope_scaling": None, ROPE: table})
 
 
+def magnified(c: Reader) -> Reader:
+    """Phi-3.5-MoE's longrope, whose table has a magnitude for short contexts and one for long ones."""
+    table = c.table("rope_scaling", nulls=True) or c.table(ROPE, nulls=True)
+    if table.get("rope_type", table.get("type")) in (None, "default"):
+        return c
+    p = Reader(f"{c.architecture}, rope_scaling", dict(table))
+    magnitude = p.number("short_mscale")
+    if p.number("long_mscale") != magnitude:
+        raise p.error("long_mscale", f"short_mscale, {magnitude:g}")
+    table = {k: v for k, v in table.items() if k not in ("short_mscale", "long_mscale")}
+    return Reader(
+        c.architecture, {**c.values, "rope_scaling": None, ROPE: {**table, "attention_factor": magnitude}}
+    )
+
+
 def growth(c: Reader) -> tuple[Reader, Growth]:
     """Ministral 3's, and the configuration without what the table of rope says of it."""
     table = c.table("rope_scaling", nulls=True) or c.table(ROPE, nulls=True)

@@ -760,6 +760,38 @@ RUN["LFM2-8B-A1B"] = Case(
     }
 )
 
+RUN["Phi-3.5-MoE"] = Case(
+    TINY
+    | USUAL
+    | {
+        "architectures": ["PhimoeForCausalLM"],
+        "attention_bias": True,
+        "eos_token_id": 32000,
+        "hidden_dropout": 0.0,
+        "input_jitter_noise": 0.01,
+        "lm_head_bias": True,
+        "model_type": "phimoe",
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "original_max_position_embeddings": 128,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [1.1] * 4,
+            "long_mscale": 1.243163121016122,
+            "original_max_position_embeddings": 128,
+            "short_factor": [1.0] * 4,
+            "short_mscale": 1.243163121016122,
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0,
+        "router_aux_loss_coef": 0.0,
+        "router_jitter_noise": 0.01,
+        "sliding_window": 128,
+        "tie_word_embeddings": False,
+    }
+)
+
 # Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
     "Mistral-7B-v0.1": Case(
@@ -1528,7 +1560,6 @@ REFUSED: dict[str, Case] = {
             ("FalconForCausalLM", "falcon", {"alibi": False}),
             ("MptForCausalLM", "mpt", {"d_model": 64}),
             ("BitNetForCausalLM", "bitnet", {"hidden_act": "relu2"}),
-            ("PhimoeForCausalLM", "phimoe", {"num_local_experts": 16}),
             ("Mamba2ForCausalLM", "mamba2", {"hidden_size": None}),
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
             ("NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "M-M*"}),

@@ -160,6 +160,10 @@ LAYOUTS: dict[str, Layouts] = {
     "youtu": Layouts(LATENT | TIED, heads=MORE_LATENT),
     "qwen3_moe": Layouts(EXPERTS, other={"decoder_sparse_step": 2, "norm_topk_prob": True}),
     "mixtral": Layouts({"num_local_experts": 5}, other=WINDOW),
+    "phimoe": Layouts(
+        {"num_local_experts": 5, "router_jitter_noise": 0.1, "lm_head_bias": True},
+        other=WINDOW | {"attention_bias": True},
+    ),
     "qwen2_moe": Layouts(
         EXPERTS | {"shared_expert_intermediate_size": 72},
         other=WINDOW | {"use_sliding_window": True, "max_window_layers": 2},
@@ -235,7 +239,6 @@ GENERIC: dict[str, dict[str, Any]] = {
     "olmo": {"clip_qkv": 0.3},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32},  # which native code refuses
     "persimmon": {},
-    "phimoe": FEW,
     "vaultgemma": MIXED | {"head_dim": 8, "final_logit_softcapping": 5.0},
     "youtu": VALUES,  # v of another width than k
 }

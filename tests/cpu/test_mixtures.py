@@ -34,6 +34,15 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1}
 GROUPS = ROUTED | {"n_group": 4, "topk_group": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [2.0] * 4,
+    "short_mscale": 1.2,
+    "long_mscale": 1.2,
+    "original_max_position_embeddings": 512,
+}
 GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.2,
@@ -53,6 +62,11 @@ LLAMA4 = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "phi": ("phimoe", {"num_local_experts": 5, "router_jitter_noise": 0.3, "lm_head_bias": True}),
+    "phi, longrope": (
+        "phimoe",
+        {"num_local_experts": 5, "attention_bias": True, "sliding_window": 9, "rope_parameters": LONGROPE},
+    ),
     "qwen2": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 72}),
     "qwen2 sparse, with windows": (
         "qwen2_moe",
@@ -170,6 +184,7 @@ TINY = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vo
 DEEPSEEK = LATENT | GROUPS | {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12}
 V2 = ("deepseek_v2", DEEPSEEK | {"topk_method": "group_limited_greedy"})
 V3 = ("deepseek_v3", DEEPSEEK | {"first_k_dense_replace": 0})
+PHI = ("phimoe", {"num_local_experts": 5, "router_jitter_noise": 0.3})
 QWEN2 = ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 72})
 ERNIE = ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32})
 GPT_OSS = ("gpt_oss", {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3})
@@ -185,6 +200,7 @@ CHANGED: list[tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = [
     (V3, {"n_group": 2}),
     (V3, {"topk_group": 4}),
     (V3, {"num_experts_per_tok": 1}),
+    (PHI, {"router_jitter_noise": 0.02}),
     (QWEN2, {"norm_topk_prob": True}),
     (QWEN2, {"num_experts_per_tok": 6}),
     (ERNIE, {"moe_k": 3}),

@@ -73,6 +73,7 @@ def test_mixture_equals_the_oracle(experts: Any, tokens: int, kind: Any) -> None
 
 ROUTINGS = {
     "sigmoids in groups": Routing(4, "sigmoid", True, groups=8, kept=4, two=True, least=1e-20, scale=2.5),
+    "one after the other": Routing(2, "sparsemixer", jitter=0.1),
     "biases and clamps": Routing(4, normalize=True),
 }
 

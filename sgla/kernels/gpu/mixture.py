@@ -223,6 +223,9 @@ def _route(
         x = x if weight is None else elementwise.rms_norm(x, weight, eps)
         logits = _logits(x, router.data)
     done = torch.empty(places, dtype=torch.int32, device=x.device) if places else None
+    if moe.route_refuses(routing) is not None:
+        probabilities, ids = ops.route(logits, routing, biases)
+        return RoutedExperts(x, probabilities, ids.int(), done if done is None else done.zero_())
     return RoutedExperts(x, *moe.route(logits, routing, biases, done), done)
 
 

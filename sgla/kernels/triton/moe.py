@@ -409,6 +409,11 @@ def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> t
     return normed, logits
 
 
+def route_refuses(routing: Routing) -> str | None:
+    """Why ``route`` does not choose so, or None."""
+    return "experts are chosen one after the other" if routing.score == "sparsemixer" else None
+
+
 def route(
     logits: Tensor, routing: Routing, biases: Biases = NO_BIASES, done: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

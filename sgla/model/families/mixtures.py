@@ -145,6 +145,29 @@ FAMILIES = {
         renamed=_MIXTRAL,
         gguf=(Gguf("llama", permuted=True, when={"expert_count": True}),),
     ),
+    "PhimoeForCausalLM": Family(
+        ("phimoe",),
+        DECODER
+        | sizes(32064, 4096, 6400, 32, 32, 4096 * 32, 8)
+        | {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 16,
+            "router_jitter_noise": 0.01,
+            "attention_bias": False,
+            "lm_head_bias": False,
+        },
+        CAUSAL,
+        model="sgla.model.llama:Llama",
+        also=("PhiMoEForCausalLM",),
+        mixture="sgla.model.mixture_spec:phi",
+        renamed=(*_MIXTRAL, (".mlp.router.", ".mlp.gate.")),
+        norm="layer",
+        longrope=True,
+        mscales=True,
+    ),
     "Qwen2MoeForCausalLM": Family(
         ("qwen2_moe",),
         DECODER
