@@ -45,7 +45,7 @@ LOST = """((place) => {
   }).map((each) => each.outerHTML.slice(0, 99))];
 })"""  # noqa: E501
 # What scrolls sideways, and texts with too little contrast.
-WIDE = """[...document.querySelectorAll("html, body, header, #talk, #chats, #panel, #ask")].filter((each) => each.checkVisibility())
+WIDE = """[...document.querySelectorAll("html, body, header, #talk, #chats, #panel, .pairs, #ask")].filter((each) => each.checkVisibility())
   .filter((each) => each.scrollWidth > Math.max(each.clientWidth, each.offsetWidth)).map((each) => `${each.tagName} ${each.id}`)"""  # noqa: E501
 PALE = """(() => {
   const parts = (color) => color.match(/[\\d.]+/g).map(Number);
