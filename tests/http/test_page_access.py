@@ -127,6 +127,7 @@ async def test_a_screen_reader_finds_names_and_an_order(serve: Serve, tmp_path: 
     async with chromium.browsing(tmp_path, site.url) as tab:
         await tab.size(width, 800)
         await talked(tab)
+        assert await tab.js("document.scrollingElement.scrollHeight") == 800  # the header stays
         for drawer in ("chats", "panel"):
             await open_drawer(tab, drawer)
             found = await tree(tab)
