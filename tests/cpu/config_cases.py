@@ -84,6 +84,37 @@ def decoder(name: str, model_type: str, **changes: Any) -> Config:
     return TINY | usual | {"architectures": [name], "model_type": model_type} | changes
 
 
+def qwen3_next(**changes: Any) -> Config:
+    own = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 3,
+        "head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 8,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": False,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1e7,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 24,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    }
+    return TINY | USUAL | own | changes
+
+
 def mixtral(**changes: Any) -> Config:
     own = {
         "architectures": ["MixtralForCausalLM"],
@@ -791,9 +822,22 @@ RUN["Phi-3.5-MoE"] = Case(
         "tie_word_embeddings": False,
     }
 )
+RUN["Qwen3-Next-80B-A3B"] = Case(qwen3_next())
 
 # Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
+    **{
+        f"Qwen3-Next with {changes}": Case(qwen3_next(**changes))
+        for changes in (
+            {
+                "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                "mlp_only_layers": [0],
+            },
+            {"partial_rotary_factor": 1.0, "norm_topk_prob": False, "linear_conv_kernel_dim": 2},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            {"full_attention_interval": 2, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+        )
+    },
     "Mistral-7B-v0.1": Case(
         decoder("MistralForCausalLM", "mistral", hidden_act="silu", rms_norm_eps=1e-5, sliding_window=16)
     ),
@@ -1120,6 +1164,26 @@ HONOURED: dict[str, Case] = {
 
 # What HF computes otherwise, or nobody does: refused by the key.
 REFUSED: dict[str, Case] = {
+    **{
+        f"Qwen3-Next {key} {value}": Case(qwen3_next(**{key: value}), key)
+        for key, value in (
+            ("linear_num_value_heads", 3),
+            ("linear_num_key_heads", 0),
+            ("linear_conv_kernel_dim", 1),
+            ("linear_conv_kernel_dim", 1 << 20),
+            ("linear_key_head_dim", 1 << 40),
+            ("layer_types", ["linear_attention", "sliding_attention", "full_attention"]),
+            ("layer_types", ["linear_attention"]),
+            ("full_attention_interval", 0),
+            ("full_attention_interval", 1.5),
+            ("attention_bias", True),
+            ("hidden_act", "gelu"),
+            ("use_sliding_window", True),
+            ("shared_expert_intermediate_size", -1),
+            ("mamba_ssm_dtype", "bfloat16"),
+            ("attn_output_gate", False),
+        )
+    },
     "deepseek with another head_dim": Case(deepseek(3, head_dim=2), "head_dim"),
     "deepseek with a head_dim of null": Case(deepseek(3, head_dim=None), "head_dim"),
     "GLM-4.7-Flash with another head_dim": Case(
