@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
+from sgla.hub.reader import Reader
 from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
@@ -41,6 +42,7 @@ from sgla.model.base import CausalLM
 from sgla.model.generic_ranks import refusal as no_ranks
 from sgla.model.generic_ranks import split
 from sgla.model.generic_spec import GenericSpec
+from sgla.model.read import dtype_of
 from sgla.model.registry import architecture_of
 
 PAGED, SEEN = "sgla_paged", "sgla_seen"  # names of our attention: in steps, and while a module is probed
@@ -266,7 +268,9 @@ class Generic(CausalLM):
         """Raise ConfigError if a token's logits depend on its place in a step, or on what stands beside it
         by another way than attention; or if they are not those that the ``whole`` module has given."""
         here, there = self.of_rows(), self.of_rows(back=True)
-        most = CLOSE[self.module.dtype] * float(here.abs().max())
+        if not here.isfinite().any():
+            raise refusal("its logits are no numbers")
+        most = CLOSE[self.module.dtype] * float(here[here.isfinite()].abs().max())
 
         def near(a: Tensor, b: Tensor) -> bool:
             return torch.allclose(a, b.to(a.device), rtol=0, atol=most, equal_nan=True)
@@ -380,6 +384,7 @@ def probe(config: dict[str, Any], folder: Path, trusted: bool = False, ranks: in
     cls, code = class_of(config, folder, trusted)
     hf = configured(config, cls)
     check_class(cls, hf)
+    dtype = dtype_of(Reader(architecture_of(config), config))
     context, notes = context_of(hf)
     try:
         with torch.device("meta"):
@@ -402,7 +407,7 @@ def probe(config: dict[str, Any], folder: Path, trusted: bool = False, ranks: in
         "intermediate": getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size,
         "vocab": hf.vocab_size,
         "context": context,
-        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        "dtype": dtype,
         "layers": layers,
         "values": values,
         "own": own,

@@ -123,7 +123,7 @@ def _read(c: Reader, family: Family) -> ModelSpec:
         parallel=_flag(c, family, "use_parallel_residual"),
         learned=positions if family.learned else 0,
         tied=c.flag("tie_word_embeddings"),
-        dtype=_dtype(c),
+        dtype=dtype_of(c),
         moe=_mixture(c, family, layers),
         predictors=_predictors(c, family),
         qk_norm=family.qk_norm if "use_qk_norm" not in family.defaults or c.flag("use_qk_norm") else "",
@@ -261,7 +261,8 @@ def _activation(c: Reader, family: Family) -> Activation:
     return known[found]
 
 
-def _dtype(c: Reader) -> str:
+def dtype_of(c: Reader) -> str:
+    """Of the weights in the files. Raises ConfigError."""
     key = "dtype" if c.given("dtype") else "torch_dtype"
     found = c.values.get(key)
     name = str(found if found not in (None, "auto") else "float32")[:99].removeprefix("torch.")

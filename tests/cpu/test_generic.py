@@ -142,6 +142,15 @@ def test_a_probe_ends_with_who_started_it_and_within_its_memory(
     assert done.stderr.splitlines()[-1] == b"MemoryError"
 
 
+def test_a_module_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("persimmon", num_hidden_layers=1, hidden_size=32, vocab_size=99)
+    config = config.to_dict() | {"architectures": ["PersimmonForCausalLM"], "intermediate_size": 32}
+    config |= {"num_attention_heads": 2, "layer_norm_eps": float("nan"), "dtype": "float32"}
+    facts = {FACTS: probe(config, tmp_path)}
+    with pytest.raises(ConfigError, match="its logits are no numbers"):
+        load_model(ModelSource("dummy", tmp_path, (), config | facts, {}))
+
+
 def test_native_code_comes_first(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     assert FACTS not in open_source(tmp_path).config
@@ -184,6 +193,8 @@ def test_configurations_that_are_refused(tmp_path: Path) -> None:
         ({"vocab_size": 1 << 70}, "vocab_size is 1180591620717411303.; at most"),
         ({"hidden_size": -1}, "hidden_size is -1"),
         ({"num_labels": 10**9}, "num_labels is 1000000000"),
+        ({"dtype": "int8"}, "dtype.*float16"),
+        ({"dtype": 1.5}, "dtype.*float16"),
     ):
         with pytest.raises(ConfigError, match=message):
             probe(config | changes, tmp_path)
