@@ -7,6 +7,7 @@ Shapes: T tokens, S sampled rows, d width, Hq/Hkv heads of width hd.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -52,7 +53,27 @@ class StateLayer:
     memory: Tensor  # float32[units, H, dk, dv], of Mamba [units, H, P, N]
 
 
-Layer = KVLayer | StateLayer
+class BothLayer(NamedTuple):
+    """What a layer has that keeps tokens and a state."""
+
+    tokens: KVLayer
+    state: StateLayer
+
+
+Layer = KVLayer | StateLayer | BothLayer
+
+
+class TimeSteps(NamedTuple):
+    """How a state space model makes its time steps of what the input gives it:
+    ``softplus(dt + bias)``, bias float32[H], not below ``least`` nor above ``most``."""
+
+    bias: Tensor
+    least: float = 0.0
+    most: float = math.inf
+
+    def of(self, dt: Tensor) -> Tensor:
+        """float32[T, H], of dt [T, H]."""
+        return F.softplus(dt.float() + self.bias.float()).clamp(self.least, self.most)
 
 
 class AddedNorm(NamedTuple):
@@ -397,8 +418,8 @@ def decay_rates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
 
 @op
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu") -> Tensor:
-    """``rms_norm(x, weight) * act(gate)`` over the last dim: x, gate [T, H, d], weight [d]; ``activation``:
-    silu, or sigmoid."""
+    """``rms_norm(x, weight) * act(gate)`` over the last dim: x, gate [T, H, d], weight [d] or [H, d];
+    ``activation``: silu, or sigmoid."""
     f, z = x.float(), gate.float()
     f = f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * weight.float()
     return (f * (F.silu(z) if activation == "silu" else z.sigmoid())).to(x.dtype)
@@ -414,15 +435,27 @@ def selective_scan(
     d: Tensor | None,
     state: StateLayer,
     batch: ForwardBatch,
+    steps: TimeSteps | None = None,
 ) -> Tensor:
     """The state space model of Mamba 2 (arXiv 2405.21060): x [T, H, P] -> [T, H, P].
 
-    dt float32[T, H], positive; a float32[H], negative; b, c [T, G, N], each for H / G heads in a row; d
-    float32[H]. Each token changes the S of a head, which is ``state.memory``:
+    dt [T, H], positive, or what ``steps`` makes time steps of; a float32[H], negative; b, c [T, G, N], each
+    for H / G heads in a row; d float32[H]. Each token changes the S of a head, which is ``state.memory``:
     ``S = exp(dt * a) * S + dt * x b^T;  y = S c + d * x``. Mamba 1 has P = 1, G = 1 and a float32[H, N].
     """
+    dt = dt.float() if steps is None else steps.of(dt)
     y = recurrent.selective_scan(x, dt, a, b, c, state.memory, batch)
     return (y if d is None else y + d.float()[:, None] * x.float()).to(x.dtype)
+
+
+@op
+def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    """``rms_norm(x * silu(gate))`` of each of ``groups`` parts of the last dim: x, gate [T, d], weight [d]
+    -> [T, d]."""
+    f = x.float() * F.silu(gate.float())
+    parts = f.unflatten(1, (groups, -1))
+    f = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(1)
+    return (f * weight.float()).to(x.dtype)
 
 
 @op
@@ -432,7 +465,9 @@ def act_mul(x: Tensor, kind: Activation) -> Tensor:
 
 
 def gated(x: Tensor, kind: Gating) -> Tensor:
-    """``act_mul`` in torch, with what only experts have."""
+    """``act_mul`` in torch, with what only experts have; relu2 has no gate."""
+    if kind == "relu2":
+        return activation(x, kind)
     gate, up = x.chunk(2, dim=-1)
     if isinstance(kind, Clamped):
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
@@ -516,9 +551,9 @@ def moe(
 ) -> Tensor:
     """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e: x [T, d] -> [T, d].
 
-    router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other; a shared
-    one is the last, with a row of the router if it is gated. ``routed`` [T, d]: what the router sees, if that
-    is not x.
+    router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other, gate_up
+    without a gate [E * f, d]; a shared one is the last, with a row of the router if it is gated. ``routed``
+    [T, as wide as the router]: what the router sees, if that is not x.
     """
     count = routing.experts(router.n)
 

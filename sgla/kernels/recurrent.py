@@ -136,16 +136,20 @@ def _delta_token(columns: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
 def selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, units: Tensor, batch: ForwardBatch
 ) -> Tensor:
-    """``ops.selective_scan`` without d: float32[T, H, P]."""
-    out = x.new_empty(x.shape, dtype=torch.float32)
-    step, chunk = (_scan_chunk, CHUNK) if a.dim() == 1 else (_scan_token, 1)
+    """``ops.selective_scan`` without d, of time steps float32[T, H]: float32[T, H, P]."""
+    out, a = x.new_empty(x.shape, dtype=torch.float32), a.float()
     group = x.shape[1] // b.shape[1]
     for tokens, before, after in stretches(batch):
         state = begin(units, before)
-        for part in tokens.split(chunk, 1):
+        for part in tokens.split(CHUNK, 1):
             given, taken = (y[part].float().repeat_interleave(group, 2).transpose(1, 2) for y in (b, c))
-            inputs, time = x[part].float().transpose(1, 2), dt[part].float().transpose(1, 2)
-            made, state = step(inputs * time[..., None], time, a.float(), given, taken, state)
+            time = dt[part].transpose(1, 2)
+            inputs = x[part].float().transpose(1, 2) * time[..., None]
+            if a.dim() > 1:
+                step = _scan_channels
+            else:
+                step = _scan_token if part.shape[1] == 1 else _scan_chunk
+            made, state = step(inputs, time, a, given, taken, state)
             out[part] = made.transpose(1, 2)
         units[after] = state.to(units.dtype)
     leave(units, batch)
@@ -167,6 +171,21 @@ def _scan_chunk(
 def _scan_token(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``_scan_chunk`` of one token, where a ``[H, N]`` has a value for each place of a state."""
-    state = state * (dt[:, :, 0, None] * a).exp()[:, :, None] + x[:, :, 0, :, None] * b[:, :, 0, None]
-    return (state @ c[:, :, 0, :, None]).transpose(2, 3), state
+    """``_scan_chunk`` of one token, which changes ``state``."""
+    state = state.mul_((dt * a[:, None]).exp()[..., None])
+    state.addcmul_(x.transpose(2, 3), b)
+    return c @ state.transpose(2, 3), state
+
+
+def _scan_channels(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``_scan_chunk`` where a ``[H, N]`` has a value for each place of a state and P is 1: one token after
+    another, which changes ``state``. In chunks every pair of tokens would have a decay for each place."""
+    decay, inputs = (dt[..., None] * a[:, None]).exp(), x * b
+    places = state.squeeze(2)
+    made = x.new_empty(x.shape)
+    for t in range(x.shape[2]):
+        places.mul_(decay[:, :, t]).add_(inputs[:, :, t])
+        made[:, :, t, 0] = (places * c[:, :, t]).sum(-1)
+    return made, state

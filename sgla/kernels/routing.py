@@ -61,4 +61,4 @@ class Clamped:
     limit: float
 
 
-Gating = Activation | Clamped
+Gating = Activation | Clamped | Literal["relu2"]  # the last without a gate (arXiv 2109.08668)

@@ -6,7 +6,7 @@ that takes this rank's part. ``loading/load.py`` streams the tensors through tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -232,3 +232,28 @@ def fill(
     for start in range(rows.start, rows.stop, step)[source.index :: source.count]:
         taken = range(start, min(start + step, rows.stop))
         weight.put(taken, columns, tensor, at + start - rows.start)
+
+
+Piece = tuple[range, int]  # rows of a stored matrix, and the row of ours where they begin
+
+
+def gather(build: Build, weight: Weight, name: str, shape: tuple[int, int], pieces: Sequence[Piece]) -> None:
+    """Take rows of the checkpoint's matrix ``name``, which stand apart there or here."""
+
+    def take(source: Share) -> None:
+        for rows, at in pieces:
+            fill(weight, at, source, rows)
+
+    build.declare(f"{name}.weight", shape, take)
+
+
+def blocks(own: range, width: int, block: int, first: int, at: int) -> list[Piece]:
+    """Of each head in ``own``, whose rows in the checkpoint are ``block`` in number, the ``width`` from
+    ``first`` on: one below the other from ``at`` on."""
+    starts = (head * block + first for head in own)
+    return [(range(start, start + width), at + i * width) for i, start in enumerate(starts)]
+
+
+def run(own: range, width: int, first: int, at: int) -> Piece:
+    """The same of heads that are stored one below the other, each ``width`` rows, from ``first`` on."""
+    return range(first + own.start * width, first + own.stop * width), at

@@ -58,3 +58,7 @@ class PlainMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(ops.activate(self.up(x), self.activation))
+
+    def part(self, x: Tensor) -> Tensor:
+        """Of which the sum over the ranks is the output."""
+        return self.down.part(ops.activate(self.up(x), self.activation))

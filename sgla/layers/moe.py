@@ -12,7 +12,7 @@ from sgla.kernels import ops
 from sgla.kernels.ops import Biases
 from sgla.kernels.routing import Gating, Routing
 from sgla.layers.build import Build, Part, Share, Values, fill
-from sgla.layers.mlp import GatedMLP
+from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor, Weight, storage
 
@@ -26,7 +26,8 @@ class MoE:
     ``choice``: of the scores (``ops.Biases``). A file has the tensors of each expert, or all stacked as
     transformers 5 keeps them in memory, or (``crossed``) stacked as gpt-oss has them, ``[input, output]``
     with gate and up in turn, or (``halves``) one behind the other. A shared expert of the same width may be
-    the last one (``Routing.shared``).
+    the last one (``Routing.shared``). With the activation relu2 there is no gate. ``routed``: width of what
+    the router sees, if that is not x.
     """
 
     def __init__(
@@ -44,20 +45,23 @@ class MoE:
         crossed: bool = False,
         halves: bool = False,
         shared: SharedExpert | None = None,
+        routed: int = 0,
     ) -> None:
         self.shard, self.routing, self.activation, self.shared = build.shard, routing, activation, shared
         self.own, self.experts = build.shard.range(intermediate, GROUP), experts
         self.hidden, self.intermediate = hidden, intermediate
         modules = [f"{name}.experts.{e}" for e in range(experts)]
         modules += [f"{name}.shared_experts"] if routing.shared else []
-        inputs = [f"{module}.{which}_proj" for module in modules for which in ("gate", "up")]
+        self.parts = ("up",) if activation == "relu2" else ("gate", "up")
+        inputs = [f"{module}.{which}_proj" for module in modules for which in self.parts]
         outputs = [f"{module}.down_proj" for module in modules]
-        self.router = storage(build.plain).empty(experts + (routing.shared == "gated"), hidden)
+        seen = routed or hidden
+        self.router = storage(build.plain).empty(experts + (routing.shared == "gated"), seen)
         stacks = [f"{name}.experts.{which}_proj" for which in ("gate_up", "down")] if crossed else []
         self.gate_up = build.empty(len(inputs) * len(self.own), hidden, *(stacks[:1] or inputs))
         self.down = build.empty(len(outputs) * hidden, len(self.own), *(stacks[1:] or outputs))
         take = partial(_fill, self.router, 0, range(experts), None)
-        build.declare(f"{name}.gate.weight", (experts, hidden), take)
+        build.declare(f"{name}.gate.weight", (experts, seen), take)
         if crossed:
             self._declare_crossed(build, f"{name}.experts", halves)
         else:
@@ -81,12 +85,12 @@ class MoE:
         for e, part in enumerate(outputs):
             take = partial(_fill, self.down, e * d, range(d), own)
             build.declare(f"{part}.weight", (d, f), take)
-        halves = range(f), range(f, 2 * f)
-        build.stacks[f"{name}.gate_up_proj"] = (
-            (self.experts, 2 * f, d),
+        halves, each = (range(f), range(f, 2 * f)), len(self.parts)
+        build.stacks[f"{name}.{'_'.join(self.parts)}_proj"] = (
+            (self.experts, each * f, d),
             [
-                Part(f"{part}.weight", i // 2, halves[i % 2])
-                for i, part in enumerate(inputs[: 2 * self.experts])
+                Part(f"{part}.weight", i // each, halves[i % each])
+                for i, part in enumerate(inputs[: each * self.experts])
             ],
         )
         build.stacks[f"{name}.down_proj"] = (
@@ -156,7 +160,7 @@ class SharedExpert:
     """The MLP of a mixture that every token goes through: ``[T, d] -> [T, d]``, of which the sum over the
     ranks is wanted. ``gated``: each token's is multiplied by the sigmoid of a number made of x."""
 
-    def __init__(self, build: Build, name: str, hidden: int, mlp: GatedMLP, gated: bool) -> None:
+    def __init__(self, build: Build, name: str, hidden: int, mlp: GatedMLP | PlainMLP, gated: bool) -> None:
         self.mlp = mlp
         self.gate: Tensor | None = None
         if gated:

@@ -32,7 +32,7 @@ _NOT_NULL = frozenset(
     """
     is_causal rope_interleave attention_bias mlp_bias qk_layernorm use_parallel_residual num_experts
     num_local_experts num_experts_per_tok head_dim do_layer_norm_before _remove_final_layer_norm enable_bias
-    layer_norm_elementwise_affine
+    layer_norm_elementwise_affine mamba_proj_bias n_shared_experts
     """.split()  # noqa: SIM905
 )
 _NOT_NULL_OF_ENCODERS = frozenset({"add_cross_attention", "is_decoder"})
@@ -64,6 +64,9 @@ HARMLESS = frozenset(
     reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
     mtp_transformer_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings use_mtp
     enable_moe_fp32_combine layerdrop
+    time_step_min time_step_max time_step_floor time_step_rank time_step_scale time_step_init_scheme
+    rescale_prenorm_residual residual_in_fp32 num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype
+    mamba_chunk_size mlp_expansion_factor init_method moe_shared_expert_overlap z_loss_coefficient
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(

@@ -3,7 +3,6 @@ gate."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,36 +13,12 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer, StateLayer
 from sgla.layers.attention import LayerAttention
-from sgla.layers.build import Build, Share, fill
+from sgla.layers.build import Build, Piece, Share, blocks, fill, gather, run
 from sgla.layers.linear import RowLinear, split_heads
 from sgla.layers.norm import RMSNorm
 from sgla.model.delta_spec import DeltaSpec
 from sgla.model.llama import Llama
-from sgla.quant.weight import SourceTensor, Weight, storage
-
-Piece = tuple[range, int]  # rows of a stored matrix, and the row of ours where they begin
-
-
-def gather(build: Build, weight: Weight, name: str, shape: tuple[int, int], pieces: Sequence[Piece]) -> None:
-    """Take rows of the checkpoint's matrix ``name``, which stand apart there or here."""
-
-    def take(source: Share) -> None:
-        for rows, at in pieces:
-            fill(weight, at, source, rows)
-
-    build.declare(f"{name}.weight", shape, take)
-
-
-def blocks(own: range, width: int, block: int, first: int, at: int) -> list[Piece]:
-    """Of each head in ``own``, whose rows in the checkpoint are ``block`` in number, the ``width`` from
-    ``first`` on: one below the other from ``at`` on."""
-    starts = (head * block + first for head in own)
-    return [(range(start, start + width), at + i * width) for i, start in enumerate(starts)]
-
-
-def run(own: range, width: int, first: int, at: int) -> Piece:
-    """The same of heads that are stored one below the other, each ``width`` rows, from ``first`` on."""
-    return range(first + own.start * width, first + own.stop * width), at
+from sgla.quant.weight import SourceTensor, storage
 
 
 class DeltaNet:

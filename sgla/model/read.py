@@ -14,7 +14,7 @@ from sgla.model.config_keys import check_keys, noted
 from sgla.model.encoder import EncoderSpec
 from sgla.model.family import Family
 from sgla.model.generic_spec import FACTS, generic_spec
-from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, VOCAB, WIDTH
+from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, UNBOUNDED, VOCAB, WIDTH
 from sgla.model.registry import architecture_of, check_architecture, family_of, is_encoder
 from sgla.model.ropes import ROPE, TRAINED, growth, magnified, ropes, stretched
 from sgla.model.spec import ModelSpec
@@ -99,7 +99,9 @@ def _text(architecture: str, outer: Family | None, config: Mapping[str, Any]) ->
 
 
 def _read(c: Reader, family: Family) -> ModelSpec:
-    hidden, positions = c.integer("hidden_size", WIDTH), c.integer("max_position_embeddings", POSITIONS)
+    hidden, positions = c.integer("hidden_size", WIDTH), UNBOUNDED
+    if "max_position_embeddings" in (*family.defaults, *family.names.values()):
+        positions = c.integer("max_position_embeddings", POSITIONS)
     layers = c.integer("num_hidden_layers", LAYERS)
     attention = _attention(c, family, hidden, layers, positions)
     bias = family.biased or _flag(c, family, "attention_bias", "use_bias")

@@ -134,9 +134,10 @@ def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str |
 
 def _experts(spec: ModelSpec) -> int:
     """Values of the matrices of all mixtures' experts."""
-    return (
-        3 * spec.hidden * len(spec.moe.layers) * spec.moe.experts * spec.moe.intermediate if spec.moe else 0
-    )
+    if (moe := spec.moe) is None:
+        return 0
+    each = (3 if spec.gated else 2) * (moe.latent or spec.hidden)
+    return each * len(moe.layers) * moe.experts * moe.intermediate
 
 
 def _given(spec: ModelSpec) -> int:
@@ -158,10 +159,11 @@ def _mlp(spec: ModelSpec, layer: int, experts: int) -> int:
     """Those of one layer."""
     moe = spec.moe if spec.moe and layer in spec.moe.layers else None
     width = spec.inner[layer] if spec.inner else spec.intermediate if moe is None else 0
-    routers = 0
+    each, routers, inside = (3 if spec.gated else 2), 0, 0
     if moe is not None:
-        width, routers = width + experts * moe.intermediate + moe.shared, moe.experts * spec.hidden
-    return (3 if spec.gated else 2) * spec.hidden * width + routers
+        inside, width = experts * moe.intermediate * (moe.latent or spec.hidden), width + moe.shared
+        routers = (moe.experts + 2 * moe.latent) * spec.hidden
+    return each * (spec.hidden * width + inside) + routers
 
 
 class Offloaded(NamedTuple):

@@ -17,8 +17,8 @@ FREE = 1 << 18  # pages, where tokens take no bytes
 
 class LayerState(NamedTuple):
     """What a layer keeps, on one rank, of every token that a later one may read, or its ``unit``: what it
-    keeps of all tokens together. ``window``: tokens that a token reads, itself included; 0: all. A layer
-    without tensors keeps nothing, or it reads what the layer ``reads`` keeps."""
+    keeps of all tokens together; some layers have both. ``window``: tokens that a token reads, itself
+    included; 0: all. A layer without tensors keeps nothing, or it reads what the layer ``reads`` keeps."""
 
     window: int
     tensors: tuple[StateTensor, ...]
@@ -93,7 +93,7 @@ def unit_bytes(state: Sequence[LayerState], dtype: str) -> int:
 def kv_groups(state: Sequence[LayerState], context_len: int, dtype: str) -> list[KVGroup]:
     """The groups of a model, that of whole histories first, that of states last. If no layer needs whole
     histories, those with windows keep them. ``dtype``: of the KV cache."""
-    paged = [i for i, layer in enumerate(state) if not layer.unit]
+    paged = [i for i, layer in enumerate(state) if layer.tensors or not layer.unit]
     windows = {i: state[i].window if state[i].window < context_len else 0 for i in paged}
     if 0 not in windows.values():
         windows = dict.fromkeys(paged, 0)

@@ -63,11 +63,11 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
 
 
 def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> list[attention.AttentionShape]:
-    """What attention has to serve on a rank: layers with the same heads have one shape; those that keep a
-    state have none."""
+    """What attention has to serve on a rank: layers with the same heads have one shape; those that keep no
+    tokens have none."""
     groups: dict[attention.Heads, list[AttentionSpec]] = {}
     for layer in spec.attention:
-        if layer.unit(int):
+        if not layer.kept(1):
             continue
         heads, kv_heads = split_heads(layer.heads, layer.kv_heads, shard)
         key = attention.Heads(len(heads), len(kv_heads), layer.head_dim, layer.v_dim)

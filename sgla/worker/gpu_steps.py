@@ -15,7 +15,7 @@ from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.kernels.gpu import GpuOps, RecordedForward
 from sgla.kernels.gpu.states import DeviceStates, device_states
-from sgla.kernels.ops import KVLayer, Layer
+from sgla.kernels.ops import Layer
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
@@ -23,7 +23,7 @@ from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, read
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
 from sgla.worker.flights import Extras
-from sgla.worker.kv import Arena, allocate_kv
+from sgla.worker.kv import Arena, allocate_kv, tokens_of
 from sgla.worker.pooler import Pooler, label_logprobs
 from sgla.worker.verify import DeviceDrafts, Verify
 
@@ -123,7 +123,8 @@ class GpuSteps:
         self.forward.hidden(batch)
         tables.page_table[..., slot, :] = 0
         one = torch.ones(1, device="cuda")  # of a layer that keeps a state
-        layers = [(kv.k, kv.v) if isinstance(kv, KVLayer) else (one, one) for kv in self.kv]
+        kept = [tokens_of(kv) for kv in self.kv]
+        layers = [(one, one) if kv is None else (kv.k, kv.v) for kv in kept]
         pairs = ((k, v if v.numel() else k) for k, v in layers)
         most = torch.stack([torch.stack([k.abs().max(), v.abs().max()]) for k, v in pairs])
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
@@ -136,8 +137,8 @@ class GpuSteps:
         arena = Arena(nbytes, sum(len(layer.tensors) + len(layer.unit) for layer in state))
         layers = allocate_kv(state, groups, pages, page_size, dtype, arena.zeros)
         for layer, scales in zip(layers, self.scales if dtype == "fp8" else []):
-            if isinstance(layer, KVLayer):
-                layer.k_scale, layer.v_scale = scales
+            if (kept := tokens_of(layer)) is not None:
+                kept.k_scale, kept.v_scale = scales
         return layers
 
     def run_eagerly(self, plan: StepPlan, verify: Verify | None = None) -> Launched:

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sgla.kernels.ops import KVLayer, Layer, StateLayer
+from sgla.kernels.ops import BothLayer, KVLayer, Layer, StateLayer
 from sgla.layers.spec import StateTensor
 from sgla.model.state import KVGroup, LayerState, unit_dtype
 
@@ -32,24 +32,40 @@ def allocate_kv(
     """``pages`` of each group, or units of that of states.
     Zeros: an attention that reads and masks places nobody has written must not find NaN there."""
     zeros = zeros or untouched
-    group_of = {layer: g for g, group in enumerate(groups) for layer in group.layers}
+    group_of = {layer: g for g, group in enumerate(groups) if not group.unit_bytes for layer in group.layers}
     layers: list[Layer] = []
     for i, layer in enumerate(state):
         if layer.reads is not None:
-            layers.append(replace(layers[layer.reads]))
-            continue
-        group = group_of[i]
-        if layer.unit:
-            layers.append(_states(layer.unit, pages[group], dtype, zeros))
-            continue
-        made = {
-            tensor.name: zeros(pages[group], page_size, tensor.shape, DTYPES[tensor.dtype or dtype])
-            for tensor in layer.tensors
-        }
-        assert made.keys() <= {"k", "v"}, "KVLayer has no other tensors"
-        k = made["k"] if made else zeros(pages[group], page_size, (0, 0), DTYPES[dtype])
-        layers.append(KVLayer(k, made.get("v", k[..., :0]), group=group))
+            kept = tokens_of(layers[layer.reads])
+            assert kept is not None
+            layers.append(replace(kept))
+        elif not layer.unit:
+            layers.append(_tokens(layer.tensors, group_of[i], pages, page_size, dtype, zeros))
+        else:
+            units = _states(layer.unit, pages[-1], dtype, zeros)
+            if layer.tensors:
+                tokens = _tokens(layer.tensors, group_of[i], pages, page_size, dtype, zeros)
+                layers.append(BothLayer(tokens, units))
+            else:
+                layers.append(units)
     return layers
+
+
+def _tokens(
+    tensors: Sequence[StateTensor],
+    group: int,
+    pages: Sequence[int],
+    page_size: int,
+    dtype: str,
+    zeros: Zeros,
+) -> KVLayer:
+    made = {
+        tensor.name: zeros(pages[group], page_size, tensor.shape, DTYPES[tensor.dtype or dtype])
+        for tensor in tensors
+    }
+    assert made.keys() <= {"k", "v"}, "KVLayer has no other tensors"
+    k = made["k"] if made else zeros(pages[group], page_size, (0, 0), DTYPES[dtype])
+    return KVLayer(k, made.get("v", k[..., :0]), group=group)
 
 
 def _states(tensors: Sequence[StateTensor], units: int, dtype: str, zeros: Zeros) -> StateLayer:
@@ -62,9 +78,16 @@ def _states(tensors: Sequence[StateTensor], units: int, dtype: str, zeros: Zeros
     return StateLayer(conv, made["memory"] if "memory" in made else conv.new_zeros(units, 0, 0, 0).float())
 
 
+def tokens_of(layer: Layer) -> KVLayer | None:
+    """Where a layer keeps tokens."""
+    if isinstance(layer, BothLayer):
+        return layer.tokens
+    return layer if isinstance(layer, KVLayer) else None
+
+
 def paged(kv: Sequence[Layer]) -> list[KVLayer]:
-    """The layers that keep tokens."""
-    return [layer for layer in kv if isinstance(layer, KVLayer)]
+    """Where the layers keep tokens that do."""
+    return [kept for layer in kv if (kept := tokens_of(layer)) is not None]
 
 
 def zero_pages(kv: Sequence[Layer], pages: Sequence[Tensor]) -> None:

@@ -824,6 +824,168 @@ RUN["Phi-3.5-MoE"] = Case(
 )
 RUN["Qwen3-Next-80B-A3B"] = Case(qwen3_next())
 
+MAMBA: Config = {
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 4,
+    "mamba_proj_bias": False,
+    "tie_word_embeddings": False,
+}
+TIME_STEPS: Config = {"time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001}
+FALCON_H1 = other(
+    "FalconH1ForCausalLM",
+    "falcon_h1",
+    **MAMBA,
+    **TIME_STEPS,
+    attention_bias=False,
+    attention_in_multiplier=1.0,
+    attention_out_multiplier=0.9375,
+    attn_layer_indices=None,
+    embedding_multiplier=5.656854249492381,
+    head_dim=8,
+    key_multiplier=0.390625,
+    lm_head_multiplier=0.01953125,
+    mamba_d_ssm=64,
+    mamba_norm_before_gate=False,
+    mamba_rms_norm=False,
+    mamba_use_mlp=True,
+    mlp_bias=False,
+    mlp_expansion_factor=8,
+    mlp_multipliers=[0.8838834764831844, 0.5859375],
+    num_logits_to_keep=1,
+    projectors_bias=False,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    rope_theta=100000000000.0,
+    ssm_in_multiplier=1.25,
+    ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    ssm_out_multiplier=0.23570226039551587,
+    time_step_rank="auto",
+)
+GRANITE_4 = other(
+    "GraniteMoeHybridForCausalLM",
+    "granitemoehybrid",
+    **MAMBA | {"tie_word_embeddings": True},
+    attention_bias=False,
+    attention_multiplier=0.125,
+    embedding_multiplier=12,
+    init_method="mup",
+    layer_types=["mamba", "attention", "mamba"],
+    logits_scaling=6,
+    normalization_function="rmsnorm",
+    num_experts_per_tok=2,
+    num_local_experts=5,
+    output_router_logits=False,
+    position_embedding_type="nope",
+    residual_multiplier=0.22,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    rope_theta=10000,
+    router_aux_loss_coef=0.01,
+    shared_intermediate_size=24,
+)
+NEMOTRON_H = other(
+    "NemotronHForCausalLM",
+    "nemotron_h",
+    **TIME_STEPS,
+    attention_bias=False,
+    attention_head_dim=8,
+    chunk_size=128,
+    conv_kernel=4,
+    expand=2,
+    head_dim=8,
+    hidden_dropout=0.0,
+    hybrid_override_pattern="M-*-",
+    layer_norm_epsilon=1e-5,
+    mamba_head_dim=16,
+    mamba_hidden_act="silu",
+    mamba_num_heads=4,
+    mamba_proj_bias=False,
+    mlp_bias=False,
+    mlp_hidden_act="relu2",
+    n_groups=2,
+    num_hidden_layers=4,
+    num_logits_to_keep=1,
+    rescale_prenorm_residual=True,
+    residual_in_fp32=False,
+    rms_norm_eps=1e-5,
+    sliding_window=None,
+    ssm_state_size=8,
+    tie_word_embeddings=False,
+    time_step_limit=[0.0, float("inf")],
+    time_step_rank=256,
+    use_bias=False,
+    use_conv_bias=True,
+    use_mamba_kernels=True,
+)
+MAMBA_2: Config = {
+    **{key: value for key, value in USUAL.items() if key != "attention_dropout"},
+    **TIME_STEPS,
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "chunk_size": 256,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 16,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "layer_norm_epsilon": 1e-5,
+    "n_groups": 2,
+    "norm_before_gate": True,
+    "num_heads": 4,
+    "num_hidden_layers": 3,
+    "rescale_prenorm_residual": False,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "state_size": 8,
+    "tie_word_embeddings": False,
+    "time_step_init_scheme": "random",
+    "time_step_limit": [0.0, float("inf")],
+    "time_step_rank": 256,
+    "time_step_scale": 1.0,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 97,
+}
+RUN |= {
+    "Falcon-H1-1.5B": Case(FALCON_H1),
+    "granite-4.0-h-tiny": Case(GRANITE_4),
+    "granite-4.0-micro": Case(
+        GRANITE_4
+        | {"layer_types": ["attention"] * 3, "num_local_experts": 0, "num_experts_per_tok": 0}
+        | {"position_embedding_type": "rope", "mamba_n_heads": 4}
+    ),
+    "Bamba-9B": Case(
+        other(
+            "BambaForCausalLM",
+            "bamba",
+            **MAMBA,
+            attention_bias=False,
+            attn_layer_indices=[1],
+            attn_rotary_emb=4,
+            mlp_bias=False,
+            num_logits_to_keep=1,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+        )
+    ),
+    "Nemotron-H-8B": Case(NEMOTRON_H),
+    "Nemotron-3-Nano-30B-A3B": Case(
+        NEMOTRON_H
+        | {"hybrid_override_pattern": "ME*E", "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1}
+        | {"moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "topk_group": 1}
+        | {"num_experts_per_tok": 3, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+        | {"norm_eps": 1e-5, "partial_rotary_factor": 1.0, "rope_theta": 10000}
+        | {"mamba_ssm_cache_dtype": "float32"}
+    ),
+    "Mamba-Codestral-7B": Case(MAMBA_2),
+}
+
 # Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
     **{
@@ -1625,10 +1787,19 @@ REFUSED: dict[str, Case] = {
             ("MptForCausalLM", "mpt", {"d_model": 64}),
             ("BitNetForCausalLM", "bitnet", {"hidden_act": "relu2"}),
             ("Mamba2ForCausalLM", "mamba2", {"hidden_size": None}),
+            ("PhimoeForCausalLM", "phimoe", {"num_local_experts": 16}),
+            ("MambaForCausalLM", "mamba", {"hidden_size": None}),
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
-            ("NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "M-M*"}),
             ("ModernBertModel", "modernbert", {"global_attn_every_n_layers": 3}),
             ("JinaBertForMaskedLM", "bert", {"position_embedding_type": "alibi"}),
         )
     },
+    "Bamba rotates half": Case(RUN["Bamba-9B"].config | {"attn_rotary_emb": 8}, "attn_rotary_emb"),
+    "Falcon-H1 with layers of attention": Case(FALCON_H1 | {"attn_layer_indices": [1]}, "attn_layer_indices"),
+    "Falcon-H1 without MLPs": Case(FALCON_H1 | {"mamba_use_mlp": False}, "mamba_use_mlp"),
+    "Granite 4, layer norms": Case(GRANITE_4 | {"normalization_function": "layernorm"}, "normalization_fun"),
+    "Nemotron-H, another eps": Case(NEMOTRON_H | {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+    "Nemotron-H, windows": Case(NEMOTRON_H | {"sliding_window": 8}, "sliding_window"),
+    "Mamba 2, another width": Case(MAMBA_2 | {"intermediate_size": 96}, "intermediate_size"),
+    "Mamba 2, plain gates": Case(MAMBA_2 | {"rms_norm": False}, "rms_norm"),
 }

@@ -59,6 +59,8 @@ DELTA = {
 DELTA_HEADS = HEADS | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
 SHARED = {"shared_expert_intermediate_size": 72}
 CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+SSM = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
+KINDS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 FAST = {"rope_type": "default", "rope_theta": 100.0}
 TIED = {"tie_word_embeddings": True}
 
@@ -195,6 +197,28 @@ LAYOUTS: dict[str, Layouts] = {
     ),
     "qwen3_5_text": Layouts(
         DELTA, heads=DELTA_HEADS, other={"rope_parameters": FAST | {"partial_rotary_factor": 1.0}} | TIED
+    ),
+    "granitemoehybrid": Layouts(
+        SSM | KINDS | {"num_local_experts": 5, "shared_intermediate_size": 72, "logits_scaling": 3.0},
+        other={"num_local_experts": 0, "position_embedding_type": "rope", "rope_parameters": LINEAR},
+    ),
+    "bamba": Layouts(SSM | {"attn_layer_indices": [1]}),
+    "falcon_h1": Layouts(
+        SSM | {"mamba_d_ssm": None, "key_multiplier": 0.6, "ssm_multipliers": [0.5, 0.7, 1.2, 1.1, 0.9]},
+        other={"rope_parameters": LINEAR, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "nemotron_h": Layouts(
+        {"num_hidden_layers": ..., "mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2}
+        | {"ssm_state_size": 8, "head_dim": 8, "layers_block_type": ["mamba", "moe", "attention", "mlp"]}
+        | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56},
+        heads=HEADS | {"n_groups": 1, "mamba_num_heads": 3, "mamba_head_dim": 16},
+        other={"moe_latent_size": 32, "use_bias": True},
+    ),
+    "mamba2": Layouts(
+        dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), ...)
+        | {"intermediate_size": ..., "num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 8},
+        heads={"num_heads": 3, "head_dim": 32, "n_groups": 1, "state_size": 16},
+        other=TIED | {"use_bias": True, "conv_kernel": 3},
     ),
     "qwen3_5_moe_text": Layouts(
         DELTA | EXPERTS | SHARED | {"intermediate_size": ..., "num_local_experts": ...},

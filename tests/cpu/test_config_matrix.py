@@ -191,6 +191,8 @@ NOTHING = {
     "Gemma4ForCausalLM": {"per_layer_config"},
     "DeepseekV32ForCausalLM": {"num_nextn_predict_layers"},
     "GlmMoeDsaForCausalLM": {"num_nextn_predict_layers"},
+    "BambaForCausalLM": {"attn_rotary_emb"},
+    "Mamba2ForCausalLM": {"intermediate_size", "norm_before_gate"},
 }
 
 
@@ -401,10 +403,16 @@ SMALL = {  # of mixtures and of latent attention
 
 
 # What some classes need beside small sizes.
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8}
 ONLY: dict[str, dict[str, Any]] = {
     "Llama4ForCausalLM": {"num_experts_per_tok": 1},
     "GPTJForCausalLM": {"rotary_dim": 4},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv"]},
+    "GraniteMoeHybridForCausalLM": MAMBA,
+    "BambaForCausalLM": MAMBA,
+    "FalconH1ForCausalLM": MAMBA | {"mamba_d_ssm": 64},
+    "NemotronHForCausalLM": {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8},
+    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "intermediate_size": 64},
 }
 
 
@@ -457,8 +465,8 @@ def hf_runs(config: dict[str, Any], settings: Any) -> bool:
 
 
 # Keys that may be refused where HF runs: as it computes something else then, or as the key matters only with
-# some kinds of rope scaling.
-OTHERWISE = {"is_causal", "rope_interleave", "original_max_position_embeddings"}
+# some kinds of rope scaling, or no file says it so.
+OTHERWISE = {"is_causal", "rope_interleave", "original_max_position_embeddings", "num_hidden_layers"}
 
 
 def check_null(config: dict[str, Any], key: str, read: bool) -> bool:

@@ -203,7 +203,7 @@ def moe(
     widths = x.shape[1], down.k
     first = [(w, _row(biases.gate_up, e)) for e, w in enumerate(gate_up.split(count))]
     second = [(w, _row(biases.down, e)) for e, w in enumerate(down.split(count))]
-    if isinstance(activation, Clamped):
+    if isinstance(activation, Clamped) or activation == "relu2":
         layers = [recorder.body(width, partial(ops.linear, w=w, bias=bias))
                   for width, part in zip(widths, (first, second)) for w, bias in part]  # fmt: skip
     else:

@@ -14,13 +14,14 @@ from sgla.kernels.cuda import router as router_cuda
 from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import NO_BIASES, Biases
-from sgla.kernels.routing import Clamped, Gating, Routing
+from sgla.kernels.routing import Gating, Routing
 from sgla.kernels.triton import e2m1, elementwise, fp8, moe, moe_tiles
 
 if TYPE_CHECKING:
     from sgla.quant.weight import Weight
 
 ROUTED = 16  # tokens up to which norm and router are one kernel
+_GATED = ("silu", "gelu_tanh")  # activations that kernels have between both products
 MANY = 96  # pairs of an expert, on average, from which on CUDA kernels multiply what is in bfloat16
 OURS = 64  # tokens up to which the linear layer before the router is our kernel
 FEW = 2  # tokens whose experts are read for each token alone: they seldom share one
@@ -83,7 +84,7 @@ def refuses(routing: Routing, activation: Gating, biases: Biases) -> str | None:
         return "experts are chosen otherwise than by a softmax over all"
     if any(bias is not None for bias in biases):
         return "the router or the experts have biases"
-    return "the experts' activation is clamped" if isinstance(activation, Clamped) else None
+    return None if activation in _GATED else "the experts' activation is another one"
 
 
 def run(
@@ -104,7 +105,7 @@ def run(
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", "mxfp4"), gate_up.kind
     count, (tokens, d) = routing.experts(router.n), x.shape
     pairs = tokens * (routing.top_k + bool(routing.shared))
-    apart = isinstance(activation, Clamped) or not (biases.gate_up is biases.down is None)
+    apart = activation not in _GATED or not (biases.gate_up is biases.down is None)
     one_kernel = _native(x, router) and down.kind == "bf16" and tokens > FEW and not apart
     one_kernel = one_kernel and experts.refuses(pairs, down.k, d, count) is None
     places = experts.places(count) if one_kernel else 0
@@ -120,7 +121,7 @@ def run(
         return _packed(sent, count, gate_up, down, activation, biases)
     if apart:
         return _apart(sent, count, gate_up, down, activation, biases)
-    assert not isinstance(activation, Clamped)
+    assert activation == "silu" or activation == "gelu_tanh"
     if one_kernel:
         return Grouped(experts.forward(sent, gate_up.data, down.data, activation), sent.probabilities)
     return _products(sent, count, gate_up, down, activation, rounded)

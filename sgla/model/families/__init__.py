@@ -1,6 +1,6 @@
 """The table of families, by what an architecture is called in ``config.json``. Loads no torch."""
 
-from sgla.model.families import dense, encoders, gemma, hybrids, latent, layer_norms, mixtures
+from sgla.model.families import dense, encoders, gemma, hybrids, latent, layer_norms, mamba, mixtures
 
 FAMILIES = {
     **dense.FAMILIES,
@@ -9,5 +9,6 @@ FAMILIES = {
     **latent.FAMILIES,
     **mixtures.FAMILIES,
     **hybrids.FAMILIES,
+    **mamba.FAMILIES,
     **encoders.FAMILIES,
 }

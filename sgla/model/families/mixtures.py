@@ -37,7 +37,7 @@ _MIXTRAL = (
     (".w2.", ".down_proj."),
     (".w3.", ".up_proj."),
 )
-_GRANITE_MOE = (
+GRANITE_MOE = (
     (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
     (".block_sparse_moe.router.layer.", ".mlp.gate."),
@@ -307,7 +307,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         nulls=KV_HEADS,
         mixture="sgla.model.mixture_spec:mixtral",
-        renamed=_GRANITE_MOE,
+        renamed=GRANITE_MOE,
     ),
     "GraniteMoeSharedForCausalLM": Family(
         ("granitemoeshared",),
@@ -319,7 +319,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         nulls=KV_HEADS,
         mixture="sgla.model.mixture_spec:mixtral",
-        renamed=_GRANITE_MOE,
+        renamed=GRANITE_MOE,
         gguf=(Gguf("granitemoe", permuted=True),),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
