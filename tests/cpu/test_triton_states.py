@@ -25,7 +25,7 @@ from sgla.kernels.dispatch import using
 from sgla.kernels.gpu.ops import GpuOps
 from sgla.kernels.gpu.rewrite import Asked
 from sgla.kernels.gpu.states import device_states
-from sgla.kernels.triton import delta
+from sgla.kernels.triton import delta, ssd
 
 UNITS = 14
 LENGTHS, READS, WRITES = [1, 1, 1, 70, 9, 131, 2], [3, 0, 5, 0, 4, 6, 12], [3, 1, 7, 2, 4, 6, 12]
@@ -112,6 +112,52 @@ def test_what_stands_around_the_delta_rule() -> None:
         with using(GpuOps(None)):  # type: ignore[arg-type]
             found = ops.gated_rms_norm(*given)
         torch.testing.assert_close(found, ops.gated_rms_norm(*given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "groups", "p", "n"), [(4, 2, 16, 32), (6, 2, 12, 9), (3, 3, 40, 16)])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_selective_scan(heads: int, groups: int, p: int, n: int, stepped: bool) -> None:
+    tokens = sum(LENGTHS)
+    parts = torch.randn(tokens, heads * p + 2 * groups * n + heads).split(
+        [heads * p, groups * n, groups * n, heads], 1
+    )
+    x, b, c = (y.unflatten(1, (k, -1)) / p**0.5 for y, k in zip(parts, (heads, groups, groups)))
+    a, d = -torch.rand(heads) * torch.tensor([2.0, 0.01, 0.3]).repeat(heads)[:heads], torch.randn(heads)
+    steps = ops.TimeSteps(torch.randn(heads) - 2, 0.001, 3.0) if stepped else None
+    dt = parts[3] * 5 if stepped else parts[3].abs()
+    skip = d if stepped else None
+    same(lambda rows, s: ops.selective_scan(x, dt, a, b, c, skip, s, rows, steps), memory=(heads, p, n))
+
+
+def test_a_wide_scan_goes_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssd, "chunks_refuse", lambda *args: "no")
+    tokens = sum(LENGTHS)
+    x, dt, a, d = torch.randn(tokens, 2, 20), torch.randn(tokens, 2), -torch.rand(2), torch.randn(2)
+    (b, c), steps = torch.randn(2, tokens, 1, 8).unbind(), ops.TimeSteps(torch.randn(2))
+    same(lambda rows, s: ops.selective_scan(x, dt, a, b, c, d, s, rows, steps), memory=(2, 20, 8))
+
+
+def test_time_steps_of_all_sizes() -> None:
+    """From the smallest that a float32 tells from 0, in steps of one token: what a state has of x is dt."""
+    values = torch.linspace(-60, 60, 121)
+    x, one, steps = torch.ones(3, 121, 1), torch.ones(3, 1, 1), ops.TimeSteps(torch.zeros(121))
+    states = ops.StateLayer(torch.zeros(UNITS, 0, 0), torch.zeros(UNITS, 121, 1, 1))
+    with using(GpuOps(None)):  # type: ignore[arg-type]
+        y = ops.selective_scan(
+            x, values.expand(3, -1), torch.zeros(121), one, one, None, states, batch(3, 3), steps
+        )
+    expected = torch.nn.functional.softplus(values.double()).float()
+    torch.testing.assert_close(y[1, :, 0], expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("groups", "d"), [(1, 48), (3, 20)])
+def test_gated_group_norm(groups: int, d: int) -> None:
+    x, gate = torch.randn(7, 2 * groups * d + 5)[:, 5:].chunk(2, 1)
+    weight = torch.rand(groups * d)
+    with using(GpuOps(None)):  # type: ignore[arg-type]
+        found = ops.gated_group_norm(x, gate, weight, 1e-5, groups)
+    expected = ops.gated_group_norm(x, gate, weight, 1e-5, groups)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class Layer:

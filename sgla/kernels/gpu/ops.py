@@ -19,9 +19,9 @@ from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.gpu import mixture, states
-from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer
+from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.routing import Activation, Gating, Routing
-from sgla.kernels.triton import delta, elementwise, fp8, invariant
+from sgla.kernels.triton import delta, elementwise, fp8, invariant, ssd
 from sgla.kernels.triton import latent as latents
 
 if TYPE_CHECKING:
@@ -229,7 +229,28 @@ class GpuOps:
     def gated_rms_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str = "silu"
     ) -> Tensor:
+        if weight.dim() > 1:
+            return ops.gated_rms_norm.body(x, gate, weight, eps, activation)
         return delta.gated_rms_norm(x, gate, weight, eps, activation == "silu")
+
+    @LOWERINGS.of(ops.selective_scan)
+    def selective_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor | None,
+        state: StateLayer,
+        batch: Any,
+        steps: TimeSteps | None = None,
+    ) -> Tensor:
+        return states.selective_scan(x, dt, a, b, c, d, state, batch, steps)
+
+    @LOWERINGS.of(ops.gated_group_norm)
+    def gated_group_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+        return ssd.gated_group_norm(x, gate, weight, eps, groups)
 
     @LOWERINGS.of(ops.act_mul)
     def act_mul(self, x: Tensor, kind: Activation) -> Tensor:

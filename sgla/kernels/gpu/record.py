@@ -295,6 +295,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.selective_scan: _like,
     ops.decay_rates: lambda a, b, *_: [(tuple(a.shape), torch.float32), (tuple(b.shape), torch.float32)],
     ops.gated_rms_norm: _like,
+    ops.gated_group_norm: _like,
     ops.act_mul: lambda x, _: _wide(x, x.shape[-1] // 2),
     ops.gated_add: _like,
     ops.sigmoid_mul: _like,

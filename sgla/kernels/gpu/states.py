@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import StateRows
-from sgla.kernels.ops import StateLayer
-from sgla.kernels.triton import conv, delta
+from sgla.kernels.ops import StateLayer, TimeSteps
+from sgla.kernels.triton import conv, delta, ssd
 
 CHUNK = 64  # tokens
 
@@ -122,4 +122,29 @@ def gated_delta(
         rows = conv.Rows(states.reads[n:], *states.stretches)
         run = delta.by_token if delta.chunks_refuse(units, decay) else delta.by_chunk
         run(q, k, v, decay, beta, units, rows, out)
+    return out
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    state: StateLayer,
+    batch: Any,
+    steps: TimeSteps | None,
+) -> Tensor:
+    """``ops.selective_scan``."""
+    if not isinstance(batch.states, DeviceStates) or a.dim() > 1:
+        return ops.selective_scan.body(x, dt, a, b, c, d, state, batch, steps)
+    out, n, states, units = x.new_empty(x.shape), batch.decode_rows, batch.states, state.memory
+    if n:
+        reads, writes, marks = states.reads[:n], states.writes[:n], states.marks[:n]
+        ssd.decode(x[:n], dt[:n], a, b[:n], c[:n], d, steps, units, reads, writes, marks, out[:n])
+    if states.stretches is not None:
+        rows = conv.Rows(states.reads[n:], *states.stretches)
+        run = ssd.by_token if ssd.chunks_refuse(units) else ssd.by_chunk
+        run(x, dt, a, b, c, d, steps, units, rows, out)
     return out
