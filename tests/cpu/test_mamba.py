@@ -18,6 +18,7 @@ from sgla.hub.source import open_source
 from sgla.loading.load import load_model
 from sgla.messages import Submit
 from sgla.model.mamba_spec import MambaSpec
+from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import kv_groups, state_of
@@ -150,9 +151,9 @@ def test_what_ranks_keep() -> None:
     """Heads and groups are split; one group is every rank's, and what does not divide is refused."""
     config = SMALL | GROUPS | {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}
     config |= {"mamba_d_ssm": 96, "mamba_n_heads": 12}
-    spec = ModelSpec.from_config(config)
+    spec = read_decoder(config)
     for groups, ranks, channels in ((2, 2, 48 + 2 * 8), (1, 4, 24 + 2 * 8), (2, 1, 96 + 4 * 8)):
-        own = ModelSpec.from_config(config | {"mamba_n_groups": groups})
+        own = read_decoder(config | {"mamba_n_groups": groups})
         kept = state_of(own, ranks, 0)
         conv, memory = kept[0].unit
         assert conv.shape == (channels, 3)
@@ -162,7 +163,7 @@ def test_what_ranks_keep() -> None:
     assert first.token_bytes == 3 * 2 * 2 * 8 * 4
     for size, changes in ((3, {}), (4, {}), (5, {"mamba_n_groups": 1})):
         with pytest.raises(ConfigError, match="heads of a Mamba in"):
-            build_for(ModelSpec.from_config(config | changes), size)
+            build_for(read_decoder(config | changes), size)
 
 
 def build_for(spec: ModelSpec, ranks: int) -> None:
@@ -200,6 +201,6 @@ def test_what_cannot_be_is_refused(architecture: str, change: dict[str, Any], wo
     own["model_type"] = types.get(architecture, "granitemoehybrid")  # type: ignore[assignment]
     nemotron = {"hybrid_override_pattern": "ME*-"} if architecture == "NemotronH" else GROUPS
     config = SMALL | nemotron | ({"mamba_d_ssm": 96} if architecture == "FalconH1" else {}) | own
-    ModelSpec.from_config(config)
+    read_decoder(config)
     with pytest.raises(ConfigError, match=word):
-        ModelSpec.from_config(config | change)
+        read_decoder(config | change)

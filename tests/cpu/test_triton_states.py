@@ -163,6 +163,8 @@ def test_gated_group_norm(groups: int, d: int) -> None:
 class Layer:
     """The delta rule with what stands around it."""
 
+    unrecorded = ""
+
     spec, embed = SimpleNamespace(hidden=48), SimpleNamespace(weight=SimpleNamespace(kind="f32"))
 
     def __init__(self, tokens: int, gates: bool, activation: str) -> None:

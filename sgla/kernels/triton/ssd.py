@@ -16,9 +16,9 @@ from torch import Tensor
 
 from sgla.kernels.device import this_device
 from sgla.kernels.ops import TimeSteps
+from sgla.kernels.triton.common import _begin_early, _pdl
 from sgla.kernels.triton.conv import Rows
 from sgla.kernels.triton.delta import _precision, _rows, _side
-from sgla.kernels.triton.elementwise import _begin_early, _pdl
 
 CHUNK = 64
 WIDEST = 256  # values of a head, and of its state for each, that a chunk's products take
