@@ -61,7 +61,7 @@ class Fp8(Method):
         weight = f"{module}.weight"
         for name in (f"{weight}_scale_inv", f"{weight}_scale"):
             if (scale := stored.get(name)) is not None:
-                return Scaled(stored[weight], scale, _covered(name, tuple(scale.shape), (n, k), self.block))
+                return Scaled(stored[weight], scale, covered(name, tuple(scale.shape), (n, k), self.block))
         raise WeightError(f"{weight} has e4m3 numbers without a scale ({weight}_scale or _scale_inv)")
 
     def unused(self, name: str, tensor: StoredTensor) -> bool:
@@ -136,7 +136,7 @@ def _scale_block(config: Mapping[str, Any], groups: list[Scheme]) -> tuple[int, 
     return found[0], found[1]
 
 
-def _covered(
+def covered(
     name: str, scale: tuple[int, ...], shape: tuple[int, int], block: tuple[int, int]
 ) -> tuple[int, int]:
     """Rows and columns for which one number of ``scale`` stands. Raises WeightError."""

@@ -20,6 +20,7 @@ LISTS = (
     "ignore",
     "ignored_layers",
     "exclude_modules",
+    "llm_int8_skip_modules",
 )  # of layers left as they are
 EXPRESSIONS, LENGTH = 4096, 1024  # in such a list of a file, and characters of each
 SECONDS = 5.0  # that all layers' names may be compared with them

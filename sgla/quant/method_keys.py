@@ -59,6 +59,17 @@ _METHODS = {
         noted={"kv_cache_scheme": _CACHE},
     ),
     "mxfp4": Keys("dequantize"),
+    "bitsandbytes": Keys(
+        "load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_type "
+        "bnb_4bit_quant_storage bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload "
+        "llm_int8_has_fp16_weight llm_int8_threshold",
+        {"bnb_4bit_target_parameters": None},
+    ),
+    "hqq": Keys("quant_config skip_modules"),
+    "torchao": Keys(
+        "quant_type quant_type_kwargs untie_embedding_weights",
+        {"include_input_output_embeddings": False},
+    ),
 }
 
 

@@ -27,6 +27,9 @@ register("compressed-tensors", "sgla.quant.compressed:compressed")
 register("gguf", "sgla.quant.gguf:Gguf")
 register("gptq", "sgla.quant.gptq:Gptq")
 register("mxfp4", "sgla.quant.mxfp4:Mxfp4")
+register("bitsandbytes", "sgla.quant.bitsandbytes:bitsandbytes")
+register("hqq", "sgla.quant.hqq:Hqq")
+register("torchao", "sgla.quant.torchao:TorchAo")
 register("awq", "sgla.quant.gptq:Awq")
 
 
@@ -36,9 +39,10 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
     if not c:
         return None
     kind = c.get("quant_method")
+    if kind is None and (c.get("load_in_8bit") or c.get("load_in_4bit")):
+        kind = "bitsandbytes"  # as old files say it
     if not isinstance(kind, str) or kind not in _METHODS:
-        kind = kind or ("bitsandbytes" if c.get("load_in_8bit") or c.get("load_in_4bit") else "unnamed")
-        raise unsupported(kind, c)
+        raise unsupported(kind or "unnamed", c)
     made: Method = resolve_name(_METHODS[kind])(c)
     made.notes += check_method_keys(kind, c)
     return made
@@ -51,7 +55,7 @@ def unsupported(kind: object, config: Mapping[str, Any]) -> ConfigError:
         f"config.json: quantization_config: the method {shown(kind)}"
         + (f" with {shown(detail)}" if detail else "")
         + " is not supported; gptq, awq, fp8, fbgemm_fp8, compressed-tensors, modelopt with FP8 or NVFP4, "
-        "and mxfp4 for gpt-oss are. Take the model's unquantized "
+        "bitsandbytes, hqq, torchao, and mxfp4 for gpt-oss are. Take the model's unquantized "
         "checkpoint, with --quantization int8 or int4 if need be, or a GGUF file",
         param="model",
     )

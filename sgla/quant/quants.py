@@ -195,6 +195,39 @@ class Bytes(Grouped):
         return Quants(q, zero if self.zeros is None else zero + _of_rows(self.zeros, rows).int(), scale)
 
 
+class Int4Bytes(Grouped):
+    """torchao's: packed int8 ``[n, k / 2]`` of two numbers from -8 to 7, the first in the lower bits; scales
+    and what 0 means ``[groups, n]``."""
+
+    def quants(self, rows: range) -> Quants:
+        assert self.zeros is not None
+        pairs = self.packed.values(rows).view(torch.uint8)
+        q = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1) ^ 8
+        scale, middle = (t.values(columns=rows).float().T for t in (self.scales, self.zeros))
+        return Quants(q, 8 - middle / scale.masked_fill(scale == 0, 1.0), scale)
+
+
+@dataclass(frozen=True)
+class Parts127:
+    """A StoredTensor of the largest numbers of rows, as what a 127th of them is."""
+
+    largest: StoredTensor
+    type = "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.largest.shape
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return self.values(rows)
+
+    def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
+        return self.largest.values(rows, columns).float() / 127
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        raise ValueError("scales are no matrix")
+
+
 def _of_rows(constants: StoredTensor, rows: range) -> Tensor:
     """``[len(rows), groups]``; one for everything stands for all."""
     if constants.shape in ((), (1,)):

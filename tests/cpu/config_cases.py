@@ -1528,8 +1528,11 @@ REFUSED: dict[str, Case] = {
         ),
         "output_activations",
     ),
-    "bitsandbytes": Case(quantized("bitsandbytes", load_in_4bit=True), "bitsandbytes"),
-    "bitsandbytes of old": Case(quantized(None, load_in_8bit=True), "bitsandbytes"),
+    "bitsandbytes of no bits": Case(quantized("bitsandbytes"), "load_in_4bit"),
+    "bitsandbytes of old": Case(quantized(None, load_in_8bit=True, load_in_4bit=True), "load_in_4bit"),
+    "hqq without settings": Case(
+        quantized("hqq", quant_config={"weight_quant_params": {"group_size": 64}}), "nbits"
+    ),
     "int4 of compressed-tensors without groups": Case(
         quantized("compressed-tensors", format="pack-quantized"), "config_groups"
     ),
@@ -1665,7 +1668,7 @@ REFUSED: dict[str, Case] = {
         ),
         "config_groups",
     ),
-    "hqq inside text_config": Case(gemma3_vision({"quantization_config": {"quant_method": "hqq"}}), "hqq"),
+    "eetq inside text_config": Case(gemma3_vision({"quantization_config": {"quant_method": "eetq"}}), "eetq"),
     "old key of compressed-tensors": Case(
         llama(compression_config={"quant_method": "compressed-tensors", "format": "marlin-24"}), "marlin-24"
     ),
@@ -1673,8 +1676,8 @@ REFUSED: dict[str, Case] = {
         quantized("fp8") | {"compression_config": {"quant_method": "awq"}}, "compression_config"
     ),
     "mxfp4": Case(quantized("mxfp4"), "mxfp4"),
-    "torchao": Case(quantized("torchao"), "torchao"),
-    "hqq": Case(quantized("hqq"), "hqq"),
+    "torchao": Case(quantized("torchao"), "quant_type"),
+    "hqq": Case(quantized("hqq"), "quant_config"),
     "eetq of a mixture": Case(mixtral(quantization_config={"quant_method": "eetq"}), "eetq"),
     "mlx": Case(llama(quantization={"bits": 4, "group_size": 64}), "quantization"),
     "awq of an encoder": Case(

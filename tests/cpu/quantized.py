@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sgla.hub.source import ModelSource, open_source
 from sgla.loading.pickles import TYPES
+from sgla.quant.method import Method
 
 Quantize = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor] | None]
 
@@ -31,6 +32,24 @@ class Stored:
     def values(self, rows: range | None = None, columns: range | None = None) -> Tensor:
         part = self.tensor if rows is None else self.tensor[rows.start : rows.stop]
         return part if columns is None else part[:, columns.start : columns.stop]
+
+
+def check(
+    method: Method, parts: dict[str, Tensor], dense: Tensor, rtol: float = 1e-6, atol: float = 1e-6
+) -> None:
+    """Whether a layer ``x`` of these tensors means ``dense``, also in the storage that keeps it."""
+    n, k = dense.shape
+    stored: dict[str, Any] = {f"x.{part}": Stored(value) for part, value in parts.items()}
+    held = method.tensors("x", n, k)
+    for name, tensor in stored.items():
+        assert held[name].shape in (None, tensor.shape)
+        assert not held[name].types or tensor.type in held[name].types
+    assert all(each.optional for name, each in held.items() if name not in stored)
+    source = method.take("x", stored, n, k)
+    torch.testing.assert_close(source.dense(), dense, rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(source.dense(range(7, 70)), dense[7:70], rtol=rtol, atol=1e-6)
+    found = source.weight(method.kept("x") or "f32", range(7, 70), range(32, k)).dequant()
+    torch.testing.assert_close(found, dense[7:70, 32:], rtol=rtol, atol=atol)
 
 
 def pair(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Eager, random_prompts
-from quantized import Stored, pair
+from quantized import check, pair
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from sgla.config import Config
 from sgla.errors import WeightError
 from sgla.loading.load import load_model
 from sgla.observe.machine import detect
-from sgla.quant.method import Method
 from sgla.quant.methods import method_of
 from sgla.resolve import resolve
 
@@ -87,24 +86,6 @@ def quantize(w: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
         small, factor = (torch.rand(n, k // size) * 200 + 50).to(torch.float8_e4m3fn), torch.tensor([3000.0])
         scale, parts = small.float() / factor, {"weight_scale": small, "weight_global_scale": factor}
     return parts | {"weight_packed": nibbles(codes)}, E2M1[codes] * scale.repeat_interleave(size, 1)
-
-
-def check(
-    method: Method, parts: dict[str, Tensor], dense: Tensor, rtol: float = 1e-6, atol: float = 1e-6
-) -> None:
-    """Whether a layer ``x`` of these tensors means ``dense``, also in the storage that keeps it."""
-    n, k = dense.shape
-    stored: dict[str, Any] = {f"x.{part}": Stored(value) for part, value in parts.items()}
-    held = method.tensors("x", n, k)
-    for name, tensor in stored.items():
-        assert held[name].shape in (None, tensor.shape)
-        assert not held[name].types or tensor.type in held[name].types
-    assert all(each.optional for name, each in held.items() if name not in stored)
-    source = method.take("x", stored, n, k)
-    torch.testing.assert_close(source.dense(), dense, rtol=rtol, atol=1e-6)
-    torch.testing.assert_close(source.dense(range(7, 70)), dense[7:70], rtol=rtol, atol=1e-6)
-    found = source.weight(method.kept("x") or "f32", range(7, 70), range(32, k)).dequant()
-    torch.testing.assert_close(found, dense[7:70, 32:], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("name", GROUPS)

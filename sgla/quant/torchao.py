@@ -1,0 +1,99 @@
+"""Checkpoints of torchao, as transformers writes them to safetensors. Loads no torch.
+
+Beside ``X._weight_qdata`` there are ``X._weight_scale`` and, of integers, ``X._weight_zero_point``. What
+activations are to be rounded to is not honoured. (torchao 0.18: prototype/safetensors, and the tensors'
+``dequantize``; packing of int4: FBGEMM's ``pack_int4`` and ``int4_row_quantize_zp``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sgla.errors import WeightError
+from sgla.hub.reader import Reader, shown
+from sgla.quant.formats import devices
+from sgla.quant.fp8 import covered
+from sgla.quant.gptq import SCALES
+from sgla.quant.method import Held, Method
+
+if TYPE_CHECKING:
+    from sgla.quant.weight import SourceTensor, StoredTensor
+
+
+class _Type(NamedTuple):
+    """``tensor``: int8 with a scale for each row, ints in groups, int4 in bytes, or e4m3."""
+
+    tensor: str
+    storage: str
+    rounds: bool = False  # activations, too
+
+
+_TYPES = {
+    "Int8WeightOnlyConfig": _Type("int8", "q8_0"),
+    "Int8DynamicActivationInt8WeightConfig": _Type("int8", "q8_0", True),
+    "Float8WeightOnlyConfig": _Type("fp8", "fp8"),
+    "Float8DynamicActivationFloat8WeightConfig": _Type("fp8", "fp8"),
+    "IntxWeightOnlyConfig": _Type("intx", "int8"),
+    "Int8DynamicActivationIntxWeightConfig": _Type("intx", "int8", True),
+    "Int4WeightOnlyConfig": _Type("int4", "int4"),
+}
+_ROUNDED = "the checkpoint was made for activations of 8 bits, which are not rounded here"
+
+
+class TorchAo(Method):
+    name = "torchao"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        c = Reader("torchao", config)
+        said = Reader("torchao: quant_type", c.table("quant_type")).table("default")
+        kind, data = said.get("_type"), Reader("torchao", said).table("_data")
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise c.error("quant_type", f"a default of {', '.join(_TYPES)}, not {shown(kind)}")
+        self.type = _TYPES[kind]
+        packing = data.get("int4_packing_format", "plain")
+        packing = packing.get("_data") if isinstance(packing, Mapping) else packing
+        if self.type.tensor == "int4" and str(packing).lower() != "plain":
+            raise c.error("quant_type", f"int4 with int4_packing_format plain, not {shown(packing)}")
+        self.storage, self.devices = self.type.storage, devices([self.type.storage])
+        self.notes = (_ROUNDED,) if self.type.rounds else ()
+        if self.type.tensor == "fp8":
+            self.name = "fp8"  # what this needs of a GPU
+
+    def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
+        name, four = f"{module}._weight", self.type.tensor == "int4"
+        types = ("F8_E4M3",) if self.type.tensor == "fp8" else ("I8", "U8") if four else ("I8",)
+        zeros = SCALES if four else ("I8",)
+        return {
+            f"{name}_qdata": Held((n, k // 2 if four else k), types),
+            f"{name}_scale": Held(types=SCALES),
+            f"{name}_zero_point": Held(types=zeros, optional=not four),
+        }
+
+    def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
+        from sgla.quant import quants
+        from sgla.quant.scaled import Scaled
+
+        name = f"{module}._weight"
+        numbers, scale, zeros = (stored.get(f"{name}_{part}") for part in ("qdata", "scale", "zero_point"))
+        assert numbers is not None
+        assert scale is not None
+        shape = tuple(scale.shape)
+        if self.type.tensor == "fp8":
+            return Scaled(numbers, scale, covered(f"{name}_scale", shape, (n, k), (128, 128)))
+        turned = shape[::-1] if self.type.tensor == "int4" else shape
+        group = k // max(turned[-1], 1) if len(turned) == 2 and turned[-1] else 0
+        if turned != (n, k // max(group, 1)) or (zeros is not None and tuple(zeros.shape) != shape):
+            raise WeightError(
+                f"{name}_scale or _zero_point has shape {list(shape)}, which does not fit {[n, k]}"
+            )
+        if self.type.tensor == "int4":
+            return quants.Int4Bytes(numbers, zeros, scale, (n, k), 4, group)
+        if self.type.tensor == "int8" and zeros is not None and bool(zeros.values().any()):
+            raise WeightError(f"{name}_zero_point is not 0, though the numbers are symmetric")
+        symmetric = self.type.tensor == "int8"
+        return quants.Bytes(numbers, None if symmetric else zeros, scale, (n, k), 8, group)
+
+    def kept(self, module: str) -> str:
+        return self.storage

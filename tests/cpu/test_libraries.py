@@ -1,0 +1,251 @@
+"""Checkpoints of bitsandbytes, HQQ and torchao, written here number by number, against the matrices that they
+mean; and by the libraries where these are installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Eager, random_prompts
+from quantized import check, pair
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sgla.config import Config
+from sgla.errors import ConfigError, WeightError
+from sgla.loading.load import load_model
+from sgla.observe.machine import detect
+from sgla.quant.method import Method
+from sgla.quant.methods import method_of
+from sgla.resolve import resolve
+
+PROMPTS = random_prompts([9, 2, 17])
+SHAPE = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "intermediate_size": 192}
+NF4: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+INT8: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def hqq(**settings: Any) -> dict[str, Any]:
+    weights = {"nbits": 4, "group_size": 64, "axis": 1} | settings
+    return {
+        "quant_method": "hqq",
+        "quant_config": {"weight_quant_params": weights},
+        "skip_modules": ["lm_head"],
+    }
+
+
+def torchao(kind: str, **data: Any) -> dict[str, Any]:
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": data}}}
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "nf4": (NF4, ""),
+    "nf4, nested": (NF4 | {"bnb_4bit_use_double_quant": True}, ""),
+    "bitsandbytes int8": (INT8, "q8_0"),
+    "hqq": (hqq(), "int4"),
+    "hqq, 2 bits": (hqq(nbits=2, group_size=32), "int4"),
+    "hqq, 3 bits": (hqq(nbits=3), "int4"),
+    "hqq, 8 bits": (hqq(nbits=8), "int8"),
+    "hqq, axis 0": (hqq(axis=0), ""),
+    "torchao int8": (torchao("Int8WeightOnlyConfig"), "q8_0"),
+    "torchao int4": (torchao("Int4WeightOnlyConfig", group_size=32), "int4"),
+    "torchao intx": (torchao("IntxWeightOnlyConfig"), "int8"),
+    "torchao float8": (torchao("Float8WeightOnlyConfig"), "fp8"),
+}
+
+
+def method(name: str) -> Method:
+    found = method_of({"quantization_config": CASES[name][0]})
+    assert found is not None
+    assert found.kept("x") == CASES[name][1]
+    return found
+
+
+def quantize(w: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of a random matrix like ``w``, by suffix, and the matrix they mean."""
+    config = CASES[name][0]
+    if name == "bitsandbytes int8":
+        q, largest = torch.randint(-127, 128, w.shape, dtype=torch.int8), (torch.rand(len(w)) + 1) / 8
+        parts = {"weight": q, "SCB": largest, "weight_format": torch.zeros((), dtype=torch.uint8)}
+        return parts, q * (largest / 127)[:, None]
+    if config["quant_method"] == "bitsandbytes":
+        return nf4(w, "nested" in name)
+    if config["quant_method"] == "hqq":
+        return planes(w, **config["quant_config"]["weight_quant_params"])
+    return of_torchao(w, name)
+
+
+def nf4(w: Tensor, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """bitsandbytes, functional.py: QuantState.as_dict."""
+    (n, k), table = w.shape, torch.linspace(-1, 1, 16)
+    codes, largest = torch.randint(0, 16, (n * k,)), torch.rand(n * k // 64) * 0.3 + 0.1
+    said: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [n, k]}
+    parts = {"absmax": largest, "quant_map": table}
+    if nested:
+        inner, outer, offset = torch.linspace(-1, 1, 256), torch.rand(-(-len(largest) // 256)) * 0.1, 0.25
+        places = torch.randint(0, 256, largest.shape, dtype=torch.uint8)
+        largest = inner[places.long()] * outer.repeat_interleave(256)[: len(places)] + offset
+        parts |= {"absmax": places, "nested_absmax": outer, "nested_quant_map": inner}
+        said |= {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
+    parts["quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    packed = (codes[0::2] << 4 | codes[1::2]).to(torch.uint8)[:, None]
+    dense = (table[codes] * largest.repeat_interleave(64)).view(n, k)
+    return {"weight": packed} | {f"weight.{part}": value for part, value in parts.items()}, dense
+
+
+def planes(w: Tensor, nbits: int, group_size: int, axis: int) -> tuple[dict[str, Tensor], Tensor]:
+    """HQQ, core/bitpack.py."""
+    groups = w.numel() // group_size
+    q = torch.randint(0, 1 << nbits, (groups, group_size) if axis else (group_size, groups))
+    shape = (groups, 1) if axis else (1, groups)
+    scale, zero = (torch.rand(shape) * 0.02 + 0.01) * 16 / (1 << nbits), torch.rand(shape) * (1 << nbits)
+    scale, zero = scale.half(), zero.half()
+    each, top = (10, 27) if nbits == 3 else (8 // nbits, 8 - nbits)
+    rows = torch.nn.functional.pad(q, (0, 0, 0, -len(q) % each)).chunk(each)
+    packed = sum(part << top - nbits * i for i, part in enumerate(rows))
+    numbers = {"nbits": nbits, "group_size": group_size, "axis": axis, "quant_scale": 0}
+    parts = {"W_q": torch.as_tensor(packed).to(torch.int32 if nbits == 3 else torch.uint8)}
+    parts |= {"scale": scale, "zero": zero, "shape": torch.tensor(w.shape)}
+    parts |= {key: torch.tensor(value, dtype=torch.int32) for key, value in numbers.items()}
+    return parts, ((q - zero.float()) * scale.float()).view(w.shape)
+
+
+def of_torchao(w: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    n, k = w.shape
+    if name.endswith("float8"):
+        numbers, scale = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(n, 1) * 0.1
+        return {"_weight_qdata": numbers, "_weight_scale": scale}, numbers.float() * scale
+    if name.endswith("int4"):
+        q, scale, middle = (
+            torch.randint(-8, 8, (n, k)),
+            torch.rand(k // 32, n) / 32,
+            torch.randn(k // 32, n) / 16,
+        )
+        scale, middle = scale.half() + 0.01, middle.half()
+        packed = (q[:, 0::2] & 15 | (q[:, 1::2] & 15) << 4).to(torch.uint8).view(torch.int8)
+        wide = [t.float().T.repeat_interleave(32, 1) for t in (scale, middle)]
+        parts = {"_weight_qdata": packed, "_weight_scale": scale, "_weight_zero_point": middle}
+        return parts, q * wide[0] + wide[1]
+    groups = 1 if name.endswith("int8") else k // 32
+    q = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    scale, zero = torch.rand(n, groups).half() / 500 + 1e-3, torch.zeros(n, groups, dtype=torch.int8)
+    if groups > 1:
+        zero.random_(-9, 9)
+    wide = [t.float().repeat_interleave(k // groups, 1) for t in (scale, zero)]
+    parts = {"_weight_qdata": q, "_weight_scale": scale, "_weight_zero_point": zero}
+    return parts, (q - wide[1]) * wide[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_means_its_matrix(name: str) -> None:
+    """int4 and int8 have minima in float16, q8_0 scales."""
+    torch.manual_seed(0)
+    check(method(name), *quantize(torch.zeros(96, 128), name), atol=2e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["nf4, nested", "bitsandbytes int8", "hqq", "torchao int4"])
+def test_checkpoints_mean_what_their_matrices_mean(name: str, tmp_path: Path) -> None:
+    packed, plain = pair(tmp_path, CASES[name][0], lambda _, w: quantize(w, name), **SHAPE)
+    resolved = resolve(Config(device="cpu"), detect(), packed.config)
+    assert resolved.config.quantization == ("checkpoint" if CASES[name][1] else None)
+    assert CASES[name][1] or any("floating-point" in note for note in resolved.notes)
+    expected, wide = (Eager(load_model(source)).prompt_logprobs(PROMPTS) for source in (plain, packed))
+    torch.testing.assert_close(wide, expected)
+    model = load_model(packed, quantization=resolved.config.quantization)
+    assert {b.mlp.down.weight.kind for b in model.blocks} == {CASES[name][1] or "f32"}
+    torch.testing.assert_close(Eager(model).prompt_logprobs(PROMPTS), expected, rtol=0, atol=0.2)
+
+
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    layer = "model.layers.1.mlp.up_proj"
+    state = torch.tensor(list(b'{"shape": [128, 192], "blocksize": 64}'), dtype=torch.uint8)
+    changes: dict[str, list[tuple[dict[str, Tensor | None], str]]] = {
+        "nf4": [
+            ({f"{layer}.weight.absmax": None}, f"{layer}.weight.absmax is missing"),
+            ({f"{layer}.weight.absmax": torch.ones(3)}, f"{layer}.weight.absmax has 3 values, expected 384"),
+            ({f"{layer}.weight.quant_state.bitsandbytes__nf4": None}, "quant_state is missing"),
+            ({f"{layer}.weight.quant_state.bitsandbytes__nf4": state}, r"quant_state has shape \[128, 192\]"),
+        ],
+        "hqq": [
+            ({f"{layer}.W_q": torch.zeros(2, 64, dtype=torch.uint8)}, r"W_q has shape \[2, 64\], expected"),
+            ({f"{layer}.nbits": torch.tensor(5)}, "has 5 bits"),
+            ({f"{layer}.quant_scale": torch.tensor(1)}, "quant_scale is true"),
+        ],
+        "torchao int8": [
+            ({f"{layer}._weight_zero_point": torch.ones(192, 1, dtype=torch.int8)}, "zero_point is not 0"),
+            ({f"{layer}._weight_scale": torch.ones(4)}, r"does not fit \[192, 128\]"),
+        ],
+    }
+    for name, cases in changes.items():
+        packed, _ = pair(tmp_path / name, CASES[name][0], lambda _, w, name=name: quantize(w, name), **SHAPE)
+        path = tmp_path / name / "packed/model.safetensors"
+        whole = load_file(path)
+        for change, words in cases:
+            made = {key: value for key, value in (whole | change).items() if value is not None}
+            save_file(made, path, {"format": "pt"})
+            with pytest.raises(WeightError, match=words):
+                load_model(packed)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (NF4 | {"load_in_8bit": True}, "load_in_4bit"),
+        (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
+        (hqq(nbits=5), "nbits"),
+        (torchao("UIntXWeightOnlyConfig"), "quant_type"),
+        (torchao("Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"), "tile_packed_to_4d"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        method_of({"quantization_config": config})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_writes_what_is_read(nested: bool) -> None:
+    library = pytest.importorskip("bitsandbytes")
+    from bitsandbytes.functional import dequantize_4bit
+
+    w = torch.randn(96, 128)
+    made = library.nn.Params4bit(w, requires_grad=False, quant_type="nf4", compress_statistics=nested)
+    made = made._quantize("cpu")
+    parts = {f"weight.{key}": value for key, value in made.quant_state.as_dict(packed=True).items()}
+    check(method("nf4"), parts | {"weight": made.data}, dequantize_4bit(made.data, made.quant_state).float())
+
+
+@pytest.mark.parametrize(("kind", "name"), [("Int8", "int8"), ("Float8", "float8"), ("Intx", "intx")])
+def test_torchao_writes_what_is_read(kind: str, name: str) -> None:
+    library = pytest.importorskip("torchao.quantization")
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    layer = torch.nn.Sequential(torch.nn.Linear(128, 96, bias=False))
+    said = (
+        {"weight_dtype": torch.int4, "granularity": library.PerGroup(32)}
+        if kind == "Intx"
+        else {"version": 2}
+    )
+    library.quantize_(layer, getattr(library, f"{kind}WeightOnlyConfig")(**said))
+    tensors, _ = flatten_tensor_state_dict(layer.state_dict())
+    parts = {key.removeprefix("0."): value for key, value in tensors.items()}
+    check(method(f"torchao {name}"), parts, layer[0].weight.dequantize().float(), atol=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("hqq")])
+def test_hqq_writes_what_is_read(name: str) -> None:
+    pytest.importorskip("hqq")
+    from hqq.core.quantize import Quantizer
+    from hqq.core.utils import encode_safetensor_type
+
+    settings = CASES[name][0]["quant_config"]["weight_quant_params"]
+    q, meta = Quantizer.quantize(torch.randn(96, 128), device="cpu", compute_dtype=torch.float32, **settings)
+    dense = Quantizer.dequantize(q, meta)
+    parts = {key: encode_safetensor_type(value) for key, value in meta.items() if value is not None}
+    found = method(name)
+    known = {held.removeprefix("x.") for held in found.tensors("x", 96, 128)}
+    assert parts.keys() <= known
+    check(found, parts | {"W_q": q}, dense, atol=4e-3)
