@@ -156,12 +156,12 @@ def size_pool(
     room, page_size = free if budget is None else budget, pool.page_size
     pages = within(room, pool)
     least = pool.needed(wanted or 1) + sum(pool.page_bytes)
-    if pages[0] > pages_for(wanted or 1, page_size):
+    if pages[0] > pages_for(wanted or 1, page_size) and pages[-1] > 1:
         return pages
     missing = max(MIB, least - room)
     if budget is not None and least <= free:
         advice = Advice(f"raise --kv-cache-bytes to {-(-least // MIB)}M", "kv_cache_bytes")
-    elif pages[0] > 1:
+    elif pages[0] > 1 and pool.page_bytes[0]:
         advice = Advice(f"lower --context-length to {(pages[0] - 1) * page_size}", "context_length")
     else:
         advice = advise(missing)
@@ -177,7 +177,8 @@ def within(room: int, pool: Pool) -> list[int]:
     sizes = pool.page_bytes
     pages = [1 + count for count in pool.split(max(0, room - sum(sizes)))]
     over = sum(count * size for count, size in zip(pages, sizes)) - room
-    pages[0] -= max(0, -(-over // sizes[0]))  # a split may be a page of each more
+    first = 0 if sizes[0] else -1  # the others, where tokens take no bytes
+    pages[first] -= max(0, -(-over // sizes[first]))  # a split may be a page of each more
     return pages
 
 

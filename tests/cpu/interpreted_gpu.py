@@ -212,6 +212,43 @@ CONVOLUTIONS |= {
     "layer_types": ["conv", "full_attention"],
     "block_auto_adjust_ff_dim": False,
 }
+BESIDE = DECODER | {
+    "architectures": ["FalconH1ForCausalLM"],
+    "model_type": "falcon_h1",
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": None,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "ssm_in_multiplier": 1.5,
+}
+ONE_EACH = {key: value for key, value in DECODER.items() if key not in ("rope_theta", "hidden_act")} | {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "ME*-",
+    "layer_norm_epsilon": DECODER["rms_norm_eps"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 1,
+    "ssm_state_size": 8,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_latent_size": 32,
+}
+SCANS = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_heads": 6,
+    "head_dim": 16,
+    "n_groups": 2,
+    "state_size": 8,
+}
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
@@ -235,6 +272,15 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     ),
     "layer norm": (LAYER_NORM, "", short_text, {}, {"attention_backend": "torch"}),
     "states": (STATES_KEPT, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
+    "a scan beside attention": (BESIDE, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
+    "one part in each layer": (ONE_EACH, "", short_text, {}, {"attention_backend": "torch"}),
+    "scans alone": (
+        SCANS,
+        "",
+        short_text,
+        {"step_tokens": 24, "context_length": 128},
+        {"attention_backend": "torch"},
+    ),
     "convolutions": (CONVOLUTIONS, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "last": (DECODER, "lasttoken", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "mean": (DECODER, "mean_tokens", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),

@@ -21,9 +21,10 @@ from sgla.dist import gpus
 from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer, Scoring
+from sgla.layers.spec import StateTensor
 from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
-from sgla.model.state import Demand, KVGroup, Pool
+from sgla.model.state import Demand, KVGroup, LayerState, Pool, kv_groups
 from sgla.worker import gpu_memory
 from sgla.worker.gpu_memory import Advice, Budget, Peak, Weights, size_pool, splits, within_memory
 
@@ -47,6 +48,14 @@ def test_the_pool_gets_what_is_free() -> None:
     assert size_pool(1000 * MIB + 5, POOL, None, None, no_advice) == [1000]
     assert size_pool(1000 * MIB, POOL, 10 * MIB, None, no_advice) == [10]
     assert size_pool(1000 * MIB, POOL, None, 999 * 16, no_advice) == [1000]  # page 0 is the dummy
+
+
+def test_states_alone_get_what_is_free() -> None:
+    memory = StateTensor("memory", (1, 512, 512), "float32")
+    pool = Pool(kv_groups([LayerState(0, (), unit=(memory,))], 99, "fp8"), 16, Demand(8, 64))
+    assert size_pool(50 * MIB + 7, pool, None, None, no_advice)[1] == 50
+    with pytest.raises(OutOfMemory, match="MiB are missing; nothing"):
+        size_pool(MIB, pool, None, None, lambda missing: Advice("nothing", ""))
 
 
 def test_pools_of_groups_get_no_more_than_is_free() -> None:
