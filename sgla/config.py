@@ -83,6 +83,16 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "server's pages, which is slower; auto = transformers for architectures without code of ours"
         ),
     ] = "auto"
+    enable_torch_compile: Annotated[
+        bool,
+        Doc(
+            description="compile transformers' module (--model-impl transformers) with torch.compile; models "
+            "with code of this server's own have kernels instead"
+        ),
+    ] = False
+    torch_compile_max_bs: Annotated[
+        int, Doc(description="tokens of the largest step that runs compiled, none of them of a prompt")
+    ] = 32
     trust_remote_code: Annotated[
         bool,
         Doc(description="run a model's code that lies beside its weights, where transformers has no class"),

@@ -108,6 +108,8 @@ def resolve(
     config = filling.config
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
+    elif spec is not None:
+        check_compiles(config)
     if isinstance(spec, ModelSpec) and spec.recurrent:
         check_recurrent(config)
     if isinstance(spec, ModelSpec) and device == "cuda":
@@ -191,6 +193,17 @@ def check_features(config: Config, device: str, vectors: bool, encoder: bool) ->
     check_speculation(config)
     if config.deterministic:
         check_deterministic(config, device)
+
+
+def check_compiles(config: Config) -> None:
+    """Raise ConfigError for settings of torch.compile, of a model that no module of transformers runs."""
+    for name in ("enable_torch_compile", "torch_compile_max_bs"):
+        if getattr(config, name) != getattr(Config(), name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for --model-impl transformers: this model runs by kernels "
+                "that are chosen for its layers, in which torch.compile finds nothing to join; leave it out",
+                param=name,
+            )
 
 
 def check_offload(
@@ -449,6 +462,7 @@ def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[
 RANGES: dict[str, tuple[float, float]] = {
     "speculative_num_draft_tokens": (0, 63),
     "cpu_offload_gb": (0, 1 << 16),
+    "torch_compile_max_bs": (1, 65536),
     "context_length": (1, LONGEST),
     "tp": (1, MOST_RANKS),
     "threads": (1, 4096),

@@ -326,6 +326,13 @@ def test_weights_on_the_host_are_for_models_of_text_on_gpus() -> None:
         resolve(Config(cpu_offload_gb=9), gpu, many)
 
 
+def test_native_models_are_not_compiled() -> None:
+    for changes in ({"enable_torch_compile": True}, {"torch_compile_max_bs": 8}):
+        for model in (SMOLLM2, MINILM):
+            with pytest.raises(ConfigError, match="kernels that are chosen for its layers, in which"):
+                resolve(Config(**changes), LAPTOP, model)
+
+
 def test_as_few_layers_as_hold_the_bytes_stay_on_the_host() -> None:
     spec = read_decoder(SMOLLM2)
     layer = 2 * (576 * 1536 * 3 + 576 * 64 * (9 + 9 + 3 + 3))

@@ -378,9 +378,8 @@ def test_attention_of_other_names_runs() -> None:
         assert "the kernels are this server's own" in args.hints[0]
 
 
-def test_compiling_is_refused_with_the_reason() -> None:
-    for flag in ("--enable-torch-compile", "--torch-compile-max-bs"):
-        assert "torch.compile finds nothing to join" in refused(flag, "1")
+def test_debugging_what_is_compiled_is_refused() -> None:
+    assert "compiles transformers' modules" in refused("--enable-torch-compile-debug-mode")
 
 
 @pytest.mark.parametrize("name", VALUES)

@@ -364,8 +364,7 @@ REFUSED: list[tuple[str, str]] = [
     ("n-gpu-layers gpu-layers", "--device cuda puts the whole model on the GPU, --device cpu none of it"),
     (
         "*torch-compile*",
-        "a native model runs by kernels that are chosen for its layers, in which torch.compile finds nothing "
-        "to join, and transformers' modules are not compiled; leave it out",
+        "--enable-torch-compile compiles transformers' modules; leave it out",
     ),
     (
         "cuda-graph-* *-cuda-graph* *cudagraph* compilation-config performance-mode",

@@ -139,5 +139,13 @@ def check_generic(config: Config, device: str, vectors: bool) -> None:
             shown = "" if value is True else f" {value}"
             flag = "--" + name.replace("_", "-") + shown
             raise ConfigError(f"{flag} cannot be honoured by transformers' module; leave it out", param=name)
+    if config.enable_torch_compile and config.tp > 1:
+        raise ConfigError(
+            "--enable-torch-compile cannot be honoured with --tp, whose sums torch does not compile; leave "
+            "one of them out",
+            param="enable_torch_compile",
+        )
+    if not config.enable_torch_compile and config.torch_compile_max_bs != plain.torch_compile_max_bs:
+        raise ConfigError("--torch-compile-max-bs needs --enable-torch-compile", param="torch_compile_max_bs")
     if vectors:
         raise ConfigError("transformers' module makes text and no vectors; leave --task out", param="task")

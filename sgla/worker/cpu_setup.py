@@ -24,7 +24,7 @@ from sgla.sampling.processors import declared
 from sgla.sampling.processors import load as load_processors
 from sgla.worker.drafts import NGrams
 from sgla.worker.facts import answer_facts, most_rows
-from sgla.worker.forward import Forward, Kept, compiled, make_forward
+from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
 from sgla.worker.kv import HostPages, allocate_kv
 from sgla.worker.memory import cache_groups, check_weights, size_kv
 from sgla.worker.place import Cpu
@@ -95,7 +95,10 @@ class CpuSetup(Runner):
         quantization, seed, report = config.quantization, config.random_seed or 0, self._report
         self._pooler: Pooler | None = None
         if self.pooling is None:
-            return load_model(source, dtype, quantization, self.shard, context_len, report, seed)
+            made = load_model(source, dtype, quantization, self.shard, context_len, report, seed)
+            if config.enable_torch_compile:
+                compiling(made, config, report)
+            return made
         model, head = load_decoder(
             source, self.pooling, dtype, quantization, self.shard, context_len, report, seed
         )

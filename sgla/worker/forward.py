@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sgla.config import Config
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.build import BuildError
@@ -15,6 +16,7 @@ from sgla.kernels.cpu import native
 from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.kernels.ops import Layer
 from sgla.kernels.trace import NotRecorded
+from sgla.messages import Progress
 from sgla.model.base import CausalLM
 
 # -> logits float32 [S, V] of ``sample_rows``, valid until the next call
@@ -45,6 +47,14 @@ def make_forward(
         return model.logits(hidden if kept is None else ops.inplace(kept.keep, hidden))
 
     return compiled(forward, limits, threads, use_native)
+
+
+def compiling(model: CausalLM, config: Config, report: Callable[[Progress], None]) -> None:
+    """Compile the steps of a module of transformers. Raises ConfigError."""
+    from sgla.model.generic_compile import compile_steps  # seconds, which other models need not spend
+
+    report(Progress(phase="compile", message="torch.compile"))
+    compile_steps(model, config.torch_compile_max_bs)
 
 
 def compiled(forward: Forward, limits: ProgramLimits, threads: int, use_native: bool) -> tuple[Forward, str]:

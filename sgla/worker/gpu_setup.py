@@ -23,6 +23,7 @@ from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
+from sgla.worker.forward import compiling
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes, within_memory
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
@@ -107,6 +108,8 @@ class GpuSetup(Runner):
             if self._rehearsal is not None:
                 with within_memory("rehearsing steps", lambda: FEWER_TOKENS):
                     self._rehearsal.result()
+            if config.enable_torch_compile:
+                compiling(self.steps.model, config, self._report)
         with self._phase("warmup"), within_memory("measuring steps", lambda: FEWER_TOKENS):
             self._size(config)
         self._report(Progress(phase="warmup", message="graphs"))

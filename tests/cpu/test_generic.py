@@ -25,6 +25,7 @@ from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model import generic_spec
 from sgla.model.generic import Generic, probe
+from sgla.model.generic_compile import compile_steps
 from sgla.model.generic_spec import FACTS, check_generic, settled
 from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
@@ -108,6 +109,35 @@ def test_what_ranks_cannot_share_is_refused(name: str, ranks: int, message: str,
     config = AutoConfig.for_model(name, **sizes).to_dict() | {"architectures": [CAUSAL[name]]}
     with pytest.raises(ConfigError, match=message):
         probe(config, tmp_path, ranks=ranks)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_steps_equal_others(tmp_path: Path) -> None:
+    """Decode steps of one row and of several; with sinks and windows. Prompts run as they are."""
+    save_checkpoint(tmp_path, "granite_swa", **MODELS["granite_swa"])
+    source = seen(tmp_path)
+    prompts = [*PROMPTS, PROMPTS[2]]
+    requests = [submit(str(i), prompt, 6 + 4 * i, logprobs=1) for i, prompt in enumerate(prompts)]
+    settings = {"enable_torch_compile": True, "torch_compile_max_bs": 3}
+    plain, fast = (
+        CpuRunner(tiny_config(**given), source, 0, 1, "", lambda p: None) for given in ({}, settings)
+    )
+    model = fast.model
+    assert isinstance(model, Generic)
+    compiled, sizes = model.compiled, set()
+
+    def counted(**given: Any) -> Any:
+        sizes.add(given["input_ids"].shape[1])
+        return compiled(**given)
+
+    model.compiled = counted
+    assert run(fast, requests).tokens() == run(plain, requests).tokens()
+    assert sizes == {1, 2, 3}
+    hook = model.module.register_forward_hook(lambda *given: print(float(given[2].logits.sum())))
+    with pytest.raises(ConfigError, match="cannot be honoured for this module: torch cannot: "):
+        compile_steps(model, 3)
+    hook.remove()
 
 
 def test_another_process_sees_the_same(tmp_path: Path) -> None:
@@ -226,6 +256,10 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
     check_generic(Config(kv_cache_dtype="fp8"), "cuda", False)
     with pytest.raises(ConfigError, match="on CPUs and NVIDIA GPUs, not with --device third"):
         check_generic(Config(), "third", False)
+    with pytest.raises(ConfigError, match="--enable-torch-compile cannot be honoured with --tp"):
+        check_generic(Config(enable_torch_compile=True, tp=2), "cpu", False)
+    with pytest.raises(ConfigError, match="--torch-compile-max-bs needs --enable-torch-compile"):
+        check_generic(Config(torch_compile_max_bs=8), "cpu", False)
     with pytest.raises(ConfigError, match="makes text and no vectors"):
         resolve(Config(device="cpu"), Machine(), config, pooled=True)
 

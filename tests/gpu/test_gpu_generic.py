@@ -124,3 +124,12 @@ def test_a_module_that_cannot_be_captured_runs_eagerly(
     assert not runner._captures
     assert sum("cannot be captured" in note for note in runner.notes) == 1
     assert agreement(expected, generate(runner, PROMPTS, 6, True)) >= 0.7
+
+
+def test_compiled_steps_equal_others() -> None:
+    runner = make(shown("llama"), enable_torch_compile=True, torch_compile_max_bs=4)
+    assert runner._captures, runner.notes
+    for rows in (1, 3, 8):
+        prompts = {slot: PROMPTS[slot] for slot in range(rows)}
+        expected = generate(runner_of("llama"), prompts, 12, True)
+        assert agreement(expected, generate(runner, prompts, 12, True)) >= 0.7
