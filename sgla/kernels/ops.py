@@ -583,14 +583,19 @@ def mix(
     return out.to(x.dtype)
 
 
-@op
-def self_attention(qkv: Tensor, batch: ForwardBatch, heads: int, scale: float) -> Tensor:
+def _seen(qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+
+
+@op(like=_seen)
+def self_attention(qkv: Tensor, batch: ForwardBatch, heads: int, scale: float, window: int = 0) -> Tensor:
     """Attention in both directions; every row is a whole sequence:
-    qkv [T, 3 * heads * hd] -> [T, heads * hd].
+    qkv [T, 3 * heads * hd] -> [T, heads * hd]. ``window > 0``: a token sees itself and so many tokens on
+    either side.
 
     Rows of equal length that lie together need neither padding nor a mask.
     """
-    out = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+    out = _seen(qkv)
     starts = batch.q_start.tolist()
     lengths = [end - start for start, end in pairwise(starts)]
     at = 0
@@ -598,7 +603,11 @@ def self_attention(qkv: Tensor, batch: ForwardBatch, heads: int, scale: float) -
         rows = len(list(group))
         part = slice(at, at + rows * length)
         q, k, v = qkv[part].view(rows, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        near = None
+        if window and window < length - 1:
+            place = torch.arange(length, device=qkv.device)
+            near = (place[:, None] - place).abs() <= window
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=near, scale=scale)
         out[part] = found.transpose(1, 2).reshape(rows * length, -1)
         at = part.stop
     return out

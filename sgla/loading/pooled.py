@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from sgla.dist import Shard
@@ -16,20 +17,21 @@ from sgla.model.base import CausalLM
 from sgla.model.bert import Encoder
 from sgla.model.encoder import IGNORED, EncoderSpec
 from sgla.model.families import FAMILIES
-from sgla.model.heads import Linear, make_head
+from sgla.model.heads import Layer, make_head
 from sgla.model.read import read_decoder
 from sgla.model.registry import body_of
+from sgla.model.rotary_encoder import RotaryEncoder
 from sgla.model.sizes import kinds_of
 
 
 class PooledEncoder(NamedTuple):
-    body: Encoder
-    head: list[Linear]
+    body: Encoder | RotaryEncoder
+    head: list[Layer]
 
 
 class PooledDecoder(NamedTuple):
     body: CausalLM
-    head: list[Linear]
+    head: list[Layer]
 
 
 def load_encoder(
@@ -42,9 +44,13 @@ def load_encoder(
 ) -> PooledEncoder:
     """Raises ConfigError and WeightError as ``load_model`` does."""
     spec = EncoderSpec.from_config(source.config)
-    build, classifier = Build(Shard(), *kinds_of(dtype, quantization)), FAMILIES[spec.family].classifier
-    model = PooledEncoder(Encoder(spec, build), make_head(pooling, build, classifier, spec.hidden))
-    unused = () if "pooler.dense.weight" in build.table else ("pooler.",)
+    build = Build(Shard(), *kinds_of(dtype, quantization))
+    body, made = _body(spec, build), FAMILIES[spec.family].classifier
+    bias, norm = True, None
+    if isinstance(body, RotaryEncoder) and body.rotary.before:  # ModernBERT
+        bias, norm = "head" in body.rotary.biases, partial(body.norm_of, build, "head.norm")
+    model = PooledEncoder(body, make_head(pooling, build, made, spec.hidden, bias, norm))
+    unused = [f"{name}." for name in ("pooler", "head") if f"{name}.dense.weight" not in build.table]
     load_weights(
         source,
         build,
@@ -55,6 +61,10 @@ def load_encoder(
         seed=seed,
     )
     return model
+
+
+def _body(spec: EncoderSpec, build: Build) -> Encoder | RotaryEncoder:
+    return Encoder(spec, build) if spec.rotary is None else RotaryEncoder(spec, build)
 
 
 def load_decoder(

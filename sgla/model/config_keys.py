@@ -43,6 +43,7 @@ HARMLESS = frozenset(
     architectures model_type dtype torch_dtype auto_map tokenizer_class is_composition
     vocab_size_or_config_json_file
     quantization_config compression_config tie_word_embeddings use_flash_attention
+    initializer_cutoff_factor sparse_prediction sparse_pred_ignore_index deterministic_flash_attn
     initializer_range embedding_initializer_range initializer_factor init_std use_cache pretraining_tp
     gradient_checkpointing
     cache_implementation use_flash_attn flash_attn_2_enabled

@@ -6,10 +6,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader, shown
+from sgla.layers.spec import RopeSpec
 from sgla.model.config_keys import check_keys, noted
 from sgla.model.families import FAMILIES
 from sgla.model.limits import HEADS, INNER, LAYERS, VOCAB, WIDTH
@@ -26,13 +28,24 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-IGNORED = ("cls.", "lm_head.", "vocab_", "embeddings.token_type_ids")
+IGNORED = ("cls.", "lm_head.", "decoder.", "vocab_", "embeddings.token_type_ids")
+
+
+class RotarySpec(NamedTuple):
+    """Of encoders whose positions rotate, for each layer: how, and how many tokens on either side a token
+    sees, 0 for all. ``biases``: which of qkv, out, gate_up, down and norm have one. ``before``: norms stand
+    before attention and MLPs, and not behind the sums."""
+
+    ropes: tuple[RopeSpec, ...]
+    windows: tuple[int, ...]
+    biases: frozenset[str]
+    before: bool = False
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
     """``positions``: rows of the table of positions, of which the first ``offset`` are never used. ``types``:
-    rows of the table of token types; 0: there is none."""
+    rows of the table of token types; 0: there is none. With ``rotary`` positions have no table."""
 
     architecture: str
     family: str
@@ -46,13 +59,15 @@ class EncoderSpec:
     types: int
     eps: float
     activation: str
+    rotary: RotarySpec | None = None
     notes: tuple[str, ...] = ()  # about the file
 
     @property
     def values(self) -> int:
         """Numbers in the matrices."""
-        layer = 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
-        return self.layers * layer + (self.vocab + self.positions + self.types) * self.hidden
+        layer = 4 * self.hidden**2 + (2 if self.rotary is None else 3) * self.hidden * self.intermediate
+        places = self.positions if self.rotary is None else 0
+        return self.layers * layer + (self.vocab + places + self.types) * self.hidden
 
     @property
     def context_len(self) -> int:
@@ -72,15 +87,18 @@ class EncoderSpec:
         values = {**known.defaults, **config}
         for ours, theirs in known.keys.items():
             if values.get(theirs) is not None:
-                if config.get(ours, values[theirs]) != values[theirs]:
+                if config.get(ours) not in (None, values[theirs]):
                     raise ConfigError(f"config.json: {ours} and {theirs} are not the same", param="model")
                 values[ours] = values[theirs]
-        return replace(_read(Reader(name, values), family), notes=noted(name, config, unknown))
+        spec = _read(Reader(name, values), family)
+        if known.completed:
+            spec = resolve_name(known.completed)(Reader(name, values), spec)
+        return replace(spec, notes=noted(name, config, unknown))
 
     def rename(self, name: str) -> str:
         """From a checkpoint's name to the one the model declares:
         BERT's, without the prefix of models with a head."""
-        name = re.sub(r"^(distilbert|bert|roberta)\.", "", name)
+        name = re.sub(r"^(distilbert|bert|roberta|model|nomic_bert|new|gte)\.", "", name)
         for theirs, ours in FAMILIES[self.family].renamed:
             name = name.replace(theirs, ours)
         return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

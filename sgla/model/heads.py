@@ -15,6 +15,7 @@ from sgla.layers.build import Build
 from sgla.messages import Dense, Pooling
 from sgla.quant.weight import SourceTensor
 
+Layer = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "gelu": F.gelu,
@@ -78,12 +79,18 @@ class Linear:
 
 
 def make_head(
-    pooling: Pooling, build: Build, classifier: tuple[str, str, str] | None, hidden: int
-) -> list[Linear]:
+    pooling: Pooling,
+    build: Build,
+    classifier: tuple[str, str, str] | None,
+    hidden: int,
+    bias: bool = True,
+    norm: Callable[[], Layer] | None = None,
+) -> list[Layer]:
     """The layers behind the pooling. ``classifier``: that of an encoder's ``Family``; None: a decoder's.
+    ``bias``: of its first layer, ``norm``: makes what follows that.
 
     Sources: HF's ``BertForSequenceClassification``, ``DistilBertForSequenceClassification``,
-    ``RobertaClassificationHead`` and ``GenericForSequenceClassification``.
+    ``RobertaClassificationHead``, ``ModernBertPredictionHead`` and ``GenericForSequenceClassification``.
     """
     if pooling.task == "embed":
         return [Linear.stored(dense) for dense in pooling.dense]
@@ -91,12 +98,13 @@ def make_head(
         return [Linear.declared(build, "score", hidden, pooling.size, bias=False)]
     first, activation, last = classifier
     return [
-        Linear.declared(build, first, hidden, hidden, activation=activation),
+        Linear.declared(build, first, hidden, hidden, bias, activation),
+        *(() if norm is None else (norm(),)),
         Linear.declared(build, last, hidden, pooling.size),
     ]
 
 
-def apply(head: list[Linear], x: Tensor) -> Tensor:
+def apply(head: list[Layer], x: Tensor) -> Tensor:
     """``[n, d] -> [n, size]``, float32."""
     x = x.float()
     for layer in head:

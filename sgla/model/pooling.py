@@ -16,7 +16,7 @@ from sgla.hub.reader import Reader, shown
 from sgla.hub.source import ModelSource, read_json
 from sgla.messages import Dense, Pooling
 from sgla.model.read import read_spec
-from sgla.model.registry import architecture_of, body_of, is_encoder
+from sgla.model.registry import architecture_of, body_of, family_of, is_encoder
 
 CLASSIFIER = "ForSequenceClassification"
 GENERATES = ("ForCausalLM", "ForConditionalGeneration")
@@ -159,13 +159,24 @@ def _classifier(architecture: str, config: dict[str, Any], folder: Path) -> Pool
     encoder = is_encoder(architecture)
     return Pooling(
         task="classify",
-        kind="cls" if encoder else "last",
+        kind=_classified(reader, architecture) if encoder else "last",
         size=count,
         labels=[str(names.get(str(i), f"LABEL_{i}")) for i in range(count)],
         activation=_activation(config, count),
         encoder=encoder,
         max_length=_max_length(folder),
     )
+
+
+def _classified(reader: Reader, architecture: str) -> str:
+    """The vector that an encoder's classifier is given."""
+    key = "classifier_pooling"
+    if key not in family_of(architecture).defaults:
+        return "cls"
+    kind = reader.values.get(key, "cls")
+    if kind not in ("cls", "mean"):
+        raise reader.error(key, "cls or mean")
+    return str(kind)
 
 
 def _kind(config: dict[str, Any], path: Path, width: int) -> str:

@@ -44,9 +44,13 @@ def supported() -> list[str]:
 
 def _listed() -> str:
     """The names that are supported, for an error."""
-    causal, others = "ForCausalLM", [name for name in supported() if not name.endswith("ForCausalLM")]
-    heads = [name.removesuffix(causal) for name in supported() if name.endswith(causal)]
-    return f"{', '.join(heads)}, each with {causal}; {', '.join(others)}"
+    causal, known = "ForCausalLM", [name for name in supported() if not is_encoder(name)]
+    heads = [name.removesuffix(causal) for name in known if name.endswith(causal)]
+    others = [name for name in known if not name.endswith(causal)]
+    return (
+        f"{', '.join(heads)}, each with {causal}; {', '.join(others)}; {', '.join(_ENCODERS)}, each with "
+        f"{', '.join(_ENCODER_SUFFIXES)}"
+    )
 
 
 def layouts() -> dict[str, tuple[Layout, ...]]:
@@ -114,6 +118,8 @@ def check_architecture(name: str) -> None:
     folded = {known.lower(): known for known in alike}
     near = [folded[found] for found in difflib.get_close_matches(name[:99].lower(), folded, 1, 0.95)]
     hint = f" Did you mean {near[0]}?" if near else ""
+    if name in ("NewModel", "NewForMaskedLM", "NewForSequenceClassification"):  # GTE's own code
+        hint = f" A conversion for transformers is, {name.replace('New', 'Gte', 1)}."
     raise ConfigError(
         f"architecture {name[:99]!r} is not supported.{hint} Supported: {_listed()}",
         param="model",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.messages import Pooling, StepResult
-from sgla.model.heads import Accumulator, Linear, apply
+from sgla.model.heads import Accumulator, Layer, apply
 from sgla.sampling import faults
 from sgla.worker.batch import Columns
 from sgla.worker.state import Int32s
@@ -20,7 +20,7 @@ class Pooler:
     """Of a decoder, whose prompts come in chunks. ``whole``: it wants the hidden states of all tokens, not
     only of the last one of each prompt."""
 
-    def __init__(self, pooling: Pooling, head: list[Linear], slots: int, hidden: int) -> None:
+    def __init__(self, pooling: Pooling, head: list[Layer], slots: int, hidden: int) -> None:
         self.whole = pooling.kind != "last"
         self._head = head
         self._sums = Accumulator(pooling.kind, slots, hidden) if self.whole else None

@@ -986,6 +986,88 @@ RUN |= {
     "Mamba-Codestral-7B": Case(MAMBA_2),
 }
 
+RUN["ModernBERT-base"] = Case(
+    {key: value for key, value in TINY.items() if key != "num_key_value_heads"}
+    | {
+        "architectures": ["ModernBertModel"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 81,
+        "classifier_activation": "gelu",
+        "classifier_bias": False,
+        "classifier_dropout": 0.0,
+        "classifier_pooling": "mean",
+        "cls_token_id": 81,
+        "decoder_bias": True,
+        "deterministic_flash_attn": False,
+        "embedding_dropout": 0.0,
+        "eos_token_id": 82,
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0,
+        "gradient_checkpointing": False,
+        "hidden_activation": "gelu",
+        "initializer_cutoff_factor": 2.0,
+        "initializer_range": 0.02,
+        "layer_norm_eps": 1e-05,
+        "local_attention": 16,
+        "local_rope_theta": 10000.0,
+        "mlp_bias": False,
+        "mlp_dropout": 0.0,
+        "model_type": "modernbert",
+        "norm_bias": False,
+        "norm_eps": 1e-05,
+        "pad_token_id": 83,
+        "position_embedding_type": "absolute",
+        "sep_token_id": 82,
+        "torch_dtype": "float32",
+    }
+)
+RUN["nomic-embed-text-v1.5"] = Case(
+    {
+        "activation_function": "swiglu",
+        "architectures": ["NomicBertModel"],
+        "attn_pdrop": 0.0,
+        "causal": False,
+        "embd_pdrop": 0.0,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-12,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "model_type": "nomic_bert",
+        "n_embd": 32,
+        "n_head": 4,
+        "n_inner": 40,
+        "n_layer": 2,
+        "n_positions": 128,
+        "parallel_block": False,
+        "prenorm": False,
+        "qkv_proj_bias": False,
+        "resid_pdrop": 0.0,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "rotary_scaling_factor": None,
+        "scale_attn_by_inverse_layer_idx": False,
+        "type_vocab_size": 2,
+        "use_rms_norm": False,
+        "vocab_size": 97,
+    },
+    twin={
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "vocab_size": 97,
+    },
+)
+RUN["gte-multilingual-base"] = Case(
+    encoder("Gte", "gte", pad_token_id=1, type_vocab_size=1)
+    | {"rope_parameters": {"rope_theta": 160000.0, "rope_type": "default"}}
+)
+
 # Doctored, with keys that HF honours, or ignores because they change nothing.
 HONOURED: dict[str, Case] = {
     **{
@@ -1793,7 +1875,7 @@ REFUSED: dict[str, Case] = {
             ("PhimoeForCausalLM", "phimoe", {"num_local_experts": 16}),
             ("MambaForCausalLM", "mamba", {"hidden_size": None}),
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
-            ("ModernBertModel", "modernbert", {"global_attn_every_n_layers": 3}),
+            ("NewModel", "new", {"position_embedding_type": "rope"}),
             ("JinaBertForMaskedLM", "bert", {"position_embedding_type": "alibi"}),
         )
     },

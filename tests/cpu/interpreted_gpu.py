@@ -176,6 +176,8 @@ PACKED = {  # gpt-oss' experts in four bits
     "quantization_config": {"quant_method": "mxfp4"},
 }
 ENCODER = BERT | {"architectures": ["BertModel"], "vocab_size": 331}
+ROTARY = {key: value for key, value in ENCODER.items() if key != "type_vocab_size"}
+ROTARY |= {"architectures": ["ModernBertModel"], "local_attention": 12, "pad_token_id": 0}
 WINDOW = 7
 WINDOWS = gemma3(
     vocab_size=331,
@@ -307,6 +309,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
     "encoder": (ENCODER, "mean_tokens", inputs, {"context_length": 64}, {}),
+    "rotary encoder": (ROTARY, "mean_tokens", inputs, {"context_length": 64}, {}),
     "encoder in bfloat16": (ENCODER, "cls_token", inputs, {"context_length": 64}, {"dtype": "bfloat16"}),
 }
 

@@ -193,6 +193,7 @@ NOTHING = {
     "GlmMoeDsaForCausalLM": {"num_nextn_predict_layers"},
     "BambaForCausalLM": {"attn_rotary_emb"},
     "Mamba2ForCausalLM": {"intermediate_size", "norm_before_gate"},
+    "NomicBert": set(FAMILIES["NomicBert"].keys.values()),
 }
 
 

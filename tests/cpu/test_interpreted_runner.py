@@ -40,6 +40,7 @@ def answers() -> dict[str, Any]:
         ("last", {"vector"}),
         ("mean", {"vector"}),
         ("encoder", {"vector"}),
+        ("rotary encoder", {"vector"}),
     ],
 )
 def test_a_gpu_answers_as_a_cpu(answers: dict[str, Any], case: str, kinds: set[str]) -> None:

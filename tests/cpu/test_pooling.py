@@ -45,6 +45,14 @@ DISTILBERT = {
 DECODER = SMALL | {"head_dim": 8, "max_position_embeddings": 64}
 
 
+FAST = {"rope_type": "default", "rope_theta": 300.0}
+ROTARY = BERT | {"rope_parameters": FAST}
+MODERN = {key: value for key, value in BERT.items() if key != "type_vocab_size"} | {
+    "local_attention": 12,
+    "pad_token_id": 0,
+}
+
+
 def save_model(folder: Path, model_type: str, auto: str, **settings: Any) -> PreTrainedModel:
     """A random float32 model, norms and biases random too, in ``folder``."""
     import transformers
@@ -149,6 +157,18 @@ EMBEDDERS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "roberta": ("roberta", "AutoModel", ROBERTA, "mean_tokens"),
     "xlm-roberta": ("xlm-roberta", "AutoModelForMaskedLM", ROBERTA, "cls_token"),
     "distilbert": ("distilbert", "AutoModel", DISTILBERT, "mean_tokens"),
+    "modernbert": ("modernbert", "AutoModel", MODERN, "mean_tokens"),
+    "modernbert masked, biases": (
+        "modernbert",
+        "AutoModelForMaskedLM",
+        MODERN
+        | {"norm_bias": True, "attention_bias": True, "mlp_bias": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {"full_attention": FAST, "sliding_attention": FAST | {"rope_theta": 50.0}}},
+        "cls_token",
+    ),
+    "nomic": ("nomic_bert", "AutoModel", ROTARY, "mean_tokens"),
+    "gte": ("gte", "AutoModel", ROTARY | {"type_vocab_size": 1, "pad_token_id": 1}, "cls_token"),
     "qwen3": ("qwen3", "AutoModelForCausalLM", DECODER | {"tie_word_embeddings": True}, "lasttoken"),
     "qwen3 body": ("qwen3", "AutoModel", DECODER, "lasttoken"),
     "llama mean": ("llama", "AutoModelForCausalLM", DECODER, "mean_tokens"),
@@ -187,6 +207,10 @@ CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", ROBERTA),
     "xlm-roberta": ("xlm-roberta", ROBERTA | {"num_labels": 1}),
     "distilbert": ("distilbert", DISTILBERT),
+    "modernbert": ("modernbert", MODERN | {"classifier_pooling": "mean", "classifier_bias": True}),
+    "modernbert, the first token": ("modernbert", MODERN | {"norm_bias": True}),
+    "nomic": ("nomic_bert", ROTARY),
+    "gte": ("gte", ROTARY | {"type_vocab_size": 1, "pad_token_id": 1}),
     "qwen3": ("qwen3", DECODER | {"num_labels": 4}),
     "llama reward": ("llama", DECODER | {"num_labels": 1}),
 }

@@ -35,6 +35,8 @@ ROBERTA = MINILM | {
     "pad_token_id": 1,
     "num_labels": 3,
 }
+MODERN = {key: value for key, value in MINILM.items() if key != "intermediate_size"}
+MODERN |= {"architectures": ["ModernBertModel"], "intermediate_size": 768, "pad_token_id": 0}
 LENGTHS = [1, 40, 5, 5, 200, 40, 17]
 # Relative errors of a vector. Bfloat16 has 8 bits, and rounding adds up over the layers.
 BOUNDS = {"float32": 5e-3, "bfloat16": 0.05}
@@ -96,11 +98,14 @@ def assert_near(found: dict[int, Any], expected: dict[int, Any], bound: float) -
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("kind", ["mean_tokens", "cls_token", "max_tokens"])
-def test_encoders(kind: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [(MINILM, "mean_tokens"), (MINILM, "cls_token"), (MINILM, "max_tokens"), (MODERN, "mean_tokens")],
+)
+def test_encoders(model: dict[str, Any], kind: str, dtype: str, tmp_path: Path) -> None:
     folder = pooled_by(tmp_path, kind)
-    found = vectors(make(cuda_runner, MINILM, folder, "cuda", dtype))
-    assert_near(found, vectors(make(cpu_runner, MINILM, folder, "cpu", "float32")), BOUNDS[dtype])
+    found = vectors(make(cuda_runner, model, folder, "cuda", dtype))
+    assert_near(found, vectors(make(cpu_runner, model, folder, "cpu", "float32")), BOUNDS[dtype])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

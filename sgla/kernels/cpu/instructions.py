@@ -229,10 +229,12 @@ def moe(
 
 
 @LOWERINGS.of(ops.self_attention)
-def self_attention(recorder: Recorder, qkv: Tensor, batch: ForwardBatch, heads: int, scale: float) -> Tensor:
+def self_attention(
+    recorder: Recorder, qkv: Tensor, batch: ForwardBatch, heads: int, scale: float, window: int = 0
+) -> Tensor:
     source = recorder.buffer(qkv)
     dim = source.width // (3 * heads)
-    if not recorder.has(batch) or dim > MAX_HEAD_DIM:
+    if not recorder.has(batch) or dim > MAX_HEAD_DIM or window:
         return NotImplemented
     out, y = recorder.make(heads * dim, source.sampled)
     recorder.nodes.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sgla.model.families.keys import HEAD_DIM
 from sgla.model.family import Family
 
 _BERT = {
@@ -25,6 +26,7 @@ _ENCODER = {
     "add_cross_attention": False,
     "position_embedding_type": "absolute",
 }
+_LOOSE = ("is_decoder", "add_cross_attention")
 _SAME = {"embedding_size": "hidden_size"}
 _DISTILBERT = (
     ("transformer.layer.", "encoder.layer."),
@@ -46,6 +48,24 @@ _ROBERTA = Family(
     classifier=("classifier.dense", "tanh", "classifier.out_proj"),
     positions_behind_padding=True,
 )
+
+# NomicBERT's files have GPT-2's names, which transformers' class does not read.
+_NOMIC = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "rope_theta": "rotary_emb_base",
+}
+_NOMIC_ALONE = {
+    "activation_function": "swiglu",
+    "rotary_emb_fraction": 1.0,
+    "causal": False,
+    **dict.fromkeys(("rotary_emb_interleaved", "prenorm", "parallel_block", "use_rms_norm"), False),
+    **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False),
+}
 
 FAMILIES = {
     "Bert": Family(
@@ -72,7 +92,7 @@ FAMILIES = {
             "pad_token_id": 0,
         },
         _ENCODER | {"layer_norm_eps": 1e-12},
-        nulls=("pad_token_id", "is_decoder", "add_cross_attention"),
+        nulls=("pad_token_id", *_LOOSE),
         classifier=("pooler.dense", "relu", "classifier"),
         keys={
             "hidden_size": "dim",
@@ -85,4 +105,101 @@ FAMILIES = {
     ),
     "Roberta": _ROBERTA,
     "XLMRoberta": replace(_ROBERTA, defaults=_BERT | {"pad_token_id": 1}),
+    "ModernBert": Family(
+        ("modernbert",),
+        {
+            "vocab_size": 50368,
+            "hidden_size": 768,
+            "intermediate_size": 1152,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 12,
+            "hidden_activation": "gelu",
+            "max_position_embeddings": 8192,
+            "norm_eps": 1e-5,
+            "norm_bias": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "layer_types": None,
+            "global_attn_every_n_layers": 3,
+            "local_attention": 128,
+            "rope_parameters": None,
+            "rope_scaling": None,
+            "global_rope_theta": 160_000.0,
+            "local_rope_theta": 10_000.0,
+            "classifier_pooling": "cls",
+            "classifier_bias": False,
+            "classifier_activation": "gelu",
+            "decoder_bias": True,
+        },
+        _ENCODER,
+        {**_SAME, "layer_norm_eps": "norm_eps"},
+        nulls=_LOOSE,
+        completed="sgla.model.rotary_spec:modern",
+        classifier=("head.dense", "gelu", "classifier"),
+        keys={"hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps"},
+        renamed=(
+            ("embeddings.tok_embeddings.", "embeddings.word_embeddings."),
+            ("embeddings.norm.", "embeddings.LayerNorm."),
+            (".attn.Wqkv.", ".self_attn.qkv_proj."),
+            (".attn.Wo.", ".self_attn.o_proj."),
+            (".mlp.Wi.", ".mlp.gate_up_proj."),
+            (".mlp.Wo.", ".mlp.down_proj."),
+            (".attn_norm.", ".post_attention_layernorm."),
+            (".mlp_norm.", ".post_mlp_layernorm."),
+        ),
+    ),
+    "NomicBert": Family(
+        ("nomic_bert",),
+        _BERT
+        | {
+            "vocab_size": 30528,
+            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
+            "rope_theta": 1000.0,
+            "rope_scaling": None,
+            "rope_parameters": None,
+            "head_dim": None,
+            **dict.fromkeys(_NOMIC.values()),
+        },
+        {**_ENCODER, **_NOMIC_ALONE},
+        nulls=(*_LOOSE, *HEAD_DIM, *_NOMIC.values()),
+        completed="sgla.model.rotary_spec:nomic",
+        classifier=("pooler.dense", "tanh", "classifier"),
+        keys=_NOMIC,
+        renamed=(
+            ("encoder.layers.", "layers."),
+            ("emb_ln.", "embeddings.LayerNorm."),
+            (".attn.Wqkv.", ".self_attn.qkv_proj."),
+            (".attn.out_proj.", ".self_attn.o_proj."),
+            (".mlp.fc11.", ".mlp.up_proj."),
+            (".mlp.fc12.", ".mlp.gate_proj."),
+            (".mlp.fc2.", ".mlp.down_proj."),
+            (".norm1.", ".post_attention_layernorm."),
+            (".norm2.", ".post_mlp_layernorm."),
+        ),
+    ),
+    "Gte": Family(
+        ("gte",),
+        _BERT
+        | {
+            "vocab_size": 250048,
+            "max_position_embeddings": 8192,
+            "type_vocab_size": 1,
+            "pad_token_id": 1,
+            "rope_theta": 160_000.0,
+            "rope_scaling": None,
+            "rope_parameters": None,
+        },
+        _ENCODER,
+        nulls=(*_LOOSE, "pad_token_id"),
+        completed="sgla.model.rotary_spec:gte",
+        classifier=("pooler.dense", "tanh", "classifier"),
+        renamed=(
+            ("encoder.layer.", "layers."),
+            (".attention.qkv_proj.", ".self_attn.qkv_proj."),
+            (".attention.o_proj.", ".self_attn.o_proj."),
+            (".attn_ln.", ".post_attention_layernorm."),
+            (".mlp_ln.", ".post_mlp_layernorm."),
+        ),
+    ),
 }

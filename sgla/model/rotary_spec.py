@@ -1,0 +1,66 @@
+"""The shapes of encoders whose positions rotate. Loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sgla.errors import ConfigError
+from sgla.hub.reader import Reader
+from sgla.model.encoder import EncoderSpec, RotarySpec
+from sgla.model.limits import LAYERS, POSITIONS
+from sgla.model.ropes import ropes
+from sgla.model.windows import layer_types
+
+
+def modern(c: Reader, spec: EncoderSpec) -> EncoderSpec:
+    """See ``Family.completed``: ModernBERT."""
+    if c.values["classifier_activation"] != "gelu":
+        raise c.error("classifier_activation", "gelu")
+    bases = {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"}
+    said = Reader(c.architecture, {**c.values, **{ours: c.values[theirs] for ours, theirs in bases.items()}})
+    whole, local = ropes(said, _head_dim(spec), spec.positions)
+    far = c.integer("local_attention", POSITIONS, 2) // 2
+    if c.given("layer_types"):
+        kinds = layer_types(c, spec.layers, far)
+    else:
+        every = c.integer("global_attn_every_n_layers", LAYERS)
+        kinds = ["sliding_attention" if i % every else "full_attention" for i in range(spec.layers)]
+    near = [kind == "sliding_attention" for kind in kinds]
+    flags = {"qkv": "attention_bias", "out": "attention_bias", "gate_up": "mlp_bias", "down": "mlp_bias"}
+    biases = [
+        name
+        for name, flag in (flags | {"norm": "norm_bias", "head": "classifier_bias"}).items()
+        if c.flag(flag)
+    ]
+    rotary = RotarySpec(
+        tuple(local if sliding else whole for sliding in near),
+        tuple(far if sliding else 0 for sliding in near),
+        frozenset(biases),
+        before=True,
+    )
+    return replace(spec, rotary=rotary)
+
+
+def nomic(c: Reader, spec: EncoderSpec) -> EncoderSpec:
+    """NomicBERT."""
+    if c.given("head_dim") and c.values["head_dim"] != _head_dim(spec):
+        raise c.error("head_dim", f"{_head_dim(spec)}, the width of a head")
+    return _alike(c, spec, "norm")
+
+
+def gte(c: Reader, spec: EncoderSpec) -> EncoderSpec:
+    return _alike(c, spec, "norm", "qkv", "out", "down")
+
+
+def _alike(c: Reader, spec: EncoderSpec, *biases: str) -> EncoderSpec:
+    """All layers see all tokens."""
+    rope, _ = ropes(c, _head_dim(spec), spec.positions)
+    rotary = RotarySpec((rope,) * spec.layers, (0,) * spec.layers, frozenset(biases))
+    return replace(spec, rotary=rotary)
+
+
+def _head_dim(spec: EncoderSpec) -> int:
+    dim = spec.hidden // spec.heads
+    if dim % 2:
+        raise ConfigError(f"config.json: rotary positions need even heads, not {dim} dims", param="model")
+    return dim
