@@ -177,19 +177,19 @@ class EngineSettings(ModelSettings, kw_only=True):
         Doc(description="worker processes; in-process (debugging); no model (tests)"),
     ] = "procs"
     attention_backend: Annotated[
-        Literal["auto", "native", "triton", "flashinfer", "torch"],
+        Literal["auto", "native", "triton", "flashinfer", "torch", "flex"],
         Doc(
             description="attention on a GPU: our CUDA kernels (native); Triton; flashinfer, which reads "
-            "prompts alone, beside the decode of auto; torch, the slow oracle; auto: the first that "
-            "takes the model"
+            "prompts alone, beside the decode of auto; torch and flex (PyTorch's FlexAttention), the slow "
+            "oracles; auto: the first that takes the model"
         ),
     ] = "auto"
     decode_attention_backend: Annotated[
-        Literal["auto", "native", "triton", "flashinfer", "torch"] | None,
+        Literal["auto", "native", "triton", "flashinfer", "torch", "flex"] | None,
         Doc(description="another one for tokens that are generated, if not --attention-backend's"),
     ] = None
     prefill_attention_backend: Annotated[
-        Literal["auto", "native", "triton", "flashinfer", "torch"] | None,
+        Literal["auto", "native", "triton", "flashinfer", "torch", "flex"] | None,
         Doc(description="another one for prompts, if not --attention-backend's"),
     ] = None
     cpu_offload_gb: Annotated[

@@ -173,6 +173,7 @@ def _triton(shape: AttentionShape) -> Portable:
 
 
 def _decode(asked: Preference, shape: AttentionShape, device: Device) -> tuple[Decode, list[str]]:
+    from sgla.attention.flex_ops import FlexDecode
     from sgla.attention.native import NativeDecode
     from sgla.attention.torch_ops import TorchDecode
 
@@ -185,6 +186,7 @@ def _decode(asked: Preference, shape: AttentionShape, device: Device) -> tuple[D
         "native": NativeDecode,
         "triton": _triton(shape).decode,
         "torch": TorchDecode,
+        "flex": FlexDecode,
     }
     decode, why = _first(kinds, asked, shape, device)
     return decode, notes + why
@@ -192,6 +194,7 @@ def _decode(asked: Preference, shape: AttentionShape, device: Device) -> tuple[D
 
 def _extend(asked: Preference, shape: AttentionShape, device: Device) -> tuple[Extend, list[str]]:
     from sgla.attention.flashinfer_ops import FlashInferExtend
+    from sgla.attention.flex_ops import FlexExtend
     from sgla.attention.hybrid import WholeOrPaged
     from sgla.attention.native import NativeExtend
     from sgla.attention.torch_ops import TorchExtend
@@ -201,6 +204,7 @@ def _extend(asked: Preference, shape: AttentionShape, device: Device) -> tuple[E
         "flashinfer": FlashInferExtend,
         "triton": _triton(shape).extend,
         "torch": TorchExtend,
+        "flex": FlexExtend,
     }
     extend, why = _first(kinds, asked, shape, device)
     if shape.fp8_kv and not extend.narrow:
@@ -213,7 +217,7 @@ def _extend(asked: Preference, shape: AttentionShape, device: Device) -> tuple[E
 def _prompts(asked: Preference, shape: AttentionShape, device: Device) -> tuple[Prompts, list[str]]:
     from sgla.attention.native import NativePrompts
 
-    if asked.name in ("torch", "triton"):
+    if asked.name in ("torch", "flex", "triton"):
         return asked.make(_triton(shape).prompts, shape, device), []
     why = NativePrompts.refuses(shape, device)
     if why is None:

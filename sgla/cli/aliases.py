@@ -196,7 +196,6 @@ ONLY_E4M3 = "an 8-bit KV cache is e4m3: use fp8"
 NO_METHOD = "use another checkpoint, with --quantization int8 or int4 on a CPU, fp8 on a GPU if need be"
 KERNELS = "--attention-backend auto chooses for the model and the device; leave it out"
 LATENT = "latent attention has kernels in Triton, for every GPU: --attention-backend triton, or leave it out"
-FLEX = "torch compiles it anew for each length of a history; the oracle is --attention-backend torch"
 DUAL = "a context ends where dual chunk attention would begin (1M models of Qwen2.5); leave it out"
 STATES = (
     "layers that keep states have kernels of their own, and others --attention-backend auto; leave it out"
@@ -214,7 +213,7 @@ BACKENDS: dict[str, Word | str] = {
     "triton_attn": Word("triton"),
     **dict.fromkeys(("flash_attn_vllm_v1", "triton_attn_vllm_v1", "flashinfer_vllm_v1"), KERNELS),
     **dict.fromkeys(("xformers", "tree_attn"), KERNELS),
-    **dict.fromkeys(("flex", "flex_attention"), FLEX),
+    "flex_attention": Word("flex"),
     **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla", "flashinfer_mla", "triton_mla"), LATENT),
     **dict.fromkeys(("dual_chunk", "dual_chunk_flash_attn"), DUAL),
     **dict.fromkeys(("aiter", "rocm_attn", "rocm_aiter_fa", "wave"), AMD),

@@ -55,6 +55,7 @@ def names(name: str = "auto", shape: attention.AttentionShape = SHAPE, **parts: 
         ("native", {}, ("native", "native", NATIVE)),
         ("triton", {}, ("triton", "triton", TRITON)),
         ("torch", {}, ("torch", "torch", TRITON)),
+        ("flex", {}, ("flex", "flex", TRITON)),
         ("flashinfer", {}, ("native", "flashinfer", NATIVE)),
         ("flashinfer", {"decode": "triton"}, ("triton", "flashinfer", NATIVE)),
         ("auto", {"decode": "triton"}, ("triton", "native", NATIVE)),
@@ -203,6 +204,33 @@ def test_groups_with_native_decode(group: int) -> None:
 
 def test_larger_groups_have_none() -> None:
     assert names(shape=SHAPE._replace(heads=8 * 32))[0] == "triton"
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("window", "softcap", "v_dim"), [(0, 0.0, 16), (5, 0.0, 16), (0, 3.0, 24)])
+def test_flex_is_an_oracle_of_its_own(window: int, softcap: float, v_dim: int, sinks: bool) -> None:
+    """Decode rows, a whole prompt and one behind a history; pages behind a window hold no numbers, and those
+    of v of another width are of 8 bits."""
+    ints = partial(torch.tensor, dtype=torch.int32)
+    q_lens, kv_lens, tokens, size = [1, 1, 6, 3], [10, 1, 6, 21], 11, 4
+    table = ints([[1, 2, 12, 0, 0, 0], [3, 0, 0, 0, 0, 0], [4, 5, 0, 0, 0, 0], [6, 7, 8, 9, 10, 11]])
+    kv = KVLayer(torch.randn(13, size, 2, 16), torch.randn(13, size, 2, v_dim))
+    if window:
+        kv.k[6:9] = kv.v[6:9] = float("nan")
+    if v_dim > 16:
+        narrow = torch.float8_e4m3fn
+        kv = KVLayer(kv.k.to(narrow), kv.v.to(narrow), k_scale=0.5, v_scale=2.0)
+    q, scoring = torch.randn(tokens, 4 * 16), Scoring(0.3, window, softcap, torch.randn(4) if sinks else None)
+    prompts = (np.array(x, np.int32) for x in ([2, 3], q_lens[2:], kv_lens[2:], table.tolist()))
+    batch = attention.DeviceBatch(
+        rows=4, tokens=tokens, ids=ints([0] * tokens), positions=ints([0] * tokens), slots=ints([0, 1, 2, 3]),
+        q_start=ints([0, 1, 2, 8, 11]), kv_len=ints(kv_lens), out_loc=ints([0] * tokens), page_table=table,
+        page_size=size, sample_rows=ints([0]), decode_rows=2, extend=attention.ExtendRows(*prompts),
+    )  # fmt: skip
+    shape = SHAPE._replace(heads=4, kv_heads=2, head_dim=16, v_dim=v_dim)
+    backend, _ = attention.choose("flex", [shape])
+    expected = ops.attention.body(q, kv, batch, *scoring)
+    torch.testing.assert_close(backend(q, kv, batch, scoring), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_each_layer_gets_its_own_attention() -> None:

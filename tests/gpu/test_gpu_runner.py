@@ -285,7 +285,13 @@ def test_penalties_end_a_repetition(runner: Any) -> None:
 
 @pytest.mark.parametrize(
     ("decode", "prefill"),
-    [("triton", "triton"), ("torch", "torch"), ("native", "flashinfer"), ("triton", "native")],
+    [
+        ("triton", "triton"),
+        ("torch", "torch"),
+        ("flex", "flex"),
+        ("native", "flashinfer"),
+        ("triton", "native"),
+    ],
 )
 def test_backends_agree(runner: Any, decode: str, prefill: str) -> None:
     """Prompts in a graph, and too many of them for one."""
