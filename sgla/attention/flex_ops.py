@@ -82,7 +82,7 @@ def attend(q: Tensor, kv: KVLayer, pages: Tensor, kv_len: int, scoring: Scoring)
     scale = scoring.scale * kv.k_scale
     wanted = AuxRequest(lse=True)
     out, more = flex_attention(queries, k, v, score, scale=scale, enable_gqa=True, return_aux=wanted)
-    if scoring.sinks is not None:  # which take a share of the softmax
+    if scoring.sinks is not None and more.lse is not None:  # which take a share of the softmax
         out = out * torch.sigmoid(more.lse - scoring.sinks[:, None])[..., None]
     return (out[0].transpose(0, 1).flatten(1) * kv.v_scale).to(q.dtype)
 
