@@ -41,7 +41,7 @@ class Mamba:
         gather(build, self.project, f"{name}.in_proj", (rows, hidden), pieces)
         self.bias = torch.zeros(self.project.n) if layer.bias else None
         if self.bias is not None:
-            build.declare(f"{name}.in_proj.bias", (rows,), partial(_take, self.bias, pieces))
+            build.declare(f"{name}.in_proj.bias", (rows,), partial(take, self.bias, pieces))
         self._declare_conv(build, name)
         self.a = torch.zeros(len(self.heads))
         build.declare(f"{name}.A_log", (layer.count,), self._take_a)
@@ -69,9 +69,9 @@ class Mamba:
         self.conv = torch.zeros(sum(self.widths), layer.taps)
         self.conv_bias = torch.zeros(sum(self.widths)) if layer.conv_bias else None
         shape = layer.channels, 1, layer.taps
-        build.declare(f"{name}.conv1d.weight", shape, partial(_take, self.conv[:, None], pieces))
+        build.declare(f"{name}.conv1d.weight", shape, partial(take, self.conv[:, None], pieces))
         if self.conv_bias is not None:
-            build.declare(f"{name}.conv1d.bias", shape[:1], partial(_take, self.conv_bias, pieces))
+            build.declare(f"{name}.conv1d.bias", shape[:1], partial(take, self.conv_bias, pieces))
 
     def _take_a(self, source: SourceTensor) -> None:
         self.a.copy_(-source.dense(self.heads).float().exp())
@@ -118,7 +118,7 @@ def _split(build: Build, layer: MambaSpec) -> tuple[range, range]:
     return build.shard.range(layer.count), groups
 
 
-def _take(target: Tensor, pieces: list[Piece], source: SourceTensor) -> None:
+def take(target: Tensor, pieces: list[Piece], source: SourceTensor) -> None:
     for rows, at in pieces:
         target[at : at + len(rows)] = source.dense(rows)
 

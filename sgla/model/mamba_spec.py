@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
+from sgla.kernels.routing import Routing
 from sgla.layers.spec import AttentionSpec, MoESpec, StateSpec, StateTensor
 from sgla.model import mixture_spec
 from sgla.model.limits import EXPERTS, HEAD_DIM, HEADS, INNER, LAYERS
@@ -88,6 +89,30 @@ class BesideSpec(AttentionSpec):
 
     def weights(self, hidden: int) -> int:
         return super().weights(hidden) + self.mamba.weights(hidden)
+
+
+@dataclass(frozen=True)
+class FirstMambaSpec(StateSpec):
+    """Mamba 1 (arXiv 2312.00752): each of ``inner`` channels has a state of ``size`` values, with a decay for
+    each; time steps are made of ``rank`` values."""
+
+    inner: int = 0
+    size: int = 0
+    rank: int = 0
+    taps: int = 0
+    conv_bias: bool = True
+    bias: bool = False
+
+    def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
+        channels = own(self.inner)
+        return (
+            StateTensor("conv", (channels, self.taps - 1)),
+            StateTensor("memory", (channels, 1, self.size), "float32"),
+        )
+
+    def weights(self, hidden: int) -> int:
+        made = 2 * self.rank + 3 * self.size + self.taps
+        return self.inner * (3 * hidden + made)
 
 
 @dataclass(frozen=True)
@@ -195,6 +220,39 @@ def nemotron_complete(c: Reader, spec: ModelSpec) -> ModelSpec:
     """See ``Family.completed``."""
     widths = tuple(spec.intermediate if kind == MLP else 0 for kind in nemotron_kinds(c))
     return replace(spec, inner=widths, qkv_bias=False, out_bias=False, mlp_bias=c.flag("mlp_bias"))
+
+
+def jamba(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    """Attention without positions in every ``attn_layer_period``-th layer from ``attn_layer_offset`` on."""
+    if c.values["hidden_act"] not in ("silu", "swish"):
+        raise c.error("hidden_act", "silu")
+    hidden = c.integer("hidden_size", INNER)
+    rank = -(-hidden // 16) if c.values["mamba_dt_rank"] == "auto" else c.integer("mamba_dt_rank", INNER)
+    full = _attention(c, positions, rotated=False)
+    mamba = FirstMambaSpec(
+        inner=_expanded(c),
+        size=c.integer("state_size", HEAD_DIM),
+        rank=rank,
+        taps=c.integer("conv_kernel", TAPS, 2),
+        conv_bias=c.flag("use_conv_bias"),
+        bias=c.flag("proj_bias"),
+    )
+    chosen = _every(c, "attn_layer", layers)
+    return tuple(full if i in chosen else mamba for i in range(layers))
+
+
+def jamba_mixture(c: Reader, layers: int) -> MoESpec | None:
+    """As wide as the MLPs of the other layers; with one expert all are MLPs."""
+    if (experts := c.integer("num_experts", EXPERTS)) == 1:
+        return None
+    routing = Routing(c.integer("num_experts_per_tok", experts))
+    return MoESpec(experts, c.integer("intermediate_size", INNER), routing, _every(c, "expert_layer", layers))
+
+
+def _every(c: Reader, name: str, layers: int) -> frozenset[int]:
+    """Layers with a period and an offset."""
+    period = c.integer(f"{name}_period", LAYERS)
+    return frozenset(range(c.integer(f"{name}_offset", period - 1, 0), layers, period))
 
 
 def mamba2(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:

@@ -974,6 +974,34 @@ RUN |= {
             rope_theta=10000.0,
         )
     ),
+    "Jamba-v0.1": Case(
+        other(
+            "JambaForCausalLM",
+            "jamba",
+            attn_layer_offset=1,
+            attn_layer_period=3,
+            calc_logits_for_entire_prompt=False,
+            expert_layer_offset=1,
+            expert_layer_period=2,
+            mamba_conv_bias=True,
+            mamba_d_conv=4,
+            mamba_d_state=8,
+            mamba_dt_rank=5,
+            mamba_expand=2,
+            mamba_inner_layernorms=True,
+            mamba_proj_bias=False,
+            n_ctx=128,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_logits_to_keep=1,
+            output_router_logits=False,
+            rms_norm_eps=1e-6,
+            router_aux_loss_coef=0.001,
+            sliding_window=None,
+            tie_word_embeddings=False,
+            use_mamba_kernels=True,
+        )
+    ),
     "Nemotron-H-8B": Case(NEMOTRON_H),
     "Nemotron-3-Nano-30B-A3B": Case(
         NEMOTRON_H

@@ -203,6 +203,10 @@ LAYOUTS: dict[str, Layouts] = {
         other={"num_local_experts": 0, "position_embedding_type": "rope", "rope_parameters": LINEAR},
     ),
     "bamba": Layouts(SSM | {"attn_layer_indices": [1]}),
+    "jamba": Layouts(
+        {"num_experts": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8},
+        other={"attn_layer_offset": 2, "mamba_dt_rank": 5, "mamba_proj_bias": True},
+    ),
     "falcon_h1": Layouts(
         SSM | {"mamba_d_ssm": None, "key_multiplier": 0.6, "ssm_multipliers": [0.5, 0.7, 1.2, 1.1, 0.9]},
         other={"rope_parameters": LINEAR, "mamba_rms_norm": True, "mamba_norm_before_gate": False},

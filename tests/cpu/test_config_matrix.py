@@ -192,6 +192,7 @@ NOTHING = {
     "DeepseekV32ForCausalLM": {"num_nextn_predict_layers"},
     "GlmMoeDsaForCausalLM": {"num_nextn_predict_layers"},
     "BambaForCausalLM": {"attn_rotary_emb"},
+    "JambaForCausalLM": {"head_dim"},
     "Mamba2ForCausalLM": {"intermediate_size", "norm_before_gate"},
     "NomicBert": set(FAMILIES["NomicBert"].keys.values()),
 }

@@ -63,6 +63,7 @@ NEMOTRON = {
 MIXED = {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "moe"]}
 ALONE = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
 MAMBA2 = dict.fromkeys(ALONE, ...) | {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 8}
+JAMBA = {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8, "num_hidden_layers": 4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granitemoehybrid", GROUPS | GRANITE | {"layer_types": KINDS}),
     "granite, dense, rotated, one group, limits": (
@@ -86,6 +87,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         NEMOTRON | MIXED | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "use_bias": True},
     ),
     "nemotron, latent experts": ("nemotron_h", NEMOTRON | MIXED | {"moe_latent_size": 32}),
+    "jamba": ("jamba", JAMBA | {"num_experts": 6}),
+    "jamba, biases, no experts": (
+        "jamba",
+        JAMBA
+        | {"num_experts": 1, "attn_layer_offset": 0, "mamba_dt_rank": 5, "mamba_proj_bias": True}
+        | {"mamba_d_conv": 3, "mamba_conv_bias": False},
+    ),
     "mamba2": ("mamba2", MAMBA2),
     "mamba2, one group, tied": ("mamba2", MAMBA2 | {"n_groups": 1, "tie_word_embeddings": True}),
 }
@@ -112,7 +120,8 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 SERVED = [
-    name for name in FAMILIES if name in ("falcon, factors", "mamba2") or "limits" in name or "latent" in name
+    *("granite, dense, rotated, one group, limits", "falcon, factors", "nemotron, latent experts"),
+    *("jamba, biases, no experts", "mamba2"),
 ]
 
 
@@ -189,6 +198,9 @@ def build_for(spec: ModelSpec, ranks: int) -> None:
         ("FalconH1", {"mlp_multipliers": [1.0, "x"]}, "mlp_multipliers"),
         ("GraniteMoeHybrid", {"layer_types": ["mamba", "attention", "sliding_attention"]}, "layer_types"),
         ("GraniteMoeHybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        ("Jamba", {"attn_layer_offset": 3}, "attn_layer_offset"),
+        ("Jamba", {"mamba_dt_rank": 0}, "mamba_dt_rank"),
+        ("Jamba", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms"),
         ("NemotronH", {"hybrid_override_pattern": "M-X"}, "hybrid_override_pattern"),
         ("NemotronH", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
         ("NemotronH", {"attention_bias": True}, "attention_bias"),
@@ -196,11 +208,11 @@ def build_for(spec: ModelSpec, ranks: int) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(architecture: str, change: dict[str, Any], word: str) -> None:
-    types = {"Bamba": "bamba", "FalconH1": "falcon_h1", "NemotronH": "nemotron_h"}
+    types = {"Bamba": "bamba", "Jamba": "jamba", "FalconH1": "falcon_h1", "NemotronH": "nemotron_h"}
     own = {"architectures": [f"{architecture}ForCausalLM"]}
     own["model_type"] = types.get(architecture, "granitemoehybrid")  # type: ignore[assignment]
-    nemotron = {"hybrid_override_pattern": "ME*-"} if architecture == "NemotronH" else GROUPS
-    config = SMALL | nemotron | ({"mamba_d_ssm": 96} if architecture == "FalconH1" else {}) | own
+    sizes = {"NemotronH": {"hybrid_override_pattern": "ME*-"}, "Jamba": JAMBA}.get(architecture, GROUPS)
+    config = SMALL | sizes | ({"mamba_d_ssm": 96} if architecture == "FalconH1" else {}) | own
     read_decoder(config)
     with pytest.raises(ConfigError, match=word):
         read_decoder(config | change)

@@ -137,6 +137,18 @@ def test_a_wide_scan_goes_token_by_token(monkeypatch: pytest.MonkeyPatch) -> Non
     same(lambda rows, s: ops.selective_scan(x, dt, a, b, c, d, s, rows, steps), memory=(2, 20, 8))
 
 
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_scan_of_channels(stepped: bool) -> None:
+    tokens, (b, c) = sum(LENGTHS), torch.randn(2, sum(LENGTHS), 1, 5).unbind()
+    x, dt = torch.randn(tokens, 140).split(70, 1)
+    a, d = -torch.rand(70, 5), torch.randn(70)
+    steps, dt = (ops.TimeSteps(torch.randn(70)), dt) if stepped else (None, dt.abs())
+    skip = d if stepped else None
+    same(
+        lambda rows, s: ops.selective_scan(x[..., None], dt, a, b, c, skip, s, rows, steps), memory=(70, 1, 5)
+    )
+
+
 def test_time_steps_of_all_sizes() -> None:
     """From the smallest that a float32 tells from 0, in steps of one token: what a state has of x is dt."""
     values = torch.linspace(-60, 60, 121)

@@ -178,6 +178,20 @@ ONE_EACH = {
     "moe_shared_expert_intermediate_size": 512,
     "max_position_embeddings": 2048,
 }
+CHANNELS = {
+    "architectures": ["JambaForCausalLM"],
+    "model_type": "jamba",
+    "vocab_size": 5000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 4,
+    "max_position_embeddings": 2048,
+}
 SCANS = {
     "architectures": ["Mamba2ForCausalLM"],
     "model_type": "mamba2",
@@ -194,7 +208,7 @@ SCANS = {
     scope="module",
     params=[
         *((model, dtype) for model in (MODEL, CONVOLUTIONS, ONE_EACH) for dtype in ("float32", "bfloat16")),
-        *((model, "float32") for model in (BESIDE, SCANS)),
+        *((model, "float32") for model in (BESIDE, CHANNELS, SCANS)),
     ],
     ids=lambda case: f"{case[0]['model_type']} {case[1]}",
 )

@@ -137,14 +137,16 @@ def selective_scan(
     steps: TimeSteps | None,
 ) -> Tensor:
     """``ops.selective_scan``."""
-    if not isinstance(batch.states, DeviceStates) or a.dim() > 1:
+    if not isinstance(batch.states, DeviceStates):
         return ops.selective_scan.body(x, dt, a, b, c, d, state, batch, steps)
     out, n, states, units = x.new_empty(x.shape), batch.decode_rows, batch.states, state.memory
+    first = a.dim() > 1  # Mamba 1
     if n:
-        reads, writes, marks = states.reads[:n], states.writes[:n], states.marks[:n]
-        ssd.decode(x[:n], dt[:n], a, b[:n], c[:n], d, steps, units, reads, writes, marks, out[:n])
+        ends = ssd.Ends(states.reads[:n], states.writes[:n], states.marks[:n])
+        decode = ssd.by_channel if first else ssd.decode
+        decode(x[:n], dt[:n], a, b[:n], c[:n], d, steps, units, ends, out[:n])
     if states.stretches is not None:
         rows = conv.Rows(states.reads[n:], *states.stretches)
         run = ssd.by_token if ssd.chunks_refuse(units) else ssd.by_chunk
-        run(x, dt, a, b, c, d, steps, units, rows, out)
+        (ssd.by_channel if first else run)(x, dt, a, b, c, d, steps, units, rows, out)
     return out

@@ -9,6 +9,8 @@ and the next S. Mamba 1 has a decay for each place of S, so its rows go token by
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -199,6 +201,54 @@ def _scan(
             tl.store(at + target * s_unit, S, mask=inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks", "first", "segments"])
+def _channels(
+    x, dt, a, b, c, d, bias, memory, out, reads, writes, marks, first, segments, s_x, s_dt, s_b, s_c, s_unit,
+    channels, least, most, N: tl.constexpr, NB: tl.constexpr, ONE: tl.constexpr, STEPS: tl.constexpr,
+    HAS_D: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: some channels of Mamba 1, of a row, one token after another. ``ONE``: rows have one
+    token, with ``writes`` and ``marks`` as ``_decode`` has them; else ``first`` and ``segments``."""
+    _begin_early(PDL)
+    row, j = tl.program_id(0), tl.arange(0, NB)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live, inside = i < channels, (i < channels)[:, None] & (j < N)[None, :]
+    at = memory + i[:, None] * N + j[None, :]
+    here, end = row, row + 1
+    if not ONE:
+        here, end = tl.load(first + row), tl.load(first + row + 1)
+    read = tl.load(reads + row).to(tl.int64)
+    S = tl.load(at + read * s_unit, mask=inside & (j < tl.where(read > 0, N, 0))[None, :], other=0.0)
+    A = tl.load(a + i[:, None] * N + j[None, :], mask=inside, other=0.0)
+    skip = tl.load(d + i, mask=live, other=0.0) if HAS_D else 0.0
+    beside = tl.load(bias + i, mask=live, other=0.0) if STEPS else 0.0
+    for segment in range(here, end):
+        begin, count = row.to(tl.int64), 1
+        if not ONE:
+            begin = tl.load(segments + 4 * segment).to(tl.int64)
+            count = tl.load(segments + 4 * segment + 1)
+        for t in range(0, count):
+            token = begin + t
+            x_t = tl.load(x + token * s_x + i, mask=live, other=0.0).to(tl.float32)
+            b_t = tl.load(b + token * s_b + j, mask=j < N, other=0.0).to(tl.float32)
+            c_t = tl.load(c + token * s_c + j, mask=j < N, other=0.0).to(tl.float32)
+            time = _time(tl.load(dt + token * s_dt + i, mask=live, other=0.0), beside, least, most, STEPS)
+            S = S * tl.exp(time[:, None] * A) + (time * x_t)[:, None] * b_t[None, :]
+            y = tl.sum(S * c_t[None, :], 1)
+            if HAS_D:
+                y += skip * x_t
+            tl.store(out + token * channels + i, y, mask=live)
+        if not ONE:
+            target = tl.load(segments + 4 * segment + 2).to(tl.int64)
+            if target > 0:
+                tl.store(at + target * s_unit, S, mask=inside)
+    if ONE:
+        tl.store(at + tl.load(writes + row).to(tl.int64) * s_unit, S, mask=inside)
+        mark = tl.load(marks + 3 * row + 2).to(tl.int64)
+        if mark > 0:
+            tl.store(at + mark * s_unit, S, mask=inside)
+
+
 @triton.jit
 def _gated_norm(
     x, gate, weight, out, d, s_x, s_gate, eps, PDL: tl.constexpr, BLOCK: tl.constexpr
@@ -213,6 +263,15 @@ def _gated_norm(
     v *= z * tl.sigmoid(z)
     v *= tl.rsqrt(tl.sum(v * v, 0) / d + eps)
     tl.store(out + token * groups * d + at, v * tl.load(weight + at, mask=live, other=0.0), mask=live)
+
+
+class Ends(NamedTuple):
+    """Where rows of one token begin and end: ``marks`` int32[R, 3] has in its last column a second unit for
+    each row, or 0."""
+
+    reads: Tensor
+    writes: Tensor
+    marks: Tensor
 
 
 def _given(x: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,13 +291,11 @@ def decode(
     d: Tensor | None,
     steps: TimeSteps | None,
     memory: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-    marks: Tensor,
+    ends: Ends,
     out: Tensor,
 ) -> None:
     """Rows of one token: x and out ``[R, H, P]``, b and c ``[R, G, N]``, dt ``[R, H]``, memory ``[units, H,
-    P, N]``; ``marks`` int32[R, 3]: in its last column a second unit for each row, or 0."""
+    P, N]``."""
     x, b, c = _given(x, b, c)
     (rows, heads, width), size = x.shape, b.shape[2]
     padded = triton.next_power_of_2(size)
@@ -246,7 +303,7 @@ def decode(
     block = min(triton.next_power_of_2(width), 16 if few else max(16, 8192 // padded))
     bias, least, most = _steps(steps, a)
     _decode[rows, heads, triton.cdiv(width, block)](
-        x, dt, a, b, c, a if d is None else d, bias, memory, out, reads, writes, marks, x.stride(0),
+        x, dt, a, b, c, a if d is None else d, bias, memory, out, *ends, x.stride(0),
         dt.stride(0), b.stride(0), c.stride(0), memory.stride(0), memory.stride(1), heads // b.shape[1],
         least, most, P=width, PB=block, N=size, NB=padded, STEPS=steps is not None, HAS_D=d is not None,
         num_warps=max(1, min(8, padded * block // 2048)), **_pdl(),
@@ -312,6 +369,37 @@ def by_chunk(
         x, b, c, inner, factors, memory, out, rows.reads, rows.first, rows.segments, x.stride(0), b.stride(0),
         c.stride(0), memory.stride(0), memory.stride(1), group, tokens, P=width, PB=block, N=size, NB=padded,
         PRECISION=_precision(x), STAGES=1 if exact or padded > 128 else 2, num_warps=4, **_pdl(),
+    )  # fmt: skip
+
+
+def by_channel(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    steps: TimeSteps | None,
+    memory: Tensor,
+    rows: Ends | Rows,
+    out: Tensor,
+) -> None:
+    """Mamba 1: x and out ``[T, C, 1]``, b and c ``[T, 1, N]``, dt ``[T, C]``, a ``[C, N]``, memory ``[units,
+    C, 1, N]``; rows of one token, or longer ones."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    dt = dt if dt.stride(1) == 1 else dt.contiguous()
+    b, c = _rows(b), _rows(c)
+    channels, size = a.shape
+    one, reads = isinstance(rows, Ends), rows.reads
+    count, places = reads.shape[0], (*rows[1:], reads, reads)
+    if isinstance(rows, Rows):
+        count, places = rows.first.shape[0] - 1, (reads, reads, rows.first, rows.segments)
+    bias, least, most = _steps(steps, a)
+    _channels[count, triton.cdiv(channels, CHANNELS)](
+        x, dt, a, b, c, a if d is None else d, bias, memory, out, reads, *places, x.stride(0), dt.stride(0),
+        b.stride(0), c.stride(0), memory.stride(0), channels, least, most, N=size,
+        NB=triton.next_power_of_2(size), ONE=one, STEPS=steps is not None, HAS_D=d is not None,
+        BLOCK=CHANNELS, num_warps=2, **_pdl(),
     )  # fmt: skip
 
 

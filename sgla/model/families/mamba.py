@@ -75,6 +75,20 @@ _NEMOTRON = {
     "mtp_layers_block_type": None,
     "mtp_hybrid_override_pattern": None,
 }
+_JAMBA = {
+    "num_experts_per_tok": 2,
+    "num_experts": 16,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": "auto",
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
 _BAMBA_NAMES = (
     (".feed_forward.", ".mlp."),
     (".pre_ff_layernorm.", ".post_attention_layernorm."),
@@ -124,6 +138,19 @@ FAMILIES = {
         nulls=(*KV_HEADS, "attn_layer_indices", "attn_rotary_emb"),
         attention="sgla.model.mamba_spec:bamba",
         renamed=_BAMBA_NAMES,
+    ),
+    "JambaForCausalLM": Family(
+        ("jamba",),
+        sizes(65536, 4096, 14336, 32, 32, 262144, 8)
+        | {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "head_dim": None}
+        | _JAMBA,
+        CAUSAL | {"mamba_inner_layernorms": True, "sliding_window": None},
+        {"num_local_experts": "num_experts", "n_ctx": "max_position_embeddings"},
+        names={theirs: ours for theirs, ours in _NAMES.items() if theirs in _JAMBA},
+        model="sgla.model.jamba:Jamba",
+        attention="sgla.model.mamba_spec:jamba",
+        mixture="sgla.model.mamba_spec:jamba_mixture",
+        renamed=((".feed_forward.router.", ".mlp.gate."), *_BAMBA_NAMES),
     ),
     "FalconH1ForCausalLM": Family(
         ("falcon_h1",),
