@@ -49,6 +49,7 @@ ARGUMENTS = {
     "rm": "MODEL ... [options]",
     "completion": "SHELL",
     "debug": "{dump,compare} [MODEL] [options]",
+    "quantize": "MODEL OUT [options]",
     "launch": "AGENT [options] [-- ARGUMENTS OF THE AGENT]",
 }
 AGENTS = ("claude", "codex", "opencode", "qwen", "pi")  # that launch.py knows
@@ -602,6 +603,18 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
     _add_config(parser, GROUPS_OF_MODELS)
 
 
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    names = ("model", "load_format", "model_source", "revision", "download_dir", "trust_remote_code")
+    _add_config(parser, groups=(), names=names)
+    add = parser.add_argument
+    add("out", metavar="OUT", help="folder that the checkpoint is written to, empty or new")
+    formats = ("w4a16", "fp8", "int8")
+    add("--format", choices=formats, required=True, help="4-bit integers in groups, e4m3 or int8 by channels")
+    add("--method", choices=("gptq",), help="how integers are calibrated; to the nearest one if left out")
+    add("--calibrate", metavar="FILE", help="text that the model is calibrated on")
+    add("--texts", type=int, default=64, metavar="N", help="how many pieces of 512 tokens of it are used")
+
+
 # What each command is for, and what adds its flags.
 BUILT: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "serve": ("serve a model over the OpenAI API", _add_config),
@@ -613,6 +626,7 @@ BUILT: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "health": ("say whether the server on this machine is ready", _add_health),
     "replay": ("play a step log again, or send dumped requests to a server", _add_replay),
     "pull": ("download a model", _add_pull),
+    "quantize": ("write a checkpoint whose linear layers have few bits", _add_quantize),
     "list": ("show the models on this disk", _add_downloads),
     "rm": ("delete models from this disk", _add_rm),
     "launch": ("start a coding agent that uses a running server", _add_launch),

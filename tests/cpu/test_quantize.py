@@ -1,0 +1,124 @@
+"""sgla quantize: what it writes is loaded here and by transformers, and calibration lowers the error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Eager, random_prompts, save_checkpoint
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sgla.cli import main
+from sgla.errors import ConfigError
+from sgla.loading.calibrate import calibration, gptq
+from sgla.loading.load import load_model
+from sgla.loading.quantize import nearest, plan, write
+from sgla.loading.source import open_source
+from sgla.quant.encode import Recipe
+
+PROMPTS = random_prompts([9, 2, 30])
+SHAPE = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 96}
+MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def written(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model_type", "format", "kind", "changes"),
+    [
+        ("llama", "w4a16", "q4_0", SHAPE),
+        ("qwen3", "int8", "q8_0", SHAPE),
+        ("llama", "fp8", "fp8", SHAPE),
+        (
+            "qwen3_moe",
+            "w4a16",
+            "q4_0",
+            {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        ),
+    ],
+)
+def test_what_is_written_is_near_what_was_read(
+    model_type: str, format: str, kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path / "model", model_type, **SHAPE | changes, num_hidden_layers=2)
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--format", format]) == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    quantization = "fp8" if format == "fp8" else "checkpoint"
+    model = load_model(open_source(tmp_path / "out"), quantization=quantization)
+    block, plain = model.blocks[1], load_model(open_source(tmp_path / "model")).blocks[1]
+    for found, wanted in ((block.attention.qkv, plain.attention.qkv), (block.mlp.gate_up, plain.mlp.gate_up)):
+        weight, expected = (getattr(each, "weight", each) for each in (found, wanted))
+        assert weight.kind == kind
+        error = (weight.dequant() - expected.dequant()).norm() / expected.dequant().norm()
+        assert error < {"w4a16": 0.1, "int8": 0.01, "fp8": 0.04}[format]
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--format", format]) == 2
+    with pytest.raises(ConfigError, match="quantized already"):
+        plan(open_source(tmp_path / "out"), "int8")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("format", ["w4a16", "int8", "fp8"])
+def test_transformers_reads_it_alike(format: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    save_checkpoint(tmp_path / "model", "llama", **SHAPE, num_hidden_layers=2)
+    write(plan(open_source(tmp_path / "model"), format), tmp_path / "out", nearest, lambda _: None)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ours = load_model(open_source(tmp_path / "out"))
+    logits = theirs(torch.tensor([PROMPTS[0]])).logits[0].float().log_softmax(-1)
+    expected = Eager(ours).prompt_logprobs([PROMPTS[0]])
+    # transformers rounds activations to 8 bits, as the file says
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3 if format == "w4a16" else 0.5)
+
+
+@torch.no_grad()
+def test_gptq_has_a_smaller_error_on_its_text(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", "llama", **SHAPE, num_hidden_layers=2)
+    job = plan(open_source(tmp_path / "model"), "w4a16")
+    rows = random_prompts([32] * 8)
+    write(job, tmp_path / "nearest", nearest, lambda _: None)
+    write(job, tmp_path / "gptq", calibration(rows), lambda _: None)
+    assert written(tmp_path / "nearest").keys() == written(tmp_path / "gptq").keys()
+    expected, near, solved = (
+        Eager(load_model(open_source(tmp_path / name))).prompt_logprobs(rows)
+        for name in ("model", "nearest", "gptq")
+    )
+    assert (solved - expected).abs().mean() < 0.85 * (near - expected).abs().mean()
+
+
+def test_gptq_spreads_errors_to_channels_that_come_later() -> None:
+    torch.manual_seed(0)
+    w, x = torch.randn(32, 128), torch.randn(400, 16) @ torch.randn(16, 128) + 0.1 * torch.randn(400, 128)
+    recipe = Recipe("w4a16", 32, torch.float16)
+    scales = recipe.scales(w)
+    near = recipe.round(w, recipe.wide(scales, 128)).float() * recipe.wide(scales, 128)
+    numbers, found = gptq(w, x.T @ x, recipe)
+    solved = numbers.float() * recipe.wide(found, 128)
+    assert ((solved - w) @ x.T).norm() < 0.6 * ((near - w) @ x.T).norm()
+
+
+def test_flags_that_do_not_go_together_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
+    given = ["quantize", str(tmp_path / "model"), str(tmp_path / "out")]
+    for flags, words in (
+        (["--format", "w4a16", "--method", "gptq"], "go together"),
+        (["--format", "fp8", "--method", "gptq", "--calibrate", "x"], "--method rounds integers"),
+    ):
+        assert main([*given, *flags]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert json.loads((tmp_path / "model/config.json").read_text())
