@@ -610,7 +610,11 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     add("out", metavar="OUT", help="folder that the checkpoint is written to, empty or new")
     formats = ("w4a16", "fp8", "int8")
     add("--format", choices=formats, required=True, help="4-bit integers in groups, e4m3 or int8 by channels")
-    add("--method", choices=("gptq",), help="how integers are calibrated; to the nearest one if left out")
+    add(
+        "--method",
+        choices=("gptq", "awq"),
+        help="how integers are calibrated; to the nearest one if left out",
+    )
     add("--calibrate", metavar="FILE", help="text that the model is calibrated on")
     add("--texts", type=int, default=64, metavar="N", help="how many pieces of 512 tokens of it are used")
 

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     quantize = import_module("sgla.loading.quantize")  # brings torch
     job, solve = quantize.plan(source, args.format), quantize.nearest
     if args.calibrate:
-        solve = _calibration(source, Path(args.calibrate), args.texts)
+        solve = _calibration(source, Path(args.calibrate), args.texts, args.method)
     progress = ProgressPrinter()
     try:
         with changing_files():
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _calibration(source: ModelSource, file: Path, texts: int) -> object:
+def _calibration(source: ModelSource, file: Path, texts: int, method: str) -> object:
     """Of the first ``texts`` pieces of a file. Raises ConfigError."""
     with changing_files():
         text = file.read_text(errors="replace")
@@ -50,7 +50,7 @@ def _calibration(source: ModelSource, file: Path, texts: int) -> object:
     if not tokens:
         raise ConfigError(f"{file} has no text")
     rows = [tokens[at : at + length] for at in range(0, len(tokens) - length + 1, length)]
-    return import_module("sgla.loading.calibrate").calibration(rows)
+    return import_module("sgla.loading.calibrate").calibration(rows, method)
 
 
 def _tokenizer(source: ModelSource) -> Tokenizer:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Eager, random_prompts, save_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sgla.cli import main
@@ -84,18 +84,25 @@ def test_transformers_reads_it_alike(format: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_gptq_has_a_smaller_error_on_its_text(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "model", "llama", **SHAPE, num_hidden_layers=2)
-    job = plan(open_source(tmp_path / "model"), "w4a16")
-    rows = random_prompts([32] * 8)
+@pytest.mark.parametrize("case", ["gptq llama", "awq qwen3", "awq gemma3_text", "gptq gemma3_text"])
+def test_calibration_lowers_the_error_on_its_text(case: str, tmp_path: Path) -> None:
+    method, model_type = case.split()
+    save_checkpoint(tmp_path / "model", model_type, **SHAPE, num_hidden_layers=2)
+    path = tmp_path / "model/model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():  # some channels have large inputs, as trained models have them
+        if name.endswith("layernorm.weight"):
+            tensor[:4] += 7
+    save_file(tensors, path, {"format": "pt"})
+    job, rows = plan(open_source(tmp_path / "model"), "w4a16"), random_prompts([32] * 8)
     write(job, tmp_path / "nearest", nearest, lambda _: None)
-    write(job, tmp_path / "gptq", calibration(rows), lambda _: None)
-    assert written(tmp_path / "nearest").keys() == written(tmp_path / "gptq").keys()
+    write(job, tmp_path / "solved", calibration(rows, method), lambda _: None)
+    assert written(tmp_path / "nearest").keys() == written(tmp_path / "solved").keys()
     expected, near, solved = (
         Eager(load_model(open_source(tmp_path / name))).prompt_logprobs(rows)
-        for name in ("model", "nearest", "gptq")
+        for name in ("model", "nearest", "solved")
     )
-    assert (solved - expected).abs().mean() < 0.85 * (near - expected).abs().mean()
+    assert (solved - expected).abs().mean() < 0.9 * (near - expected).abs().mean()
 
 
 def test_gptq_spreads_errors_to_channels_that_come_later() -> None:
