@@ -4,7 +4,7 @@ with its rank. How texts are cut before they are merged stands in no file, only 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -50,11 +50,16 @@ def read_tiktoken(data: bytes) -> dict[bytes, int]:
         if line:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-    if len(ranks) > MOST_TOKENS or sorted(ranks.values()) != list(range(len(ranks))):
+    complete(ranks, len(ranks))
+    return ranks
+
+
+def complete(ranks: Mapping[bytes, int], count: int) -> None:
+    """Raise ValueError if these are not ``count`` tokens with the ranks from 0 on, all bytes among them."""
+    if count > MOST_TOKENS or sorted(ranks.values()) != list(range(count)):
         raise ValueError("its ranks are not the numbers from 0 on, each once")
     if lacking := 256 - sum(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError(f"it lacks {lacking} of the 256 bytes")
-    return ranks
 
 
 def pattern_of(names: list[Any]) -> str:
@@ -70,10 +75,13 @@ def pattern_of(names: list[Any]) -> str:
     )
 
 
-def backend_of(ranks: Mapping[bytes, int], pattern: str) -> Tokenizer:
+def backend_of(ranks: Mapping[bytes, int], pattern: str, before: Sequence[str] = ()) -> Tokenizer:
+    """``before``: tokens with the first ids."""
     vocab = {"".join(CHAR_OF[byte] for byte in token): rank for token, rank in ranks.items()}
     merges = merges_of({token: -float(rank) for token, rank in vocab.items()})
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    ids = {token: id for id, token in enumerate(before)}
+    ids |= {token: rank + len(before) for token, rank in vocab.items()}
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "isolated"),

@@ -1,4 +1,5 @@
-"""Tokenizers of folders without ``tokenizer.json``: SentencePiece's ``tokenizer.model``, tiktoken files."""
+"""Tokenizers of folders without ``tokenizer.json``: SentencePiece's ``tokenizer.model``, tiktoken files,
+Mistral's ``tekken.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from sgla.errors import ConfigError
-from sgla.text import sentencepiece_file, tiktoken_file
+from sgla.text import sentencepiece_file, tekken_file, tiktoken_file
 from sgla.text.conversion import VERSION, cached, readable
 
 MOST_BYTES = 64 << 20
@@ -25,6 +26,7 @@ def backend_from_files(
     tokenizer_config.json; ``model_type``: of config.json; ``cache``: folder for the result. Raises
     ConfigError."""
     names = [folder / "tokenizer.model", folder / "tiktoken.model", *sorted(folder.glob("*.tiktoken"))]
+    names.append(folder / "tekken.json")
     file = next((path for path in names if path.is_file()), None)
     if file is None:
         return None
@@ -39,6 +41,9 @@ def backend_from_files(
             return cached(
                 digest, cache, lambda: sentencepiece_file.backend_of(found, settings)
             ), found.named()
+        if file.name == "tekken.json":
+            tekken = tekken_file.read_tekken(data)
+            return cached(_digest(data, []), cache, lambda: tekken_file.backend_from(tekken)), tekken.named()
         pattern = tiktoken_file.pattern_of([settings.get("tokenizer_class"), model_type])
         return cached(_digest(data, [*read, pattern]), cache, lambda: _tiktoken(data, pattern, settings)), {}
 

@@ -134,6 +134,48 @@ def test_tiktoken_files_give_its_ids_and_texts(
     assert (ours.eos_id, ours.vocab_size) == (base + 3, base + 4)
 
 
+def tekken(**changes: Any) -> bytes:
+    """With tokens behind those that count, as published files have them."""
+    tokens = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode()} for token, rank in ranks().items()
+    ]
+    config = {"pattern": LLAMA3, "default_vocab_size": len(tokens) + 20, "default_num_special_tokens": 30}
+    return json.dumps({"config": config, "vocab": tokens} | changes).encode()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_tekken_files_give_its_ids_and_texts(listed: bool, tmp_path: Path) -> None:
+    """As ``mistral_common.tokens.tokenizers.tekken.Tekkenizer`` has them."""
+    special = [{"rank": rank, "token_str": text} for rank, text in enumerate(["<unk>", "<s>", "</s>", "[X]"])]
+    (tmp_path / "tekken.json").write_bytes(tekken(**{"special_tokens": special} if listed else {}))
+    kept = dict(list(ranks().items())[: len(ranks()) - 10])
+    theirs = tiktoken.Encoding("t", pat_str=LLAMA3, mergeable_ranks=kept, special_tokens={})
+    ours = load_tokenizer(tmp_path)
+    for text in texts():
+        ids = [token + 30 for token in theirs.encode(text)]
+        assert ours.encode(text, add_special_tokens=False) == ids
+        assert ours.decode(ids) == text
+    assert ours.encode("[X]<SPECIAL_29>" if listed else "[INST]<SPECIAL_29>") == [1, 3, 29]
+    assert (ours.special_tokens["bos_token"], ours.eos_id, ours.vocab_size) == ("<s>", 2, len(kept) + 30)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"{", "cannot be read"),
+        (b"[]", "cannot be read"),
+        (b'{"config": {}}', "cannot be read"),
+        (tekken(vocab=[]), "do not fit each other"),
+        (tekken(special_tokens=[{"rank": 30, "token_str": "<s>"}]), "twice, or has an id of another"),
+        (tekken(special_tokens=[{"rank": i, "token_str": "<s>"} for i in (1, 2)]), "twice, or has an id"),
+    ],
+)
+def test_tekken_files_that_are_none_are_refused(data: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=words):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tiktoken_file_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.tiktoken").write_bytes(as_file(ranks()))
     (tmp_path / "config.json").write_text('{"model_type": "mystery"}')
