@@ -12,7 +12,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
-from sgla.layers.attention import neox_order
+from sgla.layers.attention import LayerAttention, neox_order
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.layers.norm import RMSNorm
@@ -94,7 +94,7 @@ class LatentAttention:
 class Latent(Llama):
     """MiniCPM 3 (arXiv 2404.06395), and the dense layers of DeepSeek-V2 and V3."""
 
-    def attention(self, build: Build, name: str, index: int) -> LatentAttention:
+    def attention(self, build: Build, name: str, index: int) -> LayerAttention:
         layer = self.spec.attention[index]
         assert isinstance(layer, LatentSpec)
         cos_sin = self.angles(layer.rope, layer.rotated)

@@ -134,6 +134,11 @@ def hunyuan_v3(c: Reader, layers: int) -> MoESpec:
     return deepseek_v3(_renamed(c, names, n_group=1, topk_group=1, norm_topk_prob=True), layers)
 
 
+def kimi(c: Reader, layers: int) -> MoESpec:
+    """Kimi Linear: DeepSeek-V3's, by another name."""
+    return deepseek_v3(_renamed(c, {"n_routed_experts": "num_local_experts"}), layers)
+
+
 def minimax(c: Reader, layers: int) -> MoESpec:
     """MiniMax-M2: sigmoids and a bias, and no shared expert."""
     if any(kind != 1 for kind in c.integers("attn_type_list", LAYERS)):

@@ -56,7 +56,7 @@ def read_decoder(config: Mapping[str, Any]) -> ModelSpec:
     values = {**family.defaults, **text}
     if values.get(ROPE) is None:  # HF's classes fill it in then, too
         values[ROPE] = family.defaults.get(ROPE)
-    values |= {ours: values[theirs] for theirs, ours in family.names.items()}
+    values |= _by_our_names(family, text, values)
     reader = Reader(architecture, values)
     spec = _read(reader, family)
     if family.completed:
@@ -70,6 +70,17 @@ def read_decoder(config: Mapping[str, Any]) -> ModelSpec:
         + _of_length(spec)
         + (method.notes if method is not None else ()),
     )
+
+
+def _by_our_names(family: Family, text: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a family calls otherwise; where it has both names, one that is given counts."""
+    found = {}
+    for theirs, ours in family.names.items():
+        if ours not in family.defaults or text.get(theirs) is not None:
+            found[ours] = values[theirs]
+            if text.get(ours, values[theirs]) != values[theirs]:
+                raise ConfigError(f"config.json: {ours} and {theirs} are not the same", param="model")
+    return found
 
 
 def _of_length(spec: ModelSpec) -> tuple[str, ...]:

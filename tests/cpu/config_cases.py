@@ -732,6 +732,55 @@ RUN["pythia"] = Case(
     }
 )
 
+RUN["Kimi-Linear-48B-A3B"] = Case(
+    {key: value for key, value in TINY.items() if key not in ("max_position_embeddings", "num_hidden_layers")}
+    | {
+        "architectures": ["KimiLinearForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"},
+        "bos_token_id": 1,
+        "dtype": "float32",
+        "eos_token_id": 2,
+        "first_k_dense_replace": 1,
+        "head_dim": 6,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "kv_lora_rank": 16,
+        "linear_attn_config": {
+            "full_attn_layers": [4],
+            "head_dim": 8,
+            "kda_layers": [1, 2, 3],
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True,
+        "model_max_length": 128,
+        "model_type": "kimi_linear",
+        "moe_intermediate_size": 16,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_expert_group": 1,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 1,
+        "pad_token_id": 0,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_cache": True,
+        "use_grouped_topk": True,
+        "v_head_dim": 8,
+    }
+)
 RUN["LFM2-1.2B"] = Case(
     TINY
     | {

@@ -251,6 +251,22 @@ SCANS = {
     "n_groups": 2,
     "state_size": 8,
 }
+DELTA_OF_CHANNELS = {
+    key: value for key, value in DECODER.items() if key not in ("head_dim", "rope_theta")
+} | {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": DECODER["num_attention_heads"],
+    "layer_types": ["linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "dense"],
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "linear_head_dim": 8,
+    "linear_num_heads": 2,
+}
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
@@ -284,6 +300,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"attention_backend": "torch"},
     ),
     "convolutions": (CONVOLUTIONS, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
+    "delta of channels": (DELTA_OF_CHANNELS, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "last": (DECODER, "lasttoken", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "mean": (DECODER, "mean_tokens", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "windows, decode": (

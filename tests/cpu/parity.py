@@ -58,6 +58,7 @@ DELTA = {
 }
 DELTA_HEADS = HEADS | {"linear_num_key_heads": 3, "linear_num_value_heads": 3}
 SHARED = {"shared_expert_intermediate_size": 72}
+DELTA_KINDS = ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]
 CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 SSM = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 KINDS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -229,6 +230,13 @@ LAYOUTS: dict[str, Layouts] = {
         heads=DELTA_HEADS,
         other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}, "linear_conv_kernel_dim": 3},
     ),
+    "kimi_linear": Layouts(
+        LATENT
+        | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 3, "num_local_experts": 8}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_hidden_layers": 5},
+        heads=MORE_LATENT | {"linear_num_heads": 4},
+        other={"linear_conv_kernel_dim": 3, "layer_types": DELTA_KINDS},
+    ),
     "lfm2": Layouts(
         {"block_multiple_of": 16} | CONV | TIED, other={"rope_parameters": LINEAR, "conv_L_cache": 4}
     ),
@@ -301,7 +309,7 @@ def said(changes: dict[str, Any]) -> str:
     if "num_attention_heads" in changes:
         kv = changes.get("num_key_value_heads", changes["num_attention_heads"])
         words.append(f"{changes['num_attention_heads']} heads, {kv} of k and v")
-    if "sliding_window" in changes or "layer_types" in changes:
+    if "sliding_window" in changes or "sliding_attention" in changes.get("layer_types", ()):
         words.append("windows")
     rope = changes.get("rope_parameters")
     if rope:

@@ -194,6 +194,7 @@ NOTHING = {
     "BambaForCausalLM": {"attn_rotary_emb"},
     "JambaForCausalLM": {"head_dim"},
     "Mamba2ForCausalLM": {"intermediate_size", "norm_before_gate"},
+    "KimiLinearForCausalLM": {"rope_theta"},
     "NomicBert": set(FAMILIES["NomicBert"].keys.values()),
 }
 

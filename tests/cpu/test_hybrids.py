@@ -47,6 +47,18 @@ HEADS = {
 THIRD = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 SHORT = {"layer_types": ["conv", "full_attention", "conv"]}
 ROUTED = {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+KIMI = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "linear_head_dim": 8,
+    "linear_num_heads": 6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", HEADS | EXPERTS | {"num_hidden_layers": 4}),
     "qwen3-next, one head for each, mixed": (
@@ -66,6 +78,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}},
     ),
     "qwen3.5 moe": ("qwen3_5_moe_text", HEADS | EXPERTS | THIRD | {"intermediate_size": ...}),
+    "kimi": ("kimi_linear", KIMI | {"num_hidden_layers": 5}),
+    "kimi, dense, queries with a latent": (
+        "kimi_linear",
+        KIMI
+        | THIRD
+        | {"q_lora_rank": 24, "linear_num_heads": 4, "linear_conv_kernel_dim": 3, "n_group": 2}
+        | {"mlp_layer_types": ["dense", "dense", "sparse"], "norm_topk_prob": False},
+    ),
     "lfm2": ("lfm2", SHORT | {"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.2}),
     "lfm2, biases, tied": (
         "lfm2",
@@ -303,9 +323,12 @@ async def test_two_ranks_equal_one(source: ModelSource, alone: dict[str, list[in
     assert (await over_two_ranks(source, requests())).tokens() == alone
 
 
-async def test_convolutions_alone_keep_states(tmp_path: Path) -> None:
-    """Units without memory: in a batch, in chunks, behind a prefix and over two ranks, as alone."""
-    save_checkpoint(tmp_path, "lfm2_moe", seed=1, **SHORT, **ROUTED)
+@pytest.mark.parametrize("name", ["lfm2 moe", "kimi"])
+async def test_other_states_are_kept(name: str, tmp_path: Path) -> None:
+    """Units without memory, and beside latents: in a batch, in chunks, behind a prefix and over two ranks, as
+    alone."""
+    model_type, changes = FAMILIES[name]
+    save_checkpoint(tmp_path, model_type, seed=1, **changes)
     source, wanted = open_source(tmp_path), requests()[1:3]
     runner = make_runner(source, native_kernels=True)
     check_draws(runner)

@@ -34,6 +34,7 @@ def answers() -> dict[str, Any]:
         ("module", {"logprobs"}),
         ("module with windows", set()),
         ("convolutions", {"logprobs"}),
+        ("delta of channels", {"logprobs"}),
         ("a scan beside attention", {"logprobs"}),
         ("one part in each layer", {"logprobs"}),
         ("scans alone", {"logprobs"}),

@@ -129,6 +129,24 @@ MODEL = {
 }
 
 
+KIMI = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "model_type": "kimi_linear",
+    "vocab_size": 5000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "moe_intermediate_size": 256,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "linear_head_dim": 64,
+    "linear_num_heads": 4,
+    "model_max_length": 2048,
+}
 CONVOLUTIONS = {
     "architectures": ["Lfm2ForCausalLM"],
     "model_type": "lfm2",
@@ -207,7 +225,11 @@ SCANS = {
 @pytest.fixture(
     scope="module",
     params=[
-        *((model, dtype) for model in (MODEL, CONVOLUTIONS, ONE_EACH) for dtype in ("float32", "bfloat16")),
+        *(
+            (model, dtype)
+            for model in (MODEL, KIMI, CONVOLUTIONS, ONE_EACH)
+            for dtype in ("float32", "bfloat16")
+        ),
         *((model, "float32") for model in (BESIDE, CHANNELS, SCANS)),
     ],
     ids=lambda case: f"{case[0]['model_type']} {case[1]}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgla.model.families.keys import CAUSAL, sizes
+from sgla.model.families.keys import CAUSAL, HEAD_DIM, KV_HEADS, sizes
 from sgla.model.family import Family
 
 _DELTA = {
@@ -59,6 +59,14 @@ _CONV_NAMES = (
     (".q_layernorm.", ".q_norm."),
     (".k_layernorm.", ".k_norm."),
 )
+_KIMI = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts": "num_local_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
 _TOWERS = {"tie_word_embeddings": False, "text_config": None, "vision_config": None}
 
 FAMILIES = {
@@ -101,6 +109,60 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:qwen3_5",
         renamed=_SHARED,
         norm_offset=1.0,
+    ),
+    "KimiLinearForCausalLM": Family(
+        ("kimi_linear",),
+        sizes(163840, 2304, 9216, 27, 32, 1048576, 32)
+        | {
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "moe_intermediate_size": 1024,
+            "n_shared_experts": 1,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.446,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": None,
+            "layer_types": None,
+            "linear_attn_config": None,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+            "head_dim": None,
+            "qk_head_dim": None,
+            "rope_theta": None,
+            **dict.fromkeys(_KIMI),
+        },
+        {key: value for key, value in CAUSAL.items() if key != "partial_rotary_factor"}
+        | {
+            "attention_bias": False,
+            "mla_use_nope": True,
+            "moe_layer_freq": 1,
+            "moe_router_activation_func": "sigmoid",
+            "rope_scaling": None,
+            "use_grouped_topk": True,
+        },
+        model="sgla.model.kimi:Kimi",
+        nulls=(*KV_HEADS, *HEAD_DIM, "rope_theta"),
+        names=_KIMI,
+        attention="sgla.model.kimi_spec:read",
+        mixture="sgla.model.mixture_spec:kimi",
+        renamed=(
+            (".block_sparse_moe.", ".mlp."),
+            (".forget_gate.", "."),
+            (".w1.", ".gate_proj."),
+            (".w2.", ".down_proj."),
+            (".w3.", ".up_proj."),
+        ),
     ),
     "Lfm2ForCausalLM": Family(
         ("lfm2",),

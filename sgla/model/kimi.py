@@ -1,0 +1,82 @@
+"""Kimi Linear (arXiv 2510.26692): the delta rule with a decay for each channel, and in every fourth layer
+latent attention whose positions are not rotated."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgla.errors import ConfigError
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.ops import StateLayer
+from sgla.layers.attention import LayerAttention
+from sgla.layers.build import Build, Part
+from sgla.layers.linear import MergedColumnLinear, RowLinear
+from sgla.model.kimi_spec import KimiDeltaSpec
+from sgla.model.latent import Latent
+from sgla.quant.weight import SourceTensor
+
+
+class KimiDelta:
+    """``[T, d] -> [T, H * dim]`` of this rank's heads, which ``out`` brings back to the width."""
+
+    def __init__(self, build: Build, name: str, hidden: int, layer: KimiDeltaSpec, eps: float) -> None:
+        count, dim = layer.count, layer.dim
+        if count % build.shard.size:
+            raise ConfigError(
+                f"{count} heads (linear_num_heads) cannot be split over {build.shard.size} ranks", param="tp"
+            )
+        own, width = build.shard.range(count), count * dim
+        self.layer, self.eps = layer, eps
+        rows = range(own.start * dim, own.stop * dim)
+        self.qkv = MergedColumnLinear(build, hidden, [(f"{name}.{part}_proj", width, rows) for part in "qkv"])
+        narrow = [(f"{name}.{part}_a_proj", dim, range(dim)) for part in "fg"]
+        self.narrow = MergedColumnLinear(build, hidden, [*narrow, (f"{name}.b_proj", count, own)])
+        self.widths = [dim, dim, len(own)]
+        self.decay, self.gate = (
+            MergedColumnLinear(build, dim, [(f"{name}.{part}_b_proj", width, rows)]) for part in "fg"
+        )
+        self.conv = torch.zeros(3 * len(rows), layer.taps)
+        self._declare_conv(build, name, width, rows)
+        self.dt_bias = build.vector(f"{name}.dt_bias", width, rows)
+        self.a_log = torch.zeros(len(own), 1)
+        build.declare(f"{name}.A_log", (1, 1, count, 1), partial(self._take_rates, own))
+        self.norm = build.vector(f"{name}.o_norm.weight", dim)
+        self.out = RowLinear(build, f"{name}.o_proj", hidden, width, rows)
+
+    def _declare_conv(self, build: Build, name: str, width: int, rows: range) -> None:
+        """Of q, k and v apart, or stacked as transformers has them."""
+        parts = []
+        for i, part in enumerate("qkv"):
+            take = partial(self._take_conv, i * len(rows), rows)
+            build.declare(f"{name}.{part}_conv1d.weight", (width, 1, self.layer.taps), take)
+            parts.append(Part(f"{name}.{part}_conv1d.weight", None, range(i * width, (i + 1) * width)))
+        build.stacks[f"{name}.conv1d.weight"] = (3 * width, 1, self.layer.taps), parts
+
+    def _take_conv(self, at: int, rows: range, source: SourceTensor) -> None:
+        self.conv[at : at + len(rows)] = source.dense(rows)[:, 0]
+
+    def _take_rates(self, own: range, source: SourceTensor) -> None:
+        self.a_log.copy_(source.dense()[0, 0, own.start : own.stop])
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:
+        mixed = ops.causal_conv(self.qkv(x), self.conv, None, state, batch)
+        q, k, v = (y.unflatten(1, (-1, self.layer.dim)) for y in mixed.chunk(3, dim=1))
+        fading, gating, writing = (y.contiguous() for y in self.narrow(x).split(self.widths, dim=1))
+        time = F.softplus(self.decay(fading).float() + self.dt_bias).unflatten(1, (-1, self.layer.dim))
+        decay, beta = -self.a_log.exp() * time, writing.float().sigmoid()
+        seen = ops.gated_delta(q, k, v, decay, beta, state, batch)
+        gate = self.gate(gating).unflatten(1, (-1, self.layer.dim))
+        return ops.gated_rms_norm(seen, gate, self.norm, self.eps, "sigmoid").flatten(1)
+
+
+class Kimi(Latent):
+    def attention(self, build: Build, name: str, index: int) -> LayerAttention:
+        layer = self.spec.attention[index]
+        if isinstance(layer, KimiDeltaSpec):
+            return KimiDelta(build, name, self.spec.hidden, layer, self.spec.eps)
+        return super().attention(build, name, index)
