@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import http.server
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -95,6 +98,45 @@ def test_a_folder_is_copied_once(kind: str, tmp_path: Path, request: pytest.Fixt
     assert fetch.find_local(config) == folder
     source = configured_source(folder, config)
     assert (source.kind, [path.name for path in source.files]) == ("safetensors", ["model.safetensors"])
+
+
+class FakeRedis:
+    """What ``redis.Redis`` has of strings."""
+
+    values: dict[bytes, bytes] = {f"a*b/model/{name}".encode(): data for name, data in FILES.items()}
+    asked: list[str] = []
+
+    @classmethod
+    def from_url(cls, url: str, **settings: Any) -> FakeRedis:
+        cls.asked.append(url)
+        return cls()
+
+    def scan_iter(self, match: str, count: int) -> Iterator[bytes]:
+        plain = match.replace("\\*", "[*]")
+        names = [*self.values, b"a*b/model/sub/x", b"axb/model/config.json", b"a*b/other"]
+        return (name for name in names if fnmatch.fnmatchcase(name.decode(), plain))
+
+    def strlen(self, name: str) -> int:
+        return len(self.values[name.encode()])
+
+    def getrange(self, name: str, first: int, last: int) -> bytes:
+        return self.values[name.encode()][first : last + 1]
+
+
+def test_a_model_in_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = remote("redis://:pass@host:6380/a*b/model?db=2", tmp_path)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ConfigError, match="redis:// needs redis: pip install redis"):
+        fetch.resolve_model(config)
+    monkeypatch.setitem(sys.modules, "redis", SimpleNamespace(Redis=FakeRedis))
+    monkeypatch.setattr("sgla.hub.redis_files.PIECE", 1000)
+    folder = fetch.resolve_model(config)
+    assert FakeRedis.asked == ["redis://:pass@host:6380?db=2"]
+    assert held(folder) == WANTED
+    assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
+    changed = {b"a*b/model/tokenizer.model": b"PIECES"}  # as long as before
+    monkeypatch.setattr(FakeRedis, "values", FakeRedis.values | changed)
+    assert (fetch.resolve_model(config) / "tokenizer.model").read_bytes() == b"PIECES"
 
 
 def test_what_has_not_changed_stays(site: str, memory: str, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 """Models behind an address that fsspec reads: object stores (``s3://``, ``gs://``) and HTTP servers that list
-a folder. Their files are copied to the cache, and again when they change."""
+a folder; and Redis. Their files are copied to the cache, and again when they change."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sgla.errors import ConfigError, NotDownloaded
 from sgla.hub.disk import bytes_text, free_bytes
 from sgla.hub.packaged import OnProgress, cache_folder
 from sgla.hub.quantized import parts_of
+from sgla.hub.redis_files import RedisFiles
 from sgla.hub.source import TRAINING, ModelSource
 from sgla.messages import Progress
 
@@ -75,6 +76,14 @@ def _opened(url: str) -> tuple[Any, str]:
     import fsspec
 
     scheme = url.partition("://")[0]
+    if scheme in ("redis", "rediss"):
+        try:
+            files = RedisFiles(url)
+        except ImportError as error:
+            raise ConfigError(
+                f"--load-format remote: {scheme}:// needs redis: pip install redis", param="model"
+            ) from error
+        return files, files.root
     try:
         options = {"client_kwargs": _client()} if scheme in ("http", "https") else {}
         fs, root = fsspec.core.url_to_fs(url, **options)
