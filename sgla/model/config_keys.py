@@ -161,7 +161,9 @@ def _off(name: str, value: Any) -> bool:
     return value is None or value is False or (value is not True and value in (1, [], {}))
 
 
-def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> tuple[str, ...]:
+def noted(
+    architecture: str, family: Family, config: Mapping[str, Any], unknown: list[str]
+) -> tuple[str, ...]:
     """What to say of a file that is served:
     of its ``unknown`` keys, and of what it names that is not used."""
     found = []
@@ -170,9 +172,10 @@ def noted(architecture: str, config: Mapping[str, Any], unknown: list[str]) -> t
         names = ", ".join(key[:40] for key in unknown[:8])
         found.append(f"config.json: keys that neither transformers nor sgla reads: {names}{more}")
     if config.get("auto_map"):
+        same = "it" if family.of_checkpoints else f"transformers' own {architecture}"
         found.append(
             "config.json: auto_map names code that comes with the checkpoint; it is never run, and the "
-            f"model computes what transformers' own {architecture} does"
+            f"model computes what {same} does"
         )
     if chunk := dual_chunk(Reader(architecture, config)):
         found.append(

@@ -93,7 +93,7 @@ class EncoderSpec:
         spec = _read(Reader(name, values), family)
         if known.completed:
             spec = resolve_name(known.completed)(Reader(name, values), spec)
-        return replace(spec, notes=noted(name, config, unknown))
+        return replace(spec, notes=noted(name, known, config, unknown))
 
     def rename(self, name: str) -> str:
         """From a checkpoint's name to the one the model declares:

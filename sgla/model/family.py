@@ -35,6 +35,7 @@ class Family:
     attention: str = ""
     completed: str = ""
     outer: Family | None = None
+    of_checkpoints: bool = False  # transformers has no such class: its code comes with checkpoints
     layers_differ: bool = False  # heads, KV heads and head_dim may be lists
     pooled: bool = False
     also: tuple[str, ...] = ()  # other architectures that it runs

@@ -97,6 +97,20 @@ def ernie(c: Reader, layers: int) -> MoESpec:
     )
 
 
+def deepseek(c: Reader, layers: int) -> MoESpec | None:
+    """DeepSeek-MoE (arXiv 2401.06066): a softmax over all in every ``moe_layer_freq``-th layer."""
+    if not c.given("n_routed_experts"):
+        return None
+    experts, width = c.integer("n_routed_experts", EXPERTS), c.integer("moe_intermediate_size", INNER)
+    routing = _routing(c, experts, normalize=c.flag("norm_topk_prob"), least=1e-20)
+    if routing.top_k == 1:
+        routing = replace(routing, normalize=False)
+    first, step = c.integer("first_k_dense_replace", LAYERS, 0), c.integer("moe_layer_freq", LAYERS)
+    mixtures = frozenset(range(first, layers)) & frozenset(range(0, layers, step))
+    shared = width * c.integer("n_shared_experts", EXPERTS, 0) if c.given("n_shared_experts") else 0
+    return MoESpec(experts, width, routing, mixtures, shared=shared)
+
+
 def deepseek_v2(c: Reader, layers: int) -> MoESpec:
     """DeepSeek-V2 (arXiv 2405.04434): a softmax, and groups by their best expert."""
     method = c.values.get("topk_method")

@@ -66,7 +66,7 @@ def read_decoder(config: Mapping[str, Any]) -> ModelSpec:
     return replace(
         spec,
         method=method,
-        notes=noted(architecture, config, unknown)
+        notes=noted(architecture, family, config, unknown)
         + _of_length(spec)
         + (method.notes if method is not None else ()),
     )

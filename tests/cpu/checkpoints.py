@@ -48,6 +48,10 @@ def save_checkpoint(
     be forgotten."""
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which spawned ranks need not spend
 
+    if model_type == "deepseek":
+        import deepseek
+
+        deepseek.register()
     torch.manual_seed(seed)
     sizes = {key: value for key, value in (SMALL | changes).items() if value is not ...}
     config = AutoConfig.for_model(model_type, **sizes)

@@ -840,6 +840,30 @@ RUN["LFM2-8B-A1B"] = Case(
     }
 )
 
+RUN["deepseek-moe-16b"] = Case(
+    TINY
+    | USUAL
+    | {
+        "architectures": ["DeepseekForCausalLM"],
+        "attention_bias": False,
+        "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1,
+        "model_type": "deepseek",
+        "moe_intermediate_size": 24,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 3,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+        "scoring_func": "softmax",
+        "seq_aux": True,
+        "tie_word_embeddings": False,
+    }
+)
 RUN["Phi-3.5-MoE"] = Case(
     TINY
     | USUAL

@@ -163,6 +163,9 @@ LAYOUTS: dict[str, Layouts] = {
     "youtu": Layouts(LATENT | TIED, heads=MORE_LATENT),
     "qwen3_moe": Layouts(EXPERTS, other={"decoder_sparse_step": 2, "norm_topk_prob": True}),
     "mixtral": Layouts({"num_local_experts": 5}, other=WINDOW),
+    "deepseek": Layouts(
+        ROUTED | {"first_k_dense_replace": 1}, other={"moe_layer_freq": 2, "norm_topk_prob": True}
+    ),
     "phimoe": Layouts(
         {"num_local_experts": 5, "router_jitter_noise": 0.1, "lm_head_bias": True},
         other=WINDOW | {"attention_bias": True},
@@ -399,6 +402,7 @@ nats; at most {most:g} is allowed. `tests/cpu/test_parity.py` compares some of t
 
 {first}
 
+Transformers has no `DeepseekForCausalLM` (DeepSeek-MoE); its reference is `tests/cpu/deepseek.py`.
 Encoders, and decoders that answer with vectors, are compared in `tests/cpu/test_pooling.py`.
 
 ## Through transformers' module: {generic}

@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import deepseek
 import numpy as np
 import pytest
 import torch
@@ -36,6 +37,7 @@ from sgla.resolve import resolve
 from sgla.worker.start_cpu import cpu_runner
 
 EQUAL = RUN | HONOURED
+deepseek.register()
 PROMPT = [3 + 7 * i % 83 for i in range(40)]
 
 

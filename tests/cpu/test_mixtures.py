@@ -62,6 +62,11 @@ LLAMA4 = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "deepseek": ("deepseek", ROUTED | {"first_k_dense_replace": 1, "n_shared_experts": 2}),
+    "deepseek, some layers": (
+        "deepseek",
+        ROUTED | {"n_shared_experts": None, "moe_layer_freq": 2, "norm_topk_prob": True},
+    ),
     "phi": ("phimoe", {"num_local_experts": 5, "router_jitter_noise": 0.3, "lm_head_bias": True}),
     "phi, longrope": (
         "phimoe",

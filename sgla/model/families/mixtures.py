@@ -145,6 +145,33 @@ FAMILIES = {
         renamed=_MIXTRAL,
         gguf=(Gguf("llama", permuted=True, when={"expert_count": True}),),
     ),
+    "DeepseekForCausalLM": Family(
+        ("deepseek",),
+        DECODER
+        | sizes(102400, 4096, 11008, 30, 32, 2048)
+        | {
+            "attention_bias": False,
+            "n_routed_experts": None,
+            "n_shared_experts": None,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1407,
+            "moe_layer_freq": 1,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
+        CAUSAL | {"mlp_bias": False, "scoring_func": "softmax", "topk_method": "greedy"},
+        model="sgla.model.llama:Llama",
+        nulls=(
+            *KV_HEADS,
+            *HEAD_DIM,
+            "n_routed_experts",
+            "n_shared_experts",
+            "num_experts_per_tok",
+            "norm_topk_prob",
+        ),
+        of_checkpoints=True,
+        mixture="sgla.model.mixture_spec:deepseek",
+    ),
     "PhimoeForCausalLM": Family(
         ("phimoe",),
         DECODER
