@@ -23,8 +23,9 @@ class Family:
     that make vectors of it. ``attention``: module and function (without torch) that reads the shapes of the
     layers, ``(reader, layers, positions) -> tuple[AttentionSpec, ...]``, where other keys say them than most
     families have; ``completed``: one ``(reader, spec) -> ModelSpec`` that adds to the spec what few families
-    have. ``outer``: keys of files that have the language model's own in ``text_config``. The others are
-    values of ``ModelSpec`` that no key says."""
+    have. ``outer``: keys of files that have the language model's own in ``text_config``; ``texts``: by the
+    ``model_type`` in there, architectures with the same class that it may be instead. The others are values
+    of ``ModelSpec`` that no key says."""
 
     types: tuple[str, ...]
     defaults: Mapping[str, Any]
@@ -35,6 +36,7 @@ class Family:
     attention: str = ""
     completed: str = ""
     outer: Family | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
     of_checkpoints: bool = False  # transformers has no such class: its code comes with checkpoints
     layers_differ: bool = False  # heads, KV heads and head_dim may be lists
     pooled: bool = False

@@ -14,6 +14,8 @@ from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
 from sgla.model.base import Decoder
 
+_TOWER = ("vision_tower", "multi_modal_projector")
+
 
 class Block:
     def __init__(self, model: Llama, build: Build, name: str, index: int) -> None:
@@ -40,6 +42,12 @@ class Block:
 class Llama(Decoder):
     def block(self, build: Build, name: str, index: int) -> Block:
         return Block(self, build, name, index)
+
+
+class Mistral(Llama):
+    """Mistral (arXiv 2310.06825) and Ministral 3, whose vision towers are left out."""
+
+    ignored = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in _TOWER)
 
 
 class Starcoder2(Llama):

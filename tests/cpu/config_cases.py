@@ -529,6 +529,35 @@ RUN: dict[str, Case] = {
     "DeepSeek-V2-Lite": Case(deepseek(2, q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1)),
     "DeepSeek-V3": Case(deepseek(3, num_nextn_predict_layers=1)),
     "gpt-oss-20b in bf16": Case(GPT_OSS),
+    "Kimi-K2": Case(
+        deepseek(
+            3,
+            model_type="kimi_k2",
+            auto_map={"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+            num_nextn_predict_layers=0,
+            rope_scaling={
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+                "type": "yarn",
+            },
+        ),
+        twin=deepseek(
+            3,
+            rope_scaling={
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+                "type": "yarn",
+            },
+        ),
+    ),
     "DeepSeek-R1 in fp8": Case(deepseek(3, quantization_config=FP8["block"]), twin=deepseek(3), fp8="block"),
     "Qwen1.5-MoE-A2.7B": Case(
         decoder(
@@ -863,6 +892,55 @@ RUN["deepseek-moe-16b"] = Case(
         "seq_aux": True,
         "tie_word_embeddings": False,
     }
+)
+PIXTRAL = {
+    "head_dim": 8,
+    "hidden_act": "gelu",
+    "hidden_size": 16,
+    "image_size": 28,
+    "intermediate_size": 16,
+    "model_type": "pixtral",
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": 14,
+}
+
+
+def mistral3(**text: Any) -> Config:
+    return {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "text_config": TINY
+        | {"head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-05, "sliding_window": None}
+        | text,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "vision_config": PIXTRAL,
+        "vision_feature_layer": -1,
+    }
+
+
+RUN["Mistral-Small-3.2"] = Case(mistral3(model_type="mistral", rope_theta=1e9))
+RUN["Ministral-3-8B"] = Case(
+    mistral3(
+        model_type="ministral3",
+        rope_parameters={
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 1e6,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+    )
 )
 RUN["Phi-3.5-MoE"] = Case(
     TINY

@@ -26,6 +26,18 @@ _GLM = sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
 }
+_MISTRAL3 = Family(
+    ("mistral3",),
+    {
+        "tie_word_embeddings": True,
+        "text_config": None,
+        "vision_config": None,
+        "vision_feature_layer": -1,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+    },
+)
 
 FAMILIES = {
     "LlamaForCausalLM": Family(
@@ -95,8 +107,11 @@ FAMILIES = {
         ("mistral",),
         DECODER | sizes(32000, 4096, 14336, 32, 32, 131072, 8) | {"sliding_window": 4096},
         CAUSAL,
-        model="sgla.model.llama:Llama",
+        model="sgla.model.llama:Mistral",
         nulls=HEAD_DIM,
+        also=("Mistral3ForConditionalGeneration",),
+        outer=_MISTRAL3,
+        texts={"ministral3": "Ministral3ForCausalLM"},
     ),
     "Phi3ForCausalLM": Family(
         ("phi3",),
@@ -296,7 +311,7 @@ FAMILIES = {
             "sliding_window": None,
         },
         CAUSAL,
-        model="sgla.model.llama:Llama",
+        model="sgla.model.llama:Mistral",
         nulls=("rope_theta",),
         growing=True,
     ),

@@ -84,7 +84,7 @@ FAMILIES = {
         gguf=(Gguf("deepseek2"),),
     ),
     "DeepseekV3ForCausalLM": Family(
-        ("deepseek_v3",),
+        ("deepseek_v3", "kimi_k2"),
         WITHOUT_HEAD_DIM
         | sizes(129280, 7168, 18432, 61, 128, 4096, 128)
         | _LATENT
