@@ -147,6 +147,6 @@ def selective_scan(
         decode(x[:n], dt[:n], a, b[:n], c[:n], d, steps, units, ends, out[:n])
     if states.stretches is not None:
         rows = conv.Rows(states.reads[n:], *states.stretches)
-        run = ssd.by_token if ssd.chunks_refuse(units) else ssd.by_chunk
+        run = ssd.by_token if ssd.chunks_refuse(x, units) else ssd.by_chunk
         (ssd.by_channel if first else run)(x, dt, a, b, c, d, steps, units, rows, out)
     return out

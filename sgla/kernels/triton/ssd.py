@@ -335,9 +335,10 @@ def by_token(
     )  # fmt: skip
 
 
-def chunks_refuse(memory: Tensor) -> str | None:
+def chunks_refuse(x: Tensor, memory: Tensor) -> str | None:
     """Why ``by_chunk`` cannot be used, or None."""
-    return f"heads or their states are wider than {WIDEST}" if max(memory.shape[2:]) > WIDEST else None
+    widest = WIDEST // 2 if x.dtype == torch.float32 else WIDEST
+    return f"heads or their states are wider than {widest}" if max(memory.shape[2:]) > widest else None
 
 
 def by_chunk(
