@@ -82,13 +82,25 @@ class Pattern:
         return "a whole number from 1 on, or a list of true and false"
 
 
+@dataclass(frozen=True)
+class Some:
+    """A number for each layer: 0, or the same."""
+
+    def fits(self, value: Any) -> bool:
+        whole = isinstance(value, list) and all(type(x) is int and x >= 0 for x in value)
+        return whole and len({x for x in value if x}) == 1
+
+    def __str__(self) -> str:
+        return "a list of whole numbers from 0 on, which are the same where they are not 0"
+
+
 SIZE = Number(whole=True, low=1)
 COUNT = Number(whole=True)
 SIZE_OF_LAYERS = Number(whole=True, low=1, layers=True)
 POSITIVE = Number(low=1e-30)
 TOKEN = Number(whole=True)
 FLAG = Only((True, False))
-Rule = Number | Only | Text | Pattern
+Rule = Number | Only | Text | Pattern | Some
 
 LAYERS = 1024  # as config.json may have (``model.spec``)
 REQUIRED = (
@@ -104,6 +116,10 @@ _OF_LATENTS = (
     "attention.key_length",
     "attention.value_length",
     "rope.dimension_count",
+)
+
+_OF_SCANS = tuple(
+    f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "group_count", "time_step_rank")
 )
 
 _COMMON: dict[str, Rule] = {
@@ -200,6 +216,10 @@ def rules(layout: Layout) -> dict[str, Rule]:
             table[key] = _HONOURED[key]
         elif fixed:
             table[key] = Only((fixed[0],))
+    if layout.scans:
+        table |= dict.fromkeys(_OF_SCANS, SIZE) | {"attention.head_count_kv": Some()}
+        if not layout.mixture:
+            table |= {"expert_count": Only((0,)), "expert_used_count": COUNT}
     if layout.windowed and "layer_types" in layout.known:
         table["attention.sliding_window_pattern"] = Pattern()
     if layout.permuted:
@@ -286,6 +306,7 @@ def read_keys(metadata: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         layout.eps,
         *(_OF_MIXTURES if layout.mixture else ()),
         *(_OF_LATENTS if layout.latent else ()),
+        *((*_OF_SCANS, "attention.head_count_kv") if layout.scans else ()),
     ):
         if name not in found:
             raise ConfigError(f"the GGUF metadata lacks {architecture}.{name}")

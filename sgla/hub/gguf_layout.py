@@ -18,7 +18,8 @@ class Place(NamedTuple):
     d hidden, f of the MLP, q and k of all heads, h of one, n heads, t half of what is rotated, v tokens. Of
     mixtures e experts, m of one, s of the shared one. Of latent attention a the queries' latent, r that of
     keys and values, l with the rotated part, u queries, g a head's part that is not rotated, y its value, o
-    all values, b keys and values."""
+    all values, b keys and values. Of Mamba 2 i all rows, c channels of the convolution, w its taps, j the
+    values of all heads, z heads, x groups, p values of a group."""
 
     name: str
     dims: str
@@ -28,12 +29,13 @@ class Place(NamedTuple):
 class Stored:
     """A tensor of a layer: the places that its rows have, one below the other. ``layers``: all, or those
     without or with experts. ``flag``: the key of HF's configuration that says whether there is one.
-    ``unless``: a size without which alone there is one."""
+    ``unless``: a size without which alone there is one. ``mixer``: of layers that alone have one."""
 
     places: tuple[Place, ...]
     layers: Literal["all", "dense", "sparse"] = "all"
     flag: str = ""
     unless: str = ""
+    mixer: Literal["", "attention", "mamba"] = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Layout:
     latent: bool = False
     mixture: bool = False
     by_width: int = 0
+    scans: bool = False  # layers without KV heads are Mamba 2
     windows_optional: bool = False  # HF's class runs without any
     yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
 

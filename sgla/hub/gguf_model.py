@@ -55,6 +55,7 @@ class GGUFModel:
         hidden, inner = keys["embedding_length"], keys["feed_forward_length"]
         head_dim = keys.get("attention.key_length", hidden // heads)
         kv_heads = keys.get("attention.head_count_kv", heads)
+        kv_heads = max(kv_heads) if self.layout.scans else kv_heads
         expert = keys.get("expert_feed_forward_length", inner)
         sizes = {
             "1": 1,
@@ -70,6 +71,8 @@ class GGUFModel:
             "m": expert,
             "s": keys.get("expert_shared_feed_forward_length") or expert * keys.get("expert_shared_count", 0),
         }
+        if self.layout.scans:
+            return sizes | self._scan_sizes()
         if not self.layout.latent:
             return sizes
         rotated, rank = keys["rope.dimension_count"], keys["attention.kv_lora_rank"]
@@ -126,6 +129,7 @@ class GGUFModel:
             self._check_widths(layout, keys)
         config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
         config |= self._windows(layout, keys)
+        config |= self._scans() if layout.scans else {}
         config["rope_scaling"] = self._rope_scaling(keys)
         if layout.yarn and config["rope_scaling"] is None:
             config["rope_parameters"] = {"rope_type": "default"}  # HF's class would fill in another one
@@ -156,7 +160,7 @@ class GGUFModel:
             raise ConfigError(f"heads of {head_dim} values are not supported; their size must be even")
         found: dict[str, Any] = {}
         if "num_key_value_heads" in layout.known:
-            found["num_key_value_heads"] = keys.get("attention.head_count_kv", heads)
+            found["num_key_value_heads"] = self.sizes["k"] // head_dim
         partly, sized = "partial_rotary_factor" in layout.known, "head_dim" in layout.known
         rotated = keys.get("rope.dimension_count", head_dim)
         self._check_head(keys, "attention.value_length", head_dim)
@@ -173,6 +177,47 @@ class GGUFModel:
         else:
             self._check_head(keys, "attention.key_length", keys["embedding_length"] // heads)
         return found | self._scale(layout, keys)
+
+    def _scan_sizes(self) -> dict[str, int]:
+        """Of Mamba 2, and of an MLP that mixtures share. Raises ConfigError for what does not divide."""
+        keys = {key.removeprefix("ssm."): value for key, value in self.keys.items()}
+        inner, heads, groups = keys["inner_size"], keys["time_step_rank"], keys["group_count"]
+        for name, count, all_of in (("time_step_rank", heads, inner), ("group_count", groups, heads)):
+            if all_of % count:
+                raise ConfigError(f"{self.architecture}.ssm.{name} is {count}, and does not divide {all_of}")
+        if inner % keys["embedding_length"]:
+            raise ConfigError(f"{self.architecture}.ssm.inner_size is {inner}, not a multiple of the width")
+        channels = inner + 2 * groups * keys["state_size"]
+        sizes = {
+            "i": inner + channels + heads,
+            "c": channels,
+            "w": keys["conv_kernel"],
+            "j": inner,
+            "z": heads,
+            "x": groups,
+            "p": inner // groups,
+        }
+        if not self.layout.mixture:
+            sizes["f"] = keys.get("expert_shared_feed_forward_length") or keys["feed_forward_length"]
+        return sizes
+
+    def _scans(self) -> dict[str, Any]:
+        """Which layers are Mamba 2, and their shape."""
+        sizes, keys = self.sizes, self.keys
+        kinds = ["attention" if heads else "mamba" for heads in keys["attention.head_count_kv"]]
+        found = {
+            "layer_types": kinds,
+            "position_embedding_type": "rope" if keys.get("rope.scaling.finetuned") else "nope",
+            "mamba_n_heads": sizes["z"],
+            "mamba_d_head": sizes["j"] // sizes["z"],
+            "mamba_n_groups": sizes["x"],
+            "mamba_d_state": keys["ssm.state_size"],
+            "mamba_d_conv": sizes["w"],
+            "mamba_expand": sizes["j"] // sizes["d"],
+        }
+        if not self.layout.mixture:
+            found |= {"num_local_experts": 0, "shared_intermediate_size": sizes["f"]}
+        return found
 
     def _check_head(self, keys: dict[str, Any], name: str, size: int) -> None:
         if keys.get(name, size) != size:
@@ -283,6 +328,8 @@ class GGUFModel:
         layers = {
             name.split(".")[1] for name in self._tensors if name.startswith("blk.") and name.count(".") > 1
         }
+        if self.layout.scans and len(self.keys["attention.head_count_kv"]) != self.keys["block_count"]:
+            raise ConfigError(f"{self.architecture}.attention.head_count_kv is not one for each layer")
         if self.keys["block_count"] != len(layers):
             raise WeightError(
                 f"{self.architecture}.block_count is {self.keys['block_count']}, and there are tensors of "
@@ -333,10 +380,13 @@ class GGUFModel:
 
     def _expected_of(self, layer: int) -> dict[str, tuple[Place, ...]]:
         kind = "sparse" if self._is_sparse(layer) else "dense"
+        mixer = "attention"
+        if self.layout.scans and not self.keys["attention.head_count_kv"][layer]:
+            mixer = "mamba"
         found = {
             name: stored.places
             for name, stored in self.layout.tensors.items()
-            if stored.layers in ("all", kind) and self._is_there(stored)
+            if stored.layers in ("all", kind) and stored.mixer in ("", mixer) and self._is_there(stored)
         }
         for whole, parts in JOINED.items():
             if f"blk.{layer}.{whole}" in self._tensors and all(part in found for part in parts):

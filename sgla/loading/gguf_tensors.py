@@ -11,10 +11,13 @@ from torch import Tensor
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
 from sgla.model.latent_spec import LatentSpec
+from sgla.model.mamba_spec import MambaSpec
 from sgla.model.spec import ModelSpec
 from sgla.quant.formats import common
 from sgla.quant.groups import GROUP, Groups
 from sgla.quant.weight import SourceTensor, Weight, storage
+
+OF_SCANS = ("conv1d.weight", "A_log", "D", "norm.weight")
 
 
 def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) -> dict[str, str]:
@@ -31,7 +34,10 @@ def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) 
         out = f"{layer}.self_attn.o_proj.weight"
         attention = spec.attention[i]
         width = attention.value if isinstance(attention, LatentSpec) else attention.v_dim
-        if attention.heads // ranks * width % GROUP and kinds[out] != plain:
+        columns = attention.heads // ranks * width
+        if isinstance(attention, MambaSpec):
+            out, columns = f"{layer}.mamba.out_proj.weight", attention.inner // ranks
+        if columns % GROUP and kinds[out] != plain:
             kinds[out] = "q8_0"  # which may be cut inside of a group
     return kinds
 
@@ -41,6 +47,7 @@ def _groups(spec: ModelSpec, layer: int) -> Iterator[list[str]]:
     yield [f"self_attn.{part}" for part in "qkv"]
     if spec.moe is None or layer not in spec.moe.layers:
         yield ["mlp.gate", "mlp.up"]
+        yield ["mlp.shared_experts.gate", "mlp.shared_experts.up"]
         return
     experts = [f"mlp.experts.{e}" for e in range(spec.moe.experts)]
     yield [f"{expert}.{part}" for expert in experts for part in ("gate", "up")]
@@ -53,12 +60,34 @@ def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
     for tensor in source.gguf().tensors():
         module, _, half = tensor.name.removesuffix("_b_proj.weight").rpartition(".")
         if not tensor.name.endswith("_b_proj.weight") or half not in ("k", "v"):
-            yield tensor.name, Blocks(tensor)
+            scan = tensor.name.partition(".mamba.")[2]
+            yield tensor.name, OfScan(scan, tensor) if scan in OF_SCANS else Blocks(tensor)
             continue
         both = halves.setdefault(module, {})
         both[half] = tensor
         if len(both) == 2:
             yield f"{module}.kv_b_proj.weight", KeysAndValues(both["k"], both["v"])
+
+
+@dataclass(frozen=True)
+class OfScan:
+    """A tensor of Mamba 2, which the file has in another shape, and of ``A_log`` what is made of it."""
+
+    name: str
+    tensor: LazyTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.tensor.shape
+        return (rows, 1, columns) if self.name == "conv1d.weight" else (rows * columns,)
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        values = torch.from_numpy(self.tensor.numpy()).reshape(self.shape)
+        values = torch.log(-values) if self.name == "A_log" else values
+        return values if rows is None else values[rows.start : rows.stop]
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,22 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         family.fixed,
         dict(_tensors(family, gguf)),
         gguf.missing,
-        {"expert_gating_func": gguf.gating} if family.mixture else {},
+        {"expert_gating_func": gguf.gating} if _is_mixture(family, gguf) else {},
         gguf.when,
         eps=f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon",
         shift=family.norm_offset,
         permuted=gguf.permuted,
         latent=_is_latent(family),
-        mixture=bool(family.mixture),
+        mixture=_is_mixture(family, gguf),
+        scans=gguf.scans,
         by_width=gguf.by_width,
         windows_optional=gguf.windows_optional,
         yarn={"truncate": rope["truncate"]} if "truncate" in rope else {},
     )
+
+
+def _is_mixture(family: Family, gguf: Gguf) -> bool:
+    return bool(family.mixture) and not gguf.shared
 
 
 def _is_latent(family: Family) -> bool:
@@ -46,7 +51,11 @@ def _tensors(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
         yield f"{name}.weight", one(f"{hf}.weight", "d")
         if family.norm == "layer" and family.norm_bias:
             yield f"{name}.bias", one(f"{hf}.bias", "d")
-    yield from _latent() if _is_latent(family) else _attention(family)
+    mixer = _latent() if _is_latent(family) else _attention(family)
+    if gguf.scans:
+        yield from ((name, replace(stored, mixer="attention")) for name, stored in mixer)
+        mixer = _mamba()
+    yield from mixer
     yield from _mlp(family, gguf)
     yield from gguf.tensors.items()
 
@@ -91,23 +100,38 @@ def _latent() -> Iterator[tuple[str, Stored]]:
     yield "attn_output.weight", one("self_attn.o_proj.weight", "do")
 
 
+def _mamba() -> Iterator[tuple[str, Stored]]:
+    for name, hf, dims, flag in (
+        ("ssm_in.weight", "in_proj.weight", "id", ""),
+        ("ssm_conv1d.weight", "conv1d.weight", "cw", ""),
+        ("ssm_conv1d.bias", "conv1d.bias", "c", "mamba_conv_bias"),
+        ("ssm_dt.bias", "dt_bias", "z", ""),
+        ("ssm_a", "A_log", "z1", ""),
+        ("ssm_d", "D", "z1", ""),
+        ("ssm_norm.weight", "norm.weight", "xp", ""),
+        ("ssm_out.weight", "out_proj.weight", "dj", ""),
+    ):
+        yield name, one(f"mamba.{hf}", dims, flag=flag, mixer="mamba")
+
+
 def _mlp(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
     known = family.defaults
     parts = {"ffn_up": (gguf.mlp[0], "fd"), "ffn_down": (gguf.mlp[1], "df")}
     if family.gated:
         parts = {"ffn_gate": ("gate_proj", "fd"), **parts}
-    layers: Any = "dense" if family.mixture else "all"
+    mixture, module = _is_mixture(family, gguf), "mlp.shared_experts" if gguf.shared else "mlp"
+    layers: Any = "dense" if mixture else "all"
     flag = next((key for key in ("mlp_bias", "use_bias") if key in known), "")
-    held = {name: one(f"mlp.{hf}.weight", dims, layers=layers) for name, (hf, dims) in parts.items()}
+    held = {name: one(f"{module}.{hf}.weight", dims, layers=layers) for name, (hf, dims) in parts.items()}
     if gguf.joined:
         up = held["ffn_up"]
         held["ffn_up"] = replace(up, places=held.pop("ffn_gate").places + up.places)
     for name, stored in held.items():
         yield f"{name}.weight", stored
-        if flag and not family.mixture:
+        if flag and not mixture:
             biases = tuple(Place(p.name.replace(".weight", ".bias"), p.dims[0]) for p in stored.places)
             yield f"{name}.bias", Stored(biases, flag=flag)
-    if not family.mixture:
+    if not mixture:
         return
     yield "ffn_gate_inp.weight", one("mlp.gate.weight", "ed", layers="sparse")
     for part, dims in (("gate", "md"), ("up", "md"), ("down", "dm")):

@@ -44,7 +44,7 @@ SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is
 class Gguf:
     """How the GGUF files of a family differ from most. ``norms``: of a layer, in HF's words; ``mlp``: HF's
     up and down without a gate. ``joined``: ``ffn_up`` is gate and up. ``tensors``: more of a layer. The
-    others are those of ``Layout``."""
+    others are those of ``Layout``. ``shared``: the MLP is what mixtures of the family share."""
 
     name: str
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
@@ -56,4 +56,6 @@ class Gguf:
     gating: tuple[int, ...] = (0, SOFTMAX)
     when: Mapping[str, Any] = field(default_factory=dict)
     by_width: int = 0
+    scans: bool = False
+    shared: bool = False
     windows_optional: bool = False

@@ -31,7 +31,8 @@ from sgla.model.registry import layouts
 
 PROMPTS = random_prompts([1, 7, 33])
 Saved = Callable[[str], tuple[Path, Any, Arch, dict[str, Any]]]
-PERMUTED = (Arch.LLAMA, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
+SCANS = (Arch.GRANITE_HYBRID,)
+PERMUTED = (Arch.LLAMA, Arch.GRANITE_HYBRID, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
 ADD_ONE = (Arch.GEMMA, Arch.GEMMA2, Arch.NEMOTRON)
 # Keys of the metadata by those of HF's configuration, as the converter writes them for every model that has
 # these.
@@ -114,7 +115,8 @@ def write(
         if name != "lm_head.weight" or not config["tie_word_embeddings"]:
             found = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert found, name
-            tensors[found] = tensor.squeeze().numpy()
+            whole = found.endswith(("ssm_a", "ssm_d", "ssm_norm.weight"))
+            tensors[found] = (tensor if whole else tensor.squeeze()).numpy()
     change(tensors)
     for name, values in tensors.items():
         if quantized is not None and "_exps.weight" in name:
@@ -143,20 +145,31 @@ def converted(
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if name.endswith("sinks"):
             name += ".weight"
-        if expert := re.search(r"\.experts\.(\d+)\.", name):
+        if arch in SCANS and ".mamba." in name:
+            module, part = name.split(".mamba.")
+            if part in ("A_log", "D"):
+                tensor = (-tensor.exp() if part == "A_log" else tensor)[:, None]
+            elif part == "norm.weight":
+                tensor = tensor.view(config["mamba_n_groups"], -1)
+            found[f"{module}.mamba.{'dt_proj.bias' if part == 'dt_bias' else part}"] = tensor
+        elif expert := re.search(r"\.experts\.(\d+)\.", name):
             experts.setdefault(name.replace(expert[0], ".experts."), {})[int(expert[1])] = tensor
         elif name.endswith("kv_b_proj.weight"):
             still = config["qk_nope_head_dim"]
             both = tensor.unflatten(0, (config["num_attention_heads"], -1))
             found[name.replace("kv_b", "k_b")] = both[:, :still].transpose(1, 2)
             found[name.replace("kv_b", "v_b")] = both[:, still:]
-        elif "input_linear" in name and arch == Arch.GRANITE_MOE:
+        elif "input_linear" in name and arch in (Arch.GRANITE_MOE, Arch.GRANITE_HYBRID):
             shared = "shared_mlp" in name
             for part, half in zip(("gate", "up"), tensor.chunk(2, -2)):
                 hf = "shared_mlp.input_linear" if shared else "block_sparse_moe.input_linear"
                 ours = f"mlp.shared_experts.{part}_proj" if shared else f"mlp.experts.{part}_proj"
+                if shared and not config["num_local_experts"]:
+                    ours = f"mlp.{part}_proj"
                 found[name.replace(hf, ours)] = half
-        elif arch == Arch.GRANITE_MOE and "output_linear" in name and "shared" not in name:
+        elif not config.get("num_local_experts", 1) and "shared_mlp.output_linear" in name:
+            found[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
+        elif arch in (Arch.GRANITE_MOE, Arch.GRANITE_HYBRID) and name.endswith("moe.output_linear.weight"):
             found[name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")] = tensor
         elif arch == Arch.GPT_OSS and "gate_up_proj" in name:
             tensor = tensor if "bias" in name else tensor.transpose(1, 2)
@@ -275,6 +288,21 @@ LATENT_KEYS = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 SIGMOID = {"expert_gating_func": 2}
+HYBRID = GRANITE | {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 64,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+}
+SSM = {
+    "ssm__conv_kernel": 4,
+    "ssm__inner_size": 96,
+    "ssm__state_size": 8,
+    "ssm__group_count": 2,
+    "ssm__time_step_rank": 6,
+    "attention__head_count_kv": [0, 2, 0],
+}
 MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": (Arch.LLAMA, "mixtral", {"num_local_experts": 5, "head_dim": 8}, {}),
     "qwen2moe": (
@@ -365,6 +393,15 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         "granitemoeshared",
         GRANITE | {"num_local_experts": 5, "shared_intermediate_size": 64},
         {},
+    ),
+    "granite hybrid": (Arch.GRANITE_HYBRID, "granitemoehybrid", HYBRID | {"num_local_experts": 5}, SSM),
+    "granite hybrid, dense, rotated": (
+        Arch.GRANITE_HYBRID,
+        "granitemoehybrid",
+        HYBRID
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_conv_bias": False}
+        | {"mamba_n_groups": 1},
+        SSM | {"ssm__group_count": 1, "rope__scaling__finetuned": True, "expert_count": 0},
     ),
     "minimax": (
         Arch.MINIMAXM2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sgla.model.families.keys import CAUSAL, DECODER, GRANITE, KV_HEADS, sizes
 from sgla.model.families.mixtures import GRANITE_MOE
 from sgla.model.family import Family
+from sgla.model.gguf_words import Gguf
 
 _MAMBA = {
     "mamba_n_heads": 128,
@@ -124,6 +125,10 @@ FAMILIES = {
         mixture="sgla.model.mamba_spec:granite_mixture",
         completed="sgla.model.mamba_spec:granite_complete",
         renamed=GRANITE_MOE,
+        gguf=(
+            Gguf("granitehybrid", permuted=True, scans=True, when={"expert_count": True}),
+            Gguf("granitehybrid", permuted=True, scans=True, shared=True),
+        ),
     ),
     "BambaForCausalLM": Family(
         ("bamba",),
