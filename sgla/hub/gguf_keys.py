@@ -217,7 +217,9 @@ def rules(layout: Layout) -> dict[str, Rule]:
         elif fixed:
             table[key] = Only((fixed[0],))
     if layout.scans:
-        table |= dict.fromkeys(_OF_SCANS, SIZE) | {"attention.head_count_kv": Some()}
+        table |= dict.fromkeys(_OF_SCANS, SIZE)
+    if layout.scans == "instead":
+        table["attention.head_count_kv"] = Some()
         if not layout.mixture:
             table |= {"expert_count": Only((0,)), "expert_used_count": COUNT}
     if layout.windowed and "layer_types" in layout.known:

@@ -62,7 +62,7 @@ class Layout:
     latent: bool = False
     mixture: bool = False
     by_width: int = 0
-    scans: bool = False  # layers without KV heads are Mamba 2
+    scans: Literal["", "instead", "beside"] = ""  # layers without KV heads are Mamba 2, or all are that, too
     windows_optional: bool = False  # HF's class runs without any
     yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
 

@@ -55,7 +55,7 @@ class GGUFModel:
         hidden, inner = keys["embedding_length"], keys["feed_forward_length"]
         head_dim = keys.get("attention.key_length", hidden // heads)
         kv_heads = keys.get("attention.head_count_kv", heads)
-        kv_heads = max(kv_heads) if self.layout.scans else kv_heads
+        kv_heads = max(kv_heads) if self.layout.scans == "instead" else kv_heads
         expert = keys.get("expert_feed_forward_length", inner)
         sizes = {
             "1": 1,
@@ -185,7 +185,7 @@ class GGUFModel:
         for name, count, all_of in (("time_step_rank", heads, inner), ("group_count", groups, heads)):
             if all_of % count:
                 raise ConfigError(f"{self.architecture}.ssm.{name} is {count}, and does not divide {all_of}")
-        if inner % keys["embedding_length"]:
+        if self.layout.scans == "instead" and inner % keys["embedding_length"]:
             raise ConfigError(f"{self.architecture}.ssm.inner_size is {inner}, not a multiple of the width")
         channels = inner + 2 * groups * keys["state_size"]
         sizes = {
@@ -197,27 +197,29 @@ class GGUFModel:
             "x": groups,
             "p": inner // groups,
         }
-        if not self.layout.mixture:
+        if "shared_intermediate_size" in self.layout.known and not self.layout.mixture:
             sizes["f"] = keys.get("expert_shared_feed_forward_length") or keys["feed_forward_length"]
         return sizes
 
     def _scans(self) -> dict[str, Any]:
         """Which layers are Mamba 2, and their shape."""
         sizes, keys = self.sizes, self.keys
-        kinds = ["attention" if heads else "mamba" for heads in keys["attention.head_count_kv"]]
-        found = {
-            "layer_types": kinds,
-            "position_embedding_type": "rope" if keys.get("rope.scaling.finetuned") else "nope",
+        found: dict[str, Any] = {
             "mamba_n_heads": sizes["z"],
             "mamba_d_head": sizes["j"] // sizes["z"],
             "mamba_n_groups": sizes["x"],
             "mamba_d_state": keys["ssm.state_size"],
             "mamba_d_conv": sizes["w"],
-            "mamba_expand": sizes["j"] // sizes["d"],
         }
+        if self.layout.scans == "beside":
+            return found | {"mamba_d_ssm": sizes["j"], "mamba_norm_before_gate": False}
         if not self.layout.mixture:
             found |= {"num_local_experts": 0, "shared_intermediate_size": sizes["f"]}
-        return found
+        return found | {
+            "layer_types": ["attention" if heads else "mamba" for heads in keys["attention.head_count_kv"]],
+            "position_embedding_type": "rope" if keys.get("rope.scaling.finetuned") else "nope",
+            "mamba_expand": sizes["j"] // sizes["d"],
+        }
 
     def _check_head(self, keys: dict[str, Any], name: str, size: int) -> None:
         if keys.get(name, size) != size:
@@ -328,7 +330,8 @@ class GGUFModel:
         layers = {
             name.split(".")[1] for name in self._tensors if name.startswith("blk.") and name.count(".") > 1
         }
-        if self.layout.scans and len(self.keys["attention.head_count_kv"]) != self.keys["block_count"]:
+        counts = self.keys.get("attention.head_count_kv")
+        if isinstance(counts, list) and len(counts) != self.keys["block_count"]:
             raise ConfigError(f"{self.architecture}.attention.head_count_kv is not one for each layer")
         if self.keys["block_count"] != len(layers):
             raise WeightError(
@@ -381,7 +384,7 @@ class GGUFModel:
     def _expected_of(self, layer: int) -> dict[str, tuple[Place, ...]]:
         kind = "sparse" if self._is_sparse(layer) else "dense"
         mixer = "attention"
-        if self.layout.scans and not self.keys["attention.head_count_kv"][layer]:
+        if self.layout.scans == "instead" and not self.keys["attention.head_count_kv"][layer]:
             mixer = "mamba"
         found = {
             name: stored.places

@@ -11,7 +11,7 @@ from torch import Tensor
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
 from sgla.model.latent_spec import LatentSpec
-from sgla.model.mamba_spec import MambaSpec
+from sgla.model.mamba_spec import BesideSpec, MambaSpec
 from sgla.model.spec import ModelSpec
 from sgla.quant.formats import common
 from sgla.quant.groups import GROUP, Groups
@@ -34,11 +34,13 @@ def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) 
         out = f"{layer}.self_attn.o_proj.weight"
         attention = spec.attention[i]
         width = attention.value if isinstance(attention, LatentSpec) else attention.v_dim
-        columns = attention.heads // ranks * width
-        if isinstance(attention, MambaSpec):
-            out, columns = f"{layer}.mamba.out_proj.weight", attention.inner // ranks
-        if columns % GROUP and kinds[out] != plain:
-            kinds[out] = "q8_0"  # which may be cut inside of a group
+        cut = {out: attention.heads // ranks * width}
+        mamba = attention.mamba if isinstance(attention, BesideSpec) else attention
+        if isinstance(mamba, MambaSpec):
+            cut[f"{layer}.mamba.out_proj.weight"] = mamba.inner // ranks
+        for name, columns in cut.items():
+            if columns % GROUP and kinds.get(name, plain) != plain:
+                kinds[name] = "q8_0"  # which may be cut inside of a group
     return kinds
 
 

@@ -23,8 +23,8 @@ class Block:
         self.norm = model.norm_of(build, f"{name}.input_layernorm")
         self.mamba = Mamba(build, f"{name}.mamba", spec.hidden, layer.mamba, spec.eps)
         self.attention = model.attention(build, f"{name}.self_attn", index)
-        self.mlp_norm = model.norm_of(build, f"{name}.pre_ff_layernorm")
-        mlp = f"{name}.feed_forward"
+        self.mlp_norm = model.norm_of(build, f"{name}.post_attention_layernorm")
+        mlp = f"{name}.mlp"
         self.mlp = ScaledMLP(build, mlp, spec.hidden, spec.intermediate, "silu", spec.mlp_bias)
         self.mlp.scale(*layer.factors.mlp)
 

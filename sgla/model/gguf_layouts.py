@@ -52,10 +52,12 @@ def _tensors(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
         if family.norm == "layer" and family.norm_bias:
             yield f"{name}.bias", one(f"{hf}.bias", "d")
     mixer = _latent() if _is_latent(family) else _attention(family)
-    if gguf.scans:
-        yield from ((name, replace(stored, mixer="attention")) for name, stored in mixer)
-        mixer = _mamba()
+    if gguf.scans == "instead":
+        mixer = ((name, replace(stored, mixer="attention")) for name, stored in mixer)
     yield from mixer
+    if gguf.scans:
+        norm = "mamba_rms_norm" if "mamba_rms_norm" in family.defaults else ""
+        yield from _mamba("mamba" if gguf.scans == "instead" else "", norm)
     yield from _mlp(family, gguf)
     yield from gguf.tensors.items()
 
@@ -100,7 +102,8 @@ def _latent() -> Iterator[tuple[str, Stored]]:
     yield "attn_output.weight", one("self_attn.o_proj.weight", "do")
 
 
-def _mamba() -> Iterator[tuple[str, Stored]]:
+def _mamba(mixer: Any, norm: str) -> Iterator[tuple[str, Stored]]:
+    """``norm``: the flag that says whether there is one."""
     for name, hf, dims, flag in (
         ("ssm_in.weight", "in_proj.weight", "id", ""),
         ("ssm_conv1d.weight", "conv1d.weight", "cw", ""),
@@ -108,10 +111,10 @@ def _mamba() -> Iterator[tuple[str, Stored]]:
         ("ssm_dt.bias", "dt_bias", "z", ""),
         ("ssm_a", "A_log", "z1", ""),
         ("ssm_d", "D", "z1", ""),
-        ("ssm_norm.weight", "norm.weight", "xp", ""),
+        ("ssm_norm.weight", "norm.weight", "xp", norm),
         ("ssm_out.weight", "out_proj.weight", "dj", ""),
     ):
-        yield name, one(f"mamba.{hf}", dims, flag=flag, mixer="mamba")
+        yield name, one(f"mamba.{hf}", dims, flag=flag, mixer=mixer)
 
 
 def _mlp(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:

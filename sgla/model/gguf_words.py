@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from sgla.hub.gguf_layout import Place, Stored
 
@@ -30,6 +30,7 @@ def one(name: str, dims: str, **more: Any) -> Stored:
 
 
 BALANCED = {"exp_probs_b.bias": one("mlp.gate.e_score_correction_bias", "e", layers="sparse")}
+UNNAMED_NORM = {"ffn_norm": one("post_attention_layernorm.weight", "d")}  # as converters leave it
 SHARED_GATE = {"ffn_gate_inp_shexp.weight": one("mlp.shared_expert_gate.weight", "1d", layers="sparse")}
 EXPERT_BIASES = {
     "ffn_gate_inp.bias": one("mlp.gate.bias", "e", layers="sparse"),
@@ -56,6 +57,6 @@ class Gguf:
     gating: tuple[int, ...] = (0, SOFTMAX)
     when: Mapping[str, Any] = field(default_factory=dict)
     by_width: int = 0
-    scans: bool = False
+    scans: Literal["", "instead", "beside"] = ""
     shared: bool = False
     windows_optional: bool = False

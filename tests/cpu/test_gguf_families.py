@@ -31,7 +31,7 @@ from sgla.model.registry import layouts
 
 PROMPTS = random_prompts([1, 7, 33])
 Saved = Callable[[str], tuple[Path, Any, Arch, dict[str, Any]]]
-SCANS = (Arch.GRANITE_HYBRID,)
+SCANS = (Arch.GRANITE_HYBRID, Arch.FALCON_H1)
 PERMUTED = (Arch.LLAMA, Arch.GRANITE_HYBRID, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
 ADD_ONE = (Arch.GEMMA, Arch.GEMMA2, Arch.NEMOTRON)
 # Keys of the metadata by those of HF's configuration, as the converter writes them for every model that has
@@ -145,6 +145,8 @@ def converted(
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if name.endswith("sinks"):
             name += ".weight"
+        if arch == Arch.FALCON_H1:
+            tensor = multiplied(tensor, name, config)
         if arch in SCANS and ".mamba." in name:
             module, part = name.split(".mamba.")
             if part in ("A_log", "D"):
@@ -187,6 +189,27 @@ def converted(
     }
 
 
+def multiplied(tensor: torch.Tensor, name: str, config: dict[str, Any]) -> torch.Tensor:
+    """Falcon-H1's, by its factors."""
+    seen, gate = config["attention_in_multiplier"], config["mlp_multipliers"]
+    inner, each = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    rows = torch.tensor([inner, inner, each, each, config["mamba_n_heads"]])
+    factors: dict[str, Any] = {
+        "down_proj": gate[1],
+        "gate_proj": gate[0],
+        "k_proj": config["key_multiplier"] * seen,
+        "q_proj": seen,
+        "v_proj": seen,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": torch.tensor(config["ssm_multipliers"]).repeat_interleave(rows)[:, None]
+        * config["ssm_in_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    return tensor * factors.get(name.removesuffix(".weight").rpartition(".")[2], 1.0)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32}
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
 TIED = {"tie_word_embeddings": True}
@@ -196,9 +219,40 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+FALCON_H1 = {
+    "head_dim": 8,
+    "mamba_d_ssm": 60,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.5, 0.7, 1.2, 1.1, 0.9],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.3,
+}
+SCAN = {
+    "ssm__conv_kernel": 4,
+    "ssm__inner_size": 60,
+    "ssm__state_size": 8,
+    "ssm__group_count": 2,
+    "ssm__time_step_rank": 6,
+}
+NORMED = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
 DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "gemma": (Arch.GEMMA, "gemma", TIED | {"head_dim": 16}, {}),
     "gemma2": (Arch.GEMMA2, "gemma2", TIED | WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 16}, {}),
+    "falcon-h1": (Arch.FALCON_H1, "falcon_h1", FALCON_H1, SCAN | {"embedding_scale": None}),
+    "falcon-h1, norms": (
+        Arch.FALCON_H1,
+        "falcon_h1",
+        FALCON_H1 | NORMED,
+        SCAN | {"embedding_scale": None},
+    ),
     "phi3": (Arch.PHI3, "phi3", {"sliding_window": 9}, {}),
     "olmo2": (Arch.OLMO2, "olmo2", {}, {}),
     "granite": (Arch.GRANITE, "granite", GRANITE | {"mlp_bias": True, "attention_bias": True}, {}),
@@ -295,14 +349,7 @@ HYBRID = GRANITE | {
     "mamba_n_groups": 2,
     "mamba_d_state": 8,
 }
-SSM = {
-    "ssm__conv_kernel": 4,
-    "ssm__inner_size": 96,
-    "ssm__state_size": 8,
-    "ssm__group_count": 2,
-    "ssm__time_step_rank": 6,
-    "attention__head_count_kv": [0, 2, 0],
-}
+SSM = SCAN | {"ssm__inner_size": 96, "attention__head_count_kv": [0, 2, 0]}
 MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": (Arch.LLAMA, "mixtral", {"num_local_experts": 5, "head_dim": 8}, {}),
     "qwen2moe": (

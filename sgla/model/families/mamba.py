@@ -5,7 +5,7 @@ from __future__ import annotations
 from sgla.model.families.keys import CAUSAL, DECODER, GRANITE, KV_HEADS, sizes
 from sgla.model.families.mixtures import GRANITE_MOE
 from sgla.model.family import Family
-from sgla.model.gguf_words import Gguf
+from sgla.model.gguf_words import ONE_NORM, UNNAMED_NORM, Gguf
 
 _MAMBA = {
     "mamba_n_heads": 128,
@@ -126,8 +126,8 @@ FAMILIES = {
         completed="sgla.model.mamba_spec:granite_complete",
         renamed=GRANITE_MOE,
         gguf=(
-            Gguf("granitehybrid", permuted=True, scans=True, when={"expert_count": True}),
-            Gguf("granitehybrid", permuted=True, scans=True, shared=True),
+            Gguf("granitehybrid", permuted=True, scans="instead", when={"expert_count": True}),
+            Gguf("granitehybrid", permuted=True, scans="instead", shared=True),
         ),
     ),
     "BambaForCausalLM": Family(
@@ -174,7 +174,8 @@ FAMILIES = {
         ),
         attention="sgla.model.mamba_spec:falcon",
         completed="sgla.model.mamba_spec:falcon_complete",
-        renamed=(("model.final_layernorm.", "model.norm."),),
+        renamed=_BAMBA_NAMES,
+        gguf=(Gguf("falcon-h1", ONE_NORM, scans="beside", tensors=UNNAMED_NORM),),
     ),
     "NemotronHForCausalLM": Family(
         ("nemotron_h",),
