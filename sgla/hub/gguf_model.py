@@ -11,6 +11,7 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_keys import read_keys
 from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, TOP, Layout, Place, Stored
+from sgla.hub.gguf_scans import mixer_of, scan_sizes, scans
 
 GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
 _NAMED = 8  # tensor names shown in an error
@@ -55,7 +56,7 @@ class GGUFModel:
         hidden, inner = keys["embedding_length"], keys["feed_forward_length"]
         head_dim = keys.get("attention.key_length", hidden // heads)
         kv_heads = keys.get("attention.head_count_kv", heads)
-        kv_heads = max(kv_heads) if self.layout.scans == "instead" else kv_heads
+        kv_heads = max(kv_heads) if isinstance(kv_heads, list) else kv_heads
         expert = keys.get("expert_feed_forward_length", inner)
         sizes = {
             "1": 1,
@@ -72,7 +73,7 @@ class GGUFModel:
             "s": keys.get("expert_shared_feed_forward_length") or expert * keys.get("expert_shared_count", 0),
         }
         if self.layout.scans:
-            return sizes | self._scan_sizes()
+            return sizes | scan_sizes(self.layout, keys)
         if not self.layout.latent:
             return sizes
         rotated, rank = keys["rope.dimension_count"], keys["attention.kv_lora_rank"]
@@ -129,7 +130,7 @@ class GGUFModel:
             self._check_widths(layout, keys)
         config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
         config |= self._windows(layout, keys)
-        config |= self._scans() if layout.scans else {}
+        config |= scans(layout, keys, self.sizes) if layout.scans else {}
         config["rope_scaling"] = self._rope_scaling(keys)
         if layout.yarn and config["rope_scaling"] is None:
             config["rope_parameters"] = {"rope_type": "default"}  # HF's class would fill in another one
@@ -177,49 +178,6 @@ class GGUFModel:
         else:
             self._check_head(keys, "attention.key_length", keys["embedding_length"] // heads)
         return found | self._scale(layout, keys)
-
-    def _scan_sizes(self) -> dict[str, int]:
-        """Of Mamba 2, and of an MLP that mixtures share. Raises ConfigError for what does not divide."""
-        keys = {key.removeprefix("ssm."): value for key, value in self.keys.items()}
-        inner, heads, groups = keys["inner_size"], keys["time_step_rank"], keys["group_count"]
-        for name, count, all_of in (("time_step_rank", heads, inner), ("group_count", groups, heads)):
-            if all_of % count:
-                raise ConfigError(f"{self.architecture}.ssm.{name} is {count}, and does not divide {all_of}")
-        if self.layout.scans == "instead" and inner % keys["embedding_length"]:
-            raise ConfigError(f"{self.architecture}.ssm.inner_size is {inner}, not a multiple of the width")
-        channels = inner + 2 * groups * keys["state_size"]
-        sizes = {
-            "i": inner + channels + heads,
-            "c": channels,
-            "w": keys["conv_kernel"],
-            "j": inner,
-            "z": heads,
-            "x": groups,
-            "p": inner // groups,
-        }
-        if "shared_intermediate_size" in self.layout.known and not self.layout.mixture:
-            sizes["f"] = keys.get("expert_shared_feed_forward_length") or keys["feed_forward_length"]
-        return sizes
-
-    def _scans(self) -> dict[str, Any]:
-        """Which layers are Mamba 2, and their shape."""
-        sizes, keys = self.sizes, self.keys
-        found: dict[str, Any] = {
-            "mamba_n_heads": sizes["z"],
-            "mamba_d_head": sizes["j"] // sizes["z"],
-            "mamba_n_groups": sizes["x"],
-            "mamba_d_state": keys["ssm.state_size"],
-            "mamba_d_conv": sizes["w"],
-        }
-        if self.layout.scans == "beside":
-            return found | {"mamba_d_ssm": sizes["j"], "mamba_norm_before_gate": False}
-        if not self.layout.mixture:
-            found |= {"num_local_experts": 0, "shared_intermediate_size": sizes["f"]}
-        return found | {
-            "layer_types": ["attention" if heads else "mamba" for heads in keys["attention.head_count_kv"]],
-            "position_embedding_type": "rope" if keys.get("rope.scaling.finetuned") else "nope",
-            "mamba_expand": sizes["j"] // sizes["d"],
-        }
 
     def _check_head(self, keys: dict[str, Any], name: str, size: int) -> None:
         if keys.get(name, size) != size:
@@ -330,9 +288,6 @@ class GGUFModel:
         layers = {
             name.split(".")[1] for name in self._tensors if name.startswith("blk.") and name.count(".") > 1
         }
-        counts = self.keys.get("attention.head_count_kv")
-        if isinstance(counts, list) and len(counts) != self.keys["block_count"]:
-            raise ConfigError(f"{self.architecture}.attention.head_count_kv is not one for each layer")
         if self.keys["block_count"] != len(layers):
             raise WeightError(
                 f"{self.architecture}.block_count is {self.keys['block_count']}, and there are tensors of "
@@ -383,9 +338,7 @@ class GGUFModel:
 
     def _expected_of(self, layer: int) -> dict[str, tuple[Place, ...]]:
         kind = "sparse" if self._is_sparse(layer) else "dense"
-        mixer = "attention"
-        if self.layout.scans == "instead" and not self.keys["attention.head_count_kv"][layer]:
-            mixer = "mamba"
+        mixer = mixer_of(self.layout, self.keys, layer)
         found = {
             name: stored.places
             for name, stored in self.layout.tensors.items()

@@ -521,6 +521,11 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("deepseek-v3", "attention__head_count_kv", 3),
         ("glm-4.5", "expert_shared_feed_forward_length", 64),
         ("gpt-oss", "swiglu_clamp_exp", [7.0, 7.0, 7.0]),
+        ("granite hybrid", "attention__head_count_kv", [0, 2]),
+        ("granite hybrid", "attention__head_count_kv", [0, 2, 1]),
+        ("granite hybrid", "ssm__group_count", 4),
+        ("granite hybrid", "ssm__inner_size", 60),
+        ("falcon-h1", "ssm__time_step_rank", None),
     ],
 )
 def test_keys_of_other_mathematics_are_refused_by_name(name: str, key: str, value: Any, saved: Saved) -> None:

@@ -277,6 +277,7 @@ def test_an_addend_comes_before_what_is_fused_behind(
     residual, norm = torch.randn(rows, 128).to(dtype), torch.rand(128)
 
     class Layer:
+        unrecorded = ""
         spec, embed, what = SimpleNamespace(hidden=128), SimpleNamespace(weight=table), "gated"
 
         def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
@@ -433,6 +434,7 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
     norm = torch.rand(128)
 
     class Layer:
+        unrecorded = ""
         spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table)
 
         def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
