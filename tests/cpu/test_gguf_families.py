@@ -33,6 +33,7 @@ PROMPTS = random_prompts([1, 7, 33])
 Saved = Callable[[str], tuple[Path, Any, Arch, dict[str, Any]]]
 SCANS = (Arch.GRANITE_HYBRID, Arch.FALCON_H1)
 PERMUTED = (Arch.LLAMA, Arch.GRANITE_HYBRID, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
+PERMUTED += (Arch.DEEPSEEK,)
 ADD_ONE = (Arch.GEMMA, Arch.GEMMA2, Arch.NEMOTRON)
 # Keys of the metadata by those of HF's configuration, as the converter writes them for every model that has
 # these.
@@ -371,6 +372,12 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9}
         | {"rope_parameters": YARN | {"truncate": False}},
         {"expert_feed_forward_length": 96},
+    ),
+    "deepseek": (
+        Arch.DEEPSEEK,
+        "deepseek",
+        ROUTED | {"first_k_dense_replace": 1, "n_shared_experts": 2},
+        {"expert_weights_scale": 1.0},
     ),
     "deepseek-v2": (
         Arch.DEEPSEEK2,

@@ -173,7 +173,14 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert decided(Eager(model, native=True).generate(PROMPTS[2:3], 6)) == whole[2:3]
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "glm-5", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt-oss",
+        "glm-5",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "phi", "deepseek")),
+    ],
+)
 async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
     """Shared experts, biases that enter the sum once, and tokens that each rank picks."""
     model_type, changes = FAMILIES[name]

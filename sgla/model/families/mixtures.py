@@ -171,6 +171,7 @@ FAMILIES = {
         ),
         of_checkpoints=True,
         mixture="sgla.model.mixture_spec:deepseek",
+        gguf=(Gguf("deepseek", permuted=True),),
     ),
     "PhimoeForCausalLM": Family(
         ("phimoe",),
