@@ -154,6 +154,7 @@ class Build:
     have instead of several declared ones: name -> shape and parts. ``elsewhere``: makes the weights that do
     not lie where the others do, of a module, storage, n and k. ``joined``: whether rows that several layers
     read are better multiplied by one kernel. ``device``: the kind that computes.
+    ``cache_scales``: what the file says of k and v of a layer in 8 bits, by its number and ``k`` or ``v``.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -170,6 +171,7 @@ class Build:
     elsewhere: Callable[[str, type[Weight], int, int], Weight | None] = lambda *_: None
     joined: bool = False
     device: str = "cpu"
+    cache_scales: dict[tuple[int, str], float] = field(default_factory=dict)
 
     def joins(self, *modules: str) -> bool:
         """Whether these layers are better one weight, and may be."""

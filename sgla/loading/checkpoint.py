@@ -3,8 +3,10 @@ method, fused and stacked ones taken apart."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-
+# Scales of a KV cache in 8 bits, as compressed-tensors and ModelOpt name them.
+_CACHE_SCALE = re.compile(r"\blayers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale$")
 
 HOST = torch.device("cpu")
 
@@ -57,6 +60,15 @@ def joined(stored: dict[str, FileTensor], build: Build) -> Iterator[tuple[str, S
     for raw, tensor in stored.items():
         if (name := canonical(raw)) in build.table or not method.unused(name, tensor):
             yield raw, tensor
+        elif (scale := _CACHE_SCALE.search(name)) and prod(tensor.shape) == 1:
+            build.cache_scales[int(scale[1]), scale[2]] = float(tensor.dense().flatten()[0])
+
+
+def cache_scales(build: Build, layers: int) -> list[tuple[float, float]] | None:
+    """Those of k and v of all layers, if the file has them all and they are finite and above 0."""
+    found = [build.cache_scales.get((i, part), 0.0) for i in range(layers) for part in "kv"]
+    usable = all(0 < scale < inf for scale in found)
+    return list(zip(found[::2], found[1::2])) if usable else None
 
 
 def _check_held(held: Mapping[str, Held], found: Mapping[str, FileTensor]) -> None:

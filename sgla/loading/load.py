@@ -19,7 +19,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import CHUNK, Build, Crossed, Reordered, Share, Slot
-from sgla.loading.checkpoint import FileTensor, canonical, joined, stored_tensors, unstacked
+from sgla.loading.checkpoint import FileTensor, cache_scales, canonical, joined, stored_tensors, unstacked
 from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.loading.offload import Offload
 from sgla.loading.upload import begin_thread, synchronize, threads_for
@@ -103,6 +103,7 @@ def load_model(
         on_progress=on_progress,
         seed=seed,
     )
+    model.cache_scales = cache_scales(build, spec.layers)
     return model
 
 

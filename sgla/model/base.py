@@ -37,6 +37,7 @@ class CausalLM(ABC):
     embed: VocabEmbedding
     lm_head: LMHead
     blocks: list[Block]
+    cache_scales: list[tuple[float, float]] | None = None  # of k and v of each layer, if the file has them
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         self.spec, self.shard, self.positions = spec, build.shard, positions

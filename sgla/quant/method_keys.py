@@ -27,7 +27,7 @@ class Keys:
 
 
 _GPTQMODEL = {"adapter": None, "rotation": None, "pack_dtype": "int32"}
-_CACHE = "quantization of the KV cache, whose scales are measured at start"
+_CACHE = "--kv-cache-dtype fp8 quantizes the KV cache, by the file's scales if each layer has them"
 _GPTQ = """bits group_size desc_act sym format checkpoint_format dynamic method meta backend damp_percent
     damp_auto_increment static_groups true_sequential act_group_aware mse parallel_packing
     offload_to_disk offload_to_disk_path pack_impl gptaq gptaq_alpha v2 v2_alpha hyb_act mock_quantization

@@ -121,10 +121,10 @@ class GpuSetup(Runner):
         steps, vocab = self.steps, self.steps.model.spec.vocab
         dummies = [1] * len(steps.groups)
         if steps.kv_dtype == "fp8":
-            steps.scales = steps.measure_scales()
-            self.notes.append(
-                "KV cache: e4m3, a scale for k and one for v of each layer, measured on random tokens"
-            )
+            stored = steps.model.cache_scales
+            steps.scales = stored or steps.measure_scales()
+            origin = "of the checkpoint" if stored else "measured on random tokens"
+            self.notes.append(f"KV cache: e4m3, a scale for k and one for v of each layer, {origin}")
         steps.kv = steps.allocate(dummies, config.page_size, steps.kv_dtype)
         self.graphs, self.prompts = DecodeGraphs(steps), PromptGraphs(steps)
         peak = measure(steps)

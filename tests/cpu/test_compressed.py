@@ -128,12 +128,18 @@ def test_schemes_are_mixed_in_a_file(tmp_path: Path) -> None:
         kind = scheme_of(name)
         return None if kind is None else quantize(tensor, kind)
 
-    cache = {f"model.layers.{i}.self_attn.{kv}_scale": torch.ones(1) for i in range(3) for kv in "kv"}
+    cache = {
+        f"model.layers.{i}.self_attn.{kv}_scale": torch.tensor([i + 1.0 + (kv == "v") / 2])
+        for i in range(3)
+        for kv in "kv"
+    }
     packed, plain = pair(tmp_path, MIXED, of, more=cache, **SHAPE)
     resolved = resolve(Config(device="cpu"), detect(), packed.config)
     assert resolved.config.quantization == "checkpoint"
     assert any("NVFP4 weights become floating-point" in note for note in resolved.notes)
     model, expected = load_model(packed, quantization="checkpoint"), load_model(plain)
+    assert model.cache_scales == [(1.0, 1.5), (2.0, 2.5), (3.0, 3.5)]
+    assert expected.cache_scales is None
     layers = [(b.attention.qkv, b.attention.out, b.mlp.gate_up, b.mlp.down) for b in model.blocks]
     kinds = [[layer.weight.kind for layer in each] for each in layers]
     assert kinds == [
@@ -147,6 +153,10 @@ def test_schemes_are_mixed_in_a_file(tmp_path: Path) -> None:
         torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-3)
     path = tmp_path / "packed/model.safetensors"
     whole, name = load_file(path), "model.layers.0.self_attn.o_proj.weight"
+    for wrong in (None, torch.tensor([0.0]), torch.tensor([float("nan")])):
+        part = whole | {"model.layers.1.self_attn.v_scale": wrong}
+        save_file({key: value for key, value in part.items() if value is not None}, path, {"format": "pt"})
+        assert load_model(packed).cache_scales is None
     for change, words in (
         ({f"{name}_global_scale": None}, f"{name}_global_scale is missing beside"),
         ({f"{name}_scale": torch.ones(128, 8).half()}, f"{name}_scale holds F16, expected F8_E4M3"),
