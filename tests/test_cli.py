@@ -179,6 +179,17 @@ def test_explain_says_which_kernels_layers_take(tmp_path: Path) -> None:
     assert "not 'tiles' (" in out
 
 
+def test_explain_says_which_kernels_scans_take(tmp_path: Path) -> None:
+    """Of layers that are made without values."""
+    mamba = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_d_ssm": 128, "ssm_multipliers": [0.5] * 5}
+    tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | mamba
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["FalconH1ForCausalLM"]}))
+    code, out, err = run("explain", str(tmp_path), "--load-format", "dummy", "--kernels", "--tp", "1")
+    assert code == 0, err
+    assert "2 selective_scan" in out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

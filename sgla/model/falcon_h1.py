@@ -47,12 +47,13 @@ class ScaledMLP(GatedMLP):
 
     def scale(self, gate: float, out: float) -> None:
         self.gate, self.factor = gate, out
+        width = self.gate_up.weight.n // 2
+        self.factors = torch.cat([torch.full((width,), gate), torch.ones(width)])
 
     def __call__(self, x: Tensor) -> Tensor:
         made = self.gate_up(x)
         if self.gate != 1.0:
-            gate, up = made.chunk(2, dim=1)
-            made = torch.cat([gate * self.gate, up], 1)
+            made = (made * self.factors).to(x.dtype)
         return _times(self.down(ops.act_mul(made, self.activation)), self.factor)
 
 

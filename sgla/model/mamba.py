@@ -51,8 +51,8 @@ class Mamba:
         columns = range(self.heads.start * width, self.heads.stop * width)
         self.norm = build.vector(f"{name}.norm.weight", layer.inner, columns) if layer.norm else None
         self.out = RowLinear(build, f"{name}.out_proj", hidden, layer.inner, columns, layer.out_bias)
-        parts = [self.inner, *self.widths, len(self.heads)]
-        self.factors = torch.tensor(layer.factors).repeat_interleave(torch.tensor(parts))
+        parts = zip((self.inner, *self.widths, len(self.heads)), layer.factors)
+        self.factors = torch.cat([torch.full((width,), factor) for width, factor in parts])
 
     def _pieces(self, first: int, at: int) -> list[Piece]:
         """This rank's x, B and C of all, which are stored from row ``first`` on: from ``at`` on."""

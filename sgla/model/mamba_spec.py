@@ -158,19 +158,23 @@ def falcon(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     if c.flag("mamba_rms_norm"):
         norm = "before" if c.flag("mamba_norm_before_gate") else "behind"
     factors = multipliers(c, "ssm_multipliers", 5)
+    into, out = c.number("ssm_in_multiplier"), c.number("ssm_out_multiplier")
+    seen, said = c.number("attention_in_multiplier"), c.number("attention_out_multiplier")
+    full, square = _attention(c, positions), 1.0
+    if not c.flag("proj_bias"):  # then what goes in may be multiplied behind the projection
+        factors, into = tuple(factor * into for factor in factors), 1.0
+    if not c.flag("attention_bias"):
+        seen, said, square = 1.0, said * seen, seen**2
     mamba = replace(_mamba(c, inner), norm=norm, factors=factors, out_bias=c.flag("projectors_bias"))
-    full = _attention(c, positions)
-    parts = ("ssm_in", "ssm_out"), ("attention_in", "attention_out")
-    mixers = [(c.number(f"{first}_multiplier"), c.number(f"{last}_multiplier")) for first, last in parts]
-    gate, out = multipliers(c, "mlp_multipliers", 2)
+    gate, down = multipliers(c, "mlp_multipliers", 2)
     layer = BesideSpec(
         full.heads,
         full.kv_heads,
         full.head_dim,
-        full.scale * c.number("key_multiplier"),
+        full.scale * c.number("key_multiplier") * square,
         full.rope,
         mamba=mamba,
-        factors=Factors(mixers[0], mixers[1], (gate, out)),
+        factors=Factors((into, out), (seen, said), (gate, down)),
     )
     return (layer,) * layers
 
