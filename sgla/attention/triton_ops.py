@@ -17,9 +17,9 @@ HEAD_DIM = 512  # beyond, not even the smallest tiles fit into the shared memory
 
 def refuses(shape: AttentionShape) -> str | None:
     """Why the kernels cannot be used, or None."""
-    if shape.head_dim > HEAD_DIM:
-        return f"heads of {shape.head_dim} values, and it ends at {HEAD_DIM}"
-    return shape.uneven
+    if (values := max(shape.head_dim, shape.v_dim)) > HEAD_DIM:
+        return f"heads of {values} values, and it ends at {HEAD_DIM}"
+    return None
 
 
 class TritonDecode:
@@ -44,7 +44,9 @@ class TritonDecode:
 
 class TritonPrompts:
     def __init__(self, shape: AttentionShape, device: Device) -> None:
-        self._cut = attention.extend_cut(shape.head_dim, shape.dtype.itemsize, device.shared)
+        self._cut = attention.extend_cut(
+            max(shape.head_dim, shape.v_dim), shape.dtype.itemsize, device.shared
+        )
         self.tile = self._cut.m
 
     def forward(

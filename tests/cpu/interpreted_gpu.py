@@ -267,6 +267,18 @@ DELTA_OF_CHANNELS = {
     "linear_head_dim": 8,
     "linear_num_heads": 2,
 }
+WIDER = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
+    "architectures": ["YoutuForCausalLM"],
+    "model_type": "youtu",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 STATES = {"enable_return_hidden_states": True}
 # model, pooling, requests, settings, those of the GPU alone
@@ -320,6 +332,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     "module": (module(DECODER), "", short_text, {}, {"attention_backend": "torch"}),
     "module with windows": (
         module(SINKS),
+        "",
+        long_text,
+        SMALL_STEPS,
+        {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
+    ),
+    "module with wider keys": (
+        module(WIDER),
         "",
         long_text,
         SMALL_STEPS,

@@ -114,7 +114,8 @@ def test_notes_say_what_was_chosen_and_whether_it_was_asked() -> None:
         ("triton", {}, {"deterministic": True}, "--deterministic .* triton attention depends"),
         ("auto", {}, {"deterministic": True, "head_dim": 512}, "--deterministic .* heads of 512 values"),
         ("auto", {}, {"deterministic": True, "alone": False}, "--deterministic .* several kinds of heads"),
-        ("triton", {}, {"v_dim": 64}, "triton cannot be used for decode: k has 128 .* and v has 64"),
+        ("native", {}, {"v_dim": 64}, "native cannot be used for decode: k has 128 .* and v has 64"),
+        ("triton", {}, {"v_dim": 576}, "triton cannot be used for decode: heads of 576 values"),
         (
             "auto",
             {"prefill": "triton"},
@@ -175,6 +176,21 @@ def test_what_no_kernel_takes_is_left_to_torch() -> None:
     assert not backend.captures
     assert sum("not used: " in note for note in notes) == 6
     assert all(any(name in note for note in notes) for name in ("native", "triton", "flashinfer"))
+
+
+def test_values_of_another_width_are_for_triton() -> None:
+    backend, _ = attention.choose("auto", [SHAPE._replace(head_dim=192, v_dim=128)])
+    assert backend.name == "triton decode, triton prefill"
+    assert backend.captures
+
+
+def test_latent_attention_needs_no_memory_that_grows() -> None:
+    """Prompts behind a prefix read the latents of their pages."""
+    latent = SHAPE._replace(kv_heads=1, head_dim=576, v_dim=512, latent=True)
+    backend, _ = attention.choose("auto", [latent])
+    assert backend.name == "triton decode, triton prefill"
+    assert backend.captures
+    assert not backend.grows
 
 
 def test_sinks_are_for_those_who_know_them() -> None:

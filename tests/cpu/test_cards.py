@@ -131,10 +131,10 @@ def shared(kernel, arch, stages, **sizes):
 found, heads = [], {'GROUP': 2, 'SOFTCAP': False, 'SINKS': True}
 for arch in json.loads(sys.argv[1]):
     cut = attention.decode_cut(64, 16, 2, nvidia('', tuple(arch)).shared)
-    sizes = {'HD': 64, 'HB': 64, 'GROUP_BLOCK': 16, 'BLOCK': cut.n}
+    sizes = {'HD': 64, 'HB': 64, 'VD': 64, 'VB': 64, 'GROUP_BLOCK': 16, 'BLOCK': cut.n}
     found.append(shared(attention._decode, arch, cut.stages, **sizes, **heads))
 cut = attention.extend_cut(192, 2, nvidia('', (8, 9)).shared)
-sizes = {'HD': 192, 'HB': attention.padded(192), 'BLOCK_M': cut.m, 'BLOCK_N': cut.n}
+sizes = {'HD': 192, 'HB': attention.padded(192), 'VD': 128, 'VB': 128, 'BLOCK_M': cut.m, 'BLOCK_N': cut.n}
 found.append(shared(attention._extend, (8, 9), cut.stages, **sizes, **heads))
 room = nvidia('', (8, 9)).shared
 decode, extend = latent.decode_cut(576, 512, 20, 2, room), latent.extend_cut(576, 512, 2, room)

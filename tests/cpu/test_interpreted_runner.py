@@ -33,6 +33,7 @@ def answers() -> dict[str, Any]:
         ("states", {"logprobs"}),
         ("module", {"logprobs"}),
         ("module with windows", set()),
+        ("module with wider keys", set()),
         ("convolutions", {"logprobs"}),
         ("delta of channels", {"logprobs"}),
         ("a scan beside attention", {"logprobs"}),

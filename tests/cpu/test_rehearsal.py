@@ -93,16 +93,22 @@ CASES = {
 
 
 def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
-    """One whose steps cannot be captured runs them one by one, and says so."""
+    """One has values of another width than keys. One whose steps cannot be captured runs them one by one, and
+    says so."""
     from transformers import AutoConfig
 
     shape = {"num_hidden_layers": 2, "vocab_size": 300, "hidden_size": 256, "intermediate_size": 64}
     config = AutoConfig.for_model("olmo", num_attention_heads=4, num_key_value_heads=4, **shape).to_dict()
     config["architectures"] = ["OlmoForCausalLM"]
+    wider = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+    youtu = AutoConfig.for_model("youtu", num_attention_heads=4, v_head_dim=12, **wider, **shape).to_dict()
+    youtu["architectures"] = ["YoutuForCausalLM"]
     model = config | {FACTS: probe(config, tmp_path)}
     cases = [{"model": model, "looks": looks} for looks in (False, True)]
-    captured, looks = map(json.loads, run_script("fake_gpu.py", json.dumps(cases)))
-    for found in (captured, looks):
+    cases.append({"model": youtu | {FACTS: probe(youtu, tmp_path)}})
+    captured, looks, uneven = map(json.loads, run_script("fake_gpu.py", json.dumps(cases)))
+    assert any("attention: triton decode, triton prefill" in note for note in uneven["notes"])
+    for found in (captured, looks, uneven):
         assert not found["late"]
         assert found["asked"] > 10
     assert not any("captured" in note for note in captured["notes"])

@@ -25,7 +25,13 @@ from sgla.sampling.draw import Distribution, bits_of
 
 
 def random_batch(
-    q_lens: list[int], kv_lens: list[int], heads: int, kv_heads: int, dim: int, page_size: int = 4
+    q_lens: list[int],
+    kv_lens: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int = 4,
+    values: int = 0,
 ):
     """A batch over shuffled pages with random KV; the pages hold the same values in another order of dims."""
     generator = torch.Generator().manual_seed(sum(q_lens) * 7 + sum(kv_lens))
@@ -34,8 +40,8 @@ def random_batch(
     table = torch.zeros(rows + 2, most, dtype=torch.int32)
     slots = torch.arange(1, rows + 1).flip(0)
     table[slots] = pages.int()
-    shape = (rows * most + 1, kv_heads, page_size, dim)
-    k, v = (torch.randn(shape, generator=generator).transpose(1, 2) for _ in range(2))
+    shape = rows * most + 1, kv_heads, page_size
+    k, v = (torch.randn(*shape, n, generator=generator).transpose(1, 2) for n in (dim, values or dim))
     q_start = torch.tensor([0, *q_lens]).cumsum(0).int()
     q = torch.randn(int(q_start[-1]), heads * dim, generator=generator)
     positions = torch.cat([torch.arange(n - m, n) for m, n in zip(q_lens, kv_lens)])
@@ -75,6 +81,22 @@ def test_decode(group: int, dim: int, window: int, softcap: float, splits: int) 
         q, kv.k, kv.v, batch.page_table, batch.slots, batch.kv_len, 0.3, window, softcap, splits
     )
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dim", "values"), [(24, 16), (12, 40)])
+def test_values_of_another_width(dim: int, values: int) -> None:
+    """Than keys: decode rows in one part and in several, with sinks, and prompts behind a window."""
+    q, kv, batch = random_batch([1, 1, 1], [1, 70, 101], 4, 2, dim, values=values)
+    sinks = torch.randn(4)
+    for splits in (1, 4):
+        decode = batch.page_table, batch.slots, batch.kv_len, 0.3, 0, 0.0, splits
+        out = attention.decode(q, kv.k, kv.v, *decode, sinks=sinks)
+        torch.testing.assert_close(out, ops.attention(q, kv, batch, 0.3, sinks=sinks), rtol=1e-4, atol=1e-5)
+    q, kv, batch = random_batch([20, 3], [20, 40], 2, 1, dim, values=values)
+    tiles = cut(batch.slots.numpy(), np.array([0, 37], np.int32), np.array([20, 3], np.int32), 0, 32)
+    out, how = torch.empty(23, 2 * values), attention.Cut(32, 32, 2)
+    attention.extend(q, kv.k, kv.v, batch.page_table, torch.from_numpy(tiles), 0.3, out, how, 9)
+    torch.testing.assert_close(out, ops.attention(q, kv, batch, 0.3, 9), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,19 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+WIDER = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
 MODELS = {
     "llama": ("LlamaForCausalLM", {}),
     "olmo": ("OlmoForCausalLM", {"clip_qkv": 0.9}),
     "granite_swa": ("GraniteSWAForCausalLM", WINDOWS),  # with sinks
+    "youtu": ("YoutuForCausalLM", WIDER),  # v of another width than k
     "afmoe": ("AfmoeForCausalLM", EXPERTS | {"head_dim": 64}),
 }
 PROMPTS = {slot: prompt(slot, 20 + 13 * slot) for slot in range(8)}
@@ -83,7 +92,7 @@ def test_logits_are_those_of_a_cpu(name: str, dtype: str, bound: float) -> None:
         assert (off < bound).float().mean() >= (1 if dtype == "float32" else 0.95), off
 
 
-@pytest.mark.parametrize("name", ["llama", "olmo", "afmoe"])
+@pytest.mark.parametrize("name", ["llama", "olmo", "youtu", "afmoe"])
 def test_graphs_equal_eager_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(name)
     assert runner._captures, runner.notes

@@ -49,9 +49,10 @@ def _sink(sink, top):
 @triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
 def _decode(
     q, k, v, page_table, slots, kv_len, out, part, part_ml, sinks,
-    s_page, s_token, s_head, table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
-    HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    s_page, s_token, s_head, v_page, v_token, v_head, table_stride, page_size, kv_heads, splits,
+    scale, v_scale, softcap, window,
+    HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_len + row)
@@ -64,12 +65,14 @@ def _decode(
     end = tl.minimum(begin + share, length)
     m = tl.arange(0, GROUP_BLOCK)
     d, inside = _dims(HD, HB)
+    e, within = _dims(VD, VB)
     used = (m[:, None] < GROUP) & inside[None, :]
+    given = (m[:, None] < GROUP) & within[None, :]
     at = (row * kv_heads + head) * GROUP + m
     query = tl.load(q + at[:, None] * HD + d[None, :], mask=used, other=0.0)
     top = tl.full([GROUP_BLOCK], NEG, dtype=tl.float32)
     total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
-    acc = tl.zeros([GROUP_BLOCK, HB], dtype=tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, VB], dtype=tl.float32)
     pages = page_table + slot * table_stride
     for start in range(begin, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
@@ -85,18 +88,19 @@ def _decode(
         p = tl.where(live[None, :], p, 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        there = live[:, None] & inside[None, :]
-        values = tl.load(v + place[:, None] + d[None, :], mask=there, other=0.0).to(query.dtype)
+        there = live[:, None] & within[None, :]
+        place = page * v_page + (n % page_size) * v_token + head * v_head
+        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=0.0).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if splits == 1:
         if SINKS:
             total += _sink(tl.load(sinks + head * GROUP + m, mask=m < GROUP, other=0.0), top)
         result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
-        tl.store(out + at[:, None] * HD + d[None, :], result, mask=used)
+        tl.store(out + at[:, None] * VD + e[None, :], result, mask=given)
     else:
         slice_ = at * splits + split
-        tl.store(part + slice_[:, None] * HD + d[None, :], acc, mask=used)
+        tl.store(part + slice_[:, None] * VD + e[None, :], acc, mask=given)
         tl.store(part_ml + slice_ * 2, top, mask=m < GROUP)
         tl.store(part_ml + slice_ * 2 + 1, total, mask=m < GROUP)
 
@@ -129,9 +133,10 @@ def _merge(
 @triton.jit
 def _extend(
     q, k, v, page_table, tiles, out, sinks,
-    s_page, s_token, s_head, table_stride, page_size, q_heads, scale, v_scale, softcap, window,
-    HD: tl.constexpr, HB: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    s_page, s_token, s_head, v_page, v_token, v_head, table_stride, page_size, q_heads,
+    scale, v_scale, softcap, window,
+    HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
@@ -141,9 +146,10 @@ def _extend(
     count = tl.load(tile + 3)
     i = tl.arange(0, BLOCK_M)
     d, inside = _dims(HD, HB)
+    e, within = _dims(VD, VB)
     used = (i[:, None] < count) & inside[None, :]
-    at = ((begin + i).to(tl.int64) * q_heads + q_head) * HD
-    query = tl.load(q + at[:, None] + d[None, :], mask=used, other=0.0)
+    at = (begin + i).to(tl.int64) * q_heads + q_head
+    query = tl.load(q + at[:, None] * HD + d[None, :], mask=used, other=0.0)
     position = start_at + i
     end = start_at + count
     oldest = 0  # what is behind may be another request's, and no number
@@ -152,7 +158,7 @@ def _extend(
     first = oldest // BLOCK_N * BLOCK_N
     top = tl.full([BLOCK_M], NEG, dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, HB], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, VB], dtype=tl.float32)
     pages = page_table + slot * table_stride
     for start in range(first, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -169,14 +175,16 @@ def _extend(
         p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        there = (n[:, None] >= oldest) & (n[:, None] < end) & inside[None, :]
-        values = tl.load(v + place[:, None] + d[None, :], mask=there, other=0.0).to(query.dtype)
+        there = (n[:, None] >= oldest) & (n[:, None] < end) & within[None, :]
+        place = page * v_page + (n % page_size) * v_token + head * v_head
+        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=0.0).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if SINKS:
         total += _sink(tl.load(sinks + q_head), top)
     result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
-    tl.store(out + at[:, None] + d[None, :], result, mask=used)
+    given = (i[:, None] < count) & within[None, :]
+    tl.store(out + at[:, None] * VD + e[None, :], result, mask=given)
 
 
 def padded(dim: int) -> int:
@@ -204,8 +212,8 @@ def decode(
     shared: int = 1 << 30,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One query token a row: q ``[R or more, Hq * hd]`` -> the same shape, R rows of it;
-    k, v ``[pages, page_size, Hkv, hd]``.
+    """One query token a row: q ``[R or more, Hq * hd]`` -> ``[R or more, Hq * vd]``, R rows of it;
+    k, v ``[pages, page_size, Hkv, hd or vd]``.
 
     ``shared``: bytes of shared memory that a block may have.
     Of quantized pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``.
@@ -217,24 +225,26 @@ def decode(
     page_size, kv_heads, dim = k.shape[1:]
     group = q.shape[1] // (kv_heads * dim)
     q = q.contiguous()  # it may lie beside k and v (``Attention.in_place``)
-    out = torch.empty_like(q)
+    values = v.shape[3]
+    out = q.new_empty(q.shape[0], kv_heads * group * values)
     heads = rows * kv_heads * group
-    part = q.new_empty(heads * splits, dim, dtype=torch.float32) if splits > 1 else out
+    part = q.new_empty(heads * splits, values, dtype=torch.float32) if splits > 1 else out
     part_ml = q.new_empty(heads * splits, 2, dtype=torch.float32) if splits > 1 else out
     factor, cap = scales(scale, softcap)
     rows_of_group = max(16, triton.next_power_of_2(group))
-    cut = decode_cut(dim, rows_of_group, q.itemsize, shared)
+    cut = decode_cut(max(dim, values), rows_of_group, q.itemsize, shared)
     _decode[(rows, kv_heads, splits)](
         q, k, v, page_table, slots, kv_len, out, part, part_ml, q if sinks is None else sinks,
-        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, kv_heads, splits, factor,
+        *k.stride()[:3], *v.stride()[:3], page_table.stride(0), page_size, kv_heads, splits, factor,
         v_scale, cap, window,
-        HD=dim, HB=padded(dim), GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
+        HD=dim, HB=padded(dim), VD=values, VB=padded(values),
+        GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
         SINKS=sinks is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(heads,)](
             part, part_ml, out, q if sinks is None else sinks, splits, kv_heads * group, v_scale,
-            HD=dim, HB=padded(dim), SINKS=sinks is not None, num_warps=1,
+            HD=values, HB=padded(values), SINKS=sinks is not None, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -291,16 +301,17 @@ def extend(
     v_scale: float = 1.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out``, the same
-    shape; ``tiles`` int32[n, 4]: slot, first token in q, its position, and how many tokens (at most
+    """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out`` ``[T, Hq *
+    vd]``; ``tiles`` int32[n, 4]: slot, first token in q, its position, and how many tokens (at most
     ``cut.m``; 0: none); ``v_scale`` as in ``decode``. Tokens in no tile are left as they are."""
     page_size, kv_heads, dim = k.shape[1:]
-    q_heads = q.shape[1] // dim
+    q_heads, values = q.shape[1] // dim, v.shape[3]
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
         q, k, v, page_table, tiles, out, q if sinks is None else sinks,
-        k.stride(0), k.stride(1), k.stride(2), page_table.stride(0), page_size, q_heads, factor, v_scale,
+        *k.stride()[:3], *v.stride()[:3], page_table.stride(0), page_size, q_heads, factor, v_scale,
         cap, window,
-        HD=dim, HB=padded(dim), GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
+        HD=dim, HB=padded(dim), VD=values, VB=padded(values),
+        GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
         SINKS=sinks is not None, num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
     )  # fmt: skip
