@@ -449,10 +449,12 @@ def selective_scan(
 
 
 @op
-def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, groups: int) -> Tensor:
     """``rms_norm(x * silu(gate))`` of each of ``groups`` parts of the last dim: x, gate [T, d], weight [d]
-    -> [T, d]."""
+    -> [T, d]. Without a weight there is no norm."""
     f = x.float() * F.silu(gate.float())
+    if weight is None:
+        return f.to(x.dtype)
     parts = f.unflatten(1, (groups, -1))
     f = (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(1)
     return (f * weight.float()).to(x.dtype)

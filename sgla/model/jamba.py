@@ -6,7 +6,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels import ops
@@ -63,7 +62,7 @@ class FirstMamba:
         dt, b, c = (norm(part.contiguous()) for norm, part in zip(self.norms, parts))
         x, b, c = x[..., None], b[:, None], c[:, None]
         seen = ops.selective_scan(x, self.time(dt), self.a, b, c, self.d, state, batch, self.steps)
-        return (seen.flatten(1) * F.silu(gate.float())).to(gate.dtype)
+        return ops.gated_group_norm(seen.flatten(1), gate, None, 0.0, 1)
 
 
 class Jamba(Llama):

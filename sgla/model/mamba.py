@@ -93,7 +93,7 @@ class Mamba:
         """With the gate z, and the norm of each group."""
         groups = len(self.groups)
         if self.norm is None:
-            return (y * F.silu(z.float())).to(y.dtype)
+            return ops.gated_group_norm(y, z, None, self.eps, groups)
         if groups < self.layer.groups or self.shard.size == 1:
             if self.layer.norm == "behind":
                 return ops.gated_group_norm(y, z, self.norm, self.eps, groups)

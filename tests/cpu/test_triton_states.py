@@ -165,11 +165,11 @@ def test_time_steps_of_all_sizes() -> None:
 @pytest.mark.parametrize(("groups", "d"), [(1, 48), (3, 20)])
 def test_gated_group_norm(groups: int, d: int) -> None:
     x, gate = torch.randn(7, 2 * groups * d + 5)[:, 5:].chunk(2, 1)
-    weight = torch.rand(groups * d)
-    with using(GpuOps(None)):  # type: ignore[arg-type]
-        found = ops.gated_group_norm(x, gate, weight, 1e-5, groups)
-    expected = ops.gated_group_norm(x, gate, weight, 1e-5, groups)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for weight in (torch.rand(groups * d), None):
+        with using(GpuOps(None)):  # type: ignore[arg-type]
+            found = ops.gated_group_norm(x, gate, weight, 1e-5, groups)
+        expected = ops.gated_group_norm(x, gate, weight, 1e-5, groups)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class Layer:

@@ -251,7 +251,9 @@ class GpuOps:
         return states.selective_scan(x, dt, a, b, c, d, state, batch, steps)
 
     @LOWERINGS.of(ops.gated_group_norm)
-    def gated_group_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+    def gated_group_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, groups: int
+    ) -> Tensor:
         return ssd.gated_group_norm(x, gate, weight, eps, groups)
 
     @LOWERINGS.of(ops.act_mul)

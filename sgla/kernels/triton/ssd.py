@@ -251,7 +251,7 @@ def _channels(
 
 @triton.jit
 def _gated_norm(
-    x, gate, weight, out, d, s_x, s_gate, eps, PDL: tl.constexpr, BLOCK: tl.constexpr
+    x, gate, weight, out, d, s_x, s_gate, eps, NORM: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program: a group of a token."""
     _begin_early(PDL)
@@ -261,8 +261,9 @@ def _gated_norm(
     v = tl.load(x + token * s_x + at, mask=live, other=0.0).to(tl.float32)
     z = tl.load(gate + token * s_gate + at, mask=live, other=0.0).to(tl.float32)
     v *= z * tl.sigmoid(z)
-    v *= tl.rsqrt(tl.sum(v * v, 0) / d + eps)
-    tl.store(out + token * groups * d + at, v * tl.load(weight + at, mask=live, other=0.0), mask=live)
+    if NORM:
+        v *= tl.rsqrt(tl.sum(v * v, 0) / d + eps) * tl.load(weight + at, mask=live, other=0.0)
+    tl.store(out + token * groups * d + at, v, mask=live)
 
 
 class Ends(NamedTuple):
@@ -404,7 +405,7 @@ def by_channel(
     )  # fmt: skip
 
 
-def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, groups: int) -> Tensor:
     """See ``ops.gated_group_norm``."""
     x = x if x.stride(1) == 1 else x.contiguous()
     gate = gate if gate.stride(1) == 1 else gate.contiguous()
@@ -412,7 +413,8 @@ def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups
     out = x.new_empty(x.shape)
     block = triton.next_power_of_2(width)
     _gated_norm[tokens, groups](
-        x, gate, weight, out, width, x.stride(0), gate.stride(0), eps, BLOCK=block,
+        x, gate, x if weight is None else weight, out, width, x.stride(0), gate.stride(0), eps,
+        NORM=weight is not None, BLOCK=block,
         num_warps=max(1, min(16, block // 512)), **_pdl(),
     )  # fmt: skip
     return out
