@@ -204,6 +204,7 @@ _HONOURED: dict[str, Rule] = {
     "leading_dense_block_count": COUNT,
     "interleave_moe_layer_step": COUNT,
     "nextn_predict_layers": COUNT,
+    "shortconv.l_cache": SIZE,
 }
 
 
@@ -218,10 +219,10 @@ def rules(layout: Layout) -> dict[str, Rule]:
             table[key] = Only((fixed[0],))
     if layout.scans:
         table |= dict.fromkeys(_OF_SCANS, SIZE)
-    if layout.scans == "instead":
+    if layout.scans == "instead" or layout.convolves:
         table["attention.head_count_kv"] = Some()
-        if not layout.mixture:
-            table |= {"expert_count": Only((0,)), "expert_used_count": COUNT}
+    if layout.scans == "instead" and not layout.mixture:
+        table |= {"expert_count": Only((0,)), "expert_used_count": COUNT}
     if layout.windowed and "layer_types" in layout.known:
         table["attention.sliding_window_pattern"] = Pattern()
     if layout.permuted:
@@ -309,6 +310,7 @@ def read_keys(metadata: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         *(_OF_MIXTURES if layout.mixture else ()),
         *(_OF_LATENTS if layout.latent else ()),
         *((*_OF_SCANS, "attention.head_count_kv") if layout.scans else ()),
+        *(("shortconv.l_cache", "attention.head_count_kv") if layout.convolves else ()),
     ):
         if name not in found:
             raise ConfigError(f"the GGUF metadata lacks {architecture}.{name}")

@@ -19,7 +19,7 @@ class Place(NamedTuple):
     mixtures e experts, m of one, s of the shared one. Of latent attention a the queries' latent, r that of
     keys and values, l with the rotated part, u queries, g a head's part that is not rotated, y its value, o
     all values, b keys and values. Of Mamba 2 i all rows, c channels of the convolution, w its taps, j the
-    values of all heads, z heads, x groups, p values of a group."""
+    values of all heads, z heads, x groups, p values of a group; w is also that of short convolutions."""
 
     name: str
     dims: str
@@ -35,7 +35,7 @@ class Stored:
     layers: Literal["all", "dense", "sparse"] = "all"
     flag: str = ""
     unless: str = ""
-    mixer: Literal["", "attention", "mamba"] = ""
+    mixer: Literal["", "attention", "mamba", "conv"] = ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Layout:
     by_width: int = 0
     scans: Literal["", "instead", "beside"] = ""  # layers without KV heads are Mamba 2, or all are that, too
     windows_optional: bool = False  # HF's class runs without any
+    convolves: bool = False  # layers without KV heads are short convolutions
+    last_norm: str = "output_norm"
     yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
 
     def hf_key(self, key: str) -> str:
@@ -87,7 +89,7 @@ HF_KEYS: dict[str, tuple[str, ...]] = {
     "feed_forward_length": ("intermediate_size",),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
     "attention.sliding_window": ("sliding_window",),
     "attention.q_lora_rank": ("q_lora_rank",),
@@ -107,7 +109,8 @@ HF_KEYS: dict[str, tuple[str, ...]] = {
     "expert_weights_norm": ("norm_topk_prob",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
-    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
+    "shortconv.l_cache": ("conv_L_cache",),
     "interleave_moe_layer_step": ("moe_layer_interval",),
     "nextn_predict_layers": ("num_nextn_predict_layers",),
 }

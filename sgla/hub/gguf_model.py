@@ -72,7 +72,7 @@ class GGUFModel:
             "m": expert,
             "s": keys.get("expert_shared_feed_forward_length") or expert * keys.get("expert_shared_count", 0),
         }
-        if self.layout.scans:
+        if self.layout.scans or self.layout.convolves:
             return sizes | scan_sizes(self.layout, keys)
         if not self.layout.latent:
             return sizes
@@ -130,7 +130,7 @@ class GGUFModel:
             self._check_widths(layout, keys)
         config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
         config |= self._windows(layout, keys)
-        config |= scans(layout, keys, self.sizes) if layout.scans else {}
+        config |= scans(layout, keys, self.sizes)
         config["rope_scaling"] = self._rope_scaling(keys)
         if layout.yarn and config["rope_scaling"] is None:
             config["rope_parameters"] = {"rope_type": "default"}  # HF's class would fill in another one
@@ -327,6 +327,7 @@ class GGUFModel:
         expected = {name: stored.places for name, stored in TOP.items()}
         if "attn_norm.bias" not in self.layout.tensors:
             del expected["output_norm.bias"]
+        expected[f"{self.layout.last_norm}.weight"] = expected.pop("output_norm.weight")
         if "rope_freqs.weight" in self._tensors:
             expected["rope_freqs.weight"] = (Place("", "t"),)
         for i in range(self.layers):

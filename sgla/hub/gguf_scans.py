@@ -1,4 +1,5 @@
-"""What the keys of a GGUF file say of layers of Mamba 2 (``Layout.scans``)."""
+"""What the keys of a GGUF file say of layers of Mamba 2 (``Layout.scans``), and of short convolutions
+(``Layout.convolves``)."""
 
 from __future__ import annotations
 
@@ -10,14 +11,26 @@ from sgla.hub.gguf_layout import Layout
 
 
 def mixer_of(layout: Layout, keys: Mapping[str, Any], layer: int) -> str:
-    return (
-        "mamba" if layout.scans == "instead" and not keys["attention.head_count_kv"][layer] else "attention"
-    )
+    other = "conv" if layout.convolves else "mamba" if layout.scans == "instead" else ""
+    return other if other and not keys["attention.head_count_kv"][layer] else "attention"
+
+
+def _convolutions(layout: Layout, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """In HF's words: which layers are convolutions, and that the width of MLPs is said as it is. Raises
+    ConfigError."""
+    counts = keys["attention.head_count_kv"]
+    if len(counts) != keys["block_count"]:
+        raise ConfigError(f"{layout.name}.attention.head_count_kv has {len(counts)} values, not one a layer")
+    found: dict[str, Any] = {"layer_types": ["full_attention" if count else "conv" for count in counts]}
+    key = "block_auto_adjust_ff_dim"
+    return found | ({key: False} if key in layout.known else {})
 
 
 def scan_sizes(layout: Layout, keys: Mapping[str, Any]) -> dict[str, int]:
     """Of the letters of ``Place.dims``, and of an MLP that mixtures share. Raises ConfigError for what does
     not divide."""
+    if layout.convolves:
+        return {"w": keys["shortconv.l_cache"]}
     counts = keys.get("attention.head_count_kv")
     if isinstance(counts, list) and len(counts) != keys["block_count"]:
         raise ConfigError(f"{layout.name}.attention.head_count_kv has {len(counts)} values, not one a layer")
@@ -43,7 +56,9 @@ def scan_sizes(layout: Layout, keys: Mapping[str, Any]) -> dict[str, int]:
 
 
 def scans(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """In HF's words: which layers are Mamba 2, and their shape."""
+    """In HF's words: which layers are Mamba 2, and their shape; or which are convolutions."""
+    if not layout.scans:
+        return _convolutions(layout, keys) if layout.convolves else {}
     found: dict[str, Any] = {
         "mamba_n_heads": sizes["z"],
         "mamba_d_head": sizes["j"] // sizes["z"],

@@ -17,7 +17,8 @@ from sgla.quant.formats import common
 from sgla.quant.groups import GROUP, Groups
 from sgla.quant.weight import SourceTensor, Weight, storage
 
-OF_SCANS = ("conv1d.weight", "A_log", "D", "norm.weight")
+CONVOLUTIONS = ("conv1d.weight", "conv.weight")
+OF_SCANS = (*CONVOLUTIONS, "A_log", "D", "norm.weight")
 
 
 def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) -> dict[str, str]:
@@ -62,7 +63,7 @@ def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
     for tensor in source.gguf().tensors():
         module, _, half = tensor.name.removesuffix("_b_proj.weight").rpartition(".")
         if not tensor.name.endswith("_b_proj.weight") or half not in ("k", "v"):
-            scan = tensor.name.partition(".mamba.")[2]
+            scan = tensor.name.partition(".mamba.")[2] or tensor.name.partition(".conv.")[2]
             yield tensor.name, OfScan(scan, tensor) if scan in OF_SCANS else Blocks(tensor)
             continue
         both = halves.setdefault(module, {})
@@ -73,7 +74,8 @@ def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
 
 @dataclass(frozen=True)
 class OfScan:
-    """A tensor of Mamba 2, which the file has in another shape, and of ``A_log`` what is made of it."""
+    """A tensor of Mamba 2 or of a short convolution, which the file has in another shape, and of ``A_log``
+    what is made of it."""
 
     name: str
     tensor: LazyTensor
@@ -81,7 +83,7 @@ class OfScan:
     @property
     def shape(self) -> tuple[int, ...]:
         rows, columns = self.tensor.shape
-        return (rows, 1, columns) if self.name == "conv1d.weight" else (rows * columns,)
+        return (rows, 1, columns) if self.name in CONVOLUTIONS else (rows * columns,)
 
     def dense(self, rows: range | None = None) -> Tensor:
         values = torch.from_numpy(self.tensor.numpy()).reshape(self.shape)

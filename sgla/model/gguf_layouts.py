@@ -32,6 +32,8 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         latent=_is_latent(family),
         mixture=_is_mixture(family, gguf),
         scans=gguf.scans,
+        convolves=gguf.convolves,
+        last_norm=gguf.last_norm,
         by_width=gguf.by_width,
         windows_optional=gguf.windows_optional,
         yarn={"truncate": rope["truncate"]} if "truncate" in rope else {},
@@ -52,9 +54,11 @@ def _tensors(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
         if family.norm == "layer" and family.norm_bias:
             yield f"{name}.bias", one(f"{hf}.bias", "d")
     mixer = _latent() if _is_latent(family) else _attention(family)
-    if gguf.scans == "instead":
+    if gguf.scans == "instead" or gguf.convolves:
         mixer = ((name, replace(stored, mixer="attention")) for name, stored in mixer)
     yield from mixer
+    if gguf.convolves:
+        yield from _convolution()
     if gguf.scans:
         norm = "mamba_rms_norm" if "mamba_rms_norm" in family.defaults else ""
         yield from _mamba("mamba" if gguf.scans == "instead" else "", norm)
@@ -100,6 +104,13 @@ def _latent() -> Iterator[tuple[str, Stored]]:
     yield "attn_k_b.weight", one("self_attn.k_b_proj.weight", "nrg")
     yield "attn_v_b.weight", one("self_attn.v_b_proj.weight", "nyr")
     yield "attn_output.weight", one("self_attn.o_proj.weight", "do")
+
+
+def _convolution() -> Iterator[tuple[str, Stored]]:
+    parts = tuple(Place(f"conv.{part}.weight", "dd") for part in ("before", "behind", "x"))
+    yield "shortconv.in_proj.weight", Stored(parts, mixer="conv")
+    yield "shortconv.conv.weight", one("conv.conv.weight", "dw", mixer="conv")
+    yield "shortconv.out_proj.weight", one("conv.out_proj.weight", "dd", mixer="conv")
 
 
 def _mamba(mixer: Any, norm: str) -> Iterator[tuple[str, Stored]]:

@@ -58,5 +58,7 @@ class Gguf:
     when: Mapping[str, Any] = field(default_factory=dict)
     by_width: int = 0
     scans: Literal["", "instead", "beside"] = ""
+    convolves: bool = False
+    last_norm: str = "output_norm"
     shared: bool = False
     windows_optional: bool = False

@@ -144,6 +144,9 @@ def converted(
         if arch in ADD_ONE and name.endswith("norm.weight"):
             tensor = tensor + 1
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if arch == Arch.LFM2MOE:
+            name = name.replace(".expert_bias", ".expert_bias.bias")
+            name = name.removeprefix("model.") if ".experts." in name else name
         if name.endswith("sinks"):
             name += ".weight"
         if arch == Arch.FALCON_H1:
@@ -244,6 +247,9 @@ SCAN = {
     "ssm__time_step_rank": 6,
 }
 NORMED = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
+SHORT = {"layer_types": ["conv", "full_attention", "conv"]}
+SHORT_KEYS = {"attention__head_count_kv": [0, 2, 0], "shortconv__l_cache": 3}
+SHORT_KEYS |= {"attention__layer_norm_epsilon": None, "attention__layer_norm_rms_epsilon": 1e-5}
 DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "gemma": (Arch.GEMMA, "gemma", TIED | {"head_dim": 16}, {}),
     "gemma2": (Arch.GEMMA2, "gemma2", TIED | WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 16}, {}),
@@ -292,6 +298,12 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         WINDOWED
         | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
         {"attention__sliding_window_pattern": [True, True, True, False, True]},
+    ),
+    "lfm2": (
+        Arch.LFM2,
+        "lfm2",
+        SHORT | {"block_auto_adjust_ff_dim": False} | TIED,
+        SHORT_KEYS | {"feed_forward_length": 96},
     ),
     "seed-oss": (Arch.SEED_OSS, "seed_oss", {"head_dim": 16}, {}),
 }
@@ -352,6 +364,14 @@ HYBRID = GRANITE | {
 }
 SSM = SCAN | {"ssm__inner_size": 96, "attention__head_count_kv": [0, 2, 0]}
 MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
+    "lfm2moe": (
+        Arch.LFM2MOE,
+        "lfm2_moe",
+        SHORT
+        | {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        | TIED,
+        SHORT_KEYS | SIGMOID | {"leading_dense_block_count": 1},
+    ),
     "mixtral": (Arch.LLAMA, "mixtral", {"num_local_experts": 5, "head_dim": 8}, {}),
     "qwen2moe": (
         Arch.QWEN2MOE,

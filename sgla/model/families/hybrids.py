@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sgla.model.families.keys import CAUSAL, HEAD_DIM, KV_HEADS, sizes
 from sgla.model.family import Family
+from sgla.model.gguf_words import BALANCED, SIGMOID, Gguf
 
 _DELTA = {
     "hidden_act": "silu",
@@ -184,6 +185,7 @@ FAMILIES = {
         completed="sgla.model.conv_spec:completed",
         renamed=_CONV_NAMES,
         qk_norm="head",
+        gguf=(Gguf("lfm2", convolves=True, last_norm="token_embd_norm"),),
     ),
     "Lfm2MoeForCausalLM": Family(
         ("lfm2_moe",),
@@ -205,5 +207,15 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:lfm2",
         renamed=_CONV_NAMES,
         qk_norm="head",
+        gguf=(
+            Gguf(
+                "lfm2moe",
+                convolves=True,
+                last_norm="token_embd_norm",
+                tensors=BALANCED,
+                gating=(SIGMOID,),
+                missing={"expert_weights_norm": True},
+            ),
+        ),
     ),
 }
