@@ -563,7 +563,7 @@ def main() -> int:
     try:
         facts = probe(asked["config"], Path(asked["folder"]), asked["trusted"], asked["ranks"])
     except ConfigError as error:
-        print(" ".join(str(error).split()))
+        print(json.dumps({"refused": " ".join(str(error).split()), "param": error.param}))
         return 2
     print(json.dumps(facts))
     return 0

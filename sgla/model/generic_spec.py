@@ -94,7 +94,7 @@ def settled(source: ModelSource, impl: str, trusted: bool, ranks: int = 1) -> Mo
     try:
         return replace(source, config={**config, FACTS: _shown(source, trusted, ranks)})
     except ConfigError as refused:
-        if impl == "transformers":
+        if impl == "transformers" or refused.param == "tp":
             raise
         try:
             check_architecture(name)
@@ -118,7 +118,8 @@ def _shown(source: ModelSource, trusted: bool, ranks: int) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads(said)
         return facts
     if done.returncode == 2:
-        raise ConfigError(said, param="model")
+        why: dict[str, Any] = json.loads(said)
+        raise ConfigError(why["refused"], param=why["param"])
     last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     raise ConfigError(f"the module cannot be built: {last[:300]}", param="model")
 

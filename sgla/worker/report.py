@@ -29,6 +29,7 @@ from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.tiles import GATES
 from sgla.loading.load import decoder_build, model_of
 from sgla.loading.source import configured_source
+from sgla.model.generic_spec import GenericSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_decoder
 from sgla.model.state import kv_groups
@@ -52,6 +53,9 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
         return
     yield f"kernels on {device.name}: how many layers each rule takes, and why others are not taken"
     spec = read_decoder(source.config)
+    if isinstance(spec, GenericSpec):
+        yield "  none: transformers' module computes it, and our kernels are attention and sampling alone"
+        return
     sizes = choose_sizes(config, spec, pooling)
     backend, notes = attention.choose(
         config.attention_backend,

@@ -33,6 +33,7 @@ from sgla.observe.machine import Machine
 from sgla.processes import tied
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.report import report
 
 PROMPTS = random_prompts([1, 7, 33])
 
@@ -157,7 +158,7 @@ def test_a_probe_ends_with_who_started_it_and_within_its_memory(
 
     def started(command: list[str], **_: Any) -> Any:
         commands.append(command)
-        return subprocess.CompletedProcess(command, 2, b"no model", b"")
+        return subprocess.CompletedProcess(command, 2, b'{"refused": "no model", "param": "model"}', b"")
 
     save_checkpoint(tmp_path, "apertus")
     source = files.open_source(tmp_path)
@@ -179,6 +180,19 @@ def test_a_module_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None
     facts = {FACTS: probe(config, tmp_path)}
     with pytest.raises(ConfigError, match="its logits are no numbers"):
         load_model(ModelSource("dummy", tmp_path, (), config | facts, {}))
+
+
+def test_what_another_process_refuses_keeps_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module would run on one rank, so nothing is said of architectures that do. No rule takes it."""
+    save_checkpoint(tmp_path, "persimmon", num_hidden_layers=1)
+    with pytest.raises(ConfigError, match="^transformers' module cannot be split over ranks") as refused:
+        open_source(tmp_path, ranks=2)
+    assert refused.value.param == "tp"
+    monkeypatch.setattr("sgla.worker.report.use", lambda device: None)
+    _, line = report(Config(), seen(tmp_path))
+    assert "none: transformers' module computes it" in line
 
 
 def test_native_code_comes_first(tmp_path: Path) -> None:
