@@ -78,9 +78,11 @@ def _by_our_names(family: Family, text: Mapping[str, Any], values: Mapping[str, 
     """The keys that a family calls otherwise; where it has both names, one that is given counts."""
     found = {}
     for theirs, ours in family.names.items():
-        if ours not in family.defaults or text.get(theirs) is not None:
+        if ours not in family.defaults:
             found[ours] = values[theirs]
-            if text.get(ours, values[theirs]) != values[theirs]:
+        elif text.get(theirs) is not None:
+            found[ours] = values[theirs]
+            if text.get(ours) not in (None, values[theirs]):
                 raise ConfigError(f"config.json: {ours} and {theirs} are not the same", param="model")
     return found
 

@@ -2051,7 +2051,6 @@ REFUSED: dict[str, Case] = {
             ("MptForCausalLM", "mpt", {"d_model": 64}),
             ("BitNetForCausalLM", "bitnet", {"hidden_act": "relu2"}),
             ("Mamba2ForCausalLM", "mamba2", {"hidden_size": None}),
-            ("PhimoeForCausalLM", "phimoe", {"num_local_experts": 16}),
             ("MambaForCausalLM", "mamba", {"hidden_size": None}),
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
             ("NewModel", "new", {"position_embedding_type": "rope"}),
