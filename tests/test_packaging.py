@@ -299,7 +299,7 @@ THROUGH_OTHERS = {
 def test_every_import_is_a_declared_dependency() -> None:
     for folder, extras in (
         ("sgla", ("cuda", "otel", "modelscope", "eval", "mcp", "remote", "redis")),
-        ("tests", ("test",)),
+        ("tests", ("test", "formats")),
     ):
         names = {DISTRIBUTIONS.get(module, module).lower() for module in third_party(folder)}
         assert names - THROUGH_OTHERS <= declared(*extras), folder
