@@ -32,7 +32,8 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     if c.flag("attn_temperature_tuning"):
         grown = Growth(c.number("attn_scale"), c.integer("floor_scale", POSITIONS), 1)
     flat = named(c, (0,) * layers)
-    kinds = c.values["layer_types"] or [_FULL if i in flat else _CHUNKED for i in range(layers)]
+    whole = range(layers) if c.values[CHUNK] is None else flat
+    kinds = c.values["layer_types"] or [_FULL if i in whole else _CHUNKED for i in range(layers)]
     if (
         not isinstance(kinds, list)
         or len(kinds) != layers

@@ -690,6 +690,11 @@ RUN: dict[str, Case] = {
     "Llama-4-Maverick's text": Case(
         USUAL | llama4({"moe_layers": None})["text_config"] | {"architectures": ["Llama4ForCausalLM"]}
     ),
+    "Llama 4 without chunks": Case(
+        USUAL
+        | llama4({"attention_chunk_size": None})["text_config"]
+        | {"architectures": ["Llama4ForCausalLM"]}
+    ),
     "bge-small": Case(encoder("Bert", "bert", id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})),
     "MiniLM-L6": Case(encoder("Bert", "bert", _name_or_path="nreimers/MiniLM-L6-H384-uncased")),
     "bert-base-multilingual": Case(
@@ -1711,7 +1716,10 @@ REFUSED: dict[str, Case] = {
     ),
     "Llama 4 with two experts a token": Case(llama4({"num_experts_per_tok": 2}), "num_experts_per_tok"),
     "Llama 4 with windows": Case(llama4({"layer_types": ["sliding_attention"] * 4}), "layer_types"),
-    "Llama 4 without a size of chunks": Case(llama4({"attention_chunk_size": None}), "attention_chunk_size"),
+    "Llama 4 with chunks of no size": Case(
+        llama4({"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 4}),
+        "attention_chunk_size",
+    ),
     "Gemma 4 that sees ahead": Case(
         gemma4({"use_bidirectional_attention": "all"}), "use_bidirectional_attention"
     ),

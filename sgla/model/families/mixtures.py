@@ -107,7 +107,7 @@ FAMILIES = {
         CAUSAL,
         {"num_experts": "num_local_experts"},
         model="sgla.model.llama4:Llama4",
-        nulls=("moe_layers", "num_experts"),
+        nulls=("moe_layers", "num_experts", "attention_chunk_size"),
         attention="sgla.model.llama4_spec:read",
         completed="sgla.model.llama4_spec:complete",
         also=("Llama4ForConditionalGeneration",),
