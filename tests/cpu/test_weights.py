@@ -141,7 +141,8 @@ def test_places_in_a_file_are_those_of_its_tensors(tmp_path: Path) -> None:
     """What a GPU worker reads by offset."""
     path = tmp_path / "model.safetensors"
     tensors = {"a": torch.randn(7, 3), "b": torch.randn(5).bfloat16(), "c": torch.randn(2, 3, 4).half()}
-    save_file(tensors | {"ids": torch.arange(3)}, path, {"format": "pt"})
+    tensors |= {"ids": torch.arange(3)}
+    save_file(tensors, path, {"format": "pt"})
     found = places(path, lambda file, at, dtype, shape: (os.pread(file, 8, at), dtype, shape))  # type: ignore[arg-type]
     assert set(found) == set(tensors)
     for name, tensor in tensors.items():
