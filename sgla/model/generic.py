@@ -259,13 +259,13 @@ class Generic(CausalLM):
 
     def _rehearse(self, step: Step, rows: Tensor | None) -> Tensor:
         """Attention alone: all else is torch's, where nothing is compiled."""
-        tokens = step.batch.tokens
+        tokens, made = step.batch.tokens, self._still.new_zeros
         for index, layer in enumerate(self.spec.attention[: len(step.kv)]):
             heads, kv_heads = layer.heads // self.shard.size, layer.kv_heads // self.shard.size
             shapes = (heads, layer.head_dim), (kv_heads, layer.head_dim), (kv_heads, layer.v_dim)
-            qkv = tuple(torch.zeros(1, n, tokens, dim, dtype=self.dtype) for n, dim in shapes)
-            step.read(index, qkv, torch.zeros(heads) if layer.sinks else None)
-        return torch.zeros(tokens if rows is None else len(rows), self.spec.vocab, dtype=self.dtype)
+            qkv = tuple(made(1, n, tokens, dim, dtype=self.dtype) for n, dim in shapes)
+            step.read(index, qkv, made(heads) if layer.sinks else None)
+        return made(tokens if rows is None else len(rows), self.spec.vocab, dtype=self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.float()
