@@ -14,7 +14,7 @@ PROMPTS = {slot: prompt(slot, 20 + 13 * slot) for slot in range(8)}
 @pytest.fixture(scope="module")
 def runner() -> Any:
     """All layers but one are on the host."""
-    made = make(DEEP, cpu_offload_gb=0.15)
+    made = make(DEEP, cpu_offload_gb=0.15, kv_cache_bytes=512 << 20)  # pages for 24 slots
     assert any("the matrices of 6 of 7 layers" in note for note in made.notes), made.notes
     return made
 

@@ -63,15 +63,9 @@ def plan(step: int, rows: list[tuple[int, int, int, int]], new: list[NewRow] | N
 def make(model: dict[str, Any] = TINY, **settings: Any) -> Any:
     from sgla.worker.cuda import CudaRunner
 
-    config = Config(
-        device="cuda",
-        load_format="dummy",
-        max_running_requests=24,
-        step_tokens=1024,
-        kv_cache_bytes=256 << 20,
-        context_length=640,
-        **settings,
-    )
+    common = {"max_running_requests": 24, "step_tokens": 1024, "context_length": 640}
+    common["kv_cache_bytes"] = 256 << 20
+    config = Config(device="cuda", load_format="dummy", **common | settings)
     return CudaRunner(config, ModelSource("dummy", Path("."), (), model, {}), 0, 1, "", lambda progress: None)
 
 
@@ -93,6 +87,7 @@ def generate(
     **sampling: Any,
 ) -> dict[int, list[int]]:
     """Decode ``count`` tokens of each slot, batched or one after the other, ``depth`` steps in flight."""
+    assert all(group.pages > (max(prompts) + 1) * PAGES for group in runner.facts.groups)
     out: dict[int, list[int]] = {slot: [] for slot in prompts}
     for group in [list(prompts)] if together else [[slot] for slot in prompts]:
         new = [new_row(slot, prompts[slot], seed=slot, **sampling) for slot in group]
