@@ -3,8 +3,8 @@ CPU, and Triton's kernels in its interpreter. CUDA's kernels do nothing, so atte
 captured, and no row asks for top-k, top-p or min-p. The kernels that take long in the interpreter, which
 other tests compare, are replaced by the bodies of their ops.
 
-``python interpreted_gpu.py``: prints for each case what both answer, as JSON. It is a process of its own, as
-``fake_gpu.py``.
+``python interpreted_gpu.py [CASE ...]``: prints for each case what both answer, as JSON. It is a process of
+its own, as ``fake_gpu.py``.
 """
 
 from __future__ import annotations
@@ -385,15 +385,16 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
 
 
 def main() -> None:
+    cases = sys.argv[1:] or list(CASES)
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
         registry.register("ToyForCausalLM", toy_family.FAMILY)
         toy_weights.register()
-        sources = {case: source(Path(name), *parts[:2]) for case, parts in CASES.items()}
-        found = {case: {"cpu": answers(cpu_runner, case, sources[case])} for case in CASES}
+        sources = {case: source(Path(name), *CASES[case][:2]) for case in cases}
+        found = {case: {"cpu": answers(cpu_runner, case, sources[case])} for case in cases}
         become_gpu()
-        for case, (*_, own) in CASES.items():
-            found[case]["gpu"] = answers(cuda_runner, case, sources[case], device="cuda", **own)
+        for case in cases:
+            found[case]["gpu"] = answers(cuda_runner, case, sources[case], device="cuda", **CASES[case][-1])
     print(json.dumps(found))
 
 
