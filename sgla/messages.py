@@ -165,7 +165,8 @@ class Job(msgspec.Struct, kw_only=True):
     priority: int = 0
     yields: bool = False  # to every request that does not: it is part of a batch
     deadline: float | None = None  # absolute, on clock.now()
-    namespace: str = ""  # prefix-cache isolation (cache_salt)
+    namespace: str = ""  # prefix-cache isolation (cache_salt, the adapter)
+    adapter: int = 0  # its number; 0: none
     suffix: str | None = None  # what comes after the answer: the model fills in the middle
     keep_last: int | None = None  # a longer prompt loses its beginning (-1: what the context has no room for)
     drop_turns: bool = False  # a chat that is too long loses its oldest turns
@@ -202,10 +203,12 @@ class Submit(msgspec.Struct, kw_only=True):
     # the first of them, and a digest of what it is.
     media: list[tuple[int, bytes]] = []
     holds: frozenset[str] = frozenset()  # what must be there before it may run; ``Ready`` tells of each
+    adapter: int = 0  # Job.adapter
 
 
-# What requests are held for: the compiled grammar, which comes with the Ready; pages that a transfer brings.
-GRAMMAR, PAGES = "grammar", "pages"
+# What requests are held for: the compiled grammar, which comes with the Ready; pages or an adapter that a
+# copy brings.
+GRAMMAR, PAGES, ADAPTER = "grammar", "pages", "adapter"
 
 
 class Ready(msgspec.Struct, kw_only=True):
@@ -216,6 +219,14 @@ class Ready(msgspec.Struct, kw_only=True):
     reason: str
     sampling: RowSampling | None = None
     sampling_bytes: int = 0
+
+
+class Keep(msgspec.Struct, array_like=True, frozen=True):
+    """Ingress -> schedule. An adapter keeps its place on the device (``pinned``), or is gone: then no open
+    request has it."""
+
+    adapter: int
+    pinned: bool
 
 
 class Opened(msgspec.Struct):
@@ -299,6 +310,7 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
     sampling: RowSampling
     segment: int = 0  # where the second text of a pair begins, for models that tell the two apart; 0: nowhere
     limit: int = 0  # tokens it may have, outputs included; only where rows have drafts
+    place: int = 0  # of its adapter on the device; 0: it has none
 
 
 VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little
@@ -310,7 +322,8 @@ POOL = 4  # StepPlan.flags: the row is for a vector, due when its span reaches t
 class Copy(msgspec.Struct, array_like=True, frozen=True):
     """Copy pages of the first cache group from one place to another: ``device`` or ``host``. It begins when
     the steps before this plan's are done, and runs beside later ones: nobody writes to ``sources`` nor reads
-    ``targets`` before a ``Moved`` tells that it has ended."""
+    ``targets`` before a ``Moved`` tells that it has ended. Or copy adapters: from ``adapters``, by their
+    numbers, to ``places`` on the device."""
 
     transfer: int
     source: str
@@ -633,9 +646,10 @@ class Facts(msgspec.Struct, kw_only=True):
     padded_drafts: bool = False  # a step computes all drafts that its rows may have, guessed or not
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
     hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
-    # Pages of host memory that the worker copies pages of the device to and from; 0: StepPlan.copies is not
-    # honoured. Only where there is one cache group.
+    # Pages of host memory that the worker copies pages of the device to and from; 0: StepPlan.copies has
+    # none. Only where there is one cache group.
     host_pages: int = 0
+    adapters: int = 0  # places for adapters on the device; 0: NewRow.place is not honoured
 
 
 class Progress(msgspec.Struct, kw_only=True):

@@ -58,12 +58,25 @@ def ints(column: bytes) -> array[int]:
 
 
 class FakeSlot:
-    """Tables of one slot: ``chain[p]`` is the hash of tokens ``0 .. p``,
+    """Tables of one slot: ``chain[p]`` is the hash of the adapter and of tokens ``0 .. p``,
     the stand-in for the KV at ``p`` and for the state behind it."""
 
-    __slots__ = ("chain", "computed", "index", "limit", "pages", "prompt_len", "sampling", "tokens", "unit")
+    __slots__ = (
+        "adapter",
+        "chain",
+        "computed",
+        "index",
+        "limit",
+        "pages",
+        "place",
+        "prompt_len",
+        "sampling",
+        "tokens",
+        "unit",
+    )
 
-    def __init__(self, new: NewRow, recurrent: bool = False) -> None:
+    def __init__(self, new: NewRow, recurrent: bool = False, adapter: int = 0) -> None:
+        self.adapter, self.place = adapter, new.place
         self.tokens = ints(new.tokens).tolist()
         self.index = new.slot
         self.pages = [ints(pages).tolist() for pages in new.pages]
@@ -77,7 +90,7 @@ class FakeSlot:
 
     def hash_on(self) -> None:
         """Bring ``chain`` up to ``tokens``."""
-        state = self.chain[-1] if self.chain else 0
+        state = self.chain[-1] if self.chain else mix(self.adapter << 32, 0) if self.adapter else 0
         for token in self.tokens[len(self.chain) :]:
             state = mix(state, token)
             self.chain.append(state)
@@ -126,6 +139,8 @@ class FakeModel:
         self._states = [(0, 0)] * facts.groups[-1].pages if self._recurrent and verify else []
         self._host: dict[int, list[int]] = {}
         self._copying: dict[int, tuple[Copy, list[list[int]]]] = {}  # with what the sources held at first
+        self._adapters = [0] * (1 + facts.adapters)  # of each place
+        self._arriving: dict[int, tuple[int, int]] = {}  # by transfer: an adapter, and its place
         self._step = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -133,13 +148,17 @@ class FakeModel:
         assert plan.step == self._step + 1, f"step {plan.step} after {self._step}"
         self._step = plan.step
         for new in plan.new:
-            self._slots[new.slot] = FakeSlot(new, self._recurrent)
+            self._slots[new.slot] = FakeSlot(new, self._recurrent, self._adapters[new.place])
         self._append_pages(plan)
         for store, pages in zip(self._stores, plan.zeroed):
             for page in ints(pages):
                 store[page] = [0] * self.facts.page_size
-        for copy in plan.copies if self._stores else []:
-            self._begin(copy)
+        for copy in plan.copies:
+            if copy.source == "adapters":
+                (adapter,), (place,) = ints(copy.sources), ints(copy.targets)
+                self._arriving[copy.transfer], self._adapters[place] = (adapter, place), WRONG
+            elif self._stores:
+                self._begin(copy)
         rows = self._rows(plan)
         if not self._encoder:
             for g in range(len(self._stores)):
@@ -205,6 +224,10 @@ class FakeModel:
 
     def move(self, transfer: int, ok: bool) -> Moved:
         """End a copy."""
+        if transfer in self._arriving:
+            adapter, place = self._arriving.pop(transfer)
+            self._adapters[place] = adapter if ok else WRONG
+            return Moved(transfer, ok)
         if not self._stores:
             return Moved(transfer, ok)
         copy, contents = self._copying.pop(transfer)
@@ -235,13 +258,18 @@ class FakeModel:
         return array("f", [(state >> 16 * i & 0xFFFF) / 0x10000 - 0.5 for i in range(4)]).tobytes()
 
     def continuation(
-        self, prompt: list[int], sampling: RowSampling, stop_ids: frozenset[int], max_new: int
+        self,
+        prompt: list[int],
+        sampling: RowSampling,
+        stop_ids: frozenset[int],
+        max_new: int,
+        adapter: int = 0,
     ) -> list[int]:
         """What a request alone must produce, its stop token included."""
         new = NewRow(
             slot=0, tokens=array("i", prompt).tobytes(), prompt_len=len(prompt), pages=[], sampling=sampling
         )
-        slot = FakeSlot(new)
+        slot = FakeSlot(new, adapter=adapter)
         while len(slot.tokens) - len(prompt) < max_new:
             token = self._next(slot)
             if token in stop_ids and len(slot.tokens) - len(prompt) > sampling.min_tokens:
@@ -271,6 +299,7 @@ class FakeModel:
         for index, start, count, flags, most in zip(slots, starts, q_lens, plan.flags, drafts, strict=True):
             slot = self._slots[index]
             assert slot is not None, "a row of an empty slot"
+            assert slot.adapter == self._adapters[slot.place], "a row whose place has another adapter"
             if most >= 0:
                 assert count == 1 + most, "a row with drafts of another length"
                 rows.append(self._guess(slot, start, most, flags))

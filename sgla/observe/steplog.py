@@ -64,6 +64,11 @@ class Moved(msgspec.Struct, array_like=True, tag=True, gc=False):
     raised: str = ""
 
 
+class Keep(msgspec.Struct, array_like=True, tag=True, gc=False):
+    told: messages.Keep
+    raised: str = ""
+
+
 class Cancel(msgspec.Struct, array_like=True, tag=True, gc=False):
     rid: str
     reason: str
@@ -91,7 +96,7 @@ class Flush(msgspec.Struct, array_like=True, tag=True, gc=False):
     raised: str = ""
 
 
-AnyCall = Offer | Ready | Moved | Cancel | Expire | Plan | Retire | Flush
+AnyCall = Offer | Ready | Moved | Keep | Cancel | Expire | Plan | Retire | Flush
 
 
 class Chapter(msgspec.Struct, array_like=True):
@@ -168,6 +173,9 @@ class RecordedCore(Core):
 
     def moved(self, moved: messages.Moved) -> None:
         self._do(Moved(moved), super().moved, moved)
+
+    def keep(self, told: messages.Keep) -> None:
+        self._do(Keep(told), super().keep, told)
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
         return self._do(Cancel(rid, reason), super().cancel, rid, reason)
@@ -325,6 +333,8 @@ def play(core: Core, call: AnyCall, told: Replay) -> str | None:
             core.offer(call.submit, call.now)
         elif isinstance(call, Ready):
             core.ready(call.told)
+        elif isinstance(call, Keep):
+            core.keep(call.told)
         elif isinstance(call, Moved):
             core.moved(call.told)
         elif isinstance(call, Cancel):

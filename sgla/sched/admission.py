@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sgla.messages import PAGES
+from sgla.messages import ADAPTER, PAGES
+from sgla.sched.adapters import PLACE
 from sgla.sched.budget import Budget
 from sgla.sched.limits import FLIGHT_BYTES, STEP_BYTES, Limits
 from sgla.sched.memory import Memory
@@ -51,6 +52,10 @@ class Admission:
                 return
             if flying and flying + plan_bytes > FLIGHT_BYTES:
                 return
+            if awaited := self._await_adapter(request):
+                if awaited == ADAPTER:
+                    queues.hold(request, ADAPTER)
+                continue
             if not memory.slots:
                 if not may_displace:
                     return
@@ -63,6 +68,17 @@ class Admission:
                     continue
             if not self._admit_one(step, request, budget, i < last, now):
                 return
+
+    def _await_adapter(self, request: Request) -> str:
+        """See ``Memory.adapter``. Requests that yield leave the place that another one is to have."""
+        awaited = self._memory.adapter(request)
+        place = self._memory.adapters.claimed(request.adapter) if awaited == PLACE else 0
+        if not place or request.yields:
+            return awaited
+        leaving = [other for other in self._queues.running if other.yields and other.place == place]
+        for other in leaving:
+            self._pressure.preempt(other)
+        return self._memory.adapter(request) if leaving else awaited
 
     def _displace(self, request: Request) -> bool:
         """Retract the lowest-ranked running request if ``request`` has a higher priority,
@@ -85,14 +101,14 @@ class Admission:
         memory, limits = self._memory, self._limits
         if awaited := memory.attach(request):
             if awaited == PAGES:
-                self._queues.hold(request)
+                self._queues.hold(request, PAGES)
             return True
         while not self._fits(request):
             if self._queues.draining or not self._displace(request):
                 memory.release(request)
                 return False
         if memory.load(request):
-            self._queues.hold(request)
+            self._queues.hold(request, PAGES)
             return True
         count = self._prefill.chunk(request, budget, others)
         lacking = -(-(request.planned + count - request.allocated) // limits.page_size)

@@ -11,7 +11,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from sgla.errors import DeadlineExceeded, SglaError
-from sgla.messages import PAGES, VERIFIED, Delta, Moved, Ready, StepPlan, StepResult, Submit
+from sgla.messages import ADAPTER, PAGES, VERIFIED, Delta, Keep, Moved, Ready, StepPlan, StepResult, Submit
 from sgla.sched.admission import Admission
 from sgla.sched.budget import CostModel
 from sgla.sched.commit import commit
@@ -72,8 +72,17 @@ class Core:
     def moved(self, moved: Moved) -> None:
         """A copy has ended. Whoever was held for it waits for room again, and finds its pages in the tree, or
         computes them if it failed."""
-        for rid in self._memory.transfers.moved(moved):
-            self._queues.ready(Ready(rid=rid, reason=PAGES))
+        held = self._memory.adapters.moved(moved)
+        reason = PAGES if held is None else ADAPTER
+        for rid in self._memory.transfers.moved(moved) if held is None else held:
+            self._queues.ready(Ready(rid=rid, reason=reason))
+
+    def keep(self, told: Keep) -> None:
+        """An adapter is pinned to its place, or gone."""
+        if told.pinned:
+            self._memory.adapters.pinned.add(told.adapter)
+        else:
+            self._memory.adapters.forget(told.adapter)
 
     def cancel(self, rid: str, reason: str) -> Delta | None:
         """End a request in whatever state. Returns its last Delta, with finish ``stop`` if ``reason`` is
@@ -110,13 +119,13 @@ class Core:
         """The next step, or ``None``: nothing can run, or ``depth`` steps are in flight."""
         self._now = now
         queues, memory = self._queues, self._memory
-        transfers = memory.transfers
         if len(queues.flights) >= self.limits.depth or not (
-            queues.running or queues.waiting or transfers.copies
+            queues.running or queues.waiting or memory.copies
         ):
             return None
         step = Step(queues.steps + 1, self._paged)
         self._pressure.begin()
+        memory.adapters.begin()
         prefills = self._plan_verifies(step) if self.limits.drafts else self._plan_decodes(step)
         if prefills or queues.waiting:
             first = prefills[0] if prefills else queues.waiting[0]
@@ -124,8 +133,8 @@ class Core:
             self._prefill.plan(step, prefills, budget)
             if queues.waiting and budget.tokens > 0:
                 self._admission.admit(step, budget, now)
-        if not (step.rows or transfers.copies):
-            busy = queues.flights or transfers.under_way
+        if not (step.rows or memory.copies):
+            busy = queues.flights or memory.copying
             assert busy or not (queues.running or queues.waiting), "requests wait for nothing"
             return None
         for request in step.rows[step.decodes :]:
@@ -133,7 +142,7 @@ class Core:
         if memory.recurrent is not None:
             self._checkpoint_outputs(step, memory.recurrent)
         step.zeroed, memory.spoiled = memory.spoiled, []
-        step.copies, transfers.copies = transfers.copies, []
+        step.copies = memory.begin_copies()
         queues.steps += 1
         queues.flights.append(step)
         self._last = step
@@ -250,7 +259,7 @@ class Core:
     @property
     def idle(self) -> bool:
         """No request, no step in flight, and no copy under way."""
-        return self._queues.empty and not self._memory.transfers.under_way
+        return self._queues.empty and not self._memory.copying
 
     @property
     def rids(self) -> list[str]:

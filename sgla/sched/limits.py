@@ -35,6 +35,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     drafts: int = 0  # most tokens that a decode row may guess and verify
     padded_drafts: bool = False  # Facts.padded_drafts
     host_pages: int = 0  # of host memory that keep copies of the prefix tree's
+    adapters: int = 0  # Facts.adapters
     depth: int = 2  # most steps in flight
     itl_target: float | None = None  # seconds a step with decode rows should take at most
     policy: str = "fcfs"
@@ -86,6 +87,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
         Raises ContextTooLong, or InvalidField (empty prompt, huge answers).
         """
+        assert self.adapters or not submit.adapter, "an adapter without places"
         prompt = len(submit.tokens)
         if not prompt:
             raise InvalidField("The prompt is empty.", param="prompt")

@@ -14,11 +14,12 @@ from sgla.cache.radix import NullCache, RadixCache
 from sgla.cache.states import StatePool
 from sgla.cache.tree import TOKEN_BYTES, marks_from
 from sgla.cache.window import WindowPool
-from sgla.messages import PAGES
+from sgla.messages import PAGES, Copy
+from sgla.sched.adapters import Adapters
 from sgla.sched.limits import Limits
 from sgla.sched.recurrent import Recurrent
 from sgla.sched.request import Request
-from sgla.sched.transfers import Transfers
+from sgla.sched.transfers import Numbers, Transfers
 
 STEP = "step"  # see Memory.attach
 
@@ -38,7 +39,9 @@ class Memory:
         kind = RadixCache if limits.prefix_cache else NullCache
         self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows, states)
         host_pages = limits.host_pages if limits.prefix_cache else 0
-        self.transfers = Transfers(self.cache, self.pool, host_pages, limits.page_size)
+        self._numbers = Numbers()
+        self.transfers = Transfers(self.cache, self.pool, host_pages, limits.page_size, self._numbers)
+        self.adapters = Adapters(limits.adapters)
         self.slots = list(range(limits.rows - 1, -1, -1))
         self.recurrent = None
         if states is not None:
@@ -93,7 +96,8 @@ class Memory:
     def attach(self, request: Request) -> str:
         """Give the request a slot, and the cached prefix of what it knows, locked. The last token is never
         matched: it must be computed to have a successor. Or nothing, and what is worth waiting for: the next
-        ``STEP``, which can begin with more of it, or ``PAGES`` that a transfer brings."""
+        ``STEP``, which can begin with more of it, or ``PAGES`` that a transfer brings. Its
+        adapter is there."""
         assert request.node is None
         assert not request.pages
         limit = request.known - 1 if request.reads_cache else 0
@@ -114,7 +118,35 @@ class Memory:
         if self.recurrent is not None:
             self.recurrent.begin_with(request, match.state)
         request.slot = self.slots.pop()
+        if request.adapter:
+            self.adapters.take(request)
         return ""
+
+    def adapter(self, request: Request) -> str:
+        """What the request is to wait for before it can have its adapter: ``Adapters.awaited``."""
+        if not request.adapter:
+            return ""
+        begun = len(self.adapters.copies)
+        awaited = self.adapters.awaited(request, self._numbers.next)
+        if len(self.adapters.copies) > begun:
+            self._numbers.take()
+        return awaited
+
+    def begin_copies(self) -> list[Copy]:
+        """Those that are to begin, for the plan that is made."""
+        copies = self.transfers.copies + self.adapters.copies
+        self.transfers.copies, self.adapters.copies = [], []
+        return copies
+
+    @property
+    def copies(self) -> bool:
+        """Some copy is to begin."""
+        return bool(self.transfers.copies or self.adapters.copies)
+
+    @property
+    def copying(self) -> bool:
+        """Some copy is under way, or to begin."""
+        return bool(self.transfers.under_way) or self.adapters.under_way
 
     def load(self, request: Request) -> bool:
         """Have more of its prefix copied from the host, if there is some and it has room on the device. Then
@@ -271,6 +303,7 @@ class Memory:
 
     def _forget(self, request: Request) -> None:
         self.slots.append(request.slot)
+        self.adapters.give_back(request)
         request.node, request.pages, request.slot = None, [], -1
         request.windows, request.behind = [], []
         request.unit = request.read = request.branch = 0
@@ -294,6 +327,7 @@ class Memory:
         for g, pool in enumerate(self.windows):
             _check_window(pool, g, holders)
         self.transfers.check()
+        self.adapters.check(holders)
         if self.recurrent is not None:
             self.recurrent.check(holders)
         for request in holders:

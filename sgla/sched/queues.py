@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from heapq import heappop, heappush
 
-from sgla.messages import PAGES, Ready, Submit, int32
+from sgla.messages import Ready, Submit, int32
 from sgla.sched.limits import Limits
 from sgla.sched.memory import Memory
 from sgla.sched.request import OWNERS, Prompt, Request, State
@@ -99,10 +99,10 @@ class Queues:
             del self.held[told.rid]
             insort(self.waiting, request, key=_by_turn)
 
-    def hold(self, request: Request) -> None:
-        """A transfer brings pages of a waiting request."""
+    def hold(self, request: Request, reason: str) -> None:
+        """A copy brings what a waiting request needs: its adapter, or pages."""
         self._unlist(request)
-        request.hold(PAGES)
+        request.hold(reason)
         self.held[request.rid] = request
 
     def run(self, request: Request, now: float) -> None:

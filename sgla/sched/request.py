@@ -84,6 +84,7 @@ class Request:
     """
 
     __slots__ = (
+        "adapter",
         "ahead",
         "allocated",
         "arrival",
@@ -110,6 +111,7 @@ class Request:
         "namespace",
         "node",
         "pages",
+        "place",
         "planned",
         "preemptions",
         "probed",
@@ -149,6 +151,8 @@ class Request:
         self.submit = submit
         self.rid = submit.rid
         self.namespace = submit.namespace
+        self.adapter = submit.adapter
+        self.place = 0  # of its adapter on the device, while it has a slot
         self.marks: dict[int, bytes] = {}  # of pages (cache/radix.py)
         self.tokens = prompt.array  # its own once it has run
         self.data = prompt.data  # committed tokens when it last began to wait

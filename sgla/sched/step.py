@@ -158,6 +158,7 @@ class Step:
                 sampling=request.submit.sampling,
                 segment=request.submit.segment,
                 limit=request.limit if request.drafting else 0,
+                place=request.place,
             )
         )
         request.told = len(request.pages)

@@ -11,6 +11,23 @@ from sgla.messages import Copy, Moved, int32
 from sgla.sched.request import Request
 
 
+class Numbers:
+    """Of copies: 1, 2, 3 ..."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    @property
+    def next(self) -> int:
+        return self._last + 1
+
+    def take(self) -> int:
+        self._last += 1
+        return self._last
+
+
 class Transfer:
     """Pages on their way between the device and the host. It keeps ``node`` locked, whose path has those of
     the device, and holds ``places``, those of the host. ``waiters``: requests that are held until it is
@@ -28,9 +45,11 @@ class Transfer:
 
 class Transfers:
     """``under_way``: transfers that have begun or begin with the next plan, which takes ``copies``.
-    Without host pages there are none, and it is not ``active``."""
+    Without host pages there are none, and it is not ``active``. ``numbers``: of all copies."""
 
-    def __init__(self, cache: RadixCache, pool: PagePool, host_pages: int, page_size: int) -> None:
+    def __init__(
+        self, cache: RadixCache, pool: PagePool, host_pages: int, page_size: int, numbers: Numbers
+    ) -> None:
         self.under_way: dict[int, Transfer] = {}
         self.copies: list[Copy] = []
         self.tier = HostTier(host_pages)
@@ -39,7 +58,7 @@ class Transfers:
         self._pool = pool
         self._width = page_size * TOKEN_BYTES
         self._page_size = page_size
-        self._begun = 0
+        self._numbers = numbers
 
     def load(self, request: Request, room: int) -> bool:
         """Have pages behind those that the request found in the tree copied from the host, ``room`` at most.
@@ -60,9 +79,9 @@ class Transfers:
         node = self._cache.adopt(request.node, request.namespace, tokens, pages, marks=marks)
         assert node is not None, "the tree has more than it was found to have"
         self.tier.hold(places)
-        self._begin(Transfer(True, node, keys[first:last], places), pages)
-        self._cache.expect(node, request.node, self._begun)
-        self.wait(self._begun, request.rid)
+        begun = self._begin(Transfer(True, node, keys[first:last], places), pages)
+        self._cache.expect(node, request.node, begun)
+        self.wait(begun, request.rid)
         return True
 
     def wait(self, transfer: int, rid: str) -> None:
@@ -90,13 +109,14 @@ class Transfers:
         if places:
             self._begin(Transfer(False, node, new, places), pages)
 
-    def _begin(self, transfer: Transfer, pages: list[int]) -> None:
+    def _begin(self, transfer: Transfer, pages: list[int]) -> int:
         self._cache.lock(transfer.node)
-        self._begun += 1
-        self.under_way[self._begun] = transfer
+        number = self._numbers.take()
+        self.under_way[number] = transfer
         ends = [("device", int32(pages)), ("host", int32(transfer.places))]
         (target, targets), (source, sources) = ends if transfer.inward else ends[::-1]
-        self.copies.append(Copy(self._begun, source, target, sources, targets))
+        self.copies.append(Copy(number, source, target, sources, targets))
+        return number
 
     def forget(self, request: Request) -> None:
         """Nothing of the request's text is left on the host."""

@@ -65,6 +65,7 @@ class Simulation:
             vocab_size=VOCAB,
             step_tokens=limits.step_tokens,
             drafts=limits.drafts,
+            adapters=limits.adapters,
             dtype="none",
             device="fake",
             hidden=limits.hidden,
@@ -179,7 +180,9 @@ class Simulation:
             return [], "stop"
         room = min(self.limits.context_len, self.limits.pool_tokens + 1) - len(submit.tokens)
         max_new = min(submit.max_new, room)
-        tokens = self.model.continuation(submit.tokens, submit.sampling, submit.stop_ids, max_new)
+        tokens = self.model.continuation(
+            submit.tokens, submit.sampling, submit.stop_ids, max_new, submit.adapter
+        )
         stopped = tokens and tokens[-1] in submit.stop_ids and len(tokens) > submit.sampling.min_tokens
         return tokens, "stop" if stopped else "length"
 
@@ -269,6 +272,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "host_pages": random.choice((0, 3, 10, 60)) if len(groups) == 1 else 0,
         "depth": random.randint(1, 3),
         "drafts": random.choice((0, 0, 1, 3, 8)),
+        "adapters": random.choice((1, 2, 4)),
         "padded_drafts": random.random() < 0.5,
         "itl_target": random.choice((None, None, 2.0)),
         "policy": random.choice(("fcfs", "lpm", "dfs-weight", "lof", "priority")),
@@ -334,8 +338,11 @@ def of_any_kind(random: Random, submit: Submit) -> Submit:
         case "states":
             sampling = replace(sampling, hidden=True)
     media = [(random.randrange(len(submit.tokens)), random.choice((b"cat", b"dog")))]
+    adapter = random.choice((0, 0, 1, 2, 3, 4))
     return replace(
         submit,
+        adapter=adapter,
+        namespace=f"{submit.namespace}/{adapter}",
         sampling=sampling,
         sampling_bytes=plan_bytes_of(sampling),
         max_new=max_new,

@@ -1,0 +1,152 @@
+"""Which adapter each place of the device has, and who may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sgla.messages import ADAPTER, Copy, Moved, int32
+from sgla.sched.request import Request
+
+PLACE = "place"  # see Adapters.awaited
+
+
+class Place:
+    """``adapter`` 0: it is empty. ``users``: requests with a slot that have it. ``transfer``: the copy that
+    brings the adapter, while it is under way, for which ``waiters`` are held. ``used``: when somebody last
+    had it, ``since``: since when it has this adapter; both count uses."""
+
+    __slots__ = ("adapter", "number", "since", "transfer", "used", "users", "waiters")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.adapter = self.users = self.transfer = self.used = self.since = 0
+        self.waiters: list[str] = []
+
+
+class Adapters:
+    """Places are filled by copies, which a plan takes as ``copies``, beside the steps under way; a request
+    with an adapter is held until it has come. The place that nobody has used for longest is given away,
+    ``pinned`` adapters aside.
+
+    Where all are in use, the first request that wants one *claims* that which has had its adapter for
+    longest: no further request is admitted there, so it will be free. Claims are made anew in each plan.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.copies: list[Copy] = []
+        self.pinned: set[int] = set()
+        self.loads = 0  # copies begun
+        self._places = [Place(number + 1) for number in range(places)]
+        self._of: dict[int, Place] = {}  # by adapter
+        self._claims: dict[int, int] = {}  # number of a place -> the adapter that is to have it
+        self._clock = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Some copy has begun, or begins with the next plan."""
+        return any(place.transfer for place in self._places)
+
+    @property
+    def used(self) -> int:
+        """Places that have an adapter."""
+        return len(self._of)
+
+    def begin(self) -> None:
+        """A plan begins."""
+        self._claims.clear()
+
+    def awaited(self, request: Request, transfer: int) -> str:
+        """What the request is to wait for before it can have its adapter: nothing, the ``ADAPTER``, which a
+        copy brings (number ``transfer``, if it begins now), or a ``PLACE`` that others use."""
+        place = self._of.get(request.adapter)
+        if place is None:
+            place = self._free(request.adapter)
+            if place is None:
+                self._claim(request.adapter)
+                return PLACE
+            self._load(place, request.adapter, transfer)
+        if place.transfer:
+            place.waiters.append(request.rid)
+            return ADAPTER
+        return PLACE if place.number in self._claims else ""
+
+    def take(self, request: Request) -> None:
+        """The request, which gets a slot, uses the place of its adapter."""
+        place = self._of[request.adapter]
+        place.users += 1
+        request.place = place.number
+        self._touch(place)
+
+    def give_back(self, request: Request) -> None:
+        """No step contains the request any more."""
+        if not request.place:
+            return
+        place = self._places[request.place - 1]
+        place.users -= 1
+        request.place = 0
+        self._touch(place)
+
+    def forget(self, adapter: int) -> None:
+        """The adapter is gone, and no open request has it."""
+        self.pinned.discard(adapter)
+        if (place := self._of.pop(adapter, None)) is not None:
+            place.adapter = place.used = 0
+
+    def moved(self, moved: Moved) -> list[str] | None:
+        """A copy has ended. Returns who was held for it; None if it is none of an adapter."""
+        for place in self._places:
+            if place.transfer == moved.transfer:
+                place.transfer, waiters, place.waiters = 0, place.waiters, []
+                if not moved.ok:
+                    self.forget(place.adapter)
+                return waiters
+        return None
+
+    def _touch(self, place: Place) -> None:
+        self._clock += 1
+        place.used = self._clock
+
+    def claimed(self, adapter: int) -> int:
+        """The place that is to have the adapter when it is free; 0: none is."""
+        return next((place for place, other in self._claims.items() if other == adapter), 0)
+
+    def _free(self, adapter: int) -> Place | None:
+        """The place to give away; None if all are in use."""
+        free = [
+            place
+            for place in self._places
+            if not (place.users or place.transfer or place.adapter in self.pinned)
+            and self._claims.get(place.number, adapter) == adapter
+        ]
+        return min(free, key=lambda place: (place.used, place.number), default=None)
+
+    def _claim(self, adapter: int) -> None:
+        if adapter in self._claims.values():
+            return
+        usable = [place for place in self._places if place.users and place.adapter not in self.pinned]
+        busy = [place for place in usable if place.number not in self._claims]
+        if busy:
+            self._claims[min(busy, key=lambda place: place.since).number] = adapter
+
+    def _load(self, place: Place, adapter: int, transfer: int) -> None:
+        self._of.pop(place.adapter, None)
+        self._touch(place)
+        place.adapter, place.transfer, place.since = adapter, transfer, self._clock
+        self._of[adapter] = place
+        self.loads += 1
+        self.copies.append(Copy(transfer, "adapters", "places", int32([adapter]), int32([place.number])))
+
+    def check(self, holders: Iterable[Request]) -> None:
+        """``holders``: the requests that have a slot. Raises AssertionError if places do not add up."""
+        users = [0] * len(self._places)
+        for request in holders:
+            assert bool(request.place) == bool(request.adapter), "an adapter without a place"
+            if request.place:
+                users[request.place - 1] += 1
+                assert self._of.get(request.adapter) is self._places[request.place - 1], "another's place"
+        assert users == [place.users for place in self._places], "users of places lost or doubled"
+        assert all(place is self._places[place.number - 1] for place in self._of.values())
+        there = {place.adapter: place for place in self._places if place.adapter}
+        assert there == self._of, "an adapter has two places, or none"
+        assert all(place.adapter and not place.users for place in self._places if place.transfer)
+        assert all(place.transfer for place in self._places if place.waiters), "held for nothing"

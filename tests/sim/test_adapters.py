@@ -1,0 +1,111 @@
+"""Requests with adapters: they wait for a place and for the copy that fills it, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from examples import examples
+from simulation import Simulation, make_limits, make_submit
+
+from sgla.messages import ADAPTER, Keep, Submit
+
+
+def wanted(rid: str, adapter: int, max_new: int = 4, **changes: object) -> Submit:
+    tokens = [adapter + 1, 2, 3, 4, 5, 6, 7, 8]
+    return make_submit(rid, tokens, max_new, adapter=adapter, namespace=f"{adapter}", **changes)
+
+
+def started(simulation: Simulation) -> list[str]:
+    """Those that have run, in the order of their first step."""
+    seen = {rid: deltas for rid, deltas in simulation.deltas.items() if deltas}
+    return sorted(seen, key=lambda rid: simulation.submits[rid].arrival)
+
+
+def test_a_request_is_held_while_its_adapter_is_copied() -> None:
+    simulation = Simulation(make_limits(adapters=2))
+    simulation.offer(wanted("a", 1))
+    simulation.offer(wanted("base", 0))
+    simulation.submit_plans()
+    plan = simulation.plans[0]
+    (copy,) = plan.copies
+    assert (copy.source, copy.target) == ("adapters", "places")
+    assert [new.place for new in plan.new] == [0], "the base's request waits for nobody"
+    assert simulation.core._queues.held["a"].holds == {ADAPTER}
+    simulation.run()
+    assert [new.place for plan in simulation.plans for new in plan.new] == [0, 1]
+    simulation.verify()
+
+
+def test_places_are_kept_and_the_one_unused_for_longest_goes() -> None:
+    simulation = Simulation(make_limits(adapters=2))
+    for i, adapter in enumerate((1, 2, 1, 3, 1, 2)):
+        simulation.offer(wanted(f"r{i}", adapter))
+        simulation.run()
+    copies = [copy.sources[0] for plan in simulation.plans for copy in plan.copies]
+    assert copies == [1, 2, 3, 2], "1 is used too often to go"
+    simulation.verify()
+
+
+def test_a_pinned_adapter_stays_and_one_that_is_gone_leaves_its_place() -> None:
+    simulation = Simulation(make_limits(adapters=2))
+    simulation.core.keep(Keep(1, pinned=True))
+    for i, adapter in enumerate((1, 2, 3, 4, 1)):
+        simulation.offer(wanted(f"r{i}", adapter))
+        simulation.run()
+    assert [copy.sources[0] for plan in simulation.plans for copy in plan.copies] == [1, 2, 3, 4]
+    simulation.core.keep(Keep(1, pinned=False))
+    simulation.offer(wanted("last", 5))
+    simulation.run()
+    assert simulation.plans[-1].step
+    assert [copy.targets[0] for plan in simulation.plans for copy in plan.copies][-1] == 1
+    simulation.verify()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_nobody_waits_for_ever(policy: str) -> None:
+    """One adapter is always wanted by somebody; another one gets the only place all the same, and as soon as
+    those that were there before it are done."""
+    simulation = Simulation(make_limits(adapters=1, slots=2, policy=policy, patience=5.0))
+    simulation.offer(wanted("r0", 1, max_new=6))
+    for i in range(40):
+        simulation.step()
+        if i == 3:
+            simulation.offer(wanted("other", 2, arrival=simulation.now))
+        simulation.offer(wanted(f"r{i + 1}", 1, max_new=6, arrival=simulation.now))
+    assert simulation.finish("other") is not None
+    simulation.run()
+    simulation.verify()
+
+
+def test_random_adapters() -> None:
+    """More adapters than places, some pinned, some that go and come again: each request has the text that it
+    has alone with its adapter, and all places are given back."""
+    for seed in range(examples(300)):
+        random = Random(seed)
+        places = random.randint(1, 4)
+        limits = make_limits(
+            adapters=places,
+            slots=random.randint(1, 5),
+            pages=random.choice((9, 33)),
+            depth=random.randint(1, 3),
+            policy=random.choice(("fcfs", "lpm", "priority")),
+        )
+        simulation = Simulation(limits)
+        for number in random.sample(range(1, 7), places - 1):
+            simulation.core.keep(Keep(number, pinned=True))
+        for i in range(random.randint(2, 14)):
+            priority = random.choice((0, 0, 3))
+            adapter = random.choice((0, *range(1, 7)))
+            simulation.offer(wanted(f"r{i}", adapter, random.randint(1, 9), priority=priority))
+            for _ in range(random.choice((0, 0, 1, 3))):
+                simulation.step()
+            if random.random() < 0.3:
+                simulation.end_a_copy(random, failures=0.3)
+            if random.random() < 0.1:
+                simulation.cancel(random.choice(list(simulation.submits)))
+        simulation.run()
+        for number in range(1, 7):
+            simulation.core.keep(Keep(number, pinned=False))
+        assert simulation.core._memory.adapters.used == 0
+        simulation.verify()
