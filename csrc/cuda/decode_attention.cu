@@ -42,6 +42,9 @@
 #ifndef WARPS  // that attend: an even number, at most STAGES
 #define WARPS 8
 #endif
+#ifndef MERGERS  // warps that merge
+#define MERGERS 4
+#endif
 #ifndef PER_SM  // blocks on a multiprocessor
 #define PER_SM 1
 #endif
@@ -57,8 +60,8 @@
 #ifndef PAGE_TILES  // page size / 16
 #define PAGE_TILES 1
 #endif
-#ifndef MIN_TILES  // tiles a block takes at least
-#define MIN_TILES 8
+#ifndef MIN_TILES  // tiles a block takes at least: heads of 256 leave twice as much to merge
+#define MIN_TILES (HD > 128 ? 16 : 8)
 #endif
 #ifndef SNAP  // borders so close to the edge of a pair are moved there
 #define SNAP 12
@@ -82,11 +85,11 @@ constexpr int CHUNKS = TOKEN_BYTES / 16;
 constexpr int SEGMENT = TOKEN_BYTES < 128 ? TOKEN_BYTES : 128;
 constexpr int TILE_BYTES = TILE * TOKEN_BYTES;  // of K, and of V
 constexpr int ACC = HD / 16;
-constexpr int MERGERS = WARPS / 2, PREPARERS = WARPS > 4 ? 2 : 1;
+constexpr int PREPARERS = WARPS > 4 ? 2 : 1;
 constexpr int THREADS = (WARPS + MERGERS + PREPARERS + 1) * 32;
 constexpr int MERGING = MERGERS * 32;                                 // threads
 constexpr int EACH = (GROUP * HD + 4 * MERGING - 1) / (4 * MERGING);  // times 4 outputs of a merging thread
-constexpr int BATCH = EACH > 2 ? 4 : 8;                               // partial results merged at a time
+constexpr int BATCH = HD > 128 ? 16 : EACH > 2 ? 4 : 8;               // partial results merged at a time
 constexpr int UNITS = 16, QUERIES = 4, RESULTS = 2;  // that a block has room for: announced, prepared, not
                                                      // yet merged
 constexpr int PAGES = 128;  // tiles whose pages are looked up at a time

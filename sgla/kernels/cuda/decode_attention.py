@@ -117,18 +117,20 @@ def share(group: int) -> Share:
 
 
 class Cut(NamedTuple):
-    """Warps of a block that attend, blocks on a multiprocessor."""
+    """Warps of a block that attend, and that merge; blocks on a multiprocessor."""
 
     warps: int
+    mergers: int
     per_sm: int
 
     @property
     def threads(self) -> int:
-        """With those that merge, prepare and load."""
-        return 32 * (self.warps + self.warps // 2 + (2 if self.warps > 4 else 1) + 1)
+        """With those that prepare and load."""
+        return 32 * (self.warps + self.mergers + (2 if self.warps > 4 else 1) + 1)
 
 
-FEW, MANY = Cut(8, 1), Cut(4, 2)
+FEW, MANY = Cut(8, 4, 1), Cut(4, 2, 2)
+WIDE = Cut(4, 4, 1)  # for heads of 256, whose results are twice as long
 
 
 @cache
@@ -156,6 +158,7 @@ def _kernel(
         "SHARE": group.parts,
         "LACK": group.lack,
         "WARPS": cut.warps,
+        "MERGERS": cut.mergers,
         "PER_SM": cut.per_sm,
         "STAGES": stages,
     }
@@ -173,7 +176,7 @@ def _kernel(
 def choose(head_dim: int, pairs: int) -> Cut:
     """For so many pairs of row and KV head. Two blocks a multiprocessor do not end at the same time."""
     if head_dim > 128:
-        return Cut(4, 1)
+        return WIDE
     return MANY if pairs > 3 * processors() else FEW
 
 
