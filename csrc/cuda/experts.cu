@@ -19,7 +19,7 @@
 #endif
 
 typedef unsigned short u16;
-constexpr int PAIRS = 2048;  // at most
+constexpr int PAIRS = 2304;  // at most: 256 tokens of 8 experts and a shared one
 constexpr int BM = 128, BN = 32, BK = 64, W_BYTES = BM * BK * 2, STAGES = 8;  // a chunk of a tile, and how
                                                                               // many fit
 // Chunks that are asked for together, since they lie side by side; those beyond the ring that are fetched to
@@ -68,9 +68,13 @@ __device__ __forceinline__ void consumers_sync() {
 // What the sort leaves behind.
 struct Sorted {
   int count;               // of places
-  u32 place[PLACES];       // expert, first in the order << 8, pairs << 20
+  u32 place[PLACES];       // expert, first in the order << 10, pairs << 22
   u16 order[PAIRS];        // pairs by expert
 };
+
+__device__ __forceinline__ int expert_of(u32 place) { return place & 0x3ff; }
+__device__ __forceinline__ int first_of(u32 place) { return place >> 10 & 0xfff; }
+__device__ __forceinline__ int pairs_of(u32 place) { return place >> 22; }
 
 // Sort the pairs by expert, in the order of their numbers; by the consumer warps. `counts`: of each warp and
 // expert.
@@ -131,7 +135,7 @@ __device__ __forceinline__ void sort(const Params& p, Sorted& sorted, u16* count
       const int e = lane * EACH + i;
       if (e < EXPERTS) start[e] = pair;
       for (int from = 0; from < n[i]; from += BN)
-        sorted.place[at++] = e | (pair + from) << 8 | min(BN, n[i] - from) << 20;
+        sorted.place[at++] = e | (pair + from) << 10 | min(BN, n[i] - from) << 22;
       pair += n[i];
     }
   }
@@ -266,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
 
   const int count1 = sorted.count * tiles1, count2 = sorted.count * tiles2;
   // What was fetched on a wrong guess is thrown away.
-  const bool right = ahead > 0 && block < count1 && int(sorted.place[guessed] & 0xff) == guessed;
+  const bool right = ahead > 0 && block < count1 && expert_of(sorted.place[guessed]) == guessed;
   const Tiles tiles = {known, taken, count1, count2, tiles1, tiles2};
 
   if (warp == WARPS) {
@@ -281,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
         const bool down = tile >= count1;
         const int at = down ? tile - count1 : tile, each = down ? tiles2 : tiles1,
                   chunks = down ? chunks2 : chunks1;
-        const int expert = sorted.place[at / each] & 0xff;
+        const int expert = expert_of(sorted.place[at / each]);
         for (int c = from; c < chunks; ++c) load_w(down, expert, at % each, c);
         from = 0, tile = next, next = later;
       }
@@ -290,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
     int m = 0;  // pieces so far
     tiles.each([&](bool down, int place, int tile) {
       const u32 found = sorted.place[place];
-      const int rows = found >> 20, first = found >> 8 & 0xfff, k = down ? p.f : p.d;
+      const int rows = pairs_of(found), first = first_of(found), k = down ? p.f : p.d;
       const int pair = lane < rows ? sorted.order[first + lane] : 0;
       const bf16* from = down ? p.inner + (long long)pair * k : p.x + (long long)(pair / p.top_k) * k;
       if (down) {
@@ -324,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
                    0};
     tiles.each([&](bool down, int place, int tile) {
       const u32 found = sorted.place[place];
-      const int rows = found >> 20, first = found >> 8 & 0xfff, chunks = down ? chunks2 : chunks1;
+      const int rows = pairs_of(found), first = first_of(found), chunks = down ? chunks2 : chunks1;
       float acc[BN / 8][4] = {};
       if (rows <= 8)
         multiply<1>(rings, chunks, acc);

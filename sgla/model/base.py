@@ -22,7 +22,7 @@ from sgla.layers.vocab import LMHead, PositionEmbedding, VocabEmbedding
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
 
-JOINED = 256  # experts with which a shared one is one of them, at most: their numbers are 8 bits in kernels
+JOINED = 1024  # experts, at most, with a shared one that is one of them: their numbers are 10 bits in kernels
 
 
 class CausalLM(ABC):

@@ -150,6 +150,21 @@ def test_grouped_products_equal_the_oracle(f: int, skew: bool) -> None:
         assert relative(moe.combine(y, found.probabilities), expected) < 0.01
 
 
+@pytest.mark.parametrize("shared", ["gated", "always"])
+@pytest.mark.parametrize(("others", "top_k"), [(256, 8), (512, 10)])
+def test_a_shared_expert_behind_all_others(others: int, top_k: int, shared: Any) -> None:
+    """As Qwen3.6 and Qwen3-Next have it: numbers of more than 8 bits, and an expert of all tokens."""
+    d, f, count = 256, 64, others + 1
+    routing = Routing(top_k, normalize=True, shared=shared)
+    shapes = [(others + (shared == "gated"), d), (count * 2 * f, d), (count * d, f)]
+    weights = [pack(torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5, "bf16") for n, k in shapes]
+    norm = torch.rand(d, device="cuda") + 0.5
+    for tokens in (1, 2, 3, 16, 17, 200, 256, 1000):
+        x = torch.randn(tokens, d, dtype=BF16, device="cuda")
+        expected = ops.moe(ops.rms_norm(x, norm, 1e-6).float(), *weights, routing, "silu")
+        assert relative(mixture.run(x, (norm, 1e-6), *weights, routing, "silu").sum(), expected) < 0.015
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("count", "f", "tokens"), [(8, 192, 300), (16, 768, 1000), (128, 768, 4096), (3, 64, 700)]

@@ -12,9 +12,9 @@ from sgla.kernels.cuda.build import Kernel, processors
 from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
 
-MAX_PAIRS = 2048
+MAX_PAIRS, MAX_EXPERTS = 2304, 1024
 TILE, STAGES = 128, 8  # weight rows of a tile; chunks of 64 of their columns in shared memory
-PAIRS = 32  # of a place
+PAIRS, SHARED = 32, 64  # of a place; of an expert, on average, at most
 X_STAGES, X_PITCH = 3, 528  # pieces of activations in shared memory, and bytes of a row of one
 P = ctypes.c_void_p
 
@@ -33,9 +33,11 @@ def refuses(pairs: int, f: int, d: int, experts: int) -> str | None:
     """Why experts of the inner width ``f`` in a model of the width ``d`` cannot be multiplied, or None."""
     if pairs > MAX_PAIRS:
         return f"it takes at most {MAX_PAIRS} pairs of token and expert"
+    if pairs > SHARED * experts:
+        return f"it reads weights again for each {PAIRS} pairs, which pays up to {SHARED} pairs an expert"
     if f % 64 or d % TILE:
         return f"it needs widths that are multiples of 64 (inner) and {TILE} (outer)"
-    return "it takes at most 256 experts" if experts > 256 else None
+    return f"it takes at most {MAX_EXPERTS} experts" if experts > MAX_EXPERTS else None
 
 
 def places(experts: int) -> int:

@@ -106,7 +106,8 @@ def run(
     count, (tokens, d) = routing.experts(router.n), x.shape
     pairs = tokens * (routing.top_k + bool(routing.shared))
     apart = activation not in _GATED or not (biases.gate_up is biases.down is None)
-    one_kernel = _native(x, router) and down.kind == "bf16" and tokens > FEW and not apart
+    one_kernel = down.kind == "bf16" and x.dtype == torch.bfloat16 and this_device().wgmma
+    one_kernel = one_kernel and tokens > FEW and not apart
     one_kernel = one_kernel and experts.refuses(pairs, down.k, d, count) is None
     places = experts.places(count) if one_kernel else 0
     if refuses(routing, activation, biases) is routed is None and _native(x, router) and tokens > ROUTED:
@@ -231,7 +232,7 @@ def _route(
 
 
 def _native(x: Tensor, router: Weight) -> bool:
-    """Whether the CUDA kernels have these shapes."""
+    """Whether the CUDA router has these shapes."""
     few = x.shape[0] <= router_cuda.MAX_ROWS and x.dtype == torch.bfloat16
     return few and this_device().wgmma and router_cuda.refuses(router.n, x.shape[1]) is None
 
