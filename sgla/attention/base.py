@@ -183,7 +183,7 @@ def cut(slots: Int32s, starts: Int32s, q_lens: Int32s, first: int, tile: int) ->
 def kv_beside(q: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
     """k and v ``[T, Hkv, hd]`` that follow q in each row of the projection's output."""
     width = shape.kv_heads * shape.head_dim
-    assert q.stride(0) == q.shape[1] + 2 * width
+    assert q.stride(0) >= q.shape[1] + 2 * width
     at, size = q.storage_offset() + q.shape[1], (q.shape[0], shape.kv_heads, shape.head_dim)
     strides = (q.stride(0), shape.head_dim, 1)
     return q.as_strided(size, strides, at), q.as_strided(size, strides, at + width)

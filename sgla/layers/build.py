@@ -186,12 +186,16 @@ class Build:
     def empty(self, n: int, k: int, *modules: str) -> Weight:
         """An uninitialized weight ``[n, k]`` for linear layers that are multiplied as one, in a storage that
         has the numbers of all."""
-        kind = self.kinds.get(f"{modules[0]}.weight", self.kind)
-        if self.as_stored and not self.kinds:
-            stored = [module for module in modules if module in self.modules] or modules
-            kind = common({self._kept(module) for module in stored}, self.plain)
+        kind = self.kind_of(*modules)
         made = self.elsewhere(modules[0], storage(kind), n, k)
         return storage(kind).empty(n, k) if made is None else made
+
+    def kind_of(self, *modules: str) -> str:
+        """The storage of linear layers that are multiplied as one."""
+        if not self.as_stored or self.kinds:
+            return self.kinds.get(f"{modules[0]}.weight", self.kind)
+        stored = [module for module in modules if module in self.modules] or modules
+        return common({self._kept(module) for module in stored}, self.plain)
 
     def _kept(self, module: str) -> str:
         """The storage of a layer by itself. A device that keeps some of a file's storages makes floats of the

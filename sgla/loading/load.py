@@ -286,8 +286,8 @@ def _device() -> torch.device:
 
 
 def joins() -> bool:
-    """See ``Build.joined``: starting a kernel costs much where tensors are made."""
-    return _device().type == "cuda"
+    """See ``Build.joined``: starting a kernel costs much where tensors are made, or would be."""
+    return _device().type in ("cuda", "meta")
 
 
 def _complain(what: str, names: list[str]) -> list[str]:

@@ -24,7 +24,7 @@ from sgla.quant.weight import SourceTensor, storage
 class DeltaNet:
     """``[T, d] -> [T, Hv * dv]`` of this rank's heads, which ``out`` brings back to the width. ``joined``: a
     checkpoint has all rows of a key head together, as Qwen3-Next does, and else q, k and v apart from z, and
-    b from a."""
+    b from a. b and a, which are never quantized, are more rows of the others' matrix where that pays."""
 
     def __init__(
         self, build: Build, name: str, hidden: int, layer: DeltaSpec, eps: float, joined: bool
@@ -38,10 +38,14 @@ class DeltaNet:
         own, share = build.shard.range(layer.keys), layer.share
         self.layer, self.eps = layer, eps
         key, value = len(own) * layer.key_dim, len(own) * share * layer.value_dim
-        self.widths, self.value = [key, key, value], value
-        names = ("in_proj_qkvz",) if joined else ("in_proj_qkv", "in_proj_z")
-        self.qkvz = build.empty(2 * key + 2 * value, hidden, *(f"{name}.{part}" for part in names))
-        self.ba = storage(build.plain).empty(2 * len(own) * share, hidden)
+        self.widths, self.value, self.rates = [key, key, value], value, len(own) * share
+        parts = ("qkvz", "ba") if joined else ("qkv", "z", "b", "a")
+        names = [f"{name}.in_proj_{part}" for part in parts]
+        wide, large = 2 * key + 2 * value, names[: len(names) // 2]
+        one = build.joins(*names) and build.kind_of(*large) == build.plain
+        self.inputs = build.empty(wide + (2 * self.rates if one else 0), hidden, *large)
+        self.ba = None if one else storage(build.plain).empty(2 * self.rates, hidden)
+        self._rates = (self.inputs, wide) if self.ba is None else (self.ba, 0)
         (self._declare_joined if joined else self._declare_apart)(build, name, hidden, own)
         heads = range(own.start * share, own.stop * share)
         self.conv = torch.zeros(sum(self.widths), layer.taps)
@@ -61,23 +65,25 @@ class DeltaNet:
         for width in (dk, dk, dv, dv):
             pieces += blocks(own, width, block, first, at)
             first, at = first + width, at + width * len(own)
-        gather(build, self.qkvz, f"{name}.in_proj_qkvz", (block * layer.keys, hidden), pieces)
+        gather(build, self.inputs, f"{name}.in_proj_qkvz", (block * layer.keys, hidden), pieces)
+        rates, at = self._rates
         pieces = [
-            *blocks(own, share, 2 * share, 0, 0),
-            *blocks(own, share, 2 * share, share, share * len(own)),
+            *blocks(own, share, 2 * share, 0, at),
+            *blocks(own, share, 2 * share, share, at + self.rates),
         ]
-        gather(build, self.ba, f"{name}.in_proj_ba", (2 * layer.values, hidden), pieces)
+        gather(build, rates, f"{name}.in_proj_ba", (2 * layer.values, hidden), pieces)
 
     def _declare_apart(self, build: Build, name: str, hidden: int, own: range) -> None:
         layer, (key, _, value) = self.layer, self.widths
         keys, values = layer.keys * layer.key_dim, layer.values * layer.value_dim
         dv = layer.share * layer.value_dim
         pieces = self._runs(own)
-        gather(build, self.qkvz, f"{name}.in_proj_qkv", (2 * keys + values, hidden), pieces)
-        gather(build, self.qkvz, f"{name}.in_proj_z", (values, hidden), [run(own, dv, 0, 2 * key + value)])
+        gather(build, self.inputs, f"{name}.in_proj_qkv", (2 * keys + values, hidden), pieces)
+        gather(build, self.inputs, f"{name}.in_proj_z", (values, hidden), [run(own, dv, 0, 2 * key + value)])
+        rates, at = self._rates
         for i, part in enumerate("ba"):
-            pieces = [run(own, layer.share, 0, i * len(own) * layer.share)]
-            gather(build, self.ba, f"{name}.in_proj_{part}", (layer.values, hidden), pieces)
+            pieces = [run(own, layer.share, 0, at + i * self.rates)]
+            gather(build, rates, f"{name}.in_proj_{part}", (layer.values, hidden), pieces)
 
     def _runs(self, own: range) -> list[Piece]:
         """This rank's q, k and v of all, in their order."""
@@ -91,9 +97,12 @@ class DeltaNet:
             self.conv[at : at + len(rows)] = source.dense(rows)[:, 0]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:
-        layer = self.layer
-        qkv, z = ops.linear(x, self.qkvz).split([sum(self.widths), self.value], dim=1)
-        b, a = ops.linear(x, self.ba).chunk(2, dim=1)
+        layer, widths = self.layer, [sum(self.widths), self.value]
+        if self.ba is None:
+            qkv, z, b, a = ops.linear(x, self.inputs).split([*widths, self.rates, self.rates], dim=1)
+        else:
+            qkv, z = ops.linear(x, self.inputs).split(widths, dim=1)
+            b, a = ops.linear(x, self.ba).chunk(2, dim=1)
         q, k, v = ops.causal_conv(qkv, self.conv, None, state, batch).split(self.widths, dim=1)
         q, k = (y.unflatten(1, (-1, layer.key_dim)) for y in (q, k))
         v, z = (y.unflatten(1, (-1, layer.value_dim)) for y in (v, z))
@@ -104,7 +113,7 @@ class DeltaNet:
 
 class GatedAttention:
     """``[T, d] -> [T, Hq * hd]``, which ``out`` brings back to the width. A checkpoint has the rows of each
-    head's gate behind those of its query."""
+    head's gate behind those of its query; here they stand behind all others, or by themselves."""
 
     def __init__(self, model: Delta, build: Build, name: str, index: int) -> None:
         spec, layer = model.spec, model.spec.attention[index]
@@ -112,12 +121,15 @@ class GatedAttention:
         own, own_kv = split_heads(layer.heads, layer.kv_heads, build.shard)
         parts = [f"{name}.{part}_proj" for part in "qkv"]
         width, kv_width = len(own) * dim, len(own_kv) * dim
-        self.qkv = build.empty(width + 2 * kv_width, hidden, *parts)
-        self.gate = build.empty(width, hidden, parts[0])
+        self.widths = [width + 2 * kv_width, width]
+        one = build.joins(*parts)
+        self.qkv = build.empty(sum(self.widths) if one else self.widths[0], hidden, *parts)
+        self.gate = None if one else build.empty(width, hidden, parts[0])
+        gate, top = (self.qkv, self.widths[0]) if self.gate is None else (self.gate, 0)
 
         def take_queries(source: Share) -> None:
-            for weight, first in ((self.qkv, 0), (self.gate, dim)):
-                for rows, at in blocks(own, dim, 2 * dim, first, 0):
+            for weight, first, to in ((self.qkv, 0, 0), (gate, dim, top)):
+                for rows, at in blocks(own, dim, 2 * dim, first, to):
                     fill(weight, at, source, rows)
 
         build.declare(f"{parts[0]}.weight", (2 * layer.heads * dim, hidden), take_queries)
@@ -131,8 +143,12 @@ class GatedAttention:
         self.cos_sin, self.scale, self.eps = model.angles(layer.rope, dim), layer.scale, spec.eps
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
+        if self.gate is None:
+            qkv, gate = ops.linear(x, self.qkv).split(self.widths, dim=1)
+        else:
+            qkv, gate = ops.linear(x, self.qkv), ops.linear(x, self.gate)
         q = ops.qk_norm_rope_store(
-            ops.linear(x, self.qkv),
+            qkv,
             batch.positions,
             self.cos_sin,
             self.q_norm.weight,
@@ -142,7 +158,7 @@ class GatedAttention:
             batch.out_loc,
         )
         seen = ops.attention(q, kv, batch, self.scale)
-        return ops.sigmoid_mul(seen, ops.linear(x, self.gate))
+        return ops.sigmoid_mul(seen, gate)
 
 
 class Delta(Llama):

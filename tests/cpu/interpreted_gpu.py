@@ -74,6 +74,7 @@ def become_gpu() -> None:
     real = load.load_weights
     pretend("A100")
     load.load_weights = real
+    load.joins = lambda: True
     torch.cuda.Event = Event  # type: ignore[assignment, misc]
     build._compiled = lambda *args: b""  # type: ignore[assignment]
     build.Kernel.launch = lambda self, *args, **kwargs: None  # type: ignore[method-assign, assignment]

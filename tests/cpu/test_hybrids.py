@@ -16,9 +16,11 @@ from tiny import check_draws, make_core, over_two_ranks, run, submit, tiny_confi
 
 from sgla.cli.explain import ledger
 from sgla.config import Config
+from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource, open_source
 from sgla.kernels.ops import StateLayer
+from sgla.loading import load
 from sgla.loading.load import load_model
 from sgla.messages import StepPlan, Submit
 from sgla.model.read import read_decoder
@@ -115,6 +117,31 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     check_against_hf(Eager(model, budget=150).generate(PROMPTS, 64), 64, hf)
     check_against_hf(Eager(model, budget=40, native=True).generate(PROMPTS, 64), 64, hf)
     check_against_hf(Eager(model, native=True).generate(PROMPTS[2:3], 64), 64, hf)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5 moe"])
+@torch.no_grad()
+def test_what_is_joined_on_gpus_is_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of the same x, and the shared expert with the others; over two ranks, too."""
+    model_type, changes = FAMILIES[name]
+    changes = changes | THIRD | {"num_hidden_layers": 3, "shared_expert_intermediate_size": 40}
+    save_checkpoint(tmp_path, model_type, **changes)
+    apart = load_model(open_source(tmp_path))
+    expected = Eager(apart).prompt_logprobs(PROMPTS)
+    monkeypatch.setattr(load, "joins", lambda: True)
+    joined = load_model(open_source(tmp_path))
+    torch.testing.assert_close(Eager(joined).prompt_logprobs(PROMPTS), expected, rtol=0, atol=2e-4)
+    for part in (joined, load_model(open_source(tmp_path), shard=Shard(1, 2))):
+        assert part.blocks[0].attention.ba is part.blocks[1].attention.gate is None
+    quantized = load_model(open_source(tmp_path), quantization="int8")
+    assert quantized.blocks[0].attention.ba.kind == "f32"
+    own, heads = part.blocks[0].attention, part.blocks[1].attention
+    rates = apart.blocks[0].attention.ba.dequant().unflatten(0, (2, 2, -1))[:, 1].flatten(0, 1)
+    assert torch.equal(own.inputs.dequant()[-len(rates) :], rates)
+    gate = apart.blocks[1].attention.gate.dequant()
+    assert torch.equal(heads.qkv.dequant()[-len(gate) // 2 :], gate[len(gate) // 2 :])
 
 
 def test_the_text_part_of_a_checkpoint_with_towers(tmp_path: Path) -> None:

@@ -196,8 +196,9 @@ def test_norms_and_activations() -> None:
     ],
 )
 def test_qk_norm_rope_store(q_heads: int, kv_heads: int, rot: int, norm: bool, dim: int) -> None:
-    tokens = 6
-    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim)
+    """Of rows that lie apart."""
+    tokens, width = 6, (q_heads + 2 * kv_heads) * dim
+    qkv = torch.randn(tokens, width + 24)[:, :width]
     cos_sin, positions = torch.randn(20, rot), torch.randint(0, 20, (tokens,), dtype=torch.int32)
     weights = (torch.rand(dim), torch.rand(dim)) if norm else (None, None)
     loc = torch.randperm(24)[:tokens].int()

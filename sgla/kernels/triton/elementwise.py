@@ -108,6 +108,7 @@ def _qk_norm_rope_store(
     eps,
     k_inverse,
     v_inverse,
+    s_qkv,
     s_out,
     q_heads,
     kv_heads,
@@ -140,7 +141,7 @@ def _qk_norm_rope_store(
     base = tl.where(kind == 0, 0, tl.where(kind == 1, q_heads, q_heads + kv_heads))
     head = first + tl.arange(0, HB)
     live = head < tl.where(kind == 0, q_heads, kv_heads)
-    source = qkv + token * (q_heads + 2 * kv_heads) * HD + (base + head)[:, None] * HD
+    source = qkv + token * s_qkv + (base + head)[:, None] * HD
     loc = tl.load(out_loc + token).to(tl.int64)
     page = (loc // page_size) * s_page + (loc % page_size) * s_token
     if kind == 2:
@@ -306,9 +307,9 @@ def qk_norm_rope_store(
     in_place: bool = False,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous. ``in_place``: q
-    and k are also changed in ``qkv``, whose first columns are returned. ``scales``: of k and v in e4m3
-    pages."""
+    """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous, and rows of
+    ``qkv`` may lie apart. ``in_place``: q and k are also changed in ``qkv``, whose first columns are
+    returned. ``scales``: of k and v in e4m3 pages."""
     tokens = qkv.shape[0]
     page_size, kv_heads, dim = k.shape[1:]
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -329,6 +330,7 @@ def qk_norm_rope_store(
         eps,
         1 / scales[0],
         1 / scales[1],
+        qkv.stride(0),
         out.stride(0),
         q_heads,
         kv_heads,
