@@ -46,9 +46,12 @@ LOADED: list[bool] = []  # not empty: weights were asked for
 
 class OnCpu(TorchFunctionMode):
     """What is asked of a GPU is done here; products, which cost time, give zeros, as does memory that is not
-    set. In a rehearsal its integers are no index: no kernel sets them."""
+    set. In a rehearsal its integers are no index: no kernel sets them. No tensor is made there without a
+    word on where: it would be the host's."""
 
     def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if under_way() and f in MAKERS and not {"device", "pin_memory"} & (kwargs or {}).keys():
+            raise RuntimeError(f"{f.__name__} makes a tensor of the host in a rehearsal")
         kwargs = {k: _cpu(v) for k, v in (kwargs or {}).items() if k != "pin_memory"}
         args = [_cpu(arg) for arg in args]
         if f is torch.nn.functional.linear:
@@ -64,6 +67,7 @@ def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
     return made.fill_(1 << 28) if under_way() and made.dtype in (torch.int32, torch.int64) else made
 
 
+MAKERS = {torch.zeros, torch.ones, torch.empty, torch.full, torch.arange}
 ZEROS: dict[Any, Any] = {
     torch.empty: empty,
     torch.empty_like: torch.zeros_like,
