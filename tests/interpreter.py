@@ -7,6 +7,8 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+import numpy as np
+
 
 def patch_once() -> None:
     """Have it put its operations into Triton's language once for each module of kernels, instead of at every
@@ -32,8 +34,41 @@ def patch_once() -> None:
     options = interpreter.interpreter_builder.options
     if not options.debug:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    _guard(interpreter)
     interpreter._get_np_dtype = _kept(interpreter._get_np_dtype)
     language.block_type.with_element_ty = _kept(language.block_type.with_element_ty)
+
+
+def _guard(interpreter: Any) -> None:
+    """Refuse a kernel that reads or writes beside the storages of its arguments, as a GPU may or may not."""
+    bounds: list[tuple[int, int]] = []
+    executor, builder = interpreter.GridExecutor, type(interpreter.interpreter_builder)
+    begin = executor._init_args_hst
+
+    def begun(self: Any, *given: Any) -> Any:
+        args, named = begin(self, *given)
+        every = [getattr(arg, "base", arg) for arg in (*args, *named.values())]  # of a tensor descriptor
+        storages = [arg.untyped_storage() for arg in every if hasattr(arg, "untyped_storage")]
+        bounds[:] = {(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages}
+        return args, named
+
+    def check(pointers: Any, mask: Any) -> None:
+        live = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        if live.size:
+            low, high = int(live.min()), int(live.max()) + pointers.get_element_ty().primitive_bitwidth // 8
+            if not any(start <= low and high <= end for start, end in bounds):
+                raise IndexError(f"bytes {low} to {high} are not within one of {bounds}")
+
+    def guarded(function: Callable[..., Any], mask: int) -> Callable[..., Any]:
+        def call(self: Any, *given: Any, **named: Any) -> Any:
+            check(given[0 if mask < 3 else 1], given[mask])
+            return function(self, *given, **named)
+
+        return call
+
+    executor._init_args_hst = begun
+    for name, mask in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+        setattr(builder, name, guarded(getattr(builder, name), mask))
 
 
 def _kept(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -205,3 +205,10 @@ def test_gates_join_the_delta_rule(rows: int, gates: bool, activation: str) -> N
     assert work is not None
     assert work.taken == ({"gates and delta": 1} if gates else {})
     assert not work.named(ops.decay_rates)
+
+
+def test_what_lies_beside_an_argument_is_not_touched() -> None:
+    """The interpreter refuses what a GPU may fault at, or not."""
+    x, gate, weight = torch.ones(3, 2, 8), torch.ones(3, 2, 8), torch.ones(7)
+    with pytest.raises(Exception, match="are not within one of"):
+        delta.gated_rms_norm(x, gate, weight, 1e-6)
