@@ -43,9 +43,13 @@ def ints(values: Any) -> bytes:
 
 
 def pages_of(runner: CudaRunner, first: int, count: int) -> list[bytes]:
-    """So many pages of each cache group. Groups of windows have fewer, which rows then share."""
+    """So many pages of each cache group. Groups of windows have fewer, which rows then share; of states a row
+    has one."""
     places = first + np.arange(count)
-    return [ints(1 + places % (group.pages - 1)) for group in runner.facts.groups]
+    return [
+        ints(1 + (places[:1] // count if group.every else places) % (group.pages - 1))
+        for group in runner.facts.groups
+    ]
 
 
 def admit(runner: CudaRunner, rows: int, context: int, sampling: RowSampling) -> None:
