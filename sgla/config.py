@@ -255,7 +255,39 @@ class EngineSettings(ModelSettings, kw_only=True):
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None
 
 
-class Config(EngineSettings, kw_only=True):
+class AdapterSettings(EngineSettings, kw_only=True):
+    """Adapters (LoRA) that requests may choose."""
+
+    enable_lora: Annotated[
+        bool, Doc(description="make room for LoRA adapters, which requests choose by model or lora_path")
+    ] = False
+    lora_modules: Annotated[
+        list[str],
+        Doc(description="adapters to load at the start, as NAME=FOLDER (PEFT); turns --enable-lora on"),
+    ] = []
+    max_loras: Annotated[
+        int, Doc(description="adapters that a step may have, each of which takes a place on the device")
+    ] = 8
+    max_lora_rank: Annotated[
+        int, Doc(description="largest rank of an adapter; the places on the device are made for it")
+    ] = 16
+    max_cpu_loras: Annotated[
+        int | None, Doc(description="adapters that may be loaded, all in the host's memory; None: any number")
+    ] = None
+    lora_target_modules: Annotated[
+        list[str],
+        Doc(
+            description="layers that adapters may change, such as q_proj and lm_head; if none is named, all "
+            "linear layers of the blocks; fewer make steps with adapters faster"
+        ),
+    ] = []
+    lora_folders: Annotated[
+        list[str],
+        Doc(description="folders whose adapters /load_lora_adapter may load; without any it loads none"),
+    ] = []
+
+
+class Config(AdapterSettings, kw_only=True):
     """Everything ``sgla serve`` and ``Engine`` can be told.
     The annotation's description is the flag's help text."""
 

@@ -18,7 +18,13 @@ LEAST = (8, 0)  # capability with bfloat16 products
 CPU = "give --device cpu"
 OF_EXPERTS = ("f32", "bf16", "fp8", "mxfp4")  # storages of experts that GPUs have kernels for
 # Settings for what models that make text do with logits, and for pages of KV.
-OF_TEXT = "deterministic", "enable_return_hidden_states", "logits_processors", "speculative_algorithm"
+OF_TEXT = (
+    "deterministic",
+    "enable_lora",
+    "enable_return_hidden_states",
+    "logits_processors",
+    "speculative_algorithm",
+)
 OF_PAGES = (
     "attention_backend",
     "decode_attention_backend",
@@ -93,7 +99,7 @@ PLATFORMS = {
     "cpu": Platform("sgla.worker.start_cpu:cpu_runner"),
     "cuda": Platform(
         "sgla.worker.start_gpu:cuda_runner",
-        lacks=("logits_processors",),
+        lacks=("enable_lora", "logits_processors"),
         place="sgla.worker.place:Gpu",
     ),
 }

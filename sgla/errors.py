@@ -1,7 +1,7 @@
 """The exception tree. Every error a user can cause carries its HTTP status and a stable code.
 
 SglaError
-  BadRequest 400            InvalidField, ContextTooLong, UnsupportedField, UnsupportedTask
+  BadRequest 400            InvalidField, ContextTooLong, UnsupportedField, UnsupportedTask, InvalidAdapter
   Unauthorized 401
   Forbidden 403             the key is right, and may not do that
   NotFound 404              ModelNotFound
@@ -81,6 +81,12 @@ class UnsupportedTask(BadRequest):
     """The model cannot do what the route is for."""
 
     code = "unsupported_task"
+
+
+class InvalidAdapter(BadRequest):
+    """Files that are no adapter of the model, or of a kind that is not supported."""
+
+    code = "invalid_adapter"
 
 
 class ContextTooLong(BadRequest):

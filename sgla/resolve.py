@@ -105,7 +105,9 @@ def resolve(
         raise ConfigError(f"--device {device}: this machine shows none; give --device cpu", param="device")
     dtype = filling.settle("dtype", choose_dtype(config, machine, device, spec))
     settle_quantization(filling, machine, device, spec, dtype)
+    settle_adapters(filling)
     config = filling.config
+    check_adapters(config, isinstance(spec, GenericSpec))
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
     elif spec is not None:
@@ -303,6 +305,46 @@ def check_gpus(config: Config, machine: Machine) -> None:
         )
 
 
+def settle_adapters(filling: Filling) -> None:
+    """Adapters to load are reason enough to make room for them."""
+    if filling.config.lora_modules and not filling.config.enable_lora:
+        filling.config = msgspec.structs.replace(filling.config, enable_lora=True)
+        filling.reasons["enable_lora"] = "there are --lora-modules"
+
+
+def check_adapters(config: Config, generic: bool) -> None:
+    """Raise ConfigError for settings of adapters that are nothing without them, or cannot be together.
+    ``generic``: a module of transformers computes."""
+    plain = Config()
+    if not config.enable_lora:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules", "lora_folders"):
+            if getattr(config, name) != getattr(plain, name):
+                raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora", param=name)
+        return
+    for entry in config.lora_modules:
+        name, equals, folder = entry.partition("=")
+        if not (name and equals and folder):
+            raise ConfigError(f"--lora-modules takes NAME=FOLDER, got {entry[:99]!r}", param="lora_modules")
+    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+        raise ConfigError(
+            f"--max-cpu-loras {config.max_cpu_loras} is below --max-loras {config.max_loras}: an adapter on "
+            "the device is in the host's memory, too",
+            param="max_cpu_loras",
+        )
+    if generic:
+        raise ConfigError(
+            "--enable-lora cannot be honoured for a model that runs through transformers' module; leave "
+            "it out",
+            param="enable_lora",
+        )
+    for name in ("deterministic", "cpu_offload_gb"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} cannot be honoured with --enable-lora yet; leave one out",
+                param=name,
+            )
+
+
 def check_speculation(config: Config) -> None:
     """Raises ConfigError for ``--speculative-*`` where nothing can be guessed."""
     name, count = config.speculative_algorithm, config.speculative_num_draft_tokens
@@ -462,6 +504,9 @@ def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[
 RANGES: dict[str, tuple[float, float]] = {
     "speculative_num_draft_tokens": (0, 63),
     "cpu_offload_gb": (0, 1 << 16),
+    "max_loras": (1, 4096),
+    "max_lora_rank": (1, 256),
+    "max_cpu_loras": (1, math.inf),
     "torch_compile_max_bs": (1, 65536),
     "context_length": (1, LONGEST),
     "tp": (1, MOST_RANKS),

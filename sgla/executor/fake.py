@@ -10,12 +10,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from sgla import clock
-from sgla.errors import UnsupportedField, WorkerDied
+from sgla.errors import InvalidAdapter, UnsupportedField, WorkerDied
 from sgla.executor.base import Results
 from sgla.messages import (
     POOL,
@@ -450,6 +451,7 @@ def fake_facts(config: Config, source: ModelSource) -> Facts:
         dtype="none",
         device="fake",
         hidden=FAKE_WIDTH if config.enable_return_hidden_states else 0,
+        adapters=config.max_loras if config.enable_lora else 0,
         notes=["no model: the next token is a hash of those before it"],
     )
 
@@ -584,4 +586,10 @@ def control(facts: Facts, command: Control) -> dict[str, Any]:
     """The control commands of a worker without a model."""
     if command.verb == "memory":
         return {"ledger": facts.ledger}
+    if command.verb == "adapter_load" and facts.adapters:
+        if not Path(command.args["path"], "adapter_config.json").is_file():
+            raise InvalidAdapter(f"{command.args['path']} has no adapter_config.json")
+        return {"bytes": 0}
+    if command.verb == "adapter_drop" and facts.adapters:
+        return {}
     raise UnsupportedField(f"The fake executor has no control command {command.verb!r}.", param="verb")

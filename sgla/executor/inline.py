@@ -7,6 +7,8 @@ import asyncio
 import faulthandler
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pkgutil import resolve_name
 from queue import SimpleQueue
 from threading import Thread
@@ -75,7 +77,11 @@ class InlineExecutor:
         while (item := self._inbox.get()) is not None:
             if isinstance(item, tuple):
                 command, future = item
-                self._settle(future, answer(runner, command))
+                made = answer(runner, command)
+                if isinstance(made, Future):
+                    made.add_done_callback(partial(self._settle_later, future))
+                else:
+                    self._settle(future, made)
                 continue
             try:
                 self._results.put(steps.launch(item).result)
@@ -86,6 +92,11 @@ class InlineExecutor:
                 died = WorkerDied(f"a model step failed: {type(error).__name__}: {error}")
                 self._loop.call_soon_threadsafe(self._died, died)
                 return
+
+    def _settle_later(self, future: asyncio.Future[Any], done: Future[dict[str, Any]]) -> None:
+        from sgla.worker.loop import outcome
+
+        self._settle(future, outcome(done, "command"))
 
     def _settle(self, future: asyncio.Future[Any], outcome: Any) -> None:
         def settle() -> None:

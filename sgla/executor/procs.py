@@ -51,7 +51,7 @@ class Rank:
         self.plans: Ring | None = None
         self.results: Ring | None = None
         self.facts: Facts | None = None
-        self.replies: deque[asyncio.Future[Any]] = deque()
+        self.replies: dict[int, asyncio.Future[Any]] = {}  # by the number of the command
         self.lines: deque[str] = deque([""], maxlen=LAST_LINES)  # the last one is unfinished
         self.pipe, theirs = Pipe()
         self.stderr, their_stderr = os.pipe2(os.O_CLOEXEC)
@@ -171,6 +171,7 @@ class ProcsExecutor:
         self._decode = msgspec.msgpack.Decoder(StepResult).decode
         self._moving: dict[int, list[bool]] = {}  # of copies: the ranks that are done, whether it went well
         self._moved: list[Moved] = []  # to hand on
+        self._commands = 0
 
     def spawn(self) -> None:
         """Start the processes.
@@ -230,9 +231,10 @@ class ProcsExecutor:
         if kind == "progress" and rank.number == 0:
             self._on_progress(payload)
         elif kind == "reply":
-            future = rank.replies.popleft()
+            number, answer = payload
+            future = rank.replies.pop(number)
             if not future.done():
-                future.set_result(payload)
+                future.set_result(answer)
         elif kind == "moved":
             self._merge(payload)
         elif kind == "error" and not self._ready.done():
@@ -294,8 +296,8 @@ class ProcsExecutor:
 
     def _fail_replies(self, error: SglaError) -> None:
         for rank in self._ranks:
-            while rank.replies:
-                future = rank.replies.popleft()
+            for number in list(rank.replies):
+                future = rank.replies.pop(number)
                 if not future.done():
                     future.set_exception(error)
 
@@ -335,12 +337,13 @@ class ProcsExecutor:
         if self._gone:
             raise WorkerDied("the workers are gone")
         futures = []
+        self._commands += 1
         for rank in self._ranks:
             future = self._loop.create_future()
-            rank.replies.append(future)
+            rank.replies[self._commands] = future
             futures.append(future)
             try:
-                rank.pipe.send(command)
+                rank.pipe.send((self._commands, command))
             except OSError:
                 pass  # the death watch fails the future
         replies = await asyncio.gather(*futures)

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from sgla.dist import Shard
+from sgla.kernels.lora import Rows, Stack
+from sgla.layers.adapters import Adapters
+from sgla.layers.adapters import Part as AdapterPart
 from sgla.quant.formats import FORMATS, common
 from sgla.quant.method import PLAIN, Method
 from sgla.quant.weight import SourceTensor, Weight, storage
@@ -155,6 +158,7 @@ class Build:
     not lie where the others do, of a module, storage, n and k. ``joined``: whether rows that several layers
     read are better multiplied by one kernel. ``device``: the kind that computes.
     ``cache_scales``: what the file says of k and v of a layer in 8 bits, by its number and ``k`` or ``v``.
+    ``adapters``: where layers make room for adapters; None: nowhere.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -172,6 +176,7 @@ class Build:
     joined: bool = False
     device: str = "cpu"
     cache_scales: dict[tuple[int, str], float] = field(default_factory=dict)
+    adapters: Adapters | None = None
 
     def joins(self, *modules: str) -> bool:
         """Whether these layers are better one weight, and may be."""
@@ -211,6 +216,14 @@ class Build:
     def declare(self, name: str, shape: tuple[int, ...], take: Callable[[Share], None]) -> None:
         assert name not in self.table, name
         self.table[name] = Slot(shape, take)
+
+    def stack(
+        self, k: int, parts: Sequence[AdapterPart], columns: range | None = None
+    ) -> tuple[Stack | None, Rows | None]:
+        """What adapters add to a linear layer, and the rows of a step; see ``Adapters.stack``."""
+        if self.adapters is None:
+            return None, None
+        return self.adapters.stack(k, parts, columns), self.adapters.rows
 
     def vector(self, name: str, size: int, part: range | None = None, offset: float = 0.0) -> Tensor:
         """A float32 vector holding ``part`` (default: all) of the checkpoint's ``name``, plus ``offset``."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels import ops
+from sgla.kernels.lora import added
 from sgla.layers.build import Build, Part, Reordered, Share, fill
 from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor
@@ -35,6 +36,7 @@ class MergedColumnLinear:
         n = sum(len(rows) for _, _, rows in parts)
         self.weight = build.empty(n, k, *(name for name, _, _ in parts), *((fused,) if fused else ()))
         self.bias = torch.zeros(n) if bias else None
+        self.stack, self.rows = build.stack(k, [(*part, order) for part, order in zip_longest(parts, orders)])
         at = first = 0
         inside: list[tuple[str, range]] = []
         for (name, size, rows), order in zip_longest(parts, orders):
@@ -60,7 +62,7 @@ class MergedColumnLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[T, k]`` -> ``[T, n]``, the parts side by side."""
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, added(x, self.stack, self.rows))
 
 
 class QKVLinear(MergedColumnLinear):
@@ -110,6 +112,7 @@ class RowLinear:
         )
         bias_vector = build.vector(f"{name}.bias", n) if bias else None
         self.bias = bias_vector if self.shard.rank == 0 else None  # it must enter the sum once
+        self.stack, self.rows = build.stack(k, [(name, n, range(n), None)], columns)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.part(x)
@@ -117,7 +120,7 @@ class RowLinear:
 
     def part(self, x: Tensor) -> Tensor:
         """What this rank has of the sum."""
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, added(x, self.stack, self.rows))
 
 
 def split_heads(heads: int, kv_heads: int, shard: Shard) -> tuple[range, range]:

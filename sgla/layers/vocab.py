@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.kernels.lora import added
 from sgla.layers.build import Build, fill
 from sgla.quant.weight import storage
 
@@ -66,6 +67,7 @@ class LMHead:
             build.declare(f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, own))
 
         self.bias = build.vector(f"{name}.bias", vocab, own) if bias else None
+        self.stack, self.rows = build.stack(hidden, [(name, vocab, own, None)])
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.part(hidden)
@@ -73,7 +75,7 @@ class LMHead:
 
     def part(self, hidden: Tensor) -> Tensor:
         """The logits of this rank's part ``own`` of the vocabulary."""
-        logits = ops.logits(hidden, self.weight)
+        logits = ops.logits(hidden, self.weight, None, added(hidden, self.stack, self.rows))
         return logits if self.plain else ops.inplace(self._adjust, logits)
 
     @property

@@ -18,7 +18,8 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
-from sgla.layers.build import CHUNK, Build, Crossed, Reordered, Share, Slot
+from sgla.layers.adapters import Adapters
+from sgla.layers.build import CHUNK, Build, Crossed, Reordered, Share, Slot, Values
 from sgla.loading.checkpoint import FileTensor, cache_scales, canonical, joined, stored_tensors, unstacked
 from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.loading.offload import Offload
@@ -55,6 +56,7 @@ def load_model(
     seed: int = 0,
     on_model: Callable[[CausalLM], None] | None = None,
     offload: Offload | None = None,
+    adapters: Adapters | None = None,
 ) -> CausalLM:
     """Build the model and load this rank's weights.
 
@@ -62,8 +64,9 @@ def load_model(
     the name of the checkpoint's method or ``checkpoint``: as the file is. With int4 the embedding and the
     output layer are int8 (and ``wide_matrices``), with fp8 they are not quantized. Checkpoints in fp8 stay so
     on a GPU. ``context_len`` bounds positions (default: the model's own). ``seed`` makes dummy weights.
-    ``on_model`` gets the model before its weights come. ``offload``: has the weights of some layers. Raises
-    ConfigError, and WeightError naming missing, unexpected and misshapen tensors.
+    ``on_model`` gets the model before its weights come. ``offload``: has the weights of some layers.
+    ``adapters``: layers make room for them in it. Raises ConfigError, and WeightError naming missing,
+    unexpected and misshapen tensors.
     """
     spec = read_decoder(source.config)
     if isinstance(spec, GenericSpec):
@@ -87,9 +90,12 @@ def load_model(
         )
     if offload is not None:
         build.elsewhere = offload.weight
+    build.adapters = adapters
     model = model_of(spec, build, context_len or spec.context_len)
     if offload is not None:
         offload.wrap(model.blocks)
+    if adapters is not None:
+        _tell_names(adapters, build, rename, spec)
     if on_model is not None:
         on_model(model)
     load_weights(
@@ -134,6 +140,19 @@ def _mending(spec: ModelSpec) -> Mend:
         return tensor
 
     return mend
+
+
+def _tell_names(adapters: Adapters, build: Build, rename: Callable[[str], str], spec: ModelSpec) -> None:
+    """How checkpoints of this model name its layers."""
+    by_head, mend = family_of(spec.architecture).by_head, _mending(spec)
+    adapters.rename = lambda module: canonical(rename(f"{module}.weight")).removesuffix(".weight")
+    adapters.joined = {
+        name.removesuffix(".weight"): [(part.name.removesuffix(".weight"), part.rows) for part in parts]
+        for name, (shape, parts) in build.stacks.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
+    if by_head:
+        adapters.mend = lambda module, rows: mend(f"{adapters.rename(module)}.weight", Values(rows)).dense()
 
 
 def has_own_head(source: ModelSource) -> bool:

@@ -13,6 +13,7 @@ from sgla.sampling import Samples, faults
 from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.runs import ragged
+from sgla.worker.adapters import bring_adapters
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.cpu_setup import CpuSetup
 from sgla.worker.drafts import verify
@@ -76,6 +77,9 @@ class CpuRunner(CpuSetup):
         if plan.zeroed:
             zero_pages(self.kv, [places(p) for p in plan.zeroed])
         for copy in plan.copies:
+            if copy.source == "adapters":
+                self._moved += bring_adapters(self.adapters, [copy])
+                continue
             assert self._host is not None, "copies for a runner without host pages"
             self._host.copy(copy.source, copy.target, places(copy.sources), places(copy.targets))
             self._moved.append(Moved(copy.transfer, ok=True))

@@ -3,6 +3,8 @@ the forward pass fast."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sgla.config import Config
@@ -10,6 +12,7 @@ from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
+from sgla.layers.adapters import Adapters
 from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
 from sgla.messages import Facts, Moved
@@ -22,6 +25,7 @@ from sgla.sampling.draw import draw
 from sgla.sampling.native import find_draw
 from sgla.sampling.processors import declared
 from sgla.sampling.processors import load as load_processors
+from sgla.worker.adapters import AdaptedForward, AdapterStore, places_of
 from sgla.worker.drafts import NGrams
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
@@ -60,17 +64,19 @@ class CpuSetup(Runner):
             wanted_context=config.context_length,
             model_context=spec.context_len,
         )
-        self.model = self._load_model(config, source, dtype, size.context_len)
+        places = places_of(config, dtype)
+        self.model = self._load_model(config, source, dtype, size.context_len, places)
+        self.adapters = None if places is None else AdapterStore(places)
         self.kv = allocate_kv(state, groups, size.pages, config.page_size, dtype)
         self._host = HostPages(self.kv, self.host_pages) if self.host_pages and len(groups) == 1 else None
         self._moved: list[Moved] = []
         self._most_logits = max(slots, LOGIT_ROWS)
         limits = ProgramLimits(step_tokens, self._most_logits)
         self._kept = Kept() if config.enable_return_hidden_states else None
-        self._forward, kernels = self._make_forward(limits, config.native_kernels)
         states = groups[-1].unit_bytes > 0
         paged = len(groups) - states
         self.tables = SlotTables(slots, size.context_len, config.page_size, paged, states)
+        self._forward, kernels = self._make_forward(limits, config.native_kernels)
         self._drafter = NGrams(self.tables)
         self.matchers = Matchers() if self.shard.rank == 0 else None
         pick = find_draw() if config.native_kernels else draw
@@ -85,17 +91,22 @@ class CpuSetup(Runner):
             step_tokens=step_tokens,
             dtype=dtype,
             device=self.place.device.name,
-            ledger={"weights": weights, "kv": size.bytes},
+            ledger={"weights": weights, "kv": size.bytes, "adapters": places.nbytes if places else 0},
+            adapters=places.places if places else 0,
             notes=[note for note in (kernels, size.note) if note],
             host_pages=self.host_pages if self._host else 0,
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
 
-    def _load_model(self, config: Config, source: ModelSource, dtype: str, context_len: int) -> CausalLM:
+    def _load_model(
+        self, config: Config, source: ModelSource, dtype: str, context_len: int, places: Adapters | None
+    ) -> CausalLM:
         quantization, seed, report = config.quantization, config.random_seed or 0, self._report
         self._pooler: Pooler | None = None
         if self.pooling is None:
-            made = load_model(source, dtype, quantization, self.shard, context_len, report, seed)
+            made = load_model(
+                source, dtype, quantization, self.shard, context_len, report, seed, adapters=places
+            )
             if config.enable_torch_compile:
                 compiling(made, config, report)
             return made
@@ -108,10 +119,23 @@ class CpuSetup(Runner):
 
     def _make_forward(self, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         if self._pooler is None:
-            return make_forward(self.model, self.kv, limits, self.place.threads, native, self._kept)
+            made = self.model, self.kv, limits, self.place.threads, native, self._kept
+            if self.adapters is None:
+                return make_forward(*made)
+            return self._make_adapted(self.adapters.adapters, lambda: make_forward(*made))
         whole = self._pooler.whole
 
         def hidden(batch: ForwardBatch) -> torch.Tensor:
             return self.model.forward(batch, self.kv, None if whole else batch.sample_rows)
 
         return compiled(hidden, limits, self.place.threads, native)
+
+    def _make_adapted(
+        self, adapters: Adapters, make: Callable[[], tuple[Forward, str]]
+    ) -> tuple[Forward, str]:
+        """Two programs: what knows of adapters is slower where no row has one."""
+        plain, note = make()
+        adapters.rows.active = True
+        adapted, _ = make()
+        adapters.rows.active = False
+        return AdaptedForward(adapters, self.tables, plain, adapted), note

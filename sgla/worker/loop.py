@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import traceback
 from collections import deque
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,10 @@ from sgla.messages import Control, Facts, Moved, StepPlan, StepResult
 
 LOOK = 0.01  # seconds between looks at the pipe while steps are on their way
 COPYING = 0.001  # and at copies, while there is nothing else
+
+
+# To a command: what came of it, at once or later.
+Answer = dict[str, Any] | Future[dict[str, Any]]
 
 
 class Ring(Protocol):
@@ -39,7 +44,7 @@ class Runs(Protocol):
     facts: Facts
 
     def execute(self, plan: StepPlan) -> StepResult: ...
-    def control(self, command: Control) -> dict[str, Any]: ...
+    def control(self, command: Control) -> Answer: ...
 
 
 class Flight(Protocol):
@@ -67,12 +72,12 @@ class Launches(Protocol):
     def launch(self, plan: StepPlan) -> Any: ...
     def release(self, flight: Any) -> None: ...
     def finish(self, flight: Any) -> StepResult: ...
-    def control(self, command: Control) -> dict[str, Any]: ...
+    def control(self, command: Control) -> Answer: ...
 
 
 @runtime_checkable
 class Copies(Protocol):
-    """A runner that honours ``StepPlan.copies``, if its ``facts`` have host pages."""
+    """A runner that honours ``StepPlan.copies``, if its ``facts`` have host pages or adapters."""
 
     @property
     def copying(self) -> bool:
@@ -123,7 +128,9 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
     before sleeping.
     """
     device: Launches = runner if isinstance(runner, Launches) else AtOnce(runner)
-    copies = runner if runner.facts.host_pages and isinstance(runner, Copies) else None
+    may_copy = runner.facts.host_pages or runner.facts.adapters
+    copies = runner if may_copy and isinstance(runner, Copies) else None
+    replies = Replies(device, pipe)
     decode, encode = msgspec.msgpack.Decoder(StepPlan).decode, msgspec.msgpack.Encoder().encode
     commands = select.poll()
     commands.register(pipe, select.POLLIN)
@@ -155,11 +162,13 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
             now = clock.now()
             if now - looked > LOOK or (record is None and not flights):
                 looked = now
-                if commands.poll(0) and not _answer(device, pipe):
+                replies.send()
+                if commands.poll(0) and not replies.take():
                     return True
             if record is None:
                 if not flights:
-                    _sleep(plans, inputs, spin, COPYING if copies is not None and copies.copying else None)
+                    waits = replies.due or (copies is not None and copies.copying)
+                    _sleep(plans, inputs, spin, COPYING if waits else None)
                 elif flights[0].due > now:
                     _sleep(plans, inputs, 0.0, flights[0].due - now)
     except Exception as error:
@@ -180,22 +189,55 @@ def _sleep(plans: Ring, inputs: list[Any], spin: float, limit: float | None) -> 
         select.select(inputs, [], [], limit)
 
 
-def _answer(runner: Launches, pipe: Connection) -> bool:
-    """Answer one control command; False once the main process is gone."""
-    try:
-        command = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        return False
-    pipe.send(("reply", answer(runner, command)))
-    return True
+class Replies:
+    """Answers to commands, each with the number of its command; some come later than others."""
+
+    def __init__(self, runner: Launches, pipe: Connection) -> None:
+        self._runner, self._pipe = runner, pipe
+        self._later: list[tuple[int, Future[dict[str, Any]]]] = []
+
+    @property
+    def due(self) -> bool:
+        return bool(self._later)
+
+    def take(self) -> bool:
+        """Answer one command, now or later; False once the main process is gone."""
+        try:
+            number, command = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return False
+        made = answer(self._runner, command)
+        if isinstance(made, Future):
+            self._later.append((number, made))
+        else:
+            self._pipe.send(("reply", (number, made)))
+        return True
+
+    def send(self) -> None:
+        """Those that have come meanwhile."""
+        for number, future in [entry for entry in self._later if entry[1].done()]:
+            self._later.remove((number, future))
+            self._pipe.send(("reply", (number, outcome(future, "command"))))
 
 
-def answer(runner: Runs | Launches, command: Control) -> dict[str, Any] | SglaError:
+def answer(runner: Runs | Launches, command: Control) -> Answer | SglaError:
     """What came of a command. Steps go on whatever that is."""
     try:
         return runner.control(command)
     except SglaError as error:
         return error
     except Exception as error:
-        traceback.print_exc()
-        return SglaError(f"the worker's {command.verb!r} failed: {type(error).__name__}: {error}")
+        return _broken(command.verb, error)
+
+
+def outcome(done: Future[dict[str, Any]], verb: str) -> dict[str, Any] | SglaError:
+    """The answer of a command that has come later."""
+    error = done.exception()
+    if error is None:
+        return done.result()
+    return error if isinstance(error, SglaError) else _broken(verb, error)
+
+
+def _broken(verb: str, error: BaseException) -> SglaError:
+    traceback.print_exception(error)
+    return SglaError(f"the worker's {verb!r} failed: {type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.messages import Control, Facts, Pooling, Progress, StepPlan, StepResult
+from sgla.worker.adapters import AdapterStore
 from sgla.worker.place import Place, take_place
 from sgla.worker.profile import Profiler
 
@@ -26,11 +28,12 @@ class Runner(ABC):
     Raises ConfigError and its kin.
 
     ``pooling``: of a model that answers with vectors. ``matchers``: of a rank that samples, for a model whose
-    outputs may have a grammar.
+    outputs may have a grammar. ``adapters``: None where rows cannot have any.
     """
 
     facts: Facts
     matchers: Matchers | None = None
+    adapters: AdapterStore | None = None
 
     def __init__(
         self,
@@ -73,9 +76,10 @@ class Runner(ABC):
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the step."""
 
-    def control(self, command: Control) -> dict[str, Any]:
-        """Verbs: ``memory``; ``profile_start`` with ``folder`` and ``steps``; ``profile_stop``; those of
-        ``grammar/matcher.py``, for models that generate. Raises UnsupportedField, InvalidField."""
+    def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
+        """An answer, which may come later. Verbs: ``memory``; ``profile_start`` with ``folder`` and
+        ``steps``; ``profile_stop``; those of ``AdapterStore``; those of ``grammar/matcher.py``, for models
+        that generate. Raises UnsupportedField, InvalidField."""
         match command.verb:
             case "memory":
                 return {"ledger": self.facts.ledger | self.place.usage()}
@@ -83,6 +87,8 @@ class Runner(ABC):
                 return self.profiler.start(command.args)
             case "profile_stop":
                 return self.profiler.stop()
+            case "adapter_load" | "adapter_drop" if self.adapters is not None:
+                return self.adapters.control(command)
             case "vocabulary" | "grammar" if self.facts.grammars:
                 return self.matchers.control(command.verb, command.args) if self.matchers else {}
         raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")

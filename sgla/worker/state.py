@@ -36,6 +36,7 @@ class SlotTables:
         self.hidden: NDArray[np.bool_] = np.zeros(slots, bool)  # hidden states are wanted
         self.computed: Int32s = np.zeros(slots, np.int32)  # tokens with KV, of slots that sample
         self.limit: Int32s = np.zeros(slots, np.int32)  # NewRow.limit
+        self.place: Int32s = np.zeros(slots, np.int32)  # NewRow.place
         self.labels: dict[int, Int32s] = {}  # of slots that want log-probabilities of tokens, these
 
     def apply(self, plan: StepPlan) -> None:
@@ -65,6 +66,7 @@ class SlotTables:
         self.prompt_len[new.slot] = new.prompt_len
         self.prompt_logprobs[new.slot] = new.sampling.prompt_logprobs
         self.limit[new.slot] = new.limit
+        self.place[new.slot] = new.place
         self.hidden[new.slot] = new.sampling.hidden
         if new.sampling.pool is not None:
             self.labels[new.slot] = np.array(new.sampling.pool, np.int32)

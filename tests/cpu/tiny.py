@@ -92,8 +92,9 @@ class Synchronous:
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
 
-    def drain(self) -> list[StepResult]:
-        return [self.runner.execute(self.plans.popleft())]
+    def drain(self) -> list[StepResult | Moved]:
+        plan = self.plans.popleft()
+        return [self.runner.execute(plan), *(self.runner.moved() if plan.copies else ())]
 
 
 class Transcript(dict[str, list[Delta]]):

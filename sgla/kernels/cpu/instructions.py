@@ -16,6 +16,7 @@ from sgla.kernels.cpu.native import Opcode
 from sgla.kernels.cpu.panels import FORMATS, Kind, Panels
 from sgla.kernels.cpu.record import Recorder
 from sgla.kernels.dispatch import Lowerings
+from sgla.kernels.lora import Rows, Stack, lora
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 
@@ -110,6 +111,14 @@ def linear(
     added = None if addend is None else recorder.buffer(addend)
     recorder.nodes.append(Node(Opcode.LINEAR, source.sampled, [source, added], [y], tensors, w.n, w.k, a))
     return out
+
+
+@LOWERINGS.of(lora)
+def adapters(recorder: Recorder, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
+    """A call: which rows have which adapter is known when a step runs."""
+    like = torch.empty(x.shape[0], stack.n, device="meta")
+    made: Tensor = recorder.note(lora.body, (x, stack, rows, sampled), {}, like)
+    return made
 
 
 @LOWERINGS.of(ops.qk_norm_rope_store)

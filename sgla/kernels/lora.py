@@ -1,0 +1,119 @@
+"""What adapters add to linear layers (LoRA, arXiv 2106.09685): each row of a step has its own, or none.
+
+The weights of the adapters at hand lie in *places*, numbered from 1; 0 stands for no adapter. A layer has one
+``Stack`` with all places, and all layers share the ``Rows`` of a step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sgla.kernels.dispatch import op
+from sgla.kernels.trace import STAND_INS
+
+Int32s = NDArray[np.int32]
+Groups = list[tuple[int, Tensor | None]]  # a place, and the rows that have it; None: all
+
+
+class Rows:
+    """The place of each row of a step: of its T tokens, and of the S whose successors are sampled, the only
+    rows that the last layer goes on with. ``active``: some row has an adapter. What is recorded while it is
+    False knows of no adapters. ``tokens`` and ``sampled``: int32 on the device, where kernels read them."""
+
+    def __init__(self, tokens: int = 0, sampled: int = 0) -> None:
+        self.active = False
+        self.tokens = torch.zeros(tokens, dtype=torch.int32)
+        self.sampled = torch.zeros(sampled, dtype=torch.int32)
+        self._count = 0
+        self._groups: tuple[Groups, Groups] = ([], [])
+
+    def set(self, tokens: Int32s, sampled: Int32s) -> None:
+        """Those of the step that torch's body computes next: int32[T] and int32[S]."""
+        self._count = len(tokens)
+        self._groups = groups_of(tokens), groups_of(sampled)
+        self.active = bool(self._groups[0])
+
+    def are_sampled(self, x: Tensor) -> bool:
+        """Whether the rows of x are the sampled ones, not all tokens."""
+        count = x.shape[0]
+        return count == STAND_INS["sampled"] or count not in (STAND_INS["tokens"], self._count)
+
+    def groups(self, sampled: bool) -> Groups:
+        return self._groups[sampled]
+
+
+def groups_of(places: Int32s) -> Groups:
+    """The rows of each place but 0."""
+    found = np.unique(places)
+    if len(found) == 1:
+        return [(int(found[0]), None)] if found[0] else []
+    return [(place, torch.from_numpy(np.flatnonzero(places == place))) for place in found.tolist() if place]
+
+
+class Stack:
+    """What the adapters at all places add to one linear layer, whose ``parts`` (q, k and v) lie side by side:
+    ``x @ a.T @ b.T`` for each of them.
+
+    ``a`` [places, parts, rank, k] and ``b`` [places, n, rank], which has the adapter's scale in it; ``ends``:
+    where the rows of each part end. ``ranks``: of the adapter at each place; 0: it leaves the layer as it is.
+    """
+
+    def __init__(self, places: int, rank: int, k: int, sizes: list[int], dtype: torch.dtype) -> None:
+        self.a = torch.zeros(places, len(sizes), rank, k, dtype=dtype)
+        self.b = torch.zeros(places, sum(sizes), rank, dtype=dtype)
+        self.ends: list[int] = np.cumsum(sizes).tolist()
+        self.ranks = [0] * places
+
+    @property
+    def n(self) -> int:
+        return self.ends[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def clear(self, place: int) -> None:
+        """The place has no adapter. Only ``b`` need be zero: ``a`` is finite."""
+        self.b[place - 1].zero_()
+        self.ranks[place - 1] = 0
+
+    def put(self, place: int, part: int, a: Tensor, b: Tensor) -> None:
+        """An adapter's a [r, k] and b [n of the part, r], without waiting for their copies."""
+        rank = len(a)
+        rows = slice(self.ends[part - 1] if part else 0, self.ends[part])
+        self.a[place - 1, part, :rank].copy_(a, non_blocking=True)
+        self.b[place - 1, rows, :rank].copy_(b, non_blocking=True)
+        self.ranks[place - 1] = max(self.ranks[place - 1], rank)
+
+
+def _added(x: Tensor, stack: Stack, *_: object) -> Tensor:
+    return x.new_empty(x.shape[0], stack.n)
+
+
+@op(like=_added)
+def lora(x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
+    """What the adapters of the rows add to a linear layer of x: [T, k] -> [T, n]. ``sampled``: the rows are
+    the sampled ones. The body computes the rows of each adapter together."""
+    y = x.new_zeros(x.shape[0], stack.n)
+    for place, index in rows.groups(sampled):
+        rank = stack.ranks[place - 1]
+        if not rank:
+            continue
+        inner = F.linear(x if index is None else x[index], stack.a[place - 1, :, :rank].flatten(0, 1).to(x))
+        b, start, made = stack.b[place - 1, :, :rank].to(x), 0, []
+        for part, end in zip(inner.split(rank, dim=1), stack.ends):
+            made.append(F.linear(part, b[start:end]))
+            start = end
+        y[slice(None) if index is None else index] = torch.cat(made, 1) if len(made) > 1 else made[0]
+    return y
+
+
+def added(x: Tensor, stack: Stack | None, rows: Rows | None) -> Tensor | None:
+    """The ``addend`` of a linear layer of x; None: nothing is added."""
+    if stack is None or rows is None or not rows.active:
+        return None
+    return lora(x, stack, rows, rows.are_sampled(x))

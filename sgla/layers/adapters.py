@@ -1,0 +1,90 @@
+"""Where layers keep what adapters add to them, and under which names adapters find that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.lora import Rows, Stack
+
+Part = tuple[
+    str, int, range, Tensor | None
+]  # name, full output size, this rank's rows, their order in a head
+
+
+class Target(NamedTuple):
+    """A linear layer ``[n, k]`` that an adapter may change: part ``part`` of a stack, which has ``rows`` of
+    the outputs and ``columns`` of the inputs (None: all)."""
+
+    stack: Stack
+    part: int
+    n: int
+    k: int
+    rows: range
+    columns: range | None
+    order: Tensor | None
+
+    def own(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's share of an adapter's a [r, k] and b [n, r]."""
+        if self.columns is not None:
+            a = a[:, self.columns.start : self.columns.stop]
+        b = b[self.rows.start : self.rows.stop]
+        if self.order is not None:
+            b = b.unflatten(0, (-1, len(self.order)))[:, self.order].flatten(0, 1)
+        return a, b
+
+
+@dataclass
+class Adapters:
+    """For ``places`` adapters of at most ``rank``, in ``dtype``. ``modules``: last names of the layers that
+    they may change; empty: all linear layers of the blocks. ``table``: these layers by full name.
+
+    Loading says how checkpoints name them: ``rename`` makes a declared name of a checkpoint's, ``joined`` has
+    the layers, and their outputs, behind the name of a matrix that holds several, and ``mend`` puts the rows
+    of such a one in the order that they have here.
+    """
+
+    places: int
+    rank: int
+    dtype: torch.dtype
+    modules: frozenset[str] = frozenset()
+    rows: Rows = field(default_factory=Rows)
+    table: dict[str, Target] = field(default_factory=dict)
+    stacks: list[Stack] = field(default_factory=list)
+    rename: Callable[[str], str] = lambda name: name
+    joined: Mapping[str, list[tuple[str, range]]] = field(default_factory=dict)
+    mend: Callable[[str, Tensor], Tensor] = lambda _, rows: rows
+
+    def find(self, module: str) -> list[tuple[Target, range | None]]:
+        """The targets behind a checkpoint's name of a layer, and which of its outputs each has (None: all);
+        [] if no adapter may change it."""
+        name = self.rename(module)
+        if (target := self.table.get(name)) is not None:
+            return [(target, None)]
+        found = [(self.table.get(part), rows) for part, rows in self.joined.get(name, [])]
+        return [(target, rows) for target, rows in found if target is not None]
+
+    def stack(self, k: int, parts: Sequence[Part], columns: range | None = None) -> Stack | None:
+        """For a layer of k inputs, of which this rank has ``columns``; None if no adapter may change it."""
+        if not any(self._changes(name) for name, *_ in parts):
+            return None
+        width = k if columns is None else len(columns)
+        made = Stack(self.places, self.rank, width, [len(rows) for _, _, rows, _ in parts], self.dtype)
+        for part, (name, n, rows, order) in enumerate(parts):
+            if self._changes(name):
+                self.table[name] = Target(made, part, n, k, rows, columns, order)
+        self.stacks.append(made)
+        return made
+
+    def _changes(self, name: str) -> bool:
+        if not self.modules:
+            return "." in name  # a layer of a block
+        return name.rpartition(".")[2] in self.modules
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stack.nbytes for stack in self.stacks)

@@ -1,0 +1,239 @@
+"""Adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors`` of a folder.
+
+Everything is checked before anything is taken: what the configuration asks for, then names, ranks, shapes and
+types of all tensors, then that all values are numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from sgla.errors import ConfigError, InvalidAdapter
+from sgla.hub.source import read_object
+from sgla.layers.adapters import Adapters, Target
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_RANK = 256
+SHOWN = 4  # names in an error
+SPARE = 1 << 20  # bytes of a file beside its values
+_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+# Keys that say how an adapter was trained, or that are said by its tensors.
+_OF_TRAINING = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+]
+# Begun from these values, the weights of the base stay as they are.
+_BEGINNINGS = (True, False, "gaussian", "orthogonal", "eva", None)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What ``adapter_config.json`` says of rank and scale, for each module by its path."""
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    rooted: bool  # rsLoRA (arXiv 2312.03732)
+
+    def rank_of(self, module: str) -> int:
+        return int(_by_pattern(self.ranks, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        rank = self.rank_of(module)
+        return _by_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rooted else rank)
+
+
+def _by_pattern(values: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first pattern that the end of a module's path matches, as in PEFT."""
+    for pattern, value in values.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+class Piece(NamedTuple):
+    """What an adapter has for one target, the part of this rank: a [r, k] and b [n, r] with the scale."""
+
+    target: Target
+    a: Tensor
+    b: Tensor
+
+
+def read_config(folder: Path, most_rank: int) -> LoraConfig:
+    """Raises InvalidAdapter for what is no LoRA, or one that is not honoured to the letter."""
+    try:
+        config = read_object(folder / CONFIG)
+    except ConfigError as error:
+        raise InvalidAdapter(error.message) from None
+    _check_kind(folder, config)
+    rank, alpha = config.pop("r", 8), config.pop("lora_alpha", 8)
+    ranks, alphas = config.pop("rank_pattern", None) or {}, config.pop("alpha_pattern", None) or {}
+    rooted = config.pop("use_rslora", False) is True
+    if unknown := [key for key, value in config.items() if value and key not in _OF_TRAINING]:
+        raise InvalidAdapter(f"{folder.name}: {_some(unknown)} in {CONFIG} is not supported")
+    for name, value in [("r", rank), *_entries("rank_pattern", ranks)]:
+        if type(value) is not int or not 1 <= value <= MAX_RANK:
+            raise InvalidAdapter(f"{folder.name}: {name} is {str(value)[:99]}, not from 1 to {MAX_RANK}")
+        if value > most_rank:
+            raise InvalidAdapter(
+                f"{folder.name}: {name} is {value}, more than --max-lora-rank {most_rank}; start the server "
+                f"with --max-lora-rank {value}"
+            )
+    for name, value in [("lora_alpha", alpha), *_entries("alpha_pattern", alphas)]:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise InvalidAdapter(f"{folder.name}: {name} is {str(value)[:99]}, not a number")
+    return LoraConfig(rank, float(alpha), ranks, alphas, rooted)
+
+
+def _check_kind(folder: Path, config: dict[str, Any]) -> None:
+    """Take away the keys that say what kind of adapter it is. Raises InvalidAdapter."""
+    if (kind := config.pop("peft_type", None)) != "LORA":
+        raise InvalidAdapter(f"{folder.name}: peft_type is {str(kind)[:99]!r}, only LORA is supported")
+    if config.pop("use_dora", False):
+        raise InvalidAdapter(f"{folder.name}: DoRA is not supported (use_dora); merge it into the weights")
+    if (bias := config.pop("bias", None) or "none") != "none":
+        raise InvalidAdapter(f"{folder.name}: bias {str(bias)[:99]!r} is not supported, only 'none'")
+    if (begun := config.pop("init_lora_weights", True)) not in _BEGINNINGS:
+        raise InvalidAdapter(
+            f"{folder.name}: init_lora_weights {str(begun)[:99]!r} changes the base's weights; convert the "
+            "adapter to a plain one (path_initial_model_for_weight_conversion of PEFT's save_pretrained)"
+        )
+
+
+def _entries(key: str, patterns: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values. Patterns are PEFT's regular expressions; what takes long to match is refused."""
+    if not isinstance(patterns, dict) or len(patterns) > 1024:
+        raise InvalidAdapter(f"{key} is not an object of at most 1024 patterns")
+    for pattern, value in patterns.items():
+        if not re.fullmatch(r"[\w.^$\\-]{1,200}", pattern):
+            raise InvalidAdapter(f"{key}: {pattern[:99]!r} is no plain name of a module")
+        yield f"{key}[{pattern}]", value
+
+
+def read_adapter(folder: Path, adapters: Adapters) -> list[Piece]:
+    """All pieces of an adapter, in the type of the places. Blocks. Raises InvalidAdapter."""
+    config = read_config(folder, adapters.rank)
+    tensors = _tensors(folder, adapters)
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if "lora_magnitude_vector" in name:
+            raise InvalidAdapter(f"{folder.name}: DoRA is not supported ({name[:200]})")
+        if (found := _NAME.fullmatch(name)) is None:
+            raise InvalidAdapter(
+                f"{folder.name}: {name[:200]!r} is not a linear layer's lora_A or lora_B, which alone are "
+                "supported (no embeddings, no modules_to_save)"
+            )
+        if found[2] in (pair := pairs.setdefault(found[1], {})):
+            raise InvalidAdapter(f"{folder.name}: lora_{found[2]} of {found[1][:200]} is there twice")
+        pair[found[2]] = tensor
+    if not pairs:
+        raise InvalidAdapter(f"{folder.name}: {WEIGHTS} has no tensors")
+    checked = [_checked(folder, config, adapters, *pair) for pair in pairs.items()]
+    dtype = adapters.dtype
+    taken: dict[tuple[int, int], str] = {}
+    pieces = []
+    for module, a, b, targets in checked:
+        scaled = b.float() * config.scale_of(module)
+        whole = scaled if len(targets) == 1 and targets[0][1] is None else adapters.mend(module, scaled)
+        for target, rows in targets:
+            place = id(target.stack), target.part
+            if place in taken:
+                raise InvalidAdapter(f"{folder.name}: {module[:200]} and {taken[place][:200]} are one layer")
+            taken[place] = module
+            part = whole if rows is None else whole[rows.start : rows.stop]
+            own_a, own_b = target.own(a, part)
+            pieces.append(Piece(target, own_a.to(dtype).clone(), own_b.to(dtype).clone()))
+    if not all(bool(torch.isfinite(x).all()) for piece in pieces for x in (piece.a, piece.b)):
+        raise InvalidAdapter(f"{folder.name}: values are beyond what {dtype} can hold")
+    return pieces
+
+
+def _tensors(folder: Path, adapters: Adapters) -> dict[str, Tensor]:
+    """Read whole, not mapped: a file that is cut while it is read must not end the process."""
+    path = folder / WEIGHTS
+    most = sum(4 * adapters.rank * (t.n + t.k) for t in adapters.table.values()) + SPARE
+    try:
+        if not path.is_file():
+            raise FileNotFoundError
+        if (size := path.stat().st_size) > most:
+            raise InvalidAdapter(
+                f"{folder.name}: {WEIGHTS} has {size} bytes, more than an adapter of rank "
+                f"{adapters.rank} can have for this model ({most})"
+            )
+        return load(path.read_bytes())
+    except FileNotFoundError:
+        other = " (adapter_model.bin is not read: save it with safe_serialization=True)"
+        there = other if (folder / "adapter_model.bin").is_file() else ""
+        raise InvalidAdapter(f"{folder.name} has no {WEIGHTS}{there}") from None
+    except (OSError, SafetensorError, ValueError) as error:
+        raise InvalidAdapter(f"{folder.name}: {WEIGHTS} cannot be read: {error}") from None
+
+
+Checked = tuple[str, Tensor, Tensor, list[tuple[Target, range | None]]]
+
+
+def _checked(
+    folder: Path, config: LoraConfig, adapters: Adapters, module: str, pair: dict[str, Tensor]
+) -> Checked:
+    """A module with its two matrices and where they go. Raises InvalidAdapter."""
+
+    def bad(why: str) -> InvalidAdapter:
+        return InvalidAdapter(f"{folder.name}: {module[:200]}: {why}")
+
+    found = adapters.find(module)
+    if not found:
+        changed = sorted({name.rpartition(".")[2] for name in adapters.table})
+        raise bad(
+            "this model has no such layer that adapters can change (another base?); there are "
+            f"{', '.join(changed)}"
+        )
+    if len(pair) < 2:
+        raise bad(f"lora_{'B' if 'A' in pair else 'A'} is missing")
+    a, b = pair["A"], pair["B"]
+    n, k = sum(target.n for target, _ in found), found[0][0].k
+    rank = config.rank_of(module)
+    for name, tensor, shape in (("lora_A", a, (rank, k)), ("lora_B", b, (n, rank))):
+        if tuple(tensor.shape) != shape:
+            raise bad(f"{name} has shape {list(tensor.shape)}, expected {list(shape)} (another base?)")
+        if tensor.dtype not in FLOATS:
+            raise bad(f"{name} has type {tensor.dtype}, expected a floating point one")
+        if not bool(torch.isfinite(tensor).all()):
+            raise bad(f"{name} has values that are no numbers (NaN or infinity)")
+    return module, a, b, found
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(name[:99] for name in names[:SHOWN]) + more

@@ -1,0 +1,105 @@
+"""A rank's adapters: those it has in host memory, and those at the places of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgla.config import Config
+from sgla.errors import InvalidField
+from sgla.kernels.batch import ForwardBatch
+from sgla.layers.adapters import Adapters
+from sgla.loading.adapter import Piece, read_adapter
+from sgla.messages import Control, Copy, Moved
+from sgla.worker.state import Int32s, SlotTables, column
+
+READERS = 2  # adapters that are read at a time
+
+
+def places_of(config: Config, dtype: str) -> Adapters | None:
+    """Where the layers make room for adapters; None: the server has none."""
+    if not config.enable_lora:
+        return None
+    return Adapters(
+        config.max_loras,
+        config.max_lora_rank,
+        torch.float32 if dtype == "float32" else torch.bfloat16,
+        frozenset(config.lora_target_modules),
+    )
+
+
+class AdapterStore:
+    """``pin``: of what is read, for copies to a device that run beside its steps."""
+
+    def __init__(self, adapters: Adapters, pin: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self.adapters = adapters
+        self._pin = pin
+        self._host: dict[int, list[Piece]] = {}
+        self._threads: ThreadPoolExecutor | None = None
+
+    def control(self, command: Control) -> Future[dict[str, Any]] | dict[str, Any]:
+        """``adapter_load`` reads the adapter of the folder ``path`` under a ``number``, in a thread, so that
+        steps go on; ``adapter_drop`` forgets it. Raises InvalidField, the future InvalidAdapter."""
+        number = command.args["number"]
+        if command.verb == "adapter_drop":
+            self._host.pop(number, None)
+            return {}
+        if number in self._host:
+            raise InvalidField(f"there is an adapter {number}", param="number")
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(READERS, "adapter")
+        return self._threads.submit(self._load, number, Path(command.args["path"]))
+
+    def _load(self, number: int, folder: Path) -> dict[str, Any]:
+        with torch.inference_mode():
+            pieces = read_adapter(folder, self.adapters)
+        if self._pin is not None:
+            pieces = [piece._replace(a=self._pin(piece.a), b=self._pin(piece.b)) for piece in pieces]
+        self._host[number] = pieces
+        return {"bytes": sum(piece.a.nbytes + piece.b.nbytes for piece in pieces)}
+
+    def bring(self, copy: Copy) -> bool:
+        """Copy an adapter to a place, without waiting for the device. False: it is gone."""
+        (number,), (place,) = column(copy.sources), column(copy.targets)
+        pieces = self._host.get(int(number))
+        if pieces is None:
+            return False
+        for stack in self.adapters.stacks:
+            stack.clear(int(place))
+        for target, a, b in pieces:
+            target.stack.put(int(place), target.part, a, b)
+        return True
+
+
+class AdaptedForward:
+    """A forward pass that knows which rows have which adapter: ``plain`` for steps in which none has any."""
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        tables: SlotTables,
+        plain: Callable[[ForwardBatch], torch.Tensor],
+        adapted: Callable[[ForwardBatch], torch.Tensor],
+    ) -> None:
+        self._rows, self._tables, self._plain, self._adapted = adapters.rows, tables, plain, adapted
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        tokens = token_places(self._tables.place, batch.slots.numpy(), batch.q_start.numpy())
+        self._rows.set(tokens, tokens[batch.sample_rows.numpy()])
+        return (self._adapted if self._rows.active else self._plain)(batch)
+
+
+def token_places(places: Int32s, slots: Int32s, q_start: Int32s) -> Int32s:
+    """int32[T]: the places of the slots, each as often as its row has tokens."""
+    return np.repeat(places[slots], np.diff(q_start))
+
+
+def bring_adapters(store: AdapterStore | None, copies: Sequence[Copy]) -> list[Moved]:
+    """Copies that have ended at once."""
+    assert store is not None, "adapters for a runner without places"
+    return [Moved(copy.transfer, store.bring(copy)) for copy in copies]

@@ -1,0 +1,236 @@
+"""Adapters: the same numbers as a base with merged weights, alone and in a batch of many, float32."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from forked import ForkedExecutor
+from lora import ALL, ATTENTION, load, save_adapter, save_merged
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from tiny import Transcript, make_core, run, run_executor, submit, tiny_config
+
+from sgla.errors import InvalidAdapter
+from sgla.hub.source import open_source
+from sgla.loading.adapter import CONFIG, WEIGHTS
+from sgla.messages import Control, Submit
+from sgla.worker.cpu import CpuRunner
+
+TOLERANCE = 1e-4
+PROMPT = list(range(5, 29))
+
+
+def runner_of(folder: Path, **changes: Any) -> CpuRunner:
+    return CpuRunner(tiny_config(**changes), open_source(folder), 0, 1, "", lambda progress: None)
+
+
+def adapted(base: Path, **changes: Any) -> CpuRunner:
+    return runner_of(base, enable_lora=True, **{"max_lora_rank": 8} | changes)
+
+
+def wanted(rid: str, adapter: int, tokens: list[int] = PROMPT, new: int = 6) -> Submit:
+    made = submit(rid, tokens, new, logprobs=0, prompt_logprobs=0, seed=3)
+    return replace(made, adapter=adapter, namespace=str(adapter))
+
+
+def logprobs(runner: CpuRunner, submits: list[Submit], **limits: Any) -> dict[str, torch.Tensor]:
+    """Of prompt and outputs, which are greedy."""
+    return numbers(run(runner, submits, make_core(runner.facts, adapters=runner.facts.adapters, **limits)))
+
+
+def numbers(transcript: Transcript) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for rid, deltas in transcript.items():
+        prompt = [p for delta in deltas for p in delta.prompt_logprobs or () if p is not None]
+        outputs = [p for delta in deltas for p in delta.logprobs or ()]
+        found[rid] = torch.tensor([p.logprob for p in prompt + outputs])
+    return found
+
+
+def check_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max().item() <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    save_checkpoint(folder, "llama", head_dim=8)
+    return folder
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_each_role_is_as_merged(base: Path, tmp_path: Path, native: bool) -> None:
+    """Adapters of one module each, all in one batch with the base, and each alone."""
+    runner = adapted(base, native_kernels=native, max_loras=8)
+    expected = {"base": logprobs(runner_of(base, native_kernels=native), [wanted("base", 0)])["base"]}
+    for number, module in enumerate(ALL, 1):
+        added = save_adapter(tmp_path / module, base, [module], seed=number)
+        load(runner, number, tmp_path / module)
+        merged = runner_of(save_merged(tmp_path / f"{module}-merged", base, added), native_kernels=native)
+        expected[module] = logprobs(merged, [wanted(module, 0)])[module]
+        check_equal(logprobs(runner, [wanted(module, number)])[module], expected[module])
+    check_equal(logprobs(runner, [wanted("base", 0)])["base"], expected["base"])
+    submits = [wanted(module, number) for number, module in enumerate(ALL, 1)] + [wanted("base", 0)]
+    for rid, found in logprobs(runner, submits).items():
+        check_equal(found, expected[rid])
+    assert len({round(values.sum().item(), 2) for values in expected.values()}) == len(expected)
+
+
+def test_a_batch_of_eight_adapters(base: Path, tmp_path: Path) -> None:
+    """Of all roles, ranks and scales, beside base rows; with two places for them; chunked, with few pages."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"rank": 8, "use_rslora": True},
+        {"rank": 1, "lora_alpha": 3.5},
+        {"ranks": {"q_proj": 8, "down_proj": 2}, "alpha_pattern": {"q_proj": 4, "down_proj": 1}},
+        {"modules": ATTENTION},
+        {"modules": ("gate_proj", "down_proj")},
+        {"drop": ["model.layers.0.self_attn.q_proj", "model.layers.2.mlp.up_proj"]},
+        {"modules": ("v_proj",), "rank": 3},
+    ]
+    runner = adapted(base, max_loras=8)
+    few = adapted(base, max_loras=2)
+    expected = {"base": logprobs(runner_of(base), [wanted("base", 0)])["base"]}
+    for number, kind in enumerate(kinds, 1):
+        folder = tmp_path / str(number)
+        added = save_adapter(folder, base, seed=number, **kind)
+        load(runner, number, folder)
+        load(few, number, folder)
+        merged = runner_of(save_merged(tmp_path / f"{number}-merged", base, added))
+        expected[f"a{number}"] = logprobs(merged, [wanted("x", 0)])["x"]
+    submits = [wanted(f"a{number}", number) for number in range(1, 9)] + [wanted("base", 0)]
+    for found in (
+        logprobs(runner, submits),
+        logprobs(few, submits),
+        logprobs(runner, submits, step_tokens=7),
+        logprobs(runner, submits, pages=9),
+    ):
+        assert found.keys() == expected.keys()
+        for rid, values in found.items():
+            check_equal(values, expected[rid])
+
+
+def test_two_ranks_are_as_one(base: Path, tmp_path: Path) -> None:
+    submits = [wanted(f"a{number}", number) for number in range(4)]
+    runner = adapted(base)
+    for number in (1, 2, 3):
+        save_adapter(tmp_path / str(number), base, seed=number)
+        load(runner, number, tmp_path / str(number))
+    alone = logprobs(runner, submits)
+
+    async def ranks() -> Transcript:
+        executor = ForkedExecutor(tiny_config(tp=2, enable_lora=True, max_lora_rank=8), open_source(base))
+        try:
+            facts = await executor.start(lambda progress: None)
+            for number in (1, 2, 3):
+                args = {"number": number, "path": str(tmp_path / str(number))}
+                await executor.control(Control(verb="adapter_load", args=args))
+            none = Control(verb="adapter_load", args={"number": 9, "path": str(tmp_path / "none")})
+            with pytest.raises(InvalidAdapter, match=r"none/adapter_config\.json"):
+                await executor.control(none)
+            return await run_executor(executor, facts, submits, adapters=facts.adapters)
+        finally:
+            await executor.close()
+
+    for rid, found in numbers(asyncio.run(ranks())).items():
+        check_equal(found, alone[rid])
+
+
+def _config(folder: Path, **changes: Any) -> None:
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def _cut(folder: Path, part: float) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: int(len(data) * part)])
+
+
+def _add(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    _tensors(folder, lambda tensors: tensors.update({name: tensor}))
+
+
+def _rename(folder: Path, old: str, new: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
+Q_A, Q_B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB")
+MAGNITUDE = Q_A.replace("A.weight", "magnitude_vector")
+EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"
+NAN, INF = float("nan"), float("inf")
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "dora": (lambda f: _config(f, use_dora=True), "DoRA is not supported"),
+    "other kind": (lambda f: _config(f, peft_type="IA3"), "peft_type is 'IA3', only LORA"),
+    "bias": (lambda f: _config(f, bias="lora_only"), "bias 'lora_only' is not supported"),
+    "modules to save": (lambda f: _config(f, modules_to_save=["x"]), "modules_to_save in adapter_conf"),
+    "pissa": (lambda f: _config(f, init_lora_weights="pissa"), "'pissa' changes the base's weights"),
+    "parameters": (lambda f: _config(f, target_parameters=["x"]), "target_parameters in adapter_config"),
+    "new key": (lambda f: _config(f, use_magic=True), "use_magic in adapter_config.json is not supported"),
+    "rank": (lambda f: _config(f, r=16), "r is 16, more than --max-lora-rank 8; start the server with"),
+    "no rank": (lambda f: _config(f, r=0), "r is 0, not from 1 to 256"),
+    "huge rank": (lambda f: _config(f, r=257), "r is 257, not from 1 to 256"),
+    "rank of a word": (lambda f: _config(f, rank_pattern={"q_proj": "8"}), r"rank_pattern\[q_proj\] is 8"),
+    "slow pattern": (lambda f: _config(f, rank_pattern={"(a+)+b": 4}), "is no plain name of a module"),
+    "alpha": (lambda f: _config(f, lora_alpha=NAN), "lora_alpha is nan, not a number"),
+    "other rank": (lambda f: _config(f, r=2), r"lora_[AB] has shape .*, expected"),
+    "no config": (lambda f: (f / CONFIG).unlink(), "adapter_config.json is not valid JSON"),
+    "no json": (lambda f: (f / CONFIG).write_text("{"), "adapter_config.json is not valid JSON"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
+    "pickled": (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "adapter_model.bin is not read"),
+    "cut header": (lambda f: _cut(f, 0.01), "cannot be read"),
+    "cut": (lambda f: _cut(f, 0.7), "cannot be read"),
+    "empty": (lambda f: _cut(f, 0), "cannot be read"),
+    "too large": (lambda f: _add(f, "x", torch.zeros(1 << 19)), "more than an adapter of rank 8 can have"),
+    "nan": (lambda f: _tensors(f, lambda t: t[Q_A].fill_(NAN)), "values that are no numbers"),
+    "infinite": (lambda f: _tensors(f, lambda t: t[Q_B][3].fill_(INF)), "values that are no numbers"),
+    "integers": (lambda f: _add(f, Q_A, torch.ones(4, 48, dtype=torch.int32)), "has type torch.int32"),
+    "half": (lambda f: _tensors(f, lambda t: t.pop(Q_B)), "lora_B is missing"),
+    "shape": (lambda f: _add(f, Q_A, torch.ones(4, 47)), r"expected \[4, 48\] \(another base\?\)"),
+    "magnitudes": (lambda f: _add(f, MAGNITUDE, torch.ones(3)), "DoRA is not supported"),
+    "embedding": (lambda f: _add(f, EMBEDDING, torch.ones(4, 311)), "no embeddings"),
+    "other base": (lambda f: _rename(f, "layers.0", "layers.7"), "no such layer that adapters can change"),
+    "other names": (lambda f: _rename(f, "lora_A", "down"), "is not a linear layer's lora_A or lora_B"),
+    "twice": (lambda f: _add(f, Q_A.removeprefix("base_model.model."), torch.ones(4, 48)), "is there twice"),
+    "nothing": (lambda f: _tensors(f, lambda t: t.clear()), "has no tensors"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(base: Path) -> CpuRunner:
+    return adapted(base)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_adapters_are_refused(server: CpuRunner, base: Path, tmp_path: Path, kind: str) -> None:
+    """Each with a reason, and nothing of it is taken."""
+    save_adapter(tmp_path / "bad", base)
+    spoil, message = BAD[kind]
+    spoil(tmp_path / "bad")
+    with pytest.raises(InvalidAdapter, match=message):
+        load(server, 1, tmp_path / "bad")
+    assert server.adapters is not None
+    assert not server.adapters._host
+
+
+def test_good_adapters_of_other_types(server: CpuRunner, base: Path, tmp_path: Path) -> None:
+    """PEFT writes what training used; keys that are off are no obstacle."""
+    save_adapter(tmp_path / "good", base, use_dora=False, modules_to_save=None, loftq_config={})
+    _tensors(tmp_path / "good", lambda t: t.update({name: x.half() for name, x in t.items()}))
+    load(server, 7, tmp_path / "good")
+    assert server.adapters is not None
+    assert len(server.adapters._host.pop(7)) == 3 * len(ALL)
