@@ -8,16 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from sgla.version import __version__
 
-__all__ = ["LLM", "BeamSearchParams", "Engine", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "Engine",
+    "LoRARequest",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 if TYPE_CHECKING:
     from sgla.engine import BeamSearchParams, Engine, SamplingParams, StructuredOutputsParams
-    from sgla.llm import LLM
+    from sgla.llm import LLM, LoRARequest
 
 HOMES = {
     "BeamSearchParams": "sgla.engine",
     "Engine": "sgla.engine",
     "LLM": "sgla.llm",
+    "LoRARequest": "sgla.llm",
     "SamplingParams": "sgla.engine",
     "StructuredOutputsParams": "sgla.engine",
 }

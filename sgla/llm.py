@@ -107,6 +107,15 @@ class PooledOutput(msgspec.Struct, kw_only=True):
     finished: bool = True
 
 
+class LoRARequest(msgspec.Struct, frozen=True):
+    """An adapter by its name, loaded from ``lora_path`` when it is first asked for. ``lora_int_id`` is vLLM's
+    number of it, which has no meaning here."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
 class LLM:
     """A loaded model. Keywords are vLLM's, and the settings of ``sgla serve`` with ``_`` for ``-``;
     None stands for the default.
@@ -124,7 +133,7 @@ class LLM:
         sampling_params: Any = None,
         *,
         use_tqdm: bool | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Any = 0,
     ) -> list[RequestOutput]:
         """Complete prompts:
@@ -134,10 +143,9 @@ class LLM:
         vLLM's default.
         ``use_tqdm`` None: a bar on a terminal.
         """
-        refuse(lora_request=lora_request)
         batch = [prompt_of(prompt) for prompt in as_list(prompts)]
-        params = with_vllms(sampling_params)
-        results = self.engine.generate(batch, params, priority=priority, progress=use_tqdm)
+        params, adapter = with_vllms(sampling_params), self._adapter(lora_request)
+        results = self.engine.generate(batch, params, priority=priority, progress=use_tqdm, lora_path=adapter)
         return [self._request(result, prompt) for result, prompt in zip(results, batch)]
 
     def chat(
@@ -145,7 +153,7 @@ class LLM:
         messages: Any,
         sampling_params: Any = None,
         use_tqdm: bool | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -155,7 +163,7 @@ class LLM:
         mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them. ``chat_template``: Jinja, instead of the model's."""
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         if chat_template_content_format != "auto":
             raise UnsupportedField(
                 "chat_template_content_format: the chat template tells how content is rendered; leave it out",
@@ -172,6 +180,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             progress=use_tqdm,
+            lora_path=self._adapter(lora_request),
             **kwargs,
         )
         return [self._request(result, None) for result in results]
@@ -231,6 +240,16 @@ class LLM:
                 f"data_1 has {len(left)} texts and data_2 has {len(right)}; give one, or as many"
             )
         return [self._pooled(ScoringOutput(value)) for value in values]
+
+    def _adapter(self, asked: Any) -> Any:
+        """The names of adapters, which are loaded if need be."""
+        if isinstance(asked, Sequence):
+            return [self._adapter(one) for one in asked]
+        if asked is None:
+            return None
+        if asked.lora_name not in self.engine.adapters:
+            self.engine.load_lora_adapter(asked.lora_name, asked.lora_path)
+        return asked.lora_name
 
     def get_tokenizer(self) -> Any:
         return self.engine.tokenizer

@@ -199,7 +199,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
         ("prot: 1", r"c\.yaml: prot: unknown key; did you mean 'port'\?"),
         ("max_model_lem: 1", "unknown key; did you mean 'max_model_len'"),
         ("max-model-len: 1\ncontext_length: 2", "sets context_length, which another key sets too"),
-        ("enable_lora: true", "enable_lora: not supported: LoRA adapters"),
+        ("lora_strict_loading: true", "lora_strict_loading: not supported: there are --enable-lora"),
         ("port: many", r"c\.yaml: port: 'many' is no whole number"),
         ("dtype: float8", r"c\.yaml: dtype: 'float8' is none of auto"),
         ("tensor-parallel-size: true", "tensor-parallel-size: it takes a value"),

@@ -422,6 +422,7 @@ def test_a_script_of_vllm_changes_one_import(caplog: pytest.LogCaptureFixture) -
     assert translated(nothing) == {
         "cpu_offload_gb": 0,
         "trust_remote_code": False,
+        "enable_lora": False,
         "hf_overrides": {"rope_theta": 1e6},
     }
     assert translated({"enforce_eager": True}) == {}
@@ -435,8 +436,8 @@ def test_a_script_of_vllm_changes_one_import(caplog: pytest.LogCaptureFixture) -
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         "--dtype half is --dtype bfloat16 here"
     ]
-    with pytest.raises(ConfigError, match=r"LLM\(enable_lora=...\): not supported"):
-        translated({"enable_lora": True})
+    with pytest.raises(ConfigError, match=r"LLM\(lora_strict_loading=...\): not supported"):
+        translated({"lora_strict_loading": True})
 
 
 def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
+from sgla.actors.adapters import AdapterTable
 from sgla.actors.cost import job_bytes
 from sgla.actors.lanes import Lanes
 from sgla.config import Config
@@ -42,10 +43,18 @@ class Sink(Protocol):
 class _Open:
     """One admitted request: its sink, and which children have not finished."""
 
-    __slots__ = ("children", "client", "cost", "more", "more_bytes", "n", "sink", "yields")
+    __slots__ = ("adapter", "children", "client", "cost", "more", "more_bytes", "n", "sink", "yields")
 
     def __init__(
-        self, sink: Sink, client: str, n: int, cost: int, more: int, more_bytes: int, yields: bool
+        self,
+        sink: Sink,
+        client: str,
+        n: int,
+        cost: int,
+        more: int,
+        more_bytes: int,
+        yields: bool,
+        adapter: int,
     ) -> None:
         self.sink = sink
         self.client = client
@@ -55,6 +64,7 @@ class _Open:
         self.more = more  # choices by which it raises the capacity while it is open
         self.more_bytes = more_bytes  # bytes by which it raises the room for prompts while it is open
         self.yields = yields
+        self.adapter = adapter
 
 
 class Ingress:
@@ -83,6 +93,7 @@ class Ingress:
         self.default_sampling = Defaults()
         self.random = random.Random(config.random_seed)
         self.lanes = Lanes()
+        self.adapters = AdapterTable(config)
         self._failure: SglaError | None = None
         self._trouble: Callable[[], str] = lambda: ""
         self._open: dict[str, _Open] = {}
@@ -188,6 +199,8 @@ class Ingress:
         elif full := self._full(jobs[0][0].client, 0 if extra else n, sum(costs)):
             self._refused += 1
             raise Overloaded(full, retry_after=self._retry_after())
+        for number in {job.adapter for job, _ in jobs}:
+            self.adapters.check(number)
         now = clock.now()
         # What goes beyond the room there is belongs to the first jobs, which end first.
         alone = not self._open
@@ -197,7 +210,8 @@ class Ingress:
             job.arrival = now
             more, more_bytes = min(left, job.sampling.n), min(left_bytes, cost)
             left, left_bytes = left - more, left_bytes - more_bytes
-            entry = _Open(sink, job.client, job.sampling.n, cost, more, more_bytes, yields)
+            entry = _Open(sink, job.client, job.sampling.n, cost, more, more_bytes, yields, job.adapter)
+            self.adapters.use(job.adapter)
             self._open[job.rid] = entry
             self._held_by[entry.client] += entry.n
             self._capacity += entry.more
@@ -312,6 +326,7 @@ class Ingress:
         self._bytes -= entry.cost
         self._capacity -= entry.more
         self._more_bytes -= entry.more_bytes
+        self.adapters.leave(entry.adapter)
 
     def _leave(self, entry: _Open, count: int) -> None:
         """So many of its choices are open no longer."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sgla import clock
 from sgla.actors.base import Actor
 from sgla.errors import SglaError
-from sgla.messages import Cancel, Delta, Deltas, Moved, Ready, StepResult, Submit
+from sgla.messages import Cancel, Delta, Deltas, Keep, Moved, Ready, StepResult, Submit
 
 if TYPE_CHECKING:
     import asyncio
@@ -25,7 +25,7 @@ TICK = 0.05  # seconds between looks at deadlines while requests are open, and t
 TURN = 512  # requests that come or go in one turn of the loop: a few ms
 
 
-class Schedule(Actor[Submit | Ready | Cancel]):
+class Schedule(Actor[Submit | Ready | Cancel | Keep]):
     """Feeds the executor.
     On a result the order is: retire, **plan and submit the next steps**, then publish."""
 
@@ -62,7 +62,7 @@ class Schedule(Actor[Submit | Ready | Cancel]):
         self._paused = paused
         self._advance(clock.now(), woken=not paused)
 
-    def handle(self, messages: deque[Submit | Ready | Cancel]) -> None:
+    def handle(self, messages: deque[Submit | Ready | Cancel | Keep]) -> None:
         now = clock.now()
         deltas: list[Delta] = []
         idle = self.core.idle
@@ -75,6 +75,9 @@ class Schedule(Actor[Submit | Ready | Cancel]):
                 continue
             if isinstance(message, Ready):
                 self.core.ready(message)
+                continue
+            if isinstance(message, Keep):
+                self.core.keep(message)
                 continue
             try:
                 self.core.offer(message, now)

@@ -98,6 +98,8 @@ class System:
         if self.died.done():
             raise self.died.result()
         self.ingress.default_sampling = defaults
+        if config.lora_modules:
+            await self.ingress.adapters.begin(self._executor.control)
         self._connect(config, facts, source, tokenizer, template)
         tune_interpreter()
         return facts
@@ -135,6 +137,7 @@ class System:
         ingress.tokenizer, ingress.template = tokenizer, template
         ingress.model = outline(source.config, source.quantization)
         ingress.files = files_of(source)
+        ingress.adapters.connect(self._control, schedule.post)
         self.metrics.started(facts, facts.timings)
         if isinstance(core, RecordedCore):
             ingress.step_log, schedule.rest = core.written, core.rest
@@ -346,6 +349,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         encoder=facts.pooling is not None and facts.pooling.encoder,
         hidden=facts.hidden,
         host_pages=facts.host_pages,
+        adapters=facts.adapters,
     )
 
 

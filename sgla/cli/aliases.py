@@ -130,6 +130,14 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
         ("prompt_lookup_max", "prompt_lookup_min"),
         "runs of 2 to 4 tokens are looked up",
     ),
+    "lora-paths": Alias("lora_modules"),
+    "max-loras-per-batch": Alias("max_loras"),
+    "max-loaded-loras": Alias("max_cpu_loras"),
+    "lora-backend": Always("adapters have kernels of their own", ("csgmv", "triton", "torch_native")),
+    "lora-eviction-policy": Always("the adapter that nobody has used for longest leaves its place", ("lru",)),
+    "lora-dtype": Always("adapters are in --dtype", ("auto",)),
+    "enable-lora-overlap-loading": Always("adapters are copied beside the steps"),
+    "fully-sharded-loras": Always("ranks have a part of the adapters' wider matrices"),
     "spec-type": Alias("speculative_algorithm", NGRAM),
     "draft": Alias("speculative_num_draft_tokens"),
     "draft-n": Alias("speculative_num_draft_tokens"),
@@ -307,7 +315,12 @@ SHORT = {
 
 # Patterns of names, and what to do instead. The first that fits counts.
 REFUSED: list[tuple[str, str]] = [
-    ("*lora*", "LoRA adapters are not supported; merge the adapter into the weights"),
+    ("lora", "adapters are in PEFT's format: --lora-modules NAME=FOLDER"),
+    (
+        "*lora*",
+        "there are --enable-lora, --lora-modules, --max-loras, --max-lora-rank, --max-cpu-loras, "
+        "--lora-target-modules and --lora-folders; leave this out",
+    ),
     (
         "speculative-* spec-* decoupled-spec-* model-draft draft* num-speculative-tokens "
         "num-lookahead-slots enable-multi-layer-eagle diffusion-config dllm-*",

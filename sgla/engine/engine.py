@@ -42,16 +42,22 @@ class Engine(VectorCalls, BeamCalls):
     # synchronous
 
     def generate(
-        self, prompts: Any, sampling: Any = None, *, priority: Any = 0, progress: bool | None = None
+        self,
+        prompts: Any,
+        sampling: Any = None,
+        *,
+        priority: Any = 0,
+        progress: bool | None = None,
+        lora_path: Any = None,
     ) -> Any:
         """Complete one prompt (text or token ids) or a batch of them.
 
         What ``sampling`` does not set is the model's own default (see ``sampling``), and 16 tokens. One
         prompt gives an ``Output`` (a list of them if ``n > 1``); a batch gives a list of that, and may have a
-        list of ``sampling`` and of ``priority``. ``progress``: whether a batch shows a bar; by default on a
-        terminal and in a notebook.
+        list of ``sampling``, of ``priority`` and of ``lora_path``, names of adapters (None: the base).
+        ``progress``: whether a batch shows a bar; by default on a terminal and in a notebook.
         """
-        return self._call(self._generate(prompts, sampling, priority, progress))
+        return self._call(self._generate(prompts, sampling, priority, progress, lora_path))
 
     def chat(
         self,
@@ -62,6 +68,7 @@ class Engine(VectorCalls, BeamCalls):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         progress: bool | None = None,
+        lora_path: Any = None,
         **template_kwargs: Any,
     ) -> Any:
         """Answer a conversation, or a batch of them, through the model's chat template;
@@ -70,7 +77,7 @@ class Engine(VectorCalls, BeamCalls):
         What ``sampling`` does not set is the model's own default; an output may go on to the context's end.
         """
         chat = Chat(tools, add_generation_prompt, continue_final_message, template_kwargs)
-        return self._call(self._chat(messages, sampling, chat, progress))
+        return self._call(self._chat(messages, sampling, chat, progress, lora_path))
 
     def stream(
         self,
@@ -78,9 +85,10 @@ class Engine(VectorCalls, BeamCalls):
         sampling: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
+        lora_path: str | None = None,
     ) -> Iterator[Event]:
         """Yield events as they come. Leaving the loop early cancels the request."""
-        job = self._job(sampling, **self._input(prompt, messages), stream=True)
+        job = self._job(sampling, **self._input(prompt, messages), **self._adapter(lora_path), stream=True)
         inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._begin(job, inbox.put)
         try:
@@ -91,10 +99,16 @@ class Engine(VectorCalls, BeamCalls):
     # asynchronous
 
     async def agenerate(
-        self, prompts: Any, sampling: Any = None, *, priority: Any = 0, progress: bool | None = None
+        self,
+        prompts: Any,
+        sampling: Any = None,
+        *,
+        priority: Any = 0,
+        progress: bool | None = None,
+        lora_path: Any = None,
     ) -> Any:
         """``generate`` for asyncio code."""
-        return await self._acall(self._generate(prompts, sampling, priority, progress))
+        return await self._acall(self._generate(prompts, sampling, priority, progress, lora_path))
 
     async def achat(
         self,
@@ -105,11 +119,12 @@ class Engine(VectorCalls, BeamCalls):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         progress: bool | None = None,
+        lora_path: Any = None,
         **template_kwargs: Any,
     ) -> Any:
         """``chat`` for asyncio code."""
         chat = Chat(tools, add_generation_prompt, continue_final_message, template_kwargs)
-        return await self._acall(self._chat(messages, sampling, chat, progress))
+        return await self._acall(self._chat(messages, sampling, chat, progress, lora_path))
 
     async def astream(
         self,
@@ -117,9 +132,10 @@ class Engine(VectorCalls, BeamCalls):
         sampling: SamplingParams | None = None,
         *,
         messages: Messages | None = None,
+        lora_path: str | None = None,
     ) -> AsyncIterator[Event]:
         """``stream`` for asyncio code."""
-        job = self._job(sampling, **self._input(prompt, messages), stream=True)
+        job = self._job(sampling, **self._input(prompt, messages), **self._adapter(lora_path), stream=True)
         inbox: asyncio.Queue[Message] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -164,6 +180,20 @@ class Engine(VectorCalls, BeamCalls):
 
         return self._call(snapshot())
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """Load an adapter in PEFT's format (``enable_lora``). Raises InvalidAdapter and its kin."""
+        adapters = self._ready().ingress.adapters
+        self._call(adapters.load(lora_name, lora_path, pinned, trusted=True))
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of those that are loaded."""
+        return list(self._ready().ingress.adapters.loaded)
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Forget an adapter, when the requests that have it are done."""
+        self._call(self._ready().ingress.adapters.unload(lora_name))
+
     def start_profile(self, folder: str | None = None, steps: int = MOST_PROFILED) -> None:
         """Record what the workers do, until ``stop_profile`` or for so many steps.
         The trace goes to ``folder``, or that of the settings."""
@@ -177,18 +207,28 @@ class Engine(VectorCalls, BeamCalls):
 
     # inside
 
-    async def _generate(self, prompts: Any, sampling: Any, priority: Any, progress: bool | None) -> Any:
+    async def _generate(
+        self, prompts: Any, sampling: Any, priority: Any, progress: bool | None, lora_path: Any
+    ) -> Any:
         single = is_one(prompts)
         batch = [prompts] if single else list(prompts)
-        ranks = each(priority, len(batch), "priorities")
-        inputs = [prompt_fields(prompt) | {"priority": rank} for prompt, rank in zip(batch, ranks)]
+        ranks, names = each(priority, len(batch), "priorities"), each(lora_path, len(batch), "adapters")
+        inputs = [
+            prompt_fields(prompt) | {"priority": rank} | self._adapter(name)
+            for prompt, rank, name in zip(batch, ranks, names)
+        ]
         results = await self._batch(inputs, sampling, False, progress)
         return results[0] if single else results
 
-    async def _chat(self, messages: Any, sampling: Any, chat: Chat, progress: bool | None) -> Any:
+    async def _chat(
+        self, messages: Any, sampling: Any, chat: Chat, progress: bool | None, lora_path: Any
+    ) -> Any:
         single = is_conversation(messages)
         batch = [messages] if single else list(messages)
-        inputs = [chat._asdict() | conversation_fields(one) for one in batch]
+        names = each(lora_path, len(batch), "adapters")
+        inputs = [
+            chat._asdict() | conversation_fields(one) | self._adapter(name) for one, name in zip(batch, names)
+        ]
         results = await self._batch(inputs, sampling, True, progress)
         return results[0] if single else results
 

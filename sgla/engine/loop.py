@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET
 
 from sgla import messages
+from sgla.actors.adapters import namespace_of
 from sgla.actors.cost import job_bytes
 from sgla.actors.system import System
 from sgla.config import Config
@@ -136,6 +137,13 @@ class EngineLoop:
         sampling = SamplingParams() if sampling is None else sampling
         clip = isinstance(sampling, SamplingParams) and sampling.max_tokens is UNSET
         return Meant(resolved(sampling, self._defaults.fields(None if chat else USUAL)), clip)
+
+    def _adapter(self, name: str | None) -> dict[str, Any]:
+        """Fields of a job with the adapter of this name; None: with none. Raises BadRequest kinds."""
+        if name is None:
+            return {}
+        number = self._ready().ingress.adapters.named(name).number
+        return {"adapter": number, "namespace": namespace_of("", number)}
 
     @staticmethod
     def _input(prompt: Prompt | None, messages: Messages | None) -> dict[str, Any]:

@@ -30,9 +30,12 @@ async def models(request: web.Request) -> web.Response:
     server.ingress.require_ready()
     if ANTHROPIC_VERSION in request.headers:
         return json_response(model_page(server, request.query))
-    return json_response(
-        {"object": "list", "data": [card(server, name) for name in server.ingress.model_names]}
-    )
+    return json_response({"object": "list", "data": [card(server, name) for name in all_names(server)]})
+
+
+def all_names(server: Server) -> list[str]:
+    """Of the base, and of its adapters."""
+    return [*server.ingress.model_names, *server.ingress.adapters.loaded]
 
 
 async def model(request: web.Request) -> web.Response:
@@ -45,7 +48,7 @@ async def model(request: web.Request) -> web.Response:
 def model_page(server: Server, query: Mapping[str, str]) -> dict[str, Any]:
     """A page of Anthropic's list: ``limit`` models behind ``after_id``, or before ``before_id``.
     Raises InvalidField."""
-    names, limit = server.ingress.model_names, query.get("limit", "20")
+    names, limit = all_names(server), query.get("limit", "20")
     if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_PAGE:
         raise InvalidField(f"limit must be from 1 to {MAX_PAGE}", param="limit")
     for name in ("after_id", "before_id"):
@@ -80,14 +83,15 @@ def anthropic_card(server: Server, name: str) -> dict[str, Any]:
 
 
 def card(server: Server, name: str) -> dict[str, Any]:
-    facts = server.ingress.facts
+    facts, names = server.ingress.facts, server.ingress.model_names
+    adapter = None if name in names else server.ingress.adapters.find(name, names)
     return {
         "id": name,
         "object": "model",
         "created": server.created,
         "owned_by": "sgla",
-        "root": server.config.model,
-        "parent": None,
+        "root": server.config.model if adapter is None else adapter.folder,
+        "parent": None if adapter is None else names[0],
         "max_model_len": facts.context_len if facts is not None else None,
     }
 

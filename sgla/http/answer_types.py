@@ -232,7 +232,7 @@ class Model(msgspec.Struct):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 
@@ -446,6 +446,11 @@ class RankLoad(msgspec.Struct):
 
 class Done(msgspec.Struct):
     success: Literal[True]
+
+
+class LoadedAdapters(msgspec.Struct):
+    success: Literal[True]
+    loaded_adapters: dict[str, str]
 
 
 class Aborted(msgspec.Struct):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from html import escape
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from aiohttp import web
@@ -13,7 +14,15 @@ from sgla.errors import InvalidField, NotFound
 from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
 from sgla.http.request.intake import intake, optional_intake
-from sgla.http.request.schema import AbortRequest, PauseRequest, ProfileRequest, Schema, unsupported
+from sgla.http.request.schema import (
+    AbortRequest,
+    LoadAdapterRequest,
+    PauseRequest,
+    ProfileRequest,
+    Schema,
+    UnloadAdapterRequest,
+    unsupported,
+)
 from sgla.http.server import PATH_ID, SERVER
 from sgla.http.wire import json_response
 from sgla.messages import MOST_PROFILED, Control
@@ -21,6 +30,8 @@ from sgla.messages import MOST_PROFILED, Control
 ABORT = Schema(AbortRequest)
 PAUSE = Schema(PauseRequest)
 PROFILE = Schema(ProfileRequest)
+LOAD = Schema(LoadAdapterRequest)
+UNLOAD = Schema(UnloadAdapterRequest)
 KEEPING = ("in_place", "keep")  # SGLang's and vLLM's word
 
 
@@ -55,6 +66,51 @@ async def pause(request: web.Request) -> web.Response:
 async def resume(request: web.Request) -> web.Response:
     request.app[SERVER].ingress.pause(False)
     return json_response({"status": "running", "success": True})
+
+
+async def load_adapter(request: web.Request) -> web.Response:
+    """In SGLang's shape, with all adapters that are loaded now."""
+    await _load(request)
+    return json_response(_adapters(request))
+
+
+async def load_adapter_text(request: web.Request) -> web.Response:
+    """As vLLM answers."""
+    return web.Response(text=f"Success: LoRA adapter '{await _load(request)}' added successfully.")
+
+
+async def _load(request: web.Request) -> str:
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    fields = await intake(request, LOAD)
+    if fields.load_inplace:
+        raise unsupported("load_inplace", ": unload the adapter first")
+    await server.ingress.adapters.load(fields.lora_name, fields.lora_path, bool(fields.pinned))
+    return fields.lora_name
+
+
+async def unload_adapter(request: web.Request) -> web.Response:
+    """When the requests that have it are done."""
+    await _unload(request)
+    return json_response(_adapters(request))
+
+
+async def unload_adapter_text(request: web.Request) -> web.Response:
+    """As vLLM answers."""
+    return web.Response(text=f"Success: LoRA adapter '{await _unload(request)}' removed successfully.")
+
+
+async def _unload(request: web.Request) -> str:
+    server = request.app[SERVER]
+    server.ingress.require_ready()
+    fields = await intake(request, UNLOAD)
+    await server.ingress.adapters.unload(fields.lora_name)
+    return fields.lora_name
+
+
+def _adapters(request: web.Request) -> dict[str, Any]:
+    loaded = request.app[SERVER].ingress.adapters.loaded
+    return {"success": True, "loaded_adapters": {name: loaded[name].folder for name in loaded}}
 
 
 async def is_paused(request: web.Request) -> web.Response:

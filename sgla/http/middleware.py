@@ -25,6 +25,8 @@ ADMIN = frozenset(
     [
         *SECRET,
         "flush_cache",
+        "load_lora_adapter",
+        "unload_lora_adapter",
         "reset_prefix_cache",
         "pause_generation",
         "pause",
@@ -34,6 +36,7 @@ ADMIN = frozenset(
         "stop_profile",
     ]
 )
+ADMIN_OF_V1 = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's paths
 CLIENT_GONE = 499  # nginx's number, for metrics and logs only
 EXPOSED = "x-request-id, request-id, x-ignored-fields, x-should-retry, Retry-After"
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,200}")
@@ -62,6 +65,8 @@ class Gate:
         """Who asks. Raises Unauthorized unless the path is open or the key is right: a bearer token, or
         Anthropic's x-api-key. Raises Forbidden for a route of administrators, where the key is another."""
         first = path.split("/")[1]
+        if path in ADMIN_OF_V1:
+            first = path.split("/")[2]
         if first in ADMIN or (first in OWN and not self._all):
             return self._administrator(request, first)
         if not self._all or first in OPEN:

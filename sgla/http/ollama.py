@@ -132,7 +132,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         )
     sampling = sampling_params(asked, server.sampling_defaults, max_tokens=asked.max_tokens)
     prompt = {"text": fields.prompt, "suffix": fields.suffix, "clip": True}
-    work = await make_work(request, RequestFields(stream=asked.stream), [prompt], sampling)
+    work = await make_work(request, RequestFields(stream=asked.stream, model=asked.model), [prompt], sampling)
     return await answer(request, server, work, Lines(work, fields.model, PlainReader(), "response"), fields)
 
 

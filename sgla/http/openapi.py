@@ -49,9 +49,11 @@ from sgla.http.request.schema import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
+    LoadAdapterRequest,
     PauseRequest,
     ProfileRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
     range_of,
 )
 from sgla.http.responses import compact
@@ -238,6 +240,12 @@ OPERATIONS: dict[Any, Operation] = {
     control.abort_request: Operation("SGLang: end requests", AbortRequest, to.Aborted),
     control.pause: Operation("SGLang, vLLM: stop generating", PauseRequest, to.Aborted, query=("mode",)),
     control.resume: Operation("SGLang, vLLM: go on generating", answer=to.Done),
+    control.load_adapter: Operation("SGLang: load a LoRA adapter", LoadAdapterRequest, to.LoadedAdapters),
+    control.unload_adapter: Operation(
+        "SGLang: forget a LoRA adapter", UnloadAdapterRequest, to.LoadedAdapters
+    ),
+    control.load_adapter_text: Operation("vLLM: load a LoRA adapter", LoadAdapterRequest, media=TEXT),
+    control.unload_adapter_text: Operation("vLLM: forget a LoRA adapter", UnloadAdapterRequest, media=TEXT),
     control.is_paused: Operation("vLLM: whether generating is stopped", answer=to.Paused),
     control.start_profile: Operation("SGLang, vLLM: record what the workers do", ProfileRequest),
     control.step_log: Operation("The scheduler's last steps, for 'sgla replay'", media=BINARY),

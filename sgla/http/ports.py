@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from sgla.actors.adapters import AdapterTable
 from sgla.actors.ingress import Sink
 from sgla.actors.lanes import Lanes
 from sgla.defaults import Defaults
@@ -38,6 +39,9 @@ class Ingress(Protocol):
 
     @property
     def model_names(self) -> list[str]: ...
+
+    @property
+    def adapters(self) -> AdapterTable: ...
 
     @property
     def facts(self) -> Facts | None: ...

@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from sgla import clock
+from sgla.actors.adapters import namespace_of
 from sgla.actors.ingress import Sink
 from sgla.config import Config
 from sgla.defaults import Defaults
@@ -132,16 +133,32 @@ class Server:
     # facts
 
     def model(self, asked: str | None) -> str:
-        """The model name to answer with.
+        """The model name to answer with, that of an adapter or of the base.
         Raises ModelNotFound; an empty or missing name means the first model."""
-        names = self.ingress.model_names
+        names, adapters = self.ingress.model_names, self.ingress.adapters
         if not asked:
             return names[0]
-        if asked not in names:
+        if asked not in names and adapters.find(asked, names) is None:
+            there = ", ".join([*names, *list(adapters.loaded)[:20]])
             raise ModelNotFound(
-                f"model {asked[:200]!r} does not exist; this server has {', '.join(names)}", param="model"
+                f"model {asked[:200]!r} does not exist; this server has {there}", param="model"
             )
         return asked
+
+    def adapter(self, model: str | None, named: str | None) -> int:
+        """The number of the adapter that a request asks for by ``model``, or that is ``named`` in lora_path;
+        0: none. Raises ModelNotFound, UnsupportedField, InvalidField if the two differ."""
+        names, adapters = self.ingress.model_names, self.ingress.adapters
+        found = None if not model or model in names else adapters.find(model, names)
+        if not named:
+            return 0 if found is None else found.number
+        wanted = adapters.named(named)
+        if found is not None and found is not wanted:
+            raise InvalidField(
+                f"model asks for adapter {found.name!r} and lora_path for {wanted.name!r}; give one of them",
+                param="lora_path",
+            )
+        return wanted.number
 
     @property
     def sampling_defaults(self) -> Defaults:
@@ -264,7 +281,12 @@ async def make_work(
     common["deadline"] = None if fields.timeout is None else clock.now() + fields.timeout
     client = request[CLIENT]
     owner = client.owner if request.app[SERVER].config.isolate_keys else ""
-    common["namespace"] = "\0".join(filter(None, (owner, fields.cache_salt, fields.extra_key)))
+    space = "\0".join(filter(None, (owner, fields.cache_salt, fields.extra_key)))
+    named = getattr(fields, "lora_path", None)
+    adapters = [
+        request.app[SERVER].adapter(fields.model, named[i] if isinstance(named, list) else named)
+        for i in range(len(prompts))
+    ]
     jobs = await paced(
         Job(
             rid=uid if len(prompts) == 1 else f"{uid}.{i}",
@@ -275,10 +297,12 @@ async def make_work(
             index_base=i * n,
             client=client.runs_as,
             size=request[SHARE].body,
+            namespace=namespace_of(space, adapter),
+            adapter=adapter,
             **prompt,
             **common,
         )
-        for i, (prompt, params) in enumerate(zip(prompts, each))
+        for i, (prompt, params, adapter) in enumerate(zip(prompts, each, adapters))
     )
     limit_logprobs(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
     limit_hidden_states(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)

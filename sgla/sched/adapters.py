@@ -143,10 +143,11 @@ class Adapters:
             assert bool(request.place) == bool(request.adapter), "an adapter without a place"
             if request.place:
                 users[request.place - 1] += 1
-                assert self._of.get(request.adapter) is self._places[request.place - 1], "another's place"
+                adapter = self._places[request.place - 1].adapter
+                assert adapter in (0, request.adapter), "another's place"  # 0: it is gone meanwhile
         assert users == [place.users for place in self._places], "users of places lost or doubled"
         assert all(place is self._places[place.number - 1] for place in self._of.values())
         there = {place.adapter: place for place in self._places if place.adapter}
         assert there == self._of, "an adapter has two places, or none"
-        assert all(place.adapter and not place.users for place in self._places if place.transfer)
+        assert all(not place.users for place in self._places if place.transfer)
         assert all(place.transfer for place in self._places if place.waiters), "held for nothing"

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from sgla.actors.adapters import AdapterTable
 from sgla.actors.lanes import Lanes
+from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import ContextTooLong, Loading
 from sgla.messages import (
@@ -104,6 +106,7 @@ class FakeIngress:
         self.progress = SimpleNamespace(message="", done=0, total=0)
         self.trouble = ""
         self.model_names = ["fake", "fake-alias"]
+        self.adapters = AdapterTable(Config())
         self.facts: Facts | None = Facts(
             groups=[CacheGroup(257)],
             page_size=16,

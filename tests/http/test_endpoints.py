@@ -50,6 +50,13 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/parse_function_call": ({"text": "x", "tool_call_parser": "hermes"}, None),
     "/separate_reasoning": ({"text": "x", "reasoning_parser": "qwen3"}, None),
     "/abort_request": ({"abort_all": True}, None),
+    **dict.fromkeys(
+        ("/load_lora_adapter", "/v1/load_lora_adapter"),
+        ({"lora_name": "x", "lora_path": "y"}, "unsupported_parameter"),
+    ),
+    **dict.fromkeys(
+        ("/unload_lora_adapter", "/v1/unload_lora_adapter"), ({"lora_name": "x"}, "unsupported_parameter")
+    ),
     "POST /v1/files": (None, "bad_request"),
     "/v1/files/{id}": (None, "file_not_found"),
     "/v1/files/{id}/content": (None, "file_not_found"),

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 import sgla
-from sgla import LLM, Engine, SamplingParams, StructuredOutputsParams, messages
+from sgla import LLM, Engine, LoRARequest, SamplingParams, StructuredOutputsParams, messages
 from sgla.defaults import Defaults
 from sgla.engine.params import resolved
 from sgla.errors import ConfigError, InvalidField, UnsupportedField
@@ -180,8 +180,8 @@ def test_what_is_not_set_is_the_models_default_or_vllms(llm: LLM, monkeypatch: p
 
 
 def test_what_is_not_supported_is_refused_by_name(llm: LLM, tiny_model: Path) -> None:
-    with pytest.raises(UnsupportedField, match="lora_request"):
-        llm.generate("abc", lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedField, match="no adapters; start it with --enable-lora"):
+        llm.generate("abc", lora_request=LoRARequest("x"))
     with pytest.raises(UnsupportedField, match="multi_modal_data"):
         llm.generate({"prompt": "abc", "multi_modal_data": {}})
     with pytest.raises(ConfigError, match="nonsense"):

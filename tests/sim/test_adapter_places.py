@@ -104,6 +104,11 @@ def test_random_adapters() -> None:
                 simulation.end_a_copy(random, failures=0.3)
             if random.random() < 0.1:
                 simulation.cancel(random.choice(list(simulation.submits)))
+            if random.random() < 0.1:
+                wanted_now = {request.adapter for request in simulation.core._queues.open.values()}
+                for number in set(range(1, 7)) - wanted_now:
+                    simulation.core.keep(Keep(number, pinned=False))
+                simulation.core.check()
         simulation.run()
         for number in range(1, 7):
             simulation.core.keep(Keep(number, pinned=False))

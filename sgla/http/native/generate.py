@@ -63,6 +63,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     prompts, many = native_prompts(fields)
     rids = spread("rid", fields.rid, len(prompts))
     ids = asked_ids(fields.token_ids_logprob, len(prompts))
+    fields.lora_path = spread("lora_path", fields.lora_path, len(prompts))
     count = len(prompts)
     check_sizes(count, 1, rid=max(filter(None, rids), key=len, default=None))
     # Made once, however many prompts it is for: it may be large.

@@ -128,6 +128,7 @@ async def best_beams(
                 yields=job.yields,
                 deadline=job.deadline,
                 namespace=job.namespace,
+                adapter=job.adapter,
                 client=job.client,
                 index_base=i,
             )

@@ -262,6 +262,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
+    lora_path: str | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
     use_beam_search: bool | None = None
@@ -341,6 +342,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | list[bool] | None = None
     session_params: SessionParams | None = None
+    lora_path: str | list[str | None] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -360,6 +362,18 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[int | list[int]]
     model: str | None = None
     skip_special_tokens: bool | None = None
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_path: str
+    pinned: bool | None = None
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    lora_name: str
+    lora_int_id: int | None = None  # vLLM's number, which its clients may leave out
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):

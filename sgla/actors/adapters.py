@@ -1,0 +1,201 @@
+"""The adapters that requests may name, and how they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sgla.config import Config
+from sgla.errors import (
+    ConfigError,
+    Forbidden,
+    InvalidAdapter,
+    InvalidField,
+    ModelNotFound,
+    SglaError,
+    UnsupportedField,
+)
+from sgla.messages import Control, Keep
+
+MOST_NAME = 256  # characters
+ADAPTED = "\1"  # begins the namespaces of requests with adapters
+Tell = Callable[[Control], Awaitable[dict[str, Any]]]  # the workers
+
+
+class Adapter(msgspec.Struct, kw_only=True, eq=False):
+    """``number``: of this load, by which scheduler and workers know it. ``users``: open requests that have
+    it; ``idle`` is set when there are none."""
+
+    name: str
+    folder: str
+    number: int
+    pinned: bool = False
+    users: int = 0
+    idle: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+
+
+class AdapterTable:
+    """``loaded``: by name. A name that is loaded anew is another adapter, with another number."""
+
+    def __init__(self, config: Config) -> None:
+        self.loaded: dict[str, Adapter] = {}
+        self._config = config
+        self._by_number: dict[int, Adapter] = {}  # those that are leaving, too
+        self._coming: dict[str, bool] = {}  # names that are being loaded, and whether they will be pinned
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._last = 0
+        self._tell: Tell | None = None
+        self._keep: Callable[[Keep], None] = lambda told: None
+
+    def connect(self, tell: Tell, keep: Callable[[Keep], None]) -> None:
+        """``tell`` the workers; ``keep``: the scheduler's."""
+        self._tell, self._keep = tell, keep
+
+    def find(self, asked: str, names: list[str]) -> Adapter | None:
+        """By its name, alone or behind one of the base's ``names`` and a colon."""
+        if (found := self.loaded.get(asked)) is not None:
+            return found
+        base, colon, name = asked.partition(":")
+        while colon:
+            if base in names and name in self.loaded:
+                return self.loaded[name]
+            more, colon, name = name.partition(":")
+            base = f"{base}:{more}"
+        return None
+
+    def named(self, name: str) -> Adapter:
+        """Raises UnsupportedField, ModelNotFound."""
+        self._require()
+        if name not in self.loaded:
+            there = ", ".join(list(self.loaded)[:20]) or "none"
+            raise ModelNotFound(f"adapter {name[:200]!r} is not loaded; there are {there}", param="lora_path")
+        return self.loaded[name]
+
+    def check(self, number: int) -> None:
+        """Raises ModelNotFound if it is gone since somebody found it."""
+        if number:
+            found = self._by_number.get(number)
+            if found is None or self.loaded.get(found.name) is not found:
+                raise ModelNotFound("the adapter has been unloaded", param="model")
+
+    def use(self, number: int) -> None:
+        """A request with it is opened."""
+        if number:
+            self._by_number[number].users += 1
+            self._by_number[number].idle.clear()
+
+    def leave(self, number: int) -> None:
+        """The request has ended."""
+        if number:
+            found = self._by_number[number]
+            found.users -= 1
+            if not found.users:
+                found.idle.set()
+
+    async def begin(self, tell: Tell) -> None:
+        """Load those of the settings. Raises ConfigError."""
+        self._tell = tell
+        for entry in self._config.lora_modules:
+            name, _, folder = entry.partition("=")
+            try:
+                await self._load(name, Path(folder), pinned=False)
+            except SglaError as error:
+                raise ConfigError(f"--lora-modules {name}: {error.message}", param="lora_modules") from error
+
+    async def load(self, name: str, folder: str, pinned: bool = False, trusted: bool = False) -> Adapter:
+        """``trusted``: who asks may read any folder. Raises InvalidAdapter and other BadRequest kinds,
+        Forbidden for a folder that is not allowed."""
+        self._require()
+        return await self._load(name, Path(folder) if trusted else self._allowed(folder), pinned)
+
+    async def unload(self, name: str) -> None:
+        """No new request may have it; it is gone when those that are open are done."""
+        adapter = self.named(name)
+        del self.loaded[name]
+        task = asyncio.ensure_future(self._drop(adapter))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        await asyncio.shield(task)
+
+    async def _drop(self, adapter: Adapter) -> None:
+        assert self._tell is not None
+        if adapter.users:
+            await adapter.idle.wait()
+        del self._by_number[adapter.number]
+        self._keep(Keep(adapter.number, pinned=False))
+        await self._tell(Control(verb="adapter_drop", args={"number": adapter.number}))
+
+    async def _load(self, name: str, folder: Path, pinned: bool) -> Adapter:
+        assert self._tell is not None
+        self._check(name, pinned)
+        self._last += 1
+        adapter = Adapter(name=name, folder=str(folder), number=self._last, pinned=pinned)
+        args = {"number": adapter.number, "path": str(folder)}
+        self._coming[name] = pinned
+        try:
+            await self._tell(Control(verb="adapter_load", args=args))
+        except InvalidAdapter:
+            await self._tell(Control(verb="adapter_drop", args=args))  # other ranks may have it
+            raise
+        finally:
+            del self._coming[name]
+        self.loaded[name] = self._by_number[adapter.number] = adapter
+        if pinned:
+            self._keep(Keep(adapter.number, pinned=True))
+        return adapter
+
+    def _require(self) -> None:
+        if not (self._config.enable_lora or self._config.lora_modules):
+            raise UnsupportedField(
+                "this server has no adapters; start it with --enable-lora", param="lora_path"
+            )
+
+    def _check(self, name: str, pinned: bool) -> None:
+        """Raises InvalidField for a name that cannot be loaded."""
+        config, limit = self._config, self._config.max_cpu_loras
+        if not 0 < len(name) <= MOST_NAME or not name.isprintable():
+            raise InvalidField(f"lora_name must have 1 to {MOST_NAME} characters", param="lora_name")
+        if name in (config.served_model_name or [config.model]):
+            raise InvalidField(f"{name!r} is the model's name", param="lora_name")
+        if name in self.loaded or name in self._coming:
+            raise InvalidField(f"adapter {name!r} is loaded already; unload it first", param="lora_name")
+        if limit is not None and len(self._by_number) + len(self._coming) >= limit:
+            raise InvalidField(
+                f"{limit} adapters are loaded, which is the limit; unload one, or start the server with a "
+                "larger --max-cpu-loras",
+                param="lora_name",
+            )
+        pins = sum(adapter.pinned for adapter in self._by_number.values()) + sum(self._coming.values())
+        if pinned and pins >= config.max_loras - 1:
+            raise InvalidField(
+                f"{pins} adapters are pinned, and one of the {config.max_loras} places (--max-loras) must "
+                "stay for others",
+                param="pinned",
+            )
+
+    def _allowed(self, folder: str) -> Path:
+        """Raises Forbidden."""
+        try:
+            path = Path(folder).resolve()
+            below = any(path.is_relative_to(Path(own).resolve()) for own in self._config.lora_folders)
+        except (OSError, ValueError) as error:
+            raise InvalidField(f"lora_path is no folder: {error}", param="lora_path") from None
+        if not below:
+            raise Forbidden(
+                "lora_path must be a folder inside of those of --lora-folders, with which the server was "
+                "started",
+                param="lora_path",
+            )
+        return path
+
+
+def namespace_of(space: str, adapter: int) -> str:
+    """The part of the prefix cache that a request has with its adapter, in the ``space`` that it may use. No
+    space of a request without adapter begins like that of one with it."""
+    if not adapter and not space.startswith(ADAPTED):
+        return space
+    return f"{ADAPTED}{adapter}{ADAPTED}{space}"

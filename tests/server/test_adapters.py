@@ -1,0 +1,208 @@
+"""Adapters of requests, through the whole server: how they are named, loaded and unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_server import Local, local_server
+
+from sgla import LLM, Engine, LoRARequest, SamplingParams
+from sgla.errors import ConfigError, ModelNotFound
+
+BODY = {"prompt": "abcdefghijklmnopqrstuvwxyz", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the fake executor takes for adapters."""
+    root = tmp_path_factory.mktemp("adapters")
+    for name in ("one", "two", "three"):
+        (root / name).mkdir()
+        (root / name / "adapter_config.json").write_text("{}")
+    return root
+
+
+async def completed(local: Local, **changes: Any) -> str:
+    status, body = await local.post("/v1/completions", BODY | changes)
+    assert status == 200, body
+    text: str = json.loads(body)["choices"][0]["text"]
+    return text
+
+
+async def failed(local: Local, path: str, body: Any) -> tuple[int, str, str]:
+    status, text = await local.post(path, body)
+    error = json.loads(text)["error"]
+    return status, error["code"], error["message"]
+
+
+async def load(local: Local, folders: Path, name: str, **more: Any) -> None:
+    body = {"lora_name": name, "lora_path": str(folders / name), **more}
+    assert (await local.post("/load_lora_adapter", body))[0] == 200
+
+
+async def test_an_adapter_is_chosen_by_each_of_its_names(tiny_model: Path, folders: Path) -> None:
+    modules = [f"one={folders / 'one'}", f"two={folders / 'two'}"]
+    async with local_server(
+        model=str(tiny_model), served_model_name=["tiny", "org/tiny:v1"], lora_modules=modules
+    ) as local:
+        base, one = await completed(local), await completed(local, model="one")
+        assert len({base, one, await completed(local, model="two")}) == 3
+        assert await completed(local, model="tiny") == base
+        for changes in ({"model": "tiny:one"}, {"model": "org/tiny:v1:one"}, {"lora_path": "one"}):
+            assert await completed(local, **changes) == one
+        assert await completed(local, model="one", lora_path="one") == one
+        status, body = await local.post(
+            "/generate",
+            {
+                "text": [BODY["prompt"]] * 3,
+                "lora_path": ["one", None, "two"],
+                "sampling_params": {"max_new_tokens": 5, "ignore_eos": True, "temperature": 0},
+            },
+        )
+        assert status == 200, body
+        texts = [result["text"] for result in json.loads(body)]
+        assert texts[:2] == [one, base]
+        answers = [await local.post("/v1/chat/completions", CHAT | {"model": m}) for m in ("tiny", "one")]
+        assert [json.loads(body)["model"] for _, body in answers] == ["tiny", "one"]
+        assert len({json.loads(body)["choices"][0]["message"]["content"] for _, body in answers}) == 2
+        async with local.client.get("/v1/models") as response:
+            cards = {card["id"]: card for card in (await response.json())["data"]}
+        assert list(cards) == ["tiny", "org/tiny:v1", "one", "two"]
+        assert (cards["one"]["parent"], cards["tiny"]["parent"]) == ("tiny", None)
+        assert cards["one"]["root"] == str(folders / "one")
+        async with local.client.get("/v1/models/one") as response:
+            assert (await response.json())["parent"] == "tiny"
+        assert (await failed(local, "/v1/completions", BODY | {"model": "six"}))[:2] == (
+            404,
+            "model_not_found",
+        )
+        assert (await failed(local, "/generate", {"text": "x", "lora_path": "six"}))[0] == 404
+        told = await failed(local, "/v1/completions", BODY | {"model": "one", "lora_path": "two"})
+        assert told[:2] == (400, "invalid_value")
+
+
+async def test_texts_of_two_adapters_share_no_page(tiny_model: Path, folders: Path) -> None:
+    modules = [f"one={folders / 'one'}", f"two={folders / 'two'}"]
+    long = {"prompt": "x" * 200, "max_tokens": 1}
+    async with local_server(model=str(tiny_model), lora_modules=modules) as local:
+
+        async def cached(**changes: Any) -> int:
+            _, body = await local.post("/v1/completions", long | changes)
+            count: int = json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return count
+
+        assert [await cached(), await cached(model="one"), await cached(model="two")] == [0, 0, 0]
+        assert min(await cached(), await cached(model="one"), await cached(model="two")) > 100
+        for salt in ("\x011\x01", "\x010\x01"):  # what begins the namespaces of adapters
+            assert await cached(cache_salt=salt) == 0
+
+
+async def test_adapters_come_and_go_while_others_run(tiny_model: Path, folders: Path) -> None:
+    async with local_server(
+        model=str(tiny_model), enable_lora=True, max_loras=2, lora_folders=[str(folders)]
+    ) as local:
+        assert (await failed(local, "/v1/completions", BODY | {"model": "one"}))[0] == 404
+        status, body = await local.post(
+            "/load_lora_adapter", {"lora_name": "one", "lora_path": str(folders / "one")}
+        )
+        assert (status, json.loads(body)["loaded_adapters"]) == (200, {"one": str(folders / "one")})
+        first = await completed(local, model="one")
+        status, body = await local.post(
+            "/v1/load_lora_adapter", {"lora_name": "two", "lora_path": str(folders / "two")}
+        )
+        assert (status, body) == (200, "Success: LoRA adapter 'two' added successfully.")
+        local.system.ingress.pause(True)
+        running = asyncio.ensure_future(completed(local, model="one"))
+        while not local.system.ingress.open_requests:
+            await asyncio.sleep(0.005)
+        leaving = asyncio.ensure_future(local.post("/v1/unload_lora_adapter", {"lora_name": "one"}))
+        while "one" in local.system.ingress.adapters.loaded:
+            await asyncio.sleep(0.005)
+        assert (await failed(local, "/v1/completions", BODY | {"model": "one"}))[0] == 404
+        assert not leaving.done()
+        local.system.ingress.pause(False)
+        assert await running == first
+        assert (await leaving)[1] == "Success: LoRA adapter 'one' removed successfully."
+        await load(local, folders, "one")
+        assert await completed(local, model="one") != first, "another load is another adapter to the fake"
+        for _ in range(3):  # more than there are places
+            await load(local, folders, "three")
+            await completed(local, model="three")
+            await local.post("/unload_lora_adapter", {"lora_name": "three"})
+        assert local.system.ingress.open_requests == 0
+        assert local.system._core is not None
+        local.system._core.check()
+
+
+async def test_what_cannot_be_loaded_is_refused(tiny_model: Path, folders: Path, tmp_path: Path) -> None:
+    path = "/load_lora_adapter"
+    async with local_server(
+        model=str(tiny_model),
+        served_model_name=["tiny"],
+        enable_lora=True,
+        max_loras=2,
+        max_cpu_loras=2,
+        lora_folders=[str(folders)],
+    ) as local:
+        for outside in ("/etc", str(tmp_path), str(folders / ".."), f"{folders}-more", "one", ""):
+            body = {"lora_name": "x", "lora_path": outside}
+            assert (await failed(local, path, body))[:2] == (403, "forbidden"), outside
+        (folders / "link").symlink_to("/etc")
+        assert (await failed(local, path, {"lora_name": "x", "lora_path": f"{folders}/link"}))[0] == 403
+        assert (await failed(local, path, {"lora_name": "x", "lora_path": "a\0b"}))[0] in (400, 403)
+        body = {"lora_name": "x", "lora_path": str(folders)}
+        assert (await failed(local, path, body))[:2] == (400, "invalid_adapter")
+        for name in ("tiny", "", "a\nb", "x" * 300):
+            body = {"lora_name": name, "lora_path": str(folders / "one")}
+            assert (await failed(local, path, body))[:2] == (400, "invalid_value")
+        await load(local, folders, "one", pinned=True)
+        again = {"lora_name": "one", "lora_path": str(folders / "one")}
+        assert "loaded already" in (await failed(local, path, again))[2]
+        pinned = {"lora_name": "two", "lora_path": str(folders / "two"), "pinned": True}
+        assert "must stay for others" in (await failed(local, path, pinned))[2]
+        await load(local, folders, "two")
+        third = {"lora_name": "three", "lora_path": str(folders / "three")}
+        assert "--max-cpu-loras" in (await failed(local, path, third))[2]
+        assert (await failed(local, "/unload_lora_adapter", {"lora_name": "six"}))[0] == 404
+        assert await completed(local, model="one") != await completed(local)
+    async with local_server(model=str(tiny_model)) as local:
+        for changes in ({"lora_path": "one"}, {"model": "one"}):
+            status, *_ = await failed(local, "/v1/completions", BODY | changes)
+            assert status in (400, 404)
+
+
+async def test_an_adapter_of_the_settings_must_be_one(tiny_model: Path, folders: Path) -> None:
+    with pytest.raises(ConfigError, match="--lora-modules x: .* has no adapter_config"):
+        async with local_server(model=str(tiny_model), lora_modules=[f"x={folders}"]):
+            pass
+
+
+def test_the_python_api_has_adapters(tiny_model: Path, folders: Path) -> None:
+    prompt, sampling = BODY["prompt"], {"max_tokens": 5, "ignore_eos": True, "temperature": 0}
+    with Engine(str(tiny_model), executor="fake", enable_lora=True) as engine:
+        engine.load_lora_adapter("one", str(folders / "one"))
+        engine.load_lora_adapter("two", str(folders / "two"), pinned=True)
+        params = SamplingParams(**sampling)  # type: ignore[arg-type]
+        both = engine.generate([prompt] * 2, params, lora_path=[None, "one"])
+        base, one = (output.tokens for output in both)
+        assert base != one
+        assert engine.generate(prompt, params, lora_path="one").tokens == one
+        streamed = [t for event in engine.stream(prompt, params, lora_path="one") for t in event.tokens]
+        assert streamed == one
+        chat = [{"role": "user", "content": "abc"}]
+        answers = [engine.chat(chat, params, lora_path=name).tokens for name in (None, "one", "two")]
+        assert len({tuple(tokens) for tokens in answers}) == 3
+        engine.unload_lora_adapter("one")
+        assert engine.adapters == ["two"]
+        with pytest.raises(ModelNotFound, match="adapter 'one' is not loaded; there are two"):
+            engine.generate(prompt, params, lora_path="one")
+    with LLM(str(tiny_model), executor="fake", enable_lora=True) as llm:
+        two = LoRARequest("two", 1, str(folders / "two"))
+        outputs = llm.generate([prompt] * 2, params, lora_request=[None, two])
+        assert outputs[0].outputs[0].token_ids != outputs[1].outputs[0].token_ids
+        assert llm.generate(prompt, params, lora_request=two)[0].outputs[0] == outputs[1].outputs[0]
