@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Time the GPU kernels against the limits of the chip: one JSON line a measurement.
 
-    python bench/gpu_kernels.py [decode] [cascade] [skinny] [batch] [small] [prefill] [sampling]
+    python bench/gpu_kernels.py [decode] [cascade] [skinny] [batch] [integers] [small] [prefill] [sampling]
 
 Times are medians of graph replays (CUDA events), each over a set of buffers larger than the L2 cache.
 """
@@ -292,6 +292,95 @@ def fits(config: Any, m: int, n: int) -> bool:
     blocks, slots = -(-n // config.tile) * config.split, 132 * config.per_sm
     room = (config.tile + max(m, 32)) * config.per_sm <= 448 and (m <= 128 or config.tile < 256)
     return room and blocks > slots / 3 and (blocks <= slots if config.split > 1 else blocks <= 4 * slots)
+
+
+def random_integers(kind: str, n: int, k: int) -> Any:
+    from sgla.quant.weight import storage
+
+    with torch.device("cuda"):
+        made = storage(kind).empty(n, k)
+    words, constants = made.tensors
+    torch.randint(-(1 << 31), (1 << 31) - 1, words.shape, dtype=torch.int32, device="cuda", out=words)
+    zero = 0x43080000 if kind.startswith("int4") else 0  # 136, or 0, in bfloat16; and a scale in float16
+    constants.fill_(zero | 0x1419)
+    return made
+
+
+def integer_cases(m: int, n: int, k: int, kind: str, role: str) -> dict[str, Callable[[Any], Any]]:
+    """What may multiply ``m`` rows, of a weight; the first is what serves them."""
+    from sgla.kernels.cuda import integer_gemm as ig
+    from sgla.kernels.gpu import integers
+    from sgla.kernels.triton import integers as tiles
+
+    x, norm = torch.randn(m, k, dtype=BF16, device="cuda"), torch.ones(k, device="cuda")
+    if m <= ig.MAX_ROWS:
+        epilogue = {"gate_up": ig.SILU, "o": ig.ADD, "down": ig.ADD}.get(role, ig.STORE)
+        out = torch.zeros(m, n, dtype=BF16, device="cuda") if epilogue == ig.ADD else None
+        given = {"norm": norm, "eps": 1e-6} if role in ("qkv", "gate_up") else {}
+        given |= {"epilogue": epilogue, "out": out}
+        chosen = ig.choose(m, n // 2 if role == "gate_up" else n, k, role == "gate_up")
+        configs = [chosen, *(ig.Config(t, chosen.slices, p) for t in (1, 2) for p in (1, 2, 3))]
+        configs += [ig.Config(chosen.tiles, s) for s in (chosen.slices * 2, chosen.slices // 2) if s]
+        return {
+            f"cuda {tuple(config)}": lambda w, config=config: ig.linear(x, w, config=config, **given)
+            for config in dict.fromkeys(configs)
+        }
+    tile = tiles.choose(m, n, k, 2)
+    others = [tile, tile._replace(stages=tile.stages + 1), tile._replace(splits=max(1, tile.splits // 2))]
+    others += [tile._replace(n=64, warps=4)] if m <= 64 else [tiles.Tile(64, 128, 4, 3, tile.splits)]
+    found: dict[str, Callable[[Any], Any]] = {
+        f"triton {tuple(each)}": lambda w, each=each: tiles.linear(x, w, tile=each)
+        for each in dict.fromkeys(others)
+    }
+    unpacked = {"unpacked": lambda w: integers._unpacked(x, w, None)} if m > 64 else {}
+    return unpacked | found if integers.is_long(m, BF16) else found | unpacked
+
+
+def bench_integers() -> None:
+    """Weights of 4 and 8 bits in groups of 128, beside cuBLAS in bfloat16."""
+    from sgla.kernels.rehearsal import rehearsing
+
+    shapes = dict(zip(("qkv", "o", "gate_up", "down"), SHAPES["qwen3-8b"]))
+    shapes |= {"gate_up": (28672, 4096)}  # Llama 3.1's; its down is a seventh wider than Qwen3's
+    shapes |= {"gate_up, qwen3": (24576, 4096)}
+    for kind in ("int4g128", "int8g128", "int4g64"):
+        rows = (1, 4, 8, 16, 64, 256, 1024, 4096) if kind == "int4g128" else (1, 16, 64)
+        cases = [
+            (role, n, k, m, integer_cases(m, n, k, kind, role.partition(",")[0]))
+            for role, (n, k) in shapes.items()
+            for m in rows
+        ]
+        blank = {shape: random_integers(kind, *shape) for shape in shapes.values()}
+        with rehearsing():
+            for _, n, k, _, calls in cases:
+                for call in calls.values():
+                    call(blank[n, k])
+        for role, n, k, m, calls in cases:
+            size = sum(t.nbytes for t in blank[n, k].tensors)
+            weights = [random_integers(kind, n, k) for _ in range(max(2, min(12, (200 << 20) // size)))]
+            times = {}
+            for label, call in calls.items():
+                times[label] = round(time_us(lambda: [call(w) for w in weights], len(weights), 7), 2)
+            best = min(times.values())
+            dense = [torch.randn(n, k, dtype=BF16, device="cuda") for _ in range(2 if n * k > 5e7 else 4)]
+            x = torch.randn(m, k, dtype=BF16, device="cuda")
+            library = time_us(lambda: [torch.nn.functional.linear(x, w) for w in dense], len(dense), 7)
+            us = next(iter(times.values()))
+            emit(
+                bench="integers",
+                kind=kind,
+                role=role,
+                n=n,
+                k=k,
+                m=m,
+                us=us,
+                best=best,
+                floor_us=round(max(size / 4.34e6, 2 * m * n * k / 795e6), 2),
+                tb_s=round(size / us / 1e6, 2),
+                tflops=round(2 * m * n * k / us / 1e6),
+                bf16_us=round(library, 2),
+                times=times,
+            )
 
 
 def bench_small() -> None:

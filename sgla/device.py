@@ -16,6 +16,7 @@ SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 LEAST_SHARED = 99  # of the others: 8.6, 8.9, 12.0, 12.1
 LEAST = (8, 0)  # capability with bfloat16 products
 CPU = "give --device cpu"
+OF_INTEGERS = "gptq", "awq", "compressed-tensors"  # methods whose layers, on GPUs, are integers in groups
 OF_EXPERTS = ("f32", "bf16", "fp8", "mxfp4")  # storages of experts that GPUs have kernels for
 # Settings for what models that make text do with logits, and for pages of KV.
 OF_TEXT = (
@@ -164,16 +165,10 @@ def check(device: Device, config: Config, dtype: str, experts: str | None, store
             f"{LEAST[0]}.{LEAST[1]} (Ampere) or more; {CPU}",
             param="device",
         )
-    if config.deterministic and (experts is not None or stored is not None):
+    if config.deterministic and (experts is not None or stored not in (None, *OF_INTEGERS)):
         raise ConfigError(
             "--deterministic cannot be honoured for mixtures of experts or fp8 checkpoints yet; leave it out",
             param="deterministic",
-        )
-    if quantization in ("int8", "int4"):
-        raise ConfigError(
-            f"--quantization {quantization} has no GPU kernels yet: every step would make bfloat16 weights "
-            f"of all of them; use --quantization fp8 (Ada, Hopper or newer) or none, or {CPU}",
-            param="quantization",
         )
     if experts is not None and experts not in OF_EXPERTS:
         raise ConfigError(

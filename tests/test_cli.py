@@ -179,6 +179,16 @@ def test_explain_says_which_kernels_layers_take(tmp_path: Path) -> None:
     assert "not 'tiles' (" in out
 
 
+def test_explain_says_which_kernels_integers_take(tmp_path: Path) -> None:
+    flags = ["--load-format", "dummy", "--kernels", "--tp", "1", "--quantization", "int4"]
+    code, out, err = run("explain", tiny_model(tmp_path), *flags)
+    assert code == 0, err
+    assert "norm + few integers + gate" in out
+    for rule in ("few integers + added", "integers, unpacked for cuBLAS"):
+        assert f" {rule}" in out
+    assert "it pays up to 1024 rows" in out
+
+
 def test_explain_says_which_kernels_scans_take(tmp_path: Path) -> None:
     """Of layers that are made without values."""
     mamba = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_d_ssm": 128, "ssm_multipliers": [0.5] * 5}
@@ -195,7 +205,6 @@ def test_explain_says_which_kernels_scans_take(tmp_path: Path) -> None:
     [
         (["--device", "cpu"], "--kernels says what NVIDIA GPUs run; leave it or --device cpu out"),
         (["--device", "rocm"], "AMD GPUs are not supported yet"),
-        (["--quantization", "int4"], "--quantization int4 has no GPU kernels yet"),
         (["--deterministic", "--tp", "2"], "--deterministic cannot be honoured with --tp 2"),
     ],
 )

@@ -99,8 +99,9 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     if isinstance(spec, EncoderSpec):
         weights = weight_bytes(spec, config.dtype, config.quantization, config.tp)
         return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
+    kind = "cuda" if config.device == "cuda" else "cpu"
     quantization = config.quantization or (spec.quantization if config.device == "cuda" else None)
-    weights = weight_bytes(spec, config.dtype, quantization, config.tp) * config.tp
+    weights = weight_bytes(spec, config.dtype, quantization, config.tp, kind) * config.tp
     dtype = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
     states = [state_of(spec, config.tp, rank) for rank in range(config.tp)]
     rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}

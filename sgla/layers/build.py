@@ -205,7 +205,7 @@ class Build:
     def _kept(self, module: str) -> str:
         """The storage of a layer by itself. A device that keeps some of a file's storages makes floats of the
         others."""
-        kind = self.method(module).kept(module)
+        kind = self.method(module).kept(module, self.device)
         choice = kind and self.device in self.checkpoint.devices
         return kind if kind and not (choice and self.device not in FORMATS[kind].devices) else self.plain
 

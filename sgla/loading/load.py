@@ -211,11 +211,12 @@ def decoder_build(
 ) -> Build:
     """What the layers of a decoder are built with. ``rename``: as in ``load_weights``. Raises ConfigError."""
     method = as_stored(spec.method, quantization)
-    kinds = kinds_of(dtype, quantization, spec.method)
+    device = "cpu" if _device().type == "cpu" else "cuda"
+    kinds = kinds_of(dtype, quantization, spec.method, device)
     build = Build(shard, *kinds, checkpoint=spec.method or PLAIN, as_stored=method is not None)
     build.joined = joins()
-    build.device = "cpu" if _device().type == "cpu" else "cuda"
-    if quantization == "int4":
+    build.device = device
+    if quantization == "int4" and device == "cpu":
         bits = {t.name: t.bits for t in source.gguf().tensors()} if source.kind == "gguf" else {}
         wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
         build.kinds = dict.fromkeys(wide, "int8")

@@ -11,7 +11,7 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.read import read_spec
 from sgla.model.registry import architecture_of
 from sgla.model.spec import ModelSpec
-from sgla.quant.formats import FORMATS
+from sgla.quant.formats import FORMATS, ON_GPU
 from sgla.quant.method import Method
 
 WIDER = 0.1  # of an int4 model's bytes, what may be added by keeping layers in int8
@@ -39,12 +39,16 @@ def as_stored(method: Method | None, quantization: str | None) -> Method | None:
     return method if method is not None and quantization in ("checkpoint", method.name) else None
 
 
-def kinds_of(dtype: str, quantization: str | None, method: Method | None = None) -> Kinds:
-    """``quantization``: int8 | int4 | fp8 | checkpoint, or the name of the checkpoint's ``method``. Raises
-    ConfigError for that of another."""
+def kinds_of(
+    dtype: str, quantization: str | None, method: Method | None = None, device: str = "cpu"
+) -> Kinds:
+    """``quantization``: int8 | int4 | fp8 | checkpoint, or the name of the checkpoint's ``method``;
+    ``device``: the kind. Raises ConfigError for that of another."""
     plain = PLAIN[dtype]
     if (kept := as_stored(method, quantization)) is not None:
-        return Kinds(kept.storage or plain, plain, plain)
+        return Kinds(kept.stored(device) or plain, plain, plain)
+    if quantization in ON_GPU and device != "cpu":
+        return Kinds(ON_GPU[quantization], plain, plain)
     if quantization in ("int8", "int4"):
         return Kinds(quantization, "int8", plain)
     if quantization not in (None, "fp8"):
@@ -58,7 +62,8 @@ def kinds_of(dtype: str, quantization: str | None, method: Method | None = None)
 def experts_kind(spec: ModelSpec, dtype: str, quantization: str | None) -> str | None:
     """In which storage GPUs keep the experts of a mixture; None for a model without. Raises ConfigError as
     ``kinds_of``."""
-    return kinds_of(dtype, quantization or spec.quantization, spec.method).linear if spec.moe else None
+    kinds = kinds_of(dtype, quantization or spec.quantization, spec.method, "cuda") if spec.moe else None
+    return kinds.linear if kinds else None
 
 
 class Parameters(NamedTuple):
@@ -107,21 +112,27 @@ def short_count(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 999.95e6 else f"{count / 1e6:.1f}M"
 
 
-def weight_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> int:
-    """Bytes of one rank's matrices; norms are left out, and whether the file has 4 bits itself."""
-    whole = _matrix_bytes(spec, dtype, quantization, ranks)
-    more = wide_matrices(spec).nbytes / ranks if quantization == "int4" and isinstance(spec, ModelSpec) else 0
-    return int(whole + more)
+def weight_bytes(
+    spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int, device: str = "cpu"
+) -> int:
+    """Bytes of one rank's matrices on this kind of device; norms are left out, and whether the file has 4
+    bits itself."""
+    whole = _matrix_bytes(spec, dtype, quantization, ranks, device)
+    if quantization == "int4" and device == "cpu" and isinstance(spec, ModelSpec):
+        whole += wide_matrices(spec).nbytes / ranks
+    return int(whole)
 
 
-def _matrix_bytes(spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int) -> float:
+def _matrix_bytes(
+    spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int, device: str = "cpu"
+) -> float:
     if isinstance(spec, EncoderSpec | GenericSpec):
         values = spec.own if isinstance(spec, GenericSpec) and ranks > 1 else spec.values
-        return values * FORMATS[kinds_of(dtype, quantization).linear].bytes
-    kinds = kinds_of(dtype, quantization, spec.method)
+        return values * FORMATS[kinds_of(dtype, quantization, None, device).linear].bytes
+    kinds = kinds_of(dtype, quantization, spec.method, device)
     linear, vocab = FORMATS[kinds.linear].bytes, FORMATS[kinds.vocab].bytes
     if (kept := as_stored(spec.method, quantization)) is not None:
-        linear, vocab = kept.bytes(kinds.plain), kept.vocab_bytes(kinds.plain)
+        linear, vocab = kept.bytes(kinds.plain, device), kept.vocab_bytes(kinds.plain)
     attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
     table = (spec.vocab * spec.hidden + _given(spec)) * vocab + _giving(spec) * linear
     positions = spec.learned * spec.hidden * FORMATS[kinds.plain].bytes
@@ -178,9 +189,9 @@ class Offloaded(NamedTuple):
 def offloaded(spec: ModelSpec, dtype: str, quantization: str | None, ranks: int, nbytes: float) -> Offloaded:
     """As few layers as hold ``nbytes``, or all, at equal distances, so that copies run beside what is
     computed."""
-    kinds = kinds_of(dtype, quantization, spec.method)
+    kinds = kinds_of(dtype, quantization, spec.method, "cuda")
     kept = as_stored(spec.method, quantization)
-    value = FORMATS[kinds.linear].bytes if kept is None else kept.bytes(kinds.plain)
+    value = FORMATS[kinds.linear].bytes if kept is None else kept.bytes(kinds.plain, "cuda")
     experts = spec.moe.experts if spec.moe else 0
     sizes = [
         int((layer.weights(spec.hidden) + _mlp(spec, index, experts)) * value / ranks)

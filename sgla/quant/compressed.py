@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sgla.errors import WeightError
 from sgla.hub.reader import Reader
 from sgla.quant.e2m1_files import Mx4, Nvfp4
-from sgla.quant.formats import FORMATS, devices
+from sgla.quant.formats import FORMATS
 from sgla.quant.fp8 import Fp8, Mx8, check_compressed
 from sgla.quant.gptq import SCALES, Grouped
 from sgla.quant.gptq import Scheme as Layout
@@ -88,11 +88,11 @@ class Mixed(Method):
         self._expressed = [part for _, part in pairs]
         self._parts = [part for _, part in parts]
         kinds = {part.storage for part in self._parts}
-        self.devices = devices(kinds)
+        self.devices = tuple(sorted({device for part in self._parts for device in part.devices}))
         self.notes = tuple(dict.fromkeys(note for part in self._parts for note in part.notes))
         if "fp8" in kinds:
             self.name = "fp8"  # what this needs of a GPU
-        self.storage = "" if "" in kinds else max(kinds, key=lambda kind: FORMATS[kind].bytes)
+        self.storage = self.stored()
 
     def _part(self, module: str) -> Method | None:
         if module in self._names:
@@ -107,8 +107,12 @@ class Mixed(Method):
     def covers(self, module: str) -> bool:
         return super().covers(module) and self._part(module) is not None
 
-    def kept(self, module: str) -> str:
-        return self._of(module).kept(module)
+    def stored(self, device: str = "cpu") -> str:
+        kinds = {part.stored(device) for part in self._parts}
+        return "" if "" in kinds else max(kinds, key=lambda kind: FORMATS[kind].bytes)
+
+    def kept(self, module: str, device: str = "cpu") -> str:
+        return self._of(module).kept(module, device)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         return self._of(module).tensors(module, n, k)

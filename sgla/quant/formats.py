@@ -26,6 +26,8 @@ HOLDS: dict[str, set[str]] = {
     "int8": {"int8", "int4", "q8_0", "q5_0", "q4_0"},
 }
 
+ON_GPU = {"int4": "int4g64", "int8": "int8g128"}  # storages of ``--quantization`` there
+
 
 def register(format: Format) -> None:
     """Add a storage, which may be a class of any module."""
@@ -49,6 +51,11 @@ register(Format("f32", "sgla.quant.plain:F32", 4.0))
 register(Format("bf16", "sgla.quant.plain:BF16", 2.0))
 register(Format("fp8", "sgla.quant.channels:E4M3", 1.0, ("cuda",)))
 register(Format("mxfp4", "sgla.quant.e2m1:E2M1", 0.53125, ("cuda",)))
+for _bits in (4, 8):
+    for _group in (32, 64, 128):
+        _kind = f"int{_bits}g{_group}"
+        _storage = f"sgla.quant.integers:Int{_bits}G{_group}"
+        register(Format(_kind, _storage, _bits / 8 + 4 / _group, ("cuda",)))
 register(Format("int8", "sgla.quant.groups:Int8", 1.125, ("cpu",)))
 register(Format("int4", "sgla.quant.groups:Int4", 0.625, ("cpu",)))
 register(Format("q8_0", "sgla.quant.groups:Q8_0", 1.0625, ("cpu",)))

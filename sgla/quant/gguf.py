@@ -18,7 +18,7 @@ class Gguf(Method):
         super().__init__(config)
         self.shares: dict[str, float] = config["kept"]  # what part of the matrices' values each storage has
 
-    def bytes(self, plain: str) -> float:
+    def bytes(self, plain: str, device: str = "cpu") -> float:
         return sum(FORMATS[kind or plain].bytes * part for kind, part in self.shares.items())
 
     def vocab_bytes(self, plain: str) -> float:

@@ -3,9 +3,9 @@
 Beside ``X.scales`` there are ``X.qweight`` and ``X.qzeros``, with several numbers in each int32, and with
 GPTQ ``X.g_idx``, the group of each input channel. ``checkpoint_format`` says how the numbers lie: GPTQ's own
 order with zero points one less than they mean, or as they are (version 2); AWQ's ``gemm``, ``gemv`` and
-``gemv_fast``; or Marlin's (arXiv 2408.11743). A CPU keeps them in groups of 32: symmetric ones as they are,
-others with the minimum of a group rounded to float16. Where the channels of a group do not lie together
-(``desc_act``), and on GPUs, the weights become floating-point numbers.
+``gemv_fast``; or Marlin's (arXiv 2408.11743). A GPU keeps them as they are (``quant/integers.py``), a CPU in
+groups of 32: symmetric ones as they are, others with the minimum of a group rounded to float16. Where the
+channels of a group do not lie together (``desc_act``) the weights become floating-point numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.reader import Reader, shown
-from sgla.quant.formats import devices
+from sgla.quant.formats import FORMATS, devices
 from sgla.quant.method import Expressions, Held, Method
 
 if TYPE_CHECKING:
@@ -41,6 +41,17 @@ class Scheme(NamedTuple):
     symmetric: bool
     reordered: bool = False
 
+    def stored(self, device: str) -> str:
+        return self.storage if device == "cpu" else self.of_gpus
+
+    @property
+    def of_gpus(self) -> str:
+        """The storage of GPUs; empty: floating-point numbers."""
+        if self.reordered and self.group:
+            return ""
+        group = next((size for size in (128, 64, 32) if self.group % size == 0), 0)
+        return f"int{4 if self.bits <= 4 else 8}g{group}" if group else ""
+
     @property
     def storage(self) -> str:
         """That of CPUs; empty: floating-point numbers."""
@@ -56,17 +67,21 @@ class Grouped(Method):
     scheme: Scheme
 
     def keep(self, others: Iterable[Scheme] = ()) -> None:
-        """Say what CPUs keep such layers in."""
-        schemes = [self.scheme, *others]
-        self.storage = max((each.storage for each in schemes), key=lambda kind: (kind == "", kind[1:]))
-        self.devices = devices(each.storage for each in schemes)
+        """Say in what devices keep such layers."""
+        self._all = schemes = [self.scheme, *others]
+        self.storage = self.stored("cpu")
+        self.devices = devices(each.stored(device) for each in schemes for device in ("cpu", "cuda"))
         self.notes = SCATTERED if any(each.reordered and each.group for each in schemes) else ()
 
     def of(self, module: str) -> Scheme:
         return self.scheme
 
-    def kept(self, module: str) -> str:
-        return self.of(module).storage
+    def stored(self, device: str = "cpu") -> str:
+        kinds = {scheme.stored(device) for scheme in self._all}
+        return "" if "" in kinds else max(kinds, key=lambda kind: (FORMATS[kind].bytes, kind))
+
+    def kept(self, module: str, device: str = "cpu") -> str:
+        return self.of(module).stored(device)
 
 
 class Gptq(Grouped):

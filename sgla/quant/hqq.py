@@ -50,7 +50,7 @@ class Hqq(Method):
         """Settings are for all layers, or for those whose names end so."""
         return next((tag for tag in self._tags if not tag or module.endswith(f".{tag}")), None)
 
-    def kept(self, module: str) -> str:
+    def kept(self, module: str, device: str = "cpu") -> str:
         tag = self._tag(module)
         return "" if tag is None else self._tags[tag]
 

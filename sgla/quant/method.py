@@ -39,8 +39,8 @@ class Method:
     """A format in which a checkpoint has its linear layers; this one: a floating-point matrix each.
 
     Made of the file's ``quantization_config``; raises ConfigError for what it cannot honour. ``storage``: in
-    what ``devices`` keep such layers (``kept``); all others keep floating-point numbers. ``notes``: what to
-    say of a file that is served.
+    what ``devices`` keep such layers (``stored``, ``kept``); all others keep floating-point numbers.
+    ``notes``: what to say of a file that is served.
     """
 
     name: str = "none"
@@ -57,13 +57,17 @@ class Method:
         ConfigError where comparing takes too long."""
         return module not in self.ignored
 
-    def kept(self, module: str) -> str:
-        """The storage of this layer; empty: floating-point numbers."""
+    def stored(self, device: str = "cpu") -> str:
+        """The storage on a kind of device; empty: floating-point numbers."""
         return self.storage
 
-    def bytes(self, plain: str) -> float:
-        """Of one weight, as ``storage`` keeps it; ``plain`` is that of the others."""
-        return FORMATS[self.storage or plain].bytes
+    def kept(self, module: str, device: str = "cpu") -> str:
+        """The same of this layer."""
+        return self.storage
+
+    def bytes(self, plain: str, device: str = "cpu") -> float:
+        """Of one weight, as a device stores it; ``plain`` is that of the others."""
+        return FORMATS[self.stored(device) or plain].bytes
 
     def vocab_bytes(self, plain: str) -> float:
         """The same of embedding and output layer."""

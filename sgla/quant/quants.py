@@ -13,7 +13,10 @@ from torch import Tensor
 
 from sgla.errors import WeightError
 from sgla.quant.groups import GROUP, Groups
+from sgla.quant.integers import Integers
 from sgla.quant.weight import StoredTensor, Weight, storage
+
+WHOLE = 0.02  # how far zeros, made of constants in float16, may be from whole numbers
 
 
 class Quants(NamedTuple):
@@ -57,8 +60,9 @@ class Grouped(ABC):
         """As it is, where ``kind`` has constants for groups of 32: their minimum, ``-zero * scale``, is then
         rounded to float16."""
         made = storage(kind)
-        split = self.group % GROUP and self.group < self.shape[1]
-        if not issubclass(made, Groups) or self.order is not None or split:
+        if issubclass(made, Integers):
+            return self._integers(made, rows).cut(columns)
+        if not issubclass(made, Groups) or self.order is not None or self._cut(GROUP):
             return made.read(self, rows, columns)
         q, zero, scale = self.quants(rows)
         if not made.holds(self.bits, bool((zero == 1 << self.bits - 1).all())):
@@ -67,6 +71,22 @@ class Grouped(ABC):
         groups = -(-self.shape[1] // GROUP)
         scale, minimum = (t.repeat_interleave(-(-self.group // GROUP), 1)[:, :groups] for t in constants)
         return made.of(self.bits, q, scale, minimum).cut(columns)
+
+    def _integers(self, made: type[Integers], rows: range) -> Weight:
+        """As it is, if the zeros are whole numbers and the groups as many of ``made``'s."""
+        if self.order is not None or self.bits > made.bits or self._cut(made.group):
+            return made.read(self, rows, None)
+        q, zero, scale = self.quants(rows)
+        whole = zero.round() if zero.is_floating_point() else zero
+        if bool(((whole - zero).abs() > WHOLE).any() | ~scale.half().isfinite().all()):
+            return made.read(self, rows, None)
+        groups, each = -(-self.shape[1] // made.group), -(-self.group // made.group)
+        whole, scale = (t.repeat_interleave(each, 1)[:, :groups] for t in (whole, scale))
+        return made.of(q, whole, scale)
+
+    def _cut(self, group: int) -> bool:
+        """Whether groups of another size, ``group``, would lie in two of its own."""
+        return bool(self.group % group) and self.group < self.shape[1]
 
     def of_channels(
         self, packed: StoredTensor, rows: range, dim: int, order: tuple[int, ...] | None = None

@@ -95,5 +95,5 @@ class TorchAo(Method):
         symmetric = self.type.tensor == "int8"
         return quants.Bytes(numbers, None if symmetric else zeros, scale, (n, k), 8, group)
 
-    def kept(self, module: str) -> str:
+    def kept(self, module: str, device: str = "cpu") -> str:
         return self.storage

@@ -85,7 +85,7 @@ class Weights(NamedTuple):
     def bytes(self) -> int:
         """Of the GPU."""
         away = self.offloaded
-        whole = weight_bytes(self.spec, self.dtype, self.quantization, self.ranks)
+        whole = weight_bytes(self.spec, self.dtype, self.quantization, self.ranks, "cuda")
         return whole - away.host + away.places
 
     @property

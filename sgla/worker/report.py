@@ -33,6 +33,7 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_decoder
 from sgla.model.state import kv_groups
+from sgla.quant.weight import Weight
 from sgla.worker.gpu_load import choose_sizes, dtype_of, shapes_of
 from sgla.worker.kv import allocate_kv
 
@@ -138,10 +139,14 @@ def _lines(what: str, work: Work | None) -> Iterator[str]:
 def _is_product(node: Node) -> bool:
     """Whether its kernel was chosen by the number of rows."""
     weight = node.given.get("weight")
+    if isinstance(weight, Weight):
+        return True
     return isinstance(weight, torch.Tensor) and weight.dim() == 2 and node.op is not ops.embedding
 
 
 def _source(rows: int, node: Node) -> str:
+    if isinstance(node.given["weight"], Weight):
+        return "as estimated"
     n, k = node.given["weight"].shape
     storage = "bf16" if node.given.get("scale") is None else "fp8"
     gated = node.given.get("epilogue") in GATES.values()

@@ -53,7 +53,9 @@ def test_every_head_size_starts_or_is_refused_by_name(dims: tuple[int, ...]) -> 
         {"card": "L40S", "model": {"head_dim": n}, "config": {"dtype": "float32"}} for n in dims if n >= 256
     ]
     cases += [{"card": "H200", "model": model} for model in ({"head_dim": 576}, LATENT)]
-    cases += [{"card": "H200", "config": {"quantization": kind}} for kind in ("int8", "int4")]
+    for card, more in (("H200", {}), ("L40S", {}), ("H200", {"deterministic": True})):
+        kinds = ("int8", "int4") if card == "H200" else ("int4",)
+        cases += [{"card": card, "config": {"quantization": kind} | more} for kind in kinds]
     for case, found in zip(cases, start(cases), strict=True):
         error = found.get("error")
         if error is None:
@@ -62,8 +64,8 @@ def test_every_head_size_starts_or_is_refused_by_name(dims: tuple[int, ...]) -> 
             assert alone or found["late"] == [], case
             assert any("torch decode, torch prefill" in note for note in found["notes"]) == alone, case
             continue
-        expected = REFUSED.get(case["card"], "has no GPU kernels yet")
-        assert case["card"] in REFUSED or "quantization" in case["config"], (case, error)
+        expected = REFUSED[case["card"]]
+        assert case["card"] in REFUSED, (case, error)
         assert expected in error
         assert "--device cpu" in error
         assert not found["loaded"]

@@ -18,6 +18,7 @@ from sgla.config import Config
 from sgla.dist import Shard
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource, open_source
+from sgla.kernels.integers import KINDS
 from sgla.loading.load import load_model
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import detect
@@ -208,6 +209,8 @@ def test_every_layout_is_read_at_any_row(name: str) -> None:
     method = method_of({"quantization_config": config})
     assert method is not None
     assert method.kept("x") == kind
+    on_gpus = method.kept("x", "cuda")
+    assert KINDS[on_gpus][0] == (8 if kind in ("q8_0", "int8") else 4)
     for n, k in ((128, 128), (192, 256)):
         parts, dense = quantize(torch.zeros(n, k), config)
         stored: dict[str, Any] = {f"x.{part}": Stored(value) for part, value in parts.items()}
@@ -220,6 +223,10 @@ def test_every_layout_is_read_at_any_row(name: str) -> None:
         torch.testing.assert_close(source.dense(range(37, 101)), dense[37:101])
         found, step = source.weight(kind, range(37, 101), range(32, k)), 0.03 * 11 * 2**-11
         torch.testing.assert_close(found.dequant(), dense[37:101, 32:], rtol=1e-6, atol=step)
+        found = source.weight(on_gpus, range(37, 101))
+        torch.testing.assert_close(
+            found.dequant(), dense[37:101], rtol=1e-6, atol=step if "fast" in name or "llm" in name else 0
+        )
 
 
 @torch.no_grad()

@@ -79,7 +79,7 @@ def add(work: Work, linear: Node, add: Node) -> list[Node]:
     residual, (normed, total) = add.given["residual"], add.results
     given = linear.given | {"epilogue": skinny_gemm.ADD, "out": residual}
     return [
-        Node("few rows, added", _run, given, [total], add.rows, residual.number, linear.rule),
+        Node("few rows, added", linear.fn, given, [total], add.rows, residual.number, linear.rule),
         norm_apart(normed, total, add),
     ]
 

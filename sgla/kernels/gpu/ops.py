@@ -18,7 +18,8 @@ from sgla.kernels.batch import out_loc_of
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
-from sgla.kernels.gpu import mixture, states
+from sgla.kernels.gpu import integers, mixture, states
+from sgla.kernels.integers import are_integers
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
@@ -117,16 +118,20 @@ class GpuOps:
     def _product(self, x: Tensor, w: Weight, bias: Tensor | None) -> Tensor:
         if w.kind == "fp8" and w.scale is not None and w.n % 16 == w.k % 16 == 0 and not self.deterministic:
             return fp8.linear(fp8.quantize(x), w.data, w.scale, bias)
+        if are_integers(w):
+            return integers.product(x, w, bias, deterministic=self.deterministic)
         weight = self._plain(x, w)
         if self.deterministic:
             return invariant.linear(x, weight, bias)
         return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def _float32(self, x: Tensor, w: Weight, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        if out is None and (self.deterministic or are_integers(w)):
+            out = x.new_empty(x.shape[0], w.n, dtype=torch.float32)
+        if are_integers(w):
+            return integers.product(x, w, bias, out, self.deterministic)
         weight = self._plain(x, w)
         if self.deterministic:
-            if out is None:
-                out = x.new_empty(x.shape[0], w.n, dtype=torch.float32)
             return invariant.linear(x, weight, bias, out)
         if weight.dtype == torch.bfloat16 and bias is None:
             return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)

@@ -12,7 +12,7 @@ from torch import Tensor
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import mixture
+from sgla.kernels.gpu import integers, mixture
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
@@ -160,7 +160,7 @@ class RecordedForward:
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
             for shape in shapes:
                 first.setdefault((shape, *_choices(m, *shape)), m)
-        return sorted(set(first.values()))
+        return sorted({*first.values(), *integers.sizes(record.weights, most)})
 
     def _run(
         self,
@@ -210,7 +210,7 @@ class RecordedForward:
             return None
         if m <= skinny_gemm.MAX_ROWS:
             return m
-        limits = m <= mixture.OURS, m <= ROUTED, batch_gemm.choose_draw(m) is None
+        limits = m <= mixture.OURS, m <= ROUTED, m < integers.LONG, batch_gemm.choose_draw(m) is None
         reduced = False
         if record.ranks is not None:
             like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")

@@ -13,6 +13,8 @@ from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Record, Ref
 from sgla.kernels.trace import Size
 
+OTHER = "the weight is stored otherwise"  # why a rule for a storage refuses, which is not worth a word
+
 
 class Asked(NamedTuple):
     """What a step is. ``decode``: all rows are decode rows, and this kernel takes q, k and v from the
@@ -164,6 +166,8 @@ def _apply(work: Work, rule: Rule, node: Node) -> list[Node] | None:
     if chain is None:
         return None
     why = _plain(work, node) or rule.refuses(work, *chain)
+    if why == OTHER:
+        return None
     if why is not None:
         work.refused[rule.name, why] = work.refused.get((rule.name, why), 0) + 1
         return None

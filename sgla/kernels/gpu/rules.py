@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.gpu import delta, e4m3, experts, few, tiles, whole_step
+from sgla.kernels.gpu import delta, e4m3, experts, few, integers, tiles, whole_step
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
 from sgla.kernels.ops import AddedNorm, Ranks, Scoring
@@ -61,6 +61,10 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("tiles", (ops.linear,), tiles.refuses, tiles.make),
         Rule("norm + few rows", (ops.rms_norm, ops.linear), few.refuses, few.make),
         Rule("few rows", (ops.linear,), few.refuses, few.make),
+        Rule("norm + few integers", (ops.rms_norm, ops.linear), integers.few_refuses, integers.few),
+        Rule("few integers", (ops.linear,), integers.few_refuses, integers.few),
+        Rule("integers", (ops.linear,), integers.many_refuses, integers.many),
+        Rule("integers, unpacked for cuBLAS", (ops.linear,), integers.long_refuses, integers.unpacked),
         Rule("gate and e4m3", (ops.act_mul, ops.linear), e4m3.refuses, e4m3.gate),
         Rule("e4m3", (ops.linear,), e4m3.norm_refuses, e4m3.norm),
     ),
@@ -73,10 +77,12 @@ RULES: dict[Any, tuple[Rule, ...]] = {
     ),
     ops.act_mul: (
         Rule("gate", (few.NAME, ops.act_mul), few.gate_refuses, few.gate),
+        Rule("gate", (integers.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (tiles.NAME, ops.act_mul), tiles.gate_refuses, tiles.gate),
     ),
     ops.add_rms_norm: (
         Rule("added", (few.NAME, ops.add_rms_norm), few.add_refuses, few.add),
+        Rule("added", (integers.NAME, ops.add_rms_norm), few.add_refuses, few.add),
         Rule("experts added", (experts.NAME, ops.add_rms_norm), experts.sum_refuses, experts.sum_add),
         Rule("added", (tiles.NAME, ops.add_rms_norm), tiles.add_refuses, tiles.add),
         Rule("norm behind the ranks' sum", (ops.all_reduce, ops.add_rms_norm), reduced_refuses, reduced),

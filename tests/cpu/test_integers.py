@@ -1,0 +1,76 @@
+"""Weights of 4 and 8 bits for GPUs: what they hold, and their kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from sgla.errors import ConfigError
+from sgla.kernels.integers import GROUPS, KINDS
+from sgla.model.sizes import kinds_of
+from sgla.quant.integers import Integers
+from sgla.quant.weight import pack, storage
+
+
+def made(kind: str, n: int, k: int) -> tuple[Integers, tuple[torch.Tensor, ...]]:
+    """A weight of random numbers, and these."""
+    bits, group = KINDS[kind]
+    found: Any = storage(kind)
+    groups = -(-k // group)
+    q = torch.randint(0, 1 << bits, (n, k)).to(torch.uint8)
+    zero, scale = torch.randint(0, 1 + (1 << bits), (n, groups)).int(), torch.rand(n, groups).half().float()
+    return found.of(q, zero, scale), (q, zero, scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_integers_are_held_without_loss(kind: str) -> None:
+    _, group = KINDS[kind]
+    for n, k in ((3, 128), (2, 200), (1, 40), (4, 384)):
+        w, (q, zero, scale) = made(kind, n, k)
+        for found, given in zip(w.unpack(k, *w.tensors), (q, zero, scale), strict=True):
+            assert torch.equal(found, given)
+        dense = (q - zero.repeat_interleave(group, 1)[:, :k]) * scale.repeat_interleave(group, 1)[:, :k]
+        assert torch.equal(w.dequant(), dense)
+        assert torch.equal(w.take(torch.tensor([n - 1, 0])), dense[[n - 1, 0]])
+        if k > group:
+            assert torch.equal(w.columns(group, k).dequant(), dense[:, group:])
+            with pytest.raises(ConfigError, match="split over ranks between groups"):
+                w.columns(0, group // 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_is_as_fine_as_the_bits_allow(kind: str) -> None:
+    bits, group = KINDS[kind]
+    dense = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
+    dense[0, :group] = 0
+    error = (pack(dense, kind).dequant() - dense).norm() / dense.norm()
+    assert error < (0.1 if bits == 4 else 0.007)
+    assert not pack(dense, kind).dequant()[0, :group].any()
+
+
+def test_what_gpus_make_of_a_quantization() -> None:
+    for name, kind in (("int4", "int4g64"), ("int8", "int8g128")):
+        assert kinds_of("bfloat16", name, None, "cuda") == (kind, "bf16", "bf16")
+        assert kinds_of("bfloat16", name).linear == name
+    assert {group for _, group in KINDS.values()} == set(GROUPS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the same on the device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_equal_the_oracle(kind: str) -> None:
+    """Tiles that reach beyond rows, outputs and channels; a k in two parts."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    pytest.importorskip("triton")
+    from sgla.kernels.triton import integers
+
+    torch.manual_seed(0)
+    for m, n, k, splits in ((5, 70, 200, 1), (33, 40, 256, 2)):
+        w, bias = pack(torch.randn(n, k), kind), torch.randn(n)
+        assert isinstance(w, Integers)
+        x = torch.randn(m, k)
+        found = integers.linear(x, w, bias, tile=integers.Tile(32, 64, 4, 2, splits))
+        torch.testing.assert_close(found, x @ w.dequant().T + bias, rtol=1e-4, atol=1e-4)
+        assert torch.equal(integers.unpack(w, torch.float32), w.dequant())
