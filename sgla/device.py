@@ -17,7 +17,13 @@ LEAST_SHARED = 99  # of the others: 8.6, 8.9, 12.0, 12.1
 LEAST = (8, 0)  # capability with bfloat16 products
 CPU = "give --device cpu"
 OF_INTEGERS = "gptq", "awq", "compressed-tensors"  # methods whose layers, on GPUs, are integers in groups
-OF_EXPERTS = ("f32", "bf16", "fp8", "mxfp4")  # storages of experts that GPUs have kernels for
+OF_EXPERTS = (
+    "f32",
+    "bf16",
+    "fp8",
+    "mxfp4",
+    *(f"int{bits}g{group}" for bits in (4, 8) for group in (32, 64, 128)),
+)  # storages of experts that GPUs have kernels for
 # Settings for what models that make text do with logits, and for pages of KV.
 OF_TEXT = (
     "deterministic",

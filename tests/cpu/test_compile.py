@@ -90,9 +90,11 @@ FEW = {"A100": "gemma-2-9b"}  # the others are left to .ci/full
 def compiled(card: str, names: list[str]) -> None:
     fp8 = nvidia(card, CARDS[card]).fp8
     cases = [{"card": card, "model": SHAPES[name], "compile": True} for name in names]
+    cases += [case | {"config": {"quantization": "int8"}} for case in cases[:1]]
     if len(names) > 1:
         cases += [case | {"config": {"deterministic": True}} for case in cases[:4]]
         cases += [case | {"config": FP8} for case in cases[:12:4] if fp8]
+        cases += [case | {"config": {"quantization": "int4"}} for case in cases[:12:4]]
     found = start(cases, BASE)
     limit = nvidia(card, CARDS[card]).shared
     for case, answer in zip(cases, found, strict=True):
@@ -132,6 +134,7 @@ def test_every_file_of_cuda_compiles() -> None:
     except RuntimeError as error:
         pytest.skip(f"NVRTC is not installed: {error}")
     cases = [published(name, **more) for name in ("qwen3-0.6b", "qwen3-30b-a3b") for more in ({}, FP8)]
+    cases += [published("qwen3-8b", quantization=kind) for kind in ("int4", "int8")]
     limit = nvidia("H200", CARDS["H200"]).shared
     files: set[str] = set()
     for case, answer in zip(cases, start(cases, {}), strict=True):

@@ -140,19 +140,25 @@ def test_few_tokens_equal_the_oracle(d: int, f: int, experts: int, normalize: bo
     torch.testing.assert_close(total, h + expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", Clamped(1.702, 1.0)])
+CASES = [
+    *((kind, "mxfp4") for kind in ("silu", "gelu_tanh", Clamped(1.702, 1.0))),
+    *(("silu", kind) for kind in ("int4g128", "int8g32")),
+]
+
+
+@pytest.mark.parametrize(("activation", "kind"), CASES)
 @pytest.mark.parametrize(("tokens", "d", "f", "splits"), [(3, 96, 64, 1), (2, 400, 96, 3), (19, 160, 96, 0)])
-def test_experts_in_mxfp4_equal_the_oracle(tokens: int, d: int, f: int, splits: int, activation) -> None:
+def test_packed_experts_equal_the_oracle(tokens, d, f, splits, activation, kind) -> None:
     experts, routing = 6, Routing(2, normalize=True)
     x = torch.randn(tokens, d)
     router, *dense = weights(experts, f, d)
-    packed = [pack(router, "f32"), *(pack(w, "mxfp4") for w in dense)]
+    packed = [pack(router, "f32"), *(pack(w, kind) for w in dense)]
     biases = Biases(gate_up=torch.randn(experts, 2 * f), down=torch.randn(experts, d))
     expected = ops.moe(x, *packed, routing, activation, biases)
     p, ids = moe.route(x @ router.T, routing)
     groups, tile = None if splits else moe.group(ids, experts, 16), e2m1.Tile(32, 4, 2, splits)
-    inner = e2m1.product(x, packed[1].tensors, biases.gate_up, f, ids, groups, tile, activation)
-    y = e2m1.product(inner, packed[2].tensors, biases.down, d, ids, groups, tile)
+    inner = e2m1.product(x, packed[1], biases.gate_up, f, ids, groups, tile, activation)
+    y = e2m1.product(inner, packed[2], biases.down, d, ids, groups, tile)
     torch.testing.assert_close(moe.combine(y, p), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -13,14 +13,16 @@ from sgla.kernels.cuda import experts, grouped_gemm
 from sgla.kernels.cuda import router as router_cuda
 from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.device import this_device
+from sgla.kernels.integers import KINDS
 from sgla.kernels.ops import NO_BIASES, Biases
-from sgla.kernels.routing import Gating, Routing
+from sgla.kernels.routing import Clamped, Gating, Routing
 from sgla.kernels.triton import e2m1, elementwise, fp8, moe, moe_tiles
 
 if TYPE_CHECKING:
     from sgla.quant.weight import Weight
 
 ROUTED = 16  # tokens up to which norm and router are one kernel
+PACKED = ("mxfp4", *KINDS)  # storages whose numbers are unpacked on the way
 _GATED = ("silu", "gelu_tanh")  # activations that kernels have between both products
 MANY = 96  # pairs of an expert, on average, from which on CUDA kernels multiply what is in bfloat16
 OURS = 64  # tokens up to which the linear layer before the router is our kernel
@@ -100,9 +102,9 @@ def run(
     residual: Tensor | None = None,
     routed: Tensor | None = None,
 ) -> Outputs:
-    """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or e2m1.
+    """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or packed.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
-    assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", "mxfp4"), gate_up.kind
+    assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
     count, (tokens, d) = routing.experts(router.n), x.shape
     pairs = tokens * (routing.top_k + bool(routing.shared))
     apart = activation not in _GATED or not (biases.gate_up is biases.down is None)
@@ -118,7 +120,7 @@ def run(
         )  # fmt: skip
     else:
         sent = _route(x, norm, residual, routed, router, routing, biases, places)
-    if gate_up.kind == "mxfp4":
+    if gate_up.kind in PACKED:
         return _packed(sent, count, gate_up, down, activation, biases)
     if apart:
         return _apart(sent, count, gate_up, down, activation, biases)
@@ -169,12 +171,18 @@ def _products(
 def _packed(
     routed: RoutedExperts, count: int, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
 ) -> Outputs:
-    """Both products of experts in MXFP4, each with its biases."""
+    """Both products of packed experts, each with its biases."""
     x, probabilities, ids, _ = routed
     tiles = e2m1.choose(ids.numel(), count, x.itemsize, this_device().wgmma)
     groups = None if tiles.rows is None else moe.group(ids, count, tiles.rows)
-    inner = e2m1.product(x, gate_up.tensors, biases.gate_up, down.k, ids, groups, tiles.gate_up, activation)
-    y = e2m1.product(inner, down.tensors, biases.down, x.shape[1], ids, groups, tiles.down)
+    if activation in _GATED or isinstance(activation, Clamped):
+        inner = e2m1.product(x, gate_up, biases.gate_up, down.k, ids, groups, tiles.gate_up, activation)
+    else:
+        order = torch.arange(ids.numel(), device=x.device) if groups is None else groups.order.long()
+        n, rows = gate_up.n // count, x[order // ids.shape[1]]
+        inner = e2m1.product(rows, gate_up, biases.gate_up, n, ids, groups, tiles.down)
+        inner = ops.gated(inner.float(), activation).to(x.dtype)[order]
+    y = e2m1.product(inner, down, biases.down, x.shape[1], ids, groups, tiles.down)
     return Grouped(y, probabilities)
 
 

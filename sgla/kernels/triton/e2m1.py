@@ -1,22 +1,25 @@
 # mypy: allow-untyped-defs
-"""Products of experts whose weights are in MXFP4 (``quant/e2m1.py``): e2m1 numbers become bfloat16 in
-registers. Weights are the left side of the tensor cores' instruction, which may come from registers, so they
-never go through shared memory again.
+"""Products of experts whose weights are packed, in MXFP4 (``quant/e2m1.py``) or in integers
+(``quant/integers.py``), and become bfloat16 in registers. Weights are the left side of the tensor cores'
+instruction, which may come from registers, so they never go through shared memory again.
 
 Pairs, blocks and places are those of ``moe.py``.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.integers import KINDS
 from sgla.kernels.routing import Clamped, Gating
 from sgla.kernels.triton.common import _activate, _begin, _pdl
+from sgla.kernels.triton.integers import _numbers as _integers
+from sgla.kernels.triton.integers import _scale
 from sgla.kernels.triton.moe import Groups
 
 FEW = 16  # pairs up to which each is a block of its own, and nothing is sorted
@@ -25,6 +28,13 @@ LIFT = tl.constexpr(2.0**64)  # what sums are too small by: see ``quant/e2m1.py`
 # Sign and lower bits of two codes, where bfloat16 has them, as int32.
 SIGNS, LOWER = tl.constexpr(0x80008000 - (1 << 32)), tl.constexpr(0x01C001C0)
 BOTH = tl.constexpr(0x81C081C0 - (1 << 32))
+
+
+class Packed(Protocol):
+    """A weight in MXFP4, or in integers."""
+
+    kind: ClassVar[str]
+    tensors: tuple[Tensor, ...]
 
 
 class Tile(NamedTuple):
@@ -139,10 +149,31 @@ def _join(
 
 
 @triton.jit
+def _times(
+    numbers, constants, a, acc, inside, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BF16: tl.constexpr,
+):  # fmt: skip
+    """acc ``[N, M]`` and what a block of the weights, at these places, makes of ``a`` ``[M, 128]``. BITS 0:
+    of MXFP4."""
+    if BITS == 0:
+        w = _block(tl.load(numbers, inside[:, None]), tl.load(constants, inside), N, BF16)
+        acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+    else:
+        of_groups = tl.load(constants[:, None] + tl.arange(0, 128 // GROUP)[None, :], inside[:, None])
+        w = _integers(tl.load(numbers, inside[:, None]), of_groups, N, BITS, GROUP, GROUP < 128, BF16)
+        if GROUP < 128:
+            acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+        else:
+            acc += tl.dot(w, tl.trans(a), input_precision="ieee") * _scale(of_groups)
+    return acc
+
+
+@triton.jit
 def _experts(
-    x, w, exponents, bias, ids, order, table, out, n, k, blocks, top_k, alpha, limit,
+    x, w, constants, bias, ids, order, table, out, n, k, blocks, top_k, alpha, limit,
     GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, SPLITS: tl.constexpr,
-    BF16: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BF16: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BN outputs of the pairs of one block.
 
@@ -175,15 +206,17 @@ def _experts(
     column = first + r % BN
     inside = column < n
     row = expert.to(tl.int64) * (2 * n if GATED else n) + r // BN * n + column
-    w += row[:, None] * (blocks * 16) + tl.arange(0, 16)[None, :]
-    exponents += row * blocks
+    words: tl.constexpr = 4 * BITS if BITS else 16  # of a block; and its constants
+    per: tl.constexpr = 128 // GROUP if BITS else 1
+    w += row[:, None] * (blocks * words) + tl.arange(0, words)[None, :]
+    constants += row * (blocks * per)
     acc = tl.zeros([rows, BM], tl.float32)
     for at in range(begin, tl.minimum(begin + share, blocks)):
         here = live[:, None] & (at * 128 + c < k)[None, :]
         a = tl.load(source + at * 128, mask=here, other=0.0)
-        numbers = _block(tl.load(w + at * 16, inside[:, None]), tl.load(exponents + at, inside), rows, BF16)
-        acc = tl.dot(numbers, tl.trans(a), acc, input_precision="ieee")
-    acc *= LIFT
+        acc = _times(w + at * words, constants + at * per, a, acc, inside, rows, BITS, GROUP, BF16)
+    if BITS == 0:
+        acc *= LIFT
     if SPLITS > 1:
         part = (tl.program_id(1) * (tl.num_programs(0) // tiles) + place) * (2 * n if GATED else n)
         to = out + part[None, :] + (r // BN * n + column)[:, None]
@@ -203,7 +236,7 @@ def _experts(
 
 def product(
     x: Tensor,
-    w: tuple[Tensor, ...],
+    w: Packed,
     bias: Tensor | None,
     n: int,
     ids: Tensor,
@@ -212,13 +245,15 @@ def product(
     activation: Gating | None = None,
 ) -> Tensor:
     """One product of the pairs ids int32 ``[T, top_k]`` with the ``n`` outputs of their experts, whose
-    weights are the tensors of an ``E2M1``; bias float32, as long as these.
+    weights are ``w``; bias float32, as long as these.
 
     With ``activation`` the product of gate and up: x by token ``[T, k]``, w of ``[E * 2 n, k]`` -> ``[P, n]``
     in the pairs' order. Without: x in that order ``[P, k]``, w of ``[E * n, k]`` -> ``[P, n]`` by pair. k is
     a multiple of 32. Without ``groups`` the order is that of the pairs, and each is read for itself.
     """
-    words, exponents = w
+    words, constants = w.tensors
+    bits, group = KINDS.get(w.kind, (0, 128))
+    blocks = words.shape[1] // (4 * bits or 16)
     (pairs, k), top_k, gated = (ids.numel(), x.shape[1]), ids.shape[1], activation is not None
     out = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
     order, table, rows = (ids, ids, 16) if groups is None else (groups.order, groups.blocks, groups.rows)
@@ -232,9 +267,9 @@ def product(
     added = bias if bias is not None else x
     same = {"GATED": gated, "KIND": kind, "BIAS": bias is not None, "SPLITS": splits}
     _experts[(count * triton.cdiv(n, tile.n), splits)](
-        x, words, exponents.view(torch.int32), added, ids, order, table, part, n, k, words.shape[1] // 16,
-        top_k, alpha, limit, SORTED=groups is not None, BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n,
-        num_warps=tile.warps, num_stages=tile.stages, **same, **_pdl(),
+        x, words, constants.view(torch.int32), added, ids, order, table, part, n, k, blocks, top_k, alpha,
+        limit, SORTED=groups is not None, BITS=bits, GROUP=group, BF16=x.dtype == torch.bfloat16, BM=rows,
+        BN=tile.n, num_warps=tile.warps, num_stages=tile.stages, **same, **_pdl(),
     )  # fmt: skip
     if splits > 1:
         _join[(pairs, triton.cdiv(n, 512))](
