@@ -4,9 +4,10 @@
 // As in skinny_gemm.cu one block takes a share of the output tiles, its warps share the k of a tile, each with
 // a cp.async ring of its own that runs on across tiles, and the first loads are issued before the wait for the
 // previous kernel. x is kept in shared memory; where it has too many rows for that, k is cut in slices: blocks
-// leave their sums of a tile, and the one that comes last adds them up in order (SPLIT). Less their zero the
-// weights are exact in bfloat16. The sum of a group is float32 when it meets the scale, so nothing is rounded
-// but x and the result.
+// leave their sums of a tile, and the one that comes last adds them up in order (SPLIT). The weights are exact
+// in bfloat16, 128 too large (of 4 bits) or too small (of 8); that and their zero meet the sum of a group of x
+// instead of each weight. The sum of a group is float32 when it meets the scale, so nothing is rounded but x
+// and the result.
 #include "common.cuh"
 
 #ifndef BITS
@@ -80,6 +81,14 @@ template <int BYTES>  // 4, 8 or 16, of data that other warps read too
 __device__ __forceinline__ void cp_async_small(u32 dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(dst), "l"(src), "n"(BYTES) : "memory");
 }
+__device__ __forceinline__ float2 lds64(u32 addr) {
+  float2 r;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(addr) : "memory");
+  return r;
+}
+__device__ __forceinline__ void sts32(u32 addr, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
+}
 // a - b, two of bfloat16.
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) {
   u32 r;
@@ -95,11 +104,14 @@ __device__ __forceinline__ float half2f(u32 x) {
 __device__ __forceinline__ u32 mul2(u32 a, float lo, float hi) { return pack2(lo2f(a) * lo, hi2f(a) * hi); }
 __device__ __forceinline__ float square2(u32 a) { return lo2f(a) * lo2f(a) + hi2f(a) * hi2f(a); }
 
-// Two weights of a word as bfloat16, those at place p, less their zero.
-__device__ __forceinline__ u32 two(u32 word, int p, u32 zero) {
-  if (BITS == 4) return sub2((word >> (4 * p) & 0x000f000fu) | 0x43004300u, zero);
+__device__ __forceinline__ float add2(u32 a) { return lo2f(a) + hi2f(a); }
+
+// Two weights of a word as bfloat16, those at place p. ``mask``: of the bits of two numbers.
+constexpr u32 MASK = BITS == 4 ? 0x000f000fu : 0x007f007fu;
+__device__ __forceinline__ u32 two(u32 word, int p, u32 mask) {
+  if (BITS == 4) return (word >> (4 * p) & mask) | 0x43004300u;
   const u32 bytes = word >> (8 * p);  // of two's complement: the lower seven bits, less the eighth
-  return sub2(sub2((bytes & 0x007f007fu) | 0x43004300u, (bytes & 0x00800080u) | 0x43004300u), zero);
+  return sub2((bytes & mask) | 0x43004300u, (bytes & (mask + 0x00010001u)) | 0x43004300u);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Params p) {
@@ -113,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Para
   const int first = int((long long)tiles * part / parts), last = int((long long)tiles * (part + 1) / parts);
   const int begin = p.blocks * slice / p.slices, count = p.blocks * (slice + 1) / p.slices - begin;
   const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
-            kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES;
+            kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES,
+            kept_sums = kept_x + p.m * p.x_row;  // of the groups of x, [groups][NT * 8]
 
   // The last tile is moved back so that all its rows exist.
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
@@ -121,29 +134,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Para
   auto row_of = [&](int row) { return GATED ? row / 16 * 8 + row % 8 + (row % 16 >= 8 ? p.n : 0) : row; };
   // Block j of tile i is number i * count + j of this block's work, and warp w has every eighth from w on.
   int in_tile = first, in_block = warp;
+  const int my_row = lane / PIECES, piece = lane % PIECES, row_bytes = p.blocks * ROW_BYTES;
+  const char* in;                      // this lane's first piece of the weights
+  const u32* own[(W_ROWS + 31) / 32];  // its rows' constants
   auto settle = [&]() {
     while (in_block >= count) in_block -= count, ++in_tile;
+    const int column = first_column(in_tile), block = begin + in_block;
+    in = reinterpret_cast<const char*>(p.w) + (long long)(column + my_row) * row_bytes + block * ROW_BYTES +
+         piece * 16;
+#pragma unroll
+    for (int j = 0; j < W_ROWS; j += 32)
+      own[j / 32] = p.constants + ((long long)(column + row_of(j + lane)) * p.blocks + block) * PER;
   };
   settle();
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * STAGE_BYTES;
-      const int column = first_column(in_tile), block = begin + in_block;
-      const u32* from = p.w + ((long long)column * p.blocks + block) * (ROW_BYTES / 4);
 #pragma unroll
       for (int j = 0; j < W_ROWS * PIECES / 32; ++j) {
-        const int row = j * (32 / PIECES) + lane / PIECES, piece = lane % PIECES;
-        const int place = BITS == 8 ? piece ^ ((row & 1) << 2) : piece;
-        cp_async16(to + row * ROW_BYTES + place * 16,
-                   from + (long long)row_of(row) * p.blocks * (ROW_BYTES / 4) + piece * 4, 16);
+        const int row = j * (32 / PIECES), place = BITS == 8 ? piece ^ (((row + my_row) & 1) << 2) : piece;
+        cp_async16(to + (row + my_row) * ROW_BYTES + place * 16, in + (long long)row_of(row) * row_bytes, 16);
       }
 #pragma unroll
       for (int j = 0; j < W_ROWS; j += 32)
         if (j + lane < W_ROWS)
-          cp_async_small<PER * 4>(to + W_ROWS * ROW_BYTES + (j + lane) * (PER * 4),
-                                  p.constants + ((long long)(column + row_of(j + lane)) * p.blocks + block) * PER);
+          cp_async_small<PER * 4>(to + W_ROWS * ROW_BYTES + (j + lane) * (PER * 4), own[j / 32]);
       in_block += WARPS;
-      settle();
+      in += WARPS * ROW_BYTES;
+#pragma unroll
+      for (int j = 0; j < W_ROWS; j += 32) own[j / 32] += WARPS * PER;
+      if (in_block >= count) settle();
     }
     cp_async_commit();
   };
@@ -152,13 +172,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Para
   pdl_wait();
   pdl_launch();
 
-  // x, times the norm's weight; zeros behind its end.
+  // x, times the norm's weight, and the sums of its groups; zeros behind its end.
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
     float square[8] = {};
-    for (int at = threadIdx.x * 8; at < count * BLOCK; at += THREADS * 8) {
-      const int k = begin * BLOCK + at;
-      const bool here = k < p.k;
+    for (int step = 0; step < count * BLOCK; step += THREADS * 8) {
+      const int at = step + threadIdx.x * 8, k = begin * BLOCK + at;
+      const bool inside = at < count * BLOCK, here = inside && k < p.k;
       uint4 v[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -173,12 +193,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Para
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
+        if (j * 8 + i >= p.m) continue;
         if (NORM) {
           square[i] += square2(v[i].x) + square2(v[i].y) + square2(v[i].z) + square2(v[i].w);
           v[i] = {mul2(v[i].x, n0.x, n0.y), mul2(v[i].y, n0.z, n0.w), mul2(v[i].z, n1.x, n1.y),
                   mul2(v[i].w, n1.z, n1.w)};
         }
-        if (j * 8 + i < p.m) sts128(kept_x + (j * 8 + i) * p.x_row + at * 2, v[i]);
+        float sum = add2(v[i].x) + add2(v[i].y) + add2(v[i].z) + add2(v[i].w);
+#pragma unroll
+        for (int d = 1; d < GROUP / 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        if (inside) {
+          sts128(kept_x + (j * 8 + i) * p.x_row + at * 2, v[i]);
+          if (at % GROUP == 0) sts32(kept_sums + (at / GROUP * (NT * 8) + j * 8 + i) * 4, sum);
+        }
       }
     }
     if (NORM) {
@@ -198,6 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Para
   for (int j = 0; j < NT; ++j)
     x_at[j] = kept_x + min(j * 8 + lane % 8, p.m - 1) * p.x_row + lane / 8 * 16;
 
+  const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
   int stage = 0;
   for (int tile = first; tile < last; ++tile) {
     float kept[PER_THREAD];  // what ADD adds to
@@ -235,9 +263,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Para
         for (int j = 0; j < NT; ++j) ldmatrix(x[j], x_at[j] + block * (BLOCK * 2) + q * 64);
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
-          const u32 at = from + W_ROWS * ROW_BYTES + (i * 16 + g) * (PER * 4) + q * 32 / GROUP * 4;
-          const u32 lo = lds32(at), hi = lds32(at + PER * 32);
-          const u32 zero_lo = __byte_perm(lo, 0, 0x3232), zero_hi = __byte_perm(hi, 0, 0x3232);
           if (q * 32 % GROUP == 0) {
 #pragma unroll
             for (int j = 0; j < NT; ++j) sum[i][j][0] = sum[i][j][1] = sum[i][j][2] = sum[i][j][3] = 0.f;
@@ -246,18 +271,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Para
 #pragma unroll
           for (int s = 0; s < 2; ++s) {  // 16 channels
             const int word = BITS == 4 ? q : q % 2 * 2 + s, place = BITS == 4 ? s * 2 : 0;
-            const u32 a0 = two(u[word], place, zero_lo), a1 = two(v[word], place, zero_hi),
-                      a2 = two(u[word], place + 1, zero_lo), a3 = two(v[word], place + 1, zero_hi);
+            const u32 a0 = two(u[word], place, mask), a1 = two(v[word], place, mask),
+                      a2 = two(u[word], place + 1, mask), a3 = two(v[word], place + 1, mask);
 #pragma unroll
             for (int j = 0; j < NT; ++j) mma(sum[i][j], a0, a1, a2, a3, x[j][s * 2], x[j][s * 2 + 1]);
           }
-          if ((q + 1) * 32 % GROUP == 0) {
-            const float scale_lo = half2f(lo), scale_hi = half2f(hi);
+        }
+        if ((q + 1) * 32 % GROUP) continue;
+        float2 sums[NT];
 #pragma unroll
-            for (int j = 0; j < NT; ++j)
+        for (int j = 0; j < NT; ++j)
+          sums[j] = lds64(kept_sums + ((block * PER + q * 32 / GROUP) * (NT * 8) + j * 8 + t * 2) * 4);
 #pragma unroll
-              for (int e = 0; e < 4; ++e) acc[i][j][e] += sum[i][j][e] * (e < 2 ? scale_lo : scale_hi);
-          }
+        for (int i = 0; i < MT; ++i) {
+          const u32 at = from + W_ROWS * ROW_BYTES + (i * 16 + g) * (PER * 4) + q * 32 / GROUP * 4;
+          const u32 lo = lds32(at), hi = lds32(at + PER * 32);
+#pragma unroll
+          for (int j = 0; j < NT; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const u32 constants = e < 2 ? lo : hi;
+              const float of_zero = hi2f(constants) * (e & 1 ? sums[j].y : sums[j].x);
+              acc[i][j][e] += (sum[i][j][e] - of_zero) * half2f(constants);
+            }
         }
       }
       __syncwarp();

@@ -68,6 +68,11 @@ class Shape(NamedTuple):
         return self.groups * 8 * (self.tiles * 16 + 1)
 
     @property
+    def sums(self) -> int:
+        """Bytes of the sums of a block of x."""
+        return BLOCK // self.group * self.groups * 8 * 4
+
+    @property
     def stage(self) -> int:
         """Bytes that the warps load at a time."""
         return WARPS * self.tiles * 16 * (BLOCK * self.bits // 8 + BLOCK // self.group * 4)
@@ -94,15 +99,23 @@ def refuses(n: int, k: int) -> str | None:
     return "its output width is less than 32" if n < 32 else None
 
 
-def choose(m: int, n: int, k: int, gated: bool) -> Config:
+def choose(m: int, n: int, k: int, gated: bool, bits: int = 4) -> Config:
     """An estimate for ``n`` output columns: slices of x must fit, and blocks should be as many as there is
-    room for."""
-    tiles, blocks, most = 1 if m <= 2 else 2, -(-k // BLOCK), 2 * processors()
+    room for, with as many tiles each."""
+    tiles, blocks, most = 1 if m <= 2 or bits == 8 else 2, -(-k // BLOCK), 2 * processors()
     slices = min(blocks, -(-m * _x_row(blocks, 1) // X_ROOM))
     units = -(-n // (tiles * (8 if gated else 16)))
+    if slices > 1:
+        return Config(tiles, min(range(slices, min(blocks, 2 * slices) + 1), key=lambda s: _rounds(units, s)))
     while 2 * units * slices <= most and blocks >= 2 * slices * WARPS:
         slices *= 2
     return Config(tiles, slices)
+
+
+def _rounds(units: int, slices: int) -> float:
+    """How long the block that does most is at work, in tiles of whole rows."""
+    parts = min(units, max(1, 2 * processors() // slices))
+    return -(-units // parts) / slices
 
 
 def linear(
@@ -123,7 +136,7 @@ def linear(
     n = weight.n // 2 if gated else weight.n
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    config = config or choose(m, n, k, gated)
+    config = config or choose(m, n, k, gated, weight.bits)
     shape = Shape(
         weight.bits, weight.group, -(-m // 8), config.tiles, norm is not None, config.slices > 1, epilogue
     )
@@ -136,7 +149,8 @@ def linear(
         m, n, k, x.stride(0), out.stride(0), blocks, config.slices, x_row, eps,
     )  # fmt: skip
     parts = min(tiles, max(1, processors() * config.per_sm // config.slices))
-    _kernel(shape, -(-m * x_row // X_STEP) * X_STEP).launch(parts * config.slices, 32 * WARPS, params)
+    x_bytes = m * x_row + -(-blocks // config.slices) * shape.sums
+    _kernel(shape, -(-x_bytes // X_STEP) * X_STEP).launch(parts * config.slices, 32 * WARPS, params)
     return out
 
 
