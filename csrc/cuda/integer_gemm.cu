@@ -1,13 +1,14 @@
 // out[m, n] = act(norm(x)[m, k] w[n, k]^T) for few rows m and weights of 4 or 8 bits in groups with a scale
 // and a zero (``quant/integers.py``): reads the weights once, at the speed of the memory.
 //
-// As in skinny_gemm.cu one block takes a share of the output tiles, its warps share the k of a tile, each with
-// a cp.async ring of its own that runs on across tiles, and the first loads are issued before the wait for the
-// previous kernel. x is kept in shared memory; where it has too many rows for that, k is cut in slices: blocks
-// leave their sums of a tile, and the one that comes last adds them up in order (SPLIT). The weights are exact
-// in bfloat16, 128 too large (of 4 bits) or too small (of 8); that and their zero meet the sum of a group of x
-// instead of each weight. The sum of a group is float32 when it meets the scale, so nothing is rounded but x
-// and the result.
+// As in skinny_gemm.cu one block takes a share of the output tiles, its warps share the k of a tile, each by
+// a cp.async ring of its own that runs on across tiles, and the first loads are issued before the wait for
+// the previous kernel. x is kept in shared memory; where it has too many rows for that, k is cut in slices:
+// blocks leave their sums of a tile, and the one that comes last adds them up in order (SPLIT).
+//
+// Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
+// and the zero, comes off with the sum of a group of x. The sum of a group is float32 when it meets the
+// scale, so nothing is rounded but x and the result.
 #include "common.cuh"
 
 #ifndef BITS

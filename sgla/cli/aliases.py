@@ -201,7 +201,7 @@ STORED = Word(None, "the checkpoint tells how it is quantized")
 CHOSEN = Word("auto", "the kernels are this server's own, chosen for the device")
 FP16 = Word("bfloat16", "float16 is not computed in; bfloat16 keeps 8 of its 11 bits, float32 all")
 ONLY_E4M3 = "an 8-bit KV cache is e4m3: use fp8"
-NO_METHOD = "use another checkpoint, with --quantization int8 or int4 on a CPU, fp8 on a GPU if need be"
+NO_METHOD = "use another checkpoint, with --quantization int8 or int4, or fp8 on a GPU, if need be"
 KERNELS = "--attention-backend auto chooses for the model and the device; leave it out"
 LATENT = "latent attention has kernels in Triton, for every GPU: --attention-backend triton, or leave it out"
 DUAL = "a context ends where dual chunk attention would begin (1M models of Qwen2.5); leave it out"
@@ -367,7 +367,7 @@ REFUSED: list[tuple[str, str]] = [
             "torchao-config modelopt-* quantize-and-serve rl-quant-profile quantization-config "
             "allow-deprecated-quantization"
         ),
-        "use --quantization int8 or int4 on a CPU, fp8 on a GPU",
+        "use --quantization int8 or int4, or fp8 on a GPU",
     ),
     (
         "multi-item-scoring-delimiter enable-mis",
