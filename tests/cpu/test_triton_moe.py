@@ -23,7 +23,7 @@ from sgla.quant.weight import pack
 
 def test_routes_as_the_oracle_and_breaks_ties_by_number() -> None:
     logits = torch.randn(7, 12)
-    logits[3] = 0.0
+    logits[3, ::2], logits[3, 1::2] = -0.0, 0.0
     for normalize in (True, False):
         routing = Routing(3, normalize=normalize)
         p, ids = moe.route(logits, routing)
@@ -41,6 +41,7 @@ ROUTINGS = {  # and experts, bias of the logits, bias of the choice
     "GLM-4.7": (Routing(4, "sigmoid", True, least=1e-20, scale=1.8), 24, False, True),
     "GLM-4.5 in one group of two": (Routing(3, "sigmoid", groups=2, kept=1, two=True), 12, False, True),
     "ERNIE": (Routing(6, normalize=True, least=0.9), 24, False, True),
+    "shares of all, with a least sum": (Routing(3, normalize=True, least=0.9), 24, False, False),
     "GLM-4.7 with its shared expert": (Routing(4, "sigmoid", True, shared="always"), 24, False, True),
     "Qwen3.6 with its shared expert": (
         Routing(3, normalize=True, scale=2.0, shared="gated"),

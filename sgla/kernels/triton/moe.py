@@ -104,14 +104,21 @@ def _best_groups(ranked, i, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.c
     return tl.where(stays > 0, ranked, float("-inf"))
 
 
+@triton.jit
+def _ordered(x):
+    """int32 in the order of float32: a warp finds the largest of integers in one instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # of -0 as of 0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits, bias, choice, factor, ids, probabilities, done, tokens, experts, top_k, places, least, scale,
     s_logits,
     PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
     CHOICE: tl.constexpr, FACTOR: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, E: tl.constexpr,
-    K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, LEAST: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the best experts of BT tokens; equal ones go to the lower number. SHARED: and one more,
     with the sigmoid of the logit behind the others' if it is GATED. The first program clears
@@ -128,13 +135,15 @@ def _route(
     v = tl.load(at, mask=live & there, other=float("-inf"))
     if BIAS:
         v += tl.load(bias + i, mask=i < experts, other=0.0)[None, :]
-    if SIGMOID:
-        scores = tl.sigmoid(v)
-    else:
-        scores = tl.exp(v - tl.max(v, 1)[:, None])
-        scores = scores / tl.sum(scores, 1)[:, None]
     ranked = v  # in the order of the scores, and finer
-    if CHOICE or GROUPS > 0:
+    scores = v
+    BY_LOGITS: tl.constexpr = not CHOICE and GROUPS == 0  # only those of the chosen ones are wanted then
+    if not BY_LOGITS:
+        if SIGMOID:
+            scores = tl.sigmoid(v)
+        else:
+            scores = tl.exp(v - tl.max(v, 1)[:, None])
+            scores = scores / tl.sum(scores, 1)[:, None]
         ranked = scores
         if CHOICE:
             ranked += tl.load(choice + i, mask=i < experts, other=0.0)[None, :]
@@ -143,15 +152,30 @@ def _route(
         ranked = _best_groups(ranked, i, GROUPS, SIZE, KEPT, TWO)
     column = tl.arange(0, K)[None, :]
     chosen = tl.zeros([BT, K], tl.int32)
-    p = tl.zeros([BT, K], tl.float32)
+    p = tl.full([BT, K], float("-inf") if BY_LOGITS else 0.0, tl.float32)
+    order = _ordered(ranked)
     for j in range(top_k):
-        _, expert = tl.max(ranked, 1, return_indices=True)
-        own = i[None, :] == expert[:, None]
-        chosen = tl.where(column == j, expert[:, None], chosen)
-        p = tl.where(column == j, tl.sum(tl.where(own, scores, 0.0), 1)[:, None], p)
-        ranked = tl.where(own, float("-inf"), ranked)
+        best = tl.max(order, 1)[:, None]
+        expert = tl.min(tl.where(order == best, i[None, :], E - 1), 1)[:, None]
+        own = i[None, :] == expert
+        if CHOICE:
+            score = tl.sum(tl.where(own, scores, 0.0), 1)[:, None]
+        else:
+            score = tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True)
+        chosen = tl.where(column == j, expert, chosen)
+        p = tl.where(column == j, score, p)
+        order = tl.where(own, -0x80000000, order)
+    if BY_LOGITS:
+        if SIGMOID:
+            p = tl.sigmoid(p)
+        else:
+            top = tl.max(p, 1)[:, None]
+            p = tl.exp(p - top)
+            if not NORMALIZE or LEAST:
+                p = p / tl.sum(tl.exp(v - top), 1)[:, None]
     if NORMALIZE:
-        p = p / tl.maximum(tl.sum(p, 1), least)[:, None]
+        total = tl.sum(p, 1)
+        p = p / (tl.maximum(total, least) if LEAST else total)[:, None]
     chosen = tl.minimum(chosen, experts - 1)  # within bounds even for NaN
     p *= scale
     if FACTOR:
@@ -434,8 +458,9 @@ def route(
         CHOICE=biases.choice is not None, FACTOR=biases.factor is not None,
         SHARED=shared, GATED=routing.shared == "gated",
         GROUPS=max(2, triton.next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
-        SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two, E=triton.next_power_of_2(experts),
-        K=triton.next_power_of_2(width), BT=each, num_warps=each, **_pdl(),
+        SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two,
+        LEAST=routing.least > 0, E=triton.next_power_of_2(experts), K=triton.next_power_of_2(width), BT=each,
+        num_warps=each, **_pdl(),
     )  # fmt: skip
     return probabilities, ids
 
