@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import SMALL, VOCAB, random_prompts
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tiny import Transcript, check_draws, make_core, run, submit, tiny_config
 from torch import Tensor, nn
@@ -363,18 +364,22 @@ def test_the_task_is_read_from_the_files(tmp_path: Path) -> None:
 
 
 def test_lengths_of_a_cut_pair_are_those_of_the_tokenizers_library() -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """Before 0.23.3 it may give the odd token of two halves to the shorter text."""
+    from tokenizers import Tokenizer, __version__, models, pre_tokenizers
 
     from sgla.text.tokenizer import cut_lengths
 
-    vocab = {"a": 0, "b": 1}
+    vocab, old = {"a": 0, "b": 1}, Version(__version__) < Version("0.23.3")
     for first, second in ((3, 9), (9, 3), (5, 5), (1, 20), (8, 7)):
         for most in range(1, first + second + 2):
             backend = Tokenizer(models.WordLevel(vocab, unk_token="a"))
             backend.pre_tokenizer = pre_tokenizers.Whitespace()
             backend.enable_truncation(most, strategy="longest_first")
             ids = backend.encode("a " * first, "b " * second).ids
-            assert cut_lengths([first, second], most) == [ids.count(0), ids.count(1)]
+            expected = [ids.count(0), ids.count(1)]
+            if old and most <= second < first:
+                expected.reverse()
+            assert cut_lengths([first, second], most) == expected
 
 
 def test_labels_behind_a_prompt_equal_transformers_beside_running_text(tmp_path: Path) -> None:

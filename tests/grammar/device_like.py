@@ -4,7 +4,9 @@ are made when the result before has been read, with a token table of its own."""
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 from torch import Tensor
 
 os.environ["TRITON_INTERPRET"] = "1"  # a GPU may be there, but all tensors are the CPU's
+sys.path.append(str(Path(__file__).parents[1]))
+import interpreter
+
 from sgla.kernels.triton import sampling
 from sgla.messages import RowSampling, StepPlan, StepResult
 from sgla.sampling import device
@@ -87,6 +92,7 @@ class HostRules:
 
 
 # This process is the worker's own. Triton's interpreter would take most of the time.
+interpreter.patch_once()
 torch.cuda.Event = Event  # type: ignore[misc, assignment]
 sampling.sample, sampling.mask = choose, mask  # type: ignore[assignment]
 device.DeviceRules = HostRules  # type: ignore[misc, assignment]
