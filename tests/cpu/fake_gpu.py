@@ -41,6 +41,7 @@ from sgla.worker import gpu_setup
 from sgla.worker.cuda import CudaRunner
 
 ROWS = 24
+GPU = torch.device("cuda", 0)
 LOADED: list[bool] = []  # not empty: weights were asked for
 
 
@@ -157,6 +158,7 @@ def pretend(name: str = "H200") -> None:
     build.driver = tensor_map.driver = Nothing
     triton.runtime.driver.set_active(Driver())
     load.load_weights = lambda *args, **kwargs: LOADED.append(True)
+    load._device = lambda: GPU  # so storages are those of GPUs
     device.use(device.describe())
 
 
