@@ -9,7 +9,8 @@
 // inside a fragment is free as long as both agree, so a lane reads 16 contiguous bytes of each. RMSNorm is
 // fused: x is multiplied by the norm weight on the fly (or once, into shared memory: STAGED) and the row's
 // scale, summed along the way, is applied to the result. Weights may be e4m3 (E4M3): they become bfloat16 in
-// registers, so x is not rounded, and each column's scale is applied to the result.
+// registers, so x is not rounded, and each column's scale is applied to the result. Or x is what a gate lets
+// through (GATE), made once in shared memory too.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x
@@ -29,6 +30,12 @@
 #endif
 #ifndef STAGED  // 1: x (times the norm weight) is kept in shared memory, for very few rows
 #define STAGED 0
+#endif
+#ifndef GATE  // 1: x * sigmoid(by) first; 2 and 3: the RMSNorm of each head of x * silu(by) or sigmoid(by)
+#define GATE 0
+#endif
+#ifndef HEAD  // elements of such a head
+#define HEAD 128
 #endif
 #ifndef E4M3  // 1: weights are e4m3 with a scale for each row
 #define E4M3 0
@@ -58,10 +65,11 @@ struct Params {
   const bf16* x;      // [m, x_stride]
   const weight* w;    // [n, k]; gated: gate rows, then up rows
   const float* scale; // of the rows of w, if they are e4m3
-  const float* norm;  // [k]
+  const float* norm;  // [k]; [HEAD] of heads
+  const bf16* by;     // [m, by_stride], or null
   const float* bias;  // [n] or null
   void* out;          // [m, out_stride]
-  int m, n, k, x_stride, out_stride;  // n: output columns
+  int m, n, k, x_stride, by_stride, out_stride;  // n: output columns
   float eps;
 };
 
@@ -74,6 +82,48 @@ __device__ __forceinline__ uint4 lds128(u32 addr) {
                : "r"(addr)
                : "memory");
   return r;
+}
+
+__device__ __forceinline__ void sts128(u32 addr, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Two of x times their factors, and what the gate makes of z.
+__device__ __forceinline__ u32 let_through(u32 x, u32 z, float lo, float hi) {
+  const float a = __fdividef(GATE == 2 ? lo2f(z) : 1.f, 1.f + exp2_fast(-1.442695041f * lo2f(z)));
+  const float b = __fdividef(GATE == 2 ? hi2f(z) : 1.f, 1.f + exp2_fast(-1.442695041f * hi2f(z)));
+  return pack2(lo2f(x) * lo * a, hi2f(x) * hi * b);
+}
+// A row of at most 4 * THREADS * 8 elements, gated, into shared memory. A head is of neighbouring lanes.
+__device__ __forceinline__ void stage_gated(const Params& p, int row, u32 to) {
+  constexpr int MOST = 4;
+  const bf16 *x = p.x + (long long)row * p.x_stride, *by = p.by + (long long)row * p.by_stride;
+  uint4 v[MOST], z[MOST];
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) {
+    const int k = (i * THREADS + threadIdx.x) * 8;
+    v[i] = k < p.k ? *reinterpret_cast<const uint4*>(x + k) : uint4{};
+    z[i] = k < p.k ? *reinterpret_cast<const uint4*>(by + k) : uint4{};
+  }
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) {
+    const int k = (i * THREADS + threadIdx.x) * 8;
+    float4 f0 = {1.f, 1.f, 1.f, 1.f}, f1 = f0;
+    if (GATE > 1) {
+      float sum = square2(v[i].x) + square2(v[i].y) + square2(v[i].z) + square2(v[i].w);
+#pragma unroll
+      for (int d = 1; d < HEAD / 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+      const float s = rsqrtf(sum / HEAD + p.eps);
+      const float4* norm = reinterpret_cast<const float4*>(p.norm + k % HEAD);
+      f0 = norm[0], f1 = norm[1];
+      f0 = {f0.x * s, f0.y * s, f0.z * s, f0.w * s};
+      f1 = {f1.x * s, f1.y * s, f1.z * s, f1.w * s};
+    }
+    if (k < p.k)
+      sts128(to + k * 2, {let_through(v[i].x, z[i].x, f0.x, f0.y), let_through(v[i].y, z[i].y, f0.z, f0.w),
+                          let_through(v[i].z, z[i].z, f1.x, f1.y), let_through(v[i].w, z[i].w, f1.z, f1.w)});
+  }
 }
 
 // Four e4m3 weights, two of them as bfloat16: the bits fit into place and are 2^120 too small.
@@ -147,7 +197,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   if (STAGED) {
     for (int row = 0; row < p.m; ++row) {
       float sum = 0.f;
-      for (int k = threadIdx.x * 8; k < p.k; k += THREADS * 8) {
+      if (GATE) stage_gated(p, row, staged + row * p.k * 2);
+      for (int k = threadIdx.x * 8; !GATE && k < p.k; k += THREADS * 8) {
         uint4 v = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         if (NORM) {
           const float4 n0 = *reinterpret_cast<const float4*>(p.norm + k),
@@ -155,9 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
           sum += square2(v.x) + square2(v.y) + square2(v.z) + square2(v.w);
           v = {mul2(v.x, n0.x, n0.y), mul2(v.y, n0.z, n0.w), mul2(v.z, n1.x, n1.y), mul2(v.w, n1.z, n1.w)};
         }
-        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(staged + (row * p.k + k) * 2), "r"(v.x),
-                     "r"(v.y), "r"(v.z), "r"(v.w)
-                     : "memory");
+        sts128(staged + (row * p.k + k) * 2, v);
       }
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);

@@ -179,6 +179,14 @@ def test_rounding_on_the_way_equals_rounding_apart(architecture: str, exact: Non
         assert 1e-3 < (found - exactly).abs().max() < 1.5  # it was rounded
 
 
+def gated_rows(x: Tensor, gate: skinny_gemm.Gate) -> Tensor:
+    assert skinny_gemm.gate_refuses(*x.shape, gate.norm) is None
+    if gate.norm is None:
+        return ops.sigmoid_mul(x, gate.by.float())
+    x, by = (y.unflatten(1, (-1, len(gate.norm))) for y in (x, gate.by))
+    return ops.gated_rms_norm(x, by, gate.norm, gate.eps, "silu" if gate.silu else "sigmoid").flatten(1)
+
+
 def skinny_linear(
     x: Tensor,
     w: Tensor,
@@ -186,6 +194,7 @@ def skinny_linear(
     scale: None,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    gate: skinny_gemm.Gate | None = None,
     bias: Tensor | None = None,
     epilogue: int = skinny_gemm.STORE,
     out: Tensor | None = None,
@@ -194,6 +203,8 @@ def skinny_linear(
     """``skinny_gemm.linear`` in torch's operations."""
     with using(None):
         rows = x.float() if norm is None else ops.rms_norm(x.float(), norm, eps)
+        if gate is not None:
+            rows = gated_rows(rows, gate)
         y = rows @ w.float().t() + (0 if bias is None else bias)
         if epilogue == skinny_gemm.ADD:
             assert out is not None
@@ -452,6 +463,46 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
     assert (found - expected).norm() < 0.02 * expected.norm()
     [program] = forward._programs.values()
     assert ("few rows + added" in program.work.taken) is (reads == "nothing")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("apart", [0, 4])
+@pytest.mark.parametrize("activation", ["sigmoid_mul", "silu", "sigmoid"])
+def test_the_product_behind_a_gate_takes_both(
+    activation: str, apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows of the gate do not lie at multiples of 16 bytes, and with more rows, each is by itself."""
+    monkeypatch.setattr(rewrite, "this_device", lambda: nvidia("H200", (9, 0), 132))
+    skinny = Mock(wraps=skinny_linear)
+    monkeypatch.setattr(skinny_gemm, "linear", skinny)
+    torch.manual_seed(0)
+    table = pack(torch.randn(9, 256 + apart), "bf16")
+    w, norm = pack(torch.randn(64, 128) / 12, "bf16"), torch.rand(64) + 0.5
+
+    class Layer:
+        unrecorded = ""
+        spec, embed = SimpleNamespace(hidden=64), SimpleNamespace(weight=table)
+
+        def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
+            x = ops.embedding(batch.ids, table)
+            x, gate = x[:, :128], x[:, 128 + apart :]
+            if activation == "sigmoid_mul":
+                return ops.linear(ops.sigmoid_mul(x, gate), w)
+            x, gate = (y.unflatten(1, (-1, 64)) for y in (x, gate))
+            return ops.linear(ops.gated_rms_norm(x, gate, norm, 1e-5, activation).flatten(1), w)
+
+    for rows in (1, 2, 3):
+        batch: Any = SimpleNamespace(ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows)
+        expected = Layer().forward(batch, [], None).float()
+        forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
+        skinny.reset_mock()
+        found = forward.hidden(batch).float()
+        assert not forward.notes
+        assert (found - expected).norm() < 0.02 * expected.norm()
+        [program] = forward._programs.values()
+        assert program.work.taken["gated + few rows"] == (rows < 3)
+        [call] = skinny.call_args_list
+        assert (call.kwargs.get("gate") is not None) == (rows < 3 and not apart)
 
 
 def test_what_has_a_kernel_is_recorded_as_itself() -> None:

@@ -398,6 +398,31 @@ def test_skinny_gemm(m: int, n: int, k: int, norm: bool) -> None:
         assert relative(skinny_gemm.linear(x, w, epilogue=epilogue, **options), ops.act_mul(y, kind)) < 1e-2
 
 
+@pytest.mark.parametrize("head", [0, 64, 128, 256])
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize(("m", "k"), [(1, 512), (1, 4096), (2, 4096), (1, 8192)])
+def test_skinny_gemm_of_what_a_gate_lets_through(m: int, k: int, silu: bool, head: int) -> None:
+    from sgla.kernels.cuda import skinny_gemm
+
+    both = torch.randn(m, 2 * k + 64, dtype=BF16, device="cuda") * 2
+    x, by = both[:, :k], both[:, k + 64 :]
+    norm = torch.rand(head, device="cuda") + 0.5 if head else None
+    gate = skinny_gemm.Gate(by, norm, 1e-6, silu)
+    if norm is None:
+        gated = ops.sigmoid_mul.body(x.float(), by.float())
+    else:
+        heads = (y.float().unflatten(1, (-1, head)) for y in (x, by))
+        gated = ops.gated_rms_norm.body(*heads, norm, 1e-6, "silu" if silu else "sigmoid").flatten(1)
+    for n in (2048, 4096):
+        w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5
+        y = gated.to(BF16).double() @ w.double().t()
+        h = torch.randn(m, n, dtype=BF16, device="cuda")
+        total = h.double() + y
+        assert relative(skinny_gemm.linear(x, w, gate=gate), y) < 5e-3
+        skinny_gemm.linear(x, w, gate=gate, epilogue=skinny_gemm.ADD, out=h)
+        assert relative(h, total) < 5e-3
+
+
 CUTS = {  # of batch_gemm: its Config, and rows
     (64, 1, 2, False): (1, 16, 33, 64),
     (64, 2, 2, False): (16, 17, 64),

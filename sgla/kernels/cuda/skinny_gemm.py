@@ -19,8 +19,8 @@ P = ctypes.c_void_p
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *((name, P) for name in ("x", "w", "scale", "norm", "bias", "out")),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride")),
+        *((name, P) for name in ("x", "w", "scale", "norm", "by", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "by_stride", "out_stride")),
         ("eps", ctypes.c_float),
     )
 
@@ -38,11 +38,44 @@ STAGED_ROWS = 2  # at most, or reading x once costs more than it saves
 STAGED_BYTES = 16 << 10  # of x in shared memory, so that two blocks still fit on a multiprocessor
 
 
+class Gate(NamedTuple):
+    """What x is first: ``x * sigmoid(by)``, by bf16 ``[m, k]``; with ``norm`` float32[head] the RMSNorm of
+    each head of x times that, or times ``silu(by)`` if ``silu``."""
+
+    by: Tensor
+    norm: Tensor | None = None
+    eps: float = 0.0
+    silu: bool = False
+
+    @property
+    def defines(self) -> tuple[int, int]:
+        """GATE and HEAD."""
+        return (1, 128) if self.norm is None else (2 if self.silu else 3, len(self.norm))
+
+
+def gate_refuses(m: int, k: int, norm: Tensor | None) -> str | None:
+    """Why ``m`` rows of the width ``k`` cannot be gated on the way, or None."""
+    if m > STAGED_ROWS or m * k * 2 > STAGED_BYTES:
+        return f"x is gated once, for at most {STAGED_ROWS} rows and {STAGED_BYTES} bytes"
+    if norm is None or (norm.dtype == torch.float32 and norm.shape in ((64,), (128,), (256,))):
+        return None
+    return "it takes norms of heads of 64, 128 or 256 in float32"
+
+
 @cache
-def _kernel(groups: int, config: Config, norm: bool, epilogue: int, staged: bool, e4m3: bool) -> Kernel:
+def _kernel(
+    groups: int,
+    config: Config,
+    norm: bool,
+    epilogue: int,
+    staged: bool,
+    e4m3: bool,
+    gate: tuple[int, int] | None = None,
+) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
     defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": int(staged)}
     defines |= {"E4M3": 1} if e4m3 else {}
+    defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
     shared = 8 * config.stages * 2048 * config.tiles + (STAGED_BYTES if staged else 0)
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, shared)
 
@@ -73,6 +106,7 @@ def linear(
     scale: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
+    gate: Gate | None = None,
     bias: Tensor | None = None,
     epilogue: int = STORE,
     out: Tensor | None = None,
@@ -82,7 +116,8 @@ def linear(
     x bf16 ``[m, k]`` with m <= 16, weight bf16 ``[n, k]``, k a multiple of 64.
 
     With ``scale`` float32[n] the weight is e4m3, its rows times these, and k a multiple of 128. ``norm``
-    float32[k]: RMSNorm of x first. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
+    float32[k]: RMSNorm of x first; or ``gate``, see ``gate_refuses``, with rows of x and of what gates at
+    multiples of 16 bytes. Epilogues: STORE bf16; ADD into ``out`` in place; SILU, GELU: the rows of
     ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32.
     """
     m, k = x.shape
@@ -92,12 +127,18 @@ def linear(
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
     config = config or choose(m, n, k if scale is None else k // 2, gated)
     staged = norm is not None and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
-    kernel = _kernel(-(-m // 8), config, norm is not None, epilogue, staged, scale is not None)
+    normed, by = norm is not None, None
+    if gate is not None:
+        assert norm is None
+        assert gate_refuses(m, k, gate.norm) is None
+        staged, by, norm, eps = True, gate.by, gate.norm, gate.eps
+    gating = None if gate is None else gate.defines
+    kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating)
     params = _Params(
         x.data_ptr(), weight.data_ptr(), scale.data_ptr() if scale is not None else None,
-        norm.data_ptr() if norm is not None else None,
-        bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0), out.stride(0),
-        eps,
+        norm.data_ptr() if norm is not None else None, by.data_ptr() if by is not None else None,
+        bias.data_ptr() if bias is not None else None, out.data_ptr(), m, n, k, x.stride(0),
+        by.stride(0) if by is not None else 0, out.stride(0), eps,
     )  # fmt: skip
     columns = config.tiles * (8 if config.half or gated else 16)
     kernel.launch(min(-(-n // columns), processors() * config.per_sm), 256, params)

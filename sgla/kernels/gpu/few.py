@@ -1,4 +1,5 @@
-"""Linear layers of few rows: the kernel of ``skinny_gemm``, with a norm before and what follows behind."""
+"""Linear layers of few rows: the kernel of ``skinny_gemm``, with a norm or a gate before, and with what
+follows."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
 from sgla.kernels.gpu.tuning import Product, choose
+from sgla.kernels.triton import delta, elementwise
 
 NAME = "few rows"  # of nodes that other rules look for
 WIDE = 8 << 20  # elements of a weight that is wide for few rows
@@ -88,6 +90,35 @@ def norm_apart(normed: int, total: int, add: Node) -> Node:
     """The norm of ``add_rms_norm``, where the sum is there."""
     given = {"x": Ref(total), "weight": add.given["weight"], "eps": add.given["eps"]}
     return Node(ops.rms_norm, None, given, [normed], add.rows)
+
+
+def by_refuses(work: Work, *chain: Node) -> str | None:
+    gates, linear = chain[0], chain[-1]
+    given, w = gates.given, linear.given["w"]
+    if (why := refuses(work, linear)) is not None:
+        return why
+    if work.record.dtypes[given["gate"].number] != torch.bfloat16:
+        return "the gate is not in bfloat16"
+    return skinny_gemm.gate_refuses(work.rows(linear), w.k, given.get("weight"))
+
+
+def by(work: Work, *chain: Node) -> list[Node]:
+    """With what a gate lets through: ``sigmoid_mul``, or ``gated_rms_norm`` and its heads side by side."""
+    gates, linear = chain[0].given, chain[-1]
+    [node] = make(work, linear)
+    more = {"x": gates["x"], "by": gates["gate"], "heads": gates.get("weight"), "eps": gates.get("eps", 0.0)}
+    more["silu"] = gates.get("activation") == "silu"
+    del node.given["norm"]
+    return [Node(NAME, _run_gated, node.given | more, linear.results, linear.rows)]
+
+
+def _run_gated(x: Tensor, by: Tensor, heads: Tensor | None, eps: float, silu: bool, **given: Any) -> Tensor:
+    beside = x.flatten(1), by.flatten(1)
+    if all(y.stride(1) == 1 and y.stride(0) % 8 == y.data_ptr() % 16 == 0 for y in beside):
+        return _run(beside[0], gate=skinny_gemm.Gate(beside[1], heads, eps, silu), norm=None, **given)
+    if heads is None:
+        return _run(elementwise.sigmoid_mul(*beside), norm=None, **given)
+    return _run(delta.gated_rms_norm(x, by, heads, eps, silu).flatten(1), norm=None, **given)
 
 
 def logits(work: Work, *chain: Node) -> list[Node]:

@@ -56,10 +56,13 @@ def _always(work: Work, *chain: Node) -> None:
     return None
 
 
+GATED_HEADS = (ops.gated_rms_norm, torch.Tensor.flatten, ops.linear)
 RULES: dict[Any, tuple[Rule, ...]] = {
     ops.linear: (
         Rule("tiles", (ops.linear,), tiles.refuses, tiles.make),
         Rule("norm + few rows", (ops.rms_norm, ops.linear), few.refuses, few.make),
+        Rule("gated + few rows", (ops.sigmoid_mul, ops.linear), few.by_refuses, few.by),
+        Rule("gated + few rows", GATED_HEADS, few.by_refuses, few.by),
         Rule("few rows", (ops.linear,), few.refuses, few.make),
         Rule("norm + few integers", (ops.rms_norm, ops.linear), integers.few_refuses, integers.few),
         Rule("few integers", (ops.linear,), integers.few_refuses, integers.few),
