@@ -106,7 +106,7 @@ PLATFORMS = {
     "cpu": Platform("sgla.worker.start_cpu:cpu_runner"),
     "cuda": Platform(
         "sgla.worker.start_gpu:cuda_runner",
-        lacks=("enable_lora", "logits_processors"),
+        lacks=("logits_processors",),
         place="sgla.worker.place:Gpu",
     ),
 }

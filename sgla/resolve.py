@@ -107,7 +107,7 @@ def resolve(
     settle_quantization(filling, machine, device, spec, dtype)
     settle_adapters(filling)
     config = filling.config
-    check_adapters(config, isinstance(spec, GenericSpec))
+    check_adapters(config, device, isinstance(spec, GenericSpec))
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
     elif spec is not None:
@@ -312,7 +312,7 @@ def settle_adapters(filling: Filling) -> None:
         filling.reasons["enable_lora"] = "there are --lora-modules"
 
 
-def check_adapters(config: Config, generic: bool) -> None:
+def check_adapters(config: Config, device: str, generic: bool) -> None:
     """Raise ConfigError for settings of adapters that are nothing without them, or cannot be together.
     ``generic``: a module of transformers computes."""
     plain = Config()
@@ -336,6 +336,10 @@ def check_adapters(config: Config, generic: bool) -> None:
             "--enable-lora cannot be honoured for a model that runs through transformers' module; leave "
             "it out",
             param="enable_lora",
+        )
+    if device == "cuda" and "lm_head" in config.lora_target_modules:
+        raise ConfigError(
+            "--lora-target-modules lm_head is for --device cpu; leave it out", param="lora_target_modules"
         )
     for name in ("deterministic", "cpu_offload_gb"):
         if getattr(config, name):

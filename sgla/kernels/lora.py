@@ -22,12 +22,19 @@ Groups = list[tuple[int, Tensor | None]]  # a place, and the rows that have it; 
 class Rows:
     """The place of each row of a step: of its T tokens, and of the S whose successors are sampled, the only
     rows that the last layer goes on with. ``active``: some row has an adapter. What is recorded while it is
-    False knows of no adapters. ``tokens`` and ``sampled``: int32 on the device, where kernels read them."""
+    False knows of no adapters.
 
-    def __init__(self, tokens: int = 0, sampled: int = 0) -> None:
+    Kernels of a GPU read ``tokens`` and ``sampled``, int32 on the device, whose memory stays, and ``tiles``,
+    int32[*, 3]: runs of tokens with one adapter, each its first token, how many they are, and their place;
+    None where every token is a row of its own.
+    """
+
+    tokens: Tensor
+    sampled: Tensor
+    tiles: Tensor | None = None
+
+    def __init__(self) -> None:
         self.active = False
-        self.tokens = torch.zeros(tokens, dtype=torch.int32)
-        self.sampled = torch.zeros(sampled, dtype=torch.int32)
         self._count = 0
         self._groups: tuple[Groups, Groups] = ([], [])
 
@@ -58,14 +65,16 @@ class Stack:
     """What the adapters at all places add to one linear layer, whose ``parts`` (q, k and v) lie side by side:
     ``x @ a.T @ b.T`` for each of them.
 
-    ``a`` [places, parts, rank, k] and ``b`` [places, n, rank], which has the adapter's scale in it; ``ends``:
-    where the rows of each part end. ``ranks``: of the adapter at each place; 0: it leaves the layer as it is.
+    ``a`` [places, parts, rank, k] and ``b`` [places, n, rank], which has the adapter's scale in it; ``ends``
+    and, on the device, ``bounds``: where the rows of each part end. ``ranks``: of the adapter at each place;
+    0: it leaves the layer as it is.
     """
 
     def __init__(self, places: int, rank: int, k: int, sizes: list[int], dtype: torch.dtype) -> None:
         self.a = torch.zeros(places, len(sizes), rank, k, dtype=dtype)
         self.b = torch.zeros(places, sum(sizes), rank, dtype=dtype)
         self.ends: list[int] = np.cumsum(sizes).tolist()
+        self.bounds = torch.tensor(self.ends, dtype=torch.int32)
         self.ranks = [0] * places
 
     @property
@@ -110,6 +119,26 @@ def lora(x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
             start = end
         y[slice(None) if index is None else index] = torch.cat(made, 1) if len(made) > 1 else made[0]
     return y
+
+
+@op
+def add_lora(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
+    """``y + lora(x)``, if a device can in the memory of y [T, n]."""
+    return y + lora.body(x, stack, rows, sampled).to(y.dtype)
+
+
+def tiles_of(places: Int32s, q_lens: Int32s, size: int) -> Int32s:
+    """``Rows.tiles`` of ``size`` tokens at most, of rows with these places and numbers of tokens."""
+    firsts = np.cumsum(q_lens) - q_lens
+    return np.array(
+        [
+            (first + at, min(size, count - at), place)
+            for first, count, place in zip(firsts.tolist(), q_lens.tolist(), places.tolist())
+            if place
+            for at in range(0, count, size)
+        ],
+        np.int32,
+    ).reshape(-1, 3)
 
 
 def added(x: Tensor, stack: Stack | None, rows: Rows | None) -> Tensor | None:

@@ -63,17 +63,18 @@ class AdapterStore:
         self._host[number] = pieces
         return {"bytes": sum(piece.a.nbytes + piece.b.nbytes for piece in pieces)}
 
-    def bring(self, copy: Copy) -> bool:
-        """Copy an adapter to a place, without waiting for the device. False: it is gone."""
+    def bring(self, copy: Copy) -> list[Piece] | None:
+        """Copy an adapter to a place, without waiting for the device, and return what must stay meanwhile;
+        None: it is gone."""
         (number,), (place,) = column(copy.sources), column(copy.targets)
         pieces = self._host.get(int(number))
         if pieces is None:
-            return False
+            return None
         for stack in self.adapters.stacks:
             stack.clear(int(place))
         for target, a, b in pieces:
             target.stack.put(int(place), target.part, a, b)
-        return True
+        return pieces
 
 
 class AdaptedForward:
@@ -102,4 +103,4 @@ def token_places(places: Int32s, slots: Int32s, q_start: Int32s) -> Int32s:
 def bring_adapters(store: AdapterStore | None, copies: Sequence[Copy]) -> list[Moved]:
     """Copies that have ended at once."""
     assert store is not None, "adapters for a runner without places"
-    return [Moved(copy.transfer, store.bring(copy)) for copy in copies]
+    return [Moved(copy.transfer, store.bring(copy) is not None) for copy in copies]

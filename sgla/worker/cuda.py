@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgla.messages import SAMPLE, StepPlan, StepResult
+from sgla.messages import SAMPLE, Moved, StepPlan, StepResult
 from sgla.worker.batch import state_columns
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
 from sgla.worker.gpu_setup import GpuSetup
 from sgla.worker.gpu_steps import Launched
 from sgla.worker.kv import zero_pages
+from sgla.worker.loop import Computed
 from sgla.worker.state import column
 from sgla.worker.verify import Verify
 
@@ -30,8 +31,13 @@ class CudaRunner(GpuSetup):
     """Launches steps."""
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Flight:
+    def launch(self, plan: StepPlan) -> Flight | Computed:
         """Queue the step on the GPU. Waits for nothing."""
+        for copy in plan.copies:
+            assert self.copies is not None, "copies for a runner without places"
+            self.copies.begin(copy)
+        if not plan.slots:
+            return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
         begin = torch.cuda.Event(enable_timing=True)
         begin.record()
         self.steps.tables.apply(plan, self.steps.sampler)
@@ -77,17 +83,26 @@ class CudaRunner(GpuSetup):
         self.flights.release(flight)
 
     @torch.inference_mode()
-    def finish(self, flight: Flight) -> StepResult:
+    def finish(self, flight: Flight | Computed) -> StepResult:
         """The result of a launched step, in order; blocks until it is there."""
+        if isinstance(flight, Computed):
+            return flight.result
         result = self.flights.finish(flight)
         self.profiler.step()
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:
         flight = self.launch(plan)
-        if flight.held:
+        if isinstance(flight, Flight) and flight.held:
             self.release(flight)
         return self.finish(flight)
+
+    @property
+    def copying(self) -> bool:
+        return self.copies is not None and self.copies.under_way
+
+    def moved(self) -> list[Moved]:
+        return [] if self.copies is None else self.copies.ended()
 
     def _extend(self, plan: StepPlan, slots: Any, starts: Any, verify: Verify | None) -> Launched:
         """A step with prompt tokens, or one that brings hidden states."""
@@ -95,6 +110,8 @@ class CudaRunner(GpuSetup):
         states = state_columns(plan, slots, starts, self.steps.tables.host)
         graphs = self._captures and not self.steps.deterministic
         graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
+        if self.steps.adapted is not None and self.steps.adapted.any(slots):
+            graphs = False
         if self._states and self._brings_states(plan):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):

@@ -24,7 +24,8 @@ class DeviceTables:
     """``tokens`` int32[slots + 1, context_len + 1] and ``page_table`` int32[groups, slots + 1, max_pages] on
     the GPU, without the first dimension if there is one cache group of pages; ``windows``: of each. The last
     slot belongs to padding rows. ``host`` mirrors the page table for those who plan on the host, and has the
-    units of a group of ``states``. ``admissions`` counts the rows that have taken slots."""
+    units of a group of ``states``. ``place`` int32[slots + 1]: those of ``adapters``, if there are any.
+    ``admissions`` counts the rows that have taken slots."""
 
     def __init__(
         self,
@@ -33,12 +34,14 @@ class DeviceTables:
         page_size: int,
         windows: Sequence[int] = (0,),
         states: bool = False,
+        adapters: bool = False,
     ) -> None:
         self.page_size, self.admissions, self.windows, self.states = page_size, 0, windows, states
         self.host = SlotTables(slots + 1, context_len, page_size, len(windows), states)
         self.tokens = torch.zeros(self.host.tokens.shape, dtype=torch.int32, device="cuda")
         every = torch.zeros(self.host.page_table.shape, dtype=torch.int32, device="cuda")
         self.tables = list(every)
+        self.place = torch.zeros(slots + 1, dtype=torch.int32, device="cuda") if adapters else None
         self.page_table = every if len(windows) > 1 else every[0]
 
     def places(self, tokens: int) -> Tensor:
@@ -50,6 +53,7 @@ class DeviceTables:
         """Take in the new rows, then the appended pages; on the device in stream order."""
         if plan.new:
             self._admit(plan.new, sampler)
+            self._admit_places(plan.new)
             self.admissions += len(plan.new)
         if plan.page_slots:
             slots, counts = column(plan.page_slots), column(plan.page_counts)
@@ -87,6 +91,13 @@ class DeviceTables:
             places = np.concatenate([np.arange(len(pages)) for pages in held])
             if len(owners):
                 step.append_pages(upload(np.stack([owners, places, np.concatenate(held)])), table)
+
+    def _admit_places(self, rows: list[NewRow]) -> None:
+        """Where the adapters of new rows are, as far as that changes."""
+        changed = [(new.slot, new.place) for new in rows if self.host.place[new.slot] != new.place]
+        if self.place is not None and changed:
+            slots, places = upload(np.array(changed, np.int32).T)
+            self.place[slots.long()] = places
 
     def put(self, tokens: Int32s) -> None:
         """Change the token table: int32[3, n] of slots, positions and tokens."""

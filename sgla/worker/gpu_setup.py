@@ -21,9 +21,11 @@ from sgla.model.base import CausalLM
 from sgla.model.read import read_decoder
 from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
+from sgla.worker.adapters import AdapterStore, places_of
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
 from sgla.worker.forward import compiling
+from sgla.worker.gpu_adapters import AdapterCopies
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes, within_memory
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
@@ -44,9 +46,10 @@ MIXED, HEAVY = 512, 4 << 30
 class GpuSetup(Runner):
     """Ready to run steps: ``steps`` without a graph, with what all have in common; ``graphs`` of decode rows
     and ``prompts`` of mixed steps, if the attention ``_captures``; ``flights``, which draw; ``constraints``
-    on the rank that samples."""
+    on the rank that samples; ``copies`` of adapters, if there are any."""
 
     place: Gpu
+    copies: AdapterCopies | None = None
     steps: GpuSteps
 
     def _load(self, config: Config, source: ModelSource) -> None:
@@ -59,6 +62,10 @@ class GpuSetup(Runner):
         self._states = config.enable_return_hidden_states
         self.budget = Budget(weights_of(config, spec, self.place), sizes.step_tokens, sizes.slots)
         self.budget.weights.check(self.place.free())
+        places = places_of(config, dtype_of(config))
+        if places is not None:
+            self.adapters = AdapterStore(places, self._pin)
+            self.copies = AdapterCopies(self.adapters)
         begin = partial(self._begin, kernels, sizes, woken, torch.cuda.memory_allocated())
         with self.place.torch, within_memory("loading the weights", self.budget.lighter):
             layers = self.budget.weights.offloaded.layers
@@ -80,7 +87,10 @@ class GpuSetup(Runner):
         seed, dtype = config.random_seed or 0, dtype_of(config)
         quantization, report = config.quantization, self._report
         if self.pooling is None:
-            load_model(source, dtype, quantization, self.shard, context_len, report, seed, begin, offload)
+            places = None if self.adapters is None else self.adapters.adapters
+            load_model(
+                source, dtype, quantization, self.shard, context_len, report, seed, begin, offload, places
+            )
             return
         head = load_decoder(
             source, self.pooling, dtype, quantization, self.shard, context_len, report, seed, begin
@@ -95,12 +105,20 @@ class GpuSetup(Runner):
         made; ``woken``: Triton is ready."""
         made = torch.cuda.memory_allocated()
         with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
-            self.steps = GpuSteps(model, kernels, sizes)
-        self.budget.ledger = {"weights": made - before, "tables": torch.cuda.memory_allocated() - made}
+            places = None if self.adapters is None else self.adapters.adapters
+            self.steps = GpuSteps(model, kernels, sizes, places)
+        adapters = 0 if places is None else places.nbytes
+        tables = torch.cuda.memory_allocated() - made
+        self.budget.ledger = {"weights": made - before - adapters, "adapters": adapters, "tables": tables}
         self._captures = kernels.attention.captures and self.pooling is None
         pool = ThreadPoolExecutor(1, "rehearse")
         self._rehearsal = pool.submit(rehearse, self.steps, woken) if self._captures else None
         pool.shutdown(wait=False)
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In a thread that reads adapters."""
+        torch.cuda.set_device(self.shard.rank)
+        return tensor.pin_memory()
 
     def _settle(self, config: Config) -> None:
         with self._phase("kernels"):
@@ -160,6 +178,7 @@ class GpuSetup(Runner):
             dtype=dtype_of(config),
             device=self.place.device.name,
             ledger=self.budget.ledger,
+            adapters=0 if self.adapters is None else self.adapters.adapters.places,
             notes=self.notes,
             **answer_facts(config, steps.model.spec, self.pooling),
         )

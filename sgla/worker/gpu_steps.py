@@ -16,6 +16,7 @@ from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.kernels.gpu import GpuOps, RecordedForward
 from sgla.kernels.gpu.states import DeviceStates, device_states
 from sgla.kernels.ops import Layer
+from sgla.layers.adapters import Adapters
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
@@ -23,6 +24,7 @@ from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, read
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
 from sgla.worker.flights import Extras
+from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
 from sgla.worker.pooler import Pooler, label_logprobs
 from sgla.worker.verify import DeviceDrafts, Verify
@@ -76,11 +78,14 @@ def sizes_up_to(limit: int) -> list[int]:
 class GpuSteps:
     """A model with its tables, sampler and pages on the GPU. ``kv`` is set when its size is known, and again
     whenever that changes; ``logits`` float32[rows, this rank's part of V] are those of graphs;
-    ``scales``: of k and v of each layer; ``drafts``: None where no row guesses."""
+    ``scales``: of k and v of each layer; ``drafts``: None where no row guesses; ``adapted``: None where none
+    has an adapter."""
 
     pooler: Pooler | None = None  # of a model that answers with vectors
 
-    def __init__(self, model: CausalLM, kernels: Kernels, sizes: Sizes) -> None:
+    def __init__(
+        self, model: CausalLM, kernels: Kernels, sizes: Sizes, adapters: Adapters | None = None
+    ) -> None:
         self.model, self.shard = model, model.shard
         self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
@@ -90,7 +95,12 @@ class GpuSteps:
         self.groups = kv_groups(model.state(), self.context_len, self.kv_dtype)
         windows = [group.window for group in self.groups if not group.unit_bytes]
         states = len(windows) < len(self.groups)
-        self.tables = DeviceTables(self.slots, self.context_len, page_size, windows, states)
+        adapted = adapters is not None
+        self.tables = DeviceTables(self.slots, self.context_len, page_size, windows, states, adapted)
+        self.adapted: AdaptedRows | None = None
+        if adapters is not None:
+            most = max(self.step_tokens, self.rows)
+            self.adapted = AdaptedRows(adapters.rows, self.tables, most, self.rows)
         self.drafts = DeviceDrafts(self.tables) if self.rows > self.slots else None
         self.logits = torch.empty(self.rows, len(model.lm_head.own), device="cuda")
         self.forget_rows()
@@ -102,7 +112,8 @@ class GpuSteps:
 
     @kv.setter
     def kv(self, kv: list[Layer]) -> None:
-        self._kv, self.forward = kv, RecordedForward(self.model, kv, self.ops)
+        rows = None if self.adapted is None else self.adapted.rows
+        self._kv, self.forward = kv, RecordedForward(self.model, kv, self.ops, rows)
 
     def forget_rows(self) -> None:
         """What rows have asked of the sampler."""
@@ -160,6 +171,8 @@ class GpuSteps:
         host[0, count : count + len(tails)] = tails
         host[:, :count] = wanted.tokens + shift[wanted.rows], wanted.slots, wanted.positions
         at, where, positions = upload(host)
+        if self.adapted is not None:
+            self.adapted.begin(slots, q_lens, host[0])
         units = None if columns.states is None else columns.states.ordered(order)
         batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
         whole = bool(wanted.prompt_spans or wanted.stated) or (self.pooler is not None and self.pooler.whole)

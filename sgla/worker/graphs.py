@@ -16,6 +16,7 @@ from sgla.kernels.gpu.states import DeviceStates, marks_of
 from sgla.kernels.triton.sampling import WORST, Landing
 from sgla.sampling.device import Pending
 from sgla.worker.batch import StateColumns
+from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.gpu_steps import GpuSteps, sizes_up_to
 from sgla.worker.verify import Verify
 
@@ -120,6 +121,7 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._cascade_sizes = cascade_sizes(self.sizes) if steps.cascade is not None else []
         self._cascades: dict[int, torch.cuda.CUDAGraph] = {}
+        self._adapted: dict[int, torch.cuda.CUDAGraph] = {}  # of rows with adapters
         self._shared_plan: Prefixes | None = None  # what the buffer holds
         flat = torch.from_numpy(pack(None, self.limit, most_items(self.limit)))
         self._shared, self._pinned_shared = flat.cuda(), [flat.clone().pin_memory() for _ in range(STAGES)]
@@ -141,7 +143,7 @@ class DecodeGraphs:
     @property
     def count(self) -> int:
         """Graphs to be captured."""
-        return len(self.sizes) + len(self._cascade_sizes)
+        return (1 + (self._steps.adapted is not None)) * len(self.sizes) + len(self._cascade_sizes)
 
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels: first those that take longest to compile."""
@@ -150,6 +152,8 @@ class DecodeGraphs:
             self._forward(size, True)
         for size in reversed(self.sizes):
             self._forward(size)
+            if self._steps.adapted is not None:
+                self._forward_adapted(self._steps.adapted, size)
 
     def capture(self, capture: Capture) -> None:
         """Large to small, so that the small ones fit into the memory of the large. The KV pool is there."""
@@ -161,6 +165,16 @@ class DecodeGraphs:
             self._graphs[size] = capture.unrun(partial(self._forward, size))
         for size in reversed(self._cascade_sizes):
             self._cascades[size] = capture.unrun(partial(self._forward, size, True))
+        if (adapted := self._steps.adapted) is not None:
+            largest = partial(self._forward_adapted, adapted, self.limit)
+            self._adapted[self.limit] = capture(largest)
+            for size in reversed(self.sizes[:-1]):
+                self._adapted[size] = capture.unrun(partial(self._forward_adapted, adapted, size))
+
+    def _forward_adapted(self, adapted: AdaptedRows, size: int) -> None:
+        """``_forward`` of rows that may have adapters."""
+        with adapted.graph(self._columns(size).slots):
+            self._forward(size)
 
     def _forward(self, size: int, cascade: bool = False) -> None:
         """The step of ``size`` rows whose columns are on the GPU; ``cascade``: with the prefixes in the
@@ -248,8 +262,10 @@ class DecodeGraphs:
         to be read before ``STAGES`` further steps. ``Pending`` instead of the latter if a draw by temperature
         is not all that rows need."""
         rows = len(slots)
-        plan = self._plan_prefixes(slots, starts)
+        adapted = self._steps.adapted is not None and self._steps.adapted.any(slots)
+        plan = None if adapted else self._plan_prefixes(slots, starts)
         sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)
+        graphs = self._adapted if adapted else graphs
         size = next(size for size in sizes if size >= rows)
         if plan is not None and plan is not self._shared_plan:
             shared, self._shared_plan = self._pinned_shared[self._stage], plan

@@ -62,15 +62,11 @@ def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
         if steps.kv_dtype == "fp8":
             steps.measure_scales()
         steps.kv = steps.allocate([1] * len(steps.groups), steps.tables.page_size, steps.kv_dtype)[:layers]
-        longest = max(1, steps.context_len - 1)
-        most = min(steps.step_tokens, steps.slots * longest)
-        sizes = [*_below(most, SIZES), most]  # of large products, which take longest to compile: first
-        alone = ((0, size) for size in (*sizes, *_below(most, ROWS)))
-        for decodes, size in (*alone, (1, sizes[0]), (steps.slots, sizes[0])):
-            for half in (0, 1):
-                steps.run_eagerly(_behind(decodes, size, half, steps.slots, longest))
-        for size in steps.forward.sizes(most):
-            steps.run_eagerly(_behind(0, size, 0, steps.slots, longest))
+        _rehearse_eager(steps)
+        if steps.adapted is not None:
+            steps.tables.host.place[: steps.slots] = 1
+            _rehearse_eager(steps)
+            steps.tables.host.place[:] = 0
         DecodeGraphs(steps).rehearse()
         if not steps.deterministic:
             PromptGraphs(steps).rehearse()
@@ -80,6 +76,18 @@ def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
         measure(steps)
         for plan in _plans(steps):
             steps.tables.apply(plan, steps.sampler)
+
+
+def _rehearse_eager(steps: GpuSteps) -> None:
+    longest = max(1, steps.context_len - 1)
+    most = min(steps.step_tokens, steps.slots * longest)
+    sizes = [*_below(most, SIZES), most]  # of large products, which take longest to compile: first
+    alone = ((0, size) for size in (*sizes, *_below(most, ROWS)))
+    for decodes, size in (*alone, (1, sizes[0]), (steps.slots, sizes[0])):
+        for half in (0, 1):
+            steps.run_eagerly(_behind(decodes, size, half, steps.slots, longest))
+    for size in steps.forward.sizes(most):
+        steps.run_eagerly(_behind(0, size, 0, steps.slots, longest))
 
 
 def measure(steps: GpuSteps) -> Peak:

@@ -301,6 +301,8 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
         with OnCpu():
             source = ModelSource("dummy", Path("."), (), case["model"], {})
             runner = CudaRunner(config, source, 0, 1, "", lambda p: None)
+            if runner.steps.adapted is not None:
+                runner.steps.tables.host.place[:ROWS:2] = 1
             for step in steps(runner, case.get("sizes", [])):
                 runner.execute(step)
     finally:

@@ -30,6 +30,8 @@ import toy_family
 import toy_weights
 from config_cases import gemma3
 from fake_gpu import Nothing, _cpu, pretend
+from lora import invent
+from msgspec.structs import replace
 from test_pooling import BERT, write_modules
 from tiny import LLAMA, Transcript, make_core, run, submit, tiny_config
 from torch.overrides import TorchFunctionMode
@@ -122,6 +124,13 @@ def turns() -> list[Submit]:
     ends = {"whole": 70, "longer": 70, "branch": 41, "again": 41, "short": 0}
     made = [submit(rid, begin[:n] + rng.integers(0, 331, 5).tolist(), 4) for rid, n in ends.items()]
     return [*made, submit("scored", begin[:20], 2, logprobs=1)]
+
+
+def adapted() -> list[Submit]:
+    """Of three adapters and the base: more than there are places."""
+    made = [submit(f"{n}", list(range(3 + n, 12 + 4 * n)), 4, logprobs=0) for n in range(6)]
+    numbers = (1, 0, 2, 1, 3, 0)
+    return [replace(one, adapter=n, namespace=str(n)) for one, n in zip(made, numbers)]
 
 
 def poison(runner: Any, core: Any) -> None:
@@ -292,6 +301,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {},
         {"attention_backend": "torch", "cpu_offload_gb": 4e-4},
     ),
+    "adapters": (
+        DECODER,
+        "",
+        adapted,
+        {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6, "step_tokens": 24},
+        {"attention_backend": "torch"},
+    ),
     "toy family": (TOY, "", short_text, {}, {"attention_backend": "torch"}),
     "toy format": (TERNARY, "", short_text, {"quantization": "checkpoint"}, {"attention_backend": "torch"}),
     "experts in mxfp4": (
@@ -378,7 +394,12 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
     kept = not windows and (facts.pooling is None or facts.pooling.kind == "last")
     if settings.get("cpu_offload_gb"):
         assert any("the matrices of 6 of 7 layers" in note for note in facts.notes), facts.notes
-    core = make_core(facts, encoder=encoder, prefix_cache=kept, depth=1 if windows else 2)
+    if facts.adapters:
+        for number, rank in ((1, 6), (2, 1), (3, 3)):
+            invent(runner, number, rank)
+    core = make_core(
+        facts, adapters=facts.adapters, encoder=encoder, prefix_cache=kept, depth=1 if windows else 2
+    )
     if windows and "device" in settings:
         assert [group.window for group in facts.groups] == [0, WINDOW]
         poison(runner, core)

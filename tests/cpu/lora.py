@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sgla.loading.adapter import CONFIG, WEIGHTS
+from sgla.loading.adapter import CONFIG, WEIGHTS, Piece
 from sgla.messages import Copy, int32
 from sgla.worker.cpu import CpuRunner
 
@@ -76,6 +76,18 @@ def save_merged(folder: Path, base: Path, added: dict[str, Tensor]) -> Path:
     return folder
 
 
+def invent(runner: Any, number: int, rank: int) -> None:
+    """A random adapter of all layers in host memory, without files."""
+    generator = torch.Generator().manual_seed(number)
+    pieces = []
+    for target in runner.adapters.adapters.table.values():
+        a = torch.randn(rank, target.k, generator=generator, device="cpu") * 0.2
+        b = torch.randn(target.n, rank, generator=generator, device="cpu") * 0.2
+        own = [x.contiguous().to(runner.adapters.adapters.dtype) for x in target.own(a, b)]
+        pieces.append(Piece(target, *own))
+    runner.adapters._host[number] = pieces
+
+
 def load(runner: CpuRunner, number: int, folder: Path) -> None:
     """Into host memory."""
     assert runner.adapters is not None
@@ -85,4 +97,4 @@ def load(runner: CpuRunner, number: int, folder: Path) -> None:
 def put(runner: CpuRunner, number: int, place: int) -> None:
     """An adapter that is loaded to a place, without a scheduler."""
     assert runner.adapters is not None
-    assert runner.adapters.bring(Copy(1, "adapters", "places", int32([number]), int32([place])))
+    assert runner.adapters.bring(Copy(1, "adapters", "places", int32([number]), int32([place]))) is not None

@@ -14,6 +14,7 @@ CASES = {
     "windows, prompts": set(),
     "text": set(KINDS),
     "weights on the host": {"logprobs"},
+    "adapters": {"logprobs"},
     "toy family": {"logprobs"},
     "toy format": {"logprobs"},
     "experts in mxfp4": {"logprobs"},

@@ -80,6 +80,7 @@ CASES = {
     ),  # attention in Triton
     "fp8": ("qwen3-0.6b", DENSE, {"kv_cache_dtype": "fp8", "quantization": "fp8"}),
     "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
+    "adapters": ("qwen3-0.6b", DENSE, {"enable_lora": True, "max_loras": 2, "step_tokens": 600}),
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
     "windows": ("", WINDOWS, {}),
     "states": ("", STATES, {}),

@@ -20,11 +20,13 @@ from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.gpu import integers, mixture, states
 from sgla.kernels.integers import are_integers
+from sgla.kernels.lora import Rows, Stack, add_lora, lora
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
 from sgla.kernels.triton import delta, elementwise, fp8, invariant, ssd
 from sgla.kernels.triton import latent as latents
+from sgla.kernels.triton import lora as adapters
 
 if TYPE_CHECKING:
     from sgla.kernels.batch import ForwardBatch
@@ -139,6 +141,15 @@ class GpuOps:
 
     def _plain(self, x: Tensor, w: Weight) -> Tensor:
         return w.data if w.kind in ("f32", "bf16") else w.dequant(x.dtype)
+
+    @LOWERINGS.of(add_lora)
+    def add_lora(self, y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
+        """In the memory of y."""
+        return adapters.add(y, x, stack, rows, sampled)
+
+    @LOWERINGS.of(lora)
+    def lora(self, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
+        return adapters.add(x.new_zeros(x.shape[0], stack.n), x, stack, rows, sampled)
 
     @LOWERINGS.of(ops.qk_norm_rope_store)
     def qk_norm_rope_store(

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sgla.kernels import lora
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu import integers, mixture
+from sgla.kernels.gpu import adapters, integers, mixture
 from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
@@ -102,9 +103,11 @@ Computes = Literal["hidden", "step", "part", "logits"]
 class RecordedForward:
     """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op."""
 
-    def __init__(self, model: CausalLM, kv: list[Layer], gpu: GpuOps) -> None:
-        self._model, self._kv, self._gpu = model, kv, gpu
-        self._records: dict[tuple[Computes, bool], Record | None] = {}
+    def __init__(
+        self, model: CausalLM, kv: list[Layer], gpu: GpuOps, adapters: lora.Rows | None = None
+    ) -> None:
+        self._model, self._kv, self._gpu, self._adapters = model, kv, gpu, adapters
+        self._records: dict[tuple[Computes, bool, bool], Record | None] = {}
         self._programs: dict[Any, Program] = {}
         self.notes: list[str] = []
 
@@ -219,15 +222,16 @@ class RecordedForward:
         return tuple(kernels), limits, reduced
 
     def _record(self, what: Computes, rows: bool) -> Record | None:
-        if (what, rows) not in self._records:
+        key = what, rows, self._adapters is not None and self._adapters.active
+        if key not in self._records:
             try:
-                self._records[what, rows] = self._recorded(what, rows)
+                self._records[key] = self._recorded(what, rows)
             except NotRecorded as error:
-                self._records[what, rows] = None
+                self._records[key] = None
                 self.notes.append(
                     f"GPU kernels one op at a time (slow): this model cannot be recorded ({error})"
                 )
-        return self._records[what, rows]
+        return self._records[key]
 
     def _recorded(self, what: Computes, rows: bool) -> Record:
         if self._model.unrecorded:
@@ -242,6 +246,7 @@ class RecordedForward:
             given = batch.sample_rows if rows else None
         made = self._call(what, batch, given, recorder)
         recorder.record.outputs.append(recorder.number(made))
+        adapters.settle(recorder.record)
         return recorder.record
 
     def _call(

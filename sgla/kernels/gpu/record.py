@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
+from sgla.kernels.lora import add_lora, lora
 from sgla.kernels.ops import Ranks
 from sgla.kernels.trace import (
     STAND_INS,
@@ -304,6 +305,8 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.moe: _like,
     ops.gather: lambda x, rows: [((rows.shape[0], *x.shape[1:]), x.dtype)],
     ops.all_reduce: _like,
+    lora: lambda x, stack, *_: _wide(x, stack.n),
+    add_lora: _like,
     ops.inplace: lambda _, x: _like(x),
     ops.call: lambda _, x, width: _wide(x, width),
 }

@@ -1,0 +1,110 @@
+"""Adapters on a GPU: the kernels against the body, and runners whose rows have several."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from sgla.config import Config
+from sgla.hub.source import ModelSource
+from sgla.messages import Submit
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+from lora import invent
+from test_gpu_runner import TINY
+from tiny import make_core, run, submit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("rank", "k", "sizes"),
+    [(16, 4096, [4096, 1024, 1024]), (8, 12288, [4096]), (64, 1024, [3072, 3072]), (6, 200, [72])],
+)
+def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> None:
+    from sgla.kernels.lora import Rows, Stack, lora, tiles_of
+    from sgla.kernels.triton.lora import TILE, add
+
+    torch.manual_seed(rank)
+    with torch.device("cuda"):
+        stack = Stack(5, rank, k, sizes, dtype)
+        for place in range(1, 5):
+            for part, n in enumerate(sizes):
+                own = max(1, rank // place)
+                stack.put(place, part, torch.randn(own, k) / k**0.5, torch.randn(n, own))
+        q_lens = np.array([1, 1, 1, 700, 65, 3, 64], np.int32)
+        row_places = np.array([1, 0, 4, 2, 3, 0, 1], np.int32)
+        places = np.repeat(row_places, q_lens)
+        rows = Rows()
+        rows.tokens = rows.sampled = torch.from_numpy(places).cuda()
+        rows.tiles = torch.from_numpy(tiles_of(row_places, q_lens, TILE)).cuda()
+        x = torch.randn(len(places), k).to(dtype)
+        y = torch.randn(len(places), sum(sizes)).to(dtype)
+        expected = y.float()
+        for place in range(1, 5):
+            index = torch.from_numpy(np.flatnonzero(places == place)).cuda()
+            rows._groups = [(place, index)], []
+            expected = expected + lora.body(x.float(), stack, rows, False)
+        tolerance = 0.03 if dtype == torch.bfloat16 else 2e-3
+        torch.testing.assert_close(
+            add(y.clone(), x, stack, rows, False).float(), expected, atol=tolerance, rtol=tolerance
+        )
+        rows.tiles = None
+        torch.testing.assert_close(
+            add(y.clone(), x, stack, rows, False).float(), expected, atol=tolerance, rtol=tolerance
+        )
+
+
+def adapted_runner(**settings: Any) -> Any:
+    from sgla.worker.cuda import CudaRunner
+
+    common = {"max_running_requests": 24, "step_tokens": 1024, "context_length": 640, "enable_lora": True}
+    common |= {"kv_cache_bytes": 256 << 20, "max_loras": 4, "max_lora_rank": 16}
+    config = Config(device="cuda", load_format="dummy", **common | settings)
+    runner = CudaRunner(
+        config, ModelSource("dummy", Path("."), (), TINY, {}), 0, 1, "", lambda progress: None
+    )
+    for number, rank in enumerate((16, 8, 1, 16, 4, 16) if runner.adapters else (), 1):
+        invent(runner, number, rank)
+    return runner
+
+
+def requests() -> list[Submit]:
+    """Of six adapters and the base, with prompts of several lengths."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, 5000, n).tolist() for n in (5, 200, 33, 400, 8, 64, 90, 17)]
+    made = [submit(str(i), prompt, 8, logprobs=0) for i, prompt in enumerate(prompts)]
+    return [replace(one, adapter=i % 7, namespace=str(i % 7)) for i, one in enumerate(made)]
+
+
+def answers(runner: Any, submits: list[Submit]) -> dict[str, list[float]]:
+    core = make_core(runner.facts, adapters=runner.facts.adapters)
+    found = run(runner, submits, core)
+    return {rid: [p.logprob for d in deltas for p in d.logprobs or []] for rid, deltas in found.items()}
+
+
+@pytest.mark.gpu
+def test_rows_of_many_adapters_are_as_each_alone() -> None:
+    """In float32; more adapters than places, graphs and eager steps."""
+    runner = adapted_runner(dtype="float32")
+    together = answers(runner, requests())
+    assert runner.graphs._adapted
+    base = answers(runner, [replace(one, adapter=0, namespace="base") for one in requests()])
+    for one in requests():
+        alone = answers(runner, [one])[one.rid]
+        np.testing.assert_allclose(together[one.rid], alone, atol=2e-3)
+        if one.adapter:
+            assert np.abs(np.subtract(alone[0], base[one.rid][0])) > 1e-3, "the adapter does nothing"
+
+
+@pytest.mark.gpu
+def test_a_batch_without_adapters_has_the_same_bits_as_a_server_without() -> None:
+    plain = [replace(one, adapter=0, namespace="") for one in requests()]
+    with_room, without = adapted_runner(), adapted_runner(enable_lora=False, max_loras=8)
+    assert answers(with_room, plain) == answers(without, plain)
