@@ -313,6 +313,10 @@ class Metrics(Collector):
         yield self._gauge(
             "token_usage", "Share of the KV cache held by requests", used / max(1, stats.pages_total)
         )
+        if stats.adapter_places:
+            yield self._gauge("lora_pool_slots_total", "Places for adapters", stats.adapter_places)
+            yield self._gauge("lora_pool_slots_used", "Adapters that have a place", stats.adapters_placed)
+            yield self._counter("lora_loads", "Adapters copied to a place", stats.adapter_loads)
         if stats.windows:
             held = {
                 (str(pool.window),): (pool.total - pool.free - pool.evictable) / pool.total

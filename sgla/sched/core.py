@@ -296,6 +296,9 @@ class Core:
                 WindowStats(window=p.window, total=p.total - 1, free=len(p), evictable=p.evictable)
                 for p in memory.windows
             ],
+            adapter_places=self.limits.adapters,
+            adapters_placed=memory.adapters.used,
+            adapter_loads=memory.adapters.loads,
             cached_tokens=cached * page,
             finished=dict(self._ledger.counts.finished),
             right_at=list(self._ledger.counts.right_at),

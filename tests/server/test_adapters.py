@@ -134,6 +134,11 @@ async def test_adapters_come_and_go_while_others_run(tiny_model: Path, folders: 
             await load(local, folders, "three")
             await completed(local, model="three")
             await local.post("/unload_lora_adapter", {"lora_name": "three"})
+        async with local.client.get("/metrics") as response:
+            text = await response.text()
+        assert "sgla:lora_pool_slots_total{model_name=" in text
+        loads = next(line for line in text.splitlines() if line.startswith("sgla:lora_loads_total"))
+        assert float(loads.split()[-1]) == 5
         assert local.system.ingress.open_requests == 0
         assert local.system._core is not None
         local.system._core.check()
