@@ -137,6 +137,13 @@ def _tokens(
 
 
 @triton.jit
+def _joined(D, A, i, j, step, PRECISION: tl.constexpr):
+    """The inverse of blocks of ``2 << step``, of that of their halves."""
+    joined = tl.where((i >> (step + 1) == j >> (step + 1)) & (i >> step != j >> step), A, 0.0)
+    return D - tl.dot(tl.dot(D, joined, input_precision=PRECISION), D, input_precision=PRECISION)
+
+
+@triton.jit
 def _inverse(A, PRECISION: tl.constexpr):
     """(I + A)^-1, A [64, 64] below the diagonal: of blocks of 2, then of those of twice as many, until they
     are one. Powers of A would do with fewer products, but equal keys make them large, and their sum loses all
@@ -144,9 +151,12 @@ def _inverse(A, PRECISION: tl.constexpr):
     t = tl.arange(0, 64)
     i, j = t[:, None], t[None, :]
     D = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, A, 0.0)
-    for step in tl.static_range(1, 6):
-        joined = tl.where((i >> (step + 1) == j >> (step + 1)) & (i >> step != j >> step), A, 0.0)
-        D -= tl.dot(tl.dot(D, joined, input_precision=PRECISION), D, input_precision=PRECISION)
+    if PRECISION == "ieee":  # without tensor cores; unrolled, its sums take minutes to compile
+        for step in range(1, 6):
+            D = _joined(D, A, i, j, step, PRECISION)
+    else:
+        for step in tl.static_range(1, 6):
+            D = _joined(D, A, i, j, step, PRECISION)
     return D
 
 
@@ -385,7 +395,8 @@ def by_chunk(
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
-    """Of all chunks at the same time."""
+    """Of all chunks at the same time. V is padded to 64 columns: behind a narrower tile, whose swizzle is not
+    that of the other tiles, ptxas 12.8 takes a register that was never set for the address of V."""
     (tokens, heads, dv), dk = v.shape, k.shape[2]
     made = Prepared(
         v.new_empty(v.shape),
@@ -395,8 +406,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunks
     )
     _prepare[chunks.shape[0], heads](
         q, k, v, decay, beta, *made, chunks, q.stride(0), k.stride(0), v.stride(0), decay.stride(0),
-        beta.stride(0), heads // k.shape[1], dk**-0.5, tokens, DK=dk, KB=_side(dk), DV=dv, VB=_side(dv),
-        PRECISION=_precision(v), num_warps=4, **_pdl(),
+        beta.stride(0), heads // k.shape[1], dk**-0.5, tokens, DK=dk, KB=_side(dk), DV=dv,
+        VB=max(64, _side(dv)), PRECISION=_precision(v), num_warps=4, **_pdl(),
     )  # fmt: skip
     return made
 
