@@ -70,6 +70,25 @@ CONVOLUTIONS = {
     "num_attention_heads": 8,
     "max_position_embeddings": 2048,
 }
+ONE_EACH = {  # experts without a gate
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "ME*",
+    "vocab_size": 3000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 2048,
+}
 CASES = {
     "dense": ("qwen3-0.6b", DENSE, {}),
     "bands": ("llama-3.1-8b", BANDS, {"step_tokens": 1280}),
@@ -85,6 +104,7 @@ CASES = {
     "windows": ("", WINDOWS, {}),
     "states": ("", STATES, {}),
     "convolutions": ("", CONVOLUTIONS, {}),
+    "one each": ("", ONE_EACH, {}),
     "guesses": (
         "qwen3-0.6b",
         DENSE,

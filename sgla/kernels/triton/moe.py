@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sgla.kernels.ops import NO_BIASES, Biases
+from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Routing
 from sgla.kernels.triton.common import _activate, _begin, _pdl
 
@@ -433,6 +434,12 @@ def norm_router(x: Tensor, norm: Tensor | None, eps: float, router: Tensor) -> t
     return normed, logits
 
 
+def _indices(*shape: int, device: torch.device) -> Tensor:
+    """Room for int32. Zeros in a rehearsal, when no kernel writes what torch's operations may read."""
+    make = torch.zeros if under_way() else torch.empty
+    return make(*shape, dtype=torch.int32, device=device)
+
+
 def route_refuses(routing: Routing) -> str | None:
     """Why ``route`` does not choose so, or None."""
     return "experts are chosen one after the other" if routing.score == "sparsemixer" else None
@@ -445,7 +452,7 @@ def route(
     becomes zeros."""
     tokens, shared = logits.shape[0], bool(routing.shared)
     experts, width = routing.experts(logits.shape[1]) - shared, routing.top_k + shared
-    ids = torch.empty(tokens, width, dtype=torch.int32, device=logits.device)
+    ids = _indices(tokens, width, device=logits.device)
     probabilities = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
     each = 1 if tokens <= 512 else 4
     vectors = (logits if b is None else b for b in (biases.logits, biases.choice, biases.factor))
@@ -470,7 +477,7 @@ def group(ids: Tensor, experts: int, rows: int) -> Groups:
     pairs = ids.numel()
     active = min(experts, pairs)
     count = active + (pairs - active) // rows
-    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    order = _indices(pairs, device=ids.device)
     blocks = torch.empty(count, 3, dtype=torch.int32, device=ids.device)
     chunk, bins = min(4096, triton.next_power_of_2(pairs)), triton.next_power_of_2(experts)
     chunks, warps = triton.cdiv(pairs, chunk), 8 if chunk > 1024 else 4
