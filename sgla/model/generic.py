@@ -524,6 +524,9 @@ def loaded(
     if source.kind == "dummy":
         torch.manual_seed(seed)
         made = cls._from_config(hf, attn_implementation=PAGED, dtype=dtype)
+        for weight in made.parameters():
+            if weight.dim() > 1 and not weight.any():  # a router of zeros has ties, which devices break apart
+                torch.nn.init.normal_(weight, std=getattr(hf, "initializer_range", 0.02))
         return made
     try:
         found: Any = cls.from_pretrained(

@@ -75,21 +75,40 @@ def logprobs_on_gpu(runner: Any, tokens: list[int]) -> torch.Tensor:
         return runner.steps.forward.logits(runner.steps.forward.hidden(batch)).log_softmax(-1).cpu()
 
 
+def off(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Nats [T], of all but the least probable tokens."""
+    likely = expected.topk(50).indices
+    return (found.gather(1, likely) - expected.gather(1, likely)).abs().amax(1)
+
+
+def on_cpu(model: Any, dtype: str, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return Eager(model, dtype=getattr(torch, dtype)).prompt_logprobs([tokens])
+
+
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.02), ("bfloat16", 0.15)])
-def test_logits_are_those_of_a_cpu(name: str, dtype: str, bound: float) -> None:
-    """``bound`` in nats, of all but the least probable tokens. In bfloat16 an expert may be another at a near
-    tie, so one place in twenty may be further off."""
+def test_logits_are_those_of_a_cpu(name: str) -> None:
     source = ModelSource("dummy", Path("."), (), shown(name), {})
-    cpu = Eager(load_model(source, dtype), dtype=getattr(torch, dtype))
-    runner = runner_of(name) if dtype == "bfloat16" else make(shown(name), dtype=dtype)
+    cpu, runner = load_model(source), make(shown(name), dtype="float32")
     for tokens in (prompt(1, 7), prompt(2, 200)):
-        with torch.inference_mode():
-            expected = cpu.prompt_logprobs([tokens])
-        found = logprobs_on_gpu(runner, tokens)
-        likely = expected.topk(50).indices
-        off = (found.gather(1, likely) - expected.gather(1, likely)).abs().amax(1)
-        assert (off < bound).float().mean() >= (1 if dtype == "float32" else 0.95), off
+        each = off(logprobs_on_gpu(runner, tokens), on_cpu(cpu, "float32", tokens))
+        assert each.max() < 0.02, each
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_is_as_near_to_float32_as_on_a_cpu(name: str) -> None:
+    """With the same weights. What rounding does differs from model to model, and an expert may be another at
+    a near tie, so half of the places and nine of ten are compared."""
+    source = ModelSource("dummy", Path("."), (), shown(name), {})
+    cpu, exact = load_model(source, "bfloat16"), load_model(source)
+    exact.module.load_state_dict(cpu.module.state_dict())
+    places = []
+    for tokens in (prompt(1, 7), prompt(2, 200)):
+        expected = on_cpu(exact, "float32", tokens)
+        made = logprobs_on_gpu(runner_of(name), tokens), on_cpu(cpu, "bfloat16", tokens)
+        places.append(torch.stack([off(each, expected) for each in made]))
+    found, rounding = torch.cat(places, 1).quantile(torch.tensor([0.5, 0.9]), 1).T
+    assert (found < 2 * rounding + 0.01).all(), (found, rounding)
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo", "youtu", "afmoe"])
