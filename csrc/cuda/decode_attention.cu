@@ -76,6 +76,10 @@
 #define FP8 0
 #endif
 
+#ifndef ROT  // FUSED: the first dims of a head, which are rotated: a multiple of 32
+#define ROT HD
+#endif
+
 constexpr int TILE = 16;
 constexpr int ALL = GROUP * SHARE - LACK;  // query heads of a kv head
 constexpr int ELEMENT = FP8 ? 1 : 2;       // bytes
@@ -300,28 +304,35 @@ __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int po
         x[i][2 * j + 1] = round_bf(x[i][2 * j + 1] * f * w.y);
       }
   }
-  const float* table = p.cos_sin + (long long)position * HD;
+  const float* table = p.cos_sin + (long long)position * ROT;
+  constexpr int FAR = ROT / 32;  // from a dim to the one that it is rotated with, in 16
 #pragma unroll
-  for (int i = 0; i < ACC / 2; ++i) {
+  for (int i = 0; i < FAR; ++i) {
     float a[4], b[4];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float2 c = *reinterpret_cast<const float2*>(table + i * 16 + q_dim(t, j));
-      const float2 s = *reinterpret_cast<const float2*>(table + HD / 2 + i * 16 + q_dim(t, j));
-      const float a0 = x[i][2 * j], a1 = x[i][2 * j + 1], b0 = x[i + ACC / 2][2 * j],
-                  b1 = x[i + ACC / 2][2 * j + 1];
+      const float2 s = *reinterpret_cast<const float2*>(table + ROT / 2 + i * 16 + q_dim(t, j));
+      const float a0 = x[i][2 * j], a1 = x[i][2 * j + 1], b0 = x[i + FAR][2 * j],
+                  b1 = x[i + FAR][2 * j + 1];
       a[2 * j] = a0 * c.x - b0 * s.x;
       a[2 * j + 1] = a1 * c.y - b1 * s.y;
       b[2 * j] = b0 * c.x + a0 * s.x;
       b[2 * j + 1] = b1 * c.y + a1 * s.y;
     }
     q_fragment(qf[i], a[0], a[1], a[2], a[3]);
-    q_fragment(qf[i + ACC / 2], b[0], b[1], b[2], b[3]);
+    q_fragment(qf[i + FAR], b[0], b[1], b[2], b[3]);
   }
+#pragma unroll
+  for (int i = 2 * FAR; i < ACC; ++i) q_fragment(qf[i], x[i][0], x[i][1], x[i][2], x[i][3]);
 }
 
-// A lane's dims of the new token's k: lane * PAIRS + j and HD / 2 further.
+// A lane has PAIRS pairs of dims of the new token's k, which are rotated together or not at all.
 constexpr int PAIRS = HD / 64;
+__device__ __forceinline__ bool rotated(int pair) { return ROT == HD || pair < ROT / 2; }
+__device__ __forceinline__ int k_dim(int pair, int half) {
+  return rotated(pair) ? pair + half * (ROT / 2) : pair + (half ? HD / 2 : ROT / 2);
+}
 
 // They are normalised and rotated, and become what is stored.
 __device__ __forceinline__ void prepare_k(const Params& p, float (&x)[2][PAIRS], int position, int lane,
@@ -339,12 +350,13 @@ __device__ __forceinline__ void prepare_k(const Params& p, float (&x)[2][PAIRS],
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int j = 0; j < PAIRS; ++j)
-        x[h][j] = round_bf(x[h][j] * f * p.k_norm[h * (HD / 2) + lane * PAIRS + j]);
+        x[h][j] = round_bf(x[h][j] * f * p.k_norm[k_dim(lane * PAIRS + j, h)]);
   }
-  const float* table = p.cos_sin + (long long)position * HD + lane * PAIRS;
+  const float* table = p.cos_sin + (long long)position * ROT + lane * PAIRS;
 #pragma unroll
   for (int j = 0; j < PAIRS; ++j) {
-    const float c = table[j], s = table[HD / 2 + j];
+    const bool turns = rotated(lane * PAIRS + j);
+    const float c = turns ? table[j] : 1.f, s = turns ? table[ROT / 2 + j] : 0.f;
     const float a = x[0][j] * c - x[1][j] * s, b = x[1][j] * c + x[0][j] * s;
     out[0][j] = FP8 ? to_e4m3(a * p.k_inverse, 0.f) : f2bf(a);
     out[1][j] = FP8 ? to_e4m3(b * p.k_inverse, 0.f) : f2bf(b);
@@ -371,7 +383,7 @@ struct Fresh {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int j = 0; j < PAIRS; ++j) k[h][j] = bf2f(from[h * (HD / 2) + lane * PAIRS + j]);
+      for (int j = 0; j < PAIRS; ++j) k[h][j] = bf2f(from[k_dim(lane * PAIRS + j, h)]);
     if (lane < HD / 8) v = *reinterpret_cast<const uint4*>(from + p.kv_heads / SHARE * HD + lane * 8);
   }
   // To the page and to shared memory.
@@ -386,7 +398,7 @@ struct Fresh {
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int j = 0; j < PAIRS; ++j) {
-        const int d = h * (HD / 2) + lane * PAIRS + j;
+        const int d = k_dim(lane * PAIRS + j, h);
         if (FP8) {
           k_to[d] = p.k[place + d] = (unsigned char)new_k[h][j];
         } else {

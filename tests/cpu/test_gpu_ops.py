@@ -433,6 +433,17 @@ def test_why_there_is_no_whole_step(architecture: str, more: dict[str, Any], why
     assert why in said
 
 
+@pytest.mark.parametrize(("factor", "why"), [(1.0, ""), (0.5, ""), (0.25, "16 of the 64 dims")])
+def test_decode_attention_takes_heads_that_are_rotated_in_part(factor: float, why: str) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": factor}
+    driver = small_model("Glm4MoeForCausalLM", **SIGMOIDS | {"head_dim": 64, "rope_parameters": rope})
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    work = forward.rewritten("step", False, ONE_ROW)
+    assert work is not None
+    assert ("heads + decode" in work.taken) is not bool(why)
+    assert any(why in reason for rule, reason in work.refused if rule == "heads + decode") is bool(why)
+
+
 @needs_interpreter
 @pytest.mark.parametrize("reads", ["the stream", "a view of it", "nothing"])
 def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(

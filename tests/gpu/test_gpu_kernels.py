@@ -183,13 +183,41 @@ def test_decode(
 def test_decode_from_the_projection(
     lengths: str, norm: bool, heads: int, kv_heads: int, dim: int, window: int, softcap: float
 ) -> None:
+    check_projection(lengths, norm, heads, kv_heads, dim, dim, window, softcap)
+
+
+@pytest.mark.parametrize("lengths", ["one", "few", "many"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotated"),
+    [(16, 2, 256, 64), (16, 4, 256, 192), (96, 8, 128, 64), (8, 2, 128, 96), (8, 8, 64, 32)],
+)
+def test_decode_from_the_projection_rotates_heads_in_part(
+    lengths: str, norm: bool, heads: int, kv_heads: int, dim: int, rotated: int
+) -> None:
+    """As Qwen3.6, GLM-4.5 and others have it; in rows that lie apart, where a gate is beside the heads."""
+    check_projection(lengths, norm, heads, kv_heads, dim, rotated, beside=heads * dim)
+
+
+def check_projection(
+    lengths: str,
+    norm: bool,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotated: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    beside: int = 0,
+) -> None:
     from sgla.kernels.cuda.decode_attention import Projection
 
     kv_lens = LENGTHS[lengths]
     _, kv, batch = paged([1] * len(kv_lens), kv_lens, heads, kv_heads, dim, (window,))
     attend = backend("auto", batch, kv, heads, (window,), softcap, dim**-0.5)
-    qkv = torch.randn(batch.rows, (heads + 2 * kv_heads) * dim, dtype=BF16, device="cuda")
-    cos_sin = torch.randn(max(kv_lens), dim, device="cuda")
+    width = (heads + 2 * kv_heads) * dim
+    qkv = torch.randn(batch.rows, width + beside, dtype=BF16, device="cuda")[:, :width]
+    cos_sin = torch.randn(max(kv_lens), rotated, device="cuda")
     weights = [torch.rand(dim, device="cuda") + 0.5 if norm else None for _ in range(2)]
     positions = batch.kv_len - 1
     pages = batch.page_table[batch.slots.long(), positions.long() // 16]

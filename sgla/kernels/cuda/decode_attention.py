@@ -61,12 +61,17 @@ class _Params(ctypes.Structure):
 
 class Projection(NamedTuple):
     """What turns the projection's output into q, k and v: see ``ops.qk_norm_rope_store``.
-    ``cos_sin`` covers whole heads."""
+    ``cos_sin`` covers whole heads, or as many of their first dims as ``rotates`` allows."""
 
     cos_sin: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+
+
+def rotates(width: int, head_dim: int) -> bool:
+    """Whether the kernel rotates the first ``width`` dims of each head."""
+    return width % 32 == 0 and 0 < width <= head_dim
 
 
 class PrefixParts(NamedTuple):
@@ -144,6 +149,7 @@ def _kernel(
     fused: bool,
     cascade: bool,
     fp8: bool,
+    rotated: int,
 ) -> Kernel:
     token = head_dim * (1 if fp8 else 2)
     query = head_dim * 16 + 2 * token
@@ -170,6 +176,7 @@ def _kernel(
         "CASCADE": int(cascade),
         "FP8": int(fp8),
     }
+    defines |= {"ROT": rotated} if rotated != head_dim else {}
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
 
 
@@ -237,7 +244,7 @@ class DecodeAttention:
         extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
         eps = 0.0
         if projection is not None:
-            assert projection.cos_sin.shape[1] == dim
+            assert rotates(projection.cos_sin.shape[1], dim)
             extra, eps = (projection.q_norm, projection.k_norm, projection.cos_sin), projection.eps
         assert prefix is None or not window
         tensors = (
@@ -282,6 +289,7 @@ class DecodeAttention:
             projection is not None,
             prefix is not None,
             fp8,
+            dim if projection is None else projection.cos_sin.shape[1],
         )
         kernel.launch(processors() * cut.per_sm, cut.threads, params)
         return out

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.kernels.cuda.decode_attention import rotates
 from sgla.kernels.gpu import delta, e4m3, experts, few, integers, tiles, whole_step
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
@@ -23,8 +24,8 @@ from sgla.kernels.ops import AddedNorm, Ranks, Scoring
 def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
     if work.asked.decode is None:
         return "not all rows are decode rows of our kernel"
-    whole = heads.given["cos_sin"].shape[1] == heads.given["kv"].k.shape[-1]
-    return None if whole else "heads are rotated in part"
+    rotated, dim = heads.given["cos_sin"].shape[1], heads.given["kv"].k.shape[-1]
+    return None if rotates(rotated, dim) else f"{rotated} of the {dim} dims of heads are rotated"
 
 
 def query(work: Work, heads: Node, attention: Node) -> list[Node]:
