@@ -98,24 +98,27 @@ def test_a_batch_of_eight_adapters(base: Path, tmp_path: Path) -> None:
     ]
     runner = adapted(base, max_loras=8)
     few = adapted(base, max_loras=2)
-    expected = {"base": logprobs(runner_of(base), [wanted("base", 0)])["base"]}
+    expected = {"base": logprobs(runner_of(base), [wanted("base", 0, new=14)])["base"]}
     for number, kind in enumerate(kinds, 1):
         folder = tmp_path / str(number)
         added = save_adapter(folder, base, seed=number, **kind)
         load(runner, number, folder)
         load(few, number, folder)
         merged = runner_of(save_merged(tmp_path / f"{number}-merged", base, added))
-        expected[f"a{number}"] = logprobs(merged, [wanted("x", 0)])["x"]
-    submits = [wanted(f"a{number}", number) for number in range(1, 9)] + [wanted("base", 0)]
+        expected[f"a{number}"] = logprobs(merged, [wanted("x", 0, new=14)])["x"]
+    submits = [wanted(f"a{n}", n, new=14) for n in range(1, 9)] + [wanted("base", 0, new=14)]
+    short = make_core(few.facts, adapters=2, pages=6, reserve=0.0)
     for found in (
         logprobs(runner, submits),
         logprobs(few, submits),
         logprobs(runner, submits, step_tokens=7),
-        logprobs(runner, submits, pages=9),
+        numbers(run(few, submits, short)),
     ):
         assert found.keys() == expected.keys()
         for rid, values in found.items():
             check_equal(values, expected[rid])
+    assert short.stats().preemptions > 0
+    assert short.stats().adapter_loads == 8
 
 
 def test_two_ranks_are_as_one(base: Path, tmp_path: Path) -> None:
@@ -234,3 +237,66 @@ def test_good_adapters_of_other_types(server: CpuRunner, base: Path, tmp_path: P
     load(server, 7, tmp_path / "good")
     assert server.adapters is not None
     assert len(server.adapters._host.pop(7)) == 3 * len(ALL)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "q, k and v, gate and up fused": ("phi3", {}, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    "q, k and v fused head by head": (
+        "gpt_neox",
+        {"num_key_value_heads": ...},
+        ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    ),
+    "dims that rotate in pairs": ("cohere", {"tie_word_embeddings": True, "head_dim": 8}, ALL),
+    "norms around, tied": ("gemma3_text", {"head_dim": 8, "tie_word_embeddings": True}, ALL),
+    "a mixture's other layers": (
+        "qwen3_moe",
+        {"head_dim": 8, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+        ATTENTION,
+    ),
+    "the output layer": ("llama", {"head_dim": 8}, ("lm_head", "up_proj")),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_families_are_as_merged(tmp_path: Path, family: str) -> None:
+    kind, changes, modules = FAMILIES[family]
+    save_checkpoint(tmp_path / "base", kind, **changes)
+    added = save_adapter(tmp_path / "adapter", tmp_path / "base", modules)
+    assert {name.split(".")[-2] for name in added} == set(modules)
+    targets = ["lm_head", "up_proj"] if "lm_head" in modules else []
+    runner = adapted(tmp_path / "base", lora_target_modules=targets)
+    load(runner, 1, tmp_path / "adapter")
+    merged = runner_of(save_merged(tmp_path / "merged", tmp_path / "base", added))
+    found = logprobs(runner, [wanted("adapted", 1), wanted("base", 0)])
+    check_equal(found["adapted"], logprobs(merged, [wanted("x", 0)])["x"])
+    check_equal(found["base"], logprobs(runner_of(tmp_path / "base"), [wanted("x", 0)])["x"])
+    assert (found["adapted"] - found["base"]).abs().max() > 0.01
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
+    "int8": ({"quantization": "int8", "native_kernels": True}, 0.05),
+    "bfloat16": ({"dtype": "bfloat16", "native_kernels": True}, 0.2),
+    "drafts": ({"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 3}, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_settings_change_no_more_than_without_adapters(base: Path, tmp_path: Path, name: str) -> None:
+    """A base in fewer bits differs by its bits alone; with drafts the text is the same."""
+    settings, tolerance = SETTINGS[name]
+    repetitive = [7, 8, 9] * 8
+    submits = [wanted(f"a{number}", number, repetitive, new=12) for number in range(3)]
+    found: list[dict[str, torch.Tensor]] = []
+    for changes in ({}, settings):
+        runner = adapted(base, **changes)
+        for number in (1, 2):
+            save_adapter(tmp_path / str(number), base, seed=number)
+            load(runner, number, tmp_path / str(number))
+        found.append(logprobs(runner, submits, drafts=runner.facts.drafts))
+    plain, other = found
+    prompt = len(repetitive) - 1
+    for rid, values in plain.items():
+        count = len(values) if name == "drafts" else prompt  # outputs may part where rounding decides
+        difference = (values[:count] - other[rid][:count]).abs().mean().item()
+        assert difference <= max(tolerance, TOLERANCE)
+    assert (plain["a0"][:prompt] - plain["a1"][:prompt]).abs().mean() > 0.5
