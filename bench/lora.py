@@ -1,0 +1,168 @@
+"""What adapters cost, through the Python Engine: one JSON line a measurement.
+
+    python bench/lora.py --model bench/models/qwen3-8b [--rank 16] [--modules attention|all] [--loaded 2000]
+
+Steps of 64 rows of 512 tokens in and 256 out, as W5 of ``offline.py``: a server without adapters, then one
+with: rows of the base, of one adapter, of 64 different ones. ``cold``: the time to the first token of an
+adapter that is not on the device. ``--loaded``: so many adapters in the host's memory, of which requests
+choose with equal odds or by Zipf's law, beside the same requests for five of them. All adapters of a run are
+the same file, written here with random values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lines
+import torch
+from safetensors.torch import save_file
+
+from sgla import Engine, SamplingParams
+from sgla.model.read import read_decoder
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+ROWS, PROMPT, OUTPUT = 64, 512, 256
+
+
+def write_adapter(folder: Path, config: dict[str, Any], rank: int, modules: tuple[str, ...]) -> int:
+    """Returns the bytes of its file."""
+    spec = read_decoder(config)
+    tensors = {}
+    for i, layer in enumerate(spec.attention):
+        heads, kv_heads = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        sizes = {
+            "q_proj": (heads, spec.hidden),
+            "k_proj": (kv_heads, spec.hidden),
+            "v_proj": (kv_heads, spec.hidden),
+            "o_proj": (spec.hidden, heads),
+            "gate_proj": (spec.intermediate, spec.hidden),
+            "up_proj": (spec.intermediate, spec.hidden),
+            "down_proj": (spec.hidden, spec.intermediate),
+        }
+        for module in modules:
+            n, k = sizes[module]
+            part = "self_attn" if module in ATTENTION else "mlp"
+            name = f"base_model.model.model.layers.{i}.{part}.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, k).mul_(k**-0.5).bfloat16()
+            tensors[f"{name}.lora_B.weight"] = torch.randn(n, rank).mul_(0.01).bfloat16()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(modules)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return (folder / "adapter_model.safetensors").stat().st_size
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace, **settings: Any) -> None:
+        common = {"load_format": "dummy", "context_length": 2048, "device": args.device}
+        self.engine = Engine(args.model, **common | json.loads(args.extra) | settings)
+        facts = self.engine._ready().ingress.facts
+        assert facts is not None
+        self.vocab, self.random = facts.vocab_size, random.Random(1)
+
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        return [[self.random.randrange(10, self.vocab) for _ in range(length)] for _ in range(count)]
+
+    def seconds(self, names: list[str | None], output: int, length: int = PROMPT) -> float:
+        """That a request of each name takes, all at once."""
+        params = SamplingParams(max_tokens=output, temperature=0.6, ignore_eos=True)
+        prompts = self.prompts(len(names), length)
+        begun = time.perf_counter()
+        self.engine.generate(prompts, params, lora_path=names)
+        return time.perf_counter() - begun
+
+    def step_ms(self, names: list[str | None]) -> float:
+        """A decode step of a row of each name: the best of three."""
+        self.seconds(names, 2)
+        found = [self.seconds(names, OUTPUT) - self.seconds(names, 1) for _ in range(3)]
+        return round(min(found) / (OUTPUT - 1) * 1e3, 4)
+
+
+def steps(bench: Bench, base: dict[str, Any], without: float) -> None:
+    kinds: dict[str, list[str | None]] = {
+        "base rows": [None] * ROWS,
+        "one adapter": ["a0"] * ROWS,
+        "64 adapters": [f"a{i}" for i in range(ROWS)],
+        "32 adapters, 32 base rows": [f"a{i}" if i % 2 else None for i in range(ROWS)],
+    }
+    for kind, names in kinds.items():
+        ms = bench.step_ms(names)
+        lines.emit(base | {"w": "step", "rows": kind, "ms": ms, "above_base": round(ms / without - 1, 4)})
+
+
+def cold(bench: Bench, base: dict[str, Any]) -> None:
+    """The device's 64 places are full, and the adapter is only in the host's memory."""
+    warm = min(bench.seconds([None], 1, 32) for _ in range(5))
+    found = []
+    for i in range(8):
+        bench.seconds([f"a{n}" for n in range(ROWS)], 1, 32)
+        found.append(bench.seconds([f"a{ROWS + i}"], 1, 32))
+    first = sorted(found)[len(found) // 2]
+    lines.emit(base | {"w": "cold", "ms": round(first * 1e3, 2), "base_ms": round(warm * 1e3, 2)})
+
+
+def crowd(bench: Bench, base: dict[str, Any], loaded: int) -> None:
+    """Requests for a few adapters, and for all, with equal odds and by Zipf's law."""
+    weights = [1 / (i + 1) for i in range(loaded)]
+    choose = {
+        "five": lambda: bench.random.randrange(5),
+        "uniform": lambda: bench.random.randrange(loaded),
+        "zipf": lambda: bench.random.choices(range(loaded), weights)[0],
+    }
+    for odds, pick in choose.items():
+        names: list[str | None] = [f"a{pick()}" for _ in range(512)]
+        seconds = min(bench.seconds(names, 128, 128) for _ in range(2))
+        loads = bench.engine.stats().adapter_loads
+        rate = round(len(names) / seconds, 3)
+        lines.emit(base | {"w": "crowd", "odds": odds, "requests_per_s": rate, "loads_so_far": loads})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--modules", choices=["attention", "all"], default="attention")
+    parser.add_argument("--loaded", type=int, default=0, help="adapters for the crowd; 0: no crowd")
+    parser.add_argument("--extra", default="{}", help="more settings, as JSON")
+    args = parser.parse_args()
+    modules = ATTENTION if args.modules == "attention" else ATTENTION + MLP
+    config = json.loads((Path(args.model) / "config.json").read_text())
+    base = {"bench": "lora", "model": Path(args.model).name, "rank": args.rank, "modules": args.modules}
+    plain = Bench(args)
+    without = plain.step_ms([None] * ROWS)
+    plain.engine.shutdown()
+    lines.emit(base | {"w": "step", "rows": "server without adapters", "ms": without})
+    with tempfile.TemporaryDirectory() as name:
+        nbytes = write_adapter(Path(name) / "adapter", config, args.rank, modules)
+        count = max(args.loaded, ROWS + 8)
+        bench = Bench(
+            args,
+            enable_lora=True,
+            max_loras=ROWS,
+            max_lora_rank=args.rank,
+            lora_target_modules=list(modules),
+        )
+        begun = time.perf_counter()
+        for i in range(count):
+            bench.engine.load_lora_adapter(f"a{i}", str(Path(name) / "adapter"))
+        load_ms = round((time.perf_counter() - begun) / count * 1e3, 2)
+        base |= {"adapter_bytes": nbytes, "loaded": count, "load_ms": load_ms}
+        steps(bench, base, without)
+        cold(bench, base)
+        if args.loaded:
+            crowd(bench, base, args.loaded)
+        bench.engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()
