@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import pytest
 from local_server import Local, local_server
 
 from sgla import LLM, Engine, LoRARequest, SamplingParams
-from sgla.errors import ConfigError, ModelNotFound
+from sgla.errors import ConfigError, InvalidAdapter, ModelNotFound
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+from lora import save_adapter
+from test_lora import BAD
 
 BODY = {"prompt": "abcdefghijklmnopqrstuvwxyz", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5, "ignore_eos": True}
@@ -211,3 +216,31 @@ def test_the_python_api_has_adapters(tiny_model: Path, folders: Path) -> None:
         outputs = llm.generate([prompt] * 2, params, lora_request=[None, two])
         assert outputs[0].outputs[0].token_ids != outputs[1].outputs[0].token_ids
         assert llm.generate(prompt, params, lora_request=two)[0].outputs[0] == outputs[1].outputs[0]
+
+
+def test_adapters_come_and_go_in_workers_while_a_text_is_written(tiny_model: Path, tmp_path: Path) -> None:
+    """In worker processes of two ranks. Files that are no adapters are refused, and nobody else notices."""
+    save_adapter(tmp_path / "good", tiny_model)
+    for kind, (spoil, _) in list(BAD.items())[::5]:
+        save_adapter(tmp_path / kind, tiny_model)
+        spoil(tmp_path / kind)
+    params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_lora_rank": 8, "max_loras": 1}
+    with Engine(str(tiny_model), enable_lora=True, tp=2, **settings) as engine:
+        expected = engine.generate("abc", params).tokens
+        found, adapted = [], []
+        for event in engine.stream("abc", params):
+            found += event.tokens
+            if len(found) == 20:
+                for kind in list(BAD)[::5]:
+                    with pytest.raises(InvalidAdapter):
+                        engine.load_lora_adapter(kind, str(tmp_path / kind))
+                for name in ("one", "two"):
+                    engine.load_lora_adapter(name, str(tmp_path / "good"))
+                adapted = engine.generate(["abc"] * 2, params, lora_path=["one", "two"])
+                engine.unload_lora_adapter("one")
+        assert found == expected
+        assert engine.adapters == ["two"]
+        one, two = (output.tokens for output in adapted)
+        assert one == two != expected
+        assert engine.stats().adapter_loads == 2
