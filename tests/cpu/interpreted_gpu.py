@@ -73,9 +73,9 @@ class Event(Nothing):
 def become_gpu() -> None:
     """From now on this process has one."""
     interpreter.patch_once()
-    real = load.load_weights
+    real = load.load_weights, load._device
     pretend("A100")
-    load.load_weights = real
+    load.load_weights, load._device = real
     load.joins = lambda: True
     torch.cuda.Event = Event  # type: ignore[assignment, misc]
     build._compiled = lambda *args: b""  # type: ignore[assignment]
