@@ -121,6 +121,23 @@ def lora(x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     return y
 
 
+def _looked_up(ids: Tensor, stack: Stack, *_: object) -> Tensor:
+    return torch.empty(ids.shape[0], stack.n, device=ids.device)
+
+
+@op(like=_looked_up)
+def lora_embedding(ids: Tensor, stack: Stack, rows: Rows) -> Tensor:
+    """What the adapters of the rows add to the embeddings of ids int32[T]: float32 [T, n]. Of ``stack`` each
+    id has a column of ``a``."""
+    y = torch.zeros(ids.shape[0], stack.n)
+    for place, index in rows.groups(False):
+        rank, own = stack.ranks[place - 1], ids if index is None else ids[index]
+        if rank:
+            inner = stack.a[place - 1, 0, :rank][:, own.long()].t().float()
+            y[slice(None) if index is None else index] = F.linear(inner, stack.b[place - 1, :, :rank].float())
+    return y
+
+
 @op
 def add_lora(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """``y + lora(x)``, if a device can in the memory of y [T, n]."""

@@ -27,6 +27,7 @@ class Target(NamedTuple):
     rows: range
     columns: range | None
     order: Tensor | None
+    embedding: bool = False  # k are ids
 
     def own(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's share of an adapter's a [r, k] and b [n, r]."""
@@ -68,15 +69,19 @@ class Adapters:
         found = [(self.table.get(part), rows) for part, rows in self.joined.get(name, [])]
         return [(target, rows) for target, rows in found if target is not None]
 
-    def stack(self, k: int, parts: Sequence[Part], columns: range | None = None) -> Stack | None:
+    def stack(
+        self, k: int, parts: Sequence[Part], columns: range | None = None, embedding: bool = False
+    ) -> Stack | None:
         """For a layer of k inputs, of which this rank has ``columns``; None if no adapter may change it."""
+        if embedding and not self.modules:
+            return None
         if not any(self._changes(name) for name, *_ in parts):
             return None
         width = k if columns is None else len(columns)
         made = Stack(self.places, self.rank, width, [len(rows) for _, _, rows, _ in parts], self.dtype)
         for part, (name, n, rows, order) in enumerate(parts):
             if self._changes(name):
-                self.table[name] = Target(made, part, n, k, rows, columns, order)
+                self.table[name] = Target(made, part, n, k, rows, columns, order, embedding)
         self.stacks.append(made)
         return made
 

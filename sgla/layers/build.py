@@ -218,12 +218,16 @@ class Build:
         self.table[name] = Slot(shape, take)
 
     def stack(
-        self, k: int, parts: Sequence[AdapterPart], columns: range | None = None
+        self,
+        k: int,
+        parts: Sequence[AdapterPart],
+        columns: range | None = None,
+        embedding: bool = False,
     ) -> tuple[Stack | None, Rows | None]:
         """What adapters add to a linear layer, and the rows of a step; see ``Adapters.stack``."""
         if self.adapters is None:
             return None, None
-        return self.adapters.stack(k, parts, columns), self.adapters.rows
+        return self.adapters.stack(k, parts, columns, embedding), self.adapters.rows
 
     def vector(self, name: str, size: int, part: range | None = None, offset: float = 0.0) -> Tensor:
         """A float32 vector holding ``part`` (default: all) of the checkpoint's ``name``, plus ``offset``."""

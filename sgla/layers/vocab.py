@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.lora import added
+from sgla.kernels.lora import added, lora_embedding
 from sgla.layers.build import Build, fill
 from sgla.quant.weight import storage
 
@@ -20,9 +20,15 @@ class VocabEmbedding:
         build.declare(
             f"{name}.weight", (vocab, hidden), lambda source: fill(self.weight, 0, source, range(vocab))
         )
+        # Adapters are for what has no scale, on which implementations differ.
+        parts = [(name, hidden, range(hidden), None)] if scale == 1.0 else []
+        self.stack, self.rows = build.stack(vocab, parts, embedding=True)
 
     def __call__(self, ids: Tensor) -> Tensor:
-        return ops.embedding(ids, self.weight, self.scale)
+        x = ops.embedding(ids, self.weight, self.scale)
+        if self.stack is None or self.rows is None or not self.rows.active:
+            return x
+        return (x + lora_embedding(ids, self.stack, self.rows)).to(x.dtype)
 
 
 class PositionEmbedding:

@@ -26,7 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
 SHOWN = 4  # names in an error
 SPARE = 1 << 20  # bytes of a file beside its values
-_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Keys that say how an adapter was trained, or that are said by its tensors.
@@ -152,12 +152,13 @@ def read_adapter(folder: Path, adapters: Adapters) -> list[Piece]:
             raise InvalidAdapter(f"{folder.name}: DoRA is not supported ({name[:200]})")
         if (found := _NAME.fullmatch(name)) is None:
             raise InvalidAdapter(
-                f"{folder.name}: {name[:200]!r} is not a linear layer's lora_A or lora_B, which alone are "
-                "supported (no embeddings, no modules_to_save)"
+                f"{folder.name}: {name[:200]!r} is no layer's lora_A or lora_B, which alone are supported "
+                "(no modules_to_save, no weights of the base: save_embedding_layers=False)"
             )
-        if found[2] in (pair := pairs.setdefault(found[1], {})):
-            raise InvalidAdapter(f"{folder.name}: lora_{found[2]} of {found[1][:200]} is there twice")
-        pair[found[2]] = tensor
+        module = f"{found[1]} (embedding)" if found[2] else found[1]
+        if found[3] in (pair := pairs.setdefault(module, {})):
+            raise InvalidAdapter(f"{folder.name}: lora_{found[3]} of {module[:200]} is there twice")
+        pair[found[3]] = tensor
     if not pairs:
         raise InvalidAdapter(f"{folder.name}: {WEIGHTS} has no tensors")
     checked = [_checked(folder, config, adapters, *pair) for pair in pairs.items()]
@@ -212,7 +213,8 @@ def _checked(
     def bad(why: str) -> InvalidAdapter:
         return InvalidAdapter(f"{folder.name}: {module[:200]}: {why}")
 
-    found = adapters.find(module)
+    module, _, embedding = module.partition(" ")
+    found = [entry for entry in adapters.find(module) if entry[0].embedding == bool(embedding)]
     if not found:
         changed = sorted({name.rpartition(".")[2] for name in adapters.table})
         raise bad(

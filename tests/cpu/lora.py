@@ -57,6 +57,12 @@ def save_adapter(
         b = torch.randn(weight.shape[0], r, generator=generator) * 0.3
         alpha = values.get("alpha_pattern", {}).get(last, values["lora_alpha"])
         scale = alpha / (math.sqrt(r) if values.get("use_rslora") else r)
+        if last == "embed_tokens":  # weights [ids, width]
+            a, b = (torch.randn(r, n, generator=generator) * 0.3 for n in weight.shape)
+            tensors[f"base_model.model.{module}.lora_embedding_A"] = a
+            tensors[f"base_model.model.{module}.lora_embedding_B"] = b.t().contiguous()
+            added[name] = scale * a.t() @ b
+            continue
         tensors[f"base_model.model.{module}.lora_A.weight"] = a
         tensors[f"base_model.model.{module}.lora_B.weight"] = b
         added[name] = scale * b @ a

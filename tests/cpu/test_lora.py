@@ -174,6 +174,7 @@ def _rename(folder: Path, old: str, new: str) -> None:
 
 Q_A, Q_B = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB")
 MAGNITUDE = Q_A.replace("A.weight", "magnitude_vector")
+BASE = "base_model.model.model.embed_tokens.base_layer.weight"
 EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"
 NAN, INF = float("nan"), float("inf")
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -205,9 +206,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "half": (lambda f: _tensors(f, lambda t: t.pop(Q_B)), "lora_B is missing"),
     "shape": (lambda f: _add(f, Q_A, torch.ones(4, 47)), r"expected \[4, 48\] \(another base\?\)"),
     "magnitudes": (lambda f: _add(f, MAGNITUDE, torch.ones(3)), "DoRA is not supported"),
-    "embedding": (lambda f: _add(f, EMBEDDING, torch.ones(4, 311)), "no embeddings"),
+    "embedding": (lambda f: _add(f, EMBEDDING, torch.ones(4, 311)), "no such layer that adapters can change"),
+    "weights of the base": (lambda f: _add(f, BASE, torch.ones(3)), "save_embedding_layers=False"),
     "other base": (lambda f: _rename(f, "layers.0", "layers.7"), "no such layer that adapters can change"),
-    "other names": (lambda f: _rename(f, "lora_A", "down"), "is not a linear layer's lora_A or lora_B"),
+    "other names": (lambda f: _rename(f, "lora_A", "down"), "is no layer's lora_A or lora_B"),
     "twice": (lambda f: _add(f, Q_A.removeprefix("base_model.model."), torch.ones(4, 48)), "is there twice"),
     "nothing": (lambda f: _tensors(f, lambda t: t.clear()), "has no tensors"),
 }
@@ -253,7 +255,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"head_dim": 8, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
         ATTENTION,
     ),
-    "the output layer": ("llama", {"head_dim": 8}, ("lm_head", "up_proj")),
+    "both ends": ("llama", {"head_dim": 8}, ("lm_head", "up_proj", "embed_tokens")),
 }
 
 
@@ -263,8 +265,9 @@ def test_layers_of_families_are_as_merged(tmp_path: Path, family: str) -> None:
     save_checkpoint(tmp_path / "base", kind, **changes)
     added = save_adapter(tmp_path / "adapter", tmp_path / "base", modules)
     assert {name.split(".")[-2] for name in added} == set(modules)
-    targets = ["lm_head", "up_proj"] if "lm_head" in modules else []
-    runner = adapted(tmp_path / "base", lora_target_modules=targets)
+    targets = list(modules) if "lm_head" in modules else []
+    native = {"native_kernels": family == "both ends"}
+    runner = adapted(tmp_path / "base", lora_target_modules=targets, **native)
     load(runner, 1, tmp_path / "adapter")
     merged = runner_of(save_merged(tmp_path / "merged", tmp_path / "base", added))
     found = logprobs(runner, [wanted("adapted", 1), wanted("base", 0)])

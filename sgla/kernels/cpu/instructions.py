@@ -16,7 +16,7 @@ from sgla.kernels.cpu.native import Opcode
 from sgla.kernels.cpu.panels import FORMATS, Kind, Panels
 from sgla.kernels.cpu.record import Recorder
 from sgla.kernels.dispatch import Lowerings
-from sgla.kernels.lora import Rows, Stack, lora
+from sgla.kernels.lora import Rows, Stack, lora, lora_embedding
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 
@@ -118,6 +118,13 @@ def adapters(recorder: Recorder, x: Tensor, stack: Stack, rows: Rows, sampled: b
     """A call: which rows have which adapter is known when a step runs."""
     like = torch.empty(x.shape[0], stack.n, device="meta")
     made: Tensor = recorder.note(lora.body, (x, stack, rows, sampled), {}, like)
+    return made
+
+
+@LOWERINGS.of(lora_embedding)
+def adapted_embedding(recorder: Recorder, ids: Tensor, stack: Stack, rows: Rows) -> Tensor:
+    like = torch.empty(ids.shape[0], stack.n, device="meta")
+    made: Tensor = recorder.note(lora_embedding.body, (ids, stack, rows), {}, like)
     return made
 
 

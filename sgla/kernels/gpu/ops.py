@@ -20,7 +20,7 @@ from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.gpu import integers, mixture, states
 from sgla.kernels.integers import are_integers
-from sgla.kernels.lora import Rows, Stack, add_lora, lora
+from sgla.kernels.lora import Rows, Stack, add_lora, lora, lora_embedding
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
@@ -150,6 +150,10 @@ class GpuOps:
     @LOWERINGS.of(lora)
     def lora(self, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
         return adapters.add(x.new_zeros(x.shape[0], stack.n), x, stack, rows, sampled)
+
+    @LOWERINGS.of(lora_embedding)
+    def lora_embedding(self, ids: Tensor, stack: Stack, rows: Rows) -> Tensor:
+        return adapters.embedding(ids, stack, rows)
 
     @LOWERINGS.of(ops.qk_norm_rope_store)
     def qk_norm_rope_store(

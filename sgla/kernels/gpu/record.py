@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
-from sgla.kernels.lora import add_lora, lora
+from sgla.kernels.lora import add_lora, lora, lora_embedding
 from sgla.kernels.ops import Ranks
 from sgla.kernels.trace import (
     STAND_INS,
@@ -307,6 +307,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.all_reduce: _like,
     lora: lambda x, stack, *_: _wide(x, stack.n),
     add_lora: _like,
+    lora_embedding: lambda ids, stack, *_: [((ids.shape[0], stack.n), torch.float32)],
     ops.inplace: lambda _, x: _like(x),
     ops.call: lambda _, x, width: _wide(x, width),
 }

@@ -123,6 +123,25 @@ def _expand_tiles(
     tl.store(at, tl.load(at, mask=live, other=0.0).to(tl.float32) + total, mask=live)
 
 
+def embedding(ids: Tensor, stack: Stack, rows: Rows) -> Tensor:
+    """What adapters add to the embeddings of ids int32[T]: float32 [T, n]."""
+    places = rows.tokens[: len(ids)]
+    inner = stack.a[(places - 1).clamp(min=0).long(), 0, :, ids.long()].float()
+    y = torch.zeros(len(ids), stack.n, dtype=torch.float32, device=ids.device)
+    _expand_rows(y, inner, stack, places)
+    return y
+
+
+def _expand_rows(y: Tensor, inner: Tensor, stack: Stack, places: Tensor) -> None:
+    _, parts, rank, _ = stack.a.shape
+    padded = max(16, triton.next_power_of_2(rank))
+    width = max(32, 4096 // padded)
+    _expand[len(y), triton.cdiv(stack.n, width)](
+        inner, stack.b, places, stack.bounds, y, stack.n, y.stride(0), R=rank, RP=padded, PARTS=parts,
+        BN=width, **_pdl(),
+    )  # fmt: skip
+
+
 def add(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """``y + lora(x)`` in the memory of y: x [T, k], y [T, n]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -138,11 +157,7 @@ def add(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor
         _shrink[tokens, triton.cdiv(parts * rank, few)](
             x, stack.a, places, inner, k, x.stride(0), R=rank, RB=few, PARTS=parts, BK=block, **pdl
         )  # fmt: skip
-        width = max(32, 4096 // padded)
-        _expand[tokens, triton.cdiv(stack.n, width)](
-            inner, stack.b, places, stack.bounds, y, stack.n, y.stride(0), R=rank, RP=padded, PARTS=parts,
-            BN=width, **pdl,
-        )  # fmt: skip
+        _expand_rows(y, inner, stack, places)
         return y
     tiles, precision = rows.tiles, "ieee" if stack.a.dtype == torch.float32 else "tf32"
     _shrink_tiles[len(tiles), parts](
