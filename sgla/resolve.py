@@ -115,7 +115,7 @@ def resolve(
     if isinstance(spec, ModelSpec) and spec.recurrent:
         check_recurrent(config)
     if isinstance(spec, ModelSpec) and device == "cuda":
-        check_whole(config, spec)
+        check_gpu_layers(config, spec)
     check_features(config, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         drafts = Settled(DRAFTS, "a row learns how many of them pay")
@@ -383,8 +383,15 @@ def check_recurrent(config: Config) -> None:
         )
 
 
-def check_whole(config: Config, spec: ModelSpec) -> None:
-    """Raise ConfigError for a context on a GPU in which tokens read chosen ones, or those of a chunk."""
+def check_gpu_layers(config: Config, spec: ModelSpec) -> None:
+    """Raise ConfigError for what a GPU cannot do right: a context in which tokens read chosen ones, or those
+    of a chunk, and layers whose kernels are known to be wrong."""
+    if wrong := next(filter(None, (layer.wrong_on_gpus for layer in spec.attention)), ""):
+        raise ConfigError(
+            f"{spec.architecture} does not run on GPUs yet: {wrong} gave wrong numbers there; give "
+            "--device cpu",
+            param="device",
+        )
     most = min((layer.whole_until for layer in spec.attention if layer.whole_until), default=0)
     if most and (config.context_length or spec.context_len) > most:
         raise ConfigError(
