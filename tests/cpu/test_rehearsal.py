@@ -99,7 +99,16 @@ CASES = {
     ),  # attention in Triton
     "fp8": ("qwen3-0.6b", DENSE, {"kv_cache_dtype": "fp8", "quantization": "fp8"}),
     "mixture": ("qwen3-30b-a3b", MIXTURE, {}),
-    "adapters": ("qwen3-0.6b", DENSE, {"enable_lora": True, "max_loras": 2, "step_tokens": 600}),
+    "adapters": (
+        "qwen3-0.6b",
+        DENSE,
+        {
+            "enable_lora": True,
+            "max_loras": 2,
+            "step_tokens": 600,
+            "lora_target_modules": ["embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "down_proj"],
+        },
+    ),
     "deterministic": ("qwen3-0.6b", DENSE, {"deterministic": True}),
     "windows": ("", WINDOWS, {}),
     "states": ("", STATES, {}),

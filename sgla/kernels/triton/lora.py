@@ -160,12 +160,13 @@ def add(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor
         _expand_rows(y, inner, stack, places)
         return y
     tiles, precision = rows.tiles, "ieee" if stack.a.dtype == torch.float32 else "tf32"
+    width = 64 if padded * stack.a.itemsize <= 512 else 32  # all cards have 99 KiB for a block
     _shrink_tiles[len(tiles), parts](
-        x, stack.a, tiles, inner, k, x.stride(0), R=rank, RP=padded, PARTS=parts, BM=TILE, BK=64,
+        x, stack.a, tiles, inner, k, x.stride(0), R=rank, RP=padded, PARTS=parts, BM=TILE, BK=width,
         PRECISION=precision, **pdl,
     )  # fmt: skip
-    _expand_tiles[len(tiles), triton.cdiv(stack.n, 64)](
+    _expand_tiles[len(tiles), triton.cdiv(stack.n, width)](
         inner, stack.b, tiles, stack.bounds, y, stack.n, y.stride(0), R=rank, RP=padded, PARTS=parts, BM=TILE,
-        BN=64, PRECISION=precision, **pdl,
+        BN=width, PRECISION=precision, **pdl,
     )  # fmt: skip
     return y
