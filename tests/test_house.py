@@ -115,6 +115,8 @@ def test_lines_of_c_and_cuda_are_short() -> None:
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:
-    """pytest imports them by their names alone, and ends if two folders have the same one."""
-    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    """pytest imports them by their names alone, and ends if two folders have the same one. Tests import the
+    benchmarks in the same way."""
+    paths = [path for folder in ("tests", "bench") for path in (ROOT / folder).rglob("*.py")]
+    names = [path.name for path in paths if path.name != "conftest.py"]
     assert [name for name, count in Counter(names).items() if count > 1] == []

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 import toy_family
 import toy_weights
+from adapters import invent
 from config_cases import gemma3
 from fake_gpu import Nothing, _cpu, pretend
-from lora import invent
 from msgspec.structs import replace
 from test_pooling import BERT, write_modules
 from tiny import LLAMA, Transcript, make_core, run, submit, tiny_config

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import ALL, ATTENTION, load, save_adapter, save_merged
 from checkpoints import save_checkpoint
 from forked import ForkedExecutor
-from lora import ALL, ATTENTION, load, save_adapter, save_merged
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from tiny import Transcript, make_core, run, run_executor, submit, tiny_config

@@ -42,8 +42,8 @@ def make_runner(**changes: Any) -> CpuRunner:
         ((9, 0), {"kv_cache_dtype": "fp8", "dtype": "float32"}, "kv_cache_dtype"),
         ((8, 9), {"quantization": "fp8", "kv_cache_dtype": "fp8"}, None),
         ((8, 0), {"deterministic": True}, None),
-        ((9, 0), {"quantization": "int8"}, "quantization"),
-        ((9, 0), {"quantization": "int4"}, "quantization"),
+        ((9, 0), {"quantization": "int8"}, None),
+        ((9, 0), {"quantization": "int4"}, None),
         ((7, 5), {}, "device"),
     ],
 )

@@ -16,7 +16,7 @@ from sgla.hub.source import ModelSource
 from sgla.messages import Submit
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-from lora import invent
+from adapters import invent
 from test_gpu_runner import TINY
 from tiny import make_core, run, submit
 

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLParserLimits
-from schemas import CASES, REFUSED
+from schema_cases import CASES, REFUSED
 
 from sgla import Engine
 from sgla.engine import Output

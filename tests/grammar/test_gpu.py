@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import torch
-from schemas import CASES
+from schema_cases import CASES
 from test_engine import FORCED, MIXED, json_schema, outputs, params
 
 from sgla import Engine

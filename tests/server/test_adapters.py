@@ -15,7 +15,7 @@ from sgla import LLM, Engine, LoRARequest, SamplingParams
 from sgla.errors import ConfigError, InvalidAdapter, ModelNotFound
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
-from lora import save_adapter
+from adapters import save_adapter
 from test_lora import BAD
 
 BODY = {"prompt": "abcdefghijklmnopqrstuvwxyz", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
