@@ -43,7 +43,6 @@ from sgla.kernels.gpu.ops import LOWERINGS
 from sgla.loading import load
 from sgla.messages import Submit
 from sgla.model import registry
-from sgla.model.generic import probe
 from sgla.model.generic_spec import FACTS
 from sgla.worker import gpu_setup
 from sgla.worker.gpu_memory import Peak
@@ -120,9 +119,9 @@ def long_text() -> list[Submit]:
 def turns() -> list[Submit]:
     """One text goes on in several ways, from states that were left on the way."""
     rng = np.random.default_rng(5)
-    begin = rng.integers(0, 331, 70).tolist()
-    ends = {"whole": 70, "longer": 70, "branch": 41, "again": 41, "short": 0}
-    made = [submit(rid, begin[:n] + rng.integers(0, 331, 5).tolist(), 4) for rid, n in ends.items()]
+    begin = rng.integers(0, 331, 45).tolist()
+    ends = {"whole": 45, "longer": 45, "branch": 30, "short": 0}
+    made = [submit(rid, begin[:n] + rng.integers(0, 331, 5).tolist(), 3) for rid, n in ends.items()]
     return [*made, submit("scored", begin[:20], 2, logprobs=1)]
 
 
@@ -148,18 +147,18 @@ def poison(runner: Any, core: Any) -> None:
     core.plan = poisoned
 
 
-def source(folder: Path, model: dict[str, Any], pooling: str) -> ModelSource:
-    """A model with random weights; ``pooling``: how its files say that hidden states are pooled, or ""."""
+def source(folder: Path, case: str) -> ModelSource:
+    """A model with random weights, computed by transformers' module if the name of the case says so."""
+    model, pooling = CASES[case][:2]
+    if case.startswith("module"):
+        from sgla.model.generic import probe  # which imports transformers
+
+        model = model | {FACTS: probe(model, Path("."))}
     if pooling:
         folder = folder / f"{model['architectures'][0]}-{pooling}"
         folder.mkdir()
         write_modules(folder, pooling, dense=(48, 20))
     return ModelSource("dummy", folder, (), model, {})
-
-
-def module(model: dict[str, Any]) -> dict[str, Any]:
-    """The same through transformers' module."""
-    return model | {FACTS: probe(model, Path("."))}
 
 
 DECODER = LLAMA | {"hidden_size": 48, "head_dim": 12}
@@ -227,9 +226,9 @@ CONVOLUTIONS |= {
 BESIDE = DECODER | {
     "architectures": ["FalconH1ForCausalLM"],
     "model_type": "falcon_h1",
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "mamba_d_ssm": None,
-    "mamba_n_heads": 6,
+    "mamba_n_heads": 4,
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
     "mamba_rms_norm": True,
@@ -255,7 +254,7 @@ SCANS = {
     "model_type": "mamba2",
     "vocab_size": 331,
     "hidden_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_heads": 6,
     "head_dim": 16,
     "n_groups": 2,
@@ -291,7 +290,7 @@ WIDER = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
 }
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 STATES = {"enable_return_hidden_states": True}
-# model, pooling, requests, settings, those of the GPU alone
+# Model, how its files say that hidden states are pooled, requests, settings, those of the GPU alone.
 CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
     "text": (DECODER, "", text, STATES, {"attention_backend": "torch"}),
     "weights on the host": (
@@ -352,18 +351,18 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         SMALL_STEPS,
         {"decode_attention_backend": "torch", "prefill_attention_backend": "triton"},
     ),
-    "module": (module(DECODER), "", short_text, {}, {"attention_backend": "torch"}),
+    "module": (DECODER, "", short_text, {}, {"attention_backend": "torch"}),
     "module with windows": (
-        module(SINKS),
+        SINKS,
         "",
         long_text,
         SMALL_STEPS,
         {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
     "module with wider keys": (
-        module(WIDER),
+        WIDER,
         "",
-        long_text,
+        short_text,
         SMALL_STEPS,
         {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
@@ -418,7 +417,7 @@ def main() -> None:
         torch.manual_seed(0)
         registry.register("ToyForCausalLM", toy_family.FAMILY)
         toy_weights.register()
-        sources = {case: source(Path(name), *CASES[case][:2]) for case in cases}
+        sources = {case: source(Path(name), case) for case in cases}
         found = {case: {"cpu": answers(cpu_runner, case, sources[case])} for case in cases}
         become_gpu()
         for case in cases:
