@@ -11,7 +11,7 @@ CASES = {
     "states": {"logprobs"},
     "module": {"logprobs"},
     "module with windows": set(),
-    "module with wider keys": set(),
+    "module with wider keys": {"logprobs"},
     "convolutions": {"logprobs"},
     "delta of channels": {"logprobs"},
     "a scan beside attention": {"logprobs"},
