@@ -146,11 +146,12 @@ print(json.dumps(found))
 """
 
 
-def test_attention_compiles_for_every_card() -> None:
+def test_attention_compiles_for_each_kind_of_cards() -> None:
     """Of decode rows, and for a small card that of prompts with heads padded to 256; DeepSeek's latents."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-c", COMPILE, json.dumps(list(CARDS.values()))]
+    cards = ["A100", "L40S", "B200"]
+    command = [sys.executable, "-c", COMPILE, json.dumps([CARDS[name] for name in cards])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name, shared in zip([*CARDS, *["L40S"] * 3], json.loads(done.stdout), strict=True):
+    for name, shared in zip([*cards, *["L40S"] * 3], json.loads(done.stdout), strict=True):
         assert 0 < shared <= nvidia(name, CARDS[name]).shared
