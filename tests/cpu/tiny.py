@@ -93,8 +93,9 @@ class Synchronous:
         self.plans.append(plan)
 
     def drain(self) -> list[StepResult | Moved]:
-        plan = self.plans.popleft()
-        return [self.runner.execute(plan), *(self.runner.moved() if plan.copies else ())]
+        """Of the next plan; of copies alone where all that could be planned waits for one."""
+        results = [self.runner.execute(self.plans.popleft())] if self.plans else []
+        return [*results, *self.runner.moved()]
 
 
 class Transcript(dict[str, list[Delta]]):

@@ -37,7 +37,7 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
         for place in range(1, 5):
             for part, n in enumerate(sizes):
                 own = max(1, rank // place)
-                stack.put(place, part, torch.randn(own, k) / k**0.5, torch.randn(n, own))
+                stack.put(place, part, torch.randn(own, k) / k**0.5, torch.randn(n, own) / own**0.5)
         q_lens = np.array([1, 1, 1, 700, 65, 3, 64], np.int32)
         row_places = np.array([1, 0, 4, 2, 3, 0, 1], np.int32)
         places = np.repeat(row_places, q_lens)
