@@ -158,40 +158,49 @@ class Region:
         running = self.running
 
         def real(x: Any) -> Any:
-            match x:
-                case Result(number):
-                    return values[number] if number in values else running.values[number]
-                case Size():
-                    return running.size(x)
-                case BatchPart(name):
-                    return getattr(running.batch, name) if name else running.batch
-                case slice():
-                    return slice(real(x.start), real(x.stop), real(x.step))
-            return x
+            kind = type(x)
+            if kind is Result:
+                return values[x.number] if x.number in values else running.values[x.number]
+            if kind is Size:
+                return running.size(x)
+            if kind is BatchPart:
+                return getattr(running.batch, x.name) if x.name else running.batch
+            return rebuilt(x, real)
 
         for call in self.calls:
-            args, kwargs = tree_map(real, (call.args, call.kwargs), is_leaf=is_stand_in)
-            values.update(zip(call.results, leaves(call.fn(*args, **kwargs), Tensor)))
+            kwargs = {name: real(value) for name, value in call.kwargs.items()}
+            values.update(zip(call.results, leaves(call.fn(*map(real, call.args), **kwargs), Tensor)))
         for (number, shape), view in zip(self.made, views[len(self.given) :]):
             view.view(-1, *shape).copy_(values[number])
         running.values.update((number, values[number].clone()) for number in self.passed)
 
 
-def is_stand_in(x: Any) -> bool:
-    return isinstance(x, Size | Result | BatchPart)
+def rebuilt(x: Any, f: Callable[[Any], Any]) -> Any:
+    """A tuple, list, dictionary or slice with ``f`` of what it holds; anything else as it is. Every call of a
+    step asks for it, and torch's tree_map takes longer than most of these calls."""
+    if isinstance(x, tuple):
+        inner = [f(one) for one in x]
+        return type(x)(*inner) if hasattr(x, "_fields") else type(x)(inner)
+    if isinstance(x, list):
+        return [f(one) for one in x]
+    if isinstance(x, dict):
+        return {key: f(value) for key, value in x.items()}
+    if isinstance(x, slice):
+        return slice(f(x.start), f(x.stop), f(x.step))
+    return x
 
 
 def leaves(tree: Any, kind: type[K]) -> list[K]:
     """What is of this kind in tuples, lists, dictionaries and slices."""
-    found: list[K] = []
-
-    def look(x: Any) -> None:
-        for inner in (x.start, x.stop, x.step) if isinstance(x, slice) else (x,):
-            if isinstance(inner, kind):
-                found.append(inner)
-
-    tree_map(look, tree, is_leaf=is_stand_in)
-    return found
+    if isinstance(tree, kind):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif isinstance(tree, slice):
+        tree = tree.start, tree.stop, tree.step
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [found for inner in tree for found in leaves(inner, kind)]
 
 
 def symbols_in(tree: Any) -> list[Symbol]:
