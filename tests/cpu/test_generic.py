@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import probing
 import pytest
 import torch
 from checkpoints import SMALL, Eager, random_prompts, save_checkpoint
@@ -23,7 +24,7 @@ from sgla.hub import source as files
 from sgla.hub.source import ModelSource
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
-from sgla.model import generic_spec
+from sgla.model import generic, generic_spec
 from sgla.model.generic import Generic, probe
 from sgla.model.generic_compile import compile_steps
 from sgla.model.generic_spec import FACTS, check_generic, settled
@@ -167,8 +168,13 @@ def test_a_probe_ends_with_who_started_it_and_within_its_memory(
         with pytest.raises(ConfigError, match="no model"):
             settled(source, "transformers", False)
     assert commands == [tied([sys.executable, "-m", "sgla.model.generic"])]
-    limited = "from sgla.model import generic; generic.MEMORY = 64 << 20; generic.bound(); bytearray(1 << 30)"
-    done = subprocess.run([sys.executable, "-c", limited], capture_output=True)
+
+    def take_much() -> None:
+        monkeypatch.setattr(generic, "MEMORY", 64 << 20)
+        generic.bound()
+        bytearray(1 << 30)
+
+    done = probing.forked(take_much)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == b"MemoryError"
 
@@ -186,6 +192,7 @@ def test_what_another_process_refuses_keeps_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The module would run on one rank, so nothing is said of architectures that do. No rule takes it."""
+    probing.fork_probes(monkeypatch)
     save_checkpoint(tmp_path, "persimmon", num_hidden_layers=1)
     with pytest.raises(ConfigError, match="^transformers' module cannot be split over ranks") as refused:
         open_source(tmp_path, ranks=2)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import probing
 import pytest
 import torch
 from checkpoints import Eager, save_checkpoint
@@ -59,8 +60,13 @@ def test_an_override_equals_the_same_words_in_the_file(folder: Path, tmp_path: P
     ],
 )
 def test_an_override_is_refused_as_the_file_would_be(
-    overrides: dict[str, Any], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    overrides: dict[str, Any],
+    words: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    probing.fork_probes(monkeypatch)
     assert main(["explain", str(folder), "--json-model-override-args", json.dumps(overrides)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if " is --hf-overrides " not in line]
     assert words in line
