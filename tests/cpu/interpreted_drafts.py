@@ -119,7 +119,7 @@ def main() -> None:
     def make(maker: Any, case: str, **own: Any) -> Any:
         model, common, _, _ = CASES[case]
         config = tiny_config(**settings | common | own)
-        runner = maker(config, source(Path("."), model, ""), 0, 1, "", lambda progress: None)
+        runner = maker(config, source(Path("."), model), 0, 1, "", lambda progress: None)
         with tempfile.NamedTemporaryFile() as file:
             Path(file.name).write_bytes(LETTERS.encoded())
             runner.control(Control(verb="vocabulary", args={"path": file.name}))

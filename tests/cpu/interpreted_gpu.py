@@ -147,10 +147,10 @@ def poison(runner: Any, core: Any) -> None:
     core.plan = poisoned
 
 
-def source(folder: Path, case: str) -> ModelSource:
-    """A model with random weights, computed by transformers' module if the name of the case says so."""
-    model, pooling = CASES[case][:2]
-    if case.startswith("module"):
+def source(folder: Path, model: dict[str, Any], pooling: str = "", module: bool = False) -> ModelSource:
+    """A model with random weights. ``pooling``: how its files say that hidden states are pooled, or "";
+    ``module``: whether transformers' computes it."""
+    if module:
         from sgla.model.generic import probe  # which imports transformers
 
         model = model | {FACTS: probe(model, Path("."))}
@@ -290,7 +290,7 @@ WIDER = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
 }
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 STATES = {"enable_return_hidden_states": True}
-# Model, how its files say that hidden states are pooled, requests, settings, those of the GPU alone.
+# Model, pooling, requests, settings, those of the GPU alone.
 CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
     "text": (DECODER, "", text, STATES, {"attention_backend": "torch"}),
     "weights on the host": (
@@ -417,7 +417,9 @@ def main() -> None:
         torch.manual_seed(0)
         registry.register("ToyForCausalLM", toy_family.FAMILY)
         toy_weights.register()
-        sources = {case: source(Path(name), case) for case in cases}
+        sources = {
+            case: source(Path(name), *CASES[case][:2], module=case.startswith("module")) for case in cases
+        }
         found = {case: {"cpu": answers(cpu_runner, case, sources[case])} for case in cases}
         become_gpu()
         for case in cases:

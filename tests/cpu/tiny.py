@@ -94,8 +94,10 @@ class Synchronous:
 
     def drain(self) -> list[StepResult | Moved]:
         """Of the next plan; of copies alone where all that could be planned waits for one."""
-        results = [self.runner.execute(self.plans.popleft())] if self.plans else []
-        return [*results, *self.runner.moved()]
+        if not self.plans:
+            return list(self.runner.moved())
+        plan = self.plans.popleft()
+        return [self.runner.execute(plan), *(self.runner.moved() if plan.copies else ())]
 
 
 class Transcript(dict[str, list[Delta]]):
