@@ -473,18 +473,26 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     # float32[*, width]: hidden states of the tokens before the last one of ``tokens``.
     hidden: list[bytes] | None = None
     verifies: int = 0  # steps so far that brought tokens where it may guess
+    guessed: int = 0  # tokens, in these
+    right: int = 0  # of those
 
     @property
     def bare(self) -> bool:
         """It has tokens, and maybe how they end, but nothing that belongs to one of them."""
         return self.logprobs is None and self.hidden is None and self.vector is None and self.error is None
 
+    @property
+    def guesses(self) -> tuple[int, int, int]:
+        """``verifies``, ``guessed`` and ``right``, which grow together."""
+        return self.verifies, self.guessed, self.right
+
     def merge(self, later: Delta) -> None:
         """Append a later one of the same child, which is ``bare``."""
         self.tokens += later.tokens
         self.finish, self.matched = later.finish, later.matched
         self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
-        self.verifies = max(self.verifies, later.verifies)
+        guesses = max(self.guesses, later.guesses)
+        self.verifies, self.guessed, self.right = guesses
 
 
 class Deltas(msgspec.Struct):
@@ -498,6 +506,8 @@ class Usage(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     cached_tokens: int = 0
     verifies: int = 0  # see Delta
+    guessed: int = 0
+    right: int = 0
 
 
 class Event(msgspec.Struct, kw_only=True, gc=False):

@@ -30,6 +30,7 @@ class _Child:
         "completion",
         "ended",
         "grammar",
+        "guesses",
         "hidden",
         "index",
         "last",
@@ -37,7 +38,6 @@ class _Child:
         "parent",
         "prompt",
         "texts",
-        "verifies",
     )
 
     def __init__(self, opened: Opened, output: OutputStream) -> None:
@@ -47,7 +47,7 @@ class _Child:
         self.output = output
         self.completion = 0
         self.cached = 0
-        self.verifies = 0
+        self.guesses = 0, 0, 0  # see Delta
         self.last: float | None = None  # when its latest tokens came
         self.grammar = opened.sampling.grammar
         self.hidden: list[bytes] | None = None  # hidden states that no Event had yet
@@ -155,7 +155,7 @@ class Detokenize(Actor[Deltas]):
         piece = child.output.feed(delta.tokens, delta.logprobs, delta.finish, delta.matched)
         child.completion += piece.consumed
         child.cached = max(child.cached, delta.cached_tokens)
-        child.verifies = max(child.verifies, delta.verifies)
+        child.guesses = max(child.guesses, delta.guesses)
         if delta.hidden is not None:
             child.hidden = (child.hidden or []) + delta.hidden
         finish = delta.finish
@@ -183,7 +183,7 @@ class Detokenize(Actor[Deltas]):
                 prompt_logprobs=delta.prompt_logprobs,
                 finish=finish,
                 matched=matched,
-                usage=Usage(len(child.prompt), child.completion, child.cached, child.verifies),
+                usage=Usage(len(child.prompt), child.completion, child.cached, *child.guesses),
                 hidden=hidden,
             )
         )

@@ -35,6 +35,7 @@ from sgla.messages import (
     StepResult,
 )
 from sgla.model.read import read_spec
+from sgla.worker.facts import drafts_of
 
 if TYPE_CHECKING:
     from sgla.config import Config
@@ -111,9 +112,10 @@ class FakeRow(NamedTuple):
 
 class FakeModel:
     """Executes plans at once. ``forced``: the longest run of tokens that it may tell at once, as if a grammar
-    forced them behind the one it has sampled. How many drafts of a row are right depends on its tokens alone,
-    too. ``verify``: keep a page store and check it: each row must find exactly its own prefix in the pages it
-    was given, and no page may be written by two rows of a step.
+    forced them behind the one it has sampled. A row guesses any number of tokens, of which each is right with
+    the probability ``acceptance``; that depends on its tokens alone, too. Whatever grammar a row has, its
+    tokens are odd and even in turn. ``verify``: keep a page store and check it: each row must find exactly
+    its own prefix in the pages it was given, and no page may be written by two rows of a step.
 
     ``cost(tokens, pairs)``: seconds that a step reports, ``pairs`` being the (query, key) pairs of attention.
     """
@@ -125,12 +127,14 @@ class FakeModel:
         verify: bool = True,
         cost: Callable[[int, int], float] | None = None,
         forced: int = 0,
+        acceptance: float = 0.7,
     ) -> None:
         self.facts = facts
         self.computed_tokens = 0
         self._seed = seed
         self._cost = cost
         self._forced = forced
+        self._acceptance = acceptance
         self._slots: list[FakeSlot | None] = [None] * facts.slots
         self._encoder = facts.pooling is not None and facts.pooling.encoder
         self._recurrent = facts.groups[-1].every > 0
@@ -170,9 +174,9 @@ class FakeModel:
         tokens = array("i")
         blocks: list[LogprobBlock] = []
         vectors: list[bytes] = []
-        counts = array("i")
+        counts, guessed = array("i"), array("i")
         hidden: list[bytes] = []
-        for r, (slot, start, end, flags, told, _) in enumerate(rows):
+        for r, (slot, start, end, flags, told, wrong) in enumerate(rows):
             slot.computed = end
             if slot.sampling.hidden:
                 hidden.append(self.states(slot.tokens[:end], start))
@@ -191,6 +195,7 @@ class FakeModel:
                     blocks.append(self._block(r, slot, False, first, run, slot.sampling.logprobs))
                 tokens.extend(run)
                 counts.append(len(run))
+                guessed.append(len(told) - 1 + wrong if told else 0)
         count = sum(row.end - row.start + row.wrong for row in rows)
         self.computed_tokens += count
         seconds = 0.0
@@ -206,6 +211,7 @@ class FakeModel:
             vectors=vectors,
             counts=b"" if all(n == 1 for n in counts) else counts.tobytes(),
             hidden=hidden,
+            guessed=guessed.tobytes() if any(guessed) else b"",
         )
 
     def states(self, tokens: list[int], start: int = 0) -> bytes:
@@ -325,12 +331,16 @@ class FakeModel:
         drafts = min(most, slot.limit - len(slot.tokens) - 1)
         if drafts < 0:  # it has all its tokens, and the host does not know yet
             return FakeRow(slot, start, start, flags, [])
-        right = (slot.chain[-1] >> 44) % (drafts + 1)
-        run = [self._next(slot) for _ in range(right + 1)]
-        end = start + 1 + right
         size = self.facts.page_size
-        assert all(end + drafts - right <= len(pages) * size for pages in slot.pages), "a row without pages"
-        return FakeRow(slot, start, end, flags, run, drafts - right)
+        assert all(start + 1 + drafts <= len(pages) * size for pages in slot.pages), "a row without pages"
+        guessed = (slot.chain[-1] >> 44) % (drafts + 1)
+        run = [self._next(slot)]
+        while len(run) <= guessed and self._guesses_right(slot):
+            run.append(self._next(slot))
+        return FakeRow(slot, start, start + len(run), flags, run, guessed + 1 - len(run))
+
+    def _guesses_right(self, slot: FakeSlot) -> bool:
+        return (slot.chain[-1] >> 20 & 0xFFFF) < self._acceptance * 0x10000
 
     def _write(self, g: int, rows: list[FakeRow]) -> None:
         size, store = self.facts.page_size, self._stores[g]
@@ -396,9 +406,12 @@ class FakeModel:
         sampling = slot.sampling
         seed = self._seed ^ sampling.seed if sampling.temperature > 0 else self._seed
         token = (mix(slot.chain[-1], seed) >> 20) % self.facts.vocab_size
+        step = 1
+        if sampling.grammar:
+            step, token = 2, token ^ (token + slot.tokens[-1] + 1 & 1)
         if len(slot.tokens) - slot.prompt_len < sampling.min_tokens:
             while token in sampling.stop_ids:
-                token = (token + 1) % self.facts.vocab_size
+                token = (token + step) % self.facts.vocab_size
         return token
 
     def _next(self, slot: FakeSlot) -> int:
@@ -452,6 +465,7 @@ def fake_facts(config: Config, source: ModelSource) -> Facts:
         device="fake",
         hidden=FAKE_WIDTH if config.enable_return_hidden_states else 0,
         adapters=config.max_loras if config.enable_lora else 0,
+        drafts=drafts_of(config),
         notes=["no model: the next token is a hash of those before it"],
     )
 

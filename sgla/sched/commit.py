@@ -111,7 +111,9 @@ def _commit_runs(
                 forced += len(delta.tokens) - 1
             else:
                 request.verifies += 1
-                delta.verifies = request.verifies
+                request.guessed += guessed[i]
+                request.right += min(guessed[i], count - 1)
+                delta.verifies, delta.guessed, delta.right = request.verifies, request.guessed, request.right
                 verified.append((guessed[i], count))
                 if drafts:
                     request.misses = 0 if count > 1 else request.misses + 1

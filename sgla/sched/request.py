@@ -98,6 +98,7 @@ class Request:
         "first_token",
         "given",
         "goal",
+        "guessed",
         "holds",
         "known",
         "last_step",
@@ -120,6 +121,7 @@ class Request:
         "rank",
         "read",
         "rid",
+        "right",
         "scheduled",
         "seq",
         "shared",
@@ -195,6 +197,8 @@ class Request:
         self.ahead = 0  # tokens that its rows in flight may bring
         self.loose = 0  # its rows in flight with drafts: without one it is certain how far it has got
         self.verifies = 0  # rows that might guess and brought tokens
+        self.guessed = 0  # tokens, in these
+        self.right = 0  # of those
         self.misses = 0  # its latest rows with drafts of which none was right
 
         self.cached = 0

@@ -170,6 +170,8 @@ def test_guesses_of_other_requests_are_counted(server: ServerProcess, hf: Any) -
     meta = reply["meta_info"]
     assert 0 < meta["spec_verify_ct"] < 30
     assert meta["spec_accept_length"] == 60 / meta["spec_verify_ct"]
+    assert meta["spec_accept_token_num"] == 60 - 1 - meta["spec_verify_ct"] <= meta["spec_draft_token_num"]
+    assert meta["spec_accept_rate"] == meta["spec_accept_token_num"] / meta["spec_draft_token_num"]
     plain = generate(server)
     assert "spec_verify_ct" not in plain["meta_info"]
     check(hf, plain, ids_of(server, TEXT))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from random import Random
 from typing import Any
 
@@ -47,8 +47,8 @@ def make_submit(rid: str, tokens: list[int], max_new: int = 8, **changes: Any) -
 
 
 class Simulation:
-    """``cut``: requests ended by a cancel or a deadline. ``forced``: see FakeModel. A step lasts 1 on the
-    simulated clock, or ``cost``."""
+    """``cut``: requests ended by a cancel or a deadline. ``forced``, ``acceptance``: see FakeModel.
+    A step lasts 1 on the simulated clock, or ``cost``."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Simulation:
         cost: Callable[[int, int], float] | None = None,
         check: bool = True,
         forced: int = 0,
+        acceptance: float = 0.7,
     ) -> None:
         facts = Facts(
             groups=limits.groups,
@@ -72,7 +73,7 @@ class Simulation:
         )
         self.limits = limits
         self.core = Core(limits)
-        self.model = FakeModel(facts, seed=1, verify=check, cost=cost, forced=forced)
+        self.model = FakeModel(facts, seed=1, verify=check, cost=cost, forced=forced, acceptance=acceptance)
         self.check = check
         self.now = 1.0
         self.flights: deque[StepPlan] = deque()
@@ -199,9 +200,21 @@ class Simulation:
                 assert (got, self.finish(rid)) == (tokens, finish), rid
                 vector = None if submit.sampling.pool is None else self.model.vector(submit.tokens)
                 assert self.deltas[rid][-1].vector == vector, rid
+            if submit.sampling.grammar:
+                parities = [token % 2 for token in (submit.tokens[-1], *got)]
+                assert all(one != other for one, other in pairwise(parities)), f"{rid} left its grammar"
         self.verify_states()
         self.verify_shared()
+        self.verify_guesses()
         self.assert_released()
+
+    def verify_guesses(self) -> None:
+        """What the metrics count is what the rows have brought."""
+        stats = self.core.stats()
+        assert stats.verified_tokens == stats.verifies + sum(stats.right_at)
+        assert sum(stats.right_at) <= stats.draft_tokens <= self.limits.drafts * stats.drafts
+        assert stats.drafts <= stats.verifies
+        assert stats.right_at == sorted(stats.right_at, reverse=True)
 
     def verify_states(self) -> None:
         """Each request that wanted hidden states has those of its own tokens, each once, with the token that
@@ -308,6 +321,7 @@ def random_submits(random: Random, count: int, longest: int = 24, end: float = 6
             min_tokens=random.choice((0, 0, 3)),
             stop_ids=random.choice((sorted(stop_ids), [])),
             logprobs=random.choice((-1, -1, 0, 2)),
+            grammar=random.choice(("", "", "in turn")),
             prompt_logprobs=random.choice((-1, -1, -1, 0, 1)),
         )
         submits.append(

@@ -13,7 +13,8 @@ SCENARIOS = 1_600  # four hundred in .ci/run, sixteen thousand in .ci/full
 def play(random: Random) -> Simulation:
     """A scenario: arrivals, ends of holds and copies, cancels and deadlines at random times while steps go
     on."""
-    simulation = Simulation(random_limits(random, hidden=2), forced=random.choice((0, 0, 2, 9)))
+    forced, acceptance = random.choice((0, 0, 2, 9)), random.choice((0.0, 0.5, 0.9, 1.0))
+    simulation = Simulation(random_limits(random, hidden=2), forced=forced, acceptance=acceptance)
     pending = [of_any_kind(random, submit) for submit in random_submits(random, random.randint(2, 9))[::-1]]
     bound = 400 + 80 * len(pending)
     for _ in range(bound):

@@ -229,8 +229,7 @@ class AnswerFormat:
             "weight_version": "default",
         }
         if choice.usage.verifies:
-            meta["spec_verify_ct"] = choice.usage.verifies
-            meta["spec_accept_length"] = choice.usage.completion_tokens / choice.usage.verifies
+            meta |= guesses_of(choice.usage)
         sampling = self._work.jobs[prompt].sampling
         if choice.finish is not None:
             meta["e2e_latency"] = clock.now() - self._since
@@ -298,6 +297,17 @@ class AnswerFormat:
 
     def _text(self, token: int) -> str | None:
         return token_text(self._tokenizer, token) if self._texts else None
+
+
+def guesses_of(usage: Usage) -> dict[str, float]:
+    """SGLang's names for what came of the guesses of a choice."""
+    return {
+        "spec_verify_ct": usage.verifies,
+        "spec_draft_token_num": usage.guessed,
+        "spec_accept_token_num": usage.right,
+        "spec_accept_length": usage.completion_tokens / usage.verifies,
+        "spec_accept_rate": usage.right / max(1, usage.guessed),
+    }
 
 
 def add_rows(
