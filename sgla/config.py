@@ -218,11 +218,23 @@ class EngineSettings(ModelSettings, kw_only=True):
         float | None, Doc(description="inter-token target that limits prefill beside decode; 0 = no limit")
     ] = None
     speculative_algorithm: Annotated[
-        Literal["ngram", "NGRAM"] | None,
+        Literal["ngram", "draft_model", "NGRAM", "STANDALONE"] | None,
         Doc(
             description="guess the next tokens and compute them in one step, which changes no text: ngram "
-            "guesses what came behind the same tokens before"
+            "guesses what came behind the same tokens before, draft_model what --speculative-model draws "
+            "(CPU)"
         ),
+    ] = None
+    speculative_model: Annotated[
+        str | None,
+        Doc(
+            description="a smaller model with the same vocabulary, which guesses the next tokens: hub id, "
+            "folder or .gguf file"
+        ),
+    ] = None
+    speculative_quantization: Annotated[
+        Literal["int8", "int4"] | None,
+        Doc(description="weights of --speculative-model, if not as --dtype says"),
     ] = None
     speculative_num_draft_tokens: Annotated[
         int | None, Doc(description="tokens that a row may guess in a step, at most; 0: none")

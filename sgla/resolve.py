@@ -16,12 +16,14 @@ from sgla.device import check as check_device
 from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
+from sgla.model.drafting import by_our_names, check_context, draft_state, read_draft
+from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
 from sgla.model.read import read_spec
 from sgla.model.sizes import as_stored, experts_kind, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
-from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes
+from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import dialect_of
 
@@ -34,7 +36,7 @@ OF_CHECKPOINTS = {
     "awq": "an AWQ checkpoint",
     "checkpoint": "a quantized checkpoint",
 }
-DRAFTS = 8  # most tokens that a row guesses in a step, if nobody says otherwise
+DRAFTS, OF_MODELS = 8, 4  # most tokens that a row guesses in a step, if nobody says otherwise
 BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequences are
     "kv_cache_bytes": "what weights and the largest steps leave of the GPU's memory",
     "context_length": "the model's own limit, or what the KV cache holds",
@@ -86,18 +88,20 @@ def resolve(
     machine: Machine | None = None,
     model: Mapping[str, Any] | None = None,
     pooled: bool = False,
+    draft: Mapping[str, Any] | None = None,
 ) -> Resolved:
     """Fill every open value of ``config``.
 
     ``machine``: its facts (this machine's if None). ``model``: the content of the model's config.json, if
-    known; ``pooled``: it answers with vectors. Raises ConfigError for values out of range or impossible
-    together, and for a model that is not supported.
+    known; ``pooled``: it answers with vectors; ``draft``: that of the model that guesses for it. Raises
+    ConfigError for values out of range or impossible together, and for a model that is not supported.
     """
     machine = machine or detect()
     check(config)
     spec = read_spec(model) if model is not None else None
     encoder = isinstance(spec, EncoderSpec)
-    filling = Filling(config)
+    filling = Filling(by_our_names(config))
+    guessing = read_draft(draft, spec) if isinstance(spec, ModelSpec) else None
     device = filling.settle("device", choose_device(machine))
     if device == "cuda":
         check_gpus(config, machine)
@@ -118,8 +122,7 @@ def resolve(
         check_gpu_layers(config, spec)
     check_features(config, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
-        drafts = Settled(DRAFTS, "a row learns how many of them pay")
-        filling.settle("speculative_num_draft_tokens", drafts)
+        filling.settle("speculative_num_draft_tokens", choose_drafts(config.speculative_algorithm))
     if config.cpu_offload_gb:
         check_offload(config, machine, device, spec, pooled or encoder)
     for gpu in machine.gpus[: config.tp] if device == "cuda" else ():
@@ -130,7 +133,7 @@ def resolve(
             check_encoder(gpu, config, dtype)
     filling.settle("threads", choose_threads(machine, config.tp))
     settle_steps(filling, device == "cuda")
-    settle_cache(filling, machine, device, spec, dtype)
+    settle_cache(filling, machine, device, spec, dtype, guessing)
     if not config.served_model_name:
         filling.filled["served_model_name"] = [config.model]
         filling.reasons["served_model_name"] = "the model's name"
@@ -192,7 +195,7 @@ def check_features(config: Config, device: str, vectors: bool, encoder: bool) ->
             "--logits-processors cannot be honoured by --executor fake; leave it out",
             param="logits_processors",
         )
-    check_speculation(config)
+    check_guesses(config, device)
     if config.deterministic:
         check_deterministic(config, device)
 
@@ -265,9 +268,15 @@ def settle_steps(filling: Filling, cuda: bool) -> None:
 
 
 def settle_cache(
-    filling: Filling, machine: Machine, device: str, spec: ModelSpec | EncoderSpec | None, dtype: str
+    filling: Filling,
+    machine: Machine,
+    device: str,
+    spec: ModelSpec | EncoderSpec | None,
+    dtype: str,
+    guessing: ModelSpec | None,
 ) -> None:
-    """Bytes of the KV cache, and the longest context. On a GPU the workers see what there is room for."""
+    """Bytes of the KV cache, and the longest context. On a GPU the workers see what there is room for.
+    ``guessing``: the model that guesses."""
     config, reasons = filling.config, filling.reasons
     if isinstance(spec, EncoderSpec):
         reasons["kv_cache_bytes"] = "an encoder keeps no KV"
@@ -275,10 +284,14 @@ def settle_cache(
     elif device == "cuda":
         reasons |= {name: reason for name, reason in BY_WORKERS.items() if getattr(config, name) is None}
     else:
-        room = filling.settle("kv_cache_bytes", choose_kv_bytes(machine, spec, dtype, filling.done()))
+        room = filling.settle(
+            "kv_cache_bytes", choose_kv_bytes(machine, spec, dtype, filling.done(), guessing)
+        )
         if isinstance(spec, ModelSpec):
-            fits = kv_pool(filling.done(), spec, dtype).tokens(room)
-            filling.settle("context_length", choose_context(spec.context_len, fits))
+            fits = kv_pool(filling.done(), spec, dtype, guessing).tokens(room)
+            length = filling.settle("context_length", choose_context(spec.context_len, fits))
+            if guessing is not None:
+                check_context(guessing, length)
         elif config.context_length is None:
             reasons["context_length"] = BY_WORKERS["context_length"]
 
@@ -347,28 +360,6 @@ def check_adapters(config: Config, device: str, generic: bool) -> None:
                 f"--{name.replace('_', '-')} cannot be honoured with --enable-lora yet; leave one out",
                 param=name,
             )
-
-
-def check_speculation(config: Config) -> None:
-    """Raises ConfigError for ``--speculative-*`` where nothing can be guessed."""
-    name, count = config.speculative_algorithm, config.speculative_num_draft_tokens
-    if name is None:
-        if count:
-            raise ConfigError(
-                "--speculative-num-draft-tokens needs --speculative-algorithm ngram",
-                param="speculative_num_draft_tokens",
-            )
-        return
-    obstacle = None
-    if config.tp > 1:
-        obstacle = "by several ranks yet"
-    elif config.executor == "fake":
-        obstacle = "by --executor fake"
-    if obstacle:
-        raise ConfigError(
-            f"--speculative-algorithm {name} cannot be honoured {obstacle}; leave it out",
-            param="speculative_algorithm",
-        )
 
 
 def check_recurrent(config: Config) -> None:
@@ -444,13 +435,14 @@ def choose_dtype(
     return Settled("bfloat16", "half the memory traffic of float32, which bounds decode")
 
 
-def kv_pool(config: Config, spec: ModelSpec, dtype: str) -> Pool:
-    """How a rank shares out the bytes of its KV cache."""
+def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: ModelSpec | None = None) -> Pool:
+    """How a rank shares out the bytes of its KV cache. ``guessing``: the model that guesses."""
     context = config.context_length or min(spec.context_len, LONGEST)
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
     demand = Demand(config.max_running_requests, config.step_tokens, config.prefix_cache)
-    return Pool(kv_groups(state_of(spec, config.tp), context, dtype), config.page_size, demand)
+    state = with_draft(state_of(spec, config.tp), draft_state(guessing))
+    return Pool(kv_groups(state, context, dtype), config.page_size, demand)
 
 
 def choose_threads(machine: Machine, tp: int) -> Settled:
@@ -463,11 +455,16 @@ def choose_threads(machine: Machine, tp: int) -> Settled:
 
 
 def choose_kv_bytes(
-    machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str, config: Config
+    machine: Machine,
+    spec: ModelSpec | EncoderSpec | None,
+    dtype: str,
+    config: Config,
+    guessing: ModelSpec | None,
 ) -> Settled:
     """Of a CPU: room for ROOM_TOKENS and a state for each row, at least 512 MiB, at most a quarter of what is
     free."""
-    state = state_of(spec, config.tp) if isinstance(spec, ModelSpec) else []
+    own = state_of(spec, config.tp) if isinstance(spec, ModelSpec) else []
+    state = with_draft(own, draft_state(guessing))
     assert config.max_running_requests is not None
     rows = (config.max_running_requests + 1) * unit_bytes(state, dtype)
     wanted = max(512 * MIB, token_bytes(state, dtype) * ROOM_TOKENS + rows)
@@ -475,6 +472,12 @@ def choose_kv_bytes(
     if wanted > limit > 0:
         return Settled(limit, f"a quarter of the {machine.memory_available / GIB:.1f} GiB available")
     return Settled(wanted, "512 MiB" if wanted == 512 * MIB else f"room for {ROOM_TOKENS} tokens")
+
+
+def choose_drafts(algorithm: str) -> Settled:
+    if algorithm == "ngram":
+        return Settled(DRAFTS, "a row learns how many of them pay")
+    return Settled(OF_MODELS, "each takes time, and is right only if those before it are")
 
 
 def choose_context(positions: int, room: int) -> Settled:

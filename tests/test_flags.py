@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import typing
 from collections.abc import Iterator
@@ -228,13 +229,15 @@ def words_of(name: str) -> list[str]:
     if isinstance(alias, Always):
         return [f"--{name}", *alias.values[:1]]
     if isinstance(alias, Fields):
-        return [f"--{name}", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}']
+        keys = {"method": "draft_model", "model": "a/b", "quantization": "int8", "num_speculative_tokens": 5}
+        return [f"--{name}", json.dumps(keys | {"prompt_lookup_max": 4})]
     field = alias.field if alias else name.replace("-", "_")
     default = getattr(Config(), field)
     value = {
         "task": "embed",
         "policy": "lpm",
         "speculative_algorithm": "ngram",
+        "speculative_quantization": "int8",
         "eviction": "lfu",
         "preferred_sampling_params": '{"top_k": 7}',
         "hf_overrides": '{"rope_theta": 50000}',
@@ -452,27 +455,42 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
     assert flags_of("--spec-type", "none") == {"speculative_algorithm": None}
     hints = parse(["serve", "-sc", '{"method": "ngram", "prompt_lookup_max": 9}']).hints
     assert hints == [
-        "--speculative-config is --speculative-algorithm and --speculative-num-draft-tokens here; "
+        "--speculative-config is --speculative-algorithm and --speculative-model and "
+        "--speculative-quantization and --speculative-num-draft-tokens here; "
         "runs of 2 to 4 tokens are looked up"
     ]
     for given, told in (
-        ('{"method": "eagle3", "model": "a/b"}', "'model' is not supported"),
-        ('{"method": "mtp", "num_speculative_tokens": 1}', "method: 'mtp' is none of ngram"),
+        ('{"method": "ngram", "model_path": "a/b"}', "'model_path' is not supported"),
+        ('{"method": "medusa", "num_speculative_tokens": 1}', "method: 'medusa' is none of ngram"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens: 'true' is no"),
         ('{"method": "ngram", "disable_by_batch_size": 4}', "'disable_by_batch_size' is not supported"),
         ("ngram", "is no JSON object"),
     ):
         assert told in refused("--speculative-config", given)
-    for given in ("--spec-type", "draft"), ("--model-draft", "a.gguf"), ("--draft-min", "1"):
+    model = {"speculative_model": "a/b", "speculative_num_draft_tokens": 3}
+    for given in (
+        ["--speculative-config", '{"model": "a/b", "num_speculative_tokens": 3}'],
+        [
+            "--speculative-draft-model-path",
+            "a/b",
+            "--speculative-num-steps",
+            "3",
+            "--speculative-eagle-topk",
+            "1",
+        ],
+        ["-md", "a/b", "--speculative-tokens", "3"],
+    ):
+        assert flags_of(*given) == model
+    for given in ("--spec-type", "draft"), ("--draft-min", "1"), ("--speculative-eagle-topk", "4"):
         assert given[0] in refused(*given)
 
 
 def test_all_refused_flags_are_named_at_once() -> None:
     text = refused(
-        "--speculative-eagle-topk", "4", "--hicache-ratio", "2", "a/b", "--hf-token=secret", "--prot", "1"
+        "--speculative-adaptive", "4", "--hicache-ratio", "2", "a/b", "--hf-token=secret", "--prot", "1"
     )
     for part in (
-        "--speculative-eagle-topk is not",
+        "--speculative-adaptive is not",
         "--hicache-ratio is not",
         "set HF_TOKEN",
         "did you mean --port?",

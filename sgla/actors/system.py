@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import sys
@@ -282,13 +283,18 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     Raises ConfigError.
     """
     from sgla.hub.fetch import resolve_model
-    from sgla.loading.source import configured_source
+    from sgla.loading.source import configured_source, drafting
     from sgla.model.pooling import read_pooling
     from sgla.resolve import resolve
 
     source = configured_source(resolve_model(config, report), config)
+    if config.speculative_model is not None:
+        other = drafting(config)
+        source = dataclasses.replace(source, draft=configured_source(resolve_model(other, report), other))
     defaults = find_defaults(config, source)
-    found = resolve(config, model=source.config, pooled=read_pooling(source, config.task) is not None)
+    pooled = read_pooling(source, config.task) is not None
+    draft = None if source.draft is None else source.draft.config
+    found = resolve(config, model=source.config, pooled=pooled, draft=draft)
     for note in (*source.notes, *found.notes, *defaults.notes):
         log.warning("%s", note)
     return found.config, source, defaults

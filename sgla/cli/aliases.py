@@ -125,6 +125,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "speculative-config": Fields(
         {
             "method": Alias("speculative_algorithm"),
+            "model": Alias("speculative_model"),
+            "quantization": Alias("speculative_quantization"),
             "num_speculative_tokens": Alias("speculative_num_draft_tokens"),
         },
         ("prompt_lookup_max", "prompt_lookup_min"),
@@ -138,6 +140,13 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "lora-dtype": Always("adapters are in --dtype", ("auto",)),
     "enable-lora-overlap-loading": Always("adapters are copied beside the steps"),
     "fully-sharded-loras": Always("ranks have a part of the adapters' wider matrices"),
+    "speculative-draft-model-path": Alias("speculative_model"),
+    "speculative-draft-model-quantization": Alias("speculative_quantization"),
+    "speculative-tokens": Alias("speculative_num_draft_tokens"),
+    "speculative-num-steps": Alias("speculative_num_draft_tokens"),
+    "num-speculative-tokens": Alias("speculative_num_draft_tokens"),
+    "speculative-eagle-topk": Always("guesses follow one another, and are no tree", ("1",)),
+    "model-draft": Alias("speculative_model"),
     "spec-type": Alias("speculative_algorithm", NGRAM),
     "draft": Alias("speculative_num_draft_tokens"),
     "draft-n": Alias("speculative_num_draft_tokens"),
@@ -324,7 +333,8 @@ REFUSED: list[tuple[str, str]] = [
     (
         "speculative-* spec-* decoupled-spec-* model-draft draft* num-speculative-tokens "
         "num-lookahead-slots enable-multi-layer-eagle diffusion-config dllm-*",
-        "of speculative decoding there is --speculative-algorithm ngram; leave this out",
+        "of speculative decoding there are --speculative-algorithm, --speculative-model, "
+        "--speculative-quantization and --speculative-num-draft-tokens; leave this out",
     ),
     (
         "disaggregation-* *kv-transfer-config *pdmux* sm-group-num num-reserved-decode-tokens "

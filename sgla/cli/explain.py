@@ -21,12 +21,13 @@ from sgla.errors import ConfigError
 from sgla.hub.demo import choose
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource
-from sgla.loading.source import configured_source
+from sgla.loading.source import configured_source, drafting
+from sgla.model.drafting import draft_bytes, draft_state, read_draft
 from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_spec
 from sgla.model.sizes import Parameters, parameters, short_count, weight_bytes
-from sgla.model.state import state_of, token_bytes, unit_bytes
+from sgla.model.state import state_of, token_bytes, unit_bytes, with_draft
 from sgla.observe.machine import Machine, detect
 from sgla.processes import tied
 from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, host_bytes, kv_pool, resolve
@@ -39,9 +40,10 @@ def run(args: argparse.Namespace) -> int:
         return kernels(config, machine)
     source = model_source(config)
     model = source.config if source else None
+    draft = draft_config(config)
     pooled = source is not None and read_pooling(source, config.task) is not None
-    resolved = resolve(config, machine, model, pooled)
-    rows = ledger(resolved.config, model) if model else {}
+    resolved = resolve(config, machine, model, pooled, draft)
+    rows = ledger(resolved.config, model, draft) if model else {}
     counts = parameters(read_spec(model)) if model else None
     defaults = find_defaults(config, source)
     resolved.notes.extend((*(source.notes if source else ()), *defaults.notes))
@@ -92,9 +94,15 @@ def model_source(config: Config) -> ModelSource | None:
     return None if path is None else configured_source(path, config)
 
 
-def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
+def draft_config(config: Config) -> dict[str, Any] | None:
+    """That of the model that guesses, if there is one on this disk."""
+    source = None if config.speculative_model is None else model_source(drafting(config))
+    return None if source is None else source.config
+
+
+def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None = None) -> dict[str, int]:
     """Bytes by purpose for all ranks together, and what the KV cache holds, unless it gets what a GPU has
-    left. Weights are estimated from the shape."""
+    left. Weights are estimated from the shape. ``draft``: see ``resolve``."""
     spec = read_spec(model)
     if isinstance(spec, EncoderSpec):
         weights = weight_bytes(spec, config.dtype, config.quantization, config.tp)
@@ -103,7 +111,9 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
     quantization = config.quantization or (spec.quantization if config.device == "cuda" else None)
     weights = weight_bytes(spec, config.dtype, quantization, config.tp, kind) * config.tp
     dtype = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
-    states = [state_of(spec, config.tp, rank) for rank in range(config.tp)]
+    guessing = read_draft(draft, spec)
+    weights += draft_bytes(config, guessing, config.dtype)
+    states = [with_draft(state_of(spec, config.tp, rank), draft_state(guessing)) for rank in range(config.tp)]
     rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}
     if spec.recurrent:
         rows["state_bytes"] = sum(unit_bytes(state, dtype) for state in states)
@@ -111,7 +121,7 @@ def ledger(config: Config, model: dict[str, Any]) -> dict[str, int]:
         if config.cpu_offload_gb:
             rows["weights_on_host"] = host_bytes(config, spec, config.dtype)
         return rows
-    pool = kv_pool(config, spec, dtype)
+    pool = kv_pool(config, spec, dtype, guessing)
     pages = pool.tokens(config.kv_cache_bytes) // config.page_size
     rows |= {"kv_cache": config.kv_cache_bytes * config.tp, "kv_pages": pages}
     if spec.recurrent:

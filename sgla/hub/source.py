@@ -29,7 +29,7 @@ class ModelSource:
     (or the first part of it), or none for ``dummy`` (random
     weights). ``folder`` is where tokenizer files are (none for GGUF, which carries its vocabulary: see
     ``gguf``). ``layout``: what a GGUF file of its architecture holds. ``notes``: what a user may want to know
-    of it.
+    of it. ``draft``: the model that guesses its next tokens.
     """
 
     kind: Literal["safetensors", "pt", "gguf", "dummy"]
@@ -39,6 +39,7 @@ class ModelSource:
     generation_config: dict[str, Any]
     layout: Layout | None = None
     notes: tuple[str, ...] = ()
+    draft: ModelSource | None = None
 
     @property
     def gguf_path(self) -> Path | None:

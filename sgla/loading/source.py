@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub import source
@@ -37,6 +39,14 @@ def configured_source(path: str | Path, config: Config) -> source.ModelSource:
     load_format = "auto" if config.load_format in REMOTE else config.load_format
     how = load_format, config.model_impl, config.trust_remote_code, config.hf_overrides, config.tp
     return open_source(path, *how)
+
+
+def drafting(config: Config) -> Config:
+    """``config`` as it would be if the model that guesses were served."""
+    assert config.speculative_model is not None
+    return msgspec.structs.replace(
+        config, model=config.speculative_model, hf_overrides={}, revision=None, model_impl="auto"
+    )
 
 
 def overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

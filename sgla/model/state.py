@@ -75,6 +75,18 @@ def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[Layer
     return state
 
 
+def with_draft(state: Sequence[LayerState], draft: Sequence[LayerState]) -> list[LayerState]:
+    """Of the layers of a model and of one that guesses for it, which keep whole histories, in pages of the
+    same numbers."""
+    return [
+        *state,
+        *(
+            layer._replace(window=0, reads=None if layer.reads is None else layer.reads + len(state))
+            for layer in draft
+        ),
+    ]
+
+
 def unit_dtype(tensor: StateTensor, dtype: str) -> str:
     """That of a part of a state beside a KV cache of ``dtype``, whose scales it does not have."""
     return tensor.dtype or ("bfloat16" if dtype == "fp8" else dtype)

@@ -15,7 +15,7 @@ from sgla.messages import Failed, LogprobBlock, RowSampling
 from sgla.sampling import faults
 from sgla.sampling.draw import Distribution, Draw, Floats, draw
 from sgla.sampling.logprobs import score
-from sgla.sampling.processors import Factory, ProcessorFailed
+from sgla.sampling.processors import Custom, Factory, ProcessorFailed
 from sgla.sampling.rules import Rule, forbids, make_rules
 
 COLD = 1e-5  # temperatures below are greedy
@@ -164,6 +164,30 @@ class Sampler:
                 failed.append(error.failed)
         self._tokens[slots, positions] = chosen
         return Samples(chosen, blocks, failed, forced, known)
+
+    def guess(
+        self,
+        logits: Floats,
+        slots: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        draws: NDArray[Any],
+    ) -> None:
+        """Put into the token table what ``positions`` of ``slots`` would have by the ``logits`` float32[S, V]
+        of another model: with the same noise and the same rules. Grammars and processors of users, which want
+        to see each token once, have no say. ``draws``: those of ``self.draws``."""
+        tokens = np.full(len(logits), -1, np.int32)
+        tokens[draws["row"]] = draws["token"]
+        for i in np.flatnonzero(tokens < 0).tolist():
+            own, position = self._of_slot[slots[i]], int(positions[i])
+            assert own is not None, f"slot {slots[i]} was never admitted"
+            for rule in own.rules:
+                if not isinstance(rule, Custom):
+                    rule.apply(logits[i], position)
+            if own.distribution is None:
+                tokens[i] = logits[i].argmax()
+            else:
+                tokens[i] = max(0, self._draw(logits[i], own.distribution, own.seed, position))
+        self._tokens[slots, positions] = tokens
 
     def _sample_row(
         self, logits: Floats, row: int, slot: int, position: int, blocks: list[LogprobBlock]

@@ -34,7 +34,7 @@ class CpuRunner(CpuSetup):
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling)
             self._drafter.admit(new.slot)
-        columns, wanted = read(plan, self.tables, self._drafter.guess(plan) if plan.drafts else None)
+        columns, wanted = read(plan, self.tables, self._drafter.guess(plan))
         if self._pooler is not None:
             return self._pool(plan.step, columns, wanted)
         parts = cut(columns, self._most_logits)

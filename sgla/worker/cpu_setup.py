@@ -17,16 +17,18 @@ from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
 from sgla.messages import Facts, Moved
 from sgla.model.base import CausalLM
+from sgla.model.drafting import draft_bytes, draft_state, read_draft
 from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
-from sgla.model.state import Demand, Pool, kv_groups, state_of
+from sgla.model.state import Demand, Pool, kv_groups, state_of, with_draft
 from sgla.sampling import Sampler
 from sgla.sampling.draw import draw
 from sgla.sampling.native import find_draw
-from sgla.sampling.processors import declared
+from sgla.sampling.processors import Factory, declared
 from sgla.sampling.processors import load as load_processors
 from sgla.worker.adapters import AdaptedForward, AdapterStore, places_of
-from sgla.worker.drafts import NGrams
+from sgla.worker.draft_model import ModelDrafts
+from sgla.worker.drafts import Drafter, NGrams
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
 from sgla.worker.kv import HostPages, allocate_kv
@@ -53,8 +55,11 @@ class CpuSetup(Runner):
         spec, step_tokens = read_decoder(source.config), config.step_tokens or STEP_TOKENS
         slots = most_rows(config, spec.hidden, self.pooling, SLOTS)
         weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
+        guessing = read_draft(None if source.draft is None else source.draft.config, spec)
+        weights += draft_bytes(config, guessing, dtype)
         check_weights(weights, self.place.free())
-        state = state_of(spec, self.shard.size, self.shard.rank)
+        own = state_of(spec, self.shard.size, self.shard.rank)
+        state = with_draft(own, draft_state(guessing))
         groups = kv_groups(state, config.context_length or spec.context_len, dtype)
         pool = Pool(groups, config.page_size, Demand(slots, step_tokens, config.prefix_cache))
         size = size_kv(
@@ -68,20 +73,17 @@ class CpuSetup(Runner):
         self.model = self._load_model(config, source, dtype, size.context_len, places)
         self.adapters = None if places is None else AdapterStore(places)
         self.kv = allocate_kv(state, groups, size.pages, config.page_size, dtype)
+        self._own = self.kv[: len(own)]
         self._host = HostPages(self.kv, self.host_pages) if self.host_pages and len(groups) == 1 else None
         self._moved: list[Moved] = []
         self._most_logits = max(slots, LOGIT_ROWS)
-        limits = ProgramLimits(step_tokens, self._most_logits)
         self._kept = Kept() if config.enable_return_hidden_states else None
         states = groups[-1].unit_bytes > 0
-        paged = len(groups) - states
-        self.tables = SlotTables(slots, size.context_len, config.page_size, paged, states)
+        self.tables = SlotTables(slots, size.context_len, config.page_size, len(groups) - states, states)
+        limits = ProgramLimits(step_tokens, self._most_logits)
         self._forward, kernels = self._make_forward(limits, config.native_kernels)
-        self._drafter = NGrams(self.tables)
-        self.matchers = Matchers() if self.shard.rank == 0 else None
-        pick = find_draw() if config.native_kernels else draw
-        skip_forced = self.shard.size == 1  # other ranks are told one token a row
-        self.sampler = Sampler(self.tables.tokens, spec.vocab, self.matchers, pick, skip_forced, processors)
+        self.sampler = self._make_sampler(spec.vocab, config.native_kernels, processors)
+        self._drafter = self._make_drafter(config, source.draft, dtype)
         self.facts = Facts(
             groups=cache_groups(pool, size.pages),
             page_size=config.page_size,
@@ -117,16 +119,33 @@ class CpuSetup(Runner):
         self._pooler = Pooler(self.pooling, head, slots, model.spec.hidden)
         return model
 
+    def _make_sampler(self, vocab: int, native: bool, processors: dict[str, Factory]) -> Sampler:
+        self.matchers = Matchers() if self.shard.rank == 0 else None
+        pick = find_draw() if native else draw
+        skip_forced = self.shard.size == 1  # other ranks are told one token a row
+        return Sampler(self.tables.tokens, vocab, self.matchers, pick, skip_forced, processors)
+
+    def _make_drafter(self, config: Config, draft: ModelSource | None, dtype: str) -> Drafter:
+        if draft is None:
+            return NGrams(self.tables)
+        slots, context_len = len(self.tables.limit), self.tables.tokens.shape[1] - 1
+        quantization, seed = config.speculative_quantization, config.random_seed or 0
+        model = load_model(draft, dtype, quantization, None, context_len, self._report, seed)
+        limits = ProgramLimits((config.step_tokens or STEP_TOKENS) + slots, slots)
+        kv, threads = self.kv[len(self._own) :], self.place.threads
+        forward, _ = make_forward(model, kv, limits, threads, config.native_kernels)
+        return ModelDrafts(self.tables, self.sampler, forward)
+
     def _make_forward(self, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         if self._pooler is None:
-            made = self.model, self.kv, limits, self.place.threads, native, self._kept
+            made = self.model, self._own, limits, self.place.threads, native, self._kept
             if self.adapters is None:
                 return make_forward(*made)
             return self._make_adapted(self.adapters.adapters, lambda: make_forward(*made))
         whole = self._pooler.whole
 
         def hidden(batch: ForwardBatch) -> torch.Tensor:
-            return self.model.forward(batch, self.kv, None if whole else batch.sample_rows)
+            return self.model.forward(batch, self._own, None if whole else batch.sample_rows)
 
         return compiled(hidden, limits, self.place.threads, native)
 

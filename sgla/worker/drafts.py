@@ -6,7 +6,7 @@ Source: A. Saxena, "Prompt Lookup Decoding", 2023; ``ngram`` of vLLM and SGLang.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,31 @@ LONGEST, SHORTEST = 4, 2  # tokens that have come before
 FIRST = 2  # drafts of a row that has not guessed yet
 
 
+class Drafter(Protocol):
+    """Guesses the next tokens of slots."""
+
+    def admit(self, slot: int) -> None:
+        """A request takes the slot."""
+
+    def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
+        """Before a step: ``starts`` and ``q_lens`` of its rows, if some have drafts, which stand behind the
+        known tokens in the token table then."""
+
+    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
+        """Of so many guesses in each slot so many were right."""
+
+
+def begin(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s, Int32s]:
+    """Where the rows of a plan begin, how many tokens they read without guesses, and how many each may
+    guess."""
+    slots, starts, q_lens = column(plan.slots), column(plan.starts).copy(), column(plan.q_lens).copy()
+    most = column(plan.drafts) if plan.drafts else np.full_like(slots, -1)
+    rows = np.flatnonzero(most >= 0)
+    starts[rows], q_lens[rows] = tables.computed[slots[rows]], 1
+    left = tables.limit[slots] - starts - 2  # behind the pending token and the one that follows
+    return starts, q_lens, np.where(most >= 0, np.minimum(most, left), 0).clip(0)
+
+
 class NGrams:
     """Guesses the next tokens of a slot from those in its table. A row's guesses grow by one each time all
     are right, and shrink to what was right else: a wrong one takes time, and never changes what comes out."""
@@ -31,19 +56,16 @@ class NGrams:
     def admit(self, slot: int) -> None:
         self._trust[slot] = FIRST
 
-    def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s]:
-        """``starts`` and ``q_lens`` of a plan whose rows have drafts.
-        These stand behind the known tokens in the token table then."""
-        tables = self._tables
-        slots, starts, q_lens = column(plan.slots), column(plan.starts).copy(), column(plan.q_lens).copy()
-        drafts = column(plan.drafts)
-        for row in np.flatnonzero(drafts >= 0).tolist():
-            slot = int(slots[row])
-            known = int(tables.computed[slot]) + 1
-            most = min(int(drafts[row]), int(tables.limit[slot]) - known - 1)
-            guessed = self.propose(tables.tokens[slot, :known], min(most, int(self._trust[slot])))
+    def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
+        if not plan.drafts:
+            return None
+        tables, slots = self._tables, column(plan.slots)
+        starts, q_lens, counts = begin(plan, tables)
+        for row in np.flatnonzero(counts).tolist():
+            slot, known = int(slots[row]), int(starts[row]) + 1
+            guessed = self.propose(tables.tokens[slot, :known], min(int(counts[row]), int(self._trust[slot])))
             tables.tokens[slot, known : known + len(guessed)] = guessed
-            starts[row], q_lens[row] = known - 1, 1 + len(guessed)
+            q_lens[row] += len(guessed)
         return starts, q_lens
 
     @staticmethod
@@ -62,7 +84,6 @@ class NGrams:
         return tokens[:0]
 
     def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
-        """Of so many guesses in each slot so many were right."""
         wrong, all_right = right < guessed, (right == guessed) & (guessed > 0)
         self._trust[slots[wrong]] = np.maximum(right[wrong], 1)
         self._trust[slots[all_right]] += 1

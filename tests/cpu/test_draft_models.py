@@ -1,0 +1,114 @@
+"""Rows for which another model guesses bring the same text, logprobs and ends as rows that do not guess."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_cases import deepseek, gemma3, qwen3_next
+from tiny import LLAMA, VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config, tiny_source
+
+from sgla.actors.system import find_model
+from sgla.errors import ConfigError
+from sgla.hub.source import ModelSource
+from sgla.messages import Submit
+from sgla.model.drafting import read_draft
+from sgla.model.read import read_decoder
+from sgla.resolve import resolve
+from sgla.worker.cpu import CpuRunner
+
+SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 256}
+TARGETS = {
+    "grouped": LLAMA,
+    "latent": deepseek(3, num_hidden_layers=2, first_k_dense_replace=1, **SIZES),
+    "windows": gemma3(num_hidden_layers=3, sliding_window=20, **SIZES),
+}
+
+
+def source_of(config: dict[str, Any], draft: dict[str, Any] | None) -> ModelSource:
+    source = replace(tiny_source(), config=config)
+    return replace(source, draft=None if draft is None else replace(source, config=draft))
+
+
+def runner_of(target: str, draft: dict[str, Any] | None, **changes: Any) -> CpuRunner:
+    config = tiny_config(speculative_algorithm="draft_model", speculative_num_draft_tokens=4, **changes)
+    return CpuRunner(config, source_of(TARGETS[target], draft), 0, 1, "", lambda progress: None)
+
+
+def requests() -> list[Submit]:
+    rng = random.Random(4)
+    stem = [rng.randrange(VOCAB) for _ in range(19)]
+    return [
+        submit("greedy", stem * 2, 18),
+        submit("warm", stem * 2 + [9], 14, temperature=0.7, seed=3),
+        submit("cut", [*stem, 7], 12, temperature=1.0, seed=5, top_k=9, top_p=0.9),
+        submit("ruled", [*stem, 3], 15, repetition=1.01, frequency=0.01, min_tokens=12, stop_ids=[1, 2]),
+        submit("logprobs", stem, 10, logprobs=2, prompt_logprobs=1),
+        submit("two", stem[::-1], 2),
+    ]
+
+
+def shallow(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model without its last layer: random weights go by their names, so it is right at times."""
+    kinds = {"layer_types": config["layer_types"][:-1]} if "layer_types" in config else {}
+    return config | {"num_hidden_layers": config["num_hidden_layers"] - 1} | kinds
+
+
+@pytest.mark.parametrize(("target", "native"), [("grouped", True), ("latent", False), ("windows", True)])
+def test_text_is_the_same(target: str, native: bool) -> None:
+    plain = runner_of(target, None, native_kernels=native)
+    check_draws(plain)
+    expected = Transcript()
+    for request in requests():
+        expected |= run(plain, [request], depth=1, prefix_cache=False)
+    runner = runner_of(target, shallow(TARGETS[target]), native_kernels=native)
+    if native and "torch" in runner.facts.notes[0]:
+        pytest.skip(runner.facts.notes[0])
+    for limits in ({"depth": 1}, {"depth": 2, "pages": 6, "reserve": 0.0}, {"depth": 3}):
+        core = make_core(runner.facts, drafts=4, **limits)
+        for _ in range(1 + (limits["depth"] == 3)):  # the second time behind cached prefixes
+            got = run(runner, requests(), core)
+            assert got.tokens() == expected.tokens()
+            assert got.finish() == expected.finish()
+        stats = core.stats()
+        assert 0 < sum(stats.right_at) < stats.draft_tokens
+        assert (stats.preemptions > 0) == ("pages" in limits)
+
+
+@pytest.mark.parametrize("limits", [{"step_tokens": 11}, {"pages": 6, "reserve": 0.0, "depth": 3}])
+def test_a_model_that_guesses_for_itself_is_always_right(limits: dict[str, Any]) -> None:
+    """So it has read all that its target has: parts of prompts, cached prefixes, what was retracted."""
+    runner = runner_of("grouped", LLAMA)
+    core = make_core(runner.facts, drafts=4, **limits)
+    for _ in range(2):
+        run(runner, requests(), core)
+    stats = core.stats()
+    assert sum(stats.right_at) == stats.draft_tokens > 10
+
+
+def test_a_model_that_guesses_is_found_beside_its_target(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    asked = tiny_config(model=str(tmp_path), speculative_model=str(tmp_path), load_format="dummy")
+    config, source, _ = find_model(asked, lambda progress: None)
+    assert (config.speculative_algorithm, config.speculative_num_draft_tokens) == ("draft_model", 4)
+    assert source.draft is not None
+    assert source.draft.config == source.config == LLAMA
+
+
+def test_models_that_cannot_guess_are_refused() -> None:
+    target = read_decoder(LLAMA)
+    for change, said in (
+        ({"vocab_size": 300}, "it has 300 tokens and the model 331: another vocabulary"),
+        (qwen3_next(vocab_size=VOCAB), "cannot go back behind a wrong guess"),
+    ):
+        with pytest.raises(ConfigError, match=said) as caught:
+            read_draft(change if "architectures" in change else LLAMA | change, target)
+        assert caught.value.param == "speculative_model"
+    asked = tiny_config(speculative_model="a/b")
+    with pytest.raises(ConfigError, match="has a context of 99 tokens; give --context-length 99"):
+        resolve(asked, model=LLAMA, draft=LLAMA | {"max_position_embeddings": 99})
+    assert resolve(asked, model=LLAMA, draft=LLAMA).config.speculative_algorithm == "draft_model"
