@@ -218,18 +218,30 @@ class EngineSettings(ModelSettings, kw_only=True):
         float | None, Doc(description="inter-token target that limits prefill beside decode; 0 = no limit")
     ] = None
     speculative_algorithm: Annotated[
-        Literal["ngram", "draft_model", "NGRAM", "STANDALONE"] | None,
+        Literal[
+            "ngram",
+            "draft_model",
+            "mtp",
+            "eagle3",
+            "NGRAM",
+            "STANDALONE",
+            "NEXTN",
+            "EAGLE3",
+            "deepseek_mtp",
+        ]
+        | None,
         Doc(
             description="guess the next tokens and compute them in one step, which changes no text: ngram "
-            "guesses what came behind the same tokens before, draft_model what --speculative-model draws "
-            "(CPU)"
+            "guesses what came behind the same tokens before; on CPUs, draft_model what --speculative-model "
+            "draws, mtp and eagle3 what a layer makes of the model's hidden states: one of its own "
+            "checkpoint (DeepSeek-V3, GLM-4.5), or the EAGLE-3 head in --speculative-model"
         ),
     ] = None
     speculative_model: Annotated[
         str | None,
         Doc(
-            description="a smaller model with the same vocabulary, which guesses the next tokens: hub id, "
-            "folder or .gguf file"
+            description="a smaller model with the same vocabulary, or an EAGLE-3 head, which guesses the "
+            "next tokens: hub id, folder or .gguf file"
         ),
     ] = None
     speculative_quantization: Annotated[

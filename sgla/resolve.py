@@ -16,7 +16,7 @@ from sgla.device import check as check_device
 from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
-from sgla.model.drafting import by_our_names, check_context, draft_state, read_draft
+from sgla.model.drafting import by_our_names, check_context, draft_state, read_guessing
 from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
@@ -101,7 +101,7 @@ def resolve(
     spec = read_spec(model) if model is not None else None
     encoder = isinstance(spec, EncoderSpec)
     filling = Filling(by_our_names(config))
-    guessing = read_draft(draft, spec) if isinstance(spec, ModelSpec) else None
+    guessing = read_guessing(filling.config, draft, spec) if isinstance(spec, ModelSpec) else None
     device = filling.settle("device", choose_device(machine))
     if device == "cuda":
         check_gpus(config, machine)

@@ -22,7 +22,7 @@ from sgla.hub.demo import choose
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource
 from sgla.loading.source import configured_source, drafting
-from sgla.model.drafting import draft_bytes, draft_state, read_draft
+from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_spec
@@ -111,7 +111,7 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
     quantization = config.quantization or (spec.quantization if config.device == "cuda" else None)
     weights = weight_bytes(spec, config.dtype, quantization, config.tp, kind) * config.tp
     dtype = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
-    guessing = read_draft(draft, spec)
+    guessing = read_guessing(config, draft, spec)
     weights += draft_bytes(config, guessing, config.dtype)
     states = [with_draft(state_of(spec, config.tp, rank), draft_state(guessing)) for rank in range(config.tp)]
     rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}

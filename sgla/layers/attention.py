@@ -43,6 +43,7 @@ class SelfAttention:
 
     ``cos_sin`` float32 ``[positions, rot]``. ``interleaved``: the checkpoint rotates dims 2i and 2i + 1
     together, and its rows are brought to the NeoX order. ``growth`` float32 ``[positions]`` multiplies q.
+    ``inputs``: the width of x, where it is not ``hidden``.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class SelfAttention:
         out_bias: bool = False,
         growth: Tensor | None = None,
         interleaved: bool = False,
+        inputs: int = 0,
     ) -> None:
         heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
         own, _ = split_heads(heads, kv_heads, build.shard)
         columns = range(own.start * head_dim, own.stop * head_dim)
         order = neox_order(cos_sin.shape[1], head_dim) if interleaved else None
-        self.qkv = QKVLinear(build, name, hidden, heads, kv_heads, head_dim, qkv_bias, order)
+        self.qkv = QKVLinear(build, name, inputs or hidden, heads, kv_heads, head_dim, qkv_bias, order)
         self.out = RowLinear(build, f"{name}.o_proj", hidden, heads * head_dim, columns, out_bias)
         self.layer, self.cos_sin, self.eps, self.growth = layer, cos_sin, norms.eps, growth
         self.sinks = build.vector(f"{name}.sinks", heads, own) if layer.sinks else None

@@ -82,7 +82,7 @@ def load_model(
         spec = replace(spec, moe=replace(spec.moe, crossed=False))  # the file has gate and up apart
     if _device().type == "cuda":
         quantization = quantization or spec.quantization
-    rename = _renaming(spec.architecture)
+    rename = renaming(spec.architecture)
     build = decoder_build(source, spec, dtype, quantization, shard or Shard(), rename)
     if context_len is not None and context_len > spec.context_len:
         raise ConfigError(
@@ -105,7 +105,7 @@ def load_model(
         tied=spec.tied,
         ignored=model.ignored,
         rename=rename,
-        mend=_mending(spec),
+        mend=mending(spec),
         on_progress=on_progress,
         seed=seed,
     )
@@ -113,7 +113,7 @@ def load_model(
     return model
 
 
-def _renaming(architecture: str) -> Callable[[str], str]:
+def renaming(architecture: str) -> Callable[[str], str]:
     """From a checkpoint's name to a declared one."""
     pairs = family_of(architecture).renamed
 
@@ -125,7 +125,7 @@ def _renaming(architecture: str) -> Callable[[str], str]:
     return rename
 
 
-def _mending(spec: ModelSpec) -> Mend:
+def mending(spec: ModelSpec) -> Mend:
     """For a checkpoint with ``Family.crossed`` modules, or with rows ``Family.by_head``."""
     family = family_of(spec.architecture)
     crossed = tuple(f".{module}.weight" for module in family.crossed)
@@ -144,7 +144,7 @@ def _mending(spec: ModelSpec) -> Mend:
 
 def _tell_names(adapters: Adapters, build: Build, rename: Callable[[str], str], spec: ModelSpec) -> None:
     """How checkpoints of this model name its layers."""
-    by_head, mend = family_of(spec.architecture).by_head, _mending(spec)
+    by_head, mend = family_of(spec.architecture).by_head, mending(spec)
     adapters.rename = lambda module: canonical(rename(f"{module}.weight")).removesuffix(".weight")
     adapters.joined = {
         name.removesuffix(".weight"): [(part.name.removesuffix(".weight"), part.rows) for part in parts]

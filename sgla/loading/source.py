@@ -45,7 +45,7 @@ def drafting(config: Config) -> Config:
     """``config`` as it would be if the model that guesses were served."""
     assert config.speculative_model is not None
     return msgspec.structs.replace(
-        config, model=config.speculative_model, hf_overrides={}, revision=None, model_impl="auto"
+        config, model=config.speculative_model, hf_overrides={}, revision=None, model_impl="native"
     )
 
 

@@ -3,21 +3,44 @@ torch."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.hub.reader import Reader
+from sgla.model.family import PredictorNames
 from sgla.model.generic_spec import GenericSpec
-from sgla.model.read import read_spec
+from sgla.model.limits import LAYERS, VOCAB
+from sgla.model.read import read_decoder, read_spec
+from sgla.model.registry import family_of
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
 
-NAMES = {"NGRAM": "ngram", "STANDALONE": "draft_model"}  # as SGLang has them
+NAMES = {  # as SGLang and vLLM have them
+    "NGRAM": "ngram",
+    "STANDALONE": "draft_model",
+    "NEXTN": "mtp",
+    "deepseek_mtp": "mtp",
+    "EAGLE3": "eagle3",
+}
 FLAG = "--speculative-algorithm"
+OTHER_FILES = ("draft_model", "eagle3")  # algorithms whose weights are not the model's own
+EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
+TOLD = 3  # layers of a target that EAGLE-3 reads
+
+
+class EagleSpec(NamedTuple):
+    """``spec``: of the head, as if it were a Llama of one layer; ``vocab``: tokens that it may guess;
+    ``layers``: of the target, whose inputs it reads."""
+
+    spec: ModelSpec
+    vocab: int
+    layers: tuple[int, ...]
 
 
 def by_our_names(config: Config) -> Config:
@@ -36,13 +59,13 @@ def check_settings(config: Config, device: str) -> None:
         if config.speculative_num_draft_tokens:
             raise _refused("speculative_num_draft_tokens", f"needs {FLAG}")
         return
-    if name == "draft_model" and config.speculative_model is None:
+    if name in OTHER_FILES and config.speculative_model is None:
         raise ConfigError(
             f"{FLAG} {name} needs --speculative-model, the one that guesses", param="speculative_model"
         )
     for field in ("speculative_model", "speculative_quantization"):
-        if name != "draft_model" and getattr(config, field) != getattr(plain, field):
-            raise _refused(field, f"is for {FLAG} draft_model; leave one of them out")
+        if name not in OTHER_FILES and getattr(config, field) != getattr(plain, field):
+            raise _refused(field, f"is for {FLAG} {' and '.join(OTHER_FILES)}; leave one of them out")
     obstacle = None
     if config.executor == "fake":
         return
@@ -60,11 +83,30 @@ def _refused(field: str, why: str) -> ConfigError:
     return ConfigError(f"--{field.replace('_', '-')} {why}", param=field)
 
 
-def read_draft(draft: Mapping[str, Any] | None, target: ModelSpec) -> ModelSpec | None:
-    """The shape of the model that guesses for ``target``, from its config.json. Raises ConfigError for one
-    that cannot."""
-    if draft is None:
-        return None
+def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: ModelSpec) -> ModelSpec | None:
+    """The shape of what guesses for ``target``, if it has weights. ``draft``: config.json of another model.
+    Raises ConfigError for what cannot guess."""
+    match config.speculative_algorithm:
+        case "draft_model":
+            return None if draft is None else read_draft(draft, target)
+        case "eagle3":
+            return None if draft is None else read_eagle3(draft, target).spec
+        case "mtp":
+            predictor_names(target)
+            layer = similar_layer(target)
+            moe = target.moe
+            if moe is not None:
+                moe = dataclasses.replace(moe, layers=frozenset({0} if layer in moe.layers else ()))
+            inner = target.inner[layer : layer + 1]
+            alone = target.attention[layer : layer + 1]
+            return dataclasses.replace(target, attention=alone, moe=moe, inner=inner, vocab=1, tied=True)
+    return None
+
+
+def read_draft(draft: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
+    """The shape of another model that guesses for ``target``."""
+    if _is_eagle3(draft):
+        raise _unfit(f"it is a head of EAGLE-3; give {FLAG} eagle3")
     spec = read_spec(draft)
     if not isinstance(spec, ModelSpec) or isinstance(spec, GenericSpec):
         raise _unfit(f"{draft['architectures'][0]} makes no text, or runs through transformers' module")
@@ -73,6 +115,56 @@ def read_draft(draft: Mapping[str, Any] | None, target: ModelSpec) -> ModelSpec 
     if spec.vocab != target.vocab:
         raise _unfit(f"it has {spec.vocab} tokens and the model {target.vocab}: another vocabulary")
     return spec
+
+
+def _is_eagle3(draft: Mapping[str, Any]) -> bool:
+    names = draft.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in EAGLE3
+
+
+def read_eagle3(draft: Mapping[str, Any], target: ModelSpec) -> EagleSpec:
+    """Raises ConfigError for a head of another kind, or of another model."""
+    if isinstance(target, GenericSpec):
+        raise _unfit("transformers' module computes it, whose layers tell nothing")
+    if not _is_eagle3(draft):
+        raise _unfit(f"it is no head of EAGLE-3, which {EAGLE3[0]} would be")
+    known = family_of("LlamaForCausalLM").defaults.keys() | {"model_type", "dtype", "torch_dtype"}
+    shape = {key: value for key, value in draft.items() if key in known}
+    spec = read_decoder(shape | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
+    c = Reader(EAGLE3[0], {"draft_vocab_size": spec.vocab, **draft})
+    vocab = c.integer("draft_vocab_size", VOCAB)
+    if spec.vocab != target.vocab or vocab > target.vocab:
+        raise _unfit(f"it has {spec.vocab} tokens and the model {target.vocab}: another vocabulary")
+    if c.given("target_hidden_size") and draft["target_hidden_size"] != target.hidden:
+        raise _unfit(f"target_hidden_size is {draft['target_hidden_size']}, and the model's {target.hidden}")
+    if spec.hidden != target.hidden:
+        raise _unfit(f"its width is {spec.hidden}, and the model's {target.hidden}")
+    last = target.layers - 1
+    layers = Reader(EAGLE3[0], c.table("eagle_config") or draft).integers(
+        "eagle_aux_hidden_state_layer_ids", LAYERS
+    )
+    if layers and (len(layers) != TOLD or max(layers) > last):
+        raise _unfit(f"eagle_aux_hidden_state_layer_ids is {layers}, and the model has {last + 1} layers")
+    usual = sorted(min(max(layer, 0), last) for layer in (2, target.layers // 2, target.layers - 3))
+    return EagleSpec(spec, vocab, tuple(layers or usual))
+
+
+def predictor_names(spec: ModelSpec) -> PredictorNames:
+    """Of the tensors of the model's own layer that guesses further tokens. Raises ConfigError where there is
+    none."""
+    names = None if isinstance(spec, GenericSpec) else family_of(spec.architecture).predictor
+    if names is None or (names.counted and not spec.predictors):
+        raise ConfigError(
+            f"{FLAG} mtp cannot be honoured: {spec.architecture} has no layer here that guesses further "
+            "tokens; leave it out",
+            param="speculative_algorithm",
+        )
+    return names.behind(spec.layers)
+
+
+def similar_layer(spec: ModelSpec) -> int:
+    """The model's last layer that keeps tokens, which one that guesses further ones is like."""
+    return max(i for i, layer in enumerate(spec.attention) if not layer.unit(int))
 
 
 def check_context(draft: ModelSpec, context_len: int) -> None:
@@ -90,8 +182,11 @@ def _unfit(why: str) -> ConfigError:
 
 
 def draft_bytes(config: Config, draft: ModelSpec | None, dtype: str) -> int:
-    """Of the weights of the model that guesses."""
-    return 0 if draft is None else weight_bytes(draft, dtype, config.speculative_quantization, 1)
+    """Of the weights of what guesses."""
+    if draft is None:
+        return 0
+    own = config.speculative_algorithm not in OTHER_FILES
+    return weight_bytes(draft, dtype, config.quantization if own else config.speculative_quantization, 1)
 
 
 def draft_state(draft: ModelSpec | None) -> list[LayerState]:

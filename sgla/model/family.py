@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sgla.model.gguf_words import Gguf
 from sgla.model.windows import Unrotated, Windows, everywhere, none
+
+
+class PredictorNames(NamedTuple):
+    """Names of the tensors of a layer that guesses further tokens; ``{n}``: how many layers stand before.
+    ``counted``: files say how many there are."""
+
+    token_norm: str
+    hidden_norm: str
+    join: str
+    block: str
+    norm: str
+    counted: bool = True
+
+    def behind(self, layers: int) -> PredictorNames:
+        """With the number of ``layers`` filled in."""
+        names = {name: value.format(n=layers) for name, value in self._asdict().items() if name != "counted"}
+        return self._replace(**names)
 
 
 @dataclass(frozen=True)
@@ -23,9 +40,9 @@ class Family:
     that make vectors of it. ``attention``: module and function (without torch) that reads the shapes of the
     layers, ``(reader, layers, positions) -> tuple[AttentionSpec, ...]``, where other keys say them than most
     families have; ``completed``: one ``(reader, spec) -> ModelSpec`` that adds to the spec what few families
-    have. ``outer``: keys of files that have the language model's own in ``text_config``; ``texts``: by the
-    ``model_type`` in there, architectures with the same class that it may be instead. The others are values
-    of ``ModelSpec`` that no key says."""
+    have. ``predictor``: a layer in its files that guesses further tokens. ``outer``: keys of files that have
+    the language model's own in ``text_config``; ``texts``: by the ``model_type`` in there, architectures with
+    the same class that it may be instead. The others are values of ``ModelSpec`` that no key says."""
 
     types: tuple[str, ...]
     defaults: Mapping[str, Any]
@@ -57,6 +74,7 @@ class Family:
     alpha: bool = False  # "dynamic" scaling with an alpha stretches the base once
     names: Mapping[str, str] = field(default_factory=dict)  # of keys that others call otherwise
     learned: bool = False  # positions have vectors, and nothing is rotated
+    predictor: PredictorNames | None = None
     crossed: tuple[str, ...] = ()  # modules whose weights are stored as [input, output]
     by_head: bool = False  # joined rows of q, k and v are stored head by head
     growing: bool = False  # the queries, with their positions

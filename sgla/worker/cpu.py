@@ -46,6 +46,7 @@ class CpuRunner(CpuSetup):
             samples, counts = self._sample(self._forward(batch), wanted, batch.draws)
         else:
             samples, counts = self._score_and_sample(parts, wanted, extras)
+        self._drafter.follow(columns, wanted, counts)
         self.profiler.step()
         tokens, brought = ragged(samples, wanted.first, counts)
         return StepResult(
@@ -104,7 +105,6 @@ class CpuRunner(CpuSetup):
         if len(wanted.rows) > len(wanted.runs):  # there is one rank
             drafts = tables.tokens[wanted.slots, wanted.positions]
             samples, counts = verify(self.sampler, logits.numpy(), wanted, drafts, draws)
-            self._drafter.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
         else:
             if self.shard.rank == 0:
                 columns = wanted.rows, wanted.slots, wanted.positions

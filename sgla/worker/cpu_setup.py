@@ -17,7 +17,7 @@ from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
 from sgla.messages import Facts, Moved
 from sgla.model.base import CausalLM
-from sgla.model.drafting import draft_bytes, draft_state, read_draft
+from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
 from sgla.model.state import Demand, Pool, kv_groups, state_of, with_draft
@@ -27,8 +27,7 @@ from sgla.sampling.native import find_draw
 from sgla.sampling.processors import Factory, declared
 from sgla.sampling.processors import load as load_processors
 from sgla.worker.adapters import AdaptedForward, AdapterStore, places_of
-from sgla.worker.draft_model import ModelDrafts
-from sgla.worker.drafts import Drafter, NGrams
+from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
 from sgla.worker.kv import HostPages, allocate_kv
@@ -55,7 +54,7 @@ class CpuSetup(Runner):
         spec, step_tokens = read_decoder(source.config), config.step_tokens or STEP_TOKENS
         slots = most_rows(config, spec.hidden, self.pooling, SLOTS)
         weights = weight_bytes(spec, dtype, config.quantization, self.shard.size)
-        guessing = read_draft(None if source.draft is None else source.draft.config, spec)
+        guessing = read_guessing(config, None if source.draft is None else source.draft.config, spec)
         weights += draft_bytes(config, guessing, dtype)
         check_weights(weights, self.place.free())
         own = state_of(spec, self.shard.size, self.shard.rank)
@@ -81,9 +80,11 @@ class CpuSetup(Runner):
         states = groups[-1].unit_bytes > 0
         self.tables = SlotTables(slots, size.context_len, config.page_size, len(groups) - states, states)
         limits = ProgramLimits(step_tokens, self._most_logits)
-        self._forward, kernels = self._make_forward(limits, config.native_kernels)
+        drafts = DraftSetup(config, source, self.model, dtype, self._report)
+        self._forward, kernels = self._make_forward(limits, config.native_kernels, drafts.tell)
         self.sampler = self._make_sampler(spec.vocab, config.native_kernels, processors)
-        self._drafter = self._make_drafter(config, source.draft, dtype)
+        kept = self.kv[len(own) :]
+        self._drafter = drafts.make(self.tables, self.sampler, kept, step_tokens, self.place.threads)
         self.facts = Facts(
             groups=cache_groups(pool, size.pages),
             page_size=config.page_size,
@@ -125,20 +126,11 @@ class CpuSetup(Runner):
         skip_forced = self.shard.size == 1  # other ranks are told one token a row
         return Sampler(self.tables.tokens, vocab, self.matchers, pick, skip_forced, processors)
 
-    def _make_drafter(self, config: Config, draft: ModelSource | None, dtype: str) -> Drafter:
-        if draft is None:
-            return NGrams(self.tables)
-        slots, context_len = len(self.tables.limit), self.tables.tokens.shape[1] - 1
-        quantization, seed = config.speculative_quantization, config.random_seed or 0
-        model = load_model(draft, dtype, quantization, None, context_len, self._report, seed)
-        limits = ProgramLimits((config.step_tokens or STEP_TOKENS) + slots, slots)
-        kv, threads = self.kv[len(self._own) :], self.place.threads
-        forward, _ = make_forward(model, kv, limits, threads, config.native_kernels)
-        return ModelDrafts(self.tables, self.sampler, forward)
-
-    def _make_forward(self, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
+    def _make_forward(
+        self, limits: ProgramLimits, native: bool, tell: Callable[[torch.Tensor], None] | None
+    ) -> tuple[Forward, str]:
         if self._pooler is None:
-            made = self.model, self._own, limits, self.place.threads, native, self._kept
+            made = self.model, self._own, limits, self.place.threads, native, self._kept, tell
             if self.adapters is None:
                 return make_forward(*made)
             return self._make_adapted(self.adapters.adapters, lambda: make_forward(*made))

@@ -8,7 +8,7 @@ import numpy as np
 
 from sgla.messages import StepPlan
 from sgla.sampling import Sampler
-from sgla.worker.batch import Columns, build
+from sgla.worker.batch import Columns, Wanted, build
 from sgla.worker.drafts import begin
 from sgla.worker.forward import Forward
 from sgla.worker.state import Int32s, SlotTables, column
@@ -46,8 +46,8 @@ class ModelDrafts:
         self._read[slots] = starts + np.maximum(q_lens, counts)
         return (starts, (q_lens + counts).astype(np.int32)) if plan.drafts else None
 
-    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
-        """It guesses as many as it may."""
+    def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
+        """It has read all that came, or does so with the next step."""
 
     def _draw(self, columns: Columns, slots: Int32s, positions: Int32s) -> None:
         """Read the tokens of ``columns``, and guess those at ``positions`` of ``slots``."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sgla.messages import StepPlan
 from sgla.sampling.sampler import Sampler, Samples
-from sgla.worker.batch import Wanted
+from sgla.worker.batch import Columns, Wanted
 from sgla.worker.state import Int32s, SlotTables, column
 
 LONGEST, SHORTEST = 4, 2  # tokens that have come before
@@ -30,8 +30,8 @@ class Drafter(Protocol):
         """Before a step: ``starts`` and ``q_lens`` of its rows, if some have drafts, which stand behind the
         known tokens in the token table then."""
 
-    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
-        """Of so many guesses in each slot so many were right."""
+    def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
+        """A step has brought so many tokens of each row that is sampled, which are in the token table."""
 
 
 def begin(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s, Int32s]:
@@ -83,7 +83,11 @@ class NGrams:
                 return behind[np.arange(most) % len(behind)]  # and so on, if that goes on
         return tokens[:0]
 
+    def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
+        self.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
+
     def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
+        """Of so many guesses in each slot so many were right."""
         wrong, all_right = right < guessed, (right == guessed) & (guessed > 0)
         self._trust[slots[wrong]] = np.maximum(right[wrong], 1)
         self._trust[slots[all_right]] += 1

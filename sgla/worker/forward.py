@@ -39,11 +39,17 @@ def make_forward(
     threads: int,
     use_native: bool,
     kept: Kept | None = None,
+    tell: Callable[[Tensor], None] | None = None,
 ) -> tuple[Forward, str]:
-    """``compiled`` for a model's logits. ``kept`` is told the hidden states."""
+    """``compiled`` for a model's logits. ``kept`` is told the hidden states of the sampled rows; ``tell``
+    those of all tokens."""
 
     def forward(batch: ForwardBatch) -> Tensor:
-        hidden = model.forward(batch, kv, batch.sample_rows)
+        rows = batch.sample_rows
+        if tell is None:
+            hidden = model.forward(batch, kv, rows)
+        else:
+            hidden = ops.gather(ops.inplace(tell, model.forward(batch, kv)), rows)
         return model.logits(hidden if kept is None else ops.inplace(kept.keep, hidden))
 
     return compiled(forward, limits, threads, use_native)

@@ -35,7 +35,8 @@ def source_of(config: dict[str, Any], draft: dict[str, Any] | None) -> ModelSour
 
 
 def runner_of(target: str, draft: dict[str, Any] | None, **changes: Any) -> CpuRunner:
-    config = tiny_config(speculative_algorithm="draft_model", speculative_num_draft_tokens=4, **changes)
+    algorithm = "draft_model" if draft else None
+    config = tiny_config(speculative_algorithm=algorithm, speculative_num_draft_tokens=4, **changes)
     return CpuRunner(config, source_of(TARGETS[target], draft), 0, 1, "", lambda progress: None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgla.model.family import PredictorNames
 from sgla.model.windows import every, late, listed, switched
 
 HEAD_DIM, KV_HEADS = ("head_dim",), ("num_key_value_heads",)  # null: as many as follow from the others
@@ -72,4 +73,8 @@ ROUTED = {
     "topk_group": 1,
 }
 SIGMOID_ROUTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_BEHIND = "model.layers.{n}"
+DEEPSEEK_PREDICTOR = PredictorNames(
+    f"{_BEHIND}.enorm", f"{_BEHIND}.hnorm", f"{_BEHIND}.eh_proj", _BEHIND, f"{_BEHIND}.shared_head.norm"
+)
 HUNYUAN_NORMS = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))

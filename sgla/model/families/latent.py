@@ -6,6 +6,7 @@ from sgla.model.families.keys import (
     BIASES,
     CAUSAL,
     DECODER,
+    DEEPSEEK_PREDICTOR,
     HEAD_DIM,
     KV_HEADS,
     ROUTED,
@@ -102,6 +103,7 @@ FAMILIES = {
         nulls=(*KV_HEADS, "norm_topk_prob"),
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v3",
+        predictor=DEEPSEEK_PREDICTOR,
         interleaved=True,
         gguf=(Gguf("deepseek2", tensors=BALANCED, gating=(SIGMOID,), when={"expert_gating_func": SIGMOID}),),
     ),
@@ -130,6 +132,7 @@ FAMILIES = {
         model="sgla.model.latent:Latent",
         attention="sgla.model.latent_spec:read",
         mixture="sgla.model.mixture_spec:deepseek_v3",
+        predictor=DEEPSEEK_PREDICTOR,
         interleaved=True,
     ),
     "DeepseekV32ForCausalLM": Family(

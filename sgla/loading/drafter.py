@@ -1,0 +1,73 @@
+"""The weights of heads that guess tokens behind the next one."""
+
+from __future__ import annotations
+
+from sgla.errors import ConfigError, WeightError
+from sgla.hub.source import ModelSource
+from sgla.layers.build import Values
+from sgla.loading.checkpoint import FileTensor
+from sgla.loading.load import OnProgress, decoder_build, load_weights, mending, renaming
+from sgla.model.base import Decoder
+from sgla.model.drafting import EagleSpec, predictor_names, similar_layer
+from sgla.model.eagle import Eagle3
+from sgla.model.predictor import Predictor
+from sgla.quant.weight import SourceTensor
+
+EVERYTHING = ("",)  # a prefix of all names
+
+
+def load_predictor(
+    source: ModelSource,
+    target: Decoder,
+    dtype: str,
+    quantization: str | None,
+    report: OnProgress,
+    seed: int = 0,
+) -> Predictor:
+    """The layer of the target's own checkpoint that guesses further tokens. Raises ConfigError for a GGUF
+    file, and WeightError if there is none."""
+    spec = target.spec
+    if source.kind == "gguf":
+        raise ConfigError(
+            "--speculative-algorithm mtp cannot be honoured for GGUF files, whose layers that guess further "
+            "tokens are left out; take safetensors",
+            param="speculative_algorithm",
+        )
+    rename = renaming(spec.architecture)
+    build = decoder_build(source, spec, dtype, quantization, target.shard, rename)
+    head = Predictor(target, build, predictor_names(spec), similar_layer(spec))
+    load_weights(
+        source,
+        build,
+        f"{spec.architecture}'s layer that guesses further tokens",
+        ignored=EVERYTHING,
+        rename=rename,
+        mend=mending(spec),
+        on_progress=report,
+        seed=seed,
+    )
+    return head
+
+
+def load_eagle3(
+    source: ModelSource,
+    target: Decoder,
+    eagle: EagleSpec,
+    dtype: str,
+    quantization: str | None,
+    positions: int,
+    report: OnProgress,
+    seed: int = 0,
+) -> Eagle3:
+    """Raises WeightError for a head whose files are not as EAGLE-3's."""
+    build = decoder_build(source, eagle.spec, dtype, quantization, target.shard)
+    head = Eagle3(target, eagle.spec, build, positions, len(eagle.layers), eagle.vocab)
+
+    def mend(name: str, tensor: SourceTensor) -> SourceTensor:
+        return Values(tensor.values()) if name == "d2t" and isinstance(tensor, FileTensor) else tensor
+
+    ignored = ("t2d", "d2t", "embed_tokens.", "model.embed_tokens.")
+    load_weights(source, build, "EAGLE-3", ignored=ignored, mend=mend, on_progress=report, seed=seed)
+    if not 0 <= int(head.ids.min()) <= int(head.ids.max()) < head.vocab:
+        raise WeightError("d2t of the EAGLE-3 head names tokens that its model has not")
+    return head

@@ -1,0 +1,68 @@
+"""EAGLE-3 (arXiv 2503.01840): a layer that guesses further tokens from what three layers of its target make
+of the tokens before. The tensors are those of the authors' checkpoints."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.ops import KVLayer
+from sgla.layers.attention import HeadNorms, SelfAttention
+from sgla.layers.build import Build, Share
+from sgla.layers.linear import MergedColumnLinear
+from sgla.layers.mlp import GatedMLP
+from sgla.layers.norm import RMSNorm
+from sgla.layers.rope import rope_table
+from sgla.layers.vocab import LMHead
+from sgla.model.base import Decoder
+from sgla.model.spec import ModelSpec
+
+
+class Eagle3:
+    """``spec``: of the head, as if it were a Llama of one layer. ``vocab``: tokens that it may guess; ``ids``
+    int64 ``[vocab]``: which of the target's these are."""
+
+    def __init__(
+        self, target: Decoder, spec: ModelSpec, build: Build, positions: int, places: int, vocab: int
+    ) -> None:
+        d, layer, name = spec.hidden, spec.attention[0], "midlayer"
+        assert layer.rope is not None
+        self.width, self.told, self.vocab = d, places * target.spec.hidden, target.spec.vocab
+        self.read = MergedColumnLinear(build, self.told, [("fc", d, range(d))])
+        self.token_norm = RMSNorm(build, f"{name}.input_layernorm", d, spec.eps)
+        self.hidden_norm = RMSNorm(build, f"{name}.hidden_norm", d, spec.eps)
+        rope = layer.rope
+        cos_sin = rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, positions)
+        norms = HeadNorms("", spec.eps)
+        self.attention = SelfAttention(
+            build, f"{name}.self_attn", d, layer, cos_sin, norms=norms, qkv_bias=spec.qkv_bias, inputs=2 * d
+        )
+        self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", d, spec.eps)
+        self.mlp = GatedMLP(build, f"{name}.mlp", d, spec.intermediate, "silu", spec.mlp_bias)
+        self.norm = RMSNorm(build, "norm", d, spec.eps)
+        self.logits = LMHead(build, "lm_head", vocab, d)
+        self.ids = torch.arange(vocab)
+        if vocab < self.vocab:
+            build.declare("d2t", (vocab,), self._take_ids)
+        self.embed = target.embed
+
+    def _take_ids(self, source: Share) -> None:
+        """The file has by how much a token's number is another one in the target."""
+        self.ids += source.dense().long()
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
+    ) -> tuple[Tensor, Tensor]:
+        x = torch.cat([self.token_norm(tokens), self.hidden_norm(hidden)], 1)
+        x = self.attention.out(self.attention(x, batch, kv[0]))
+        x, h = self.mlp_norm.add(x, hidden)
+        shown, h = self.norm.add(self.mlp(x), h)
+        return h, shown
+
+    def of_target(self, logits: Tensor) -> Tensor:
+        if len(self.ids) == self.vocab:
+            return logits
+        whole = logits.new_full((len(logits), self.vocab), -torch.inf)
+        whole[:, self.ids] = logits
+        return whole

@@ -1,0 +1,76 @@
+"""Heads that guess tokens behind the next one from a model's hidden states."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.ops import KVLayer
+from sgla.layers.build import Build
+from sgla.layers.linear import MergedColumnLinear
+from sgla.model.base import Decoder
+from sgla.model.family import PredictorNames
+
+
+class Head(Protocol):
+    """``width``: values of a hidden state that it goes on with; ``told``: of what the target tells it of a
+    token, from which ``read`` makes such a state. ``vocab``: of the target."""
+
+    width: int
+    told: int
+    vocab: int
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids int32 ``[T]`` -> ``[T, d]``."""
+
+    def read(self, told: Tensor) -> Tensor:
+        """``[T, told]`` -> ``[T, width]``."""
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
+    ) -> tuple[Tensor, Tensor]:
+        """Of each position ``hidden`` ``[T, width]`` and the embedding ``tokens`` of the token behind it ->
+        its own hidden states, and what its logits are made of."""
+
+    def logits(self, shown: Tensor) -> Tensor:
+        """``[S, d]`` -> float32 ``[S, *]``."""
+
+    def of_target(self, logits: Tensor) -> Tensor:
+        """These as float32 ``[S, vocab]``."""
+
+
+class Predictor:
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a layer like the model's own, on
+    the norms of a token's embedding and of what the model has made of the token before, side by side through
+    one projection. Embedding and output layer are the model's. ``index``: the layer of the model that it is
+    like. As in SGLang's ``deepseek_nextn``, hidden states are those behind the last norm."""
+
+    def __init__(self, target: Decoder, build: Build, names: PredictorNames, index: int) -> None:
+        spec = target.spec
+        self.width = self.told = spec.hidden
+        self.vocab = spec.vocab
+        self.token_norm = target.norm_of(build, names.token_norm)
+        self.hidden_norm = target.norm_of(build, names.hidden_norm)
+        self.join = MergedColumnLinear(
+            build, 2 * spec.hidden, [(names.join, spec.hidden, range(spec.hidden))]
+        )
+        self.block = target.block(build, names.block, index)
+        self.norm = target.norm_of(build, names.norm)
+        self.embed, self.logits = target.embed, target.logits
+
+    def read(self, told: Tensor) -> Tensor:
+        return told
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
+    ) -> tuple[Tensor, Tensor]:
+        x = self.join(torch.cat([self.token_norm(tokens), self.hidden_norm(hidden)], 1))
+        x, h = self.block(x, None, batch, kv[0], None)
+        made = self.norm.add(x, h)[0]
+        return made, made
+
+    def of_target(self, logits: Tensor) -> Tensor:
+        return logits

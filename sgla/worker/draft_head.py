@@ -1,0 +1,147 @@
+"""Drafts of layers that read hidden states of the target: those of a checkpoint itself, which guess further
+tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2), and EAGLE-3's (arXiv 2503.01840).
+
+At position ``p`` such a head reads what the target made of token ``p``, and token ``p + 1``, and guesses the
+one behind that. Behind each step it reads all that the target has read, with the tokens that have come; that
+brings the first guess of the next step. Further ones it makes of its own states, before the next step, and
+what these leave in its KV is overwritten by what the target says of the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.native import DRAW
+from sgla.kernels.cpu.program import ProgramLimits
+from sgla.kernels.ops import KVLayer
+from sgla.messages import StepPlan
+from sgla.model.predictor import Head
+from sgla.sampling import Sampler
+from sgla.worker.batch import Columns, Wanted, build
+from sgla.worker.drafts import begin
+from sgla.worker.forward import Kept, compiled
+from sgla.worker.state import Int32s, SlotTables, column
+
+
+class Told:
+    """What one place of the target's forward pass makes of the tokens of a step, in as many parts as the step
+    has."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def tell(self, x: Tensor) -> None:
+        self._parts.append(x.float().clone())  # a program's memory has something else after that
+
+    def take(self) -> Tensor:
+        """float32 [T, d]"""
+        parts, self._parts = self._parts, []
+        return torch.cat(parts)
+
+
+class HeadForward:
+    """A head's forward pass. ``kv``: of its layers."""
+
+    def __init__(
+        self, head: Head, kv: list[KVLayer], limits: ProgramLimits, threads: int, native: bool
+    ) -> None:
+        self.head = head
+        self._kept, self._given = Kept(), torch.empty(0)
+
+        def forward(batch: ForwardBatch) -> Tensor:
+            tokens = head.embed(batch.ids)
+            hidden, shown = head.forward(tokens, ops.call(self._give, tokens, head.width), batch, kv)
+            rows = ops.inplace(self._kept.keep, ops.gather(hidden, batch.sample_rows))
+            return head.logits(rows if shown is hidden else ops.gather(shown, batch.sample_rows))
+
+        def read(batch: ForwardBatch) -> Tensor:
+            return head.read(ops.call(self._give, head.embed(batch.ids), head.told))
+
+        self._forward, _ = compiled(forward, limits, threads, native)
+        fused = head.told != head.width
+        self._read = compiled(read, limits, threads, native)[0] if fused else None
+
+    def read(self, told: Tensor, batch: ForwardBatch) -> Tensor:
+        """What the head makes of ``told`` [T, *] by the target, to begin with: [T, width]."""
+        if self._read is None:
+            return told
+        self._given = told
+        return self._read(batch).clone()
+
+    def __call__(self, given: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Logits float32 [S, V], valid until the next call, and hidden states [S, width]."""
+        self._given = given
+        logits = self._forward(batch)
+        return self.head.of_target(logits), self._kept.states
+
+    def _give(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(self._given)
+
+
+class HeadDrafts:
+    """``told``: what the target tells of the tokens of a step, side by side."""
+
+    def __init__(
+        self, tables: SlotTables, sampler: Sampler, forward: HeadForward, told: Sequence[Told]
+    ) -> None:
+        self._tables, self._sampler, self._forward, self._told = tables, sampler, forward, told
+        # Of each slot, behind its first guess, which stands in the token table.
+        self._hidden = torch.zeros(len(tables.limit), forward.head.width)
+
+    def admit(self, slot: int) -> None:
+        """Its first step will tell all."""
+
+    def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
+        if not plan.drafts:
+            return None
+        starts, q_lens, counts = begin(plan, self._tables)
+        slots = column(plan.slots)
+        for more in range(1, int(counts.max(initial=0))):
+            going = np.flatnonzero(counts > more)
+            rows, at = slots[going], starts[going] + more - 1
+            every = np.arange(len(going), dtype=np.int32)
+            self._guess(Columns(rows, at, np.ones_like(at), every), self._hidden[rows], rows, at + 2)
+        return starts, (q_lens + counts).astype(np.int32)
+
+    def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
+        sampled = wanted.rows[wanted.first]
+        brought = columns.q_lens.copy()
+        brought[sampled] -= wanted.runs - counts
+        told = torch.cat([one.take() for one in self._told], 1)
+        within = np.arange(len(told)) - np.repeat(np.cumsum(columns.q_lens) - columns.q_lens, columns.q_lens)
+        told = told[torch.from_numpy(within < np.repeat(brought, columns.q_lens))]
+        rows = np.flatnonzero(brought)
+        if not len(rows):
+            return
+        slots, starts, spans = columns.slots[rows], columns.starts[rows], brought[rows]
+        next_one = np.isin(rows, sampled)
+        logits = (np.cumsum(spans, dtype=np.int32) - 1)[next_one]
+        columns = Columns(slots, starts, spans, logits)
+        self._guess(columns, told, slots[next_one], (starts + spans + 1)[next_one], from_target=True)
+
+    def _guess(
+        self, columns: Columns, given: Tensor, slots: Int32s, positions: Int32s, from_target: bool = False
+    ) -> None:
+        """Read the tokens behind those of ``columns``, of which ``given`` is known,
+        and guess those at ``positions`` of ``slots``."""
+        batch = self._batch(columns)
+        if from_target:
+            given = self._forward.read(given, batch)
+        logits, self._hidden[torch.from_numpy(slots).long()] = self._forward(given, batch)
+        last = self._tables.tokens.shape[1] - 1
+        self._sampler.guess(logits.numpy(), slots, np.minimum(positions, last), np.empty(0, DRAW))
+
+    def _batch(self, columns: Columns) -> ForwardBatch:
+        batch = build(columns, self._tables)
+        slots = np.repeat(columns.slots, columns.q_lens)
+        behind = self._tables.tokens[
+            slots, batch.positions.numpy() + 1
+        ]  # of a prompt's end there may be none
+        batch.ids = torch.from_numpy(behind.clip(0, self._forward.head.vocab - 1))
+        return batch

@@ -1,0 +1,95 @@
+"""How a runner on a CPU gets what guesses for its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from sgla.config import Config
+from sgla.hub.source import ModelSource
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.program import ProgramLimits
+from sgla.kernels.ops import Layer
+from sgla.loading.drafter import load_eagle3, load_predictor
+from sgla.loading.load import load_model
+from sgla.messages import Progress
+from sgla.model.base import Block, CausalLM, Decoder
+from sgla.model.drafting import read_eagle3
+from sgla.model.predictor import Head
+from sgla.sampling import Sampler
+from sgla.worker.draft_head import HeadDrafts, HeadForward, Told
+from sgla.worker.draft_model import ModelDrafts
+from sgla.worker.drafts import Drafter, NGrams
+from sgla.worker.forward import make_forward
+from sgla.worker.kv import paged
+from sgla.worker.state import SlotTables
+
+
+class DraftSetup:
+    """Loads what guesses for ``target``, before its forward pass is recorded: from then on this tells a head
+    what it wants to know. ``tell``: is to be given what the target makes of all tokens of a step."""
+
+    tell: Callable[[Tensor], None] | None = None
+
+    def __init__(
+        self,
+        config: Config,
+        source: ModelSource,
+        target: CausalLM,
+        dtype: str,
+        report: Callable[[Progress], None],
+    ) -> None:
+        self._config, self._told = config, list[Told]()
+        self._model: CausalLM | None = None
+        self._head: Head | None = None
+        seed, quantization = config.random_seed or 0, config.speculative_quantization
+        match config.speculative_algorithm:
+            case "draft_model":
+                assert source.draft is not None
+                positions = target.positions
+                self._model = load_model(source.draft, dtype, quantization, None, positions, report, seed)
+            case "mtp":
+                assert isinstance(target, Decoder)
+                self._head = load_predictor(source, target, dtype, config.quantization, report, seed)
+                self._told.append(Told())
+                self.tell = self._told[0].tell
+            case "eagle3":
+                assert isinstance(target, Decoder)
+                assert source.draft is not None
+                eagle = read_eagle3(source.draft.config, target.spec)
+                self._head = load_eagle3(
+                    source.draft, target, eagle, dtype, quantization, target.positions, report, seed
+                )
+                for layer in eagle.layers:
+                    self._told.append(Told())
+                    target.blocks[layer] = Telling(target.blocks[layer], self._told[-1].tell)
+
+    def make(
+        self, tables: SlotTables, sampler: Sampler, kv: list[Layer], step_tokens: int, threads: int
+    ) -> Drafter:
+        """``kv``: of what guesses."""
+        slots, native = len(tables.limit), self._config.native_kernels
+        if self._head is not None:
+            limits = ProgramLimits(step_tokens, slots)
+            forward = HeadForward(self._head, paged(kv), limits, threads, native)
+            return HeadDrafts(tables, sampler, forward, self._told)
+        if self._model is not None:
+            limits = ProgramLimits(step_tokens + slots, slots)
+            return ModelDrafts(tables, sampler, make_forward(self._model, kv, limits, threads, native)[0])
+        return NGrams(tables)
+
+
+class Telling:
+    """A block that tells what it is given."""
+
+    def __init__(self, block: Block, tell: Callable[[Tensor], None]) -> None:
+        self._block, self._tell = block, tell
+
+    def __call__(
+        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: Any, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        x = ops.inplace(self._tell, x if h is None else ops.add(h, x))
+        return self._block(x, None, batch, kv, rows)

@@ -1,0 +1,209 @@
+"""Rows for which a layer guesses that reads the model's hidden states: its own (multi-token prediction) or an
+EAGLE-3 head. The text is that without, and the guesses are those of the whole text at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from config_cases import deepseek, gemma3
+from safetensors.torch import save_file
+from test_draft_models import requests
+from tiny import LLAMA, VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config, tiny_source
+from torch import Tensor
+
+from sgla.errors import ConfigError, WeightError
+from sgla.hub.source import ModelSource
+from sgla.loading.load import _Dummy
+from sgla.loading.source import configured_source, drafting
+from sgla.messages import StepPlan
+from sgla.model.drafting import read_eagle3
+from sgla.model.read import read_decoder
+from sgla.resolve import resolve
+from sgla.worker.cpu import CpuRunner
+from sgla.worker.state import column
+
+SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 256}
+LATENT = deepseek(3, num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=1, **SIZES)
+WINDOWS = gemma3(num_hidden_layers=3, sliding_window=20, **SIZES)
+EAGLE = LLAMA | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 200,
+}
+DEEP = LLAMA | {"num_hidden_layers": 4}
+NORMS = "input_layernorm", "hidden_norm", "post_attention_layernorm"
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "mtp": (LATENT, None),
+    "eagle3": (DEEP, EAGLE),
+    "windows": (WINDOWS, EAGLE | {"hidden_size": WINDOWS["hidden_size"], "draft_vocab_size": VOCAB}),
+}
+
+
+def source_of(config: dict[str, Any], draft: dict[str, Any] | None) -> ModelSource:
+    source = replace(tiny_source(), config=config)
+    return replace(source, draft=None if draft is None else replace(source, config=draft))
+
+
+def runner_of(case: str, algorithm: str | None, **changes: Any) -> CpuRunner:
+    settings = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 3} if algorithm else {}
+    config, draft = CASES[case]
+    source = source_of(config, draft if algorithm else None)
+    return CpuRunner(tiny_config(**settings, **changes), source, 0, 1, "", lambda progress: None)
+
+
+class Guesses(dict[tuple[int, ...], list[int]]):
+    """What a drafter has guessed behind each text."""
+
+    def __init__(self, runner: CpuRunner) -> None:
+        tables, guess = runner.tables, runner._drafter.guess
+
+        def spy(plan: StepPlan) -> Any:
+            found = guess(plan)
+            if found is not None:
+                for slot, most, start, count in zip(column(plan.slots), column(plan.drafts), *found):
+                    tokens = tables.tokens[slot].tolist()
+                    if most >= 0 and count > 1:
+                        self[tuple(tokens[: start + 1])] = tokens[start + 1 : start + count]
+            return found
+
+        runner._drafter.guess = spy  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("case", "native"), [("mtp", False), ("eagle3", True), ("windows", True)])
+def test_text_is_the_same(case: str, native: bool) -> None:
+    plain = runner_of(case, None, native_kernels=native)
+    check_draws(plain)
+    expected = Transcript()
+    for request in requests():
+        expected |= run(plain, [request], depth=1, prefix_cache=False)
+    runner = runner_of(case, "mtp" if case == "mtp" else "eagle3", native_kernels=native)
+    found: list[Guesses] = []
+    for limits in ({"depth": 1}, {"depth": 2, "step_tokens": 17, "pages": 6, "reserve": 0.0}, {"depth": 3}):
+        core = make_core(runner.facts, drafts=3, **limits)
+        found.append(Guesses(runner))
+        for _ in range(1 + (limits["depth"] == 3)):  # the second time behind cached prefixes
+            got = run(runner, requests(), core)
+            assert got.tokens() == expected.tokens()
+            assert got.finish() == expected.finish()
+        assert core.stats().draft_tokens > 20
+    whole, *others = found
+    for other in others:  # in parts, after retraction, behind cached prefixes
+        common = [text for text in whole if text in other]
+        assert len(common) > 10
+        same = sum(whole[text] == other[text][: len(whole[text])] for text in common)
+        assert same >= 0.9 * len(common)  # beside prefixes whose last token was followed by another one
+
+
+def weights(name: str, *shape: int) -> Tensor:
+    """As a head without files has them."""
+    return _Dummy(name, shape, 1, torch.device("cpu")).dense()
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=1e-5)
+
+
+def eagle(told: Tensor, embedded: Tensor) -> Tensor:
+    """Logits of each position over the head's own tokens. ``told`` [T, 3 d]; ``embedded`` [T, d]: the tokens
+    behind."""
+    d, heads, kv_heads, dim = 64, 4, 2, 16
+    hidden = told @ weights("fc.weight", d, 3 * d).T
+    x = torch.cat([norm(embedded), norm(hidden)], 1)
+    q, k, v = (
+        (x @ weights(f"midlayer.self_attn.{part}_proj.weight", n * dim, 2 * d).T).view(-1, n, dim)
+        for part, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
+    angles = torch.arange(len(x))[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
+    cos, sin = angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None]
+
+    def turned(y: Tensor) -> Tensor:
+        return y * cos + torch.cat([-y[..., dim // 2 :], y[..., : dim // 2]], -1) * sin
+
+    q, k, v = (y.transpose(0, 1)[None] for y in (turned(q), turned(k), v))
+    seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    x = seen[0].transpose(0, 1).flatten(1) @ weights("midlayer.self_attn.o_proj.weight", d, heads * dim).T
+    h = hidden + x
+    gate, up = (norm(h) @ weights(f"midlayer.mlp.{part}_proj.weight", 96, d).T for part in ("gate", "up"))
+    h = h + (F.silu(gate) * up) @ weights("midlayer.mlp.down_proj.weight", d, 96).T
+    return norm(h) @ weights("lm_head.weight", 200, d).T
+
+
+def test_a_head_guesses_what_eagle_3_says() -> None:
+    """The first guess behind each text of a greedy request, from all hidden states at once."""
+    runner, request = runner_of("eagle3", "eagle3"), requests()[0]
+    guesses = Guesses(runner)
+    text = request.tokens + run(runner, [request], drafts=3).tokens()["greedy"]
+    first = {len(known): made[0] for known, made in guesses.items()}
+    told: list[Tensor] = []
+    for one in runner._drafter._told:  # type: ignore[attr-defined]
+        one.take = lambda take=one.take: told.append(take()) or told[-1]
+    run(runner, [submit("whole", text, 1)], prefix_cache=False)
+    embedded = runner.model.embed(torch.tensor(text[1:], dtype=torch.int32))
+    best = eagle(torch.cat(told[:3], 1)[:-1], embedded).argmax(1) + 1  # d2t of random weights is 1
+    assert len(first) > 5
+    for known, token in first.items():
+        assert best[known - 2] == token
+
+
+def test_a_head_is_read_from_its_files(tmp_path: Path) -> None:
+    """As its authors store it, with tables between the vocabularies, the model's embedding and a mask."""
+    d, dims = 64, {"q": 64, "k": 32, "v": 32}
+    shapes = {f"midlayer.self_attn.{part}_proj.weight": (n, 2 * d) for part, n in dims.items()} | {
+        "midlayer.self_attn.o_proj.weight": (d, 64),
+        "midlayer.mlp.gate_proj.weight": (96, d),
+        "midlayer.mlp.up_proj.weight": (96, d),
+        "midlayer.mlp.down_proj.weight": (d, 96),
+        "fc.weight": (d, 3 * d),
+        "lm_head.weight": (200, d),
+        "embed_tokens.weight": (VOCAB, d),
+        **dict.fromkeys(("norm.weight", *(f"midlayer.{one}.weight" for one in NORMS)), (d,)),
+    }
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    tensors |= {"d2t": torch.arange(200) // 2, "t2d": torch.ones(VOCAB, dtype=torch.bool)}
+    (tmp_path / "config.json").write_text(json.dumps(EAGLE))
+    for last, said in ((torch.zeros(1), ""), (torch.full((1,), 999), "d2t of the EAGLE-3 head names tokens")):
+        tensors["d2t"][-1:] += last.long()
+        save_file(tensors, tmp_path / "model.safetensors")
+        config = tiny_config(speculative_algorithm="eagle3", speculative_model=str(tmp_path))
+        source = replace(source_of(DEEP, None), draft=configured_source(tmp_path, drafting(config)))
+        if said:
+            with pytest.raises(WeightError, match=said):
+                CpuRunner(config, source, 0, 1, "", lambda progress: None)
+            continue
+        runner = CpuRunner(config, source, 0, 1, "", lambda progress: None)
+        head = runner._drafter._forward.head  # type: ignore[attr-defined]
+        assert head.ids.tolist() == [i + i // 2 for i in range(200)]
+        logits = torch.arange(200.0)[None]
+        assert head.of_target(logits)[0, [3, 299 - 1]].tolist() == [2.0, 199.0]
+
+
+def test_heads_that_do_not_fit_are_refused() -> None:
+    target = read_decoder(DEEP)
+    assert read_eagle3(EAGLE, target).layers == (1, 2, 2)
+    named = EAGLE | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}
+    assert read_eagle3(named, target).layers == (0, 1, 3)
+    for change, said in (
+        ({"hidden_size": 32}, "its width is 32, and the model's 64"),
+        ({"vocab_size": 300}, "another vocabulary"),
+        ({"architectures": ["LlamaForCausalLM"]}, "it is no head of EAGLE-3"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"is \[1, 2, 9\], and the model has 4 layers"),
+    ):
+        with pytest.raises(ConfigError, match=said) as caught:
+            read_eagle3(EAGLE | change, target)
+        assert caught.value.param == "speculative_model"
+    for settings, said in (
+        ({"speculative_algorithm": "mtp"}, "LlamaForCausalLM has no layer here that guesses"),
+        ({"speculative_algorithm": "eagle3"}, "eagle3 needs --speculative-model"),
+        ({"speculative_algorithm": "ngram", "speculative_model": "a/b"}, "leave one of them out"),
+        ({"speculative_model": "a/b"}, "it is a head of EAGLE-3; give --speculative-algorithm eagle3"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            resolve(
+                tiny_config(**settings), model=DEEP, draft=EAGLE if "speculative_model" in settings else None
+            )
