@@ -654,6 +654,7 @@ class Facts(msgspec.Struct, kw_only=True):
     pooling: Pooling | None = None  # the model answers with vectors alone
     drafts: int = 0  # most tokens that a decode row may guess and verify; 0: none
     padded_drafts: bool = False  # a step computes all drafts that its rows may have, guessed or not
+    guided_drafts: bool = False  # rows with a grammar guess, too
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
     hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
     # Pages of host memory that the worker copies pages of the device to and from; 0: StepPlan.copies has

@@ -466,6 +466,7 @@ def fake_facts(config: Config, source: ModelSource) -> Facts:
         hidden=FAKE_WIDTH if config.enable_return_hidden_states else 0,
         adapters=config.max_loras if config.enable_lora else 0,
         drafts=drafts_of(config),
+        guided_drafts=True,
         notes=["no model: the next token is a hash of those before it"],
     )
 

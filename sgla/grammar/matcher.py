@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,22 @@ class Constraint:
             return []
         return self._matcher.compute_ff_tokens()[:RUN]
 
+    def ahead(self) -> Constraint:
+        """One that goes on from here by itself, with guesses that may be wrong."""
+        made = copy(self)
+        made._matcher, made._words = self._matcher.deep_copy(), np.empty_like(self._words)
+        made._free = copy(self._free)
+        return made
+
+    def legal(self, guesses: list[int]) -> int:
+        """How many of ``guesses`` may come next, as far as it is known."""
+        if self._ended or self._matcher.is_error():
+            return 0
+        if self._free is not None:
+            return len(guesses)
+        known = next((i for i, token in enumerate(guesses) if token >= self._size), len(guesses))
+        return self._matcher.validate_tokens(guesses[:known])
+
     def take_forced(self, position: int, token: int) -> list[int]:
         """``token`` has been chosen for ``position``. Returns the tokens that are then forced, and goes past
         them: the next position to ask for is the one behind them. Raises MatchFailed."""
@@ -343,6 +360,9 @@ class Unmet(Constraint):
 
     def catch_up(self, position: int) -> None:
         raise MatchFailed(self._why)
+
+    def ahead(self) -> Constraint:
+        return self
 
 
 def set_bits(words: Words, ids: NDArray[np.intp]) -> None:

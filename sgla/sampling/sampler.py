@@ -74,10 +74,12 @@ class Sampler:
         self._of_slot: list[SlotSampling | None] = [None] * len(tokens)
         self._draws = np.zeros(len(tokens), DRAW)
         self._plain = np.zeros(len(tokens), bool)  # the draw is all that is to be done
+        self._ahead: dict[int, Constraint] = {}  # of slots, behind their guesses
         self._known = [0] * len(tokens)  # positions before are not sampled: a grammar has forced their tokens
 
-    def admit(self, slot: int, prompt_len: int, sampling: RowSampling) -> None:
-        """A request takes ``slot``; whatever the slot had is forgotten."""
+    def admit(self, slot: int, prompt_len: int, sampling: RowSampling, guesses: bool = False) -> None:
+        """A request takes ``slot``; whatever the slot had is forgotten. ``guesses``: tokens that its grammar
+        forces are guessed, and not told at once."""
         rules = make_rules(self._tokens[slot], prompt_len, sampling, self._vocab_size, self._processors)
         constraint = None
         if sampling.grammar and self._matchers is not None:
@@ -86,9 +88,8 @@ class Sampler:
         if sampling.temperature >= COLD:
             distribution = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self._known[slot] = 0
-        skip_forced = (
-            self._skip_forced and sampling.logprobs < 0 and not sampling.hidden and not forbids(sampling)
-        )
+        told = sampling.logprobs >= 0 or sampling.hidden or guesses
+        skip_forced = self._skip_forced and not told and not forbids(sampling)
         self._of_slot[slot] = SlotSampling(
             distribution,
             sampling.seed,
@@ -173,8 +174,8 @@ class Sampler:
         draws: NDArray[Any],
     ) -> None:
         """Put into the token table what ``positions`` of ``slots`` would have by the ``logits`` float32[S, V]
-        of another model: with the same noise and the same rules. Grammars and processors of users, which want
-        to see each token once, have no say. ``draws``: those of ``self.draws``."""
+        of another model: with the same noise, the same rules and the same grammar. Processors of users, which
+        want to see each token once, have no say. ``draws``: those of ``self.draws``."""
         tokens = np.full(len(logits), -1, np.int32)
         tokens[draws["row"]] = draws["token"]
         for i in np.flatnonzero(tokens < 0).tolist():
@@ -183,11 +184,51 @@ class Sampler:
             for rule in own.rules:
                 if not isinstance(rule, Custom):
                     rule.apply(logits[i], position)
+            row, ids = self._narrowed_ahead(int(slots[i]), own.constraint, logits[i], position)
             if own.distribution is None:
-                tokens[i] = logits[i].argmax()
+                token = int(row.argmax())
             else:
-                tokens[i] = max(0, self._draw(logits[i], own.distribution, own.seed, position))
+                token = max(0, self._draw(row, own.distribution, own.seed, position, ids))
+            tokens[i] = token if ids is None else ids[token]
         self._tokens[slots, positions] = tokens
+
+    def _narrowed_ahead(
+        self, slot: int, constraint: Constraint | None, logits: Floats, position: int
+    ) -> tuple[Floats, NDArray[np.intp] | None]:
+        """What its grammar leaves, if all guesses before ``position`` are right."""
+        if constraint is None:
+            return logits, None
+        try:
+            ahead = self._ahead.get(slot)
+            if ahead is None:
+                ahead = self._ahead[slot] = constraint.ahead()
+            return ahead.narrow(logits, position)
+        except MatchFailed:  # a row that goes so far will say so
+            return logits, None
+
+    def forget_guesses(self) -> None:
+        """The next ones begin where the rows have got to."""
+        self._ahead.clear()
+
+    def forced(self, slot: int, position: int) -> list[int]:
+        """The tokens that must come from ``position`` on by the slot's grammar; those before are known."""
+        constraint = self._constraint_at(slot, position)
+        return [] if constraint is None else constraint.forced()
+
+    def legal(self, slot: int, position: int, guesses: list[int]) -> int:
+        """How many of ``guesses`` may stand from ``position`` on by the slot's grammar."""
+        constraint = self._constraint_at(slot, position)
+        return len(guesses) if constraint is None else constraint.legal(guesses)
+
+    def _constraint_at(self, slot: int, position: int) -> Constraint | None:
+        own = self._of_slot[slot]
+        if own is None or own.constraint is None:
+            return None
+        try:
+            own.constraint.catch_up(position)
+        except MatchFailed:  # the row that samples says so
+            return None
+        return None if own.constraint.open else own.constraint
 
     def _sample_row(
         self, logits: Floats, row: int, slot: int, position: int, blocks: list[LogprobBlock]

@@ -118,7 +118,7 @@ class Admission:
             memory.release(request)
             return False
         self._queues.run(request, now)
-        request.drafting = bool(limits.drafts) and request.guesses
+        request.drafting = bool(limits.drafts) and request.may_guess(limits.guided_drafts)
         if request.preemptions == 0:
             self._ledger.counts.query_tokens += request.known
             self._ledger.counts.prompt_tokens += request.prompt_len

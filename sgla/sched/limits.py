@@ -34,6 +34,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     costs: list[StepCost] = []  # Facts.costs
     drafts: int = 0  # most tokens that a decode row may guess and verify
     padded_drafts: bool = False  # Facts.padded_drafts
+    guided_drafts: bool = False  # Facts.guided_drafts
     host_pages: int = 0  # of host memory that keep copies of the prefix tree's
     adapters: int = 0  # Facts.adapters
     depth: int = 2  # most steps in flight

@@ -216,12 +216,11 @@ class Request:
         """It is for a vector, not for tokens."""
         return self.submit.sampling.pool is not None
 
-    @property
-    def guesses(self) -> bool:
-        """Whether its decode rows may have drafts:
-        not where a grammar tells what comes, nor where a step brings states of its tokens."""
+    def may_guess(self, guided: bool) -> bool:
+        """Whether its decode rows may have drafts: not where a step brings states of its tokens, and where a
+        grammar tells what comes only if rows with one are ``guided``."""
         sampling = self.submit.sampling
-        return not (sampling.grammar or sampling.hidden or self.pools)
+        return (guided or not sampling.grammar) and not (sampling.hidden or self.pools)
 
     @property
     def plan_bytes(self) -> int:

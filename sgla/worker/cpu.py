@@ -32,7 +32,7 @@ class CpuRunner(CpuSetup):
         if not plan.slots:
             return StepResult(step=plan.step, tokens=b"")
         for new in plan.new:
-            self.sampler.admit(new.slot, new.prompt_len, new.sampling)
+            self.sampler.admit(new.slot, new.prompt_len, new.sampling, guesses=new.limit > 0)
             self._drafter.admit(new.slot)
         columns, wanted = read(plan, self.tables, self._drafter.guess(plan))
         if self._pooler is not None:

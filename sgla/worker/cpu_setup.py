@@ -98,6 +98,7 @@ class CpuSetup(Runner):
             adapters=places.places if places else 0,
             notes=[note for note in (kernels, size.note) if note],
             host_pages=self.host_pages if self._host else 0,
+            guided_drafts=True,
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
 

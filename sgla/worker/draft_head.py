@@ -110,6 +110,7 @@ class HeadDrafts:
         return starts, (q_lens + counts).astype(np.int32)
 
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
+        self._sampler.forget_guesses()
         sampled = wanted.rows[wanted.first]
         brought = columns.q_lens.copy()
         brought[sampled] -= wanted.runs - counts

@@ -32,6 +32,7 @@ class ModelDrafts:
         """Reads the tokens of the step, and of rows with drafts as many more as it guesses, but for the last
         one, which the next step reads if it was right."""
         slots = column(plan.slots)
+        self._sampler.forget_guesses()
         starts, q_lens, counts = begin(plan, self._tables)
         behind, guessing = (self._read[slots] == starts - 1).astype(np.int32), np.flatnonzero(counts)
         begins, spans = starts - behind, q_lens + behind

@@ -79,7 +79,7 @@ class DraftSetup:
         if self._model is not None:
             limits = ProgramLimits(step_tokens + slots, slots)
             return ModelDrafts(tables, sampler, make_forward(self._model, kv, limits, threads, native)[0])
-        return NGrams(tables)
+        return NGrams(tables, sampler)
 
 
 class Telling:

@@ -49,8 +49,8 @@ class NGrams:
     """Guesses the next tokens of a slot from those in its table. A row's guesses grow by one each time all
     are right, and shrink to what was right else: a wrong one takes time, and never changes what comes out."""
 
-    def __init__(self, tables: SlotTables) -> None:
-        self._tables = tables
+    def __init__(self, tables: SlotTables, sampler: Sampler) -> None:
+        self._tables, self._sampler = tables, sampler
         self._trust = np.full(len(tables.limit), FIRST)
 
     def admit(self, slot: int) -> None:
@@ -63,10 +63,19 @@ class NGrams:
         starts, q_lens, counts = begin(plan, tables)
         for row in np.flatnonzero(counts).tolist():
             slot, known = int(slots[row]), int(starts[row]) + 1
-            guessed = self.propose(tables.tokens[slot, :known], min(int(counts[row]), int(self._trust[slot])))
-            tables.tokens[slot, known : known + len(guessed)] = guessed
-            q_lens[row] += len(guessed)
+            q_lens[row] += self._guess(slot, known, int(counts[row]))
         return starts, q_lens
+
+    def _guess(self, slot: int, known: int, most: int) -> int:
+        """Put at most ``most`` guesses behind the ``known`` tokens of a slot: what its grammar forces, then
+        what came behind the same tokens before, as far as the grammar allows that. Returns how many."""
+        tokens = self._tables.tokens[slot]
+        forced = self._sampler.forced(slot, known)[:most]
+        end = known + len(forced)
+        tokens[known:end] = forced
+        guessed = self.propose(tokens[:end], min(known + most - end, int(self._trust[slot])))
+        tokens[end : end + len(guessed)] = guessed
+        return self._sampler.legal(slot, known, tokens[known : end + len(guessed)].tolist())
 
     @staticmethod
     def propose(tokens: Int32s, most: int) -> Int32s:
