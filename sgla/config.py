@@ -234,7 +234,7 @@ class EngineSettings(ModelSettings, kw_only=True):
             description="guess the next tokens and compute them in one step, which changes no text: ngram "
             "guesses what came behind the same tokens before; on CPUs, draft_model what --speculative-model "
             "draws, mtp and eagle3 what a layer makes of the model's hidden states: one of its own "
-            "checkpoint (DeepSeek-V3, GLM-4.5), or the EAGLE-3 head in --speculative-model"
+            "checkpoint (DeepSeek-V3, GLM-4.5, Qwen3.5), or the EAGLE-3 head in --speculative-model"
         ),
     ] = None
     speculative_model: Annotated[

@@ -117,7 +117,7 @@ def resolve(
     elif spec is not None:
         check_compiles(config)
     if isinstance(spec, ModelSpec) and spec.recurrent:
-        check_recurrent(config)
+        check_recurrent(config, device)
     if isinstance(spec, ModelSpec) and device == "cuda":
         check_gpu_layers(config, spec)
     check_features(config, device, pooled or encoder, encoder)
@@ -362,10 +362,12 @@ def check_adapters(config: Config, device: str, generic: bool) -> None:
             )
 
 
-def check_recurrent(config: Config) -> None:
-    """Raise ConfigError for what layers that keep a state cannot do: to go back behind a wrong guess, and to
-    sum up alike however a prompt is cut."""
-    wanted = {"speculative_algorithm": config.speculative_algorithm, "deterministic": config.deterministic}
+def check_recurrent(config: Config, device: str) -> None:
+    """Raise ConfigError for what layers that keep a state cannot do: to sum up alike however a prompt is cut,
+    and, but on CPUs, to go back behind a wrong guess."""
+    wanted = {"deterministic": config.deterministic}
+    if device != "cpu":
+        wanted["speculative_algorithm"] = config.speculative_algorithm is not None
     for name in (name for name, value in wanted.items() if value):
         raise ConfigError(
             f"--{name.replace('_', '-')} cannot be honoured for a model whose layers keep a state of all "

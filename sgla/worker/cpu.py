@@ -37,6 +37,8 @@ class CpuRunner(CpuSetup):
         columns, wanted = read(plan, self.tables, self._drafter.guess(plan))
         if self._pooler is not None:
             return self._pool(plan.step, columns, wanted)
+        if self._rewind is not None:
+            columns = self._rewind.mark(columns, wanted)
         parts = cut(columns, self._most_logits)
         extras = StepResult(step=plan.step, tokens=b"")
         if len(parts) == 1 and wanted.plain:
@@ -46,6 +48,8 @@ class CpuRunner(CpuSetup):
             samples, counts = self._sample(self._forward(batch), wanted, batch.draws)
         else:
             samples, counts = self._score_and_sample(parts, wanted, extras)
+        if self._rewind is not None:
+            self._rewind.go_back(columns, wanted, counts)
         self._drafter.follow(columns, wanted, counts)
         self.profiler.step()
         tokens, brought = ragged(samples, wanted.first, counts)

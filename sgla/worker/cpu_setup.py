@@ -15,7 +15,7 @@ from sgla.kernels.cpu.program import ProgramLimits
 from sgla.layers.adapters import Adapters
 from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
-from sgla.messages import Facts, Moved
+from sgla.messages import VERIFIED, Facts, Moved
 from sgla.model.base import CausalLM
 from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.read import read_decoder
@@ -28,12 +28,13 @@ from sgla.sampling.processors import Factory, declared
 from sgla.sampling.processors import load as load_processors
 from sgla.worker.adapters import AdaptedForward, AdapterStore, places_of
 from sgla.worker.draft_setup import DraftSetup
-from sgla.worker.facts import answer_facts, most_rows
+from sgla.worker.facts import answer_facts, drafts_of, most_rows
 from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
 from sgla.worker.kv import HostPages, allocate_kv
 from sgla.worker.memory import cache_groups, check_weights, size_kv
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
+from sgla.worker.rewind import Rewind
 from sgla.worker.runner import Runner
 from sgla.worker.state import SlotTables
 
@@ -71,13 +72,16 @@ class CpuSetup(Runner):
         places = places_of(config, dtype)
         self.model = self._load_model(config, source, dtype, size.context_len, places)
         self.adapters = None if places is None else AdapterStore(places)
-        self.kv = allocate_kv(state, groups, size.pages, config.page_size, dtype)
+        states = groups[-1].unit_bytes > 0
+        spare = VERIFIED if states and drafts_of(config) else 0
+        pages = [*size.pages[:-1], size.pages[-1] + spare]
+        self.kv = allocate_kv(state, groups, pages, config.page_size, dtype)
+        self._rewind = Rewind(self.kv, size.pages[-1]) if spare else None
         self._own = self.kv[: len(own)]
         self._host = HostPages(self.kv, self.host_pages) if self.host_pages and len(groups) == 1 else None
         self._moved: list[Moved] = []
         self._most_logits = max(slots, LOGIT_ROWS)
         self._kept = Kept() if config.enable_return_hidden_states else None
-        states = groups[-1].unit_bytes > 0
         self.tables = SlotTables(slots, size.context_len, config.page_size, len(groups) - states, states)
         limits = ProgramLimits(step_tokens, self._most_logits)
         drafts = DraftSetup(config, source, self.model, dtype, self._report)

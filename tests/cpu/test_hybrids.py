@@ -16,6 +16,7 @@ from tiny import check_draws, make_core, over_two_ranks, run, submit, tiny_confi
 
 from sgla.cli.explain import ledger
 from sgla.config import Config
+from sgla.device import H200
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource, open_source
@@ -221,9 +222,10 @@ def test_what_states_cannot_do_is_refused() -> None:
     """By name, before weights load; and states are counted beside tokens."""
     model = json.loads((MODELS / "qwen3.6-35b-a3b/config.json").read_text())
     machine = Machine(cores=8, memory_total=1 << 40, memory_available=1 << 39)
-    for flag in ({"speculative_algorithm": "ngram"}, {"deterministic": True}):
+    gpu = replace(machine, gpus=(H200,), torch_cuda="13.0")
+    for flag, on in (({"speculative_algorithm": "ngram"}, gpu), ({"deterministic": True}, machine)):
         with pytest.raises(ConfigError, match=f"--{next(iter(flag)).replace('_', '-')} cannot"):
-            resolve(Config(model="x", device="cpu", **flag), machine, model)
+            resolve(Config(model="x", **flag), on, model)
     found = resolve(Config(model="x", device="cpu", dtype="bfloat16", kv_cache_bytes=8 << 30), machine, model)
     rows = ledger(found.config, model)
     assert rows["kv_bytes_per_token"] == 10 * 2 * 2 * 256 * 2
@@ -294,6 +296,21 @@ def test_text_is_the_same_in_any_batch(
     cached = run(runner, requests(), core)
     assert cached.tokens() == alone
     assert cached["second"][0].cached_tokens >= 96 * limits.get("prefix_cache", True)
+
+
+def test_states_go_back_behind_wrong_guesses(source: ModelSource) -> None:
+    """Texts that repeat themselves, of which some guesses are right."""
+    texts = [
+        submit("a", [5, 6, 7] * 6, 30, allowed=[9]),
+        submit("b", [7, 6, 5] * 6, 28, temperature=1.0, allowed=[3, 4], seed=1),
+    ]
+    expected = run(make_runner(source), texts, prefix_cache=False).tokens()
+    runner = make_runner(source, speculative_algorithm="ngram", speculative_num_draft_tokens=4)
+    for depth in (1, 3):
+        core = core_of(runner, drafts=4, depth=depth)
+        assert run(runner, texts, core).tokens() == expected
+        stats = core.stats()
+        assert 8 < sum(stats.right_at) < stats.draft_tokens
 
 
 @pytest.mark.parametrize("limits", [{"states": 3}, {"pages": 18, "reserve": 0.0}])

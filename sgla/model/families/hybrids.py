@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgla.model.families.keys import CAUSAL, HEAD_DIM, KV_HEADS, sizes
-from sgla.model.family import Family
+from sgla.model.family import Family, PredictorNames
 from sgla.model.gguf_words import BALANCED, SIGMOID, Gguf
 
 _DELTA = {
@@ -68,6 +68,9 @@ _KIMI = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
+_PREDICTOR = PredictorNames(
+    "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.layers.0", "mtp.norm", counted=False
+)
 _TOWERS = {"tie_word_embeddings": False, "text_config": None, "vision_config": None}
 
 FAMILIES = {
@@ -80,6 +83,7 @@ FAMILIES = {
         _CAUSAL,
         {"num_local_experts": "num_experts"},
         model="sgla.model.delta:JoinedDelta",
+        predictor=_PREDICTOR,
         attention="sgla.model.delta_spec:read",
         mixture="sgla.model.mixture_spec:qwen2",
         renamed=_SHARED,
@@ -92,6 +96,7 @@ FAMILIES = {
         model="sgla.model.delta:Delta",
         also=("Qwen3_5ForConditionalGeneration",),
         outer=Family(("qwen3_5",), _TOWERS),
+        predictor=_PREDICTOR,
         attention="sgla.model.delta_spec:read",
         norm_offset=1.0,
     ),
@@ -106,6 +111,7 @@ FAMILIES = {
         model="sgla.model.delta:Delta",
         also=("Qwen3_5MoeForConditionalGeneration",),
         outer=Family(("qwen3_5_moe",), _TOWERS),
+        predictor=_PREDICTOR,
         attention="sgla.model.delta_spec:read",
         mixture="sgla.model.mixture_spec:qwen3_5",
         renamed=_SHARED,
