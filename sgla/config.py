@@ -248,6 +248,13 @@ class EngineSettings(ModelSettings, kw_only=True):
         Literal["int8", "int4"] | None,
         Doc(description="weights of --speculative-model, if not as --dtype says"),
     ] = None
+    speculative_adaptive: Annotated[
+        bool,
+        Doc(
+            description="models that guess do so for fewer tokens, or none, where more would bring no more "
+            "tokens a second, by what steps take and by how many guesses were right"
+        ),
+    ] = True
     speculative_num_draft_tokens: Annotated[
         int | None, Doc(description="tokens that a row may guess in a step, at most; 0: none")
     ] = None

@@ -56,8 +56,14 @@ def check_settings(config: Config, device: str) -> None:
     this ``device``."""
     name, plain = config.speculative_algorithm, Config()
     if name is None:
-        if config.speculative_num_draft_tokens:
-            raise _refused("speculative_num_draft_tokens", f"needs {FLAG}")
+        for field in ("speculative_num_draft_tokens", "speculative_quantization"):
+            if getattr(config, field):
+                raise _refused(field, f"needs {FLAG}")
+    if name in (None, "ngram") and not config.speculative_adaptive:
+        raise ConfigError(
+            "--no-speculative-adaptive is for models that guess; leave it out", param="speculative_adaptive"
+        )
+    if name is None:
         return
     if name in OTHER_FILES and config.speculative_model is None:
         raise ConfigError(

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sgla import clock
 from sgla.messages import SAMPLE, Moved, NewRow, RowSampling, StepPlan, StepResult
 from sgla.sampling import Samples, faults
 from sgla.sampling.logprobs import Scores, score
@@ -45,7 +46,10 @@ class CpuRunner(CpuSetup):
             batch = build(columns, self.tables)
             if self.shard.rank == 0:
                 batch.draws = self.sampler.draws(wanted.slots, wanted.positions)
-            samples, counts = self._sample(self._forward(batch), wanted, batch.draws)
+            begun = clock.now()
+            logits = self._forward(batch)
+            self._drafter.took(batch.tokens, clock.now() - begun)
+            samples, counts = self._sample(logits, wanted, batch.draws)
         else:
             samples, counts = self._score_and_sample(parts, wanted, extras)
         if self._rewind is not None:

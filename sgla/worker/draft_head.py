@@ -24,8 +24,8 @@ from sgla.messages import StepPlan
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
 from sgla.worker.batch import Columns, Wanted, build
-from sgla.worker.drafts import begin
 from sgla.worker.forward import Kept, compiled
+from sgla.worker.pace import Pace
 from sgla.worker.state import Int32s, SlotTables, column
 
 
@@ -88,28 +88,39 @@ class HeadDrafts:
     """``told``: what the target tells of the tokens of a step, side by side."""
 
     def __init__(
-        self, tables: SlotTables, sampler: Sampler, forward: HeadForward, told: Sequence[Told]
+        self,
+        tables: SlotTables,
+        sampler: Sampler,
+        forward: HeadForward,
+        told: Sequence[Told],
+        pace: Pace,
     ) -> None:
         self._tables, self._sampler, self._forward, self._told = tables, sampler, forward, told
+        self._pace = pace
         # Of each slot, behind its first guess, which stands in the token table.
         self._hidden = torch.zeros(len(tables.limit), forward.head.width)
 
     def admit(self, slot: int) -> None:
-        """Its first step will tell all."""
+        self._pace.admit(slot)
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
         if not plan.drafts:
             return None
-        starts, q_lens, counts = begin(plan, self._tables)
+        starts, q_lens, counts = self._pace.begin(plan, self._tables)
         slots = column(plan.slots)
         for more in range(1, int(counts.max(initial=0))):
             going = np.flatnonzero(counts > more)
             rows, at = slots[going], starts[going] + more - 1
             every = np.arange(len(going), dtype=np.int32)
-            self._guess(Columns(rows, at, np.ones_like(at), every), self._hidden[rows], rows, at + 2)
+            with self._pace.guessing(len(going)):
+                self._guess(Columns(rows, at, np.ones_like(at), every), self._hidden[rows], rows, at + 2)
         return starts, (q_lens + counts).astype(np.int32)
 
+    def took(self, tokens: int, seconds: float) -> None:
+        self._pace.step(tokens, seconds)
+
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
+        self._pace.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
         self._sampler.forget_guesses()
         sampled = wanted.rows[wanted.first]
         brought = columns.q_lens.copy()

@@ -25,6 +25,7 @@ from sgla.worker.draft_model import ModelDrafts
 from sgla.worker.drafts import Drafter, NGrams
 from sgla.worker.forward import make_forward
 from sgla.worker.kv import paged
+from sgla.worker.pace import Pace
 from sgla.worker.state import SlotTables
 
 
@@ -72,13 +73,15 @@ class DraftSetup:
     ) -> Drafter:
         """``kv``: of what guesses."""
         slots, native = len(tables.limit), self._config.native_kernels
+        pace = Pace(slots, self._config.speculative_adaptive)
         if self._head is not None:
             limits = ProgramLimits(step_tokens, slots)
-            forward = HeadForward(self._head, paged(kv), limits, threads, native)
-            return HeadDrafts(tables, sampler, forward, self._told)
+            head = HeadForward(self._head, paged(kv), limits, threads, native)
+            return HeadDrafts(tables, sampler, head, self._told, pace)
         if self._model is not None:
             limits = ProgramLimits(step_tokens + slots, slots)
-            return ModelDrafts(tables, sampler, make_forward(self._model, kv, limits, threads, native)[0])
+            forward, _ = make_forward(self._model, kv, limits, threads, native)
+            return ModelDrafts(tables, sampler, forward, pace)
         return NGrams(tables, sampler)
 
 

@@ -30,6 +30,9 @@ class Drafter(Protocol):
         """Before a step: ``starts`` and ``q_lens`` of its rows, if some have drafts, which stand behind the
         known tokens in the token table then."""
 
+    def took(self, tokens: int, seconds: float) -> None:
+        """The target's forward pass of so many tokens."""
+
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
         """A step has brought so many tokens of each row that is sampled, which are in the token table."""
 
@@ -91,6 +94,9 @@ class NGrams:
                 behind = tokens[ends[-1] :]
                 return behind[np.arange(most) % len(behind)]  # and so on, if that goes on
         return tokens[:0]
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """A row's guesses depend on its text alone."""
 
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
         self.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)

@@ -56,7 +56,14 @@ def runner_of(case: str, algorithm: str | None, **changes: Any) -> CpuRunner:
     settings = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 3} if algorithm else {}
     config, draft = CASES[case]
     source = source_of(config, draft if algorithm else None)
-    return CpuRunner(tiny_config(**settings, **changes), source, 0, 1, "", lambda progress: None)
+    return CpuRunner(
+        tiny_config(**settings, speculative_adaptive=False, **changes),
+        source,
+        0,
+        1,
+        "",
+        lambda progress: None,
+    )
 
 
 class Guesses(dict[tuple[int, ...], list[int]]):

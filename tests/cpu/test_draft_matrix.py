@@ -31,7 +31,14 @@ DRAFTERS: dict[str, dict[str, Any] | None] = {
 def runner_of(algorithm: str | None, folder: Any) -> CpuRunner:
     settings = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 4} if algorithm else {}
     source = source_of(DEEP, DRAFTERS[algorithm] if algorithm else None)
-    runner = CpuRunner(tiny_config(native_kernels=True, **settings), source, 0, 1, "", lambda progress: None)
+    runner = CpuRunner(
+        tiny_config(native_kernels=True, speculative_adaptive=False, **settings),
+        source,
+        0,
+        1,
+        "",
+        lambda progress: None,
+    )
     (folder / "vocabulary").write_bytes(msgspec.msgpack.encode(LETTERS))
     runner.control(Control(verb="vocabulary", args={"path": str(folder / "vocabulary")}))
     return runner

@@ -36,7 +36,9 @@ def source_of(config: dict[str, Any], draft: dict[str, Any] | None) -> ModelSour
 
 def runner_of(target: str, draft: dict[str, Any] | None, **changes: Any) -> CpuRunner:
     algorithm = "draft_model" if draft else None
-    config = tiny_config(speculative_algorithm=algorithm, speculative_num_draft_tokens=4, **changes)
+    config = tiny_config(
+        speculative_algorithm=algorithm, speculative_adaptive=False, speculative_num_draft_tokens=4, **changes
+    )
     return CpuRunner(config, source_of(TARGETS[target], draft), 0, 1, "", lambda progress: None)
 
 
@@ -78,6 +80,8 @@ def test_text_is_the_same(target: str, native: bool) -> None:
         stats = core.stats()
         assert 0 < sum(stats.right_at) < stats.draft_tokens
         assert (stats.preemptions > 0) == ("pages" in limits)
+    runner._drafter._pace._adaptive = True  # type: ignore[attr-defined]
+    assert run(runner, requests(), drafts=4, depth=3).tokens() == expected.tokens()
 
 
 @pytest.mark.parametrize("limits", [{"step_tokens": 11}, {"pages": 6, "reserve": 0.0, "depth": 3}])

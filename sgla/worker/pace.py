@@ -1,0 +1,100 @@
+"""How many tokens a model guesses in a step: as many as bring most tokens a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgla import clock
+from sgla.messages import VERIFIED, StepPlan
+from sgla.worker.drafts import begin
+from sgla.worker.state import Int32s, SlotTables, column
+
+FIRST = 0.7  # share of right guesses that a request begins with
+WEIGHT = 0.1  # of the latest guess, and of the latest step
+SUREST = 0.98
+LARGEST = 2 * VERIFIED  # tokens
+TIMED = 4  # steps before which all that may be guessed is
+RARE = 16  # in every so many steps one token is guessed where none would pay, to see whether that is still so
+
+
+class Line:
+    """Seconds as a straight line over numbers of tokens, the latest ones weighing most."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(5)  # of weights, x, y, x * x, x * y
+
+    def add(self, x: int, y: float) -> None:
+        self._sums = (1 - WEIGHT) * self._sums + (1, x, y, x * x, x * y)
+
+    def at(self, x: NDArray[Any]) -> NDArray[Any]:
+        """No x takes less time than a smaller one; where all x were alike, all take the same."""
+        n, sx, sy, sxx, sxy = self._sums.tolist()
+        if not n:
+            return np.zeros(len(x))
+        spread = n * sxx - sx * sx
+        slope = max(0.0, (n * sxy - sx * sy) / spread) if spread > 1e-6 * n * sxx else 0.0
+        return max((sy - slope * sx) / n, 0.0) + slope * x
+
+
+class Pace:
+    """Learns of each slot how many of its guesses are right, and how long steps and guesses take.
+    ``adaptive`` False: all that may be guessed is."""
+
+    def __init__(self, slots: int, adaptive: bool) -> None:
+        self._right = np.full(slots, FIRST)
+        self._adaptive = adaptive
+        self._target, self._guess = Line(), Line()
+        self._steps = self._timed = 0
+
+    def admit(self, slot: int) -> None:
+        self._right[slot] = FIRST
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """The target's forward pass of so many tokens. That of a part of a prompt tells nothing of others."""
+        if tokens <= LARGEST:
+            self._target.add(tokens, seconds)
+            self._timed += 1
+
+    @contextmanager
+    def guessing(self, rows: int) -> Iterator[None]:
+        """One more guess of so many rows is made."""
+        begun = clock.now()
+        yield
+        self._guess.add(rows, clock.now() - begun)
+
+    def begin(self, plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s, Int32s]:
+        """Where the rows of a plan begin, how many tokens they read without guesses, and how many each is to
+        guess."""
+        starts, q_lens, counts = begin(plan, tables)
+        rows = np.flatnonzero(counts)
+        if len(rows):
+            slots = column(plan.slots)[rows]
+            counts = np.minimum(counts, self.most(slots, int(counts.max()), int(q_lens.sum())))
+        return starts, q_lens, counts
+
+    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
+        """Of so many guesses in each slot so many were right, the first ones."""
+        tried = np.minimum(right + 1, guessed)
+        kept = (1 - WEIGHT) ** tried
+        wrong_last = right < guessed
+        share = np.where(wrong_last, (1 - WEIGHT) * (1 - (1 - WEIGHT) ** right), 1 - kept)
+        self._right[slots] = self._right[slots] * kept + np.where(tried > 0, share, 0.0)
+
+    def most(self, slots: Int32s, most: int, tokens: int) -> int:
+        """How many tokens rows of ``slots`` guess, ``most`` at most,
+        in a step of so many ``tokens`` without guesses."""
+        self._steps += 1
+        if not self._adaptive or self._timed < TIMED or not most:
+            return most
+        counts = np.arange(most + 1)
+        share = np.minimum(self._right[slots], SUREST)[:, None]
+        brought = ((1 - share ** (counts + 1)) / (1 - share)).sum(0)
+        seconds = self._target.at(tokens + len(slots) * counts)
+        seconds += self._guess.at(np.array([len(slots)])) * np.maximum(counts - 1, 0)
+        best = int(np.argmax(brought / np.maximum(seconds, 1e-9)))
+        return max(best, int(self._steps % RARE == 0))

@@ -1,0 +1,80 @@
+"""How many tokens models guess, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sgla.worker.pace import RARE, TIMED, Line, Pace
+
+SLOTS = np.arange(4, dtype=np.int32)
+
+
+def pace_of(base: float, each: float, guess: float, share: float) -> Pace:
+    """Steps take ``base`` and ``each`` for a token, a guess of all rows ``guess``; as many are right."""
+    pace = Pace(8, adaptive=True)
+    for tokens in (4, 8, 12, 20) * 5:
+        pace.step(tokens, base + each * tokens)
+        pace._guess.add(4, guess)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        right = np.array([np.argmin([*(rng.random(4) < share), False]) for _ in SLOTS], np.int32)
+        pace.learn(SLOTS, np.full(4, 4, np.int32), right)
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("base", "each", "guess", "share", "expected"),
+    [
+        (10.0, 0.0, 0.1, 0.9, {8}),  # guesses cost next to nothing
+        (1.0, 0.1, 0.2, 0.0, {0}),  # none is right
+        (0.0, 1.0, 0.0, 0.7, {0}),  # a token more takes as long as a step more
+        (1.0, 0.0, 2.0, 0.8, {1}),  # the first is made in any case
+        (10.0, 0.1, 1.0, 0.6, {2, 3, 4}),
+    ],
+)
+def test_as_many_as_pay(base: float, each: float, guess: float, share: float, expected: set[int]) -> None:
+    pace = pace_of(base, each, guess, share)
+    found = [pace.most(SLOTS, 8, 4) for _ in range(2 * RARE)]
+    assert set(found) <= expected | {1}
+    assert sum(count in expected for count in found) >= 2 * RARE - 2
+    if expected == {0}:
+        assert found.count(1) == 2  # to see whether that is still so
+
+
+def test_what_is_right_is_learned_and_forgotten() -> None:
+    pace = Pace(8, adaptive=True)
+    one = SLOTS[:1]
+    for _ in range(40):
+        pace.learn(one, np.array([3], np.int32), np.array([3], np.int32))
+    assert pace._right[0] > 0.98
+    assert pace._right[1] == pytest.approx(0.7)
+    for _ in range(40):
+        pace.learn(one, np.array([3], np.int32), np.array([0], np.int32))
+    assert pace._right[0] < 0.05
+    pace.learn(one, np.array([0], np.int32), np.array([-1], np.int32))  # it had ended
+    assert pace._right[0] < 0.05
+    pace.admit(0)
+    assert pace._right[0] == pytest.approx(0.7)
+
+
+def test_all_is_guessed_before_anything_is_known_or_where_nobody_learns() -> None:
+    pace = Pace(8, adaptive=True)
+    for _ in range(TIMED):
+        assert pace.most(SLOTS, 5, 4) == 5
+        pace.step(500, 1.0)  # a part of a prompt
+    assert pace.most(SLOTS, 5, 4) == 5
+    fixed = pace_of(0.0, 1.0, 1.0, 0.0)
+    fixed._adaptive = False
+    assert fixed.most(SLOTS, 5, 4) == 5
+
+
+def test_a_line_follows_what_comes() -> None:
+    line = Line()
+    assert line.at(np.array([7])).tolist() == [0.0]
+    for _ in range(5):
+        line.add(4, 2.0)
+    assert line.at(np.array([4, 40])) == pytest.approx([2.0, 2.0])
+    for x in (4, 8, 16) * 30:
+        line.add(x, 1.0 + 0.5 * x)
+    assert line.at(np.array([10, 20])) == pytest.approx([6.0, 11.0], rel=1e-3)
