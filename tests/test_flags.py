@@ -487,10 +487,17 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
 
 def test_all_refused_flags_are_named_at_once() -> None:
     text = refused(
-        "--speculative-dflash-block-size", "4", "--hicache-ratio", "2", "a/b", "--hf-token=secret", "--prot", "1"
+        "--speculative-token-map",
+        "4",
+        "--hicache-ratio",
+        "2",
+        "a/b",
+        "--hf-token=secret",
+        "--prot",
+        "1",
     )
     for part in (
-        "--speculative-dflash-block-size is not",
+        "--speculative-token-map is not",
         "--hicache-ratio is not",
         "set HF_TOKEN",
         "did you mean --port?",

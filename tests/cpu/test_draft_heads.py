@@ -17,6 +17,8 @@ from test_draft_models import requests
 from tiny import LLAMA, VOCAB, check_draws, make_core, run, submit, tiny_config, tiny_source
 from torch import Tensor
 
+from sgla.config import Config
+from sgla.device import H200
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.loading.load import _Dummy
@@ -24,6 +26,7 @@ from sgla.loading.source import configured_source, drafting
 from sgla.messages import StepPlan
 from sgla.model.drafting import read_eagle3
 from sgla.model.read import read_decoder
+from sgla.observe.machine import Machine
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.state import column
@@ -212,8 +215,14 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         ({"speculative_algorithm": "eagle3"}, "eagle3 needs --speculative-model"),
         ({"speculative_algorithm": "ngram", "speculative_model": "a/b"}, "leave one of them out"),
         ({"speculative_model": "a/b"}, "it is a head of EAGLE-3; give --speculative-algorithm eagle3"),
+        ({"speculative_algorithm": "eagle3", "speculative_model": "a/b", "tp": 2}, "by several ranks yet"),
+        ({"speculative_algorithm": "ngram", "speculative_adaptive": False}, "for models that guess"),
+        ({"speculative_quantization": "int8"}, "needs --speculative-algorithm"),
     ):
+        draft = EAGLE if "speculative_model" in settings else None
         with pytest.raises(ConfigError, match=said):
-            resolve(
-                tiny_config(**settings), model=DEEP, draft=EAGLE if "speculative_model" in settings else None
-            )
+            resolve(tiny_config(**settings), model=DEEP, draft=draft)
+    gpu = Machine(gpus=(H200,), torch_cuda="13.0")
+    for name in ("mtp", "NEXTN"):
+        with pytest.raises(ConfigError, match="mtp cannot be honoured with --device cuda yet; ngram can"):
+            resolve(Config(speculative_algorithm=name), gpu, LATENT)
