@@ -9,8 +9,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_draft_heads import DEEP, EAGLE, source_of
-from tiny import VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config
+from config_cases import decoder
+from test_draft_heads import DEEP, EAGLE, HYBRID, LATENT, SIZES, WINDOWS, source_of
+from test_draft_models import requests as texts
+from tiny import LLAMA, VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config
 
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of as grammar_source
@@ -91,3 +93,60 @@ def test_everything_is_the_same(algorithm: str, expected: Transcript, tmp_path: 
 
 def entries(transcript: Transcript, rid: str) -> list[Any]:
     return [entry for delta in transcript[rid] for entry in delta.logprobs or []]
+
+
+EXPERTS = {
+    "rms_norm_eps": 1e-5,
+    "head_dim": 8,
+    "rope_theta": 10000,
+    "rope_scaling": None,
+    "partial_rotary_factor": 0.5,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "attention_bias": False,
+    "use_qk_norm": True,
+    "tie_word_embeddings": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "grouped": DEEP,
+    "latent": LATENT,
+    "windows": WINDOWS,
+    "hybrid": HYBRID,
+    "mixture": decoder("Glm4MoeForCausalLM", "glm4_moe", **EXPERTS, **SIZES, num_nextn_predict_layers=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", ["ngram", "draft_model", "mtp", "eagle3"])
+def test_every_drafter_on_every_kind_of_layers(kind: str, algorithm: str) -> None:
+    target = KINDS[kind]
+    if algorithm == "mtp" and kind not in ("latent", "hybrid", "mixture"):
+        pytest.skip("the family has no layer that guesses")
+    width = {"hidden_size": target["hidden_size"]}
+    draft = {"draft_model": LLAMA, "eagle3": EAGLE | width}.get(algorithm)
+    made: list[CpuRunner] = []
+    for name, source in ((None, source_of(target, None)), (algorithm, source_of(target, draft))):
+        settings = {"speculative_algorithm": name, "speculative_num_draft_tokens": 3} if name else {}
+        config = tiny_config(native_kernels=True, speculative_adaptive=False, **settings)
+        made.append(CpuRunner(config, source, 0, 1, "", lambda progress: None))
+    plain, runner = made
+    check_draws(plain)
+    asked = [*texts(), submit("loops", [5, 6, 7] * 4, 20, allowed=[9, 11])]
+    expected = run(plain, asked, depth=1, prefix_cache=False)
+    for depth in (1, 2, 3):
+        for pages in (0, 6):
+            core = make_core(runner.facts, drafts=3, depth=depth, pages=pages, reserve=0.0)
+            for _ in range(2):  # the second time behind cached prefixes
+                got = run(runner, asked, core)
+                assert got.tokens() == expected.tokens()
+                assert got.finish() == expected.finish()
+            assert core.stats().draft_tokens > 20
+            assert core.stats().preemptions > 0 or not pages
