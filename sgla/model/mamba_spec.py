@@ -94,7 +94,8 @@ class BesideSpec(AttentionSpec):
 @dataclass(frozen=True)
 class FirstMambaSpec(StateSpec):
     """Mamba 1 (arXiv 2312.00752): each of ``inner`` channels has a state of ``size`` values, with a decay for
-    each; time steps are made of ``rank`` values."""
+    each; time steps are made of ``rank`` values. ``norms`` of these, of B and of C: with weights, plain, or
+    none; ``eps``: of norms."""
 
     inner: int = 0
     size: int = 0
@@ -102,6 +103,8 @@ class FirstMambaSpec(StateSpec):
     taps: int = 0
     conv_bias: bool = True
     bias: bool = False
+    norms: Literal["weighted", "plain", ""] = ""
+    eps: float = 0.0
 
     def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
         channels = own(self.inner)
@@ -228,19 +231,8 @@ def nemotron_complete(c: Reader, spec: ModelSpec) -> ModelSpec:
 
 def jamba(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     """Attention without positions in every ``attn_layer_period``-th layer from ``attn_layer_offset`` on."""
-    if c.values["hidden_act"] not in ("silu", "swish"):
-        raise c.error("hidden_act", "silu")
-    hidden = c.integer("hidden_size", INNER)
-    rank = -(-hidden // 16) if c.values["mamba_dt_rank"] == "auto" else c.integer("mamba_dt_rank", INNER)
     full = _attention(c, positions, rotated=False)
-    mamba = FirstMambaSpec(
-        inner=_expanded(c),
-        size=c.integer("state_size", HEAD_DIM),
-        rank=rank,
-        taps=c.integer("conv_kernel", TAPS, 2),
-        conv_bias=c.flag("use_conv_bias"),
-        bias=c.flag("proj_bias"),
-    )
+    mamba = replace(_first_mamba(c, "mamba_dt_rank"), norms="weighted", eps=c.number("rms_norm_eps"))
     chosen = _every(c, "attn_layer", layers)
     return tuple(full if i in chosen else mamba for i in range(layers))
 
@@ -266,7 +258,15 @@ def mamba2(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     return (_mamba(c, _expanded(c)),) * layers
 
 
-def mamba2_complete(c: Reader, spec: ModelSpec) -> ModelSpec:
+def first_mamba(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
+    """Nothing else, with norms in Falcon Mamba."""
+    mamba = _first_mamba(c, "time_step_rank")
+    if "mixer_rms_eps" in c.values:
+        mamba = replace(mamba, norms="plain", eps=c.number("mixer_rms_eps"))
+    return (mamba,) * layers
+
+
+def mambas_complete(c: Reader, spec: ModelSpec) -> ModelSpec:
     """See ``Family.completed``."""
     return replace(spec, inner=(0,) * spec.layers)
 
@@ -316,6 +316,22 @@ def _mamba(c: Reader, inner: int) -> MambaSpec:
         out_bias=c.flag("proj_bias"),
         least=least,
         most=most,
+    )
+
+
+def _first_mamba(c: Reader, rank_key: str) -> FirstMambaSpec:
+    if c.values["hidden_act"] not in ("silu", "swish"):
+        raise c.error("hidden_act", "silu")
+    rank = -(-c.integer("hidden_size", INNER) // 16)
+    if c.values[rank_key] != "auto":
+        rank = c.integer(rank_key, INNER)
+    return FirstMambaSpec(
+        inner=_expanded(c),
+        size=c.integer("state_size", HEAD_DIM),
+        rank=rank,
+        taps=c.integer("conv_kernel", TAPS, 2),
+        conv_bias=c.flag("use_conv_bias"),
+        bias=c.flag("proj_bias"),
     )
 
 

@@ -1,5 +1,5 @@
 """Nemotron-H (arXiv 2504.03624): a Mamba 2, attention, an MLP or a mixture alone in each layer; and Mamba 2
-itself, whose layers are all of the first kind."""
+and Mamba 1 themselves, whose layers are all of the first kind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from sgla.layers.mlp import PlainMLP
 from sgla.layers.moe import MoE
 from sgla.layers.spec import MoESpec
 from sgla.model.base import Decoder
+from sgla.model.first_mamba import FirstMamba
 from sgla.model.mamba import Mamba
-from sgla.model.mamba_spec import MambaSpec, NothingSpec
+from sgla.model.mamba_spec import FirstMambaSpec, MambaSpec, NothingSpec
 from sgla.model.spec import ModelSpec
 
 
@@ -102,6 +103,8 @@ class NemotronH(Decoder):
         layer = self.spec.attention[index]
         if isinstance(layer, MambaSpec):
             return Mamba(build, name, self.spec.hidden, layer, self.spec.eps)
+        if isinstance(layer, FirstMambaSpec):
+            return FirstMamba(build, name, self.spec.hidden, layer)
         return super().attention(build, name, index)
 
     def block(self, build: Build, name: str, index: int) -> Mixer | Feeder:

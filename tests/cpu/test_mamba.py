@@ -1,4 +1,4 @@
-"""Families with Mamba 2 layers: tiny random checkpoints against HF transformers, float32 on the CPU."""
+"""Families with Mamba layers: tiny random checkpoints against HF transformers, float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -95,6 +95,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_d_conv": 3, "mamba_conv_bias": False},
     ),
     "mamba2": ("mamba2", MAMBA2),
+    "mamba": ("mamba", dict.fromkeys(ALONE, ...) | {"state_size": 8}),
+    "mamba, biases, untied": (
+        "mamba",
+        dict.fromkeys(ALONE, ...)
+        | {"use_bias": True, "use_conv_bias": False, "time_step_rank": 5, "conv_kernel": 3, "expand": 3}
+        | {"tie_word_embeddings": False},
+    ),
+    "falcon mamba": ("falcon_mamba", dict.fromkeys(ALONE, ...) | {"mixer_rms_eps": 1e-4}),
     "mamba2, one group, tied": ("mamba2", MAMBA2 | {"n_groups": 1, "tie_word_embeddings": True}),
 }
 
@@ -121,7 +129,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 SERVED = [
     *("granite, dense, rotated, one group, limits", "falcon, factors", "nemotron, latent experts"),
-    *("jamba, biases, no experts", "mamba2"),
+    *("jamba, biases, no experts", "mamba2", "falcon mamba"),
 ]
 
 

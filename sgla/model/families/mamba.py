@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sgla.model.families.keys import CAUSAL, DECODER, GRANITE, KV_HEADS, sizes
 from sgla.model.families.mixtures import GRANITE_MOE
 from sgla.model.family import Family
@@ -90,6 +92,21 @@ _JAMBA = {
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
 }
+_FIRST = {
+    "vocab_size": 50280,
+    "hidden_size": 768,
+    "state_size": 16,
+    "num_hidden_layers": 32,
+    "layer_norm_epsilon": 1e-5,
+    "expand": 2,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "hidden_act": "silu",
+    "time_step_rank": "auto",
+    "tie_word_embeddings": True,
+    "intermediate_size": None,  # what follows from the width
+}
 _BAMBA_NAMES = (
     (".feed_forward.", ".mlp."),
     (".pre_ff_layernorm.", ".post_attention_layernorm."),
@@ -101,6 +118,22 @@ _BACKBONE = (
     ("model.embedding.", "model.embed_tokens."),
     ("model.norm_f.", "model.norm."),
 )
+
+
+def _only(types: tuple[str, ...], defaults: dict[str, Any]) -> Family:
+    """Of Mamba 1 and nothing else."""
+    return Family(
+        types,
+        defaults,
+        CAUSAL,
+        names={"use_bias": "proj_bias", "layer_norm_epsilon": "rms_norm_eps"},
+        model="sgla.model.nemotron_h:NemotronH",
+        nulls=("intermediate_size",),
+        attention="sgla.model.mamba_spec:first_mamba",
+        completed="sgla.model.mamba_spec:mambas_complete",
+        renamed=_BACKBONE,
+    )
+
 
 FAMILIES = {
     "GraniteMoeHybridForCausalLM": Family(
@@ -231,7 +264,9 @@ FAMILIES = {
         model="sgla.model.nemotron_h:NemotronH",
         nulls=("intermediate_size", "norm_before_gate"),
         attention="sgla.model.mamba_spec:mamba2",
-        completed="sgla.model.mamba_spec:mamba2_complete",
+        completed="sgla.model.mamba_spec:mambas_complete",
         renamed=_BACKBONE,
     ),
+    "MambaForCausalLM": _only(("mamba",), _FIRST),
+    "FalconMambaForCausalLM": _only(("falcon_mamba",), _FIRST | {"mixer_rms_eps": 1e-6}),
 }
