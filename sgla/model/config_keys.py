@@ -68,7 +68,7 @@ HARMLESS = frozenset(
     time_step_min time_step_max time_step_floor time_step_rank time_step_scale time_step_init_scheme
     rescale_prenorm_residual residual_in_fp32 num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype
     mamba_chunk_size mlp_expansion_factor init_method moe_shared_expert_overlap z_loss_coefficient
-    use_mambapy use_associative_scan
+    use_mambapy use_associative_scan fused_add_norm
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(

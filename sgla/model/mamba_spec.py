@@ -232,7 +232,9 @@ def nemotron_complete(c: Reader, spec: ModelSpec) -> ModelSpec:
 def jamba(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     """Attention without positions in every ``attn_layer_period``-th layer from ``attn_layer_offset`` on."""
     full = _attention(c, positions, rotated=False)
-    mamba = replace(_first_mamba(c, "mamba_dt_rank"), norms="weighted", eps=c.number("rms_norm_eps"))
+    mamba = replace(
+        _first_mamba(c, "mamba_dt_rank", _expanded(c)), norms="weighted", eps=c.number("rms_norm_eps")
+    )
     chosen = _every(c, "attn_layer", layers)
     return tuple(full if i in chosen else mamba for i in range(layers))
 
@@ -253,14 +255,12 @@ def _every(c: Reader, name: str, layers: int) -> frozenset[int]:
 
 def mamba2(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     """Nothing else."""
-    if c.given("intermediate_size") and c.values["intermediate_size"] != _expanded(c):
-        raise c.error("intermediate_size", f"{_expanded(c)}, what expand makes of hidden_size")
-    return (_mamba(c, _expanded(c)),) * layers
+    return (_mamba(c, _width(c)),) * layers
 
 
 def first_mamba(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     """Nothing else, with norms in Falcon Mamba."""
-    mamba = _first_mamba(c, "time_step_rank")
+    mamba = _first_mamba(c, "time_step_rank", _width(c))
     if "mixer_rms_eps" in c.values:
         mamba = replace(mamba, norms="plain", eps=c.number("mixer_rms_eps"))
     return (mamba,) * layers
@@ -285,6 +285,13 @@ def multipliers(c: Reader, key: str, count: int) -> tuple[float, ...]:
 def _expanded(c: Reader) -> int:
     """Values of all heads, as many times the width as is said."""
     return c.integer("expand", 64) * c.integer("hidden_size", INNER)
+
+
+def _width(c: Reader) -> int:
+    """The same, as the configurations of models without other layers may say once more."""
+    if c.given("intermediate_size") and c.values["intermediate_size"] != _expanded(c):
+        raise c.error("intermediate_size", f"{_expanded(c)}, what expand makes of hidden_size")
+    return _expanded(c)
 
 
 def _mamba(c: Reader, inner: int) -> MambaSpec:
@@ -319,14 +326,14 @@ def _mamba(c: Reader, inner: int) -> MambaSpec:
     )
 
 
-def _first_mamba(c: Reader, rank_key: str) -> FirstMambaSpec:
+def _first_mamba(c: Reader, rank_key: str, inner: int) -> FirstMambaSpec:
     if c.values["hidden_act"] not in ("silu", "swish"):
         raise c.error("hidden_act", "silu")
     rank = -(-c.integer("hidden_size", INNER) // 16)
     if c.values[rank_key] != "auto":
         rank = c.integer(rank_key, INNER)
     return FirstMambaSpec(
-        inner=_expanded(c),
+        inner=inner,
         size=c.integer("state_size", HEAD_DIM),
         rank=rank,
         taps=c.integer("conv_kernel", TAPS, 2),

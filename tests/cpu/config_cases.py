@@ -1108,6 +1108,45 @@ MAMBA_2: Config = {
     "use_conv_bias": True,
     "vocab_size": 97,
 }
+MAMBA_1: Config = {
+    **{key: value for key, value in USUAL.items() if key != "attention_dropout"},
+    **{key: value for key, value in TIME_STEPS.items() if key != "time_step_limit"},
+    "architectures": ["MambaForCausalLM"],
+    "model_type": "mamba",
+    "conv_kernel": 4,
+    "d_inner": 64,
+    "d_model": 32,
+    "expand": 2,
+    "fused_add_norm": True,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "layer_norm_epsilon": 1e-5,
+    "n_layer": 3,
+    "num_hidden_layers": 3,
+    "rescale_prenorm_residual": False,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "ssm_cfg": {},
+    "state_size": 8,
+    "time_step_init_scheme": "random",
+    "time_step_rank": 2,
+    "time_step_scale": 1.0,
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+FALCON_MAMBA: Config = {
+    **{
+        key: value
+        for key, value in MAMBA_1.items()
+        if not key.startswith(("d_", "n_", "fused", "rms", "ssm"))
+    },
+    "architectures": ["FalconMambaForCausalLM"],
+    "model_type": "falcon_mamba",
+    "mixer_rms_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "use_mambapy": False,
+}
 RUN |= {
     "Falcon-H1-1.5B": Case(FALCON_H1),
     "granite-4.0-h-tiny": Case(GRANITE_4),
@@ -1168,6 +1207,8 @@ RUN |= {
         | {"mamba_ssm_cache_dtype": "float32"}
     ),
     "Mamba-Codestral-7B": Case(MAMBA_2),
+    "mamba-130m": Case(MAMBA_1),
+    "falcon-mamba-7b": Case(FALCON_MAMBA),
 }
 
 RUN["ModernBERT-base"] = Case(
@@ -2059,7 +2100,7 @@ REFUSED: dict[str, Case] = {
             ("MptForCausalLM", "mpt", {"d_model": 64}),
             ("BitNetForCausalLM", "bitnet", {"hidden_act": "relu2"}),
             ("Mamba2ForCausalLM", "mamba2", {"hidden_size": None}),
-            ("MambaForCausalLM", "mamba", {"hidden_size": None}),
+            ("RwkvForCausalLM", "rwkv", {"hidden_size": None}),
             ("LongcatFlashForCausalLM", "longcat_flash", {"num_hidden_layers": None}),
             ("NewModel", "new", {"position_embedding_type": "rope"}),
             ("JinaBertForMaskedLM", "bert", {"position_embedding_type": "alibi"}),
@@ -2072,5 +2113,7 @@ REFUSED: dict[str, Case] = {
     "Nemotron-H, another eps": Case(NEMOTRON_H | {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
     "Nemotron-H, windows": Case(NEMOTRON_H | {"sliding_window": 8}, "sliding_window"),
     "Mamba 2, another width": Case(MAMBA_2 | {"intermediate_size": 96}, "intermediate_size"),
+    "Mamba, another width": Case(MAMBA_1 | {"intermediate_size": 96, "d_inner": 96}, "intermediate_size"),
+    "Mamba, settings of old": Case(MAMBA_1 | {"ssm_cfg": {"layer": "Mamba2"}}, "ssm_cfg"),
     "Mamba 2, plain gates": Case(MAMBA_2 | {"rms_norm": False}, "rms_norm"),
 }

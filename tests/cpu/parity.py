@@ -63,6 +63,8 @@ CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 SSM = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 KINDS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 FAST = {"rope_type": "default", "rope_theta": 100.0}
+ALONE = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), ...)
+ALONE |= {"intermediate_size": ...}  # no attention and no MLPs
 TIED = {"tie_word_embeddings": True}
 
 
@@ -223,10 +225,19 @@ LAYOUTS: dict[str, Layouts] = {
         other={"moe_latent_size": 32, "use_bias": True},
     ),
     "mamba2": Layouts(
-        dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), ...)
-        | {"intermediate_size": ..., "num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 8},
+        ALONE | {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 8},
         heads={"num_heads": 3, "head_dim": 32, "n_groups": 1, "state_size": 16},
         other=TIED | {"use_bias": True, "conv_kernel": 3},
+    ),
+    "mamba": Layouts(
+        ALONE | {"state_size": 8},
+        heads={"state_size": 12, "time_step_rank": 5, "expand": 3},
+        other={"tie_word_embeddings": False, "use_bias": True, "conv_kernel": 3},
+    ),
+    "falcon_mamba": Layouts(
+        ALONE | {"state_size": 8},
+        heads={"state_size": 12, "time_step_rank": 5, "expand": 3},
+        other={"tie_word_embeddings": False, "mixer_rms_eps": 1e-4, "use_conv_bias": False},
     ),
     "qwen3_5_moe_text": Layouts(
         DELTA | EXPERTS | SHARED | {"intermediate_size": ..., "num_local_experts": ...},

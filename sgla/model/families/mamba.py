@@ -125,10 +125,10 @@ def _only(types: tuple[str, ...], defaults: dict[str, Any]) -> Family:
     return Family(
         types,
         defaults,
-        CAUSAL,
+        CAUSAL | {"rms_norm": True, "ssm_cfg": {}},
+        {"d_inner": "intermediate_size", "d_model": "hidden_size", "n_layer": "num_hidden_layers"},
         names={"use_bias": "proj_bias", "layer_norm_epsilon": "rms_norm_eps"},
         model="sgla.model.nemotron_h:NemotronH",
-        nulls=("intermediate_size",),
         attention="sgla.model.mamba_spec:first_mamba",
         completed="sgla.model.mamba_spec:mambas_complete",
         renamed=_BACKBONE,
