@@ -6,54 +6,68 @@ from __future__ import annotations
 
 import numpy as np
 
-from sgla.messages import StepPlan
+from sgla.messages import SAMPLE, StepPlan
 from sgla.sampling import Sampler
 from sgla.worker.batch import Columns, Wanted, build
 from sgla.worker.forward import Forward
 from sgla.worker.pace import Pace
 from sgla.worker.state import Int32s, SlotTables, column
 
-NEW = np.iinfo(np.int32).max
-
 
 class ModelDrafts:
     """``forward`` is that of the model that guesses; it writes its KV to the pages that the target's layers
-    have, so what the target finds in the prefix tree is there for both."""
+    have, so what the target finds in the prefix tree is there for both. ``spare``: tokens that it may
+    read in a step beside those of the target."""
 
-    def __init__(self, tables: SlotTables, sampler: Sampler, forward: Forward, pace: Pace) -> None:
+    def __init__(
+        self, tables: SlotTables, sampler: Sampler, forward: Forward, pace: Pace, spare: int
+    ) -> None:
         self._tables, self._sampler, self._forward, self._pace = tables, sampler, forward, pace
-        # Of each slot, tokens with its KV: at most one less than the target has. NEW: as many as that.
-        self._read = np.full(len(tables.limit), NEW, np.int32)
+        self._behind = np.zeros(len(tables.limit), np.int32)  # tokens of slots that the target alone has read
+        self._spare, self._waits = spare, False
 
     def admit(self, slot: int) -> None:
-        self._read[slot] = NEW
+        self._behind[slot] = 0
         self._pace.admit(slot)
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
         """Reads the tokens of the step, and of rows with drafts as many more as it guesses, but for the last
-        one, which the next step reads if it was right."""
+        one, which the next step reads if it was right. Where there are rows of one token alone and none
+        guesses, reading can wait."""
         slots = column(plan.slots)
         self._sampler.forget_guesses()
         starts, q_lens, counts = self._pace.begin(plan, self._tables)
-        behind, guessing = (self._read[slots] == starts - 1).astype(np.int32), np.flatnonzero(counts)
+        behind, guessing = self._behind[slots], np.flatnonzero(counts)
+        alone = plan.flags == bytes([SAMPLE]) * len(slots) and not (plan.new or counts.any())
+        few = alone and bool((q_lens == 1).all()) and int(behind.sum()) + len(slots) <= self._spare
+        self._waits = self._pace.adaptive and few
+        if self._waits:
+            return (starts, q_lens) if plan.drafts else None
+        behind[behind.cumsum() > self._spare] = 0
         begins, spans = starts - behind, q_lens + behind
         logits = np.cumsum(spans, dtype=np.int32)[guessing] - 1
-        self._draw(Columns(slots, begins, spans, logits), slots[guessing], starts[guessing] + 1)
+        with self._pace.reading(int(spans.sum())):
+            self._draw(Columns(slots, begins, spans, logits), slots[guessing], starts[guessing] + 1)
         for more in range(1, int(counts.max(initial=0))):
             going = np.flatnonzero(counts > more)
             at, ones = starts[going] + more, np.ones(len(going), np.int32)
             every = np.arange(len(going), dtype=np.int32)
             with self._pace.guessing(len(going)):
                 self._draw(Columns(slots[going], at, ones, every), slots[going], at + 1)
-        self._read[slots] = starts + np.maximum(q_lens, counts)
         return (starts, (q_lens + counts).astype(np.int32)) if plan.drafts else None
 
     def took(self, tokens: int, seconds: float) -> None:
         self._pace.step(tokens, seconds)
 
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
-        """It has read all that came, or does so with the next step."""
-        self._pace.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
+        """It has read all that came, or does so later."""
+        slots = wanted.slots[wanted.first]
+        self._pace.learn(slots, wanted.runs - 1, counts - 1)
+        if self._waits:
+            self._behind[slots] += 1
+        else:
+            self._behind[columns.slots] = 0
+            self._behind[slots] = (wanted.runs > 1) & (counts == wanted.runs)
 
     def _draw(self, columns: Columns, slots: Int32s, positions: Int32s) -> None:
         """Read the tokens of ``columns``, and guess those at ``positions`` of ``slots``."""

@@ -15,7 +15,7 @@ from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
 from sgla.loading.drafter import load_eagle3, load_predictor
 from sgla.loading.load import load_model
-from sgla.messages import Progress
+from sgla.messages import VERIFIED, Progress
 from sgla.model.base import Block, CausalLM, Decoder
 from sgla.model.drafting import read_eagle3
 from sgla.model.predictor import Head
@@ -79,9 +79,10 @@ class DraftSetup:
             head = HeadForward(self._head, paged(kv), limits, threads, native)
             return HeadDrafts(tables, sampler, head, self._told, pace)
         if self._model is not None:
-            limits = ProgramLimits(step_tokens + slots, slots)
+            spare = slots + VERIFIED
+            limits = ProgramLimits(step_tokens + spare, slots)
             forward, _ = make_forward(self._model, kv, limits, threads, native)
-            return ModelDrafts(tables, sampler, forward, pace)
+            return ModelDrafts(tables, sampler, forward, pace, spare)
         return NGrams(tables, sampler)
 
 

@@ -19,7 +19,7 @@ WEIGHT = 0.1  # of the latest guess, and of the latest step
 SUREST = 0.98
 LARGEST = 2 * VERIFIED  # tokens
 TIMED = 4  # steps before which all that may be guessed is
-RARE = 16  # in every so many steps one token is guessed where none would pay, to see whether that is still so
+RARE = 32  # in every so many steps one token is guessed where none would pay, to see whether that is still so
 
 
 class Line:
@@ -47,8 +47,8 @@ class Pace:
 
     def __init__(self, slots: int, adaptive: bool) -> None:
         self._right = np.full(slots, FIRST)
-        self._adaptive = adaptive
-        self._target, self._guess = Line(), Line()
+        self.adaptive = adaptive
+        self._target, self._guess, self._read = Line(), Line(), Line()
         self._steps = self._timed = 0
 
     def admit(self, slot: int) -> None:
@@ -66,6 +66,14 @@ class Pace:
         begun = clock.now()
         yield
         self._guess.add(rows, clock.now() - begun)
+
+    @contextmanager
+    def reading(self, tokens: int) -> Iterator[None]:
+        """What guesses reads so many tokens, which nobody does where no row guesses."""
+        begun = clock.now()
+        yield
+        if tokens <= LARGEST:
+            self._read.add(tokens, clock.now() - begun)
 
     def begin(self, plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s, Int32s]:
         """Where the rows of a plan begin, how many tokens they read without guesses, and how many each is to
@@ -89,12 +97,13 @@ class Pace:
         """How many tokens rows of ``slots`` guess, ``most`` at most,
         in a step of so many ``tokens`` without guesses."""
         self._steps += 1
-        if not self._adaptive or self._timed < TIMED or not most:
+        if not self.adaptive or self._timed < TIMED or not most:
             return most
         counts = np.arange(most + 1)
         share = np.minimum(self._right[slots], SUREST)[:, None]
         brought = ((1 - share ** (counts + 1)) / (1 - share)).sum(0)
         seconds = self._target.at(tokens + len(slots) * counts)
         seconds += self._guess.at(np.array([len(slots)])) * np.maximum(counts - 1, 0)
+        seconds += self._read.at(np.array([tokens])) * (counts > 0)
         best = int(np.argmax(brought / np.maximum(seconds, 1e-9)))
         return max(best, int(self._steps % RARE == 0))

@@ -80,7 +80,7 @@ def test_text_is_the_same(target: str, native: bool) -> None:
         stats = core.stats()
         assert 0 < sum(stats.right_at) < stats.draft_tokens
         assert (stats.preemptions > 0) == ("pages" in limits)
-    runner._drafter._pace._adaptive = True  # type: ignore[attr-defined]
+    runner._drafter._pace.adaptive = True  # type: ignore[attr-defined]
     assert run(runner, requests(), drafts=4, depth=3).tokens() == expected.tokens()
 
 
@@ -93,6 +93,29 @@ def test_a_model_that_guesses_for_itself_is_always_right(limits: dict[str, Any])
         run(runner, requests(), core)
     stats = core.stats()
     assert sum(stats.right_at) == stats.draft_tokens > 10
+
+
+def test_what_has_waited_is_read_before_the_next_guess() -> None:
+    """Two steps of three have no guesses, which costs no reading."""
+    runner, steps, passes = runner_of("grouped", LLAMA), iter(range(10_000)), [0, 0]
+    drafter: Any = runner._drafter
+    drafter._pace.adaptive, forward, follow = True, drafter._forward, drafter.follow
+    drafter._pace.most = lambda slots, most, tokens: 0 if next(steps) % 3 else most
+
+    def count(batch: Any) -> Any:
+        passes[0] += batch.sample_rows.numel() < batch.rows
+        return forward(batch)
+
+    def count_steps(*given: Any) -> None:
+        passes[1] += 1
+        follow(*given)
+
+    drafter._forward, drafter.follow = count, count_steps
+    core = make_core(runner.facts, drafts=4, depth=3)
+    run(runner, requests(), core)
+    stats = core.stats()
+    assert sum(stats.right_at) == stats.draft_tokens > 10
+    assert passes[0] < passes[1] / 2
 
 
 def test_a_model_that_guesses_is_found_beside_its_target(tmp_path: Path) -> None:

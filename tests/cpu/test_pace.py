@@ -65,7 +65,7 @@ def test_all_is_guessed_before_anything_is_known_or_where_nobody_learns() -> Non
         pace.step(500, 1.0)  # a part of a prompt
     assert pace.most(SLOTS, 5, 4) == 5
     fixed = pace_of(0.0, 1.0, 1.0, 0.0)
-    fixed._adaptive = False
+    fixed.adaptive = False
     assert fixed.most(SLOTS, 5, 4) == 5
 
 
