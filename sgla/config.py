@@ -283,6 +283,13 @@ class EngineSettings(ModelSettings, kw_only=True):
     eviction: Annotated[
         Literal["lru", "lfu", "fifo", "mru"], Doc(description="which cached prefix goes first")
     ] = "lru"
+    kv_disk: Annotated[
+        str | None,
+        Doc(
+            description="PATH:BYTES: keep prefixes in files of this folder, too, which survive eviction and "
+            "restarts, such as /var/cache/sgla:100G (CPU)"
+        ),
+    ] = None
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None
 
 

@@ -29,6 +29,7 @@ OF_TEXT = (
     "deterministic",
     "enable_lora",
     "enable_return_hidden_states",
+    "kv_disk",
     "logits_processors",
     "speculative_algorithm",
 )
@@ -106,7 +107,7 @@ PLATFORMS = {
     "cpu": Platform("sgla.worker.start_cpu:cpu_runner"),
     "cuda": Platform(
         "sgla.worker.start_gpu:cuda_runner",
-        lacks=("logits_processors",),
+        lacks=("kv_disk", "logits_processors"),
         place="sgla.worker.place:Gpu",
     ),
 }

@@ -319,17 +319,21 @@ PROMPT_LOGPROBS = 2  # StepPlan.flags: return logprobs of the prompt tokens this
 POOL = 4  # StepPlan.flags: the row is for a vector, due when its span reaches the prompt's end
 
 
+KEY = 16  # bytes of a key (cache/tier.py)
+
+
 class Copy(msgspec.Struct, array_like=True, frozen=True):
-    """Copy pages of the first cache group from one place to another: ``device`` or ``host``. It begins when
-    the steps before this plan's are done, and runs beside later ones: nobody writes to ``sources`` nor reads
-    ``targets`` before a ``Moved`` tells that it has ended. Or copy adapters: from ``adapters``, by their
-    numbers, to ``places`` on the device."""
+    """Copy units of cache groups between the ``device`` and a ``Tier``, by its name. It begins when the steps
+    before this plan's are done, and runs beside later ones: nobody writes to ``sources`` nor reads
+    ``targets`` before a ``Moved`` tells that it has ended. Without a ``source``: forget what the ``targets``
+    hold. Or copy adapters: from ``adapters``, by their numbers, to ``places`` on the device."""
 
     transfer: int
     source: str
     target: str
-    sources: bytes  # int32[*]
-    targets: bytes  # int32[*]
+    sources: list[bytes]  # int32[*], of each cache group
+    targets: list[bytes]  # int32[*], of each cache group
+    keys: list[bytes] = []  # KEY bytes a unit, of each cache group: what they hold
 
 
 class Moved(msgspec.Struct, array_like=True, frozen=True):
@@ -617,6 +621,15 @@ class CacheGroup(msgspec.Struct, frozen=True):
     every: int = 0
 
 
+class Tier(msgspec.Struct, frozen=True):
+    """A place beside the device that keeps copies of what the prefix tree has: ``units`` of each cache group,
+    whose numbers begin with 1. ``lasting``: it outlives the server."""
+
+    name: str  # host | disk
+    units: list[int]
+    lasting: bool = False
+
+
 class StepCost(msgspec.Struct, kw_only=True, frozen=True):
     """A row of the table of what steps with decode rows cost: a prompt's token costs less in a step of at
     most ``tokens`` tokens and ``prompts`` prompts, which have at most ``longest`` tokens, than in one of the
@@ -657,9 +670,10 @@ class Facts(msgspec.Struct, kw_only=True):
     guided_drafts: bool = False  # rows with a grammar guess, too
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
     hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
-    # Pages of host memory that the worker copies pages of the device to and from; 0: StepPlan.copies has
-    # none. Only where there is one cache group.
-    host_pages: int = 0
+    tiers: list[Tier] = []  # the nearest first
+    # Of each tier and cache group, the keys of what its units hold at the start, KEY bytes each in the order
+    # of their numbers, zeros for none; or b"".
+    found: list[list[bytes]] = []
     adapters: int = 0  # places for adapters on the device; 0: NewRow.place is not honoured
 
 

@@ -26,6 +26,7 @@ from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import dialect_of
+from sgla.validation import folder_and_size
 
 MIB, GIB = 1 << 20, 1 << 30
 MOST_RANKS = 1024
@@ -196,6 +197,7 @@ def check_features(config: Config, device: str, vectors: bool, encoder: bool) ->
             param="logits_processors",
         )
     check_guesses(config, device)
+    check_tiers(config)
     if config.deterministic:
         check_deterministic(config, device)
 
@@ -360,6 +362,22 @@ def check_adapters(config: Config, device: str, generic: bool) -> None:
                 f"--{name.replace('_', '-')} cannot be honoured with --enable-lora yet; leave one out",
                 param=name,
             )
+
+
+def check_tiers(config: Config) -> None:
+    """Raise ConfigError for settings of places beside the device that keep prefixes."""
+    if config.kv_disk is None:
+        return
+    folder_and_size(config.kv_disk)
+    obstacle = None
+    if not config.prefix_cache:
+        obstacle = "with --no-prefix-cache, which keeps no prefixes"
+    elif config.executor == "fake":
+        obstacle = "by --executor fake"
+    if obstacle:
+        raise ConfigError(
+            f"--kv-disk {config.kv_disk[:99]} cannot be honoured {obstacle}; leave it out", param="kv_disk"
+        )
 
 
 def check_recurrent(config: Config, device: str) -> None:

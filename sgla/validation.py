@@ -6,15 +6,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import inspect
 
+from sgla.errors import ConfigError
+
 _PATH = re.compile(r"(?P<text>.*?)(?: - at `(?P<key>key in )?\$(?P<path>.*)`)?", re.DOTALL)
 _REQUIRED = re.compile(r"Object missing required field `(\w+)`")
 _GOT = re.compile(r"(?:nvalid (?:enum )?value |, got )(.*)", re.DOTALL)
 _KEY = re.compile(r"\[[^]]*\]|[^.[]+")
+UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 MOST_SHOWN = 60  # characters of a wrong value
 # Kinds that a field may have beside an enumeration.
 KINDS: dict[type[inspect.Type], tuple[str, ...]] = {
@@ -84,3 +88,25 @@ def _inside(node: inspect.Type, key: str) -> Iterator[inspect.Type]:
         if key == node.tag_field:
             yield inspect.LiteralType((node.tag,))
         yield from (field.type for field in node.fields if field.encode_name == key)
+
+
+def parse_bytes(text: str) -> int:
+    """``"512M"``, ``"2GiB"``, ``"1.5g"``, ``"4096"`` -> bytes; a unit is a power of 1024.
+    Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
+    if match is None:
+        raise ValueError(f"'{text}' is no size; write 512M, 2G or a number of bytes")
+    return int(float(match[1]) * (1 << UNITS[match[2]]))
+
+
+def folder_and_size(setting: str) -> tuple[Path, int]:
+    """Of ``--kv-disk PATH:BYTES``. Raises ConfigError."""
+    path, _, size = setting.rpartition(":")
+    try:
+        if path:
+            return Path(path).expanduser(), parse_bytes(size)
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"--kv-disk takes PATH:BYTES, such as /var/cache/sgla:100G, got {setting[:99]!r}", param="kv_disk"
+    )

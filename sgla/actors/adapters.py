@@ -27,12 +27,14 @@ Tell = Callable[[Control], Awaitable[dict[str, Any]]]  # the workers
 
 
 class Adapter(msgspec.Struct, kw_only=True, eq=False):
-    """``number``: of this load, by which scheduler and workers know it. ``users``: open requests that have
-    it; ``idle`` is set when there are none."""
+    """``number``: of this load, by which scheduler and workers know it. ``content``: a hash of its weights,
+    by which its prefixes are known. ``users``: open requests that have it; ``idle`` is set when there are
+    none."""
 
     name: str
     folder: str
     number: int
+    content: str = ""
     pinned: bool = False
     users: int = 0
     idle: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
@@ -81,6 +83,14 @@ class AdapterTable:
             found = self._by_number.get(number)
             if found is None or self.loaded.get(found.name) is not found:
                 raise ModelNotFound("the adapter has been unloaded", param="model")
+
+    def namespace(self, space: str, number: int) -> str:
+        """The part of the prefix cache that a request has with its adapter, in the ``space`` that it may use.
+        No space of a request without adapter begins like that of one with it."""
+        if not number and not space.startswith(ADAPTED):
+            return space
+        found = self._by_number.get(number)
+        return f"{ADAPTED}{found.content if found else number}{ADAPTED}{space}"
 
     def use(self, number: int) -> None:
         """A request with it is opened."""
@@ -137,12 +147,14 @@ class AdapterTable:
         args = {"number": adapter.number, "path": str(folder)}
         self._coming[name] = pinned
         try:
-            await self._tell(Control(verb="adapter_load", args=args))
+            told = await self._tell(Control(verb="adapter_load", args=args))
         except InvalidAdapter:
             await self._tell(Control(verb="adapter_drop", args=args))  # other ranks may have it
             raise
         finally:
             del self._coming[name]
+        ranks = told.get("ranks", [told])
+        adapter.content = ".".join(rank.get("content", f"#{adapter.number}") for rank in ranks)
         self.loaded[name] = self._by_number[adapter.number] = adapter
         if pinned:
             self._keep(Keep(adapter.number, pinned=True))
@@ -191,11 +203,3 @@ class AdapterTable:
                 param="lora_path",
             )
         return path
-
-
-def namespace_of(space: str, adapter: int) -> str:
-    """The part of the prefix cache that a request has with its adapter, in the ``space`` that it may use. No
-    space of a request without adapter begins like that of one with it."""
-    if not adapter and not space.startswith(ADAPTED):
-        return space
-    return f"{ADAPTED}{adapter}{ADAPTED}{space}"

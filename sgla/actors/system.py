@@ -115,7 +115,7 @@ class System:
     ) -> None:
         ingress, executor = self.ingress, self._executor
         assert executor is not None
-        core = self._core = make_core(config, make_limits(config, facts))
+        core = self._core = make_core(config, facts)
         compiler = self._compiler(tokenizer, facts) if facts.grammars else None
         detokenize = Detokenize(
             lambda opened: make_output(tokenizer, opened),
@@ -331,8 +331,11 @@ def make_local(config: Config, source: ModelSource) -> Executor:
     return InlineExecutor(config, source)
 
 
-def make_core(config: Config, limits: Limits) -> Core:
-    return RecordedCore(limits, config.step_log) if config.step_log else Core(limits)
+def make_core(config: Config, facts: Facts) -> Core:
+    limits = make_limits(config, facts)
+    if config.step_log:
+        return RecordedCore(limits, config.step_log, facts.found)
+    return Core(limits, facts.found)
 
 
 def make_limits(config: Config, facts: Facts) -> Limits:
@@ -355,7 +358,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         prefix_cache=config.prefix_cache and (facts.pooling is None or facts.pooling.kind == "last"),
         encoder=facts.pooling is not None and facts.pooling.encoder,
         hidden=facts.hidden,
-        host_pages=facts.host_pages,
+        tiers=facts.tiers,
         adapters=facts.adapters,
     )
 

@@ -9,10 +9,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from sgla.cache.states import StatePool
 from sgla.cache.tree import Node, depth
 from sgla.cache.window import WindowPool
+
+
+class Beside(NamedTuple):
+    """What the tree has of a text: all ``pages`` of the first cache group; of each window the pages that are
+    left, by their index; the units of checkpoints by the number of pages that they stand behind."""
+
+    pages: list[int]
+    windows: list[dict[int, int]]
+    states: dict[int, int]
 
 
 class OtherGroups:
@@ -88,6 +98,18 @@ class OtherGroups:
     def state(self, node: Node) -> int:
         """The unit of the checkpoint behind ``node``; 0: none."""
         return 0 if self._states is None else self._states.page(node.state)
+
+    def units(self, path: list[Node]) -> Beside:
+        """What the nodes from the root on have."""
+        found = Beside([], [{} for _ in self._windows], {})
+        for node in path:
+            first = len(found.pages)
+            found.pages.extend(node.pages)
+            for pool, pages, tickets in zip(self._windows, found.windows, node.windows):
+                pages.update((first + i, pool.page(t)) for i, t in enumerate(tickets) if pool.has(t))
+            if self._states is not None and self._states.readable(node.state):
+                found.states[len(found.pages)] = self._states.page(node.state)
+        return found
 
     # --- writing
 

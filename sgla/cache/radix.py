@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from sgla.cache.eviction import Leaves
-from sgla.cache.groups import OtherGroups
+from sgla.cache.groups import Beside, OtherGroups
 from sgla.cache.pages import PagePool
 from sgla.cache.states import StatePool
 from sgla.cache.tree import NO_MARKS, TOKEN_BYTES, Marks, Node, RadixTree, marks_from, path
@@ -22,8 +22,7 @@ class Match(NamedTuple):
     """``pages`` hold the ``length`` tokens matched (from where the search began); ``node`` is where they end.
     ``windows``: as many pages of each group with a window, 0 where none is read from there on. ``state``: the
     unit of its checkpoint; 0: none. ``reach``: so many tokens would match if only the first group counted.
-    ``soon``: more would match with a checkpoint that the plan being made writes. ``pending``: a transfer
-    brings more; 0: none does."""
+    ``soon``: more would match with a checkpoint that the plan being made writes."""
 
     node: Node
     pages: list[int]
@@ -32,7 +31,6 @@ class Match(NamedTuple):
     state: int = 0
     reach: int = 0
     soon: bool = False
-    pending: int = 0
 
 
 class RadixCache(RadixTree):
@@ -75,26 +73,19 @@ class RadixCache(RadixTree):
             end, reach = self._locate(node, namespace, tokens, start, limit, marks)
             limit, soon = self._groups.served(end, reach, start)
         node, at, child, part = self._descend(node, namespace, tokens, start, limit, marks)
-        pending = 0
-        if child is not None and child.pending:
-            pending = child.pending
-        elif child is not None:
+        if child is not None:
             node = self._split(child, part)
             at += part * self._width
-        while node.pending and node.parent is not None:
-            pending = node.pending
-            at -= len(node.key)
-            node = node.parent
         self._touch(node)
         below, length = path(node, top), at // TOKEN_BYTES
         pages: list[int] = []
         for run in below:
             pages += run.pages
         if not self._beside:
-            return Match(node, pages, length - start, [], pending=pending)
+            return Match(node, pages, length - start, [])
         windows = self._groups.pages(below, length, len(pages))
         state = 0 if node is top else self._groups.state(node)
-        return Match(node, pages, length - start, windows, state, reach - start, soon, pending)
+        return Match(node, pages, length - start, windows, state, reach - start, soon)
 
     def probe(self, namespace: str, tokens: bytes, limit: int, marks: Marks = NO_MARKS) -> tuple[Node, int]:
         """Deepest node that ``tokens[:limit]`` reaches, and the matched length. Changes nothing."""
@@ -218,49 +209,9 @@ class RadixCache(RadixTree):
             assert adopted is not None
         return pages[:have], self._groups.refill(path(node, top), windows) if windows else []
 
-    # --- transfers
-
-    def expect(self, node: Node, above: Node, transfer: int) -> None:
-        """A transfer brings the pages below ``above`` down to ``node``."""
-        for part in path(node, above):
-            part.pending = transfer
-
-    def arrive(self, node: Node, ok: bool) -> None:
-        """The transfer that ``node`` and some above it wait for is done, and unlocks them. Or it has failed:
-        then they are removed with all below, which nobody can have reached."""
-        self.unlock(node)
-        top, pending = node, node.pending
-        while node.pending == pending:
-            node.pending, top = 0, node
-            assert node.parent is not None
-            node = node.parent
-        if not ok:
-            self._remove_all(top)
-
-    def _remove_all(self, top: Node) -> None:
-        stack, gone = [top], list[Node]()
-        while stack:
-            gone.append(stack.pop())
-            stack += gone[-1].children.values()
-        for node in gone[::-1]:
-            assert not node.locks, "a page in use would be removed"
-            self._pool.free(node.pages)
-            self.pages -= len(node.pages)
-            self.evictable -= len(node.pages)
-            self._remove(node)
-        self.version += 1
-
-    def ready(self, node: Node) -> bool:
-        """Whether all pages down to ``node`` are there."""
-        while node.parent is not None:
-            if node.pending:
-                return False
-            node = node.parent
-        return True
-
-    def pages_to(self, node: Node) -> list[int]:
-        """All pages down to ``node``."""
-        return [page for part in path(node, self.root) for page in part.pages]
+    def units(self, node: Node) -> Beside:
+        """What stands in the tree down to ``node``."""
+        return self._groups.units(path(node, self.root))
 
     # --- eviction
 

@@ -1,4 +1,4 @@
-"""Pages of the prefix tree that have a copy outside the device."""
+"""Units of the prefix tree that have a copy beside the device, in host memory or on a disk."""
 
 from __future__ import annotations
 
@@ -7,35 +7,43 @@ from hashlib import blake2b
 
 from sgla.cache.loose import LoosePool
 from sgla.cache.tree import NO_MARKS, Marks
+from sgla.messages import KEY
 
 
-class HostTier(LoosePool):
-    """Pages of host memory, each under a key that says all tokens up to its end. One that a copy goes to is
-    *coming* and held; one that a copy comes from is held. Those that nobody holds are lost when others need
-    their places, the one longest unused first."""
+class TierPool(LoosePool):
+    """Units of one cache group, each under a key that says all tokens up to its end. One that a copy goes to
+    is *coming* and held; one that a copy comes from is held. Those that nobody holds are lost when others
+    need their places, the one longest unused first."""
 
     __slots__ = ("_coming", "_tickets")
 
-    def __init__(self, pages: int) -> None:
-        super().__init__(pages + 1)
+    def __init__(self, units: int, found: bytes = b"") -> None:
+        """``found``: keys of what the first units hold already, zeros for none."""
+        super().__init__(units + 1)
         self._tickets: dict[bytes, int] = {}  # of each key; some are void
         self._coming: set[int] = set()  # tickets
+        keys = {found[at : at + KEY]: at // KEY + 1 for at in range(0, len(found), KEY)}
+        keys.pop(bytes(KEY), None)
+        self._free = [unit for unit in self._free if unit not in set(keys.values())]
+        for unit in keys.values():
+            self._out[unit] = 1
+        self._tickets = dict(zip(keys, self.give(keys.values(), held=False)))
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the first keys, as far as all are there."""
-        pages = []
-        for key in keys:
-            ticket = self._tickets.get(key, 0)
-            if not self.has(ticket) or ticket in self._coming:
-                break
-            pages.append(self.page(ticket))
-        return pages
+    def has_key(self, key: bytes) -> bool:
+        """Whether a copy is there, and complete."""
+        ticket = self._tickets.get(key, 0)
+        return self.has(ticket) and ticket not in self._coming
 
     def lacks(self, key: bytes) -> bool:
+        """Whether there is no copy, nor one coming."""
         return not self.has(self._tickets.get(key, 0))
 
+    def place(self, key: bytes) -> int:
+        """The unit of a key that it ``has_key``."""
+        return self.page(self._tickets[key])
+
     def receive(self, key: bytes) -> int:
-        """A page for a copy of what ``key`` names; 0: all are held."""
+        """A unit for a copy of what ``key`` names; 0: all are held."""
         if not len(self):
             if not self.evictable:
                 return 0
@@ -48,31 +56,56 @@ class HostTier(LoosePool):
             self._tickets = {key: ticket for key, ticket in self._tickets.items() if self.has(ticket)}
         return pages[0]
 
-    def received(self, pages: Iterable[int], ok: bool) -> None:
-        """A copy to ``pages`` is done, or has failed."""
+    def received(self, pages: Sequence[int], ok: bool) -> list[int]:
+        """A copy to ``pages``, in the order of their tokens, is done or has failed. Returns those that hold
+        nothing of use."""
         for page in pages:
             ticket = self._ticket[page]
             self._coming.discard(ticket)
             if not ok:
                 self.void(ticket)
-        self.unhold(pages)
+        return self.leave(pages)
 
-    def forget_keys(self, keys: Iterable[bytes]) -> None:
+    def leave(self, pages: Sequence[int]) -> list[int]:
+        """``unhold`` what a copy was of. Returns those that have been forgotten meanwhile. Without its
+        beginning a text is of no use, so that is the last to go."""
+        gone = [page for page in pages if not self._ticket[page] and self._holds[page] == 1]
+        self.unhold(reversed(pages))
+        return gone
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Somebody has had what these keys name, though not from here."""
+        for key in reversed(keys):
+            page = self._page.get(self._tickets.get(key, 0), 0)
+            if page in self._idle:
+                self._idle.move_to_end(page)
+
+    def forget_keys(self, keys: Iterable[bytes]) -> list[int]:
+        """Returns the units that held them, and that no copy is of."""
+        pages = []
         for key in keys:
             ticket = self._tickets.pop(key, 0)
+            if self.has(ticket) and not self._holds[self.page(ticket)]:
+                pages.append(self.page(ticket))
             self._coming.discard(ticket)
             self.void(ticket)
+        return pages
 
-    def flush(self) -> None:
-        """Forget what nobody holds."""
+    def flush(self) -> list[int]:
+        """Forget what nobody holds. Returns the units."""
+        pages = list(self._idle)
         self.evict(self.evictable)
+        return pages
 
 
-def chain(namespace: str, tokens: bytes, width: int, marks: Marks = NO_MARKS) -> list[bytes]:
-    """A key for each whole page of ``width`` bytes:
-    a 128-bit hash of the namespace, and of all tokens and marks up to its end."""
-    keys, key = [], blake2b(namespace.encode(), digest_size=16).digest()
-    for i, at in enumerate(range(0, len(tokens) - width + 1, width)):
-        key = blake2b(key + tokens[at : at + width] + marks.get(i, b""), digest_size=16).digest()
+def chain(
+    keys: list[bytes], namespace: str, tokens: bytes, width: int, count: int, marks: Marks = NO_MARKS
+) -> list[bytes]:
+    """Keys of the first ``count`` pages of ``width`` bytes: a 128-bit hash of the namespace, and of all
+    tokens and marks up to their ends. ``keys``: the first of them, which the others join."""
+    key = keys[-1] if keys else blake2b(namespace.encode(), digest_size=KEY).digest()
+    for i in range(len(keys), count):
+        page = tokens[i * width : (i + 1) * width]
+        key = blake2b(key + page + marks.get(i, b""), digest_size=KEY).digest()
         keys.append(key)
-    return keys
+    return keys[:count]

@@ -29,7 +29,7 @@ class Node:
     ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the
     *lower* half, so a request's reference goes on meaning the same prefix, and its state the same tokens.
     ``windows``: tickets for as many pages of each group with a window. ``state``: ticket of the checkpoint
-    behind it. ``pending``: the transfer that brings its pages, which keeps it locked; 0: they are there.
+    behind it.
     """
 
     __slots__ = (
@@ -41,7 +41,6 @@ class Node:
         "locks",
         "pages",
         "parent",
-        "pending",
         "state",
         "touched",
         "windows",
@@ -65,7 +64,6 @@ class Node:
         self.locks = 0
         self.hits = 0
         self.state = 0
-        self.pending = 0
         self.born = self.touched = born
 
     @property
@@ -147,7 +145,6 @@ class RadixTree:
         beside = [tickets[:keep] for tickets in node.windows]
         upper = Node(parent, node.edge, node.key[:cut], node.pages[:keep], node.born, beside)
         upper.locks, upper.hits, upper.touched = node.locks, node.hits, node.touched
-        upper.pending = node.pending
         parent.children[node.edge] = upper
         node.key, node.pages = node.key[cut:], node.pages[keep:]
         node.windows = [tickets[keep:] for tickets in node.windows]

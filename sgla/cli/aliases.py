@@ -349,7 +349,8 @@ REFUSED: list[tuple[str, str]] = [
         "hicache-* enable-hicache enable-hierarchical-cache radix-cache-backend *lmcache* *flexkv* "
         "*hisparse* hierarchical-sparse-* *external-linker* enable-linker-* kv-offloading-* kv-canary* "
         "enable-session-radix-cache",
-        "the KV cache is in the device's memory alone; --kv-cache-bytes or --memory-fraction makes it larger",
+        "--kv-disk PATH:BYTES keeps prefixes beside the device's memory, and --kv-cache-bytes or "
+        "--memory-fraction makes that larger",
     ),
     (
         "mm-* *-mm-* *multimodal* media-* allowed-media-domains allowed-local-media-path image-* *-image-* "

@@ -22,9 +22,8 @@ import msgspec
 from sgla.cli.aliases import ALIASES, VALUES, VARIABLES, Alias, Always, Fields, Switch, Word, refusal
 from sgla.config import SECRETS, TOOL_TOKEN, Config
 from sgla.errors import ConfigError
-from sgla.validation import fault, root
+from sgla.validation import fault, parse_bytes, root
 
-UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 COUNTS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
 TOKENS = {"context_length", "step_tokens"}  # numbers that people write as 32k
 SWITCHES = {
@@ -38,15 +37,6 @@ ELSEWHERE = {"SGLA_CONFIG", "SGLA_CPU_ISA", "SGLA_REMOTE_KEY", "SGLA_URL"}
 # What Kubernetes sets in a namespace with a service named sgla; SGLA_PORT is then a URL.
 KUBERNETES = re.compile(r"SGLA_(SERVICE_(HOST|PORT)\w*|PORT_\d+_\w+)")
 Say = Callable[[str], None]
-
-
-def parse_bytes(text: str) -> int:
-    """``"512M"``, ``"2GiB"``, ``"1.5g"``, ``"4096"`` -> bytes; a unit is a power of 1024.
-    Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
-    if match is None:
-        raise ValueError(f"'{text}' is no size; write 512M, 2G or a number of bytes")
-    return int(float(match[1]) * (1 << UNITS[match[2]]))
 
 
 def parse_count(text: str) -> int:

@@ -14,7 +14,6 @@ import msgspec
 from msgspec import UNSET
 
 from sgla import messages
-from sgla.actors.adapters import namespace_of
 from sgla.actors.cost import job_bytes
 from sgla.actors.system import System
 from sgla.config import Config
@@ -142,8 +141,9 @@ class EngineLoop:
         """Fields of a job with the adapter of this name; None: with none. Raises BadRequest kinds."""
         if name is None:
             return {}
-        number = self._ready().ingress.adapters.named(name).number
-        return {"adapter": number, "namespace": namespace_of("", number)}
+        adapters = self._ready().ingress.adapters
+        number = adapters.named(name).number
+        return {"adapter": number, "namespace": adapters.namespace("", number)}
 
     @staticmethod
     def _input(prompt: Prompt | None, messages: Messages | None) -> dict[str, Any]:

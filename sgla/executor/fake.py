@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,13 +18,13 @@ import msgspec
 from sgla import clock
 from sgla.errors import InvalidAdapter, UnsupportedField, WorkerDied
 from sgla.executor.base import Results
+from sgla.executor.fake_tiers import WRONG, FakeTiers
 from sgla.messages import (
     POOL,
     PROMPT_LOGPROBS,
     SAMPLE,
     CacheGroup,
     Control,
-    Copy,
     Facts,
     LogprobBlock,
     Moved,
@@ -33,6 +33,7 @@ from sgla.messages import (
     RowSampling,
     StepPlan,
     StepResult,
+    Tier,
 )
 from sgla.model.read import read_spec
 from sgla.worker.facts import drafts_of
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
 
 MASK = (1 << 64) - 1
-WRONG = -1  # what a wrong guess leaves in a page
 POOL_TOKENS = 1 << 20
 BYTES_PER_TOKEN = 1024  # what a token is said to take of --kv-cache-bytes
 FAKE_WIDTH = 4  # of hidden states
@@ -142,8 +142,7 @@ class FakeModel:
         self._stores = [[[0] * facts.page_size for _ in range(group.pages)] for group in paged if verify]
         # Units of states: how many tokens each has seen, and their hash.
         self._states = [(0, 0)] * facts.groups[-1].pages if self._recurrent and verify else []
-        self._host: dict[int, list[int]] = {}
-        self._copying: dict[int, tuple[Copy, list[list[int]]]] = {}  # with what the sources held at first
+        self.tiers = FakeTiers(facts.tiers, len(facts.groups), self._stores, self._states)
         self._adapters = [0] * (1 + facts.adapters)  # of each place
         self._arriving: dict[int, tuple[int, int]] = {}  # by transfer: an adapter, and its place
         self._step = 0
@@ -160,10 +159,10 @@ class FakeModel:
                 store[page] = [0] * self.facts.page_size
         for copy in plan.copies:
             if copy.source == "adapters":
-                (adapter,), (place,) = ints(copy.sources), ints(copy.targets)
+                (adapter,), (place,) = ints(copy.sources[0]), ints(copy.targets[0])
                 self._arriving[copy.transfer], self._adapters[place] = (adapter, place), WRONG
-            elif self._stores:
-                self._begin(copy)
+            elif self._stores or self._states:
+                self.tiers.begin(copy)
         rows = self._rows(plan)
         if not self._encoder:
             for g in range(len(self._stores)):
@@ -224,38 +223,13 @@ class FakeModel:
                 values.extend((state >> 8 * i & 0xFF) / 0x100 for i in range(self.facts.hidden))
         return values.tobytes()
 
-    def _begin(self, copy: Copy) -> None:
-        """Its targets mean nothing until it has ended."""
-        self._copying[copy.transfer] = copy, self._contents(copy.source, copy.sources)
-        self._put(copy.target, copy.targets, [[WRONG] * self.facts.page_size] * len(ints(copy.targets)))
-
     def move(self, transfer: int, ok: bool) -> Moved:
         """End a copy."""
         if transfer in self._arriving:
             adapter, place = self._arriving.pop(transfer)
             self._adapters[place] = adapter if ok else WRONG
-            return Moved(transfer, ok)
-        if not self._stores:
-            return Moved(transfer, ok)
-        copy, contents = self._copying.pop(transfer)
-        assert self._contents(copy.source, copy.sources) == contents, (
-            "a page was written to while it was copied"
-        )
-        for page in self._contents(copy.target, copy.targets):
-            assert page == [WRONG] * self.facts.page_size, "a page was used before its copy had come"
-        if ok:
-            self._put(copy.target, copy.targets, contents)
+        self.tiers.end(transfer, ok)
         return Moved(transfer, ok)
-
-    def _contents(self, place: str, pages: bytes) -> list[list[int]]:
-        return [list(self._place(place)[page]) for page in ints(pages)]
-
-    def _put(self, place: str, pages: bytes, contents: list[list[int]]) -> None:
-        for page, content in zip(ints(pages), contents, strict=True):
-            self._place(place)[page] = list(content)
-
-    def _place(self, place: str) -> dict[int, list[int]] | list[list[int]]:
-        return self._host if place == "host" else self._stores[0]
 
     def vector(self, tokens: list[int]) -> bytes:
         """float32[4] of a prompt."""
@@ -545,10 +519,10 @@ class FakeRunner:
 
     It stands for a device: steps queue up, and each lasts ``fake_step_ms`` from its launch, or from the end
     of the one before if that is later. The gap before a step is the time in which the device had none. With
-    ``host_pages`` its pages have contents, and a copy lasts ``COPY_SECONDS`` beside the steps.
+    ``tiers`` its pages have contents, and a copy lasts ``COPY_SECONDS`` beside the steps.
     """
 
-    host_pages = 0
+    tiers: Sequence[Tier] = ()
 
     def __init__(
         self,
@@ -560,8 +534,8 @@ class FakeRunner:
         report: Callable[[Progress], None],
     ) -> None:
         self.facts = fake_facts(config, source)
-        self.facts.host_pages = self.host_pages
-        self._model = FakeModel(self.facts, config.random_seed or 0, verify=self.host_pages > 0)
+        self.facts.tiers = list(self.tiers)
+        self._model = FakeModel(self.facts, config.random_seed or 0, verify=bool(self.tiers))
         self._copies: deque[tuple[float, int]] = deque()  # when they end, and their transfers
         self._step_seconds = config.fake_step_ms / 1000
         self._end = clock.now()  # of the last step launched

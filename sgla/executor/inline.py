@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pkgutil import resolve_name
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,7 @@ class InlineExecutor:
         from sgla.worker.loop import AtOnce, answer
 
         steps = AtOnce(runner)
-        while (item := self._inbox.get()) is not None:
+        while (item := self._next(runner)) is not None:
             if isinstance(item, tuple):
                 command, future = item
                 made = answer(runner, command)
@@ -85,13 +85,29 @@ class InlineExecutor:
                 continue
             try:
                 self._results.put(steps.launch(item).result)
-                for moved in runner.moved() if item.copies else ():
-                    self._results.put(moved)
+                self._tell_copies(runner)
             except BaseException as error:
                 traceback.print_exc()
                 died = WorkerDied(f"a model step failed: {type(error).__name__}: {error}")
                 self._loop.call_soon_threadsafe(self._died, died)
                 return
+
+        getattr(runner, "close", lambda: None)()
+
+    def _next(self, runner: Any) -> StepPlan | Command | None:
+        """What is to be done next. While copies are under way their ends are told."""
+        from sgla.worker.loop import COPYING, Copies
+
+        while isinstance(runner, Copies) and runner.copying:
+            try:
+                return self._inbox.get(timeout=COPYING)
+            except Empty:
+                self._tell_copies(runner)
+        return self._inbox.get()
+
+    def _tell_copies(self, runner: Any) -> None:
+        for moved in getattr(runner, "moved", list)():
+            self._results.put(moved)
 
     def _settle_later(self, future: asyncio.Future[Any], done: Future[dict[str, Any]]) -> None:
         from sgla.worker.loop import outcome

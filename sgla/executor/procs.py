@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Pipe
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -32,7 +32,7 @@ from sgla.device import platform
 from sgla.errors import SglaError, WorkerDied
 from sgla.executor.base import STACKS
 from sgla.executor.ring import Ring
-from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
+from sgla.messages import KEY, Control, Facts, Moved, Progress, StepPlan, StepResult, Tier
 
 if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
@@ -260,7 +260,7 @@ class ProcsExecutor:
         same = zip(*(f.groups for f in facts))
         facts[0].groups = [min(groups, key=lambda group: group.pages) for groups in same]
         facts[0].context_len = min(f.context_len for f in facts)
-        facts[0].host_pages = min(f.host_pages for f in facts)
+        facts[0].tiers, facts[0].found = _common_tiers(facts)
         return facts[0]
 
     def _on_stderr(self, rank: Rank) -> None:
@@ -394,3 +394,26 @@ class ProcsExecutor:
         if self._rendezvous:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
             self._rendezvous = ""
+
+
+def _common_tiers(facts: Sequence[Facts]) -> tuple[list[Tier], list[list[bytes]]]:
+    """No more units than any rank has, and what all ranks have found in them."""
+    tiers, found = list[Tier](), list[list[bytes]]()
+    for t, same in enumerate(zip(*(f.tiers for f in facts))):
+        units = [min(counts) for counts in zip(*(tier.units for tier in same))]
+        tiers.append(Tier(same[0].name, units, same[0].lasting))
+        if facts[0].found:
+            columns = zip(*(f.found[t] for f in facts))
+            found.append([_common_keys(keys, count) for keys, count in zip(columns, units)])
+    return tiers, found
+
+
+def _common_keys(columns: Sequence[bytes], units: int) -> bytes:
+    first, *others = columns
+    if all(other[: units * KEY] == first[: units * KEY] for other in others):
+        return first[: units * KEY]
+    keys = bytearray(units * KEY)
+    for at in range(0, units * KEY, KEY):
+        if len({column[at : at + KEY] for column in columns}) == 1:
+            keys[at : at + KEY] = first[at : at + KEY]
+    return bytes(keys)

@@ -13,7 +13,6 @@ import msgspec
 from aiohttp import web
 
 from sgla import clock
-from sgla.actors.adapters import namespace_of
 from sgla.actors.ingress import Sink
 from sgla.config import Config
 from sgla.defaults import Defaults
@@ -297,7 +296,7 @@ async def make_work(
             index_base=i * n,
             client=client.runs_as,
             size=request[SHARE].body,
-            namespace=namespace_of(space, adapter),
+            namespace=request.app[SERVER].ingress.adapters.namespace(space, adapter),
             adapter=adapter,
             **prompt,
             **common,

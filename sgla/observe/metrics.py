@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from sgla import clock
 from sgla.observe.compat import translated
 from sgla.observe.histogram import E2E, GAP_MS, LAG, LATENCY, SHORT, SIZES, Histogram
-from sgla.sched.stats import Finished, Stats
+from sgla.sched.stats import Finished, Stats, TierStats
 
 if TYPE_CHECKING:
     from sgla.grammar.compiler import Compiler
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 
 PREFIX = "sgla:"
 FINISHES = ("stop", "length", "repetition", "abort", "error")
+
+# Of places beside the device that keep prefixes: the field of TierStats, and whether it is of pages.
+TIERS = (
+    ("tier_total_tokens", "Tokens that a tier has room for", "total", "gauge", True),
+    ("tier_used_tokens", "Tokens that a tier keeps", "cached", "gauge", True),
+    ("tier_loaded_tokens", "Tokens copied from a tier", "loaded", "counter", True),
+    ("tier_saved_tokens", "Tokens copied to a tier", "saved", "counter", True),
+    ("tier_failed_copies", "Copies that failed", "failed", "counter", False),
+)
 
 
 class Metrics(Collector):
@@ -296,6 +305,11 @@ class Metrics(Collector):
             "spec_accepted_tokens_per_pos", "Right guesses by their place in a row", places, ["position"]
         )
 
+    def _tiers(self, tiers: Sequence[TierStats], page_size: int) -> Iterator[Metric]:
+        for name, text, field, make, tokens in TIERS:
+            values = {(tier.name,): getattr(tier, field) * (page_size if tokens else 1) for tier in tiers}
+            yield (self._gauge if make == "gauge" else self._counter)(name, text, values, ["tier"])
+
     def _scheduler(self, stats: Stats) -> Iterator[Metric]:
         page_size = self._facts.page_size if self._facts is not None else 1
         used = stats.pages_total - stats.pages_free - stats.pages_evictable
@@ -317,6 +331,8 @@ class Metrics(Collector):
             yield self._gauge("lora_pool_slots_total", "Places for adapters", stats.adapter_places)
             yield self._gauge("lora_pool_slots_used", "Adapters that have a place", stats.adapters_placed)
             yield self._counter("lora_loads", "Adapters copied to a place", stats.adapter_loads)
+        if stats.tiers:
+            yield from self._tiers(stats.tiers, page_size)
         if stats.windows:
             held = {
                 (str(pool.window),): (pool.total - pool.free - pool.evictable) / pool.total

@@ -12,7 +12,7 @@ import pickle
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ BYTES_KEPT = 4 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
 MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
 LONGEST, BUSY = 0.03, 0.01  # seconds
-NODE, REQUEST = 4e-6, 1e-5  # seconds for a node of the cache, for a request
+NODE, REQUEST, UNIT = 4e-6, 1e-5, 1e-6  # seconds for a node of the cache, a request, a unit of a tier
 MAGIC = b"sgla steps 2\n"
 UNWRITABLE = (ValueError, OverflowError)  # a name that is no text; an integer of more than 64 bits
 _encode = msgspec.msgpack.Encoder().encode
@@ -158,8 +158,8 @@ class RecordedCore(Core):
     # So they are not among the vars() that decide its plans.
     __slots__ = "_chapters", "_size", "_start"
 
-    def __init__(self, limits: Limits, steps: int) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Limits, steps: int, found: Sequence[Sequence[bytes]] = ()) -> None:
+        super().__init__(limits, found)
         self._size = steps
         self._chapters: deque[Kept] = deque(maxlen=2)
         self._begin()
@@ -221,7 +221,8 @@ class RecordedCore(Core):
         return len(self._chapters[-1].calls) if self._chapters else MOST_KEPT
 
     def _snapshot_seconds(self) -> float:
-        return NODE * self._memory.cache.nodes + REQUEST * len(self._queues.open)
+        memory = self._memory
+        return NODE * memory.cache.nodes + REQUEST * len(self._queues.open) + UNIT * memory.transfers.units
 
     def _begin(self) -> None:
         if self._bytes > MOST_LEFT:

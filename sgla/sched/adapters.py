@@ -134,7 +134,7 @@ class Adapters:
         place.adapter, place.transfer, place.since = adapter, transfer, self._clock
         self._of[adapter] = place
         self.loads += 1
-        self.copies.append(Copy(transfer, "adapters", "places", int32([adapter]), int32([place.number])))
+        self.copies.append(Copy(transfer, "adapters", "places", [int32([adapter])], [int32([place.number])]))
 
     def check(self, holders: Iterable[Request]) -> None:
         """``holders``: the requests that have a slot. Raises AssertionError if places do not add up."""

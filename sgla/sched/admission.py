@@ -99,9 +99,7 @@ class Admission:
         """Admit a waiting request to this step, if it fits beside what the running ones will need, or leave
         it to the next, which can begin with more of it. False: it does not fit."""
         memory, limits = self._memory, self._limits
-        if awaited := memory.attach(request):
-            if awaited == PAGES:
-                self._queues.hold(request, PAGES)
+        if memory.attach(request):
             return True
         while not self._fits(request):
             if self._queues.draining or not self._displace(request):

@@ -6,6 +6,7 @@ then ``plan`` until it returns ``None``. Nothing here waits, reads a clock or dr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 from msgspec.structs import replace
@@ -34,9 +35,10 @@ class Core:
     units they have, ``Pressure`` who gives some up, ``Prefill`` how much of a prompt is read, ``Admission``
     who starts. Rows of one token are planned here."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, found: Sequence[Sequence[bytes]] = ()) -> None:
+        """``found``: Facts.found."""
         self.limits = limits
-        self._memory = SlotsOnly(limits) if limits.encoder else Memory(limits)
+        self._memory = SlotsOnly(limits) if limits.encoder else Memory(limits, found)
         self._costs = CostModel(limits.itl_target, limits.step_tokens)
         self._ledger = Ledger()
         self._queues = Queues(limits, self._memory, self._ledger)
@@ -126,6 +128,7 @@ class Core:
         step = Step(queues.steps + 1, self._paged)
         self._pressure.begin()
         memory.adapters.begin()
+        memory.transfers.begin()
         prefills = self._plan_verifies(step) if self.limits.drafts else self._plan_decodes(step)
         if prefills or queues.waiting:
             first = prefills[0] if prefills else queues.waiting[0]
@@ -133,7 +136,7 @@ class Core:
             self._prefill.plan(step, prefills, budget)
             if queues.waiting and budget.tokens > 0:
                 self._admission.admit(step, budget, now)
-        if not (step.rows or memory.copies):
+        if not (step.rows or memory.beginning):
             busy = queues.flights or memory.copying
             assert busy or not (queues.running or queues.waiting), "requests wait for nothing"
             return None
@@ -268,7 +271,7 @@ class Core:
 
     def flush_cache(self) -> bool:
         """Forget the cached prefixes that no request uses; true if none is left."""
-        self._memory.transfers.tier.flush()
+        self._memory.transfers.flush()
         return self._memory.cache.flush()
 
     def drain_finished(self) -> list[Finished]:
@@ -296,6 +299,7 @@ class Core:
                 WindowStats(window=p.window, total=p.total - 1, free=len(p), evictable=p.evictable)
                 for p in memory.windows
             ],
+            tiers=memory.transfers.told(),
             adapter_places=self.limits.adapters,
             adapters_placed=memory.adapters.used,
             adapter_loads=memory.adapters.loads,

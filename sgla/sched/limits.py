@@ -6,7 +6,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgla.errors import ContextTooLong, InvalidField
-from sgla.messages import LONGEST, CacheGroup, RowSampling, StepCost, Submit
+from sgla.messages import LONGEST, CacheGroup, RowSampling, StepCost, Submit, Tier
 
 # Plans travel through a ring of 16 MiB (executor/child.py). A request adds bytes to the plan of the step in
 # which it takes its slot: its tokens, its sampling parameters and its page table. The page table is not
@@ -35,7 +35,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     drafts: int = 0  # most tokens that a decode row may guess and verify
     padded_drafts: bool = False  # Facts.padded_drafts
     guided_drafts: bool = False  # Facts.guided_drafts
-    host_pages: int = 0  # of host memory that keep copies of the prefix tree's
+    tiers: list[Tier] = []  # Facts.tiers
     adapters: int = 0  # Facts.adapters
     depth: int = 2  # most steps in flight
     itl_target: float | None = None  # seconds a step with decode rows should take at most
@@ -62,7 +62,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
             "a group is of windows or of states"
         )
         assert self.groups[-1].every % self.page_size == 0, "a checkpoint lies within a page"
-        assert not self.host_pages or len(self.groups) == 1, "copies are of the first group alone"
+        assert all(len(tier.units) == len(self.groups) for tier in self.tiers), "a tier lacks a group"
         assert self.encoder or all(group.pages > 1 for group in self.groups), "no pages but the dummy"
 
     @property

@@ -7,19 +7,19 @@ pages of windows, of which the tree's are held one by one. ``recurrent.py`` has 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sgla.cache.pages import PagePool
 from sgla.cache.radix import NullCache, RadixCache
 from sgla.cache.states import StatePool
 from sgla.cache.tree import TOKEN_BYTES, marks_from
 from sgla.cache.window import WindowPool
-from sgla.messages import PAGES, Copy
+from sgla.messages import Copy
 from sgla.sched.adapters import Adapters
 from sgla.sched.limits import Limits
 from sgla.sched.recurrent import Recurrent
 from sgla.sched.request import Request
-from sgla.sched.transfers import Numbers, Transfers
+from sgla.sched.transfers import Numbers, Pools, Transfers
 
 STEP = "step"  # see Memory.attach
 
@@ -28,7 +28,8 @@ class Memory:
     """The pools, the tree and the free slots.
     Numbers of pages and states come as lists, one for each cache group."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, found: Sequence[Sequence[bytes]] = ()) -> None:
+        """``found``: Facts.found."""
         self.page_size = limits.page_size
         first, *others = limits.groups
         self.pool = PagePool(first.pages)
@@ -38,9 +39,10 @@ class Memory:
         states = StatePool(others[-1].pages, others[-1].every) if limits.recurrent else None
         kind = RadixCache if limits.prefix_cache else NullCache
         self.cache = kind(limits.page_size, self.pool, limits.eviction, self.windows, states)
-        host_pages = limits.host_pages if limits.prefix_cache else 0
+        tiers = limits.tiers if limits.prefix_cache else []
         self._numbers = Numbers()
-        self.transfers = Transfers(self.cache, self.pool, host_pages, limits.page_size, self._numbers)
+        pools = Pools(self.pool, self.windows, states)
+        self.transfers = Transfers(self.cache, pools, tiers, found, limits.page_size, self._numbers)
         self.adapters = Adapters(limits.adapters)
         self.slots = list(range(limits.rows - 1, -1, -1))
         self.recurrent = None
@@ -96,15 +98,11 @@ class Memory:
     def attach(self, request: Request) -> str:
         """Give the request a slot, and the cached prefix of what it knows, locked. The last token is never
         matched: it must be computed to have a successor. Or nothing, and what is worth waiting for: the next
-        ``STEP``, which can begin with more of it, or ``PAGES`` that a transfer brings. Its
-        adapter is there."""
+        ``STEP``, which can begin with more of it. Its adapter is there."""
         assert request.node is None
         assert not request.pages
         limit = request.known - 1 if request.reads_cache else 0
         match = self.cache.match(request.namespace, request.data, limit, request.marks)
-        if match.pending:
-            self.transfers.wait(match.pending, request.rid)
-            return PAGES
         if match.soon:
             return STEP
         self.cache.lock(match.node)
@@ -141,6 +139,11 @@ class Memory:
     @property
     def copies(self) -> bool:
         """Some copy is to begin."""
+        return bool(self.transfers.copies or self.transfers.later or self.adapters.copies)
+
+    @property
+    def beginning(self) -> bool:
+        """Some copy begins with the plan being made."""
         return bool(self.transfers.copies or self.adapters.copies)
 
     @property
@@ -149,12 +152,12 @@ class Memory:
         return bool(self.transfers.under_way) or self.adapters.under_way
 
     def load(self, request: Request) -> bool:
-        """Have more of its prefix copied from the host, if there is some and it has room on the device. Then
-        the request gives all back until it has come."""
+        """Have more of its prefix copied to the device, if a tier has some and there is room. Then the
+        request gives all back until it has come."""
         if not self.transfers.active:
             return False
         self.catch_up(request)  # who was retracted for it has left more in the tree
-        if not self.transfers.load(request, self.available[0]):
+        if not self.transfers.load(request):
             return False
         self.release(request)
         return True
@@ -319,25 +322,30 @@ class Memory:
         self.cache.check()
         holders = list(holders)
         private = [page for request in holders for page in request.pages[request.shared :]]
+        private += self.transfers.owned(0)
         assert len(set(private)) == len(private), "a private page has two owners"
         total = len(self.pool) + self.cache.pages + len(private)
         assert total == self.pool.total - 1, f"free + tree + private = {total}, not {self.pool.total - 1}"
         used = [request.slot for request in holders]
         assert sorted(used + self.slots) == list(range(self._rows)), "slots lost or doubled"
         for g, pool in enumerate(self.windows):
-            _check_window(pool, g, holders)
+            moving = self.transfers.owned(1 + g), self.transfers.held(1 + g)
+            _check_window(pool, g, holders, *moving)
         self.transfers.check()
         self.adapters.check(holders)
         if self.recurrent is not None:
-            self.recurrent.check(holders)
+            last = 1 + len(self.windows)
+            self.recurrent.check(holders, self.transfers.owned(last), self.transfers.held(last))
         for request in holders:
             assert request.allocated == len(request.pages) * self.page_size, "allocated and pages disagree"
             assert request.planned <= request.allocated, "planned beyond the pages"
             _check_path(request)
 
 
-def _check_window(pool: WindowPool, g: int, holders: list[Request]) -> None:
-    held, private = list[int](), list[int]()
+def _check_window(
+    pool: WindowPool, g: int, holders: list[Request], private: list[int], held: list[int]
+) -> None:
+    """``private`` and ``held``: those of transfers, which those of ``holders`` join."""
     for request in holders:
         pages, behind = request.windows[g], request.behind[g]
         assert len(pages) == len(request.pages), "windows and pages disagree"

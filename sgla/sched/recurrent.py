@@ -118,8 +118,9 @@ class Recurrent:
             for ticket in request.given:
                 pool.void(ticket)
 
-    def check(self, holders: list[Request]) -> None:
-        """Raises AssertionError if a state is lost, doubled or held for nobody."""
-        owned = [request.unit for request in holders]
+    def check(self, holders: list[Request], owned: list[int], held: list[int]) -> None:
+        """``owned`` and ``held``: those of transfers. Raises AssertionError if a state is lost, doubled or
+        held for nobody."""
+        owned = owned + [request.unit for request in holders]
         owned += [request.mark[1] for request in holders if request.mark is not None]
-        self.pool.check_owners(owned, [request.read for request in holders if request.read])
+        self.pool.check_owners(owned, held + [request.read for request in holders if request.read])

@@ -9,7 +9,8 @@ from enum import Enum
 
 from msgspec.structs import replace
 
-from sgla.cache.tree import Node
+from sgla.cache.tier import chain
+from sgla.cache.tree import TOKEN_BYTES, Node
 from sgla.messages import Delta, Ready, Submit, TokenLogprob, int32
 from sgla.sched.repetition import Loop
 
@@ -100,6 +101,7 @@ class Request:
         "goal",
         "guessed",
         "holds",
+        "keys",
         "known",
         "last_step",
         "limit",
@@ -156,6 +158,7 @@ class Request:
         self.adapter = submit.adapter
         self.place = 0  # of its adapter on the device, while it has a slot
         self.marks: dict[int, bytes] = {}  # of pages (cache/radix.py)
+        self.keys: list[bytes] = []  # of its first pages (cache/tier.py)
         self.tokens = prompt.array  # its own once it has run
         self.data = prompt.data  # committed tokens when it last began to wait
         self.prompt_len = len(self.tokens)
@@ -232,6 +235,14 @@ class Request:
         """Prompt logprobs and hidden states need the tokens computed,
         so a request that owes them reads no cached prefix."""
         return self.prompt_logprobs is None and self.states is None
+
+    def chain(self, page_size: int, count: int) -> list[bytes]:
+        """Keys of its first ``count`` pages, which are of committed tokens."""
+        if count > len(self.keys):
+            width = page_size * TOKEN_BYTES
+            tokens = self.tokens[: count * page_size].tobytes()
+            return chain(self.keys, self.namespace, tokens, width, count, self.marks)
+        return self.keys[:count]
 
     @property
     def least(self) -> int:

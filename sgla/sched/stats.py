@@ -37,6 +37,17 @@ class WindowStats(msgspec.Struct, kw_only=True):
     evictable: int  # in the tree, and held by no request
 
 
+class TierStats(msgspec.Struct, kw_only=True):
+    """Pages of the first cache group in a tier beside the device."""
+
+    name: str
+    total: int
+    cached: int = 0
+    loaded: int = 0  # counter: copied to the device
+    saved: int = 0  # counter: copied there
+    failed: int = 0  # counter: copies, of any number of pages, that failed
+
+
 class Stats(msgspec.Struct, kw_only=True):
     running: int = 0
     held: int = 0  # for what their ``holds`` name
@@ -50,6 +61,7 @@ class Stats(msgspec.Struct, kw_only=True):
     pages_evictable: int = 0  # of those, not in use
     pages_private: int = 0
     windows: list[WindowStats] = []  # the above are of the first cache group, these of the others
+    tiers: list[TierStats] = []
     adapter_places: int = 0  # on the device
     adapters_placed: int = 0  # adapters that have one
     adapter_loads: int = 0  # counter: copies to a place

@@ -89,17 +89,16 @@ class CpuRunner(CpuSetup):
             if copy.source == "adapters":
                 self._moved += bring_adapters(self.adapters, [copy])
                 continue
-            assert self._host is not None, "copies for a runner without host pages"
-            self._host.copy(copy.source, copy.target, places(copy.sources), places(copy.targets))
-            self._moved.append(Moved(copy.transfer, ok=True))
+            assert self._disk is not None, "copies for a runner without tiers"
+            self._disk.begin(copy)
 
     @property
     def copying(self) -> bool:
-        return bool(self._moved)
+        return bool(self._moved) or (self._disk is not None and self._disk.under_way)
 
     def moved(self) -> list[Moved]:
         moved, self._moved = self._moved, []
-        return moved
+        return moved + (self._disk.ended() if self._disk is not None else [])
 
     def _sample(
         self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None

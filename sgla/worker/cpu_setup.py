@@ -4,6 +4,7 @@ the forward pass fast."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from sgla.kernels.cpu.program import ProgramLimits
 from sgla.layers.adapters import Adapters
 from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
-from sgla.messages import VERIFIED, Facts, Moved
+from sgla.messages import VERIFIED, CacheGroup, Facts, Moved
 from sgla.model.base import CausalLM
 from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.read import read_decoder
@@ -27,10 +28,11 @@ from sgla.sampling.native import find_draw
 from sgla.sampling.processors import Factory, declared
 from sgla.sampling.processors import load as load_processors
 from sgla.worker.adapters import AdaptedForward, AdapterStore, places_of
+from sgla.worker.disk import DiskTier, identity_of, open_disk
 from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, drafts_of, most_rows
 from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
-from sgla.worker.kv import HostPages, allocate_kv
+from sgla.worker.kv import allocate_kv, memory_of
 from sgla.worker.memory import cache_groups, check_weights, size_kv
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
@@ -47,7 +49,7 @@ class CpuSetup(Runner):
     which has the ``matchers`` of grammars on the rank that samples."""
 
     place: Cpu
-    host_pages = 0  # kept for a prefix tree that outgrows the pool: here both are the same memory
+    _disk: DiskTier | None = None
 
     def _load(self, config: Config, source: ModelSource) -> None:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
@@ -69,16 +71,17 @@ class CpuSetup(Runner):
             wanted_context=config.context_length,
             model_context=spec.context_len,
         )
-        places = places_of(config, dtype)
-        self.model = self._load_model(config, source, dtype, size.context_len, places)
-        self.adapters = None if places is None else AdapterStore(places)
         states = groups[-1].unit_bytes > 0
         spare = VERIFIED if states and drafts_of(config) else 0
         pages = [*size.pages[:-1], size.pages[-1] + spare]
         self.kv = allocate_kv(state, groups, pages, config.page_size, dtype)
         self._rewind = Rewind(self.kv, size.pages[-1]) if spare else None
         self._own = self.kv[: len(own)]
-        self._host = HostPages(self.kv, self.host_pages) if self.host_pages and len(groups) == 1 else None
+        units = cache_groups(pool, size.pages)
+        disk = self._open_disk(config, source, units)
+        places = places_of(config, dtype)
+        self.model = self._load_model(config, source, dtype, size.context_len, places)
+        self.adapters = None if places is None else AdapterStore(places)
         self._moved: list[Moved] = []
         self._most_logits = max(slots, LOGIT_ROWS)
         self._kept = Kept() if config.enable_return_hidden_states else None
@@ -90,7 +93,7 @@ class CpuSetup(Runner):
         kept = self.kv[len(own) :]
         self._drafter = drafts.make(self.tables, self.sampler, kept, step_tokens, self.place.threads)
         self.facts = Facts(
-            groups=cache_groups(pool, size.pages),
+            groups=units,
             page_size=config.page_size,
             slots=slots,
             context_len=size.context_len,
@@ -101,10 +104,25 @@ class CpuSetup(Runner):
             ledger={"weights": weights, "kv": size.bytes, "adapters": places.nbytes if places else 0},
             adapters=places.places if places else 0,
             notes=[note for note in (kernels, size.note) if note],
-            host_pages=self.host_pages if self._host else 0,
             guided_drafts=True,
+            **disk,
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
+
+    def _open_disk(self, config: Config, source: ModelSource, groups: list[CacheGroup]) -> dict[str, Any]:
+        """The fields of ``Facts`` that tell of it."""
+        if config.kv_disk is None:
+            return {}
+        memory = [[tensor.numpy() for tensor in found] for found in memory_of(self.kv, len(groups))]
+        shard = self.shard
+        layout = [[tensor.shape[1] for tensor in tensors] for tensors in memory]
+        identity = identity_of(config, source, layout)
+        self._disk, tier, keys = open_disk(config.kv_disk, identity, groups, memory, shard.rank, shard.size)
+        return {"tiers": [tier], "found": [keys]}
+
+    def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
 
     def _load_model(
         self, config: Config, source: ModelSource, dtype: str, context_len: int, places: Adapters | None

@@ -99,19 +99,21 @@ def zero_pages(kv: Sequence[Layer], pages: Sequence[Tensor]) -> None:
             x.index_fill_(0, pages[layer.group], 0)
 
 
-class HostPages:
-    """Host memory for copies of pages of the first cache group, in all its layers."""
+def memory_of(kv: Sequence[Layer], groups: int) -> list[list[Tensor]]:
+    """Of each cache group, what its units take: uint8[units, bytes] of each tensor, in the memory's order."""
+    tensors: list[dict[int, Tensor]] = [{} for _ in range(groups)]
+    for layer in kv:
+        if (kept := tokens_of(layer)) is not None:
+            tensors[kept.group] |= {x.data_ptr(): x for x in (kept.k, kept.v) if x.numel()}
+        state = layer.state if isinstance(layer, BothLayer) else layer
+        if isinstance(state, StateLayer):
+            tensors[-1] |= {x.data_ptr(): x for x in (state.conv, state.memory) if x.numel()}
+    return [[_in_order(x).view(len(x), -1).view(torch.uint8) for x in found.values()] for found in tensors]
 
-    def __init__(self, kv: Sequence[Layer], pages: int) -> None:
-        tensors = [x for layer in paged(kv) for x in (layer.k, layer.v)]
-        device = [x.view(torch.uint8) if x.itemsize == 1 else x for x in tensors]
-        host = [x.new_empty(pages + 1, *x.shape[1:]) for x in device]  # place 0 is never used
-        self._places = {"device": device, "host": host}
 
-    def copy(self, source: str, target: str, sources: Tensor, targets: Tensor) -> None:
-        """Pages int64[n] of ``source`` to those of ``target``: each is ``device`` or ``host``."""
-        for x, y in zip(self._places[source], self._places[target]):
-            y[targets] = x[sources]
+def _in_order(x: Tensor) -> Tensor:
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    return x.permute([0, *(dim for dim in order if dim)])
 
 
 def untouched(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -77,7 +77,7 @@ class Launches(Protocol):
 
 @runtime_checkable
 class Copies(Protocol):
-    """A runner that honours ``StepPlan.copies``, if its ``facts`` have host pages or adapters."""
+    """A runner that honours ``StepPlan.copies``, if its ``facts`` have tiers or adapters."""
 
     @property
     def copying(self) -> bool:
@@ -128,7 +128,7 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
     before sleeping.
     """
     device: Launches = runner if isinstance(runner, Launches) else AtOnce(runner)
-    may_copy = runner.facts.host_pages or runner.facts.adapters
+    may_copy = runner.facts.tiers or runner.facts.adapters
     copies = runner if may_copy and isinstance(runner, Copies) else None
     replies = Replies(device, pipe)
     decode, encode = msgspec.msgpack.Decoder(StepPlan).decode, msgspec.msgpack.Encoder().encode

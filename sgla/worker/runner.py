@@ -76,6 +76,9 @@ class Runner(ABC):
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the step."""
 
+    def close(self) -> None:  # noqa: B027  (most have nothing)
+        """Give back what others may want to have. No step runs."""
+
     def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
         """An answer, which may come later. Verbs: ``memory``; ``profile_start`` with ``folder`` and
         ``steps``; ``profile_stop``; those of ``AdapterStore``; those of ``grammar/matcher.py``, for models

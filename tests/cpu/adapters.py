@@ -103,4 +103,6 @@ def load(runner: CpuRunner, number: int, folder: Path) -> None:
 def put(runner: CpuRunner, number: int, place: int) -> None:
     """An adapter that is loaded to a place, without a scheduler."""
     assert runner.adapters is not None
-    assert runner.adapters.bring(Copy(1, "adapters", "places", int32([number]), int32([place]))) is not None
+    assert (
+        runner.adapters.bring(Copy(1, "adapters", "places", [int32([number])], [int32([place])])) is not None
+    )

@@ -1,4 +1,4 @@
-"""Runners with host pages, for the tests of copies in worker processes."""
+"""Runners with a tier, for the tests of copies in worker processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from sgla.config import Config
 from sgla.executor.fake import FakeRunner
 from sgla.hub.source import ModelSource
-from sgla.worker.cpu import CpuRunner
+from sgla.messages import Tier
 
 
 class CopyingFake(FakeRunner):
-    host_pages = 64
+    tiers = (Tier("host", [64]),)
 
 
 class FailingFake(CopyingFake):
@@ -23,7 +23,3 @@ class FailingFake(CopyingFake):
 
     def _copied(self) -> bool:
         return self._rank != 1
-
-
-class CopyingCpu(CpuRunner):
-    host_pages = 64

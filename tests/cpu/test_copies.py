@@ -1,9 +1,10 @@
-"""Copies of pages between device and host in worker processes, as a server has them: planned, carried out,
-told by every rank."""
+"""Copies between the device and tiers in worker processes, as a server has them: planned, carried out, told
+by every rank."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from sgla.actors.system import make_limits
 from sgla.executor.base import Executor
 from sgla.executor.fake import FakeExecutor, fake_facts
 from sgla.executor.inline import InlineExecutor
-from sgla.messages import Delta, Deltas, Submit
+from sgla.messages import Delta, Deltas, Submit, Tier
 from sgla.sched.core import Core
 
 CONFIG = tiny_config(step_tokens=256)
@@ -55,7 +56,7 @@ class Answers:
         self.ended.clear()
         schedule.post(request)
         await asyncio.wait_for(self.ended.wait(), 20)
-        while not schedule.core.idle:  # its pages are on their way to the host
+        while not schedule.core.idle:  # its pages are on their way to a tier
             await asyncio.sleep(0.001)
         return [t for delta in self.deltas for t in delta.tokens], self.deltas[0].cached_tokens
 
@@ -65,7 +66,7 @@ async def returned(executor: Executor) -> int:
     Its answer is the same."""
     facts = await executor.start(lambda progress: None)
     limits = make_limits(CONFIG, facts)
-    core = Core(replace(limits, groups=[replace(facts.groups[0], pages=15)]))
+    core = Core(replace(limits, groups=[replace(facts.groups[0], pages=15)]), facts.found)
     answers: Any = Answers()
     schedule = Schedule(core, executor, answers, NOBODY, NOBODY, crash)
     try:
@@ -83,13 +84,7 @@ async def returned(executor: Executor) -> int:
 
 @pytest.mark.parametrize(
     ("runner", "ranks", "all_of_it"),
-    [
-        ("CopyingFake", 1, True),
-        ("CopyingFake", 2, True),
-        ("FailingFake", 2, False),
-        ("CopyingCpu", 1, True),
-        ("CopyingCpu", 2, True),
-    ],
+    [("CopyingFake", 1, True), ("CopyingFake", 2, True), ("FailingFake", 2, False)],
 )
 async def test_an_evicted_prefix_comes_back_in_processes(runner: str, ranks: int, all_of_it: bool) -> None:
     config = replace(CONFIG, tp=ranks)
@@ -97,12 +92,19 @@ async def test_an_evicted_prefix_comes_back_in_processes(runner: str, ranks: int
     assert (await returned(executor) == 160) is all_of_it
 
 
-async def test_an_evicted_prefix_comes_back_in_this_process() -> None:
-    assert await returned(InlineExecutor(CONFIG, tiny_source(), runner="copying:CopyingCpu")) == 160
+async def test_two_ranks_have_a_disk_each(tmp_path: Path) -> None:
+    config = replace(CONFIG, tp=2, kv_disk=f"{tmp_path}:1M")
+    assert await returned(ForkedExecutor(config, tiny_source())) == 160
+    assert {path.name for path in tmp_path.glob("kv-*")} == {"kv-0of2", "kv-1of2"}
+
+
+async def test_an_evicted_prefix_comes_back_in_this_process(tmp_path: Path) -> None:
+    config = replace(CONFIG, kv_disk=f"{tmp_path}:1M")
+    assert await returned(InlineExecutor(config, tiny_source())) == 160
     facts = fake_facts(CONFIG, tiny_source())
-    facts.host_pages = 64
+    facts.tiers = [Tier("host", [64])]
     assert await returned(FakeExecutor(facts)) == 160
 
 
-async def test_no_copies_are_planned_for_a_runner_without_host_pages() -> None:
+async def test_no_copies_are_planned_for_a_runner_without_tiers() -> None:
     assert await returned(InlineExecutor(CONFIG, tiny_source())) < 160

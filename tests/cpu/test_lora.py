@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from tiny import Transcript, make_core, run, run_executor, submit, tiny_config
 
+from sgla.actors.adapters import Adapter, AdapterTable
 from sgla.errors import InvalidAdapter
 from sgla.hub.source import open_source
 from sgla.loading.adapter import CONFIG, WEIGHTS
@@ -149,6 +150,23 @@ def test_two_ranks_are_as_one(base: Path, tmp_path: Path) -> None:
 
     for rid, found in numbers(asyncio.run(ranks())).items():
         check_equal(found, alone[rid])
+
+
+def test_prefixes_of_an_adapter_are_known_by_its_weights(base: Path, tmp_path: Path) -> None:
+    """A number means another adapter to another server."""
+    runner = adapted(base)
+    assert runner.adapters is not None
+    content = {}
+    for name, seed in (("first", 1), ("same", 1), ("other", 2)):
+        save_adapter(tmp_path / name, base, seed=seed)
+        content[name] = runner.adapters._load(len(content) + 1, tmp_path / name)["content"]
+    assert content["first"] == content["same"] != content["other"]
+    table = AdapterTable(tiny_config())
+    for number, name in enumerate(content, 1):
+        table._by_number[number] = Adapter(name=name, folder="", number=number, content=content[name])
+    spaces = [table.namespace("salt", number) for number in range(4)]
+    assert spaces[1] == spaces[2]
+    assert len({spaces[0], spaces[1], spaces[3], table.namespace("", 1), table.namespace(spaces[1], 0)}) == 5
 
 
 def _config(folder: Path, **changes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from sgla.hub.source import ModelSource
 from sgla.messages import Delta, Facts, Moved, RowSampling, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
+from sgla.worker.loop import Copies
 
 VOCAB = 331
 LLAMA = {
@@ -64,9 +66,9 @@ def make_core(facts: Facts, *, pages: int = 0, windows: Sequence[int] = (), **ch
         "context_len": facts.context_len,
         "step_tokens": facts.step_tokens,
         "hidden": facts.hidden,
-        "host_pages": facts.host_pages,
+        "tiers": facts.tiers,
     }
-    return Core(Limits(**limits | changes))
+    return Core(Limits(**limits | changes), facts.found)
 
 
 def submit(rid: str, tokens: list[int], max_new: int, **sampling: Any) -> Submit:
@@ -93,11 +95,14 @@ class Synchronous:
         self.plans.append(plan)
 
     def drain(self) -> list[StepResult | Moved]:
-        """Of the next plan; of copies alone where all that could be planned waits for one."""
-        if not self.plans:
-            return list(self.runner.moved())
-        plan = self.plans.popleft()
-        return [self.runner.execute(plan), *(self.runner.moved() if plan.copies else ())]
+        if self.plans:
+            return [self.runner.execute(self.plans.popleft()), *self._moved()]
+        while not (moved := self._moved()):  # everybody waits for a copy
+            time.sleep(0.0005)
+        return list(moved)
+
+    def _moved(self) -> list[Moved]:
+        return self.runner.moved() if isinstance(self.runner, Copies) else []
 
 
 class Transcript(dict[str, list[Delta]]):

@@ -11,7 +11,18 @@ from typing import Any
 from msgspec.structs import replace
 
 from sgla.executor.fake import FakeModel
-from sgla.messages import CacheGroup, Delta, Facts, Failed, Ready, RowSampling, StepCost, StepPlan, Submit
+from sgla.messages import (
+    CacheGroup,
+    Delta,
+    Facts,
+    Failed,
+    Ready,
+    RowSampling,
+    StepCost,
+    StepPlan,
+    Submit,
+    Tier,
+)
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits, plan_bytes_of
 
@@ -57,7 +68,9 @@ class Simulation:
         check: bool = True,
         forced: int = 0,
         acceptance: float = 0.7,
+        before: Simulation | None = None,
     ) -> None:
+        """``before``: a server that has had the tiers that last."""
         facts = Facts(
             groups=limits.groups,
             page_size=limits.page_size,
@@ -70,10 +83,14 @@ class Simulation:
             dtype="none",
             device="fake",
             hidden=limits.hidden,
+            tiers=limits.tiers,
         )
         self.limits = limits
-        self.core = Core(limits)
+        self.core = Core(limits, before.model.tiers.found() if before else [])
         self.model = FakeModel(facts, seed=1, verify=check, cost=cost, forced=forced, acceptance=acceptance)
+        for tier in limits.tiers if before else ():
+            if tier.lasting:
+                self.model.tiers.there[tier.name] = before.model.tiers.there[tier.name]
         self.check = check
         self.now = 1.0
         self.flights: deque[StepPlan] = deque()
@@ -282,7 +299,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "context_len": random.choice((20, 40, 40)),
         "step_tokens": random.choice((1, 3, 8, 20, 64)),
         "costs": random_costs(random),
-        "host_pages": random.choice((0, 3, 10, 60)) if len(groups) == 1 else 0,
+        "tiers": random_tiers(random, len(groups)),
         "depth": random.randint(1, 3),
         "drafts": random.choice((0, 0, 1, 3, 8)),
         "adapters": random.choice((1, 2, 4)),
@@ -296,6 +313,12 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "reserve": random.choice((0.0, 0.0, 0.5)),
     }
     return Limits(**(values | changes))
+
+
+def random_tiers(random: Random, groups: int) -> list[Tier]:
+    tiers = [Tier("host", [random.choice((1, 3, 10, 60)) for _ in range(groups)])]
+    tiers.append(Tier("disk", [random.choice((2, 20, 90)) for _ in range(groups)], lasting=True))
+    return random.choice(([], tiers[:1], tiers[1:], tiers))
 
 
 def random_costs(random: Random) -> list[StepCost]:

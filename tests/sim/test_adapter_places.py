@@ -42,7 +42,7 @@ def test_places_are_kept_and_the_one_unused_for_longest_goes() -> None:
     for i, adapter in enumerate((1, 2, 1, 3, 1, 2)):
         simulation.offer(wanted(f"r{i}", adapter))
         simulation.run()
-    copies = [copy.sources[0] for plan in simulation.plans for copy in plan.copies]
+    copies = [copy.sources[0][0] for plan in simulation.plans for copy in plan.copies]
     assert copies == [1, 2, 3, 2], "1 is used too often to go"
     simulation.verify()
 
@@ -53,12 +53,12 @@ def test_a_pinned_adapter_stays_and_one_that_is_gone_leaves_its_place() -> None:
     for i, adapter in enumerate((1, 2, 3, 4, 1)):
         simulation.offer(wanted(f"r{i}", adapter))
         simulation.run()
-    assert [copy.sources[0] for plan in simulation.plans for copy in plan.copies] == [1, 2, 3, 4]
+    assert [copy.sources[0][0] for plan in simulation.plans for copy in plan.copies] == [1, 2, 3, 4]
     simulation.core.keep(Keep(1, pinned=False))
     simulation.offer(wanted("last", 5))
     simulation.run()
     assert simulation.plans[-1].step
-    assert [copy.targets[0] for plan in simulation.plans for copy in plan.copies][-1] == 1
+    assert [copy.targets[0][0] for plan in simulation.plans for copy in plan.copies][-1] == 1
     simulation.verify()
 
 

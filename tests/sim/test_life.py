@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from simulation import Simulation, make_limits, make_submit
 
+from sgla.messages import Tier
 from sgla.sched.request import LIFE, OWNERS, Request, State
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
@@ -46,7 +47,7 @@ def state_of(simulation: Simulation, rid: str) -> State:
 
 
 def test_every_edge_is_walked(walked: set[tuple[State, str, State]]) -> None:
-    simulation = Simulation(make_limits(pages=9, slots=2, host_pages=20))
+    simulation = Simulation(make_limits(pages=9, slots=2, tiers=[Tier("host", [20])]))
     simulation.offer(make_submit("held", [1, 2, 3], holds=frozenset(("grammar", "adapter"))))
     simulation.offer(make_submit("lost", [1, 2, 3], holds=frozenset(("grammar",))))
     simulation.offer(make_submit("late", [4, 5, 6], deadline=3.0, holds=frozenset(("grammar",))))

@@ -31,7 +31,7 @@ def play(random: Random) -> Simulation:
             simulation.cancel(rid, random.choice(("client", "stop")))
         if random.random() < 0.02:
             simulation.core.flush_cache()
-        if simulation.limits.host_pages and random.random() < 0.1:
+        if simulation.limits.tiers and random.random() < 0.1:
             simulation.evict()
         if random.random() < 0.3:
             simulation.submit_plans()

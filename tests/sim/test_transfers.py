@@ -3,21 +3,24 @@ leaves."""
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 from simulation import Simulation, make_limits, make_submit
 
-from sgla.messages import StepPlan
+from sgla.messages import CacheGroup, StepPlan, Tier
 from sgla.sched.request import State
 
 LONG = [(7 * i) % 50 for i in range(40)]
 OTHER = [(3 * i + 1) % 50 for i in range(40)]
 
 
-def simulate(**changes: object) -> Simulation:
+def simulate(**changes: Any) -> Simulation:
     """The device has pages for one of the long prompts."""
-    return Simulation(make_limits(**{"pages": 14, "host_pages": 40} | changes))
+    tiers = [Tier("host", [changes.pop("host", 40)])]
+    return Simulation(make_limits(**{"pages": 14, "tiers": tiers} | changes))
 
 
 def run(simulation: Simulation, rid: str, tokens: list[int]) -> int:
@@ -29,7 +32,7 @@ def run(simulation: Simulation, rid: str, tokens: list[int]) -> int:
 
 def copies(plans: list[StepPlan], target: str) -> list[int]:
     """Pages of each copy."""
-    return [len(copy.targets) // 4 for plan in plans for copy in plan.copies if copy.target == target]
+    return [len(copy.targets[0]) // 4 for plan in plans for copy in plan.copies if copy.target == target]
 
 
 def held(simulation: Simulation, rid: str) -> bool:
@@ -152,7 +155,7 @@ def test_a_text_that_had_no_numbers_is_forgotten_on_the_host() -> None:
 
 @pytest.mark.parametrize("pages", [1, 3])
 def test_the_host_keeps_what_was_used_last(pages: int) -> None:
-    simulation = simulate(host_pages=pages)
+    simulation = simulate(host=pages)
     run(simulation, "first", LONG)
     run(simulation, "other", OTHER)
     run(simulation, "third", LONG[::-1])
@@ -161,19 +164,120 @@ def test_the_host_keeps_what_was_used_last(pages: int) -> None:
     simulation.verify()
 
 
-def play(random: Random) -> Simulation:
-    """Requests with few prefixes, of which the device always loses some."""
+def grouped(*others: CacheGroup, **changes: Any) -> Simulation:
+    """A device with room for one long prompt, with cache groups beside the first one, and a disk."""
+    tiers = [Tier("disk", [40] * (1 + len(others)), lasting=True)]
+    return Simulation(make_limits(**{"pages": 14, "windows": others, "tiers": tiers} | changes))
+
+
+@pytest.mark.parametrize("window", [1, 6, 9])
+def test_pages_of_windows_come_back(window: int) -> None:
+    simulation = grouped(CacheGroup(8, window))
+    run(simulation, "first", LONG)
+    simulation.evict()
+    simulation.plans.clear()
+    assert run(simulation, "again", [*LONG, 1, 2]) == 40
+    [copy] = [copy for plan in simulation.plans for copy in plan.copies if copy.target == "device"]
+    assert [len(column) // 4 for column in copy.targets] == [10, (window + 2) // 4]
+    simulation.verify()
+
+
+def test_a_window_that_alone_was_lost_comes_back_alone() -> None:
+    simulation = grouped(CacheGroup(5, 6), pages=40, context_len=60)
+    run(simulation, "first", LONG)
+    run(simulation, "other", OTHER)
+    simulation.plans.clear()
+    assert run(simulation, "again", [*LONG, 1, 2]) == 40
+    [copy] = [copy for plan in simulation.plans for copy in plan.copies if copy.target == "device"]
+    assert [len(column) // 4 for column in copy.targets] == [0, 2]
+    simulation.verify()
+
+
+def test_checkpoints_of_states_come_back() -> None:
+    simulation = grouped(CacheGroup(12, every=16))
+    run(simulation, "first", [*LONG, 1, 2])
+    simulation.evict()
+    simulation.plans.clear()
+    assert run(simulation, "again", [*LONG, 3, 4]) == 40
+    assert run(simulation, "half", [*LONG[:38], 3, 4]) == 32
+    copied = [copy.targets for plan in simulation.plans for copy in plan.copies if copy.target == "device"]
+    assert [[len(column) // 4 for column in columns] for columns in copied] == [[10, 1], [0, 1]]
+    simulation.verify()
+
+
+def test_the_nearest_of_tiers_that_have_as_much_is_read() -> None:
+    simulation = Simulation(
+        make_limits(pages=14, tiers=[Tier("host", [5]), Tier("disk", [40], lasting=True)])
+    )
+    run(simulation, "first", LONG[:20])
+    run(simulation, "second", OTHER)
+    simulation.evict()
+    for rid, tokens, source in (("near", OTHER[:18], "host"), ("far", LONG[:20], "disk")):
+        simulation.plans.clear()
+        assert run(simulation, rid, tokens) == 16
+        copied = [copy.source for plan in simulation.plans for copy in plan.copies if copy.target == "device"]
+        assert copied == [source]
+    simulation.verify()
+
+
+def test_a_disk_is_found_again_and_what_was_flushed_is_not() -> None:
+    first = grouped()
+    run(first, "first", LONG)
+    run(first, "other", OTHER)
+    second = Simulation(first.limits, before=first)
+    assert (run(second, "again", LONG), run(second, "else", OTHER)) == (36, 36)
+    second.core.flush_cache()
+    run(second, "short", [1])
+    third = Simulation(first.limits, before=second)
+    assert run(third, "again", LONG) == 0
+    for simulation in (first, second, third):
+        simulation.verify_states()
+        simulation.assert_released()
+
+
+def test_saving_does_not_keep_the_device_from_work() -> None:
+    """Copies that do not end hold what they copy, and nobody waits for it."""
+    simulation = simulate(pages=40, host=200)
+    for i in range(8):
+        simulation.offer(make_submit(f"r{i}", [(i * x + i) % 50 for x in range(30)], 4))
+    while any(simulation.finish(f"r{i}") is None for i in range(8)):
+        simulation.submit_plans()
+        plan = simulation.flights.popleft()
+        result = simulation.model.execute(plan)
+        simulation.copies += [copy.transfer for copy in plan.copies]
+        simulation.take(simulation.core.retire(result, simulation.now))
+    assert sum(copies(simulation.plans, "host")) < 20
+    simulation.run()
+    simulation.verify()
+
+
+def play(random: Random) -> list[Simulation]:
+    """Servers, one after the other, whose requests have few prefixes, of which the device loses some."""
+    beside = random.choice(
+        ((), (CacheGroup(9, 5),), (CacheGroup(7, every=8),), (CacheGroup(9, 6), CacheGroup(5, every=4)))
+    )
     limits = make_limits(
         pages=random.choice((10, 14, 20)),
-        host_pages=random.choice((5, 20, 60)),
+        windows=beside,
+        tiers=[
+            Tier("host", [random.choice((5, 20)) for _ in range(1 + len(beside))]),
+            Tier("disk", [random.choice((5, 20, 60)) for _ in range(1 + len(beside))], lasting=True),
+        ][random.choice((0, 1)) :],
         slots=random.choice((1, 2, 4)),
         depth=random.randint(1, 3),
-        drafts=random.choice((0, 3)),
+        drafts=random.choice((0, 3)) if not any(group.every for group in beside) else 0,
         policy=random.choice(("fcfs", "lpm", "dfs-weight", "lof")),
     )
-    simulation = Simulation(limits)
     stems = [[random.randrange(3) for _ in range(24)] for _ in range(3)]
-    pending = 14
+    servers = list[Simulation]()
+    for _ in range(2):
+        servers.append(Simulation(limits, before=servers[-1] if servers else None))
+        serve(servers[-1], random, stems)
+    return servers
+
+
+def serve(simulation: Simulation, random: Random, stems: list[list[int]]) -> None:
+    pending = 10
     while pending or not simulation.core.idle:
         if pending and random.random() < 0.3:
             pending -= 1
@@ -183,16 +287,30 @@ def play(random: Random) -> Simulation:
             simulation.end_a_copy(random, failures=0.3)
         if random.random() < 0.2:
             simulation.evict()
+        if random.random() < 0.01:
+            simulation.core.flush_cache()
         if random.random() < 0.02 and simulation.submits:
             simulation.cancel(random.choice(list(simulation.submits)))
         simulation.step(broken=random.random() if random.random() < 0.01 else None)
-    return simulation
 
 
 def test_text_is_the_same_whatever_becomes_of_copies() -> None:
-    loaded = 0
-    for seed in range(100):
-        simulation = play(Random(seed))
-        simulation.verify()
-        loaded += len(copies(simulation.plans, "device"))
-    assert loaded > 200
+    loaded: Counter[tuple[int, str, int]] = Counter()
+    for seed in range(40):
+        servers = play(Random(seed))
+        for i, simulation in enumerate(servers):
+            for rid in simulation.submits:
+                tokens, _ = simulation.alone(rid)
+                got = simulation.tokens(rid)
+                assert got == (tokens[: len(got)] if rid in simulation.cut else tokens), (seed, rid)
+            simulation.assert_released()
+            for plan in simulation.plans:
+                for copy in plan.copies:
+                    if copy.target == "device":
+                        loaded[i, copy.source, len(copy.sources)] += 1
+    for part in (0, 1, 2):
+        counts = Counter[object]()
+        for key, count in loaded.items():
+            counts[key[part]] += count
+        assert len(counts) == (2, 2, 3)[part]
+        assert min(counts.values()) > 9, "too little was loaded to tell"

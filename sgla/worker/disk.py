@@ -1,0 +1,241 @@
+"""A tier on a disk: copies of what the prefix tree has, in files that outlive the server.
+
+Nothing that goes wrong here is an error of a request. What cannot be written is not kept; what cannot be
+read, or is not what was written, is computed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.hub.source import ModelSource
+from sgla.messages import KEY, CacheGroup, Copy, Moved, Tier
+from sgla.validation import folder_and_size
+from sgla.version import __version__
+from sgla.worker.state import column
+
+FORMAT = 1  # of the files
+SUM = 16  # bytes of a checksum
+ENTRY = KEY + SUM
+Memory = list[NDArray[np.uint8]]  # [units, bytes] of each tensor of a cache group
+log = logging.getLogger(__name__)
+
+
+class UnitFile:
+    """Units of one cache group, whose numbers begin with 1, in two files: an index with the key of each and a
+    checksum of both, and what they hold. The index is written last, so half a unit has a wrong checksum."""
+
+    def __init__(self, folder: Path, group: int, units: int, nbytes: int) -> None:
+        """Raises OSError."""
+        self._nbytes, self._units = nbytes, units
+        self._index = self._open(folder / f"{group}.index", units * ENTRY)
+        self._data = self._open(folder / f"{group}.data", units * nbytes)
+
+    def _open(self, path: Path, size: int) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(fd, size)
+        return fd
+
+    def keys(self) -> bytes:
+        """KEY bytes a unit; zeros for none."""
+        index = os.pread(self._index, self._units * ENTRY, 0)
+        return np.frombuffer(index, np.uint8).reshape(-1, ENTRY)[:, :KEY].tobytes()
+
+    def write(self, unit: int, key: bytes, data: bytes) -> None:
+        """Raises OSError."""
+        self._write(self._data, data, (unit - 1) * self._nbytes)
+        self._write(self._index, key + _checksum(key, data), (unit - 1) * ENTRY)
+
+    def _write(self, fd: int, data: bytes, at: int) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, data[done:] if done else data, at + done)
+
+    def read(self, unit: int, key: bytes) -> bytes:
+        """Raises OSError if that is not what the unit holds."""
+        entry = os.pread(self._index, ENTRY, (unit - 1) * ENTRY)
+        data = os.pread(self._data, self._nbytes, (unit - 1) * self._nbytes)
+        if len(data) != self._nbytes or entry != key + _checksum(key, data):
+            raise OSError("a file has been changed, or was cut off")
+        return data
+
+    def erase(self, unit: int) -> None:
+        """Raises OSError."""
+        self._write(self._index, bytes(ENTRY), (unit - 1) * ENTRY)
+
+    def close(self) -> None:
+        os.close(self._index)
+        os.close(self._data)
+
+
+def _checksum(key: bytes, data: bytes) -> bytes:
+    made = blake2b(key, digest_size=SUM)
+    made.update(data)
+    return made.digest()
+
+
+class DiskTier:
+    """Reads and writes in threads, one each, so that what is read does not wait for what is written.
+    ``memory``: of each cache group, on the device."""
+
+    def __init__(self, files: list[UnitFile], memory: list[Memory], lock: int = -1) -> None:
+        self._files, self._memory, self._lock = files, memory, lock
+        self._reader = ThreadPoolExecutor(1, "kv-read")
+        self._writer = ThreadPoolExecutor(1, "kv-write")
+        self._under_way: list[tuple[int, Future[None]]] = []
+        self._warned: set[str] = set()
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._under_way)
+
+    def begin(self, copy: Copy) -> None:
+        threads, work = (self._reader, self._load) if copy.target == "device" else (self._writer, self._save)
+        self._under_way.append((copy.transfer, threads.submit(work, copy)))
+
+    def ended(self) -> list[Moved]:
+        """The copies that have ended since the last call."""
+        done = [entry for entry in self._under_way if entry[1].done()]
+        self._under_way = [entry for entry in self._under_way if entry not in done]
+        return [Moved(transfer, future.exception() is None) for transfer, future in done]
+
+    def _load(self, copy: Copy) -> None:
+        with _Told(self._warned, "be read; what it holds is computed"):
+            for file, memory, places, units, keys in self._columns(copy):
+                for place, unit, key in zip(places, units, keys):
+                    data, at = np.frombuffer(file.read(place, key), np.uint8), 0
+                    for tensor in memory:
+                        width = tensor.shape[1]
+                        tensor[unit] = data[at : at + width]
+                        at += width
+
+    def _save(self, copy: Copy) -> None:
+        with _Told(self._warned, "be written; what it lacks is computed again"):
+            if not copy.source:
+                for file, targets in zip(self._files, copy.targets):
+                    for place in column(targets).tolist():
+                        file.erase(place)
+                return
+            for file, memory, units, places, keys in self._columns(copy):
+                for unit, place, key in zip(units, places, keys):
+                    file.write(place, key, b"".join(tensor[unit].data for tensor in memory))
+
+    def _columns(self, copy: Copy) -> list[tuple[UnitFile, Memory, list[int], list[int], list[bytes]]]:
+        sources, targets = ([column(c).tolist() for c in columns] for columns in (copy.sources, copy.targets))
+        keys = [[names[at : at + KEY] for at in range(0, len(names), KEY)] for names in copy.keys]
+        return list(zip(self._files, self._memory, sources, targets, keys, strict=True))
+
+    def close(self) -> None:
+        """Another server may have the files."""
+        for threads in (self._reader, self._writer):
+            threads.shutdown(cancel_futures=True)
+        for file in self._files:
+            file.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+
+
+class _Told:
+    """Tells of the first OSError of its kind."""
+
+    def __init__(self, told: set[str], what: str) -> None:
+        self._told, self._what = told, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._what not in self._told:
+            self._told.add(self._what)
+            log.warning("--kv-disk: %s: not everything can %s", error, self._what)
+
+
+def open_disk(
+    setting: str, identity: str, groups: Sequence[CacheGroup], memory: list[Memory], rank: int, size: int
+) -> tuple[DiskTier, Tier, list[bytes]]:
+    """The tier of ``--kv-disk``, of which each rank has its part, and the keys of what it holds. Files of
+    another ``identity`` begin anew. Raises ConfigError."""
+    folder, room = folder_and_size(setting)
+    nbytes = [sum(tensor.shape[1] for tensor in tensors) for tensors in memory]
+    whole = sum(group.pages * (n + ENTRY) for group, n in zip(groups, nbytes))
+    share = room / size / whole
+    units = [int(min(share, 1 if not n else share) * group.pages) for group, n in zip(groups, nbytes)]
+    if not all(units):
+        least = size * max(whole // group.pages + 1 for group in groups)
+        raise ConfigError(
+            f"--kv-disk {setting}: a page takes more; give {least >> 10}K at least", param="kv_disk"
+        )
+    try:
+        lock = _claim(folder, rank, size)
+        own = folder / f"kv-{rank}of{size}"
+        _begin(own, identity)
+        files = [UnitFile(own, g, count, n) for g, (count, n) in enumerate(zip(units, nbytes))]
+        keys = [file.keys() for file in files]
+    except OSError as error:
+        raise ConfigError(
+            f"--kv-disk {folder}: {error.strerror or error}; name a folder that this user may write to",
+            param="kv_disk",
+        ) from error
+    return DiskTier(files, memory, lock), Tier("disk", units, lasting=True), keys
+
+
+def _claim(folder: Path, rank: int, size: int) -> int:
+    """A lock for this rank alone; files for another number of ranks go. Raises OSError, ConfigError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / f"lock-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(
+            f"--kv-disk {folder}: another server has it; name a folder of its own", param="kv_disk"
+        ) from None
+    for path in folder.glob("kv-*of*"):
+        if rank == 0 and not path.name.endswith(f"of{size}"):
+            shutil.rmtree(path)
+    return lock
+
+
+def _begin(folder: Path, identity: str) -> None:
+    """Make a folder for files of this identity, if it is not one. Raises OSError."""
+    told = folder / "identity"
+    if not (told.is_file() and told.read_text() == identity):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        told.write_text(identity)
+
+
+def identity_of(config: Config, source: ModelSource, layout: object) -> str:
+    """What KV depends on beside the text: weights, settings, and how units lie in memory, which ``layout``
+    tells. Files of weights are known by size and time, those of a hub's cache by their content."""
+    described = [FORMAT, __version__, source.kind, source.config, repr(source.layout), layout]
+    settings = ["dtype", "kv_cache_dtype", "quantization", "load_format", "model_impl", "page_size"]
+    if source.kind == "dummy":
+        settings.append("random_seed")
+    settings += ["speculative_algorithm", "speculative_model", "speculative_quantization"]  # layers that guess
+    described += [getattr(config, name) for name in settings]
+    beside = sorted([*source.folder.glob("*.json"), *source.folder.glob("*.py")])
+    drafts = source.draft.files if source.draft is not None else ()
+    described += [_version(path) for path in (*source.files, *drafts, *beside)]
+    return blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _version(path: Path) -> list[object]:
+    real = path.resolve()
+    if real.parent.name == "blobs":
+        return [path.name, real.name]
+    stat = real.stat()
+    return [path.name, stat.st_size, stat.st_mtime_ns]

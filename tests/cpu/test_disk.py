@@ -1,0 +1,248 @@
+"""Prefixes on a disk: what comes back is what was computed, whatever becomes of the files."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_cases import deepseek, gemma3, qwen3_next
+from tiny import Transcript, make_core, run, submit, tiny_config, tiny_source
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.resolve import check_features
+from sgla.sched.core import Core
+from sgla.worker.cpu import CpuRunner
+from sgla.worker.disk import UnitFile
+
+TEXTS = [[(a * i + a) % 300 for i in range(100)] for a in (7, 11, 13)]
+
+
+def start(
+    folder: Path | None, size: str = "1M", config: dict[str, Any] | None = None, **model: Any
+) -> CpuRunner:
+    disk = {} if folder is None else {"kv_disk": f"{folder}:{size}"}
+    settings = tiny_config(**{"max_running_requests": 2} | disk | (config or {}))
+    return CpuRunner(settings, tiny_source(**model), 0, 1, "", lambda progress: None)
+
+
+def play(
+    runner: CpuRunner, core: Core | None = None, ask: int = 3, **limits: Any
+) -> tuple[list[float], list[int]]:
+    """Three texts, one after the other, on a device with room for one: the tokens behind them and their
+    logprobs, and how many tokens of each were cached."""
+    core = core or few(runner, **limits)
+    told, cached = list[float](), list[int]()
+    for i, text in enumerate(TEXTS[:ask]):
+        rid = f"r{core.stats().steps}"
+        answer = run(runner, [submit(rid, [*text, i], 3, logprobs=3)], core)
+        for delta in answer[rid]:
+            told += delta.tokens
+            told += [entry.logprob for entry in delta.logprobs or ()]
+        cached.append(answer[rid][0].cached_tokens)
+    return told, cached
+
+
+def few(runner: CpuRunner, **limits: Any) -> Core:
+    return make_core(runner.facts, pages=160 // runner.facts.page_size, **limits)
+
+
+@pytest.fixture(scope="module")
+def cold() -> Any:
+    """Sums depend on how a text is cut, in their last bits."""
+    return pytest.approx(play(start(None))[0], abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory, cold: Any) -> Path:
+    """Files of a server that has seen the texts."""
+    folder = tmp_path_factory.mktemp("disk")
+    runner = start(folder)
+    core = few(runner)
+    assert play(runner, core) == (cold, [0, 0, 0])
+    assert play(runner, core) == (cold, [96, 96, 96]), "evicted from the device, and here again"
+    assert [(t.name, t.failed) for t in core.stats().tiers] == [("disk", 0)]
+    runner.close()
+    return folder
+
+
+@pytest.fixture
+def folder(filled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(filled, tmp_path / "disk"))
+
+
+def test_a_server_that_starts_anew_has_all_of_it(folder: Path, cold: Any) -> None:
+    assert play(start(folder)) == (cold, [96, 96, 96])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"config": {"random_seed": 2}}, {"model": {"rope_theta": 99.0}}, {"config": {"page_size": 8}}],
+)
+def test_other_weights_and_layouts_begin_anew(folder: Path, other: dict[str, Any]) -> None:
+    model = other.get("model", {})
+    runner = start(folder, config=other.get("config"), **model)
+    assert not any(map(any, runner.facts.found[0]))
+    assert play(runner)[0] == play(start(None, config=other.get("config"), **model))[0]
+
+
+def damage(folder: Path, name: str, how: str) -> None:
+    path = folder / "kv-0of1" / name
+    data = bytearray(path.read_bytes())
+    if how == "cut":
+        data = data[: len(data) // 40]
+    elif how == "noise":
+        data[:: 1 << 10] = bytes(x ^ 0xFF for x in data[:: 1 << 10])
+    elif how == "moved":
+        data = data[len(data) // 2 :] + data[: len(data) // 2]
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["0.data", "0.index"])
+@pytest.mark.parametrize("how", ["cut", "noise", "moved"])
+def test_damaged_files_cost_time_alone(
+    folder: Path, cold: Any, name: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(folder, name, how)
+    runner = start(folder)
+    core = few(runner)
+    told, cached = play(runner, core)
+    assert told == cold
+    assert min(cached) < 96
+    assert core.stats().tiers[0].failed or name == "0.index"
+    assert play(runner, core) == (cold, [96, 96, 96]), "what was computed has been written again"
+    assert len(caplog.records) <= 1
+
+
+def test_files_that_change_under_a_running_server(folder: Path, cold: Any) -> None:
+    runner = start(folder)
+    core = few(runner)
+    for name in ("0.data", "0.index"):
+        os.truncate(folder / "kv-0of1" / name, 100)
+    assert play(runner, core) == (cold, [0, 0, 0])
+    shutil.rmtree(folder)
+    assert play(runner, core)[0] == cold
+
+
+@pytest.mark.parametrize("broken", ["_write", "read"])
+def test_a_disk_that_fails(
+    folder: Path,
+    cold: Any,
+    broken: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is full, or cannot be read."""
+
+    def fail(self: UnitFile, *rest: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if broken == "_write":
+        shutil.rmtree(folder)
+    runner = start(folder)
+    core = few(runner)
+    monkeypatch.setattr(UnitFile, broken, fail)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert play(runner, core) == (cold, [0, 0, 0])
+    assert core.stats().tiers[0].failed >= 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_its_bytes_are_bounded_and_what_was_used_last_stays(tmp_path: Path, cold: Any) -> None:
+    runner = start(tmp_path, "70K")  # eight pages
+    core = few(runner)
+    assert play(runner, core)[0] == cold
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*.*") if path.is_file())
+    assert 50_000 < size <= 70 << 10
+    assert play(runner, core, ask=1)[1] == [0]
+    runner.close()
+    last = start(tmp_path, "70K")
+    assert run(last, [submit("r", [*TEXTS[0], 0], 1)], few(last))["r"][0].cached_tokens == 96
+
+
+def test_what_is_flushed_does_not_come_back(folder: Path) -> None:
+    runner = start(folder)
+    core = few(runner)
+    core.flush_cache()
+    answers = run(runner, [submit("r", [1, 2], 1)], core)
+    assert answers.finish() == {"r": "length"}
+    runner.close()
+    assert not any(map(any, start(folder).facts.found[0]))
+
+
+def test_salts_and_adapters_are_part_of_the_key(folder: Path) -> None:
+    runner = start(folder)
+    request = submit("r", [*TEXTS[0], 0], 1)
+    request.namespace = "salt"
+    answer: Transcript = run(runner, [request], few(runner))
+    assert answer["r"][0].cached_tokens == 0
+
+
+def test_two_servers_do_not_share_a_folder(folder: Path) -> None:
+    runner = start(folder)
+    with pytest.raises(ConfigError, match="another server has it"):
+        start(folder)
+    runner.close()
+    start(folder)
+
+
+@pytest.mark.parametrize(
+    ("folder", "size", "words"),
+    [
+        ("/proc/none", "1M", "may write to"),
+        ("disk", "1K", "give .*K at least"),
+        ("disk", "much", "PATH:BYTES"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(tmp_path: Path, folder: str, size: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        start(tmp_path / folder, size)
+    assert caught.value.param == "kv_disk"
+
+
+@pytest.mark.parametrize(
+    ("changes", "vectors", "words"),
+    [
+        ({"device": "cuda"}, False, "by --device cuda"),
+        ({}, True, "answers with vectors"),
+        ({"prefix_cache": False}, False, "no-prefix-cache"),
+        ({"executor": "fake"}, False, "--executor fake"),
+        ({"kv_disk": "/tmp"}, False, "takes PATH:BYTES"),
+    ],
+)
+def test_what_it_cannot_be_combined_with(changes: dict[str, Any], vectors: bool, words: str) -> None:
+    config = Config(**{"device": "cpu", "kv_disk": "/tmp/none:1G"} | changes)
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_features(config, config.device, vectors, encoder=False)
+    assert caught.value.param == "kv_disk"
+
+
+def of(model: dict[str, Any], folder: Path | None) -> CpuRunner:
+    disk = {} if folder is None else {"kv_disk": f"{folder}:8M"}
+    source = tiny_source()
+    source.config.clear()
+    source.config.update(model)
+    return CpuRunner(tiny_config(**disk), source, 0, 1, "", lambda progress: None)
+
+
+@pytest.mark.parametrize("group", ["window", "latent", "states"])
+def test_other_cache_groups_come_back(group: str, tmp_path: Path) -> None:
+    model = {
+        "window": gemma3(vocab_size=331, num_hidden_layers=3, sliding_window=40, layer_types=...),
+        "latent": deepseek(2, vocab_size=331),
+        "states": qwen3_next(vocab_size=331),
+    }[group]
+    cold = pytest.approx(play(of(model, None), prefix_cache=False)[0], abs=1e-5)
+    runner = of(model, tmp_path)
+    core = few(runner)
+    assert play(runner, core)[0] == cold
+    told, cached = play(runner, core)
+    assert (told, cached) == (cold, [96, 96, 96])
+    runner.close()
+    assert play(of(model, tmp_path)) == (cold, [96, 96, 96])
