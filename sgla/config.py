@@ -283,6 +283,10 @@ class EngineSettings(ModelSettings, kw_only=True):
     eviction: Annotated[
         Literal["lru", "lfu", "fifo", "mru"], Doc(description="which cached prefix goes first")
     ] = "lru"
+    kv_host_bytes: Annotated[
+        int | None,
+        Doc(description="host memory for prefixes that a GPU's KV cache loses, of all ranks together; 64G"),
+    ] = None
     kv_disk: Annotated[
         str | None,
         Doc(

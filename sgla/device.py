@@ -30,6 +30,7 @@ OF_TEXT = (
     "enable_lora",
     "enable_return_hidden_states",
     "kv_disk",
+    "kv_host_bytes",
     "logits_processors",
     "speculative_algorithm",
 )
@@ -104,7 +105,7 @@ class Platform(NamedTuple):
 
 
 PLATFORMS = {
-    "cpu": Platform("sgla.worker.start_cpu:cpu_runner"),
+    "cpu": Platform("sgla.worker.start_cpu:cpu_runner", lacks=("kv_host_bytes",)),
     "cuda": Platform(
         "sgla.worker.start_gpu:cuda_runner",
         lacks=("kv_disk", "logits_processors"),

@@ -121,7 +121,7 @@ def resolve(
         check_recurrent(config, device)
     if isinstance(spec, ModelSpec) and device == "cuda":
         check_gpu_layers(config, spec)
-    check_features(config, device, pooled or encoder, encoder)
+    check_features(config, machine, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         filling.settle("speculative_num_draft_tokens", choose_drafts(config.speculative_algorithm))
     if config.cpu_offload_gb:
@@ -180,7 +180,7 @@ def settle_quantization(
         filling.reasons["quantization"] = reason
 
 
-def check_features(config: Config, device: str, vectors: bool, encoder: bool) -> None:
+def check_features(config: Config, machine: Machine, device: str, vectors: bool, encoder: bool) -> None:
     """Raise ConfigError for what ``device``, or a model that answers with vectors, cannot do."""
     if config.kv_cache_dtype == "fp8" and device != "cuda":
         raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
@@ -197,7 +197,7 @@ def check_features(config: Config, device: str, vectors: bool, encoder: bool) ->
             param="logits_processors",
         )
     check_guesses(config, device)
-    check_tiers(config)
+    check_tiers(config, machine)
     if config.deterministic:
         check_deterministic(config, device)
 
@@ -364,19 +364,24 @@ def check_adapters(config: Config, device: str, generic: bool) -> None:
             )
 
 
-def check_tiers(config: Config) -> None:
+def check_tiers(config: Config, machine: Machine) -> None:
     """Raise ConfigError for settings of places beside the device that keep prefixes."""
-    if config.kv_disk is None:
-        return
-    folder_and_size(config.kv_disk)
+    if config.kv_disk is not None:
+        folder_and_size(config.kv_disk)
     obstacle = None
     if not config.prefix_cache:
         obstacle = "with --no-prefix-cache, which keeps no prefixes"
     elif config.executor == "fake":
         obstacle = "by --executor fake"
-    if obstacle:
+    for name in ("kv_disk", "kv_host_bytes"):
+        if obstacle and (value := getattr(config, name)) is not None:
+            flag = f"--{name.replace('_', '-')} {str(value)[:99]}"
+            raise ConfigError(f"{flag} cannot be honoured {obstacle}; leave it out", param=name)
+    if (config.kv_host_bytes or 0) > machine.memory_available > 0:
         raise ConfigError(
-            f"--kv-disk {config.kv_disk[:99]} cannot be honoured {obstacle}; leave it out", param="kv_disk"
+            f"--kv-host-bytes {config.kv_host_bytes} is more than the {machine.memory_available // MIB} MiB "
+            "of the host's memory that are available; lower it",
+            param="kv_host_bytes",
         )
 
 
@@ -552,6 +557,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "itl_target_ms": (0, math.inf),
     "depth": (1, 3),
     "kv_cache_bytes": (1, math.inf),
+    "kv_host_bytes": (1, math.inf),
     "memory_fraction": (0.05, 1),
     "page_size": (1, 1024),
     "port": (0, 65535),

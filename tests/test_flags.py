@@ -613,3 +613,16 @@ def test_commands_of_peers_are_named_as_ours() -> None:
     ours = set(re.findall(r"[\w-]+", err.getvalue()))
     assert set(COMMANDS.values()) <= ours | {"--version"}
     assert not COMMANDS.keys() & ours
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "size"),
+    [
+        ("--kv-offloading-size", "1.5", 3 << 29),
+        ("--hicache-size", "2", 2 * 10**9),
+        ("--kv-offloading-size", "0", None),
+        ("--hicache-write-policy", "write_through", None),
+    ],
+)
+def test_host_memory_of_peers_is_in_gigabytes(flag: str, value: str, size: int | None) -> None:
+    assert parse(["serve", "demo", flag, value]).flags.get("kv_host_bytes") == size

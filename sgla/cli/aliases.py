@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 class Alias(NamedTuple):
     """Takes a value, which the setting ``field`` gets;
-    ``words`` are values that are written differently here."""
+    ``words`` are values that are written differently here. ``unit``: it takes so many bytes, not one."""
 
     field: str
     words: Mapping[str, Any] = MappingProxyType({})
+    unit: int = 0
 
 
 class Switch(NamedTuple):
@@ -112,7 +113,9 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "kv-cache-memory-bytes": Alias("kv_cache_bytes"),
     "block-size": Alias("page_size"),
     "swap-space": Always("requests that lose their KV cache are computed again", ("0", "0.0", "4", "4.0")),
-    "kv-offloading-size": Always("the KV cache stays on the device", ("0", "0.0")),
+    "kv-offloading-size": Alias("kv_host_bytes", {"0": None, "0.0": None}, 1 << 30),
+    "hicache-size": Alias("kv_host_bytes", {"0": None}, 10**9),
+    "hicache-write-policy": Always("what was computed is copied when its request ends", ("write_through",)),
     # scheduling and cache
     "max-num-seqs": Alias("max_running_requests"),
     "max-batch-size": Alias("max_running_requests"),
@@ -349,8 +352,8 @@ REFUSED: list[tuple[str, str]] = [
         "hicache-* enable-hicache enable-hierarchical-cache radix-cache-backend *lmcache* *flexkv* "
         "*hisparse* hierarchical-sparse-* *external-linker* enable-linker-* kv-offloading-* kv-canary* "
         "enable-session-radix-cache",
-        "--kv-disk PATH:BYTES keeps prefixes beside the device's memory, and --kv-cache-bytes or "
-        "--memory-fraction makes that larger",
+        "--kv-host-bytes 64G keeps prefixes of a GPU in the host's memory, --kv-disk PATH:BYTES those of a "
+        "CPU on a disk",
     ),
     (
         "mm-* *-mm-* *multimodal* media-* allowed-media-domains allowed-local-media-path image-* *-image-* "

@@ -148,7 +148,11 @@ def alias_values(name: str, text: str | bool) -> dict[str, Any]:
         raise ValueError("it takes a value")
     if isinstance(alias, Fields):
         return _fields(alias, parse_object(text))
-    return {alias.field: alias.words[text] if text in alias.words else value_of(alias.field, text)}
+    if text in alias.words:
+        return {alias.field: alias.words[text]}
+    if alias.unit:
+        return {alias.field: int(float(text) * alias.unit)}
+    return {alias.field: value_of(alias.field, text)}
 
 
 def _fields(alias: Fields, given: Mapping[str, Any]) -> dict[str, Any]:

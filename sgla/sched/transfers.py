@@ -183,7 +183,7 @@ class Transfers:
         if not any(lacking) or not self._has_room(lacking):
             self._pools.unhold(held)
             self._cache.unlock(node)
-            return False
+            return any(lacking) and self._await_room(request)
         units = self._take(lacking)
         pages = [[0] * end for _ in range(1 + len(firsts))]
         for column, indices, new in zip(pages, lacking, units):
@@ -202,6 +202,13 @@ class Transfers:
         name = self._told[tier].name
         self.copies.append(Copy(number, name, "device", _columns(places), _columns(units), _joined(named)))
         return True
+
+    def _await_room(self, request: Request) -> bool:
+        """Hold the request until one of the transfers that may have the room is done."""
+        for transfer in self.under_way.values():
+            transfer.waiters.append(request.rid)
+            return True
+        return False
 
     def _has_room(self, lacking: list[list[int]]) -> bool:
         pools = self._pools

@@ -34,8 +34,9 @@ class CudaRunner(GpuSetup):
     def launch(self, plan: StepPlan) -> Flight | Computed:
         """Queue the step on the GPU. Waits for nothing."""
         for copy in plan.copies:
-            assert self.copies is not None, "copies for a runner without places"
-            self.copies.begin(copy)
+            tier = self.copies if copy.source == "adapters" else self.host
+            assert tier is not None, "copies for a runner without places or tiers"
+            tier.begin(copy)
         if not plan.slots:
             return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
         begin = torch.cuda.Event(enable_timing=True)
@@ -99,10 +100,10 @@ class CudaRunner(GpuSetup):
 
     @property
     def copying(self) -> bool:
-        return self.copies is not None and self.copies.under_way
+        return any(place.under_way for place in (self.copies, self.host) if place is not None)
 
     def moved(self) -> list[Moved]:
-        return [] if self.copies is None else self.copies.ended()
+        return [moved for place in (self.copies, self.host) if place is not None for moved in place.ended()]
 
     def _extend(self, plan: StepPlan, slots: Any, starts: Any, verify: Verify | None) -> Launched:
         """A step with prompt tokens, or one that brings hidden states."""

@@ -25,6 +25,7 @@ from sgla.hub.source import ModelSource
 from sgla.messages import KEY, CacheGroup, Copy, Moved, Tier
 from sgla.validation import folder_and_size
 from sgla.version import __version__
+from sgla.worker.memory import tier_units
 from sgla.worker.state import column
 
 FORMAT = 1  # of the files
@@ -170,13 +171,12 @@ def open_disk(
     another ``identity`` begin anew. Raises ConfigError."""
     folder, room = folder_and_size(setting)
     nbytes = [sum(tensor.shape[1] for tensor in tensors) for tensors in memory]
-    whole = sum(group.pages * (n + ENTRY) for group, n in zip(groups, nbytes))
-    share = room / size / whole
-    units = [int(min(share, 1 if not n else share) * group.pages) for group, n in zip(groups, nbytes)]
+    pages = [group.pages for group in groups]
+    units = tier_units(room / size, pages, [n + ENTRY for n in nbytes])
     if not all(units):
-        least = size * max(whole // group.pages + 1 for group in groups)
+        least = size * sum(count * (n + ENTRY) for count, n in zip(pages, nbytes)) // min(pages)
         raise ConfigError(
-            f"--kv-disk {setting}: a page takes more; give {least >> 10}K at least", param="kv_disk"
+            f"--kv-disk {setting}: a page takes more; give {(least >> 10) + 1}K at least", param="kv_disk"
         )
     try:
         lock = _claim(folder, rank, size)

@@ -10,13 +10,14 @@ from functools import partial
 import torch
 
 from sgla.config import Config
+from sgla.errors import OutOfMemory
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.rehearsal import compilers
 from sgla.loading.load import load_model
 from sgla.loading.offload import Offload, copying
 from sgla.loading.pooled import load_decoder
-from sgla.messages import Facts, Progress, StepCost
+from sgla.messages import CacheGroup, Facts, Progress, StepCost, Tier
 from sgla.model.base import CausalLM
 from sgla.model.read import read_decoder
 from sgla.model.state import Demand, Pool
@@ -29,8 +30,10 @@ from sgla.worker.gpu_adapters import AdapterCopies
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes, within_memory
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
+from sgla.worker.gpu_tiers import STAGED, HostTier
 from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
-from sgla.worker.memory import cache_groups, mib
+from sgla.worker.kv import memory_of
+from sgla.worker.memory import cache_groups, mib, tier_units
 from sgla.worker.place import Gpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
@@ -46,10 +49,11 @@ MIXED, HEAVY = 512, 4 << 30
 class GpuSetup(Runner):
     """Ready to run steps: ``steps`` without a graph, with what all have in common; ``graphs`` of decode rows
     and ``prompts`` of mixed steps, if the attention ``_captures``; ``flights``, which draw; ``constraints``
-    on the rank that samples; ``copies`` of adapters, if there are any."""
+    on the rank that samples; ``copies`` of adapters, if there are any; ``host``: a tier in its memory."""
 
     place: Gpu
     copies: AdapterCopies | None = None
+    host: HostTier | None = None
     steps: GpuSteps
 
     def _load(self, config: Config, source: ModelSource) -> None:
@@ -66,6 +70,8 @@ class GpuSetup(Runner):
         if places is not None:
             self.adapters = AdapterStore(places, self._pin)
             self.copies = AdapterCopies(self.adapters)
+        if config.kv_host_bytes:
+            self._staging = torch.empty(STAGED, dtype=torch.uint8, device="cuda")
         begin = partial(self._begin, kernels, sizes, woken, torch.cuda.memory_allocated())
         with self.place.torch, within_memory("loading the weights", self.budget.lighter):
             layers = self.budget.weights.offloaded.layers
@@ -166,8 +172,9 @@ class GpuSetup(Runner):
             self.notes.append(
                 f"context cut from {steps.context_len} to {context_len} tokens, what the KV cache holds"
             )
+        groups = cache_groups(pool, pages)
         self.facts = Facts(
-            groups=cache_groups(pool, pages),
+            groups=groups,
             page_size=config.page_size,
             slots=steps.slots,
             context_len=context_len,
@@ -180,8 +187,32 @@ class GpuSetup(Runner):
             ledger=self.budget.ledger,
             adapters=0 if self.adapters is None else self.adapters.adapters.places,
             notes=self.notes,
+            tiers=self._host_tier(config, groups),
             **answer_facts(config, steps.model.spec, self.pooling),
         )
+
+    def _host_tier(self, config: Config, groups: list[CacheGroup]) -> list[Tier]:
+        """What ``Facts`` tell of it. Raises OutOfMemory."""
+        if not config.kv_host_bytes:
+            return []
+        memory = memory_of(self.steps.kv, len(groups))
+        nbytes = [sum(tensor.shape[1] for tensor in tensors) for tensors in memory]
+        room = config.kv_host_bytes // self.shard.size
+        units = tier_units(room, [group.pages for group in groups], nbytes)
+        if not all(units):
+            raise OutOfMemory(
+                f"--kv-host-bytes {config.kv_host_bytes} has no room for one page; raise it, or leave it out",
+                param="kv_host_bytes",
+            )
+        try:
+            self.host = HostTier(memory, units, self._staging)
+        except RuntimeError as error:  # of pages that cannot be locked
+            raise OutOfMemory(
+                f"the host's memory ran out while {mib(room)} for prefixes were taken ({error}); lower "
+                "--kv-host-bytes",
+                param="kv_host_bytes",
+            ) from error
+        return [Tier("host", units)]
 
     def _graph_bytes(self, prompts: int) -> int:
         """What graphs are going to take. ``prompts``: what the largest step takes beside weights and KV."""

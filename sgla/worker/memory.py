@@ -67,6 +67,13 @@ def size_kv(
     return KVSize(pages, context, sum(n * b for n, b in zip(pages, pool.page_bytes)), note)
 
 
+def tier_units(room: float, pages: Sequence[int], nbytes: Sequence[int]) -> list[int]:
+    """How many units of each cache group a tier of ``room`` bytes has, in the device's proportion: that has
+    so many ``pages``. What takes no bytes it need not have more often than the device."""
+    share = room / sum(count * size for count, size in zip(pages, nbytes))
+    return [int(count * (share if size else min(share, 1))) for count, size in zip(pages, nbytes)]
+
+
 def cache_groups(pool: Pool, pages: Sequence[int]) -> list[CacheGroup]:
     """As ``Facts`` have them. ``pages`` of each, with the dummy page."""
     groups = zip(pages, pool.groups, pool.page_bytes)

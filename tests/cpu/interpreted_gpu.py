@@ -132,6 +132,17 @@ def adapted() -> list[Submit]:
     return [replace(one, adapter=n, namespace=str(n)) for one, n in zip(made, numbers)]
 
 
+def by_turns() -> list[Submit]:
+    """Texts that push each other from the device, each twice, and with other ends."""
+    rng = np.random.default_rng(5)
+    texts = [rng.integers(0, 331, 33).tolist() for _ in range(3)]
+    return [
+        replace(submit(f"{turn}{i}", [*text, turn, turn + i], 3, logprobs=1), arrival=10.0 * turn + i + 1)
+        for turn in range(2)
+        for i, text in enumerate(texts)
+    ]
+
+
 def poison(runner: Any, core: Any) -> None:
     """From now on the free pages of windows hold no numbers whenever a step is planned."""
     plan = core.plan
@@ -289,6 +300,8 @@ WIDER = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
     "v_head_dim": 12,
 }
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
+ONE = {"max_running_requests": 1, "page_size": 4, "step_tokens": 24}
+TORCH = {"attention_backend": "torch"}
 STATES = {"enable_return_hidden_states": True}
 # Model, pooling, requests, settings, those of the GPU alone.
 CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
@@ -366,6 +379,8 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         SMALL_STEPS,
         {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
+    "prefixes on the host": (DECODER, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
+    "states on the host": (STATES_KEPT, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
     "encoder": (ENCODER, "mean_tokens", inputs, {"context_length": 64}, {}),
     "rotary encoder": (ROTARY, "mean_tokens", inputs, {"context_length": 64}, {}),
     "encoder in bfloat16": (ENCODER, "cls_token", inputs, {"context_length": 64}, {"dtype": "bfloat16"}),
@@ -405,10 +420,15 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
     core = make_core(
         facts, adapters=facts.adapters, encoder=encoder, prefix_cache=kept, depth=1 if windows else 2
     )
+    if facts.tiers:
+        core = make_core(facts, pages=12)
     if windows and "device" in settings:
         assert [group.window for group in facts.groups] == [0, WINDOW]
         poison(runner, core)
-    return shown(run(runner, requests(), core))
+    answered = shown(run(runner, requests(), core))
+    for tier in core.stats().tiers:
+        assert tier.loaded > 12, tier
+    return answered
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from tiny import Transcript, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.observe.machine import Machine
 from sgla.resolve import check_features
 from sgla.sched.core import Core
 from sgla.worker.cpu import CpuRunner
@@ -219,7 +220,7 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, folder: str, size: str, w
 def test_what_it_cannot_be_combined_with(changes: dict[str, Any], vectors: bool, words: str) -> None:
     config = Config(**{"device": "cpu", "kv_disk": "/tmp/none:1G"} | changes)
     with pytest.raises(ConfigError, match=words) as caught:
-        check_features(config, config.device, vectors, encoder=False)
+        check_features(config, Machine(), config.device, vectors, encoder=False)
     assert caught.value.param == "kv_disk"
 
 

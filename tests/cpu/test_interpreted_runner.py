@@ -15,6 +15,7 @@ CASES = {
     "text": set(KINDS),
     "weights on the host": {"logprobs"},
     "adapters": {"logprobs"},
+    "prefixes on the host": {"logprobs"},
     "toy family": {"logprobs"},
     "toy format": {"logprobs"},
     "experts in mxfp4": {"logprobs"},

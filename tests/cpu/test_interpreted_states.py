@@ -17,6 +17,7 @@ CASES = {
     "a scan beside attention": {"logprobs"},
     "one part in each layer": {"logprobs"},
     "scans alone": {"logprobs"},
+    "states on the host": {"logprobs"},
 }
 
 
