@@ -294,6 +294,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "restarts, such as /var/cache/sgla:100G (CPU)"
         ),
     ] = None
+    kv_store: Annotated[
+        str | None,
+        Doc(
+            description="folder or address that fsspec knows (s3://, gs://, file://), where servers of the "
+            "same model keep prefixes for each other (CPU; needs sgla[remote])"
+        ),
+    ] = None
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None
 
 

@@ -31,6 +31,7 @@ OF_TEXT = (
     "enable_return_hidden_states",
     "kv_disk",
     "kv_host_bytes",
+    "kv_store",
     "logits_processors",
     "speculative_algorithm",
 )
@@ -108,7 +109,7 @@ PLATFORMS = {
     "cpu": Platform("sgla.worker.start_cpu:cpu_runner", lacks=("kv_host_bytes",)),
     "cuda": Platform(
         "sgla.worker.start_gpu:cuda_runner",
-        lacks=("kv_disk", "logits_processors"),
+        lacks=("kv_disk", "kv_store", "logits_processors"),
         place="sgla.worker.place:Gpu",
     ),
 }

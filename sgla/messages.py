@@ -326,7 +326,8 @@ class Copy(msgspec.Struct, array_like=True, frozen=True):
     """Copy units of cache groups between the ``device`` and a ``Tier``, by its name. It begins when the steps
     before this plan's are done, and runs beside later ones: nobody writes to ``sources`` nor reads
     ``targets`` before a ``Moved`` tells that it has ended. Without a ``source``: forget what the ``targets``
-    hold. Or copy adapters: from ``adapters``, by their numbers, to ``places`` on the device."""
+    hold. Without a ``target``: tell which of the ``keys`` the source has. Or copy adapters: from
+    ``adapters``, by their numbers, to ``places`` on the device."""
 
     transfer: int
     source: str
@@ -338,10 +339,12 @@ class Copy(msgspec.Struct, array_like=True, frozen=True):
 
 class Moved(msgspec.Struct, array_like=True, frozen=True):
     """Workers -> schedule, at any time: a ``Copy`` has ended. Every rank tells; the executor hands on that
-    all have. If one has failed, what the targets hold means nothing."""
+    all have. If one has failed, what the targets hold means nothing. ``there``: uint8[*] of each cache group,
+    which keys of a Copy without target were found."""
 
     transfer: int
     ok: bool
+    there: list[bytes] = []
 
 
 class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
@@ -623,11 +626,14 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
 class Tier(msgspec.Struct, frozen=True):
     """A place beside the device that keeps copies of what the prefix tree has: ``units`` of each cache group,
-    whose numbers begin with 1. ``lasting``: it outlives the server."""
+    whose numbers begin with 1. ``lasting``: it outlives the server. ``shared``: others write to it, too; its
+    units have keys and no numbers, and what it has is asked for (``Copy``), if it may be ``least`` pages."""
 
-    name: str  # host | disk
+    name: str  # host | disk | store
     units: list[int]
     lasting: bool = False
+    shared: bool = False
+    least: int = 0
 
 
 class StepCost(msgspec.Struct, kw_only=True, frozen=True):

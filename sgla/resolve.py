@@ -373,7 +373,7 @@ def check_tiers(config: Config, machine: Machine) -> None:
         obstacle = "with --no-prefix-cache, which keeps no prefixes"
     elif config.executor == "fake":
         obstacle = "by --executor fake"
-    for name in ("kv_disk", "kv_host_bytes"):
+    for name in ("kv_disk", "kv_host_bytes", "kv_store"):
         if obstacle and (value := getattr(config, name)) is not None:
             flag = f"--{name.replace('_', '-')} {str(value)[:99]}"
             raise ConfigError(f"{flag} cannot be honoured {obstacle}; leave it out", param=name)

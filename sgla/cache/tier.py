@@ -9,6 +9,8 @@ from sgla.cache.loose import LoosePool
 from sgla.cache.tree import NO_MARKS, Marks
 from sgla.messages import KEY
 
+NOWHERE = 1  # the number of units that have none
+
 
 class TierPool(LoosePool):
     """Units of one cache group, each under a key that says all tokens up to its end. One that a copy goes to
@@ -96,6 +98,64 @@ class TierPool(LoosePool):
         pages = list(self._idle)
         self.evict(self.evictable)
         return pages
+
+
+class StorePool:
+    """What is known of one cache group in a tier that others write to, too: keys that were found there or
+    written, the latest ``MOST``. What it has need not be among them. Units have no numbers."""
+
+    __slots__ = ("_known",)
+    MOST = 1 << 20
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, None] = {}
+
+    @property
+    def cached(self) -> int:
+        return len(self._known)
+
+    def has_key(self, key: bytes) -> bool:
+        return key in self._known
+
+    def lacks(self, key: bytes) -> bool:
+        return key not in self._known
+
+    def place(self, key: bytes) -> int:
+        return NOWHERE
+
+    def receive(self, key: bytes) -> int:
+        return NOWHERE
+
+    def seen(self, keys: Iterable[bytes]) -> None:
+        """They are there."""
+        for key in keys:
+            self._known[key] = None
+        while len(self._known) > self.MOST:
+            del self._known[next(iter(self._known))]
+
+    def forget_keys(self, keys: Iterable[bytes]) -> list[int]:
+        for key in keys:
+            self._known.pop(key, None)
+        return []
+
+    def flush(self) -> list[int]:
+        self._known.clear()
+        return []
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def hold(self, pages: Iterable[int]) -> None:
+        pass
+
+    def leave(self, pages: Sequence[int]) -> list[int]:
+        return []
+
+    def received(self, pages: Sequence[int], ok: bool) -> list[int]:
+        return []
+
+    def check_owners(self, owned: Sequence[int], held: Sequence[int]) -> None:
+        pass
 
 
 def chain(

@@ -228,8 +228,7 @@ class FakeModel:
         if transfer in self._arriving:
             adapter, place = self._arriving.pop(transfer)
             self._adapters[place] = adapter if ok else WRONG
-        self.tiers.end(transfer, ok)
-        return Moved(transfer, ok)
+        return Moved(transfer, ok, self.tiers.end(transfer, ok))
 
     def vector(self, tokens: list[int]) -> bytes:
         """float32[4] of a prompt."""

@@ -18,33 +18,42 @@ class FakeTiers:
     def __init__(
         self, tiers: Sequence[Tier], groups: int, stores: list[list[list[int]]], states: list[tuple[int, int]]
     ) -> None:
-        self.there: dict[str, list[dict[int, tuple[bytes, Any]]]] = {
+        self.there: dict[str, list[dict[Any, tuple[bytes, Any]]]] = {
             tier.name: [{} for _ in range(groups)] for tier in tiers
         }
+        self._shared = {tier.name for tier in tiers if tier.shared}  # whose units are known by their keys
         self._tiers, self._stores, self._states = tiers, stores, states
         self._copying: dict[int, tuple[Copy, list[list[Any]]]] = {}  # with what the sources held at first
 
     def begin(self, copy: Copy) -> None:
         """Its targets mean nothing until it has ended."""
-        if copy.source:
+        if not copy.target:
+            self._copying[copy.transfer] = copy, []
+        elif copy.source:
             self._copying[copy.transfer] = copy, self._contents(copy.source, copy.sources, copy.keys)
-        for g, units in enumerate(copy.targets):
+        for g, units in enumerate(copy.targets if copy.target not in self._shared else ()):
             for unit in array("i", units):
                 self._put(copy.target, g, unit, b"", self._wrong(g))
 
-    def end(self, transfer: int, ok: bool) -> None:
+    def end(self, transfer: int, ok: bool) -> list[bytes]:
+        """Moved.there"""
         if transfer not in self._copying:
-            return
+            return []
         copy, contents = self._copying.pop(transfer)
+        if not copy.target:
+            there = zip(copy.keys, self.there[copy.source])
+            return [bytes(key in found for key in keys_in(keys)) for keys, found in there]
         assert self._contents(copy.source, copy.sources, copy.keys) == contents, (
             "a unit was written to while it was copied"
         )
-        targets = self._contents(copy.target, copy.targets, [b""] * len(copy.targets))
-        for g, (units, found, new) in enumerate(zip(copy.targets, targets, contents, strict=True)):
-            assert found == [self._wrong(g)] * len(found), "a unit was used before its copy had come"
-            if ok:
-                for unit, content, key in zip(array("i", units), new, keys_in(copy.keys[g]), strict=True):
+        for g, (units, new) in enumerate(zip(copy.targets, contents, strict=True)):
+            for unit, content, key in zip(array("i", units), new, keys_in(copy.keys[g]), strict=True):
+                if copy.target not in self._shared:
+                    found = self._get(copy.target, g, unit, b"")
+                    assert found == self._wrong(g), "a unit was used before its copy had come"
+                if ok:
                     self._put(copy.target, g, unit, key, content)
+        return []
 
     def found(self) -> list[list[bytes]]:
         """Facts.found of the server after this one."""
@@ -75,13 +84,13 @@ class FakeTiers:
     def _get(self, place: str, g: int, unit: int, key: bytes) -> Any:
         if place == "device":
             return list(self._stores[g][unit]) if g < len(self._stores) else self._states[unit]
-        name, content = self.there[place][g][unit]
+        name, content = self.there[place][g][key if place in self._shared else unit]
         assert key in (b"", name), "a tier is asked for what it has not"
         return content
 
     def _put(self, place: str, g: int, unit: int, key: bytes, content: Any) -> None:
         if place != "device":
-            self.there[place][g][unit] = key, content
+            self.there[place][g][key if place in self._shared else unit] = key, content
         elif g < len(self._stores):
             self._stores[g][unit] = list(content)
         else:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from sgla import clock
 from sgla.config import Config
@@ -169,7 +170,7 @@ class ProcsExecutor:
         self._obituary: asyncio.Task[None] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepResult).decode
-        self._moving: dict[int, list[bool]] = {}  # of copies: the ranks that are done, whether it went well
+        self._moving: dict[int, list[Moved]] = {}  # of copies: what the ranks that are done have told
         self._moved: list[Moved] = []  # to hand on
         self._commands = 0
 
@@ -249,9 +250,9 @@ class ProcsExecutor:
         """Hand on the end of a copy when every rank has told of it. The ranks' pipes bring them, which step
         results do not wait for; the descriptor is that of the results."""
         told = self._moving.setdefault(moved.transfer, [])
-        told.append(moved.ok)
+        told.append(moved)
         if len(told) == len(self._ranks):
-            self._moved.append(Moved(moved.transfer, all(self._moving.pop(moved.transfer))))
+            self._moved.append(_common_end(self._moving.pop(moved.transfer)))
             os.eventfd_write(self.results_fd(), 1)
 
     def _common_facts(self) -> Facts:
@@ -396,12 +397,18 @@ class ProcsExecutor:
             self._rendezvous = ""
 
 
+def _common_end(told: Sequence[Moved]) -> Moved:
+    """What all ranks can say of a copy."""
+    there = [bytes(map(min, zip(*columns))) for columns in zip(*(moved.there for moved in told))]
+    return Moved(told[0].transfer, all(moved.ok for moved in told), there)
+
+
 def _common_tiers(facts: Sequence[Facts]) -> tuple[list[Tier], list[list[bytes]]]:
     """No more units than any rank has, and what all ranks have found in them."""
     tiers, found = list[Tier](), list[list[bytes]]()
     for t, same in enumerate(zip(*(f.tiers for f in facts))):
         units = [min(counts) for counts in zip(*(tier.units for tier in same))]
-        tiers.append(Tier(same[0].name, units, same[0].lasting))
+        tiers.append(replace(same[0], units=units))
         if facts[0].found:
             columns = zip(*(f.found[t] for f in facts))
             found.append([_common_keys(keys, count) for keys, count in zip(columns, units)])

@@ -105,6 +105,7 @@ class Request:
         "known",
         "last_step",
         "limit",
+        "looked",
         "loop",
         "loose",
         "mark",
@@ -158,6 +159,7 @@ class Request:
         self.adapter = submit.adapter
         self.place = 0  # of its adapter on the device, while it has a slot
         self.marks: dict[int, bytes] = {}  # of pages (cache/radix.py)
+        self.looked = False  # a shared tier has been asked for more of it
         self.keys: list[bytes] = []  # of its first pages (cache/tier.py)
         self.tokens = prompt.array  # its own once it has run
         self.data = prompt.data  # committed tokens when it last began to wait

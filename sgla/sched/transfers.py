@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from msgspec.structs import replace
 
@@ -12,7 +13,7 @@ from sgla.cache.groups import Beside
 from sgla.cache.pages import PagePool
 from sgla.cache.radix import RadixCache
 from sgla.cache.states import StatePool
-from sgla.cache.tier import TierPool
+from sgla.cache.tier import StorePool, TierPool
 from sgla.cache.tree import TOKEN_BYTES, Marks, Node
 from sgla.cache.window import WindowPool
 from sgla.messages import Copy, Moved, Tier, int32
@@ -67,6 +68,7 @@ class Transfer:
     node: Node | None = None
     held: list[list[int]] = field(default_factory=list)
     arrival: Arrival | None = None
+    keys: list[list[bytes]] = field(default_factory=list)  # of what leaves, or is asked for
     waiters: list[str] = field(default_factory=list)
 
 
@@ -110,10 +112,7 @@ class Transfers:
         self.copies: list[Copy] = []
         self.later: list[Copy] = []  # of what the plan being made may have computed
         self.active = bool(tiers)
-        self.tiers = [
-            [TierPool(count, keys) for count, keys in zip(tier.units, there or [b""] * len(tier.units))]
-            for tier, there in zip(tiers, found or [[]] * len(tiers))
-        ]
+        self.tiers = [_pools(tier, there) for tier, there in zip(tiers, found or [[]] * len(tiers))]
         self.stats = [TierStats(name=tier.name, total=tier.units[0]) for tier in tiers]
         self._told = list(tiers)
         self._cache, self._pools, self._numbers = cache, pools, numbers
@@ -143,9 +142,25 @@ class Transfers:
         there = self._cache.units(node)
         ends = [self._end(pools, keys, first, there) for pools in self.tiers]
         end = max(ends, default=0)
+        if self._look(request, keys, max(end, len(there.pages))):
+            return True
         return end > first and self._bring(request, ends.index(end), keys[:end], there)
 
-    def _end(self, tier: list[TierPool], keys: list[bytes], first: int, there: Beside) -> int:
+    def _look(self, request: Request, keys: list[bytes], end: int) -> bool:
+        """Ask a shared tier what it has behind the first ``end`` pages, once a request, and hold it until
+        that is known."""
+        for tier, told in enumerate(self._told):
+            if not told.shared or request.looked or len(keys) - end < told.least:
+                continue
+            request.looked = True
+            asked = keys[request.shared :]
+            named = [asked] * self._pools.count
+            number = self._begin(Transfer(tier, [], keys=named, waiters=[request.rid]))
+            self.copies.append(Copy(number, told.name, "", [], [], _joined(named)))
+            return True
+        return False
+
+    def _end(self, tier: Sequence[TierPool | StorePool], keys: list[bytes], first: int, there: Beside) -> int:
         """How many pages are served by what the tree has and the tier beside it, or ``first``."""
         end, served = len(there.pages), -1
         while end < len(keys) and tier[0].has_key(keys[end]):
@@ -292,7 +307,7 @@ class Transfers:
         self._leaving[tier] += len(units[0])
         self._cache.lock(node)
         self._pools.hold(units)
-        number = self._begin(Transfer(tier, places, node, [[], *units[1:]]))
+        number = self._begin(Transfer(tier, places, node, [[], *units[1:]], keys=named))
         name = self._told[tier].name
         self.later.append(Copy(number, "device", name, _columns(units), _columns(places), _joined(named)))
 
@@ -351,7 +366,15 @@ class Transfers:
             self._leaving[transfer.tier] -= len(transfer.places[0])
             self._erase(transfer.tier, [pool.received(places, moved.ok) for pool, places in columns])
             stats.saved += moved.ok * len(transfer.places[0])
+        if transfer.keys and moved.ok:
+            self._seen(transfer, moved.there)
         return transfer.waiters
+
+    def _seen(self, transfer: Transfer, there: Sequence[bytes]) -> None:
+        """A shared tier has what was written, or what was found ``there``."""
+        for g, (pool, keys) in enumerate(zip(self.tiers[transfer.tier], transfer.keys)):
+            if isinstance(pool, StorePool):
+                pool.seen(keys if transfer.node is not None else compress(keys, there[g]))
 
     @property
     def units(self) -> int:
@@ -380,6 +403,12 @@ class Transfers:
             of_tier = [t.places for t in self.under_way.values() if t.tier == tier and t.node is not None]
             for g, pool in enumerate(pools):
                 pool.check_owners([], [place for places in of_tier for place in places[g]])
+
+
+def _pools(tier: Tier, found: Sequence[bytes]) -> Sequence[TierPool | StorePool]:
+    if tier.shared:
+        return [StorePool() for _ in tier.units]
+    return [TierPool(count, keys) for count, keys in zip(tier.units, found or [b""] * len(tier.units))]
 
 
 def _columns(units: list[list[int]]) -> list[bytes]:

@@ -89,16 +89,15 @@ class CpuRunner(CpuSetup):
             if copy.source == "adapters":
                 self._moved += bring_adapters(self.adapters, [copy])
                 continue
-            assert self._disk is not None, "copies for a runner without tiers"
-            self._disk.begin(copy)
+            self._tiers[copy.source if copy.target in ("", "device") else copy.target].begin(copy)
 
     @property
     def copying(self) -> bool:
-        return bool(self._moved) or (self._disk is not None and self._disk.under_way)
+        return bool(self._moved) or any(tier.under_way for tier in self._tiers.values())
 
     def moved(self) -> list[Moved]:
         moved, self._moved = self._moved, []
-        return moved + (self._disk.ended() if self._disk is not None else [])
+        return moved + [ended for tier in self._tiers.values() for ended in tier.ended()]
 
     def _sample(
         self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None

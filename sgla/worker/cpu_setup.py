@@ -16,7 +16,7 @@ from sgla.kernels.cpu.program import ProgramLimits
 from sgla.layers.adapters import Adapters
 from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
-from sgla.messages import VERIFIED, CacheGroup, Facts, Moved
+from sgla.messages import VERIFIED, CacheGroup, Facts, Moved, Tier
 from sgla.model.base import CausalLM
 from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.read import read_decoder
@@ -28,7 +28,7 @@ from sgla.sampling.native import find_draw
 from sgla.sampling.processors import Factory, declared
 from sgla.sampling.processors import load as load_processors
 from sgla.worker.adapters import AdaptedForward, AdapterStore, places_of
-from sgla.worker.disk import DiskTier, identity_of, open_disk
+from sgla.worker.disk import identity_of, open_disk
 from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, drafts_of, most_rows
 from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
@@ -39,6 +39,8 @@ from sgla.worker.pooler import Pooler
 from sgla.worker.rewind import Rewind
 from sgla.worker.runner import Runner
 from sgla.worker.state import SlotTables
+from sgla.worker.store import open_store
+from sgla.worker.tiers import FileTier
 
 SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
 LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
@@ -49,7 +51,6 @@ class CpuSetup(Runner):
     which has the ``matchers`` of grammars on the rank that samples."""
 
     place: Cpu
-    _disk: DiskTier | None = None
 
     def _load(self, config: Config, source: ModelSource) -> None:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
@@ -78,7 +79,7 @@ class CpuSetup(Runner):
         self._rewind = Rewind(self.kv, size.pages[-1]) if spare else None
         self._own = self.kv[: len(own)]
         units = cache_groups(pool, size.pages)
-        disk = self._open_disk(config, source, units)
+        tiers = self._open_tiers(config, source, units)
         places = places_of(config, dtype)
         self.model = self._load_model(config, source, dtype, size.context_len, places)
         self.adapters = None if places is None else AdapterStore(places)
@@ -105,24 +106,30 @@ class CpuSetup(Runner):
             adapters=places.places if places else 0,
             notes=[note for note in (kernels, size.note) if note],
             guided_drafts=True,
-            **disk,
+            **tiers,
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
 
-    def _open_disk(self, config: Config, source: ModelSource, groups: list[CacheGroup]) -> dict[str, Any]:
-        """The fields of ``Facts`` that tell of it."""
-        if config.kv_disk is None:
+    def _open_tiers(self, config: Config, source: ModelSource, groups: list[CacheGroup]) -> dict[str, Any]:
+        """The fields of ``Facts`` that tell of places which keep prefixes."""
+        self._tiers: dict[str, FileTier] = {}
+        if config.kv_disk is None and config.kv_store is None:
             return {}
         memory = [[tensor.numpy() for tensor in found] for found in memory_of(self.kv, len(groups))]
-        shard = self.shard
-        layout = [[tensor.shape[1] for tensor in tensors] for tensors in memory]
-        identity = identity_of(config, source, layout)
-        self._disk, tier, keys = open_disk(config.kv_disk, identity, groups, memory, shard.rank, shard.size)
-        return {"tiers": [tier], "found": [keys]}
+        identity = identity_of(config, source, [[tensor.shape[1] for tensor in found] for found in memory])
+        place, tiers, found = (self.shard.rank, self.shard.size), list[Tier](), list[list[bytes]]()
+        if config.kv_disk is not None:
+            self._tiers["disk"], tier, keys = open_disk(config.kv_disk, identity, groups, memory, *place)
+            tiers, found = [*tiers, tier], [*found, keys]
+        if config.kv_store is not None:
+            size = config.page_size
+            self._tiers["store"], tier = open_store(config.kv_store, identity, memory, size, *place)
+            tiers, found = [*tiers, tier], [*found, [b""] * len(groups)]
+        return {"tiers": tiers, "found": found}
 
     def close(self) -> None:
-        if self._disk is not None:
-            self._disk.close()
+        for tier in self._tiers.values():
+            tier.close()
 
     def _load_model(
         self, config: Config, source: ModelSource, dtype: str, context_len: int, places: Adapters | None

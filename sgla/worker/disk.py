@@ -1,47 +1,37 @@
-"""A tier on a disk: copies of what the prefix tree has, in files that outlive the server.
-
-Nothing that goes wrong here is an error of a request. What cannot be written is not kept; what cannot be
-read, or is not what was written, is computed.
-"""
+"""A tier on a disk: copies of what the prefix tree has, in files that outlive the server."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
-from sgla.messages import KEY, CacheGroup, Copy, Moved, Tier
+from sgla.messages import KEY, CacheGroup, Tier
 from sgla.validation import folder_and_size
 from sgla.version import __version__
 from sgla.worker.memory import tier_units
-from sgla.worker.state import column
+from sgla.worker.tiers import SUM, FileTier, Memory, checksum
 
 FORMAT = 1  # of the files
-SUM = 16  # bytes of a checksum
 ENTRY = KEY + SUM
-Memory = list[NDArray[np.uint8]]  # [units, bytes] of each tensor of a cache group
-log = logging.getLogger(__name__)
 
 
 class UnitFile:
     """Units of one cache group, whose numbers begin with 1, in two files: an index with the key of each and a
     checksum of both, and what they hold. The index is written last, so half a unit has a wrong checksum."""
 
-    def __init__(self, folder: Path, group: int, units: int, nbytes: int) -> None:
-        """Raises OSError."""
-        self._nbytes, self._units = nbytes, units
+    def __init__(self, folder: Path, group: int, units: int, nbytes: int, lock: int = -1) -> None:
+        """``lock``: a file that is closed with it. Raises OSError."""
+        self._nbytes, self._units, self._lock = nbytes, units, lock
         self._index = self._open(folder / f"{group}.index", units * ENTRY)
         self._data = self._open(folder / f"{group}.data", units * nbytes)
 
@@ -58,7 +48,7 @@ class UnitFile:
     def write(self, unit: int, key: bytes, data: bytes) -> None:
         """Raises OSError."""
         self._write(self._data, data, (unit - 1) * self._nbytes)
-        self._write(self._index, key + _checksum(key, data), (unit - 1) * ENTRY)
+        self._write(self._index, key + checksum(key, data), (unit - 1) * ENTRY)
 
     def _write(self, fd: int, data: bytes, at: int) -> None:
         done = 0
@@ -69,7 +59,7 @@ class UnitFile:
         """Raises OSError if that is not what the unit holds."""
         entry = os.pread(self._index, ENTRY, (unit - 1) * ENTRY)
         data = os.pread(self._data, self._nbytes, (unit - 1) * self._nbytes)
-        if len(data) != self._nbytes or entry != key + _checksum(key, data):
+        if len(data) != self._nbytes or entry != key + checksum(key, data):
             raise OSError("a file has been changed, or was cut off")
         return data
 
@@ -77,96 +67,17 @@ class UnitFile:
         """Raises OSError."""
         self._write(self._index, bytes(ENTRY), (unit - 1) * ENTRY)
 
-    def close(self) -> None:
-        os.close(self._index)
-        os.close(self._data)
-
-
-def _checksum(key: bytes, data: bytes) -> bytes:
-    made = blake2b(key, digest_size=SUM)
-    made.update(data)
-    return made.digest()
-
-
-class DiskTier:
-    """Reads and writes in threads, one each, so that what is read does not wait for what is written.
-    ``memory``: of each cache group, on the device."""
-
-    def __init__(self, files: list[UnitFile], memory: list[Memory], lock: int = -1) -> None:
-        self._files, self._memory, self._lock = files, memory, lock
-        self._reader = ThreadPoolExecutor(1, "kv-read")
-        self._writer = ThreadPoolExecutor(1, "kv-write")
-        self._under_way: list[tuple[int, Future[None]]] = []
-        self._warned: set[str] = set()
-
-    @property
-    def under_way(self) -> bool:
-        return bool(self._under_way)
-
-    def begin(self, copy: Copy) -> None:
-        threads, work = (self._reader, self._load) if copy.target == "device" else (self._writer, self._save)
-        self._under_way.append((copy.transfer, threads.submit(work, copy)))
-
-    def ended(self) -> list[Moved]:
-        """The copies that have ended since the last call."""
-        done = [entry for entry in self._under_way if entry[1].done()]
-        self._under_way = [entry for entry in self._under_way if entry not in done]
-        return [Moved(transfer, future.exception() is None) for transfer, future in done]
-
-    def _load(self, copy: Copy) -> None:
-        with _Told(self._warned, "be read; what it holds is computed"):
-            for file, memory, places, units, keys in self._columns(copy):
-                for place, unit, key in zip(places, units, keys):
-                    data, at = np.frombuffer(file.read(place, key), np.uint8), 0
-                    for tensor in memory:
-                        width = tensor.shape[1]
-                        tensor[unit] = data[at : at + width]
-                        at += width
-
-    def _save(self, copy: Copy) -> None:
-        with _Told(self._warned, "be written; what it lacks is computed again"):
-            if not copy.source:
-                for file, targets in zip(self._files, copy.targets):
-                    for place in column(targets).tolist():
-                        file.erase(place)
-                return
-            for file, memory, units, places, keys in self._columns(copy):
-                for unit, place, key in zip(units, places, keys):
-                    file.write(place, key, b"".join(tensor[unit].data for tensor in memory))
-
-    def _columns(self, copy: Copy) -> list[tuple[UnitFile, Memory, list[int], list[int], list[bytes]]]:
-        sources, targets = ([column(c).tolist() for c in columns] for columns in (copy.sources, copy.targets))
-        keys = [[names[at : at + KEY] for at in range(0, len(names), KEY)] for names in copy.keys]
-        return list(zip(self._files, self._memory, sources, targets, keys, strict=True))
+    def find(self, keys: list[bytes]) -> bytes:
+        raise AssertionError("the scheduler knows")
 
     def close(self) -> None:
-        """Another server may have the files."""
-        for threads in (self._reader, self._writer):
-            threads.shutdown(cancel_futures=True)
-        for file in self._files:
-            file.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-
-
-class _Told:
-    """Tells of the first OSError of its kind."""
-
-    def __init__(self, told: set[str], what: str) -> None:
-        self._told, self._what = told, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self._what not in self._told:
-            self._told.add(self._what)
-            log.warning("--kv-disk: %s: not everything can %s", error, self._what)
+        for fd in {self._index, self._data, self._lock} - {-1}:
+            os.close(fd)
 
 
 def open_disk(
     setting: str, identity: str, groups: Sequence[CacheGroup], memory: list[Memory], rank: int, size: int
-) -> tuple[DiskTier, Tier, list[bytes]]:
+) -> tuple[FileTier, Tier, list[bytes]]:
     """The tier of ``--kv-disk``, of which each rank has its part, and the keys of what it holds. Files of
     another ``identity`` begin anew. Raises ConfigError."""
     folder, room = folder_and_size(setting)
@@ -182,14 +93,15 @@ def open_disk(
         lock = _claim(folder, rank, size)
         own = folder / f"kv-{rank}of{size}"
         _begin(own, identity)
-        files = [UnitFile(own, g, count, n) for g, (count, n) in enumerate(zip(units, nbytes))]
+        locks = [lock] + [-1] * len(units)
+        files = [UnitFile(own, g, *sizes) for g, sizes in enumerate(zip(units, nbytes, locks))]
         keys = [file.keys() for file in files]
     except OSError as error:
         raise ConfigError(
             f"--kv-disk {folder}: {error.strerror or error}; name a folder that this user may write to",
             param="kv_disk",
         ) from error
-    return DiskTier(files, memory, lock), Tier("disk", units, lasting=True), keys
+    return FileTier("--kv-disk", files, memory), Tier("disk", units, lasting=True), keys
 
 
 def _claim(folder: Path, rank: int, size: int) -> int:

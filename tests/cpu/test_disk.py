@@ -7,10 +7,12 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from config_cases import deepseek, gemma3, qwen3_next
+from fsspec.implementations.local import LocalFileSystem
 from tiny import Transcript, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.config import Config
@@ -247,3 +249,75 @@ def test_other_cache_groups_come_back(group: str, tmp_path: Path) -> None:
     assert (told, cached) == (cold, [96, 96, 96])
     runner.close()
     assert play(of(model, tmp_path)) == (cold, [96, 96, 96])
+
+
+def store(url: object, **config: Any) -> CpuRunner:
+    settings = tiny_config(**{"max_running_requests": 2, "kv_store": str(url), "page_size": 8} | config)
+    return CpuRunner(settings, tiny_source(), 0, 1, "", lambda progress: None)
+
+
+@pytest.fixture
+def eight() -> Any:
+    """What the texts give with pages of eight tokens."""
+    return pytest.approx(play(start(None, config={"page_size": 8}))[0], abs=1e-5)
+
+
+@pytest.fixture
+def asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For short texts, too."""
+    monkeypatch.setattr("sgla.worker.store.ASKED", 32)
+
+
+@pytest.mark.usefixtures("asks")
+@pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
+def test_two_servers_share_a_store(scheme: str, tmp_path: Path, eight: Any) -> None:
+    first, second = store(f"{scheme}{tmp_path}"), store(f"{scheme}{tmp_path}")
+    one, other = few(first), few(second)
+    assert play(first, one) == (eight, [0, 0, 0])
+    assert play(second, other) == (eight, [96, 96, 96])
+    assert [(tier.loaded, tier.failed) for tier in other.stats().tiers] == [(36, 0)]
+    assert play(store(f"{scheme}{tmp_path}", random_seed=3))[1] == [0, 0, 0]
+
+
+@pytest.mark.usefixtures("asks")
+def test_damaged_objects_are_computed_and_written_again(
+    tmp_path: Path, eight: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert play(store(tmp_path))[0] == eight
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()][::5]:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert play(store(tmp_path)) == (eight, [0, 0, 0])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert play(store(tmp_path)) == (eight, [96, 96, 96])
+
+
+@pytest.mark.usefixtures("asks")
+@pytest.mark.parametrize("method", ["exists", "cat_file"])
+def test_a_store_that_hangs_is_left_alone(
+    method: str, tmp_path: Path, eight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for it computes, and what comes too late is nobody's."""
+    assert play(store(tmp_path))[0] == eight
+    answers = Event()
+    monkeypatch.setattr("sgla.worker.tiers.PATIENCE", 0.05)
+    runner, ask = store(tmp_path), getattr(LocalFileSystem, method)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        answers.wait(20)
+        return ask(*args, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, method, late)
+    core = few(runner)
+    assert play(runner, core) == (eight, [0, 0, 0])
+    answers.set()
+    monkeypatch.undo()
+    for job in runner._tiers["store"]._stuck:
+        job.done.exception()
+    assert play(runner, few(runner)) == (eight, [96, 96, 96])
+
+
+def test_a_store_that_is_not_there_is_refused() -> None:
+    for url, word in (("nothing://x", "nothing"), ("/proc/none", "/proc/none")):
+        with pytest.raises(ConfigError, match=word) as caught:
+            store(url)
+        assert caught.value.param == "kv_store"

@@ -89,7 +89,7 @@ class Simulation:
         self.core = Core(limits, before.model.tiers.found() if before else [])
         self.model = FakeModel(facts, seed=1, verify=check, cost=cost, forced=forced, acceptance=acceptance)
         for tier in limits.tiers if before else ():
-            if tier.lasting:
+            if tier.lasting or tier.shared:
                 self.model.tiers.there[tier.name] = before.model.tiers.there[tier.name]
         self.check = check
         self.now = 1.0

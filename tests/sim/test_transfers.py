@@ -235,6 +235,42 @@ def test_a_disk_is_found_again_and_what_was_flushed_is_not() -> None:
         simulation.assert_released()
 
 
+def shared() -> list[Simulation]:
+    """Two servers with a store in common."""
+    limits = make_limits(pages=14, tiers=[Tier("store", [0], shared=True, least=3)])
+    first = Simulation(limits)
+    return [first, Simulation(limits, before=first)]
+
+
+def test_servers_share_a_store() -> None:
+    first, second = shared()
+    assert (run(first, "first", LONG[:30]), run(second, "again", LONG)) == (0, 28)
+    assert run(first, "more", [*LONG, 1]) == 40
+    asked = [copy for plan in first.plans for copy in plan.copies if not copy.target]
+    assert [len(copy.keys[0]) // 16 for copy in asked] == [7, 3]
+    first.verify_states()
+    second.core.check()
+
+
+def test_a_store_is_not_asked_for_little_nor_for_what_is_there() -> None:
+    simulation, _ = shared()
+    run(simulation, "first", LONG)
+    simulation.plans.clear()
+    run(simulation, "little", [*LONG[:28], 1, 2, 3, 4, 5, 6, 7, 8])
+    assert not [copy for plan in simulation.plans for copy in plan.copies if copy.source == "store"]
+    simulation.verify()
+
+
+def test_a_store_that_does_not_answer_costs_nobody_his_text() -> None:
+    simulation, _ = shared()
+    simulation.offer(make_submit("r", LONG))
+    simulation.step()
+    assert held(simulation, "r")
+    simulation.core.moved(simulation.model.move(simulation.copies.pop(), ok=False))
+    simulation.run()
+    simulation.verify()
+
+
 def test_saving_does_not_keep_the_device_from_work() -> None:
     """Copies that do not end hold what they copy, and nobody waits for it."""
     simulation = simulate(pages=40, host=200)
@@ -262,7 +298,8 @@ def play(random: Random) -> list[Simulation]:
         tiers=[
             Tier("host", [random.choice((5, 20)) for _ in range(1 + len(beside))]),
             Tier("disk", [random.choice((5, 20, 60)) for _ in range(1 + len(beside))], lasting=True),
-        ][random.choice((0, 1)) :],
+            Tier("store", [0] * (1 + len(beside)), shared=True, least=random.choice((1, 3))),
+        ][random.choice((0, 1, 2)) :],
         slots=random.choice((1, 2, 4)),
         depth=random.randint(1, 3),
         drafts=random.choice((0, 3)) if not any(group.every for group in beside) else 0,
@@ -312,5 +349,5 @@ def test_text_is_the_same_whatever_becomes_of_copies() -> None:
         counts = Counter[object]()
         for key, count in loaded.items():
             counts[key[part]] += count
-        assert len(counts) == (2, 2, 3)[part]
+        assert len(counts) == (2, 3, 3)[part]
         assert min(counts.values()) > 9, "too little was loaded to tell"

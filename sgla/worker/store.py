@@ -1,0 +1,89 @@
+"""A tier that several servers share: an object for each unit, behind an address that fsspec knows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from sgla.errors import ConfigError
+from sgla.messages import Tier
+from sgla.worker.tiers import SUM, FileTier, Memory, checksum
+
+COPYING, ASKING = 8, 16  # threads
+ASKED = 256  # tokens that a prompt must have beyond what is known before it is worth asking for them
+
+
+class Objects:
+    """Units of one cache group as objects below ``path``, by their keys, which are never deleted. ``whole``:
+    of whole histories, of which a text has all up to somewhere."""
+
+    def __init__(self, fs: Any, path: str, whole: bool, threads: ThreadPoolExecutor) -> None:
+        self._fs, self._path, self._whole, self._threads = fs, path, whole, threads
+
+    def read(self, unit: int, key: bytes) -> bytes:
+        found: bytes = _tried(self._fs.cat_file, self._of(key))
+        if found[:SUM] != checksum(key, found[SUM:]):
+            raise OSError("an object is not what was written")
+        return found[SUM:]
+
+    def write(self, unit: int, key: bytes, data: bytes) -> None:
+        """Who reads half of it sees a wrong checksum."""
+        path, content = self._of(key), checksum(key, data) + data
+        try:
+            _tried(self._fs.pipe_file, path, content)
+        except FileNotFoundError:  # folders have to be made, prefixes of object stores not
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            _tried(self._fs.pipe_file, path, content)
+
+    def erase(self, unit: int) -> None:
+        raise AssertionError("others may want it")
+
+    def find(self, keys: list[bytes]) -> bytes:
+        if not self._whole:
+            return bytes(self._threads.map(self._has, keys))
+        count = bisect_left(range(len(keys)), True, key=lambda i: not self._has(keys[i]))
+        return b"\1" * count + bytes(len(keys) - count)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _has(self, key: bytes) -> bool:
+        return bool(_tried(self._fs.exists, self._of(key)))
+
+    def _of(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._path}/{name[:2]}/{name}"
+
+
+def _tried(function: Any, *args: Any) -> Any:
+    """Clients of stores raise what they like."""
+    try:
+        return function(*args)
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def open_store(
+    url: str, identity: str, memory: list[Memory], page_size: int, rank: int, size: int
+) -> tuple[FileTier, Tier]:
+    """The tier of ``--kv-store``. Raises ConfigError."""
+    try:
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(url)
+        fs.makedirs(root, exist_ok=True)
+        fs.exists(root)
+    except ImportError as error:
+        raise ConfigError(
+            f"--kv-store {url}: {error}; pip install 'sgla[remote]'", param="kv_store"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"--kv-store {url}: {type(error).__name__}: {error}", param="kv_store") from error
+    path = f"{root.rstrip('/')}/{identity}/{rank}of{size}"
+    threads = ThreadPoolExecutor(ASKING, "kv-ask")
+    kept = [Objects(fs, f"{path}/{g}", not g, threads) for g in range(len(memory))]
+    tier = Tier("store", [0] * len(memory), shared=True, least=max(1, ASKED // page_size))
+    return FileTier("--kv-store", kept, memory, COPYING), tier

@@ -1,0 +1,187 @@
+"""Tiers that threads read and write: copies of what the prefix tree has, beside a CPU's steps.
+
+Nothing that goes wrong here is an error of a request. What cannot be written is not kept; what cannot be
+read, or is not what was written, is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from threading import Lock
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgla import clock
+from sgla.messages import KEY, Copy, Moved
+from sgla.worker.state import column
+
+SUM = 16  # bytes of a checksum
+PATIENCE = 30.0  # seconds that a copy may take
+Memory = list[NDArray[np.uint8]]  # [units, bytes] of each tensor of a cache group
+log = logging.getLogger(__name__)
+
+
+def checksum(key: bytes, data: bytes) -> bytes:
+    """Of a unit and what it is."""
+    made = blake2b(key, digest_size=SUM)
+    made.update(data)
+    return made.digest()
+
+
+class Units(Protocol):
+    """Where units of one cache group are kept. All raise OSError."""
+
+    def read(self, unit: int, key: bytes) -> bytes:
+        """What was written, or OSError."""
+        ...
+
+    def write(self, unit: int, key: bytes, data: bytes) -> None: ...
+
+    def erase(self, unit: int) -> None: ...
+
+    def find(self, keys: list[bytes]) -> bytes:
+        """Of each key, whether it is there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Job(NamedTuple):
+    """A copy. What is not ``wanted`` any more may neither read nor write the device's memory."""
+
+    transfer: int
+    due: float
+    lock: Lock
+    wanted: list[bool]  # one
+    done: Future[list[bytes]]
+
+    def give_up(self) -> None:
+        with self.lock:
+            self.wanted[0] = False
+
+
+class FileTier:
+    """``kept``: each cache group's units; ``memory``: those on the device. ``flag`` names it in warnings.
+    There are threads for each direction, so that what is read does not wait for what is written."""
+
+    def __init__(self, flag: str, kept: Sequence[Units], memory: list[Memory], threads: int = 1) -> None:
+        self._flag, self._kept, self._memory = flag, kept, memory
+        self._reader = ThreadPoolExecutor(threads, "kv-read")
+        self._writer = ThreadPoolExecutor(threads, "kv-write")
+        self._under_way: list[Job] = []
+        self._failed: list[Moved] = []
+        self._stuck: list[Job] = []  # that nobody waits for any more
+        self._warned: set[str] = set()
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._under_way or self._failed)
+
+    def begin(self, copy: Copy) -> None:
+        self._stuck = [job for job in self._stuck if not job.done.done()]
+        if self._stuck:
+            self._failed.append(Moved(copy.transfer, ok=False))
+            return
+        threads, work = self._reader, self._load
+        if copy.target != "device":
+            threads, work = (self._writer, self._save) if copy.target else (self._reader, self._look)
+        lock, wanted = Lock(), [True]
+        done = threads.submit(work, copy, lock, wanted)
+        self._under_way.append(Job(copy.transfer, clock.now() + PATIENCE, lock, wanted, done))
+
+    def ended(self) -> list[Moved]:
+        """The copies that have ended since the last call, or take too long."""
+        now = clock.now()
+        over = [job for job in self._under_way if job.done.done() or job.due < now]
+        if not over:
+            failed, self._failed = self._failed, []
+            return failed
+        self._under_way = [job for job in self._under_way if job not in over]
+        for job in over:
+            if not job.done.done():
+                job.give_up()
+                self._warn("be had in time; what it holds is computed", TimeoutError("it does not answer"))
+                self._stuck.append(job)
+        failed, self._failed = self._failed, []
+        return failed + [_ended(job) for job in over]
+
+    def _load(self, copy: Copy, lock: Lock, wanted: list[bool]) -> list[bytes]:
+        try:
+            for kept, memory, places, units, keys in self._columns(copy):
+                for place, unit, key in zip(places, units, keys):
+                    data, at = np.frombuffer(kept.read(place, key), np.uint8), 0
+                    with lock:
+                        for tensor in memory if wanted[0] else ():
+                            tensor[unit] = data[at : at + tensor.shape[1]]
+                            at += tensor.shape[1]
+        except OSError as error:
+            self._warn("be read; what it holds is computed", error)
+            raise
+        return []
+
+    def _save(self, copy: Copy, lock: Lock, wanted: list[bool]) -> list[bytes]:
+        try:
+            if not copy.source:
+                for kept, targets in zip(self._kept, copy.targets):
+                    for place in column(targets).tolist():
+                        kept.erase(place)
+                return []
+            for kept, memory, units, places, keys in self._columns(copy):
+                for unit, place, key in zip(units, places, keys):
+                    with lock:
+                        data = b"".join(tensor[unit].data for tensor in memory) if wanted[0] else None
+                    if data is not None:
+                        kept.write(place, key, data)
+        except OSError as error:
+            self._warn("be written; what it lacks is computed again", error)
+            raise
+        return []
+
+    def _look(self, copy: Copy, lock: Lock, wanted: list[bool]) -> list[bytes]:
+        """Of each cache group and key, whether it is there. Where the first group ends, nothing is of use."""
+        try:
+            first, *others = [_parted(keys) for keys in copy.keys]
+            found = self._kept[0].find(first)
+            end = (found + b"\0").index(0)
+            more = [
+                kept.find(keys[:end]).ljust(len(keys), b"\0") for kept, keys in zip(self._kept[1:], others)
+            ]
+            return [found, *more]
+        except OSError as error:
+            self._warn("be read; what it holds is computed", error)
+            raise
+
+    def _columns(self, copy: Copy) -> list[tuple[Units, Memory, list[int], list[int], list[bytes]]]:
+        sources, targets = ([column(c).tolist() for c in columns] for columns in (copy.sources, copy.targets))
+        keys = [_parted(names) for names in copy.keys]
+        return list(zip(self._kept, self._memory, sources, targets, keys, strict=True))
+
+    def _warn(self, what: str, error: OSError) -> None:
+        """Once of its kind."""
+        if what not in self._warned:
+            self._warned.add(what)
+            log.warning("%s: %s: not everything can %s", self._flag, error, what)
+
+    def close(self) -> None:
+        """Another server may have the files."""
+        for job in self._under_way:
+            job.give_up()
+        for threads in (self._reader, self._writer):
+            threads.shutdown(wait=not self._stuck, cancel_futures=True)
+        for kept in self._kept:
+            kept.close()
+
+
+def _ended(job: Job) -> Moved:
+    if not job.wanted[0] or job.done.exception() is not None:
+        return Moved(job.transfer, ok=False)
+    return Moved(job.transfer, ok=True, there=job.done.result())
+
+
+def _parted(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY] for at in range(0, len(keys), KEY)]
