@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 PREFIX = "sgla:"
 FINISHES = ("stop", "length", "repetition", "abort", "error")
 
+MISSES = ("unread", "tail", "parts", "evicted", "new")  # Ledger.missed
 # Of places beside the device that keep prefixes: the field of TierStats, and whether it is of pages.
 TIERS = (
     ("tier_total_tokens", "Tokens that a tier has room for", "total", "gauge", True),
@@ -37,6 +38,11 @@ TIERS = (
     ("tier_saved_tokens", "Tokens copied to a tier", "saved", "counter", True),
     ("tier_failed_copies", "Copies that failed", "failed", "counter", False),
 )
+
+
+def labelled(names: Sequence[str], counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+    """By one label, of which these names are shown in any case."""
+    return {(name,): count for name, count in (dict.fromkeys(names, 0.0) | dict(counts)).items()}
 
 
 class Metrics(Collector):
@@ -259,10 +265,8 @@ class Metrics(Collector):
         yield self._gauge("page_size", "Tokens in one KV page", facts.page_size)
         info = {(str(facts.page_size), str(facts.groups[0].pages - 1)): 1}
         yield self._gauge("cache_config_info", "The KV cache's shape", info, ["block_size", "num_gpu_blocks"])
-        ledger = {(purpose,): size for purpose, size in facts.ledger.items()}
-        yield self._gauge("memory_bytes", "Memory by purpose", ledger, ["purpose"])
-        phases = {(phase,): seconds for phase, seconds in self._startup.items()}
-        yield self._gauge("startup_seconds", "Start-up time by phase", phases, ["phase"])
+        yield self._gauge("memory_bytes", "Memory by purpose", labelled((), facts.ledger), ["purpose"])
+        yield self._gauge("startup_seconds", "Start-up time by phase", labelled((), self._startup), ["phase"])
         yield self._gauge(
             "weight_load_duration_seconds", "Time to load the weights", self._startup.get("weights", 0.0)
         )
@@ -359,6 +363,9 @@ class Metrics(Collector):
             yield from self._speculation(stats)
         yield self._counter("query_tokens", "Prompt tokens looked up in the prefix cache", stats.query_tokens)
         yield self._counter("cached_tokens", "Prompt tokens found in the prefix cache", stats.hit_tokens)
+        hits, misses = labelled(("device",), stats.hits), labelled(MISSES, stats.misses)
+        yield self._counter("prefix_hit_tokens", "The same by the place that had them", hits, ["place"])
+        yield self._counter("prefix_miss_tokens", "Prompt tokens not found there", misses, ["reason"])
         yield self._counter("num_retracted_requests", "Preemptions of running requests", stats.preemptions)
         yield self._gauge("num_retracted_reqs", "Preempted requests that wait to run again", stats.retracted)
         yield self._counter(

@@ -120,6 +120,7 @@ class Admission:
         if request.preemptions == 0:
             self._ledger.counts.query_tokens += request.known
             self._ledger.counts.prompt_tokens += request.prompt_len
+            memory.remember(request)
         self._prefill.count_hit(request, request.borrowed)
         step.add_new(request)
         self._prefill.add(step, request, min(count, request.allocated - request.planned), budget)

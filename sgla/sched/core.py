@@ -304,6 +304,8 @@ class Core:
             adapters_placed=memory.adapters.used,
             adapter_loads=memory.adapters.loads,
             cached_tokens=cached * page,
+            hits=dict(self._ledger.counts.hits),
+            misses=dict(self._ledger.counts.misses),
             finished=dict(self._ledger.counts.finished),
             right_at=list(self._ledger.counts.right_at),
             steps=queues.steps,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sgla.cache.pages import PagePool
+from sgla.cache.past import Past
 from sgla.cache.radix import NullCache, RadixCache
 from sgla.cache.states import StatePool
 from sgla.cache.tree import TOKEN_BYTES, marks_from
@@ -44,6 +45,7 @@ class Memory:
         pools = Pools(self.pool, self.windows, states)
         self.transfers = Transfers(self.cache, pools, tiers, found, limits.page_size, self._numbers)
         self.adapters = Adapters(limits.adapters)
+        self._past = Past()
         self.slots = list(range(limits.rows - 1, -1, -1))
         self.recurrent = None
         if states is not None:
@@ -119,6 +121,14 @@ class Memory:
         if request.adapter:
             self.adapters.take(request)
         return ""
+
+    def remember(self, request: Request) -> None:
+        """What there was, and has ever been, of a request that begins."""
+        if not request.reads_cache or isinstance(self.cache, NullCache):
+            request.reach = -1
+        else:
+            request.reach = max(request.branch, request.planned)
+            request.past = self._past.known(request.namespace, request.data)
 
     def adapter(self, request: Request) -> str:
         """What the request is to wait for before it can have its adapter: ``Adapters.awaited``."""
@@ -292,6 +302,7 @@ class Memory:
         if self.recurrent is not None:
             self.recurrent.release(request, last * self.page_size)
         if request.planned > request.borrowed * self.page_size:
+            self._past.add(request.namespace, request.tokens[: last * self.page_size].tobytes())
             self.transfers.save(request, last)
         self._forget(request)
 

@@ -154,3 +154,8 @@ class Prefill:
         if request.preemptions == 0:
             request.cached += pages * self._limits.page_size
             self._ledger.counts.hit_tokens += pages * self._limits.page_size
+            place, most = request.brought
+            hits, there = self._ledger.counts.hits, min(pages, most)
+            for name, count in ((place, there), ("device", pages - there)):
+                hits[name] = hits.get(name, 0) + count * self._limits.page_size
+            request.brought = ("device", 0)

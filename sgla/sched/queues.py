@@ -122,7 +122,7 @@ class Queues:
         it."""
         request.finish = reason
         del self.open[request.rid]
-        self._ledger.ended(request, reason, now)
+        self._ended(request, reason, now)
         if request.state is State.WAITING:
             self._unlist(request)
             request.end()
@@ -133,12 +133,17 @@ class Queues:
             self.running.remove(request)
             self._leave(request)
 
+    def _ended(self, request: Request, reason: str, now: float) -> None:
+        if request.scheduled is not None:
+            self._ledger.missed(request, self._limits.page_size)
+        self._ledger.ended(request, reason, now)
+
     def conclude(self, ended: list[Request], step: int, now: float) -> None:
         """The result of this ``step`` has come. Requests that have ``ended`` with it leave; those that no
         step contains any more are released."""
         for request in ended:
             del self.open[request.rid]
-            self._ledger.ended(request, request.finish or "", now)
+            self._ended(request, request.finish or "", now)
         if ended:
             leaving = [r for r in ended if r.state is State.RUNNING]
             self.running = [r for r in self.running if r.finish is None]

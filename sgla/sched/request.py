@@ -92,6 +92,7 @@ class Request:
         "behind",
         "borrowed",
         "branch",
+        "brought",
         "cached",
         "data",
         "drafting",
@@ -115,6 +116,7 @@ class Request:
         "namespace",
         "node",
         "pages",
+        "past",
         "place",
         "planned",
         "preemptions",
@@ -122,6 +124,7 @@ class Request:
         "prompt_len",
         "prompt_logprobs",
         "rank",
+        "reach",
         "read",
         "rid",
         "right",
@@ -207,6 +210,9 @@ class Request:
         self.misses = 0  # its latest rows with drafts of which none was right
 
         self.cached = 0
+        self.brought = ("device", 0)  # a place, and how many pages it has had copied from there
+        self.reach = 0  # tokens that the first cache group had of it when it first began; -1: it reads none
+        self.past = 0  # tokens that it had ever had
         self.preemptions = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = (
             [None] if submit.sampling.prompt_logprobs >= 0 else None

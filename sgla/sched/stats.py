@@ -68,6 +68,8 @@ class Stats(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0  # in the tree
     query_tokens: int = 0  # counter: tokens looked up in the tree, once a request
     hit_tokens: int = 0  # counter: of those, found
+    hits: dict[str, int] = {}  # counters: by the place where they were found, the device or a tier
+    misses: dict[str, int] = {}  # counters: of prompts of requests that ran, not found, by the reason
     preemptions: int = 0  # counter
     rejected: int = 0  # counter: refused by offer, or before it for want of room
     finished: dict[str, int] = {}  # counter by reason
@@ -109,6 +111,22 @@ class Ledger:
             counts.right_at += [0] * (right - len(counts.right_at))
             for at in range(right):
                 counts.right_at[at] += 1
+
+    def missed(self, request: Request, page_size: int) -> None:
+        """Why the request, which has run, has not found all of its prompt: ``unread`` it had to compute all;
+        ``tail`` no page ends there, or it is the last token; ``parts`` the tree has the tokens and not their
+        window or state; ``evicted`` the tree has had it; ``new`` it has not, as far as it remembers."""
+        misses, asked, cached = self.counts.misses, request.prompt_len, request.cached
+        if request.reach < 0:
+            misses["unread"] = misses.get("unread", 0) + asked
+            return
+        whole = (asked - 1) // page_size * page_size
+        left = max(whole - cached, 0)
+        parts = min(left, max(request.reach - cached, 0))
+        evicted = min(left - parts, max(request.past - max(request.reach, cached), 0))
+        reasons = {"tail": asked - whole, "parts": parts, "evicted": evicted, "new": left - parts - evicted}
+        for why, tokens in reasons.items():
+            misses[why] = misses.get(why, 0) + tokens
 
     def ended(self, request: Request, reason: str, now: float) -> None:
         """The request has ended."""

@@ -215,6 +215,7 @@ class Transfers:
         self.under_way[number].waiters.append(request.rid)
         self._coming |= dict.fromkeys(keys[request.shared :], number)
         name = self._told[tier].name
+        request.brought = (name, end - request.shared)
         self.copies.append(Copy(number, name, "device", _columns(places), _columns(units), _joined(named)))
         return True
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from simulation import Simulation, make_limits, make_submit
 
-from sgla.messages import CacheGroup, StepPlan, Tier
+from sgla.messages import CacheGroup, RowSampling, StepPlan, Tier
 from sgla.sched.request import State
 
 LONG = [(7 * i) % 50 for i in range(40)]
@@ -351,3 +351,32 @@ def test_text_is_the_same_whatever_becomes_of_copies() -> None:
             counts[key[part]] += count
         assert len(counts) == (2, 3, 3)[part]
         assert min(counts.values()) > 9, "too little was loaded to tell"
+
+
+def test_hits_have_a_place_and_misses_a_reason() -> None:
+    simulation = Simulation(
+        make_limits(pages=81, context_len=700, step_tokens=64, tiers=[Tier("disk", [300], lasting=True)])
+    )
+    text = [(7 * i + i // 50) % 50 for i in range(301)]
+    run(simulation, "new", text)
+    simulation.core.flush_cache()
+    run(simulation, "evicted", text)
+    simulation.evict()
+    run(simulation, "disk", text)
+    run(simulation, "device", text[:101])
+    sampling = RowSampling(prompt_logprobs=0)
+    simulation.offer(make_submit("unread", text[:30], sampling=sampling))
+    simulation.run()
+    stats = simulation.core.stats()
+    assert stats.hits == {"device": 100, "disk": 300}
+    assert stats.misses == {"tail": 4, "parts": 0, "new": 300 + 44, "evicted": 256, "unread": 30}
+    assert sum(stats.misses.values()) + sum(stats.hits.values()) == stats.query_tokens
+    simulation.verify()
+
+
+def test_a_lost_checkpoint_is_a_reason() -> None:
+    simulation = grouped(CacheGroup(3, every=16), pages=40, tiers=[])
+    run(simulation, "first", [*LONG, 1, 2])
+    run(simulation, "other", [*OTHER, 1, 2])
+    run(simulation, "again", [*LONG, 3, 4])
+    assert simulation.core.stats().misses["parts"] == 40
