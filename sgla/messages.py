@@ -167,6 +167,7 @@ class Job(msgspec.Struct, kw_only=True):
     deadline: float | None = None  # absolute, on clock.now()
     namespace: str = ""  # prefix-cache isolation (cache_salt, the adapter)
     adapter: int = 0  # its number; 0: none
+    cache_ttl: float = 0.0  # seconds for which its prefix goes after those that nobody wants to be kept
     suffix: str | None = None  # what comes after the answer: the model fills in the middle
     keep_last: int | None = None  # a longer prompt loses its beginning (-1: what the context has no room for)
     drop_turns: bool = False  # a chat that is too long loses its oldest turns
@@ -204,6 +205,7 @@ class Submit(msgspec.Struct, kw_only=True):
     media: list[tuple[int, bytes]] = []
     holds: frozenset[str] = frozenset()  # what must be there before it may run; ``Ready`` tells of each
     adapter: int = 0  # Job.adapter
+    cache_ttl: float = 0.0  # Job.cache_ttl
 
 
 # What requests are held for: the compiled grammar, which comes with the Ready; pages or an adapter that a

@@ -8,7 +8,7 @@ from typing import Any
 
 from sgla.cache.tree import Node
 
-# The leaf with the smallest key is evicted first.
+# The leaf with the smallest key is evicted first, of those that are not kept.
 EVICTION: dict[str, Callable[[Node], Any]] = {
     "lru": lambda node: node.touched,
     "lfu": lambda node: (node.hits, node.touched),
@@ -32,13 +32,16 @@ class Leaves:
 
     def push(self, node: Node) -> None:
         self._ties += 1
-        heappush(self._heap, (EVICTION[self._policy](node), self._ties, node))
+        heappush(self._heap, (self._key(node), self._ties, node))
+
+    def _key(self, node: Node) -> tuple[bool, Any]:
+        return node.kept > 0, EVICTION[self._policy](node)
 
     def pop(self) -> Node | None:
         """The first leaf, which has an entry no more."""
         while self._heap:
             key, _, node = heappop(self._heap)
-            if node.is_leaf and key == EVICTION[self._policy](node):
+            if node.is_leaf and key == self._key(node):
                 return node
         return None
 
@@ -52,4 +55,4 @@ class Leaves:
         """Raises AssertionError if one of them has no entry."""
         queued = {(id(node), key) for key, _, node in self._heap}
         for leaf in leaves:
-            assert (id(leaf), EVICTION[self._policy](leaf)) in queued, "an evictable leaf is not queued"
+            assert (id(leaf), self._key(leaf)) in queued, "an evictable leaf is not queued"

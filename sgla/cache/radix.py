@@ -7,6 +7,7 @@ stands beside them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -56,6 +57,8 @@ class RadixCache(RadixTree):
         self._beside = bool(self._groups)  # something stands beside the pages
         self._leaves = Leaves(eviction)
         self._clock = 0
+        self._kept = 0  # pages
+        self._ends: list[tuple[float, int, Node]] = []  # a heap: when nodes are not kept any more
 
     # --- reading
 
@@ -213,6 +216,36 @@ class RadixCache(RadixTree):
         """What stands in the tree down to ``node``."""
         return self._groups.units(path(node, self.root))
 
+    # --- keeping
+
+    def keep(self, node: Node, until: float) -> None:
+        """What is down to ``node`` goes after all that is not kept, until that time; unless more than half of
+        the pages would be kept. Time passes with ``expire``."""
+        parts = path(node, self.root)
+        new = sum(len(part.pages) for part in parts if not part.kept)
+        if self._kept + new > (self._pool.total - 1) // 2:
+            return
+        self._kept += new
+        for part in parts:
+            part.kept = max(part.kept, until)
+            self._offer(part)
+        self._end(node)
+
+    def expire(self, now: float) -> None:
+        """What was kept until now is like all else."""
+        while self._ends and self._ends[0][0] <= now:
+            node: Node | None = heappop(self._ends)[2]
+            while node is not None and node is not self.root:
+                if 0 < node.kept <= now:
+                    self._kept -= len(node.pages)
+                    node.kept = 0.0
+                    self._offer(node)
+                node = node.parent
+
+    def _end(self, node: Node) -> None:
+        self._clock += 1
+        heappush(self._ends, (node.kept, self._clock, node))
+
     # --- eviction
 
     def evict(self, n: int) -> int:
@@ -223,6 +256,7 @@ class RadixCache(RadixTree):
             take = min(n - freed, len(node.pages))
             self._pool.free(node.pages[-take:])
             freed += take
+            self._kept -= take if node.kept else 0
             self._groups.cut(node, take)
             if take < len(node.pages):
                 del node.pages[-take:]
@@ -245,6 +279,7 @@ class RadixCache(RadixTree):
             parent = node.parent
             assert parent is not None
             pages += node.pages
+            self._kept -= len(node.pages) if node.kept else 0
             for gone, more in zip(windows, self._groups.cut(node, len(node.pages))):
                 gone += more
             self._remove(node)
@@ -262,7 +297,11 @@ class RadixCache(RadixTree):
         return self.pages == 0
 
     def _remove(self, node: Node) -> None:
-        self._offer(self._cut_off(node))
+        parent = self._cut_off(node)
+        if node.kept and parent.kept:  # which may have no end of its own
+            self._end(parent)
+        node.kept = 0.0
+        self._offer(parent)
 
     def _offer(self, node: Node) -> None:
         """Put ``node`` up for eviction if it is a leaf that nobody holds."""
@@ -292,6 +331,7 @@ class RadixCache(RadixTree):
         assert len(set(pages)) == len(pages), "a page stands twice in the tree"
         self._leaves.check(node for node in self.walk() if node.is_leaf)
         self._groups.check(self.walk())
+        assert self._kept == sum(len(node.pages) for node in self.walk() if node.kept), "kept pages are off"
         assert (self.pages, self.evictable, self.nodes) == (len(pages), evictable, nodes), "counters are off"
 
 

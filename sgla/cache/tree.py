@@ -29,7 +29,7 @@ class Node:
     ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the
     *lower* half, so a request's reference goes on meaning the same prefix, and its state the same tokens.
     ``windows``: tickets for as many pages of each group with a window. ``state``: ticket of the checkpoint
-    behind it.
+    behind it. ``kept``: until when it goes after all that is not kept; 0: it is not.
     """
 
     __slots__ = (
@@ -37,6 +37,7 @@ class Node:
         "children",
         "edge",
         "hits",
+        "kept",
         "key",
         "locks",
         "pages",
@@ -64,6 +65,7 @@ class Node:
         self.locks = 0
         self.hits = 0
         self.state = 0
+        self.kept = 0.0
         self.born = self.touched = born
 
     @property
@@ -145,6 +147,7 @@ class RadixTree:
         beside = [tickets[:keep] for tickets in node.windows]
         upper = Node(parent, node.edge, node.key[:cut], node.pages[:keep], node.born, beside)
         upper.locks, upper.hits, upper.touched = node.locks, node.hits, node.touched
+        upper.kept = node.kept
         parent.children[node.edge] = upper
         node.key, node.pages = node.key[cut:], node.pages[keep:]
         node.windows = [tickets[keep:] for tickets in node.windows]

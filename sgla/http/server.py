@@ -255,6 +255,7 @@ UID = web.RequestKey("uid", str)  # its unique form
 YIELDS: web.RequestKey[Callable[[int], None]] = web.RequestKey("yields", Callable)  # type: ignore[arg-type]
 TRACE: web.RequestKey[Any] = web.RequestKey("trace", object)  # observe.tracing.Trace, if there are traces
 PATH_ID = web.RequestKey("path_id", str)  # what stands for {id} in the route
+DAY = 86400.0  # seconds: the longest retention that OpenAI has a word for
 ABORTED = "the request was aborted"
 _counter = itertools.count()
 
@@ -298,6 +299,7 @@ async def make_work(
             size=request[SHARE].body,
             namespace=request.app[SERVER].ingress.adapters.namespace(space, adapter),
             adapter=adapter,
+            cache_ttl=cache_ttl(fields),
             **prompt,
             **common,
         )
@@ -322,6 +324,13 @@ async def make_work(
         share=request[SHARE],
         tally=tally,
     )
+
+
+def cache_ttl(fields: RequestFields | OpenAIFields) -> float:
+    """Seconds for which the prefix is to be kept."""
+    if fields.cache_ttl is not None:
+        return fields.cache_ttl
+    return DAY if getattr(fields, "prompt_cache_retention", None) == "24h" else 0.0
 
 
 def check_sizes(prompts: int, n: int, **names: str | None) -> None:

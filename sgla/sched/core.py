@@ -127,6 +127,7 @@ class Core:
             return None
         step = Step(queues.steps + 1, self._paged)
         self._pressure.begin()
+        memory.cache.expire(now)
         memory.adapters.begin()
         memory.transfers.begin()
         prefills = self._plan_verifies(step) if self.limits.drafts else self._plan_decodes(step)

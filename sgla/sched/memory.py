@@ -298,6 +298,8 @@ class Memory:
             for pool, pages in zip(self.windows, beside):
                 pool.free(pages)
         self.pool.free(request.pages[last:])
+        if request.kept_until:
+            self._keep(request, last)
         self.cache.unlock(request.node)
         if self.recurrent is not None:
             self.recurrent.release(request, last * self.page_size)
@@ -305,6 +307,14 @@ class Memory:
             self._past.add(request.namespace, request.tokens[: last * self.page_size].tobytes())
             self.transfers.save(request, last)
         self._forget(request)
+
+    def _keep(self, request: Request, count: int) -> None:
+        """What the request leaves goes after all that nobody wanted to be kept."""
+        length = count * self.page_size
+        tokens = request.tokens[:length].tobytes()
+        node = self.cache.find(request.namespace, tokens, length, request.marks)
+        if node is not None:
+            self.cache.keep(node, request.kept_until)
 
     def _let_go(self, g: int, request: Request, private: int) -> list[int]:
         """Hold no more pages of the tree in a window,

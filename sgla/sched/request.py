@@ -102,6 +102,7 @@ class Request:
         "goal",
         "guessed",
         "holds",
+        "kept_until",
         "keys",
         "known",
         "last_step",
@@ -162,6 +163,7 @@ class Request:
         self.adapter = submit.adapter
         self.place = 0  # of its adapter on the device, while it has a slot
         self.marks: dict[int, bytes] = {}  # of pages (cache/radix.py)
+        self.kept_until = arrival + submit.cache_ttl if submit.cache_ttl else 0.0
         self.looked = False  # a shared tier has been asked for more of it
         self.keys: list[bytes] = []  # of its first pages (cache/tier.py)
         self.tokens = prompt.array  # its own once it has run

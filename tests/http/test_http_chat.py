@@ -201,6 +201,7 @@ async def test_request_reaches_the_engine(site: Site) -> None:
         "min_tokens": 1,
         "stop_token_ids": [5],
         "priority": 4,
+        "prompt_cache_retention": "24h",
         "cache_salt": "tenant",
         "continue_final_message": True,
         "reasoning_effort": "none",
@@ -218,7 +219,7 @@ async def test_request_reaches_the_engine(site: Site) -> None:
     assert job.messages == body["messages"]
     assert (job.add_generation_prompt, job.continue_final_message) == (False, True)
     assert job.template_kwargs == {"a": 1, "reasoning_effort": "none", "enable_thinking": False}
-    assert (job.priority, job.namespace) == (4, "tenant")
+    assert (job.priority, job.namespace, job.cache_ttl) == (4, "tenant", 86400)
     assert job.deadline is not None
     sampling = job.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.6, 50, 0.5)

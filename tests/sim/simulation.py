@@ -361,6 +361,7 @@ def random_submits(random: Random, count: int, longest: int = 24, end: float = 6
                 namespace=random.choice(("", "", "salt")),
                 deadline=arrival + random.uniform(1, end) if random.random() < 0.1 else None,
                 arrival=arrival,
+                cache_ttl=random.choice((0.0, 0.0, 0.0, 2.0, 50.0)),
                 holds=frozenset(random.choice(((), (), (), ("grammar",), ("grammar", "adapter")))),
             )
         )

@@ -32,7 +32,9 @@ def job(**fields: Any) -> Job:
 
 
 def test_choices_are_children_with_seeds_of_their_own(byte_level: Tokenizer) -> None:
-    made = preparer(byte_level)(job(text="the dog", sampling={"n": 3, "seed": 42}, index_base=6, priority=2))
+    made = preparer(byte_level)(
+        job(text="the dog", sampling={"n": 3, "seed": 42}, index_base=6, priority=2, cache_ttl=9.0)
+    )
     assert [(one.rid, one.parent, one.index) for one in made] == [
         ("r-0", "r", 6),
         ("r-1", "r", 7),
@@ -42,7 +44,7 @@ def test_choices_are_children_with_seeds_of_their_own(byte_level: Tokenizer) -> 
     seeds = [one.sampling.seed for one in made]
     assert seeds[0] == 42
     assert len(set(seeds)) == 3
-    assert {one.priority for one in made} == {2}
+    assert {(one.priority, one.cache_ttl) for one in made} == {(2, 9.0)}
 
 
 def test_a_prompt_has_the_logprobs_that_there_is_room_for(byte_level: Tokenizer) -> None:

@@ -151,6 +151,7 @@ class CountTokensRequest(SamplingFields, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None
     timeout: float | None = None
+    cache_ttl: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -162,7 +163,7 @@ MESSAGES = Schema(MessagesRequest)
 COUNT_TOKENS = Schema(CountTokensRequest)
 PASSED = (
     *SamplingFields.__struct_fields__,
-    *("model", "max_tokens", "stream", "priority", "cache_salt", "extra_key", "timeout"),
+    *("model", "max_tokens", "stream", "priority", "cache_salt", "extra_key", "timeout", "cache_ttl"),
 )
 
 

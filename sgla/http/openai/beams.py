@@ -129,6 +129,7 @@ async def best_beams(
                 deadline=job.deadline,
                 namespace=job.namespace,
                 adapter=job.adapter,
+                cache_ttl=job.cache_ttl,
                 client=job.client,
                 index_base=i,
             )

@@ -144,6 +144,7 @@ IGNORED = frozenset(
 )
 
 
+LONGEST_TTL = 7 * 86400  # seconds
 INT64 = Range(-(2**63), 2**63 - 1)
 
 RANGES: dict[str, Range] = SAMPLING | {
@@ -166,6 +167,7 @@ RANGES: dict[str, Range] = SAMPLING | {
     "max_thinking_tokens": Range(-1, 2**31 - 1),
     "priority": Range(-(2**31), 2**31 - 1),
     "timeout": Range(0, open_low=True),
+    "cache_ttl": Range(0, LONGEST_TTL),
     "capacity_of_str_len": TOKENS,
     "dimensions": TOKENS,
     "top_n": TOKENS,
@@ -240,6 +242,7 @@ class RequestFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None
     timeout: float | None = None  # seconds after which the request ends with 408
+    cache_ttl: float | None = None  # seconds for which its prefix is kept in preference to others'
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -254,6 +257,8 @@ class OpenAIFields(SamplingFields, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None
     timeout: float | None = None
+    cache_ttl: float | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     max_tokens: int | None = None
     stream_options: StreamOptions | None = None
     rid: str | None = None

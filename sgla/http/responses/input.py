@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -108,6 +108,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None
     timeout: float | None = None
+    cache_ttl: float | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -121,6 +123,8 @@ PASSED = (
         "priority",
         "cache_salt",
         "extra_key",
+        "cache_ttl",
+        "prompt_cache_retention",
         "timeout",
         "chat_template_kwargs",
     ),
