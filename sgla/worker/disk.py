@@ -137,7 +137,11 @@ def identity_of(config: Config, source: ModelSource, layout: object) -> str:
     settings = ["dtype", "kv_cache_dtype", "quantization", "load_format", "model_impl", "page_size"]
     if source.kind == "dummy":
         settings.append("random_seed")
-    settings += ["speculative_algorithm", "speculative_model", "speculative_quantization"]  # layers that guess
+    settings += [
+        "speculative_algorithm",
+        "speculative_model",
+        "speculative_quantization",
+    ]  # layers that guess
     described += [getattr(config, name) for name in settings]
     beside = sorted([*source.folder.glob("*.json"), *source.folder.glob("*.py")])
     drafts = source.draft.files if source.draft is not None else ()

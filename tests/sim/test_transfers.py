@@ -302,7 +302,7 @@ def play(random: Random) -> list[Simulation]:
         ][random.choice((0, 1, 2)) :],
         slots=random.choice((1, 2, 4)),
         depth=random.randint(1, 3),
-        drafts=random.choice((0, 3)) if not any(group.every for group in beside) else 0,
+        drafts=random.choice((0, 3)),
         policy=random.choice(("fcfs", "lpm", "dfs-weight", "lof")),
     )
     stems = [[random.randrange(3) for _ in range(24)] for _ in range(3)]
