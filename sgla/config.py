@@ -222,10 +222,12 @@ class EngineSettings(ModelSettings, kw_only=True):
             "ngram",
             "draft_model",
             "mtp",
+            "eagle",
             "eagle3",
             "NGRAM",
             "STANDALONE",
             "NEXTN",
+            "EAGLE",
             "EAGLE3",
             "deepseek_mtp",
         ]
@@ -233,14 +235,14 @@ class EngineSettings(ModelSettings, kw_only=True):
         Doc(
             description="guess the next tokens and compute them in one step, which changes no text: ngram "
             "guesses what came behind the same tokens before; on CPUs, draft_model what --speculative-model "
-            "draws, mtp and eagle3 what a layer makes of the model's hidden states: one of its own "
-            "checkpoint (DeepSeek-V3, GLM-4.5, Qwen3.5), or the EAGLE-3 head in --speculative-model"
+            "draws, mtp, eagle and eagle3 what a layer makes of the model's hidden states: one of its own "
+            "checkpoint (DeepSeek-V3, GLM-4.5, Qwen3.5), or the EAGLE head in --speculative-model"
         ),
     ] = None
     speculative_model: Annotated[
         str | None,
         Doc(
-            description="a smaller model with the same vocabulary, or an EAGLE-3 head, which guesses the "
+            description="a smaller model with the same vocabulary, or an EAGLE head, which guesses the "
             "next tokens: hub id, folder or .gguf file"
         ),
     ] = None

@@ -9,7 +9,7 @@ from sgla.loading.checkpoint import FileTensor
 from sgla.loading.load import OnProgress, decoder_build, load_weights, mending, renaming
 from sgla.model.base import Decoder
 from sgla.model.drafting import EagleSpec, predictor_names, similar_layer
-from sgla.model.eagle import Eagle3
+from sgla.model.eagle import Eagle, Eagle3
 from sgla.model.predictor import Predictor
 from sgla.quant.weight import SourceTensor
 
@@ -49,7 +49,7 @@ def load_predictor(
     return head
 
 
-def load_eagle3(
+def load_eagle(
     source: ModelSource,
     target: Decoder,
     eagle: EagleSpec,
@@ -58,16 +58,22 @@ def load_eagle3(
     positions: int,
     report: OnProgress,
     seed: int = 0,
-) -> Eagle3:
-    """Raises WeightError for a head whose files are not as EAGLE-3's."""
+) -> Eagle | Eagle3:
+    """Raises WeightError for a head whose files are not as EAGLE's."""
     build = decoder_build(source, eagle.spec, dtype, quantization, target.shard)
+    ignored = ("embed_tokens.", "model.embed_tokens.", "lm_head.")
+    if not eagle.layers:
+        first = Eagle(target, eagle.spec, build, positions, eagle.bias)
+        load_weights(source, build, "EAGLE", ignored=ignored, on_progress=report, seed=seed)
+        return first
     head = Eagle3(target, eagle.spec, build, positions, len(eagle.layers), eagle.vocab)
 
     def mend(name: str, tensor: SourceTensor) -> SourceTensor:
         return Values(tensor.values()) if name == "d2t" and isinstance(tensor, FileTensor) else tensor
 
-    ignored = ("t2d", "d2t", "embed_tokens.", "model.embed_tokens.")
-    load_weights(source, build, "EAGLE-3", ignored=ignored, mend=mend, on_progress=report, seed=seed)
+    load_weights(
+        source, build, "EAGLE-3", ignored=("t2d", "d2t", *ignored), mend=mend, on_progress=report, seed=seed
+    )
     if not 0 <= int(head.ids.min()) <= int(head.ids.max()) < head.vocab:
         raise WeightError("d2t of the EAGLE-3 head names tokens that its model has not")
     return head

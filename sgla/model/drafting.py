@@ -26,21 +26,23 @@ NAMES = {  # as SGLang and vLLM have them
     "STANDALONE": "draft_model",
     "NEXTN": "mtp",
     "deepseek_mtp": "mtp",
+    "EAGLE": "eagle",
     "EAGLE3": "eagle3",
 }
 FLAG = "--speculative-algorithm"
-OTHER_FILES = ("draft_model", "eagle3")  # algorithms whose weights are not the model's own
+OTHER_FILES = ("draft_model", "eagle", "eagle3")  # algorithms whose weights are not the model's own
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
 TOLD = 3  # layers of a target that EAGLE-3 reads
 
 
 class EagleSpec(NamedTuple):
-    """``spec``: of the head, as if it were a Llama of one layer; ``vocab``: tokens that it may guess;
-    ``layers``: of the target, whose inputs it reads."""
+    """``spec``: of the head, as if it were a Llama of one layer; ``bias``: of its first projection. Of
+    EAGLE-3 ``vocab``: tokens that it may guess; ``layers``: of the target, whose inputs it reads."""
 
     spec: ModelSpec
+    bias: bool
     vocab: int
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
 
 
 def by_our_names(config: Config) -> Config:
@@ -95,8 +97,8 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
     match config.speculative_algorithm:
         case "draft_model":
             return None if draft is None else read_draft(draft, target)
-        case "eagle3":
-            return None if draft is None else read_eagle3(draft, target).spec
+        case "eagle" | "eagle3" as name:
+            return None if draft is None else read_eagle(draft, target, third=name == "eagle3").spec
         case "mtp":
             predictor_names(target)
             layer = similar_layer(target)
@@ -128,16 +130,20 @@ def _is_eagle3(draft: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and bool(names) and names[0] in EAGLE3
 
 
-def read_eagle3(draft: Mapping[str, Any], target: ModelSpec) -> EagleSpec:
-    """Raises ConfigError for a head of another kind, or of another model."""
+def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> EagleSpec:
+    """A head of EAGLE-3, if it is the ``third``, or of those before. Raises ConfigError for one of another
+    kind, or of another model."""
     if isinstance(target, GenericSpec):
         raise _unfit("transformers' module computes it, whose layers tell nothing")
-    if not _is_eagle3(draft):
-        raise _unfit(f"it is no head of EAGLE-3, which {EAGLE3[0]} would be")
+    if _is_eagle3(draft) != third:
+        why = f"it is no head of EAGLE-3, which {EAGLE3[0]} would be"
+        raise _unfit(why if third else f"it is a head of EAGLE-3; give {FLAG} eagle3")
     known = family_of("LlamaForCausalLM").defaults.keys() | {"model_type", "dtype", "torch_dtype"}
     shape = {key: value for key, value in draft.items() if key in known}
+    if not third and draft.get("num_hidden_layers") != 1:
+        raise _unfit(f"it has {draft.get('num_hidden_layers')} layers, and a head of EAGLE one")
     spec = read_decoder(shape | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1})
-    c = Reader(EAGLE3[0], {"draft_vocab_size": spec.vocab, **draft})
+    c = Reader(EAGLE3[0], {"draft_vocab_size": spec.vocab, "bias": True, **draft})
     vocab = c.integer("draft_vocab_size", VOCAB)
     if spec.vocab != target.vocab or vocab > target.vocab:
         raise _unfit(f"it has {spec.vocab} tokens and the model {target.vocab}: another vocabulary")
@@ -145,14 +151,18 @@ def read_eagle3(draft: Mapping[str, Any], target: ModelSpec) -> EagleSpec:
         raise _unfit(f"target_hidden_size is {draft['target_hidden_size']}, and the model's {target.hidden}")
     if spec.hidden != target.hidden:
         raise _unfit(f"its width is {spec.hidden}, and the model's {target.hidden}")
-    last = target.layers - 1
-    layers = Reader(EAGLE3[0], c.table("eagle_config") or draft).integers(
-        "eagle_aux_hidden_state_layer_ids", LAYERS
-    )
-    if layers and (len(layers) != TOLD or max(layers) > last):
-        raise _unfit(f"eagle_aux_hidden_state_layer_ids is {layers}, and the model has {last + 1} layers")
-    usual = sorted(min(max(layer, 0), last) for layer in (2, target.layers // 2, target.layers - 3))
-    return EagleSpec(spec, vocab, tuple(layers or usual))
+    layers = _told_layers(c, target.layers) if third else ()
+    return EagleSpec(spec, c.flag("bias"), vocab, layers)
+
+
+def _told_layers(c: Reader, layers: int) -> tuple[int, ...]:
+    """Those of a target with so many layers that EAGLE-3 reads."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    given = Reader(EAGLE3[0], c.table("eagle_config") or c.values).integers(key, LAYERS)
+    if given and (len(given) != TOLD or max(given) >= layers):
+        raise _unfit(f"{key} is {given}, and the model has {layers} layers")
+    usual = sorted(min(max(layer, 0), layers - 1) for layer in (2, layers // 2, layers - 3))
+    return tuple(given or usual)
 
 
 def predictor_names(spec: ModelSpec) -> PredictorNames:

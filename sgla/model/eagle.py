@@ -1,11 +1,12 @@
-"""EAGLE-3 (arXiv 2503.01840): a layer that guesses further tokens from what three layers of its target make
-of the tokens before. The tensors are those of the authors' checkpoints."""
+"""EAGLE: a layer that guesses further tokens from what its target makes of the tokens before. The tensors are
+those of the authors' checkpoints."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import HeadNorms, SelfAttention
@@ -19,25 +20,64 @@ from sgla.model.base import Decoder
 from sgla.model.spec import ModelSpec
 
 
+class Eagle:
+    """EAGLE and EAGLE-2 (arXiv 2401.15077, 2406.16858), without their trees: a Llama's layer without its
+    first norm, on a token's embedding and the target's last hidden state of the token before, side by side
+    through one projection. Its output is a guess at the next hidden state, which the target's output layer
+    reads."""
+
+    def __init__(
+        self, target: Decoder, spec: ModelSpec, build: Build, positions: int, bias: bool = True
+    ) -> None:
+        d, name = spec.hidden, "layers.0"
+        self.width = self.told = d
+        self.vocab = target.spec.vocab
+        self.join = MergedColumnLinear(build, 2 * d, [("fc", d, range(d))], bias)
+        self.attention = _attention(build, f"{name}.self_attn", spec, positions, d)
+        self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", d, spec.eps)
+        self.mlp = GatedMLP(build, f"{name}.mlp", d, spec.intermediate, "silu", spec.mlp_bias)
+        self.embed, self.logits = target.embed, target.logits
+
+    def read(self, told: Tensor) -> Tensor:
+        return told
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
+    ) -> tuple[Tensor, Tensor]:
+        h = self.join(torch.cat([tokens, hidden], 1))
+        x, h = self.mlp_norm.add(self.attention.out(self.attention(h, batch, kv[0])), h)
+        made = ops.add(h, self.mlp(x))
+        return made, made
+
+    def of_target(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+def _attention(build: Build, name: str, spec: ModelSpec, positions: int, inputs: int) -> SelfAttention:
+    """``inputs``: the width of what it reads."""
+    layer = spec.attention[0]
+    assert layer.rope is not None
+    rope, norms = layer.rope, HeadNorms("", spec.eps)
+    cos_sin = rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, positions)
+    return SelfAttention(
+        build, name, spec.hidden, layer, cos_sin, norms=norms, qkv_bias=spec.qkv_bias, inputs=inputs
+    )
+
+
 class Eagle3:
-    """``spec``: of the head, as if it were a Llama of one layer. ``vocab``: tokens that it may guess; ``ids``
-    int64 ``[vocab]``: which of the target's these are."""
+    """EAGLE-3 (arXiv 2503.01840), which reads what goes into three layers of its target. ``spec``: of the
+    head, as if it were a Llama of one layer. ``vocab``: tokens that it may guess; ``ids`` int64 ``[vocab]``:
+    which of the target's these are."""
 
     def __init__(
         self, target: Decoder, spec: ModelSpec, build: Build, positions: int, places: int, vocab: int
     ) -> None:
-        d, layer, name = spec.hidden, spec.attention[0], "midlayer"
-        assert layer.rope is not None
+        d, name = spec.hidden, "midlayer"
         self.width, self.told, self.vocab = d, places * target.spec.hidden, target.spec.vocab
         self.read = MergedColumnLinear(build, self.told, [("fc", d, range(d))])
         self.token_norm = RMSNorm(build, f"{name}.input_layernorm", d, spec.eps)
         self.hidden_norm = RMSNorm(build, f"{name}.hidden_norm", d, spec.eps)
-        rope = layer.rope
-        cos_sin = rope_table(rope.theta, rope.dim, rope.kind, rope.scaling, positions)
-        norms = HeadNorms("", spec.eps)
-        self.attention = SelfAttention(
-            build, f"{name}.self_attn", d, layer, cos_sin, norms=norms, qkv_bias=spec.qkv_bias, inputs=2 * d
-        )
+        self.attention = _attention(build, f"{name}.self_attn", spec, positions, 2 * d)
         self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", d, spec.eps)
         self.mlp = GatedMLP(build, f"{name}.mlp", d, spec.intermediate, "silu", spec.mlp_bias)
         self.norm = RMSNorm(build, "norm", d, spec.eps)

@@ -13,11 +13,11 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
-from sgla.loading.drafter import load_eagle3, load_predictor
+from sgla.loading.drafter import load_eagle, load_predictor
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import Block, CausalLM, Decoder
-from sgla.model.drafting import read_eagle3
+from sgla.model.drafting import read_eagle
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
 from sgla.worker.draft_head import HeadDrafts, HeadForward, Told
@@ -57,16 +57,18 @@ class DraftSetup:
                 self._head = load_predictor(source, target, dtype, config.quantization, report, seed)
                 self._told.append(Told())
                 self.tell = self._told[0].tell
-            case "eagle3":
+            case "eagle" | "eagle3" as name:
                 assert isinstance(target, Decoder)
                 assert source.draft is not None
-                eagle = read_eagle3(source.draft.config, target.spec)
-                self._head = load_eagle3(
+                eagle = read_eagle(source.draft.config, target.spec, third=name == "eagle3")
+                self._head = load_eagle(
                     source.draft, target, eagle, dtype, quantization, target.positions, report, seed
                 )
-                for layer in eagle.layers:
-                    self._told.append(Told())
-                    target.blocks[layer] = Telling(target.blocks[layer], self._told[-1].tell)
+                self._told += [Told() for _ in eagle.layers or (0,)]
+                if not eagle.layers:
+                    self.tell = self._told[0].tell
+                for layer, told in zip(eagle.layers, self._told):
+                    target.blocks[layer] = Telling(target.blocks[layer], told.tell)
 
     def make(
         self, tables: SlotTables, sampler: Sampler, kv: list[Layer], step_tokens: int, threads: int

@@ -125,13 +125,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("algorithm", ["ngram", "draft_model", "mtp", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["ngram", "draft_model", "mtp", "eagle", "eagle3"])
 def test_every_drafter_on_every_kind_of_layers(kind: str, algorithm: str) -> None:
     target = KINDS[kind]
     if algorithm == "mtp" and kind not in ("latent", "hybrid", "mixture"):
         pytest.skip("the family has no layer that guesses")
     width = {"hidden_size": target["hidden_size"]}
-    draft = {"draft_model": LLAMA, "eagle3": EAGLE | width}.get(algorithm)
+    eagle = LLAMA | width | {"num_hidden_layers": 1}
+    draft = {"draft_model": LLAMA, "eagle": eagle, "eagle3": EAGLE | width}.get(algorithm)
     made: list[CpuRunner] = []
     for name, source in ((None, source_of(target, None)), (algorithm, source_of(target, draft))):
         settings = {"speculative_algorithm": name, "speculative_num_draft_tokens": 3} if name else {}
