@@ -637,6 +637,12 @@ def activation(x: Tensor, kind: str) -> Tensor:
 
 
 @op
+def beside(x: Tensor, y: Tensor) -> Tensor:
+    """x [T, n] and y [T, m] side by side: [T, n + m]."""
+    return torch.cat([x, y], 1)
+
+
+@op
 def gather(x: Tensor, rows: Tensor) -> Tensor:
     """``x[rows]``: x [T, d], rows int32[S] -> [S, d]."""
     return x[rows.long()]

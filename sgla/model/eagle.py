@@ -44,7 +44,7 @@ class Eagle:
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
     ) -> tuple[Tensor, Tensor]:
-        h = self.join(torch.cat([tokens, hidden], 1))
+        h = self.join(ops.beside(tokens, hidden))
         x, h = self.mlp_norm.add(self.attention.out(self.attention(h, batch, kv[0])), h)
         made = ops.add(h, self.mlp(x))
         return made, made
@@ -94,7 +94,7 @@ class Eagle3:
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
     ) -> tuple[Tensor, Tensor]:
-        x = torch.cat([self.token_norm(tokens), self.hidden_norm(hidden)], 1)
+        x = ops.beside(self.token_norm(tokens), self.hidden_norm(hidden))
         x = self.attention.out(self.attention(x, batch, kv[0]))
         x, h = self.mlp_norm.add(x, hidden)
         shown, h = self.norm.add(self.mlp(x), h)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
@@ -67,7 +67,7 @@ class Predictor:
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
     ) -> tuple[Tensor, Tensor]:
-        x = self.join(torch.cat([self.token_norm(tokens), self.hidden_norm(hidden)], 1))
+        x = self.join(ops.beside(self.token_norm(tokens), self.hidden_norm(hidden)))
         x, h = self.block(x, None, batch, kv[0], None)
         made = self.norm.add(x, h)[0]
         return made, made

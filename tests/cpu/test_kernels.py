@@ -242,6 +242,7 @@ def test_rows_ops(isa: str, d: int) -> None:
         lambda b, x: ops.add_rms_norm(x, ops.rms_norm(x, weight, 1e-5), weight, 1e-5)[0],
         lambda b, x: ops.add_rms_norm(x, ops.rms_norm(x, weight, 1e-5), weight, 1e-5)[1],
         lambda b, x: ops.add(x, ops.rms_norm(x, weight, 1e-5)),
+        lambda b, x: ops.beside(x, ops.rms_norm(x, weight, 1e-5)),
         lambda b, x: ops.gather(x, b.sample_rows),
     ]
     for fn in cases:

@@ -282,6 +282,19 @@ def activate(recorder: Recorder, x: Tensor, kind: str) -> Tensor:
     return out
 
 
+@LOWERINGS.of(ops.beside)
+def beside(recorder: Recorder, x: Tensor, y: Tensor) -> Tensor:
+    left, right = recorder.buffer(x), recorder.buffer(y)
+    out, made = recorder.make(left.width + right.width, left.sampled)
+
+    def join(views: list[Tensor]) -> None:
+        views[2][:, : left.width] = views[0]
+        views[2][:, left.width :] = views[1]
+
+    recorder.nodes.append(Node(Opcode.PYTHON, left.sampled, [left, right], [made], fn=join))
+    return out
+
+
 @LOWERINGS.of(ops.gather)
 def gather(recorder: Recorder, x: Tensor, rows: Tensor) -> Tensor:
     if recorder.part(rows) != "sample_rows":
