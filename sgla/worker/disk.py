@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from sgla.config import Config
@@ -133,20 +134,25 @@ def _begin(folder: Path, identity: str) -> None:
 def identity_of(config: Config, source: ModelSource, layout: object) -> str:
     """What KV depends on beside the text: weights, settings, and how units lie in memory, which ``layout``
     tells. Files of weights are known by size and time, those of a hub's cache by their content."""
-    described = [FORMAT, __version__, source.kind, source.config, repr(source.layout), layout]
+    described = [
+        FORMAT,
+        __version__,
+        source.kind,
+        source.config,
+        source.layout and source.layout.name,
+        layout,
+    ]
     settings = ["dtype", "kv_cache_dtype", "quantization", "load_format", "model_impl", "page_size"]
     if source.kind == "dummy":
         settings.append("random_seed")
-    settings += [
-        "speculative_algorithm",
-        "speculative_model",
-        "speculative_quantization",
-    ]  # layers that guess
+    settings += ["speculative_algorithm", "speculative_model", "speculative_quantization"]
     described += [getattr(config, name) for name in settings]
     beside = sorted([*source.folder.glob("*.json"), *source.folder.glob("*.py")])
     drafts = source.draft.files if source.draft is not None else ()
     described += [_version(path) for path in (*source.files, *drafts, *beside)]
-    return blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return blake2b(
+        json.dumps(described, sort_keys=True, default=msgspec.to_builtins).encode(), digest_size=16
+    ).hexdigest()
 
 
 def _version(path: Path) -> list[object]:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,7 +22,7 @@ from sgla.observe.machine import Machine
 from sgla.resolve import check_features
 from sgla.sched.core import Core
 from sgla.worker.cpu import CpuRunner
-from sgla.worker.disk import UnitFile
+from sgla.worker.disk import UnitFile, identity_of
 
 TEXTS = [[(a * i + a) % 300 for i in range(100)] for a in (7, 11, 13)]
 
@@ -321,3 +322,16 @@ def test_a_store_that_is_not_there_is_refused() -> None:
         with pytest.raises(ConfigError, match=word) as caught:
             store(url)
         assert caught.value.param == "kv_store"
+
+
+def test_the_identity_is_made_of_values_alone(tmp_path: Path) -> None:
+    """An address would be another one after a restart. A file that is written anew is another file."""
+    with pytest.raises(TypeError):
+        identity_of(Config(), tiny_source(at=print), [])
+    path = tmp_path / "model.safetensors"
+    found = []
+    for content in (b"one", b"one", b"two"):
+        path.write_bytes(content)
+        os.utime(path, ns=(1, 1 if content == b"one" else 2))
+        found.append(identity_of(Config(), replace(tiny_source(), files=(path,)), []))
+    assert found[0] == found[1] != found[2]
