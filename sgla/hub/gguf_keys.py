@@ -205,6 +205,7 @@ _HONOURED: dict[str, Rule] = {
     "interleave_moe_layer_step": COUNT,
     "nextn_predict_layers": COUNT,
     "shortconv.l_cache": SIZE,
+    "moe_latent_size": SIZE,
 }
 
 
@@ -219,8 +220,11 @@ def rules(layout: Layout) -> dict[str, Rule]:
             table[key] = Only((fixed[0],))
     if layout.scans:
         table |= dict.fromkeys(_OF_SCANS, SIZE)
-    if layout.scans == "instead" or layout.convolves:
+    if layout.scans in ("instead", "alone") or layout.convolves:
         table["attention.head_count_kv"] = Some()
+    if layout.scans == "alone":
+        table["feed_forward_length"] = Some()
+        table["nextn_predict_layers"] = COUNT
     if layout.scans == "instead" and not layout.mixture:
         table |= {"expert_count": Only((0,)), "expert_used_count": COUNT}
     if layout.windowed and "layer_types" in layout.known:
@@ -310,6 +314,7 @@ def read_keys(metadata: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         *(_OF_MIXTURES if layout.mixture else ()),
         *(_OF_LATENTS if layout.latent else ()),
         *((*_OF_SCANS, "attention.head_count_kv") if layout.scans else ()),
+        *(("expert_shared_feed_forward_length",) if layout.scans == "alone" and layout.mixture else ()),
         *(("shortconv.l_cache", "attention.head_count_kv") if layout.convolves else ()),
     ):
         if name not in found:

@@ -19,7 +19,8 @@ class Place(NamedTuple):
     mixtures e experts, m of one, s of the shared one. Of latent attention a the queries' latent, r that of
     keys and values, l with the rotated part, u queries, g a head's part that is not rotated, y its value, o
     all values, b keys and values. Of Mamba 2 i all rows, c channels of the convolution, w its taps, j the
-    values of all heads, z heads, x groups, p values of a group; w is also that of short convolutions."""
+    values of all heads, z heads, x groups, p values of a group; w is also that of short convolutions. L is
+    the latent of what experts read, E what they read."""
 
     name: str
     dims: str
@@ -35,7 +36,12 @@ class Stored:
     layers: Literal["all", "dense", "sparse"] = "all"
     flag: str = ""
     unless: str = ""
-    mixer: Literal["", "attention", "mamba", "conv"] = ""
+    mixer: Literal["", "attention", "mamba", "conv", "mlp"] = ""
+
+
+# Where Mambas are: in layers without KV heads instead of attention, in all layers beside it, or alone in a
+# layer, as attention and MLPs are in others.
+Scans = Literal["", "instead", "beside", "alone"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class Layout:
     latent: bool = False
     mixture: bool = False
     by_width: int = 0
-    scans: Literal["", "instead", "beside"] = ""  # layers without KV heads are Mamba 2, or all are that, too
+    scans: Scans = ""
+    scan_names: Mapping[str, str] = field(default_factory=dict)  # HF's, of the sizes of a Mamba
     windows_optional: bool = False  # HF's class runs without any
     convolves: bool = False  # layers without KV heads are short convolutions
     last_norm: str = "output_norm"
@@ -73,6 +80,10 @@ class Layout:
         if key == "attention.sliding_window" and not self.known.isdisjoint(_OTHER_WINDOWS):
             return ""
         return next((name for name in HF_KEYS.get(key, ()) if name in self.known), "")
+
+    @property
+    def rotates(self) -> bool:
+        return "rope_theta" in self.known
 
     @property
     def windowed(self) -> bool:
@@ -89,8 +100,8 @@ HF_KEYS: dict[str, tuple[str, ...]] = {
     "feed_forward_length": ("intermediate_size",),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads",),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
-    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"),
     "attention.sliding_window": ("sliding_window",),
     "attention.q_lora_rank": ("q_lora_rank",),
     "attention.kv_lora_rank": ("kv_lora_rank",),
@@ -104,7 +115,11 @@ HF_KEYS: dict[str, tuple[str, ...]] = {
     "expert_used_count": ("num_experts_per_tok", "moe_k"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "expert_shared_feed_forward_length": (
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
     "expert_weights_scale": ("routed_scaling_factor",),
     "expert_weights_norm": ("norm_topk_prob",),
     "expert_group_count": ("n_group",),
@@ -112,6 +127,7 @@ HF_KEYS: dict[str, tuple[str, ...]] = {
     "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     "shortconv.l_cache": ("conv_L_cache",),
     "interleave_moe_layer_step": ("moe_layer_interval",),
+    "moe_latent_size": ("moe_latent_size",),
     "nextn_predict_layers": ("num_nextn_predict_layers",),
 }
 # What it means that one of them is missing, or 0.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from math import isclose, log
+from math import isclose
 from typing import Any
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_keys import read_keys
 from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, TOP, Layout, Place, Stored
-from sgla.hub.gguf_scans import mixer_of, scan_sizes, scans
+from sgla.hub.gguf_ropes import rope_scaling
+from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
 GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
 _NAMED = 8  # tensor names shown in an error
@@ -41,7 +42,7 @@ class GGUFModel:
     @cached_property
     def layers(self) -> int:
         """Those behind them, which guess further tokens, are left out."""
-        left_out = self._value("nextn_predict_layers") if self.layout.hf_key("nextn_predict_layers") else 0
+        left_out = self._value("nextn_predict_layers")
         count: int = self.keys["block_count"] - left_out
         if count < 1:
             raise ConfigError(
@@ -53,10 +54,10 @@ class GGUFModel:
     def sizes(self) -> dict[str, int]:
         """Of the letters of ``Place.dims``."""
         keys, heads = self.keys, self.keys["attention.head_count"]
-        hidden, inner = keys["embedding_length"], keys["feed_forward_length"]
+        hidden, inner = keys["embedding_length"], most(keys["feed_forward_length"])
         head_dim = keys.get("attention.key_length", hidden // heads)
-        kv_heads = keys.get("attention.head_count_kv", heads)
-        kv_heads = max(kv_heads) if isinstance(kv_heads, list) else kv_heads
+        kv_heads = most(keys.get("attention.head_count_kv", heads))
+        latent = keys.get("moe_latent_size", 0)
         expert = keys.get("expert_feed_forward_length", inner)
         sizes = {
             "1": 1,
@@ -71,9 +72,11 @@ class GGUFModel:
             "e": keys.get("expert_count", 0),
             "m": expert,
             "s": keys.get("expert_shared_feed_forward_length") or expert * keys.get("expert_shared_count", 0),
+            "L": latent,
+            "E": latent or hidden,
         }
         if self.layout.scans or self.layout.convolves:
-            return sizes | scan_sizes(self.layout, keys)
+            return sizes | scan_sizes(self.layout, keys, self.layers)
         if not self.layout.latent:
             return sizes
         rotated, rank = keys["rope.dimension_count"], keys["attention.kv_lora_rank"]
@@ -115,13 +118,12 @@ class GGUFModel:
             "model_type": layout.model_type,
             "vocab_size": self.sizes["v"],
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "rope_theta": keys.get("rope.freq_base", layout.missing.get("rope.freq_base", 1e4)),
         }
         for key in HF_KEYS:
             if name := layout.hf_key(key):
                 value = self._value(key)
-                if value is not None or key in MISSING:
-                    config[name] = value
+                if (value is not None or key in MISSING) and config.setdefault(name, value) != value:
+                    raise ConfigError(f"{layout.name}.{key} is {value}, and another key says {config[name]}")
         config["num_hidden_layers"] = self.layers
         if "num_nextn_predict_layers" in config:
             config["num_nextn_predict_layers"] = 0
@@ -130,8 +132,11 @@ class GGUFModel:
             self._check_widths(layout, keys)
         config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
         config |= self._windows(layout, keys)
-        config |= scans(layout, keys, self.sizes)
-        config["rope_scaling"] = self._rope_scaling(keys)
+        config |= scans(layout, keys, self.sizes, self.layers)
+        if not layout.rotates:
+            return config
+        config["rope_theta"] = keys.get("rope.freq_base", layout.missing.get("rope.freq_base", 1e4))
+        config["rope_scaling"] = rope_scaling(layout, keys, self._factors)
         if layout.yarn and config["rope_scaling"] is None:
             config["rope_parameters"] = {"rope_type": "default"}  # HF's class would fill in another one
         return config
@@ -148,7 +153,7 @@ class GGUFModel:
 
     def _check_widths(self, layout: Layout, keys: dict[str, Any]) -> None:
         """Whether the keys agree on the widths of experts, which not every class has keys for."""
-        said = {"expert_feed_forward_length": keys["feed_forward_length"]}
+        said = {"expert_feed_forward_length": most(keys["feed_forward_length"])}
         said["expert_shared_feed_forward_length"] = self.sizes["m"] * keys.get("expert_shared_count", 0)
         for key, width in said.items():
             if not layout.hf_key(key) and keys.get(key, width) != width:
@@ -165,13 +170,13 @@ class GGUFModel:
         partly, sized = "partial_rotary_factor" in layout.known, "head_dim" in layout.known
         rotated = keys.get("rope.dimension_count", head_dim)
         self._check_head(keys, "attention.value_length", head_dim)
-        if not partly:
+        if not partly and layout.rotates:
             self._check_head(keys, "rope.dimension_count", head_dim)
-        elif rotated > head_dim:
+        if partly and rotated > head_dim:
             raise ConfigError(
                 f"{layout.name}.rope.dimension_count is {rotated}, and heads have {head_dim} values"
             )
-        else:
+        if partly:
             found["partial_rotary_factor"] = rotated / head_dim
         if sized:
             found["head_dim"] = head_dim
@@ -252,37 +257,6 @@ class GGUFModel:
             raise WeightError("the tensor token_embd.weight is missing")
         return self._tensors["token_embd.weight"].shape[0]
 
-    def _rope_scaling(self, keys: dict[str, Any]) -> dict[str, Any] | None:
-        """In HF's words. As in llama.cpp a factor without a type is linear, and a factor of 0 is none."""
-        factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
-        kind = keys.get("rope.scaling.type", "linear")
-        attention = keys.get("rope.scaling.attn_factor", 1.0)
-        if kind != "yarn" and attention != 1.0:
-            raise ConfigError(f"{self.architecture}.rope.scaling.attn_factor is supported with yarn alone")
-        plain = kind == "none" or (kind == "linear" and factor == 1.0)
-        if self._factors is not None:  # Llama 3.x: the scaling comes as a table
-            if not plain:
-                raise ConfigError("rope_freqs.weight and rope.scaling at once are not supported")
-            return {"rope_type": "factors", "factors": self._factors}
-        if plain:
-            return None
-        scaling = {"rope_type": kind, "factor": factor}
-        if kind == "yarn":
-            names = {
-                "original_context_length": "original_max_position_embeddings",
-                "yarn_beta_fast": "beta_fast",
-                "yarn_beta_slow": "beta_slow",
-            }
-            given = {hf: keys.get(f"rope.scaling.{name}") for name, hf in names.items()}
-            scaling |= {hf: value for hf, value in given.items() if value is not None}
-            scaling |= self.layout.yarn
-            warmer = keys.get("rope.scaling.yarn_log_multiplier", 0.0)
-            if warmer:
-                scaling["mscale_all_dim"] = 10 * warmer
-            stretched = factor > 1 and not self.layout.latent
-            scaling["attention_factor"] = attention * (0.1 * log(factor) + 1.0 if stretched else 1.0)
-        return scaling
-
     def _check_layers(self) -> None:
         """Raises WeightError if there are not the tensors of as many layers as the metadata says."""
         layers = {
@@ -357,6 +331,8 @@ class GGUFModel:
     def _is_sparse(self, layer: int) -> bool:
         if not self.layout.mixture:
             return False
+        if self.layout.scans == "alone":
+            return mixer_of(self.layout, self.keys, layer) == "mlp"
         step = self._value("interleave_moe_layer_step")
         behind: bool = layer >= self._value("leading_dense_block_count")
         return behind and (layer + 1) % step == 0

@@ -1,4 +1,4 @@
-"""What the keys of a GGUF file say of layers of Mamba 2 (``Layout.scans``), and of short convolutions
+"""What the keys of a GGUF file say of Mambas (``Layout.scans``), and of short convolutions
 (``Layout.convolves``)."""
 
 from __future__ import annotations
@@ -9,31 +9,60 @@ from typing import Any
 from sgla.errors import ConfigError
 from sgla.hub.gguf_layout import Layout
 
+_COUNTS = "attention.head_count_kv"
+_WIDTHS = "feed_forward_length"
+
+
+def most(value: Any) -> Any:
+    """Of a list over layers, which is one number wherever it is not 0."""
+    return max(value) if isinstance(value, list) else value
+
 
 def mixer_of(layout: Layout, keys: Mapping[str, Any], layer: int) -> str:
-    other = "conv" if layout.convolves else "mamba" if layout.scans == "instead" else ""
-    return other if other and not keys["attention.head_count_kv"][layer] else "attention"
+    if layout.scans == "alone" and keys[_WIDTHS][layer]:
+        return "mlp"
+    other = "conv" if layout.convolves else "mamba" if layout.scans in ("instead", "alone") else ""
+    return other if other and not keys[_COUNTS][layer] else "attention"
+
+
+def _check_lists(layout: Layout, keys: Mapping[str, Any], layers: int) -> None:
+    """Raises ConfigError for lists that are not one number a layer, and for layers with two parts where they
+    have one."""
+    for key in (_COUNTS, _WIDTHS):
+        if isinstance(found := keys.get(key), list) and len(found) != keys["block_count"]:
+            raise ConfigError(f"{layout.name}.{key} has {len(found)} values, not one a layer")
+    if layout.scans != "alone":
+        return
+    for i in range(layers):
+        if keys[_COUNTS][i] and keys[_WIDTHS][i]:
+            raise ConfigError(
+                f"{layout.name}.{_COUNTS} and {layout.name}.{_WIDTHS} both say that layer {i} is theirs"
+            )
+    width = most(keys[_WIDTHS])
+    if keys.get(f"expert_{_WIDTHS}", width) != width:
+        raise ConfigError(
+            f"{layout.name}.expert_{_WIDTHS} is {keys[f'expert_{_WIDTHS}']}, and {layout.name}.{_WIDTHS} "
+            f"{width}"
+        )
 
 
 def _convolutions(layout: Layout, keys: Mapping[str, Any]) -> dict[str, Any]:
     """In HF's words: which layers are convolutions, and that the width of MLPs is said as it is. Raises
     ConfigError."""
-    counts = keys["attention.head_count_kv"]
+    counts = keys[_COUNTS]
     if len(counts) != keys["block_count"]:
-        raise ConfigError(f"{layout.name}.attention.head_count_kv has {len(counts)} values, not one a layer")
+        raise ConfigError(f"{layout.name}.{_COUNTS} has {len(counts)} values, not one a layer")
     found: dict[str, Any] = {"layer_types": ["full_attention" if count else "conv" for count in counts]}
     key = "block_auto_adjust_ff_dim"
     return found | ({key: False} if key in layout.known else {})
 
 
-def scan_sizes(layout: Layout, keys: Mapping[str, Any]) -> dict[str, int]:
+def scan_sizes(layout: Layout, keys: Mapping[str, Any], layers: int) -> dict[str, int]:
     """Of the letters of ``Place.dims``, and of an MLP that mixtures share. Raises ConfigError for what does
     not divide."""
     if layout.convolves:
         return {"w": keys["shortconv.l_cache"]}
-    counts = keys.get("attention.head_count_kv")
-    if isinstance(counts, list) and len(counts) != keys["block_count"]:
-        raise ConfigError(f"{layout.name}.attention.head_count_kv has {len(counts)} values, not one a layer")
+    _check_lists(layout, keys, layers)
     inner, heads, groups = (keys[f"ssm.{name}"] for name in ("inner_size", "time_step_rank", "group_count"))
     for name, count, whole in (("time_step_rank", heads, inner), ("group_count", groups, heads)):
         if whole % count:
@@ -51,27 +80,33 @@ def scan_sizes(layout: Layout, keys: Mapping[str, Any]) -> dict[str, int]:
         "p": inner // groups,
     }
     if "shared_intermediate_size" in layout.known and not layout.mixture:
-        sizes["f"] = keys.get("expert_shared_feed_forward_length") or keys["feed_forward_length"]
+        sizes["f"] = keys.get("expert_shared_feed_forward_length") or keys[_WIDTHS]
     return sizes
 
 
-def scans(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """In HF's words: which layers are Mamba 2, and their shape; or which are convolutions."""
+def scans(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int], layers: int) -> dict[str, Any]:
+    """In HF's words: which layers are Mambas, and their shape; or which are convolutions."""
     if not layout.scans:
         return _convolutions(layout, keys) if layout.convolves else {}
     found: dict[str, Any] = {
-        "mamba_n_heads": sizes["z"],
-        "mamba_d_head": sizes["j"] // sizes["z"],
-        "mamba_n_groups": sizes["x"],
-        "mamba_d_state": keys["ssm.state_size"],
-        "mamba_d_conv": sizes["w"],
+        "num_heads": sizes["z"],
+        "mamba_head_dim": sizes["j"] // sizes["z"],
+        "n_groups": sizes["x"],
+        "state_size": keys["ssm.state_size"],
+        "conv_kernel": sizes["w"],
     }
+    found = {layout.scan_names.get(name, name): size for name, size in found.items()}
     if layout.scans == "beside":
         return found | {"mamba_d_ssm": sizes["j"], "mamba_norm_before_gate": False}
+    if layout.scans == "alone":
+        kind = "moe" if layout.mixture else "mlp"
+        mixers = [mixer_of(layout, keys, i) for i in range(layers)]
+        kinds = [kind if mixer == "mlp" else mixer for mixer in mixers]
+        return found | {"layers_block_type": kinds, "intermediate_size": sizes["f"]}
     if not layout.mixture:
         found |= {"num_local_experts": 0, "shared_intermediate_size": sizes["f"]}
     return found | {
-        "layer_types": ["attention" if heads else "mamba" for heads in keys["attention.head_count_kv"]],
+        "layer_types": ["attention" if heads else "mamba" for heads in keys[_COUNTS]],
         "position_embedding_type": "rope" if keys.get("rope.scaling.finetuned") else "nope",
         "mamba_expand": sizes["j"] // sizes["d"],
     }

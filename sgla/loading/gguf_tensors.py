@@ -18,6 +18,7 @@ from sgla.quant.groups import GROUP, Groups
 from sgla.quant.weight import SourceTensor, Weight, storage
 
 CONVOLUTIONS = ("conv1d.weight", "conv.weight")
+_SCANS = (".mamba.", ".conv.", ".mixer.")
 OF_SCANS = (*CONVOLUTIONS, "A_log", "D", "norm.weight")
 
 
@@ -32,14 +33,14 @@ def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) 
             found = {kinds[name] for name in names if name in kinds}
             if len(found) > 1:
                 kinds |= dict.fromkeys(names, common(found, plain))
-        out = f"{layer}.self_attn.o_proj.weight"
         attention = spec.attention[i]
         width = attention.value if isinstance(attention, LatentSpec) else attention.v_dim
-        cut = {out: attention.heads // ranks * width}
+        cut = dict.fromkeys(("self_attn.o_proj", "mixer.o_proj"), attention.heads // ranks * width)
         mamba = attention.mamba if isinstance(attention, BesideSpec) else attention
         if isinstance(mamba, MambaSpec):
-            cut[f"{layer}.mamba.out_proj.weight"] = mamba.inner // ranks
-        for name, columns in cut.items():
+            cut |= dict.fromkeys(("mamba.out_proj", "mixer.out_proj"), mamba.inner // ranks)
+        for part, columns in cut.items():
+            name = f"{layer}.{part}.weight"
             if columns % GROUP and kinds.get(name, plain) != plain:
                 kinds[name] = "q8_0"  # which may be cut inside of a group
     return kinds
@@ -47,7 +48,8 @@ def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) 
 
 def _groups(spec: ModelSpec, layer: int) -> Iterator[list[str]]:
     """Matrices of a layer that are multiplied as one."""
-    yield [f"self_attn.{part}" for part in "qkv"]
+    for mixer in ("self_attn", "mixer"):
+        yield [f"{mixer}.{part}" for part in "qkv"]
     if spec.moe is None or layer not in spec.moe.layers:
         yield ["mlp.gate", "mlp.up"]
         yield ["mlp.shared_experts.gate", "mlp.shared_experts.up"]
@@ -63,7 +65,7 @@ def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
     for tensor in source.gguf().tensors():
         module, _, half = tensor.name.removesuffix("_b_proj.weight").rpartition(".")
         if not tensor.name.endswith("_b_proj.weight") or half not in ("k", "v"):
-            scan = tensor.name.partition(".mamba.")[2] or tensor.name.partition(".conv.")[2]
+            scan = next((end for part in _SCANS if (end := tensor.name.partition(part)[2])), "")
             yield tensor.name, OfScan(scan, tensor) if scan in OF_SCANS else Blocks(tensor)
             continue
         both = halves.setdefault(module, {})

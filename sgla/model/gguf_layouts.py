@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from sgla.hub.gguf_layout import Layout, Place, Stored
+from sgla.hub.gguf_layout import HF_KEYS, Layout, Place, Stored
 from sgla.model.family import Family
 from sgla.model.gguf_words import Gguf, one
 
 _QKV = (("q", "qd"), ("k", "kd"), ("v", "kd"))
+_OF_EXPERTS = {name for key, names in HF_KEYS.items() if key.startswith("expert_") for name in names}
 
 
 def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
-    known = frozenset(family.defaults)
+    known = frozenset(family.defaults) - (_OF_EXPERTS if gguf.dense else set())
     rope = family.defaults.get("rope_parameters") or {}
     return Layout(
         gguf.name,
@@ -32,6 +34,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         latent=_is_latent(family),
         mixture=_is_mixture(family, gguf),
         scans=gguf.scans,
+        scan_names={ours: theirs for theirs, ours in family.names.items()},
         convolves=gguf.convolves,
         last_norm=gguf.last_norm,
         by_width=gguf.by_width,
@@ -41,7 +44,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
 
 
 def _is_mixture(family: Family, gguf: Gguf) -> bool:
-    return bool(family.mixture) and not gguf.shared
+    return bool(family.mixture) and not gguf.shared and not gguf.dense
 
 
 def _is_latent(family: Family) -> bool:
@@ -49,28 +52,43 @@ def _is_latent(family: Family) -> bool:
 
 
 def _tensors(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
+    found = _parts(family, gguf)
+    return ((name, _alone(stored)) for name, stored in found) if gguf.scans == "alone" else found
+
+
+def _alone(stored: Stored) -> Stored:
+    """A part that is a layer has its name."""
+    places = (
+        place._replace(name=re.sub(r"^(self_attn|mamba|mlp)\.", "mixer.", place.name))
+        for place in stored.places
+    )
+    return replace(stored, places=tuple(places))
+
+
+def _parts(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
     for name, hf in gguf.norms.items():
         yield f"{name}.weight", one(f"{hf}.weight", "d")
         if family.norm == "layer" and family.norm_bias:
             yield f"{name}.bias", one(f"{hf}.bias", "d")
     mixer = _latent() if _is_latent(family) else _attention(family)
-    if gguf.scans == "instead" or gguf.convolves:
+    if gguf.scans in ("instead", "alone") or gguf.convolves:
         mixer = ((name, replace(stored, mixer="attention")) for name, stored in mixer)
     yield from mixer
     if gguf.convolves:
         yield from _convolution()
     if gguf.scans:
-        norm = "mamba_rms_norm" if "mamba_rms_norm" in family.defaults else ""
-        yield from _mamba("mamba" if gguf.scans == "instead" else "", norm)
-    yield from _mlp(family, gguf)
+        yield from _mamba(family, "" if gguf.scans == "beside" else "mamba")
+    mlp = _mlp(family, gguf)
+    if gguf.scans == "alone":
+        mlp = ((name, replace(stored, mixer="mlp")) for name, stored in mlp)
+    yield from mlp
     yield from gguf.tensors.items()
 
 
 def _attention(family: Family) -> Iterator[tuple[str, Stored]]:
     known = family.defaults
-    bias = next(
-        (key for key in ("use_qkv_bias", "qkv_bias", "use_bias", "attention_bias") if key in known), ""
-    )
+    names = ("use_qkv_bias", "qkv_bias", "use_bias", "attention_bias")
+    bias = next((key for key in names if key in known and key not in family.names), "")
     for part, dims in _QKV:
         yield f"attn_{part}.weight", one(f"self_attn.{part}_proj.weight", dims)
         if family.qkv_bias or bias:
@@ -113,12 +131,13 @@ def _convolution() -> Iterator[tuple[str, Stored]]:
     yield "shortconv.out_proj.weight", one("conv.out_proj.weight", "dd", mixer="conv")
 
 
-def _mamba(mixer: Any, norm: str) -> Iterator[tuple[str, Stored]]:
-    """``norm``: the flag that says whether there is one."""
+def _mamba(family: Family, mixer: Any) -> Iterator[tuple[str, Stored]]:
+    norm = "mamba_rms_norm" if "mamba_rms_norm" in family.defaults else ""
+    bias = next(key for key in ("mamba_conv_bias", "use_conv_bias") if key in family.defaults)
     for name, hf, dims, flag in (
         ("ssm_in.weight", "in_proj.weight", "id", ""),
         ("ssm_conv1d.weight", "conv1d.weight", "cw", ""),
-        ("ssm_conv1d.bias", "conv1d.bias", "c", "mamba_conv_bias"),
+        ("ssm_conv1d.bias", "conv1d.bias", "c", bias),
         ("ssm_dt.bias", "dt_bias", "z", ""),
         ("ssm_a", "A_log", "z1", ""),
         ("ssm_d", "D", "z1", ""),
@@ -149,7 +168,13 @@ def _mlp(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
         return
     yield "ffn_gate_inp.weight", one("mlp.gate.weight", "ed", layers="sparse")
     for part, dims in (("gate", "md"), ("up", "md"), ("down", "dm")):
+        if part == "gate" and not family.gated:
+            continue
+        read = dims.replace("d", "E") if "moe_latent_size" in known else dims
         hf = f"mlp.experts.{{e}}.{part}_proj.weight"
-        yield f"ffn_{part}_exps.weight", one(hf, f"e{dims}", layers="sparse")
+        yield f"ffn_{part}_exps.weight", one(hf, f"e{read}", layers="sparse")
         shared = f"mlp.shared_experts.{part}_proj.weight"
         yield f"ffn_{part}_shexp.weight", one(shared, dims.replace("m", "s"), layers="sparse")
+    if "moe_latent_size" in known:
+        yield "ffn_latent_down.weight", one("mlp.fc1_latent_proj.weight", "Ld", layers="sparse")
+        yield "ffn_latent_up.weight", one("mlp.fc2_latent_proj.weight", "dL", layers="sparse")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from sgla.hub.gguf_layout import Place, Stored
+from sgla.hub.gguf_layout import Place, Scans, Stored
 
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 POST_NORMS = {
@@ -21,6 +21,7 @@ GLM4_NORMS = {
     "post_ffw_norm": "post_mlp_layernorm",
 }
 ONE_NORM = {"attn_norm": "input_layernorm"}
+BARE_NORM = {"attn_norm": "norm"}
 # The norm before the MLP is called after what comes before it.
 AFTER_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 
@@ -45,7 +46,8 @@ SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is
 class Gguf:
     """How the GGUF files of a family differ from most. ``norms``: of a layer, in HF's words; ``mlp``: HF's
     up and down without a gate. ``joined``: ``ffn_up`` is gate and up. ``tensors``: more of a layer. The
-    others are those of ``Layout``. ``shared``: the MLP is what mixtures of the family share."""
+    others are those of ``Layout``. ``shared``: the MLP is what mixtures of the family share; ``dense``: none
+    of its layers is a mixture."""
 
     name: str
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
@@ -57,8 +59,9 @@ class Gguf:
     gating: tuple[int, ...] = (0, SOFTMAX)
     when: Mapping[str, Any] = field(default_factory=dict)
     by_width: int = 0
-    scans: Literal["", "instead", "beside"] = ""
+    scans: Scans = ""
     convolves: bool = False
     last_norm: str = "output_norm"
     shared: bool = False
+    dense: bool = False
     windows_optional: bool = False

@@ -31,7 +31,7 @@ from sgla.model.registry import layouts
 
 PROMPTS = random_prompts([1, 7, 33])
 Saved = Callable[[str], tuple[Path, Any, Arch, dict[str, Any]]]
-SCANS = (Arch.GRANITE_HYBRID, Arch.FALCON_H1)
+SCANS = (Arch.GRANITE_HYBRID, Arch.FALCON_H1, Arch.NEMOTRON_H, Arch.NEMOTRON_H_MOE)
 PERMUTED = (Arch.LLAMA, Arch.GRANITE_HYBRID, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
 PERMUTED += (Arch.DEEPSEEK,)
 ADD_ONE = (Arch.GEMMA, Arch.GEMMA2, Arch.NEMOTRON)
@@ -48,6 +48,7 @@ KEYS = {
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "norm_epsilon": "attention.layer_norm_epsilon",
     "norm_eps": "attention.layer_norm_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
     "sliding_window": "attention.sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -67,6 +68,8 @@ KEYS = {
     "moe_num_shared_experts": "expert_shared_count",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "moe_latent_size": "moe_latent_size",
     "routed_scaling_factor": "expert_weights_scale",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
@@ -89,10 +92,10 @@ def write(
     """``changes``: of the keys, with ``__`` for dots; ``None`` leaves one out. ``quantized``: the type of
     matrices of experts. ``change``: of the tensors, by their names in the file."""
     config = hf.config.to_dict()
-    layers = config["num_hidden_layers"]
+    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     path = folder / f"{len(list(folder.iterdir()))}.gguf"
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {"rope_theta": 10000.0, "rope_type": "default"}
     rope = rope.get("full_attention", rope)
     keys = {name: config[key] for key, name in KEYS.items() if config.get(key) is not None}
     keys |= {"block_count": layers, "rope.freq_base": float(rope["rope_theta"])}
@@ -151,14 +154,10 @@ def converted(
             name += ".weight"
         if arch == Arch.FALCON_H1:
             tensor = multiplied(tensor, name, config)
-        if arch in SCANS and ".mamba." in name:
-            module, part = name.split(".mamba.")
-            if part in ("A_log", "D"):
-                tensor = (-tensor.exp() if part == "A_log" else tensor)[:, None]
-            elif part == "norm.weight":
-                tensor = tensor.view(config["mamba_n_groups"], -1)
-            found[f"{module}.mamba.{'dt_proj.bias' if part == 'dt_bias' else part}"] = tensor
-        elif expert := re.search(r"\.experts\.(\d+)\.", name):
+        if arch in SCANS and (".mamba." in name or ".mixer." in name):
+            name, tensor = of_scan(name, tensor, config.get("mamba_n_groups") or config["n_groups"])
+        if expert := re.search(r"\.experts\.(\d+)\.", name):
+            name = re.sub(r"^backbone(.*)\.mixer\.", r"model\1.mlp.", name)
             experts.setdefault(name.replace(expert[0], ".experts."), {})[int(expert[1])] = tensor
         elif name.endswith("kv_b_proj.weight"):
             still = config["qk_nope_head_dim"]
@@ -191,6 +190,15 @@ def converted(
     return found | {
         name: torch.stack([t for _, t in sorted(group.items())]) for name, group in experts.items()
     }
+
+
+def of_scan(name: str, tensor: torch.Tensor, groups: int) -> tuple[str, torch.Tensor]:
+    """A tensor of Mamba 2."""
+    if name.endswith((".A_log", ".D")):
+        tensor = (-tensor.exp() if name.endswith(".A_log") else tensor)[:, None]
+    elif name.endswith(".norm.weight"):
+        tensor = tensor.view(groups, -1)
+    return name.replace(".dt_bias", ".dt_proj.bias"), tensor
 
 
 def multiplied(tensor: torch.Tensor, name: str, config: dict[str, Any]) -> torch.Tensor:
@@ -250,6 +258,16 @@ NORMED = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
 SHORT = {"layer_types": ["conv", "full_attention", "conv"]}
 SHORT_KEYS = {"attention__head_count_kv": [0, 2, 0], "shortconv__l_cache": 3}
 SHORT_KEYS |= {"attention__layer_norm_epsilon": None, "attention__layer_norm_rms_epsilon": 1e-5}
+NEMOTRON = {"num_hidden_layers": ..., "head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 10}
+NEMOTRON |= {"n_groups": 2, "ssm_state_size": 8}
+# The converter takes num_experts_per_tok for the sign of a mixture: other files say nothing of experts.
+NO_EXPERTS = dict.fromkeys(name for name in KEYS.values() if name.startswith("expert_"))
+NEMOTRON_KEYS = SCAN | {
+    "attention__head_count_kv": [0, 0, 2, 0],
+    "attention__value_length": 16,
+    "rope__dimension_count": 8,
+    "rope__scaling__finetuned": False,
+}
 DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "gemma": (Arch.GEMMA, "gemma", TIED | {"head_dim": 16}, {}),
     "gemma2": (Arch.GEMMA2, "gemma2", TIED | WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 16}, {}),
@@ -289,6 +307,12 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "glm": (Arch.CHATGLM, "glm", {"head_dim": 16}, {}),
     "glm4": (Arch.GLM4, "glm4", {"head_dim": 16, "attention_bias": True}, {}),
     "nemotron": (Arch.NEMOTRON, "nemotron", {"head_dim": 8}, {}),
+    "nemotron-h": (
+        Arch.NEMOTRON_H,
+        "nemotron_h",
+        NEMOTRON | {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
+        NEMOTRON_KEYS | NO_EXPERTS | {"feed_forward_length": [0, 96, 0, 96]},
+    ),
     "arcee": (Arch.ARCEE, "arcee", {"head_dim": 8}, {}),
     "jais2": (Arch.JAIS2, "jais2", {"head_dim": 8}, {}),
     "hunyuan": (Arch.HUNYUAN_DENSE, "hunyuan_v1_dense", {"head_dim": 16}, {}),
@@ -477,6 +501,23 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         | {"mamba_n_groups": 1},
         SSM | {"ssm__group_count": 1, "rope__scaling__finetuned": True, "expert_count": 0},
     ),
+    "nemotron-h moe": (
+        Arch.NEMOTRON_H_MOE,
+        "nemotron_h",
+        NEMOTRON
+        | {"layers_block_type": ["mamba", "moe", "attention", "moe"], "n_routed_experts": 6}
+        | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56}
+        | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
+        NEMOTRON_KEYS | {"feed_forward_length": [0, 40, 0, 40], "expert_weights_norm": True},
+    ),
+    "nemotron-h moe, latent": (
+        Arch.NEMOTRON_H_MOE,
+        "nemotron_h",
+        NEMOTRON
+        | {"layers_block_type": ["mamba", "moe", "attention", "moe"], "n_routed_experts": 6}
+        | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "moe_latent_size": 32},
+        NEMOTRON_KEYS | {"feed_forward_length": [0, 40, 0, 40], "expert_weights_norm": True},
+    ),
     "minimax": (
         Arch.MINIMAXM2,
         "minimax_m2",
@@ -553,6 +594,14 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("granite hybrid", "ssm__group_count", 4),
         ("granite hybrid", "ssm__inner_size", 60),
         ("falcon-h1", "ssm__time_step_rank", None),
+        ("nemotron-h", "feed_forward_length", [0, 96, 0]),
+        ("nemotron-h", "feed_forward_length", [96, 96, 96, 96]),
+        ("nemotron-h", "feed_forward_length", 96),
+        ("nemotron-h", "attention__layer_norm_epsilon", 1e-3),
+        ("nemotron-h", "expert_count", 6),
+        ("nemotron-h moe", "expert_feed_forward_length", 48),
+        ("nemotron-h moe", "expert_shared_feed_forward_length", None),
+        ("nemotron-h moe", "expert_shared_count", 2),
     ],
 )
 def test_keys_of_other_mathematics_are_refused_by_name(name: str, key: str, value: Any, saved: Saved) -> None:
@@ -585,6 +634,12 @@ def add_predictor(tensors: dict[str, np.ndarray]) -> None:
     tensors["blk.3.nextn.eh_proj.weight"] = np.zeros((48, 96), np.float32)
 
 
+def add_two_parts(tensors: dict[str, np.ndarray]) -> None:
+    """A layer that guesses a further token, which has attention and experts."""
+    last = {name: values for name, values in tensors.items() if name.startswith(("blk.2.", "blk.3."))}
+    tensors |= {f"blk.4.{name[6:]}": values for name, values in last.items()}
+
+
 OLD = {"attention__head_count_kv": 3, "attention__key_length": 24, "attention__value_length": 16}
 OLD |= {"attention__key_length_mla": None, "attention__value_length_mla": None}
 
@@ -595,6 +650,12 @@ OLD |= {"attention__key_length_mla": None, "attention__value_length_mla": None}
         ("mixtral", join_rows, {}),
         ("deepseek-v3", join_keys_and_values, OLD),
         ("glm-4.5", add_predictor, {"block_count": 4, "nextn_predict_layers": 1}),
+        (
+            "nemotron-h moe",
+            add_two_parts,
+            {"block_count": 5, "nextn_predict_layers": 1, "attention__head_count_kv": [0, 0, 2, 0, 2]}
+            | {"feed_forward_length": [0, 40, 0, 40, 40]},
+        ),
     ],
 )
 def test_other_converters_tensors(

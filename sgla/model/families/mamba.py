@@ -7,7 +7,7 @@ from typing import Any
 from sgla.model.families.keys import CAUSAL, DECODER, GRANITE, KV_HEADS, sizes
 from sgla.model.families.mixtures import GRANITE_MOE
 from sgla.model.family import Family
-from sgla.model.gguf_words import ONE_NORM, UNNAMED_NORM, Gguf
+from sgla.model.gguf_words import BALANCED, BARE_NORM, ONE_NORM, SIGMOID, UNNAMED_NORM, Gguf
 
 _MAMBA = {
     "mamba_n_heads": 128,
@@ -232,6 +232,10 @@ FAMILIES = {
         completed="sgla.model.mamba_spec:nemotron_complete",
         renamed=_BACKBONE,
         gated=False,
+        gguf=(
+            Gguf("nemotron_h", BARE_NORM, scans="alone", dense=True),
+            Gguf("nemotron_h_moe", BARE_NORM, scans="alone", tensors=BALANCED, gating=(0, SIGMOID)),
+        ),
     ),
     "Mamba2ForCausalLM": Family(
         ("mamba2",),
