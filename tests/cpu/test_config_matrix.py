@@ -418,7 +418,8 @@ ONLY: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": MAMBA | {"mamba_d_ssm": 64},
     "NemotronHForCausalLM": {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8},
     "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "intermediate_size": 64},
-    **dict.fromkeys(("MambaForCausalLM", "FalconMambaForCausalLM"), {"intermediate_size": 64}),
+    "MambaForCausalLM": {"intermediate_size": 64},
+    "FalconMambaForCausalLM": {"intermediate_size": 64},
 }
 
 
