@@ -1,7 +1,7 @@
-"""Streams with and without ``--speculative-algorithm ngram``: the same prompts, the same number of output
-tokens.
+"""Streams with and without guesses: the same prompts, the same number of output tokens.
 
     python bench/drafts.py [--model demo] [--tokens 200] [--repeat 5] [--rows 1] [--device cuda] [--dummy]
+                           [--algorithm ngram] [--draft MODEL] [--guesses N]
 
 ``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one.
 ``--dummy``: random weights and no tokenizer. The prompts are then 512 tokens that repeat themselves: ``loop``
@@ -60,13 +60,13 @@ def measure(name: str, llms: dict[str, LLM], args: argparse.Namespace) -> bool:
     case = Case(name, args.tokens, args.rows)
     texts = {kind: case.answer(llm)[0] for kind, llm in llms.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in llms}
-    before, same = llms["ngram"].engine.stats(), True
+    before, same = llms["guessing"].engine.stats(), True
     for _ in range(args.repeat):
         for kind, llm in llms.items():
             found, took = case.answer(llm)
             seconds[kind].append(took)
             same &= found == texts["none"]
-    after = llms["ngram"].engine.stats()
+    after = llms["guessing"].engine.stats()
     verifies, verified, guessed = (
         getattr(after, field) - getattr(before, field)
         for field in ("verifies", "verified_tokens", "draft_tokens")
@@ -76,13 +76,15 @@ def measure(name: str, llms: dict[str, LLM], args: argparse.Namespace) -> bool:
         {
             "bench": "drafts",
             "model": args.model,
+            "algorithm": args.algorithm,
+            "draft": args.draft,
             "device": args.device,
             "text": name,
             "rows": args.rows,
             "tokens": args.tokens,
             "repeat": args.repeat,
             "tok_s": speeds,
-            "ratio": round(speeds["ngram"] / speeds["none"], 2),
+            "ratio": round(speeds["guessing"] / speeds["none"], 2),
             "tokens_a_step": round(verified / max(1, verifies), 2),
             "guessed_a_step": round(guessed / max(1, verifies), 2),
             "same_text": same,
@@ -101,6 +103,9 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dummy", action="store_true")
+    parser.add_argument("--algorithm", default="ngram")
+    parser.add_argument("--draft", help="--speculative-model")
+    parser.add_argument("--guesses", type=int, help="--speculative-num-draft-tokens")
     args = parser.parse_args()
     settings: dict[str, Any] = {"device": args.device}
     if args.device == "cuda":
@@ -109,7 +114,13 @@ def main() -> int:
         settings |= {"load_format": "dummy", "context_length": len(IDS) + args.tokens + 2}
     llms = {
         "none": LLM(args.model, **settings),
-        "ngram": LLM(args.model, speculative_algorithm="ngram", **settings),
+        "guessing": LLM(
+            args.model,
+            speculative_algorithm=args.algorithm,
+            speculative_model=args.draft,
+            speculative_num_draft_tokens=args.guesses,
+            **settings,
+        ),
     }
     same = [measure(name, llms, args) for name in (DUMMY if args.dummy else TEXTS)]
     return int(args.device == "cpu" and not all(same))
