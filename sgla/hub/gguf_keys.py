@@ -10,7 +10,7 @@ stand for another kind of file are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -103,13 +103,8 @@ FLAG = Only((True, False))
 Rule = Number | Only | Text | Pattern | Some
 
 LAYERS = 1024  # as config.json may have (``model.spec``)
-REQUIRED = (
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-)
+REQUIRED = ("block_count", "context_length", "embedding_length")
+_OF_ATTENTION = ("feed_forward_length", "attention.head_count")
 _OF_MIXTURES = ("expert_count", "expert_used_count")
 _OF_LATENTS = (
     "attention.kv_lora_rank",
@@ -118,9 +113,8 @@ _OF_LATENTS = (
     "rope.dimension_count",
 )
 
-_OF_SCANS = tuple(
-    f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "group_count", "time_step_rank")
-)
+_OF_SCANS = tuple(f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank"))
+_OF_GROUPS = ("ssm.group_count",)
 
 _COMMON: dict[str, Rule] = {
     "vocab_size": SIZE,  # the embedding says it too
@@ -219,7 +213,10 @@ def rules(layout: Layout) -> dict[str, Rule]:
         elif fixed:
             table[key] = Only((fixed[0],))
     if layout.scans:
-        table |= dict.fromkeys(_OF_SCANS, SIZE)
+        table |= dict.fromkeys(_OF_SCANS if layout.first_mamba else (*_OF_SCANS, *_OF_GROUPS), SIZE)
+    if layout.scans == "only":
+        table |= dict.fromkeys((*_OF_ATTENTION, "attention.head_count_kv"), Only((0,)))
+        table |= {"context_length": SIZE} | ({"ssm.dt_b_c_rms": FLAG} if layout.first_mamba else {})
     if layout.scans in ("instead", "alone") or layout.convolves:
         table["attention.head_count_kv"] = Some()
     if layout.scans == "alone":
@@ -308,18 +305,28 @@ def read_keys(metadata: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
                     f"the key {key} is not supported, and it may change what the model computes"
                 )
             found[name] = _check(key, value, table[name], metadata.get(f"{architecture}.block_count"))
-    for name in (
-        *REQUIRED,
-        layout.eps,
-        *(_OF_MIXTURES if layout.mixture else ()),
-        *(_OF_LATENTS if layout.latent else ()),
-        *((*_OF_SCANS, "attention.head_count_kv") if layout.scans else ()),
-        *(("expert_shared_feed_forward_length",) if layout.scans == "alone" and layout.mixture else ()),
-        *(("shortconv.l_cache", "attention.head_count_kv") if layout.convolves else ()),
-    ):
+    for name in _required(layout):
         if name not in found:
             raise ConfigError(f"the GGUF metadata lacks {architecture}.{name}")
     return found
+
+
+def _required(layout: Layout) -> Iterator[str]:
+    yield from (*REQUIRED, layout.eps)
+    if layout.scans != "only":
+        yield from _OF_ATTENTION
+    if layout.mixture:
+        yield from _OF_MIXTURES
+    if layout.latent:
+        yield from _OF_LATENTS
+    if layout.scans:
+        yield from _OF_SCANS if layout.first_mamba else (*_OF_SCANS, *_OF_GROUPS)
+    if layout.scans not in ("", "only") or layout.convolves:
+        yield "attention.head_count_kv"
+    if layout.convolves:
+        yield "shortconv.l_cache"
+    if layout.scans == "alone" and layout.mixture:
+        yield "expert_shared_feed_forward_length"
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class Place(NamedTuple):
     keys and values, l with the rotated part, u queries, g a head's part that is not rotated, y its value, o
     all values, b keys and values. Of Mamba 2 i all rows, c channels of the convolution, w its taps, j the
     values of all heads, z heads, x groups, p values of a group; w is also that of short convolutions. L is
-    the latent of what experts read, E what they read."""
+    the latent of what experts read, E what they read. Of Mamba 1 i, c, w and j, S values of a channel's
+    state, R what time steps are made of, T the same with B and C."""
 
     name: str
     dims: str
@@ -39,9 +40,9 @@ class Stored:
     mixer: Literal["", "attention", "mamba", "conv", "mlp"] = ""
 
 
-# Where Mambas are: in layers without KV heads instead of attention, in all layers beside it, or alone in a
-# layer, as attention and MLPs are in others.
-Scans = Literal["", "instead", "beside", "alone"]
+# Where Mambas are: in layers without KV heads instead of attention, in all layers beside it, alone in a
+# layer, as attention and MLPs are in others, or in all layers, and nothing else is.
+Scans = Literal["", "instead", "beside", "alone", "only"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Layout:
     mixture: bool = False
     by_width: int = 0
     scans: Scans = ""
+    first_mamba: bool = False  # these are Mamba 1
     scan_names: Mapping[str, str] = field(default_factory=dict)  # HF's, of the sizes of a Mamba
     windows_optional: bool = False  # HF's class runs without any
     convolves: bool = False  # layers without KV heads are short convolutions

@@ -53,8 +53,11 @@ class GGUFModel:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Of the letters of ``Place.dims``."""
-        keys, heads = self.keys, self.keys["attention.head_count"]
-        hidden, inner = keys["embedding_length"], most(keys["feed_forward_length"])
+        keys, hidden = self.keys, self.keys["embedding_length"]
+        if self.layout.scans == "only":
+            sizes = {"1": 1, "d": hidden, "v": self._vocab_size()}
+            return sizes | scan_sizes(self.layout, keys, self.layers)
+        heads, inner = keys["attention.head_count"], most(keys["feed_forward_length"])
         head_dim = keys.get("attention.key_length", hidden // heads)
         kv_heads = most(keys.get("attention.head_count_kv", heads))
         latent = keys.get("moe_latent_size", 0)
@@ -130,7 +133,8 @@ class GGUFModel:
         config |= self._flags
         if layout.mixture:
             self._check_widths(layout, keys)
-        config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
+        if layout.scans != "only":
+            config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
         config |= self._windows(layout, keys)
         config |= scans(layout, keys, self.sizes, self.layers)
         if not layout.rotates:

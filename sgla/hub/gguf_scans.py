@@ -19,6 +19,8 @@ def most(value: Any) -> Any:
 
 
 def mixer_of(layout: Layout, keys: Mapping[str, Any], layer: int) -> str:
+    if layout.scans == "only":
+        return "mamba"
     if layout.scans == "alone" and keys[_WIDTHS][layer]:
         return "mlp"
     other = "conv" if layout.convolves else "mamba" if layout.scans in ("instead", "alone") else ""
@@ -63,14 +65,35 @@ def scan_sizes(layout: Layout, keys: Mapping[str, Any], layers: int) -> dict[str
     if layout.convolves:
         return {"w": keys["shortconv.l_cache"]}
     _check_lists(layout, keys, layers)
+    inner = keys["ssm.inner_size"]
+    if layout.scans in ("instead", "only") and inner % keys["embedding_length"]:
+        raise ConfigError(f"{layout.name}.ssm.inner_size is {inner}, not a multiple of the width")
+    sizes = _first_mamba(keys) if layout.first_mamba else _mamba(layout, keys)
+    if "shared_intermediate_size" in layout.known and not layout.mixture:
+        sizes["f"] = keys.get("expert_shared_feed_forward_length") or keys[_WIDTHS]
+    return sizes
+
+
+def _first_mamba(keys: Mapping[str, Any]) -> dict[str, int]:
+    inner, state, rank = (keys[f"ssm.{name}"] for name in ("inner_size", "state_size", "time_step_rank"))
+    return {
+        "i": 2 * inner,
+        "c": inner,
+        "w": keys["ssm.conv_kernel"],
+        "j": inner,
+        "S": state,
+        "R": rank,
+        "T": rank + 2 * state,
+    }
+
+
+def _mamba(layout: Layout, keys: Mapping[str, Any]) -> dict[str, int]:
     inner, heads, groups = (keys[f"ssm.{name}"] for name in ("inner_size", "time_step_rank", "group_count"))
     for name, count, whole in (("time_step_rank", heads, inner), ("group_count", groups, heads)):
         if whole % count:
             raise ConfigError(f"{layout.name}.ssm.{name} is {count}, and does not divide {whole}")
-    if layout.scans == "instead" and inner % keys["embedding_length"]:
-        raise ConfigError(f"{layout.name}.ssm.inner_size is {inner}, not a multiple of the width")
     channels = inner + 2 * groups * keys["ssm.state_size"]
-    sizes = {
+    return {
         "i": inner + channels + heads,
         "c": channels,
         "w": keys["ssm.conv_kernel"],
@@ -79,25 +102,25 @@ def scan_sizes(layout: Layout, keys: Mapping[str, Any], layers: int) -> dict[str
         "x": groups,
         "p": inner // groups,
     }
-    if "shared_intermediate_size" in layout.known and not layout.mixture:
-        sizes["f"] = keys.get("expert_shared_feed_forward_length") or keys[_WIDTHS]
-    return sizes
 
 
 def scans(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int], layers: int) -> dict[str, Any]:
     """In HF's words: which layers are Mambas, and their shape; or which are convolutions."""
     if not layout.scans:
         return _convolutions(layout, keys) if layout.convolves else {}
-    found: dict[str, Any] = {
-        "num_heads": sizes["z"],
-        "mamba_head_dim": sizes["j"] // sizes["z"],
-        "n_groups": sizes["x"],
-        "state_size": keys["ssm.state_size"],
-        "conv_kernel": sizes["w"],
-    }
+    found: dict[str, Any] = {"state_size": keys["ssm.state_size"], "conv_kernel": sizes["w"]}
+    if layout.first_mamba:
+        found["time_step_rank"] = sizes["R"]
+    else:
+        each = sizes["j"] // sizes["z"]
+        found |= {"num_heads": sizes["z"], "mamba_head_dim": each, "n_groups": sizes["x"]}
+    if layout.scans in ("instead", "only"):
+        found["expand"] = sizes["j"] // sizes["d"]
     found = {layout.scan_names.get(name, name): size for name, size in found.items()}
     if layout.scans == "beside":
         return found | {"mamba_d_ssm": sizes["j"], "mamba_norm_before_gate": False}
+    if layout.scans == "only":
+        return found | {"intermediate_size": sizes["j"]}
     if layout.scans == "alone":
         kind = "moe" if layout.mixture else "mlp"
         mixers = [mixer_of(layout, keys, i) for i in range(layers)]
@@ -108,5 +131,4 @@ def scans(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int], lay
     return found | {
         "layer_types": ["attention" if heads else "mamba" for heads in keys[_COUNTS]],
         "position_embedding_type": "rope" if keys.get("rope.scaling.finetuned") else "nope",
-        "mamba_expand": sizes["j"] // sizes["d"],
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
 from sgla.model.latent_spec import LatentSpec
-from sgla.model.mamba_spec import BesideSpec, MambaSpec
+from sgla.model.mamba_spec import BesideSpec, FirstMambaSpec, MambaSpec
 from sgla.model.spec import ModelSpec
 from sgla.quant.formats import common
 from sgla.quant.groups import GROUP, Groups
@@ -19,6 +19,7 @@ from sgla.quant.weight import SourceTensor, Weight, storage
 
 CONVOLUTIONS = ("conv1d.weight", "conv.weight")
 _SCANS = (".mamba.", ".conv.", ".mixer.")
+OF_FIRST = (*CONVOLUTIONS, "A_log")
 OF_SCANS = (*CONVOLUTIONS, "A_log", "D", "norm.weight")
 
 
@@ -37,8 +38,9 @@ def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) 
         width = attention.value if isinstance(attention, LatentSpec) else attention.v_dim
         cut = dict.fromkeys(("self_attn.o_proj", "mixer.o_proj"), attention.heads // ranks * width)
         mamba = attention.mamba if isinstance(attention, BesideSpec) else attention
-        if isinstance(mamba, MambaSpec):
-            cut |= dict.fromkeys(("mamba.out_proj", "mixer.out_proj"), mamba.inner // ranks)
+        if isinstance(mamba, MambaSpec | FirstMambaSpec):
+            parts = (f"{name}.{part}_proj" for name in ("mamba", "mixer") for part in ("x", "out"))
+            cut |= dict.fromkeys(parts, mamba.inner // ranks)
         for part, columns in cut.items():
             name = f"{layer}.{part}.weight"
             if columns % GROUP and kinds.get(name, plain) != plain:
@@ -61,12 +63,14 @@ def _groups(spec: ModelSpec, layer: int) -> Iterator[list[str]]:
 
 def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
     """The tensors of a GGUF file under the names that layers declare."""
+    first = source.gguf().layout.first_mamba
     halves: dict[str, dict[str, LazyTensor]] = {}
     for tensor in source.gguf().tensors():
         module, _, half = tensor.name.removesuffix("_b_proj.weight").rpartition(".")
         if not tensor.name.endswith("_b_proj.weight") or half not in ("k", "v"):
             scan = next((end for part in _SCANS if (end := tensor.name.partition(part)[2])), "")
-            yield tensor.name, OfScan(scan, tensor) if scan in OF_SCANS else Blocks(tensor)
+            known = OF_FIRST if first else OF_SCANS
+            yield tensor.name, OfScan(scan, tensor, first) if scan in known else Blocks(tensor)
             continue
         both = halves.setdefault(module, {})
         both[half] = tensor
@@ -76,16 +80,19 @@ def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
 
 @dataclass(frozen=True)
 class OfScan:
-    """A tensor of Mamba 2 or of a short convolution, which the file has in another shape, and of ``A_log``
-    what is made of it."""
+    """A tensor of a Mamba or of a short convolution, which the file has in another shape, and of ``A_log``
+    what is made of it. ``first``: of Mamba 1, whose ``A_log`` has a state's values for each channel."""
 
     name: str
     tensor: LazyTensor
+    first: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         rows, columns = self.tensor.shape
-        return (rows, 1, columns) if self.name in CONVOLUTIONS else (rows * columns,)
+        if self.name in CONVOLUTIONS:
+            return rows, 1, columns
+        return (rows, columns) if self.first else (rows * columns,)
 
     def dense(self, rows: range | None = None) -> Tensor:
         values = torch.from_numpy(self.tensor.numpy()).reshape(self.shape)

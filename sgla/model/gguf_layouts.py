@@ -34,6 +34,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         latent=_is_latent(family),
         mixture=_is_mixture(family, gguf),
         scans=gguf.scans,
+        first_mamba=gguf.first_mamba,
         scan_names={ours: theirs for theirs, ours in family.names.items()},
         convolves=gguf.convolves,
         last_norm=gguf.last_norm,
@@ -53,7 +54,8 @@ def _is_latent(family: Family) -> bool:
 
 def _tensors(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
     found = _parts(family, gguf)
-    return ((name, _alone(stored)) for name, stored in found) if gguf.scans == "alone" else found
+    alone = gguf.scans in ("alone", "only")
+    return ((name, _alone(stored)) for name, stored in found) if alone else found
 
 
 def _alone(stored: Stored) -> Stored:
@@ -70,14 +72,17 @@ def _parts(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
         yield f"{name}.weight", one(f"{hf}.weight", "d")
         if family.norm == "layer" and family.norm_bias:
             yield f"{name}.bias", one(f"{hf}.bias", "d")
+    if gguf.scans:
+        mamba = _first_mamba if gguf.first_mamba else _mamba
+        yield from mamba(family, "" if gguf.scans == "beside" else "mamba")
+    if gguf.scans == "only":
+        return
     mixer = _latent() if _is_latent(family) else _attention(family)
     if gguf.scans in ("instead", "alone") or gguf.convolves:
         mixer = ((name, replace(stored, mixer="attention")) for name, stored in mixer)
     yield from mixer
     if gguf.convolves:
         yield from _convolution()
-    if gguf.scans:
-        yield from _mamba(family, "" if gguf.scans == "beside" else "mamba")
     mlp = _mlp(family, gguf)
     if gguf.scans == "alone":
         mlp = ((name, replace(stored, mixer="mlp")) for name, stored in mlp)
@@ -133,11 +138,10 @@ def _convolution() -> Iterator[tuple[str, Stored]]:
 
 def _mamba(family: Family, mixer: Any) -> Iterator[tuple[str, Stored]]:
     norm = "mamba_rms_norm" if "mamba_rms_norm" in family.defaults else ""
-    bias = next(key for key in ("mamba_conv_bias", "use_conv_bias") if key in family.defaults)
     for name, hf, dims, flag in (
         ("ssm_in.weight", "in_proj.weight", "id", ""),
         ("ssm_conv1d.weight", "conv1d.weight", "cw", ""),
-        ("ssm_conv1d.bias", "conv1d.bias", "c", bias),
+        ("ssm_conv1d.bias", "conv1d.bias", "c", _conv_bias(family)),
         ("ssm_dt.bias", "dt_bias", "z", ""),
         ("ssm_a", "A_log", "z1", ""),
         ("ssm_d", "D", "z1", ""),
@@ -145,6 +149,25 @@ def _mamba(family: Family, mixer: Any) -> Iterator[tuple[str, Stored]]:
         ("ssm_out.weight", "out_proj.weight", "dj", ""),
     ):
         yield name, one(f"mamba.{hf}", dims, flag=flag, mixer=mixer)
+
+
+def _first_mamba(family: Family, mixer: Any) -> Iterator[tuple[str, Stored]]:
+    for name, hf, dims, flag in (
+        ("ssm_in.weight", "in_proj.weight", "id", ""),
+        ("ssm_conv1d.weight", "conv1d.weight", "cw", ""),
+        ("ssm_conv1d.bias", "conv1d.bias", "c", _conv_bias(family)),
+        ("ssm_x.weight", "x_proj.weight", "Tj", ""),
+        ("ssm_dt.weight", "dt_proj.weight", "jR", ""),
+        ("ssm_dt.bias", "dt_proj.bias", "j", ""),
+        ("ssm_a", "A_log", "jS", ""),
+        ("ssm_d", "D", "j", ""),
+        ("ssm_out.weight", "out_proj.weight", "dj", ""),
+    ):
+        yield name, one(f"mamba.{hf}", dims, flag=flag, mixer=mixer)
+
+
+def _conv_bias(family: Family) -> str:
+    return next(key for key in ("mamba_conv_bias", "use_conv_bias") if key in family.defaults)
 
 
 def _mlp(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:

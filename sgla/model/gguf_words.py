@@ -60,6 +60,7 @@ class Gguf:
     when: Mapping[str, Any] = field(default_factory=dict)
     by_width: int = 0
     scans: Scans = ""
+    first_mamba: bool = False
     convolves: bool = False
     last_norm: str = "output_norm"
     shared: bool = False

@@ -607,8 +607,8 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content[:-5000])
     with pytest.raises(WeightError, match="is the download complete"):
         load_model(open_source(path))
-    path.write_bytes(content.replace(b"llama", b"mamba"))
-    with pytest.raises(ConfigError, match="'mamba' is not supported"):
+    path.write_bytes(content.replace(b"llama", b"rwkv6"))
+    with pytest.raises(ConfigError, match="'rwkv6' is not supported"):
         open_source(path)
 
 

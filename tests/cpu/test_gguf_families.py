@@ -31,7 +31,8 @@ from sgla.model.registry import layouts
 
 PROMPTS = random_prompts([1, 7, 33])
 Saved = Callable[[str], tuple[Path, Any, Arch, dict[str, Any]]]
-SCANS = (Arch.GRANITE_HYBRID, Arch.FALCON_H1, Arch.NEMOTRON_H, Arch.NEMOTRON_H_MOE)
+FIRST = (Arch.MAMBA,)
+SCANS = (Arch.GRANITE_HYBRID, Arch.FALCON_H1, Arch.NEMOTRON_H, Arch.NEMOTRON_H_MOE, Arch.MAMBA2)
 PERMUTED = (Arch.LLAMA, Arch.GRANITE_HYBRID, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
 PERMUTED += (Arch.DEEPSEEK,)
 ADD_ONE = (Arch.GEMMA, Arch.GEMMA2, Arch.NEMOTRON)
@@ -140,7 +141,7 @@ def converted(
     """HF's tensors, as ``modify_tensors`` of the converter's classes leaves them."""
     found: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
-    heads = {"q": config["num_attention_heads"], "k": config.get("num_key_value_heads")}
+    heads = {"q": config.get("num_attention_heads"), "k": config.get("num_key_value_heads")}
     for name, tensor in tensors.items():
         if arch in PERMUTED and (part := re.search(r"\.([qk])_proj\.", name)):
             tensor = tensor.unflatten(0, (heads[part[1]], 2, -1)).transpose(1, 2).flatten(0, 2)
@@ -156,6 +157,8 @@ def converted(
             tensor = multiplied(tensor, name, config)
         if arch in SCANS and (".mamba." in name or ".mixer." in name):
             name, tensor = of_scan(name, tensor, config.get("mamba_n_groups") or config["n_groups"])
+        if arch in FIRST and name.endswith(".A_log"):
+            tensor = -tensor.exp()
         if expert := re.search(r"\.experts\.(\d+)\.", name):
             name = re.sub(r"^backbone(.*)\.mixer\.", r"model\1.mlp.", name)
             experts.setdefault(name.replace(expert[0], ".experts."), {})[int(expert[1])] = tensor
@@ -268,6 +271,12 @@ NEMOTRON_KEYS = SCAN | {
     "rope__dimension_count": 8,
     "rope__scaling__finetuned": False,
 }
+ALONE = dict.fromkeys(
+    ("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings"), ...
+)
+ALONE_KEYS = {"context_length": 2**20, "feed_forward_length": 0, "attention__head_count": 0}
+ALONE_KEYS |= {"rope__freq_base": None}
+FIRST_SCAN = {"ssm__conv_kernel": 4, "ssm__inner_size": 96, "ssm__state_size": 8, "ssm__time_step_rank": 3}
 DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "gemma": (Arch.GEMMA, "gemma", TIED | {"head_dim": 16}, {}),
     "gemma2": (Arch.GEMMA2, "gemma2", TIED | WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 16}, {}),
@@ -312,6 +321,25 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         "nemotron_h",
         NEMOTRON | {"layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
         NEMOTRON_KEYS | NO_EXPERTS | {"feed_forward_length": [0, 96, 0, 96]},
+    ),
+    "mamba2": (
+        Arch.MAMBA2,
+        "mamba2",
+        ALONE | {"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 8},
+        ALONE_KEYS | SCAN | {"ssm__inner_size": 96, "attention__key_length": None},
+    ),
+    "mamba": (Arch.MAMBA, "mamba", ALONE | {"state_size": 8}, ALONE_KEYS | FIRST_SCAN),
+    "mamba without a bias": (
+        Arch.MAMBA,
+        "mamba",
+        ALONE | {"state_size": 8, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": False},
+        ALONE_KEYS | FIRST_SCAN | {"ssm__conv_kernel": 3, "ssm__dt_b_c_rms": False},
+    ),
+    "falcon mamba": (
+        Arch.MAMBA,
+        "falcon_mamba",
+        ALONE | {"state_size": 8},
+        ALONE_KEYS | FIRST_SCAN | {"ssm__dt_b_c_rms": True},
     ),
     "arcee": (Arch.ARCEE, "arcee", {"head_dim": 8}, {}),
     "jais2": (Arch.JAIS2, "jais2", {"head_dim": 8}, {}),
@@ -555,6 +583,7 @@ def test_logits_of_mixtures_equal_transformers(name: str, saved: Saved) -> None:
         ("deepseek-v3", "rope__scaling__yarn_log_multiplier", 0.0),
         ("gpt-oss", "attention__sliding_window", 5),
         ("gpt-oss", "attention__sliding_window_pattern", 3),
+        ("falcon mamba", "ssm__dt_b_c_rms", False),
     ],
 )
 def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Saved) -> None:
@@ -602,6 +631,12 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("nemotron-h moe", "expert_feed_forward_length", 48),
         ("nemotron-h moe", "expert_shared_feed_forward_length", None),
         ("nemotron-h moe", "expert_shared_count", 2),
+        ("mamba2", "attention__head_count", 6),
+        ("mamba2", "ssm__group_count", None),
+        ("mamba2", "ssm__dt_b_c_rms", True),
+        ("mamba", "ssm__inner_size", 100),
+        ("falcon mamba", "ssm__time_step_rank", None),
+        ("falcon mamba", "ssm__group_count", 1),
     ],
 )
 def test_keys_of_other_mathematics_are_refused_by_name(name: str, key: str, value: Any, saved: Saved) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sgla.model.families.keys import CAUSAL, DECODER, GRANITE, KV_HEADS, sizes
@@ -120,7 +121,7 @@ _BACKBONE = (
 )
 
 
-def _only(types: tuple[str, ...], defaults: dict[str, Any]) -> Family:
+def _only(types: tuple[str, ...], defaults: dict[str, Any], when: Mapping[str, Any] | None = None) -> Family:
     """Of Mamba 1 and nothing else."""
     return Family(
         types,
@@ -132,6 +133,7 @@ def _only(types: tuple[str, ...], defaults: dict[str, Any]) -> Family:
         attention="sgla.model.mamba_spec:first_mamba",
         completed="sgla.model.mamba_spec:mambas_complete",
         renamed=_BACKBONE,
+        gguf=(Gguf("mamba", BARE_NORM, scans="only", first_mamba=True, when=when or {}),),
     )
 
 
@@ -270,7 +272,10 @@ FAMILIES = {
         attention="sgla.model.mamba_spec:mamba2",
         completed="sgla.model.mamba_spec:mambas_complete",
         renamed=_BACKBONE,
+        gguf=(Gguf("mamba2", BARE_NORM, scans="only"),),
     ),
     "MambaForCausalLM": _only(("mamba",), _FIRST),
-    "FalconMambaForCausalLM": _only(("falcon_mamba",), _FIRST | {"mixer_rms_eps": 1e-6}),
+    "FalconMambaForCausalLM": _only(
+        ("falcon_mamba",), _FIRST | {"mixer_rms_eps": 1e-6}, when={"ssm.dt_b_c_rms": True}
+    ),
 }
