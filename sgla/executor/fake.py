@@ -572,6 +572,8 @@ class FakeRunner:
 
 def control(facts: Facts, command: Control) -> dict[str, Any]:
     """The control commands of a worker without a model."""
+    if command.verb in ("sleep", "wake"):
+        return {}
     if command.verb == "memory":
         return {"ledger": facts.ledger}
     if command.verb == "adapter_load" and facts.adapters:

@@ -460,3 +460,7 @@ class Aborted(msgspec.Struct):
 
 class Paused(msgspec.Struct):
     is_paused: bool
+
+
+class Sleeping(msgspec.Struct):
+    is_sleeping: bool

@@ -17,6 +17,7 @@ from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.schema import (
     AbortRequest,
     LoadAdapterRequest,
+    MemoryRequest,
     PauseRequest,
     ProfileRequest,
     Schema,
@@ -29,6 +30,7 @@ from sgla.messages import MOST_PROFILED, Control
 
 ABORT = Schema(AbortRequest)
 PAUSE = Schema(PauseRequest)
+MEMORY = Schema(MemoryRequest)
 PROFILE = Schema(ProfileRequest)
 LOAD = Schema(LoadAdapterRequest)
 UNLOAD = Schema(UnloadAdapterRequest)
@@ -115,6 +117,42 @@ def _adapters(request: web.Request) -> dict[str, Any]:
 
 async def is_paused(request: web.Request) -> web.Response:
     return json_response({"is_paused": request.app[SERVER].ingress.paused})
+
+
+async def sleep(request: web.Request) -> web.Response:
+    """vLLM's levels: 1 gives back the KV cache, 2 the weights, too."""
+    level = request.query.get("level", "1")
+    if level not in ("1", "2"):
+        raise InvalidField("level must be 1 or 2", param="level")
+    await _sleep(request, weights=level == "2")
+    return json_response({"success": True})
+
+
+async def release_memory(request: web.Request) -> web.Response:
+    """SGLang's tags, weights and kv_cache; none means both."""
+    tags = (await optional_intake(request, MEMORY)).tags
+    await _sleep(request, weights=tags is None or "weights" in tags)
+    return json_response({"success": True})
+
+
+async def _sleep(request: web.Request, weights: bool) -> None:
+    if not await request.app[SERVER].ingress.sleep(weights):
+        raise Busy("requests are open, so no memory was given back; try again when they are done")
+
+
+async def wake_up(request: web.Request) -> web.Response:
+    await request.app[SERVER].ingress.wake()
+    return json_response({"success": True})
+
+
+async def resume_memory(request: web.Request) -> web.Response:
+    """All of it: tags that leave something out would leave a server that cannot answer."""
+    await optional_intake(request, MEMORY)
+    return await wake_up(request)
+
+
+async def is_sleeping(request: web.Request) -> web.Response:
+    return json_response({"is_sleeping": request.app[SERVER].ingress.phase == "sleeping"})
 
 
 @cache

@@ -32,6 +32,10 @@ ADMIN = frozenset(
         "pause",
         "continue_generation",
         "resume",
+        "sleep",
+        "wake_up",
+        "release_memory_occupation",
+        "resume_memory_occupation",
         "start_profile",
         "stop_profile",
     ]

@@ -50,6 +50,7 @@ from sgla.http.request.schema import (
     DetokenizeRequest,
     GenerateRequest,
     LoadAdapterRequest,
+    MemoryRequest,
     PauseRequest,
     ProfileRequest,
     TokenizeRequest,
@@ -82,7 +83,7 @@ ANY_MODEL = frozenset(
         OllamaEmbeddingsRequest,
     )
 )
-OPTIONAL = (PauseRequest, ProfileRequest, ConversationCreate)  # bodies that may be left out
+OPTIONAL = (PauseRequest, MemoryRequest, ProfileRequest, ConversationCreate)  # bodies that may be left out
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -247,6 +248,11 @@ OPERATIONS: dict[Any, Operation] = {
     control.load_adapter_text: Operation("vLLM: load a LoRA adapter", LoadAdapterRequest, media=TEXT),
     control.unload_adapter_text: Operation("vLLM: forget a LoRA adapter", UnloadAdapterRequest, media=TEXT),
     control.is_paused: Operation("vLLM: whether generating is stopped", answer=to.Paused),
+    control.sleep: Operation("vLLM: give memory back", answer=to.Done, query=("level",)),
+    control.wake_up: Operation("vLLM: have it again", answer=to.Done),
+    control.is_sleeping: Operation("vLLM: whether memory is given back", answer=to.Sleeping),
+    control.release_memory: Operation("SGLang: give memory back", MemoryRequest, to.Done),
+    control.resume_memory: Operation("SGLang: have it again", MemoryRequest, to.Done),
     control.start_profile: Operation("SGLang, vLLM: record what the workers do", ProfileRequest),
     control.step_log: Operation("The scheduler's last steps, for 'sgla replay'", media=BINARY),
     control.weights: Operation("Links to the model's files, for a server that copies them", media=HTML),

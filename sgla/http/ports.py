@@ -93,6 +93,12 @@ class Ingress(Protocol):
     def pause(self, paused: bool) -> None:
         """Stop generating, or go on."""
 
+    async def sleep(self, weights: bool) -> bool:
+        """Give memory back; False: requests are open."""
+        ...
+
+    async def wake(self) -> None: ...
+
     async def control(self, command: Control) -> Any: ...
 
     @property

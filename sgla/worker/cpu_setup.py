@@ -3,12 +3,16 @@ the forward pass fast."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
 from sgla.config import Config
+from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
@@ -16,7 +20,8 @@ from sgla.kernels.cpu.program import ProgramLimits
 from sgla.layers.adapters import Adapters
 from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
-from sgla.messages import VERIFIED, CacheGroup, Facts, Moved, Tier
+from sgla.memory import give_back
+from sgla.messages import VERIFIED, CacheGroup, Control, Facts, Moved, Tier
 from sgla.model.base import CausalLM
 from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.read import read_decoder
@@ -32,7 +37,7 @@ from sgla.worker.disk import identity_of, open_disk
 from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, drafts_of, most_rows
 from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
-from sgla.worker.kv import allocate_kv, memory_of
+from sgla.worker.kv import allocate_kv, forget, memory_of
 from sgla.worker.memory import cache_groups, check_weights, size_kv
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
@@ -51,6 +56,7 @@ class CpuSetup(Runner):
     which has the ``matchers`` of grammars on the rank that samples."""
 
     place: Cpu
+    _awake = True  # the weights are there
 
     def _load(self, config: Config, source: ModelSource) -> None:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
@@ -81,7 +87,8 @@ class CpuSetup(Runner):
         units = cache_groups(pool, size.pages)
         tiers = self._open_tiers(config, source, units)
         places = places_of(config, dtype)
-        self.model = self._load_model(config, source, dtype, size.context_len, places)
+        self._load_again = partial(self._load_model, config, source, dtype, size.context_len, places)
+        self.model = self._load_again()
         self.adapters = None if places is None else AdapterStore(places)
         self._moved: list[Moved] = []
         self._most_logits = max(slots, LOGIT_ROWS)
@@ -89,7 +96,9 @@ class CpuSetup(Runner):
         self.tables = SlotTables(slots, size.context_len, config.page_size, len(groups) - states, states)
         limits = ProgramLimits(step_tokens, self._most_logits)
         drafts = DraftSetup(config, source, self.model, dtype, self._report)
-        self._forward, kernels = self._make_forward(limits, config.native_kernels, drafts.tell)
+        self._forward_again = partial(self._make_forward, limits, config.native_kernels, drafts.tell)
+        self._forward, kernels = self._forward_again()
+        self._rests = places is None and self.pooling is None and config.speculative_algorithm is None
         self.sampler = self._make_sampler(spec.vocab, config.native_kernels, processors)
         kept = self.kv[len(own) :]
         self._drafter = drafts.make(self.tables, self.sampler, kept, step_tokens, self.place.threads)
@@ -126,6 +135,39 @@ class CpuSetup(Runner):
             self._tiers["store"], tier = open_store(config.kv_store, identity, memory, size, *place)
             tiers, found = [*tiers, tier], [*found, [b""] * len(groups)]
         return {"tiers": tiers, "found": found}
+
+    def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
+        match command.verb:
+            case "sleep":
+                return self._sleep(command.args["weights"])
+            case "wake":
+                return self._wake()
+        return super().control(command)
+
+    def _sleep(self, weights: bool) -> dict[str, Any]:
+        """Give the memory of the KV cache back to the system, which is empty, and that of the ``weights``."""
+        if weights and not self._rests:
+            raise UnsupportedField(
+                "weights cannot be given back beside adapters, what guesses, or a head for vectors; give "
+                "back the KV cache alone",
+                param="tags",
+            )
+        forget(self.kv, len(self.facts.groups))
+        if weights and self._awake:
+            self._awake = False
+            del self.model, self._forward
+            gc.unfreeze()
+            gc.collect()
+            give_back()
+        return {}
+
+    def _wake(self) -> dict[str, Any]:
+        """Read the weights again, if they are gone."""
+        if not self._awake:
+            self.model = self._load_again()
+            self._forward, _ = self._forward_again()
+            self._awake = True
+        return {}
 
     def close(self) -> None:
         for tier in self._tiers.values():

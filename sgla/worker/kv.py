@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -109,6 +110,15 @@ def memory_of(kv: Sequence[Layer], groups: int) -> list[list[Tensor]]:
         if isinstance(state, StateLayer):
             tensors[-1] |= {x.data_ptr(): x for x in (state.conv, state.memory) if x.numel()}
     return [[_in_order(x).view(len(x), -1).view(torch.uint8) for x in found.values()] for found in tensors]
+
+
+def forget(kv: Sequence[Layer], groups: int) -> None:
+    """Give the memory that ``untouched`` has mapped back to the system: all of it is zero then."""
+    libc = ctypes.CDLL(None)
+    for tensor in (tensor for found in memory_of(kv, groups) for tensor in found):
+        memory = tensor.untyped_storage()
+        start, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes())
+        libc.madvise(start, size, mmap.MADV_DONTNEED)
 
 
 def _in_order(x: Tensor) -> Tensor:

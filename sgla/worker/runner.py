@@ -80,7 +80,8 @@ class Runner(ABC):
         """Give back what others may want to have. No step runs."""
 
     def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
-        """An answer, which may come later. Verbs: ``memory``; ``profile_start`` with ``folder`` and
+        """An answer, which may come later. Verbs: ``memory``; ``sleep`` (``weights``: they go, too) and
+        ``wake``; ``profile_start`` with ``folder`` and
         ``steps``; ``profile_stop``; those of ``AdapterStore``; those of ``grammar/matcher.py``, for models
         that generate. Raises UnsupportedField, InvalidField."""
         match command.verb:
@@ -90,6 +91,8 @@ class Runner(ABC):
                 return self.profiler.start(command.args)
             case "profile_stop":
                 return self.profiler.stop()
+            case "sleep" | "wake":
+                raise UnsupportedField(f"memory cannot be given back on --device {self.place.device.kind}")
             case "adapter_load" | "adapter_drop" if self.adapters is not None:
                 return self.adapters.control(command)
             case "vocabulary" | "grammar" if self.facts.grammars:

@@ -129,6 +129,7 @@ class FakeIngress:
         self.manual = manual
         self.flushable = True
         self.paused = False
+        self.slept: list[bool | None] = []  # whether with the weights; None: woken
         self.jobs: list[Job] = []
         self.cancels: list[tuple[str, str]] = []
         self.open_jobs: dict[str, tuple[Job, Any]] = {}
@@ -190,6 +191,13 @@ class FakeIngress:
         return Stats(
             running=len(self.open_jobs), pages_total=256, pages_free=200, pages_cached=40, pages_evictable=40
         )
+
+    async def sleep(self, weights: bool) -> bool:
+        self.slept.append(weights)
+        return self.flushable
+
+    async def wake(self) -> None:
+        self.slept.append(None)
 
     async def flush_cache(self) -> bool:
         self.require_ready()

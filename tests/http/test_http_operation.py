@@ -64,7 +64,7 @@ async def test_admin_keys(serve: Serve) -> None:
 def test_each_route_that_changes_the_server_is_for_administrators() -> None:
     handlers = {(path, handler) for path, methods in ROUTES.items() for handler in methods.values()}
     changing = {path for path, handler in handlers if handler.__module__ == control.__name__}
-    assert changing - {"/is_paused"} == {
+    assert changing - {"/is_paused", "/is_sleeping"} == {
         *(f"/{first}" for first in (ADMIN | OWN) - {"weights"}),
         *ADMIN_OF_V1,
         *FILES,
@@ -109,6 +109,27 @@ async def test_pause_and_continue(site: Site) -> None:
     assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
     assert (await site.post("/continue_generation", b""))[0] == 200
     assert (await site.get("/is_paused"))[1] == {"is_paused": False}
+
+
+async def test_sleep_and_wake(site: Site) -> None:
+    for path, body in (
+        ("/sleep", b""),
+        ("/sleep?level=2", b""),
+        ("/wake_up", b""),
+        ("/release_memory_occupation", {"tags": ["kv_cache"]}),
+        ("/release_memory_occupation", {"tags": ["weights", "kv_cache"]}),
+        ("/release_memory_occupation", b""),
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+    ):
+        assert (await site.post(path, body)) == (200, {"success": True})
+    assert site.ingress.slept == [False, True, None, False, True, True, None]
+    assert (await site.get("/is_sleeping"))[1] == {"is_sleeping": False}
+    site.ingress.phase = "sleeping"
+    assert (await site.get("/is_sleeping"))[1] == {"is_sleeping": True}
+    site.ingress.flushable, site.ingress.phase = False, "ready"
+    assert (await site.post("/sleep", b""))[0] == 409
+    for path, body in (("/sleep?level=3", b""), ("/release_memory_occupation", {"tags": ["cuda_graph"]})):
+        assert (await site.post(path, body))[0] == 400
 
 
 def await_task(request: Any) -> Any:

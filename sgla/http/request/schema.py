@@ -393,6 +393,12 @@ class PauseRequest(msgspec.Struct, kw_only=True):
     mode: str | None = None
 
 
+class MemoryRequest(msgspec.Struct, kw_only=True):
+    """``tags``: whose memory is given back; None: all."""
+
+    tags: list[Literal["weights", "kv_cache"]] | None = None
+
+
 class ProfileRequest(msgspec.Struct, kw_only=True):
     """``output_dir``: a folder inside of ``--profile-folder``. SGLang's other fields are ignored."""
 
