@@ -68,8 +68,9 @@ def check_settings(config: Config, device: str) -> None:
     if name is None:
         return
     if name in OTHER_FILES and config.speculative_model is None:
+        own = "" if name == "draft_model" else "; a checkpoint's own layer guesses by mtp"
         raise ConfigError(
-            f"{FLAG} {name} needs --speculative-model, the one that guesses", param="speculative_model"
+            f"{FLAG} {name} needs --speculative-model, the one that guesses{own}", param="speculative_model"
         )
     for field in ("speculative_model", "speculative_quantization"):
         if name not in OTHER_FILES and getattr(config, field) != getattr(plain, field):

@@ -150,10 +150,9 @@ class HeadDrafts:
         self._sampler.guess(logits.numpy(), slots, np.minimum(positions, last), np.empty(0, DRAW))
 
     def _batch(self, columns: Columns) -> ForwardBatch:
+        """With the tokens behind those of ``columns``. Behind a prompt without outputs anything may stand."""
         batch = build(columns, self._tables)
         slots = np.repeat(columns.slots, columns.q_lens)
-        behind = self._tables.tokens[
-            slots, batch.positions.numpy() + 1
-        ]  # of a prompt's end there may be none
+        behind = self._tables.tokens[slots, batch.positions.numpy() + 1]
         batch.ids = torch.from_numpy(behind.clip(0, self._forward.head.vocab - 1))
         return batch
