@@ -84,6 +84,11 @@ class Layout:
         return next((name for name in HF_KEYS.get(key, ()) if name in self.known), "")
 
     @property
+    def periodic(self) -> bool:
+        """HF's class has experts in every so many-th layer; of files the tensors say in which."""
+        return "expert_layer_period" in self.known
+
+    @property
     def rotates(self) -> bool:
         return "rope_theta" in self.known
 

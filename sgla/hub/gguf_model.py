@@ -136,7 +136,8 @@ class GGUFModel:
         if layout.scans != "only":
             config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
         config |= self._windows(layout, keys)
-        config |= scans(layout, keys, self.sizes, self.layers)
+        sparse = [i for i in range(self.layers) if self._is_sparse(i)]
+        config |= scans(layout, keys, self.sizes, self.layers, sparse)
         if not layout.rotates:
             return config
         config["rope_theta"] = keys.get("rope.freq_base", layout.missing.get("rope.freq_base", 1e4))
@@ -337,6 +338,8 @@ class GGUFModel:
             return False
         if self.layout.scans == "alone":
             return mixer_of(self.layout, self.keys, layer) == "mlp"
+        if self.layout.periodic:
+            return f"blk.{layer}.ffn_gate_inp.weight" in self._tensors
         step = self._value("interleave_moe_layer_step")
         behind: bool = layer >= self._value("leading_dense_block_count")
         return behind and (layer + 1) % step == 0

@@ -104,13 +104,35 @@ def _mamba(layout: Layout, keys: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def scans(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int], layers: int) -> dict[str, Any]:
-    """In HF's words: which layers are Mambas, and their shape; or which are convolutions."""
+def _periods(layout: Layout, keys: Mapping[str, Any], layers: int, sparse: list[int]) -> dict[str, int]:
+    """In HF's words: which layers have attention, and which have experts."""
+    found = _every(layout, _COUNTS, "attn_layer", [i for i in range(layers) if keys[_COUNTS][i]], layers)
+    if keys["expert_count"] == 1 and not sparse:
+        return found
+    return found | _every(layout, "expert_count", "expert_layer", sparse, layers)
+
+
+def _every(layout: Layout, key: str, name: str, chosen: list[int], layers: int) -> dict[str, int]:
+    """Raises ConfigError for layers that no period and offset give."""
+    offset = chosen[0] if chosen else layers
+    period = chosen[1] - offset if len(chosen) > 1 else layers
+    if chosen != list(range(offset, layers, period)) or offset >= period:
+        raise ConfigError(
+            f"{layout.name}.{key}: the layers {chosen} are not every so many-th one, which alone is supported"
+        )
+    return {f"{name}_period": period, f"{name}_offset": offset}
+
+
+def scans(
+    layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int], layers: int, sparse: list[int]
+) -> dict[str, Any]:
+    """In HF's words: which layers are Mambas, and their shape; or which are convolutions. ``sparse``: layers
+    with experts."""
     if not layout.scans:
         return _convolutions(layout, keys) if layout.convolves else {}
     found: dict[str, Any] = {"state_size": keys["ssm.state_size"], "conv_kernel": sizes["w"]}
     if layout.first_mamba:
-        found["time_step_rank"] = sizes["R"]
+        found["mamba_dt_rank" if layout.periodic else "time_step_rank"] = sizes["R"]
     else:
         each = sizes["j"] // sizes["z"]
         found |= {"num_heads": sizes["z"], "mamba_head_dim": each, "n_groups": sizes["x"]}
@@ -126,6 +148,8 @@ def scans(layout: Layout, keys: Mapping[str, Any], sizes: Mapping[str, int], lay
         mixers = [mixer_of(layout, keys, i) for i in range(layers)]
         kinds = [kind if mixer == "mlp" else mixer for mixer in mixers]
         return found | {"layers_block_type": kinds, "intermediate_size": sizes["f"]}
+    if layout.periodic:
+        return found | _periods(layout, keys, layers, sparse)
     if not layout.mixture:
         found |= {"num_local_experts": 0, "shared_intermediate_size": sizes["f"]}
     return found | {

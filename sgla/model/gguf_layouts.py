@@ -164,6 +164,9 @@ def _first_mamba(family: Family, mixer: Any) -> Iterator[tuple[str, Stored]]:
         ("ssm_out.weight", "out_proj.weight", "dj", ""),
     ):
         yield name, one(f"mamba.{hf}", dims, flag=flag, mixer=mixer)
+    if "mamba_inner_layernorms" in family.fixed:
+        for part, dims in (("dt", "R"), ("b", "S"), ("c", "S")):
+            yield f"ssm_{part}_norm.weight", one(f"mamba.{part}_layernorm.weight", dims, mixer=mixer)
 
 
 def _conv_bias(family: Family) -> str:

@@ -31,7 +31,7 @@ from sgla.model.registry import layouts
 
 PROMPTS = random_prompts([1, 7, 33])
 Saved = Callable[[str], tuple[Path, Any, Arch, dict[str, Any]]]
-FIRST = (Arch.MAMBA,)
+FIRST = (Arch.MAMBA, Arch.JAMBA)
 SCANS = (Arch.GRANITE_HYBRID, Arch.FALCON_H1, Arch.NEMOTRON_H, Arch.NEMOTRON_H_MOE, Arch.MAMBA2)
 PERMUTED = (Arch.LLAMA, Arch.GRANITE_HYBRID, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
 PERMUTED += (Arch.DEEPSEEK,)
@@ -161,6 +161,7 @@ def converted(
             tensor = -tensor.exp()
         if expert := re.search(r"\.experts\.(\d+)\.", name):
             name = re.sub(r"^backbone(.*)\.mixer\.", r"model\1.mlp.", name)
+            name = name.replace(".feed_forward.", ".mlp.") if arch == Arch.JAMBA else name
             experts.setdefault(name.replace(expert[0], ".experts."), {})[int(expert[1])] = tensor
         elif name.endswith("kv_b_proj.weight"):
             still = config["qk_nope_head_dim"]
@@ -415,6 +416,7 @@ HYBRID = GRANITE | {
     "mamba_d_state": 8,
 }
 SSM = SCAN | {"ssm__inner_size": 96, "attention__head_count_kv": [0, 2, 0]}
+JAMBA = {"attn_layer_period": 3, "mamba_d_state": 8}
 MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "lfm2moe": (
         Arch.LFM2MOE,
@@ -546,6 +548,19 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "moe_latent_size": 32},
         NEMOTRON_KEYS | {"feed_forward_length": [0, 40, 0, 40], "expert_weights_norm": True},
     ),
+    "jamba": (
+        Arch.JAMBA,
+        "jamba",
+        JAMBA | {"num_experts": 4, "num_hidden_layers": 4, "attn_layer_offset": 1},
+        FIRST_SCAN | {"attention__head_count_kv": [0, 2, 0, 0], "rope__freq_base": None},
+    ),
+    "jamba, no experts": (
+        Arch.JAMBA,
+        "jamba",
+        JAMBA | {"num_experts": 1, "attn_layer_offset": 0, "mamba_dt_rank": 5, "mamba_conv_bias": False},
+        FIRST_SCAN
+        | {"attention__head_count_kv": [2, 0, 0], "rope__freq_base": None, "ssm__time_step_rank": 5},
+    ),
     "minimax": (
         Arch.MINIMAXM2,
         "minimax_m2",
@@ -631,6 +646,11 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("nemotron-h moe", "expert_feed_forward_length", 48),
         ("nemotron-h moe", "expert_shared_feed_forward_length", None),
         ("nemotron-h moe", "expert_shared_count", 2),
+        ("jamba", "attention__head_count_kv", [0, 2, 0]),
+        ("jamba", "attention__head_count_kv", [0, 2, 2, 0]),
+        ("jamba", "expert_feed_forward_length", 40),
+        ("jamba", "ssm__time_step_rank", None),
+        ("jamba, no experts", "expert_count", 4),
         ("mamba2", "attention__head_count", 6),
         ("mamba2", "ssm__group_count", None),
         ("mamba2", "ssm__dt_b_c_rms", True),

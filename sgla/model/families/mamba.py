@@ -191,6 +191,7 @@ FAMILIES = {
         attention="sgla.model.mamba_spec:jamba",
         mixture="sgla.model.mamba_spec:jamba_mixture",
         renamed=((".feed_forward.router.", ".mlp.gate."), *_BAMBA_NAMES),
+        gguf=(Gguf("jamba", scans="instead", first_mamba=True),),
     ),
     "FalconH1ForCausalLM": Family(
         ("falcon_h1",),
