@@ -99,7 +99,8 @@ class NGrams:
         """A row's guesses depend on its text alone."""
 
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
-        self.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
+        if len(wanted.rows) > len(wanted.runs):
+            self.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
 
     def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
         """Of so many guesses in each slot so many were right."""
