@@ -32,6 +32,7 @@ NAMES = {  # as SGLang and vLLM have them
 FLAG = "--speculative-algorithm"
 OTHER_FILES = ("draft_model", "eagle", "eagle3")  # algorithms whose weights are not the model's own
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
+PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
 TOLD = 3  # layers of a target that EAGLE-3 reads
 
 
@@ -121,7 +122,7 @@ def read_draft(draft: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
         raise _unfit(f"{draft['architectures'][0]} makes no text, or runs through transformers' module")
     if spec.recurrent:
         raise _unfit("its layers keep a state of all tokens, which cannot go back behind a wrong guess")
-    if spec.vocab != target.vocab:
+    if abs(spec.vocab - target.vocab) > PADDING:
         raise _unfit(f"it has {spec.vocab} tokens and the model {target.vocab}: another vocabulary")
     return spec
 

@@ -5,13 +5,33 @@ where both draw the same token, and no rejection is needed."""
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.native import DRAW
 from sgla.messages import SAMPLE, StepPlan
 from sgla.sampling import Sampler
 from sgla.worker.batch import Columns, Wanted, build
 from sgla.worker.forward import Forward
 from sgla.worker.pace import Pace
 from sgla.worker.state import Int32s, SlotTables, column
+
+
+def with_vocab(forward: Forward, own: int, vocab: int) -> Forward:
+    """``forward`` of a model with ``own`` tokens, as if it had ``vocab``: the others are none of its guesses,
+    and it takes its last one for them."""
+    if own == vocab:
+        return forward
+
+    def run(batch: ForwardBatch) -> Tensor:
+        batch.ids, batch.draws = batch.ids.clamp(max=own - 1), np.empty(0, DRAW)
+        logits = forward(batch)
+        whole = logits.new_full((len(logits), vocab), -torch.inf)
+        whole[:, : min(own, vocab)] = logits[:, :vocab]
+        return whole
+
+    return run
 
 
 class ModelDrafts:

@@ -21,7 +21,7 @@ from sgla.model.drafting import read_eagle
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
 from sgla.worker.draft_head import HeadDrafts, HeadForward, Told
-from sgla.worker.draft_model import ModelDrafts
+from sgla.worker.draft_model import ModelDrafts, with_vocab
 from sgla.worker.drafts import Drafter, NGrams
 from sgla.worker.forward import make_forward
 from sgla.worker.kv import paged
@@ -43,7 +43,7 @@ class DraftSetup:
         dtype: str,
         report: Callable[[Progress], None],
     ) -> None:
-        self._config, self._told = config, list[Told]()
+        self._config, self._told, self._vocab = config, list[Told](), target.spec.vocab
         self._model: CausalLM | None = None
         self._head: Head | None = None
         seed, quantization = config.random_seed or 0, config.speculative_quantization
@@ -84,6 +84,7 @@ class DraftSetup:
             spare = slots + VERIFIED
             limits = ProgramLimits(step_tokens + spare, slots)
             forward, _ = make_forward(self._model, kv, limits, threads, native)
+            forward = with_vocab(forward, self._model.spec.vocab, self._vocab)
             return ModelDrafts(tables, sampler, forward, pace, spare)
         return NGrams(tables, sampler)
 

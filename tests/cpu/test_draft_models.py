@@ -95,6 +95,26 @@ def test_a_model_that_guesses_for_itself_is_always_right(limits: dict[str, Any])
     assert sum(stats.right_at) == stats.draft_tokens > 10
 
 
+@pytest.mark.parametrize("size", [VOCAB - 90, VOCAB + 90])
+def test_tables_of_a_vocabulary_may_have_other_lengths(size: int) -> None:
+    """Of the tokens that one of them lacks nobody guesses any; the rest are guessed as ever."""
+    runner = runner_of("grouped", LLAMA | {"vocab_size": size})
+    few = {"allowed": [5, 7, VOCAB - 1], "temperature": 1.0}
+    asked = [*requests(), *(submit(f"few {seed}", [VOCAB - 1, 4], 20, seed=seed, **few) for seed in range(3))]
+    guessed: list[int] = []
+
+    def spy(logits: Any, slots: Any, positions: Any, draws: Any, guess: Any = runner.sampler.guess) -> None:
+        guess(logits, slots, positions, draws)
+        guessed.extend(runner.tables.tokens[slots, positions])
+
+    runner.sampler.guess = spy  # type: ignore[method-assign]
+    found = run(runner, asked, drafts=4, depth=2).tokens()
+    assert found == run(runner_of("grouped", None), asked, depth=1).tokens()
+    assert any(VOCAB - 1 in tokens for tokens in found.values())
+    assert len(guessed) > 50
+    assert max(guessed) < min(size, VOCAB)
+
+
 def test_what_has_waited_is_read_before_the_next_guess() -> None:
     """Two steps of three have no guesses, which costs no reading."""
     runner, steps, passes = runner_of("grouped", LLAMA), iter(range(10_000)), [0, 0]
@@ -130,7 +150,7 @@ def test_a_model_that_guesses_is_found_beside_its_target(tmp_path: Path) -> None
 def test_models_that_cannot_guess_are_refused() -> None:
     target = read_decoder(LLAMA)
     for change, said in (
-        ({"vocab_size": 300}, "it has 300 tokens and the model 331: another vocabulary"),
+        ({"vocab_size": 200}, "it has 200 tokens and the model 331: another vocabulary"),
         (qwen3_next(vocab_size=VOCAB), "cannot go back behind a wrong guess"),
     ):
         with pytest.raises(ConfigError, match=said) as caught:
