@@ -24,6 +24,7 @@ from sgla.hub.gguf_header import GGUFTensor, check_places, parse, type_name
 from sgla.hub.gguf_keys import read_sampling, read_vocabulary, token_id
 from sgla.hub.gguf_layout import Layout, Place
 from sgla.hub.gguf_model import GGUFModel
+from sgla.hub.gguf_ropes import FREQS, LONG, SHORT
 from sgla.hub.quantized import parts_of
 
 # Ends of a turn that some files do not list as eos_token_id, by the token's text.
@@ -105,7 +106,7 @@ class GGUFFile:
         try:
             for part in self._parts:
                 check_places(part.header, len(part.map))
-            self._model = GGUFModel(self.metadata, self._tensors, layout, self._rope_factors())
+            self._model = GGUFModel(self.metadata, self._tensors, layout, self._rope_tables())
             config = self._model.config()
             self._model.check_tensors()
             config["bos_token_id"] = token_id(self.metadata, "bos")
@@ -140,17 +141,22 @@ class GGUFFile:
         total = sum(values.values())
         return {kind: count / total for kind, count in values.items()} if values.keys() - {""} else {}
 
-    def _rope_factors(self) -> list[float] | None:
-        if (table := self._tensors.get("rope_freqs.weight")) is None:
-            return None
+    def _rope_tables(self) -> dict[str, list[float]]:
+        return {
+            name: self._rope_factors(self._tensors[name])
+            for name in (FREQS, SHORT, LONG)
+            if name in self._tensors
+        }
+
+    def _rope_factors(self, table: GGUFTensor) -> list[float]:
         if type_name(table.type) != "F32":
-            raise WeightError(f"rope_freqs.weight has type {type_name(table.type)}, not F32")
+            raise WeightError(f"{table.name} has type {type_name(table.type)}, not F32")
         if prod(table.shape) > MOST_FACTORS:
-            raise WeightError(f"rope_freqs.weight has shape {list(table.shape)}, which is no table of a head")
+            raise WeightError(f"{table.name} has shape {list(table.shape)}, which is no table of a head")
         part = self._homes[table.name]
         values = np.frombuffer(part.map, "<f4", prod(table.shape), part.header.data + table.offset)
         if not (np.isfinite(values) & (values > 0)).all():
-            raise WeightError("rope_freqs.weight has values that are no positive numbers")
+            raise WeightError(f"{table.name} has values that are no positive numbers")
         factors: list[float] = values.tolist()
         return factors
 
@@ -210,7 +216,7 @@ class GGUFFile:
         ``config`` does."""
         assert self.config
         for tensor in self._tensors.values():
-            if tensor.name in self._model.expected and tensor.name != "rope_freqs.weight":
+            if tensor.name in self._model.expected and tensor.name not in (FREQS, SHORT, LONG):
                 yield from self._placed(tensor, self._model.expected[tensor.name])
 
     def _placed(self, tensor: GGUFTensor, places: tuple[Place, ...]) -> Iterator[LazyTensor]:

@@ -214,6 +214,8 @@ def rules(layout: Layout) -> dict[str, Rule]:
             table[key] = Only((fixed[0],))
     if layout.scans:
         table |= dict.fromkeys(_OF_SCANS if layout.first_mamba else (*_OF_SCANS, *_OF_GROUPS), SIZE)
+    if layout.longrope:
+        table["rope.scaling.type"] = Only(("none", "linear", "yarn", "longrope"))
     if layout.scans == "only":
         table |= dict.fromkeys((*_OF_ATTENTION, "attention.head_count_kv"), Only((0,)))
         table |= {"context_length": SIZE} | ({"ssm.dt_b_c_rms": FLAG} if layout.first_mamba else {})

@@ -76,6 +76,8 @@ class Layout:
     convolves: bool = False  # layers without KV heads are short convolutions
     last_norm: str = "output_norm"
     yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
+    longrope: bool = False
+    mscales: bool = False  # HF's longrope says by what cosines and sines are multiplied
 
     def hf_key(self, key: str) -> str:
         """HF's name of a key of the metadata; empty if the class reads none."""

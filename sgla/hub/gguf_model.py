@@ -11,7 +11,7 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_keys import read_keys
 from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, TOP, Layout, Place, Stored
-from sgla.hub.gguf_ropes import rope_scaling
+from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
 GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
@@ -19,7 +19,7 @@ _NAMED = 8  # tensor names shown in an error
 
 
 class GGUFModel:
-    """``factors``: the table of rope scaling, if the file has one. Raises ConfigError for keys that are not
+    """``tables``: those of rope scaling. Raises ConfigError for keys that are not
     supported, and WeightError for tensors that do not fit them."""
 
     def __init__(
@@ -27,10 +27,10 @@ class GGUFModel:
         metadata: Mapping[str, Any],
         tensors: Mapping[str, GGUFTensor],
         layout: Layout,
-        factors: list[float] | None,
+        tables: Tables,
     ) -> None:
         self.layout, self.architecture = layout, layout.name
-        self._tensors, self._factors = tensors, factors
+        self._tensors, self._tables = tensors, tables
         self.keys = read_keys(metadata, layout)
         self._check_layers()
 
@@ -103,6 +103,13 @@ class GGUFModel:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the file leaves open."""
+        if self.layout.mscales and LONG in self._tables:
+            magnitude = "rope.scaling.attn_factor"
+            return (
+                "a GGUF file does not say short_mscale and long_mscale, so cosines and sines are multiplied "
+                f"by {self.architecture}.{magnitude}, {self.keys[magnitude]:.4g}; "
+                "Phi-3.5-MoE has 1.243 in transformers, which gives slightly other answers",
+            )
         key, name = "expert_group_count", self.layout.model_type
         grouped = name == "deepseek_v3" or (name == "deepseek_v2" and self.sizes["e"] >= GROUPED)
         if key in self.keys or not grouped:
@@ -128,6 +135,8 @@ class GGUFModel:
                 if (value is not None or key in MISSING) and config.setdefault(name, value) != value:
                     raise ConfigError(f"{layout.name}.{key} is {value}, and another key says {config[name]}")
         config["num_hidden_layers"] = self.layers
+        if self._has_head_bias:
+            config["lm_head_bias"] = True
         if "num_nextn_predict_layers" in config:
             config["num_nextn_predict_layers"] = 0
         config |= self._flags
@@ -141,7 +150,9 @@ class GGUFModel:
         if not layout.rotates:
             return config
         config["rope_theta"] = keys.get("rope.freq_base", layout.missing.get("rope.freq_base", 1e4))
-        config["rope_scaling"] = rope_scaling(layout, keys, self._factors)
+        config["rope_scaling"] = rope_scaling(layout, keys, self._tables)
+        if layout.longrope and (trained := keys.get("rope.scaling.original_context_length")):
+            config["original_max_position_embeddings"] = trained
         if layout.yarn and config["rope_scaling"] is None:
             config["rope_parameters"] = {"rope_type": "default"}  # HF's class would fill in another one
         return config
@@ -150,6 +161,10 @@ class GGUFModel:
     def _flags(self) -> dict[str, bool]:
         """HF's flags: whether any layer has one of their tensors, and then all must have all."""
         return {flag: self._has(flag) for flag in {s.flag for s in self.layout.tensors.values()} - {""}}
+
+    @property
+    def _has_head_bias(self) -> bool:
+        return "lm_head_bias" in self.layout.known and "output.bias" in self._tensors
 
     def _has(self, flag: str) -> bool:
         names = {name for name, stored in self.layout.tensors.items() if stored.flag == flag}
@@ -307,8 +322,12 @@ class GGUFModel:
         if "attn_norm.bias" not in self.layout.tensors:
             del expected["output_norm.bias"]
         expected[f"{self.layout.last_norm}.weight"] = expected.pop("output_norm.weight")
-        if "rope_freqs.weight" in self._tensors:
-            expected["rope_freqs.weight"] = (Place("", "t"),)
+        if FREQS in self._tables:
+            expected[FREQS] = (Place("", "t"),)
+        if self.layout.longrope and (SHORT in self._tables or LONG in self._tables):
+            expected |= dict.fromkeys((SHORT, LONG), (Place("", "t"),))
+        if self._has_head_bias:
+            expected["output.bias"] = (Place("lm_head.bias", "v"),)
         for i in range(self.layers):
             expected |= {
                 f"blk.{i}.{name}": tuple(p._replace(name=f"model.layers.{i}.{p.name}") for p in places)

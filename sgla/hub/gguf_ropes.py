@@ -9,21 +9,28 @@ from typing import Any
 from sgla.errors import ConfigError
 from sgla.hub.gguf_layout import Layout
 
+# Tensors with numbers by which frequencies are divided: all, or those of short contexts and of long ones.
+FREQS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+Tables = Mapping[str, list[float]]  # by the tensor's name
 
-def rope_scaling(
-    layout: Layout, keys: Mapping[str, Any], factors: list[float] | None
-) -> dict[str, Any] | None:
-    """In HF's words. As in llama.cpp a factor without a type is linear, and a factor of 0 is none."""
+
+def rope_scaling(layout: Layout, keys: Mapping[str, Any], tables: Tables) -> dict[str, Any] | None:
+    """In HF's words. As in llama.cpp a factor without a type is linear, and a factor of 0 is none. Raises
+    ConfigError."""
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear") or 1.0
+    if layout.longrope and (SHORT in tables or LONG in tables):
+        return _longrope(layout, keys, factor, tables)
     kind = keys.get("rope.scaling.type", "linear")
     attention = keys.get("rope.scaling.attn_factor", 1.0)
+    if kind == "longrope":
+        raise ConfigError(f"{layout.name}.rope.scaling.type is longrope, and there is no {LONG}")
     if kind != "yarn" and attention != 1.0:
         raise ConfigError(f"{layout.name}.rope.scaling.attn_factor is supported with yarn alone")
     plain = kind == "none" or (kind == "linear" and factor == 1.0)
-    if factors is not None:  # Llama 3.x: the scaling comes as a table
+    if FREQS in tables:  # Llama 3.x: the scaling comes as a table
         if not plain:
-            raise ConfigError("rope_freqs.weight and rope.scaling at once are not supported")
-        return {"rope_type": "factors", "factors": factors}
+            raise ConfigError(f"{FREQS} and rope.scaling at once are not supported")
+        return {"rope_type": "factors", "factors": tables[FREQS]}
     if plain:
         return None
     scaling = {"rope_type": kind, "factor": factor}
@@ -42,3 +49,22 @@ def rope_scaling(
         stretched = factor > 1 and not layout.latent
         scaling["attention_factor"] = attention * (0.1 * log(factor) + 1.0 if stretched else 1.0)
     return scaling
+
+
+def _longrope(layout: Layout, keys: Mapping[str, Any], factor: float, tables: Tables) -> dict[str, Any]:
+    """Phi's (arXiv 2402.13753)."""
+    kind = keys.get("rope.scaling.type", "longrope")
+    if kind != "longrope" or factor != 1.0:
+        raise ConfigError(
+            f"{layout.name}.rope.scaling.type is {kind} with a factor of {factor:g}, and {LONG} is longrope's"
+        )
+    for key in (f"rope.scaling.{name}" for name in ("original_context_length", "attn_factor")):
+        if key not in keys:
+            raise ConfigError(f"the GGUF metadata lacks {layout.name}.{key}")
+    magnitudes = ("short_mscale", "long_mscale") if layout.mscales else ("attention_factor",)
+    return {
+        "rope_type": "longrope",
+        "short_factor": tables.get(SHORT, []),
+        "long_factor": tables.get(LONG, []),
+        "original_max_position_embeddings": keys["rope.scaling.original_context_length"],
+    } | dict.fromkeys(magnitudes, keys["rope.scaling.attn_factor"])

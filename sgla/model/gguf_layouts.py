@@ -28,7 +28,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         gguf.missing,
         {"expert_gating_func": gguf.gating} if _is_mixture(family, gguf) else {},
         gguf.when,
-        eps=f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon",
+        eps=f"attention.layer_norm_{'rms_' if _is_rms(family) else ''}epsilon",
         shift=family.norm_offset,
         permuted=gguf.permuted,
         latent=_is_latent(family),
@@ -40,12 +40,19 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         last_norm=gguf.last_norm,
         by_width=gguf.by_width,
         windows_optional=gguf.windows_optional,
+        longrope=family.longrope,
+        mscales=family.mscales,
         yarn={"truncate": rope["truncate"]} if "truncate" in rope else {},
     )
 
 
 def _is_mixture(family: Family, gguf: Gguf) -> bool:
     return bool(family.mixture) and not gguf.shared and not gguf.dense
+
+
+def _is_rms(family: Family) -> bool:
+    """What files call the number that norms add, after HF's name of it."""
+    return family.norm == "rms" or "rms_norm_eps" in family.defaults
 
 
 def _is_latent(family: Family) -> bool:

@@ -106,6 +106,12 @@ def write(
     if rope["rope_type"] == "yarn":
         keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
         keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    tables: dict[str, np.ndarray] = {}
+    if rope["rope_type"] == "longrope":
+        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        keys["rope.scaling.attn_factor"] = rope.get("short_mscale") or rope["attention_factor"]
+        for which in ("long", "short"):
+            tables[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], np.float32)
     keys |= {key.replace("__", "."): value for key, value in changes.items()}
     for key, value in keys.items():
         if value is not None:
@@ -115,7 +121,7 @@ def write(
     writer.add_tokenizer_model("gpt2")
     writer.add_eos_token_id(2)
     names = gguf.get_tensor_name_map(arch, layers)
-    tensors: dict[str, np.ndarray] = {}
+    tensors = tables
     for name, tensor in converted(load_file(folder / "model.safetensors"), arch, config).items():
         if name != "lm_head.weight" or not config["tie_word_embeddings"]:
             found = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -227,6 +233,13 @@ def multiplied(tensor: torch.Tensor, name: str, config: dict[str, Any]) -> torch
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 512,
+}
 WINDOWED = {"num_hidden_layers": 5, "sliding_window": 10}
 TIED = {"tie_word_embeddings": True}
 GRANITE = {
@@ -289,6 +302,12 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         SCAN | {"embedding_scale": None},
     ),
     "phi3": (Arch.PHI3, "phi3", {"sliding_window": 9}, {}),
+    "phi3, longrope": (
+        Arch.PHI3,
+        "phi3",
+        {"original_max_position_embeddings": 512, "rope_parameters": LONGROPE | {"attention_factor": 1.2}},
+        {"attention__sliding_window": 0},
+    ),
     "olmo2": (Arch.OLMO2, "olmo2", {}, {}),
     "granite": (Arch.GRANITE, "granite", GRANITE | {"mlp_bias": True, "attention_bias": True}, {}),
     "starcoder2": (Arch.STARCODER2, "starcoder2", TIED, {}),
@@ -561,6 +580,19 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         FIRST_SCAN
         | {"attention__head_count_kv": [2, 0, 0], "rope__freq_base": None, "ssm__time_step_rank": 5},
     ),
+    "phimoe": (
+        Arch.PHIMOE,
+        "phimoe",
+        {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True}
+        | {"rope_parameters": LONGROPE | {"short_mscale": 1.2, "long_mscale": 1.2}},
+        {"attention__sliding_window": 0, "rope__dimension_count": 8},
+    ),
+    "phimoe, plain": (
+        Arch.PHIMOE,
+        "phimoe",
+        {"num_local_experts": 5, "sliding_window": 9},
+        {"rope__scaling__original_context_length": 512},
+    ),
     "minimax": (
         Arch.MINIMAXM2,
         "minimax_m2",
@@ -599,6 +631,8 @@ def test_logits_of_mixtures_equal_transformers(name: str, saved: Saved) -> None:
         ("gpt-oss", "attention__sliding_window", 5),
         ("gpt-oss", "attention__sliding_window_pattern", 3),
         ("falcon mamba", "ssm__dt_b_c_rms", False),
+        ("phi3, longrope", "rope__scaling__original_context_length", 32),
+        ("phimoe", "rope__scaling__attn_factor", 1.0),
     ],
 )
 def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Saved) -> None:
@@ -616,6 +650,10 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("olmo2", "logit_scale", 2.0),
         ("smollm3", "attention__sliding_window", 8),
         ("phi3", "rope__scaling__type", "longrope"),
+        ("phi3, longrope", "rope__scaling__type", "yarn"),
+        ("phi3, longrope", "rope__scaling__attn_factor", None),
+        ("phimoe", "rope__scaling__original_context_length", None),
+        ("phimoe", "attention__layer_norm_rms_epsilon", None),
         ("stablelm", "use_parallel_residual", True),
         ("glm4", "rope__dimension_sections", [8, 12, 12, 0]),
         ("cohere", "attention__sliding_window_pattern", 4),
@@ -726,6 +764,20 @@ def test_groups_of_experts_that_the_file_does_not_say_are_told(saved: Saved) -> 
     lacking = keys | {"expert_group_count": None, "expert_group_used_count": None}
     (note,) = open_source(write(folder, hf, arch, **lacking)).notes
     assert "lacks deepseek2.expert_group_count" in note
+
+
+def test_magnitudes_of_longrope_that_the_file_does_not_say_are_told(saved: Saved) -> None:
+    for name, count in (("phimoe", 1), ("phimoe, plain", 0), ("phi3, longrope", 0)):
+        folder, hf, arch, keys = saved(name)
+        notes = open_source(write(folder, hf, arch, **keys)).notes
+        assert ["phimoe.rope.scaling.attn_factor, 1.2" in note for note in notes] == [True] * count
+
+
+def test_a_table_of_longrope_that_is_missing_is_named(saved: Saved) -> None:
+    folder, hf, arch, keys = saved("phimoe")
+    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        with pytest.raises(WeightError, match=f"1 missing: {name}"):
+            open_source(write(folder, hf, arch, change=lambda tensors, name=name: tensors.pop(name), **keys))
 
 
 def test_a_tensor_that_one_layer_lacks_is_named(saved: Saved) -> None:

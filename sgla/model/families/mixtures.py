@@ -196,6 +196,7 @@ FAMILIES = {
         norm="layer",
         longrope=True,
         mscales=True,
+        gguf=(Gguf("phimoe"),),
     ),
     "Qwen2MoeForCausalLM": Family(
         ("qwen2_moe",),
