@@ -448,6 +448,10 @@ class Config(AdapterSettings, kw_only=True):
     dump_requests: Annotated[
         str | None, Doc(description="file to append request bodies to, prompts included, for 'sgla replay'")
     ] = None
+    weight_folders: Annotated[
+        list[str],
+        Doc(description="folders whose weights /update_weights_from_disk may take; it takes none without"),
+    ] = []
     profile_folder: Annotated[str, Doc(description="where /stop_profile writes traces")] = "profile"
     moderation_labels: Annotated[
         list[str],

@@ -120,7 +120,9 @@ class AdapterTable:
         """``trusted``: who asks may read any folder. Raises InvalidAdapter and other BadRequest kinds,
         Forbidden for a folder that is not allowed."""
         self._require()
-        return await self._load(name, Path(folder) if trusted else self._allowed(folder), pinned)
+        own = self._config.lora_folders
+        path = Path(folder) if trusted else inside(folder, own, "lora_path", "--lora-folders")
+        return await self._load(name, path, pinned)
 
     async def unload(self, name: str) -> None:
         """No new request may have it; it is gone when those that are open are done."""
@@ -189,17 +191,18 @@ class AdapterTable:
                 param="pinned",
             )
 
-    def _allowed(self, folder: str) -> Path:
-        """Raises Forbidden."""
-        try:
-            path = Path(folder).resolve()
-            below = any(path.is_relative_to(Path(own).resolve()) for own in self._config.lora_folders)
-        except (OSError, ValueError) as error:
-            raise InvalidField(f"lora_path is no folder: {error}", param="lora_path") from None
-        if not below:
-            raise Forbidden(
-                "lora_path must be a folder inside of those of --lora-folders, with which the server was "
-                "started",
-                param="lora_path",
-            )
-        return path
+
+def inside(folder: str, folders: list[str], param: str, flag: str) -> Path:
+    """Raises Forbidden for what is not inside of one of the ``folders``, InvalidField for what is no
+    folder."""
+    try:
+        path = Path(folder).resolve()
+        below = any(path.is_relative_to(Path(own).resolve()) for own in folders)
+    except (OSError, ValueError) as error:
+        raise InvalidField(f"{param} is no folder: {error}", param=param) from None
+    if not below:
+        raise Forbidden(
+            f"{param} must be a folder inside of those of {flag}, with which the server was started",
+            param=param,
+        )
+    return path

@@ -13,6 +13,7 @@ from sgla import clock
 from sgla.actors.adapters import AdapterTable
 from sgla.actors.cost import job_bytes
 from sgla.actors.lanes import Lanes
+from sgla.actors.resting import Resting
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import BadRequest, Draining, InvalidField, Loading, Overloaded, SglaError, UnsupportedTask
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 OPEN_BYTES = 256 << 20
 SPARE = 1 / 8  # of the capacity: clients that have no more than that open may open as much beyond it
 SILENT = 30.0  # seconds of a start without progress that are worth telling
-TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds between two
 SHUTTING_DOWN = "the server is shutting down"
 PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
 
@@ -68,7 +68,7 @@ class _Open:
         self.adapter = adapter
 
 
-class Ingress:
+class Ingress(Resting):
     """Bounded admission, the table of open requests, and the read-only facts that handlers need.
 
     Nobody else refuses for want of room. The capacity, slots and ``max_queued_requests`` together, bounds the
@@ -166,6 +166,8 @@ class Ingress:
             raise self._failure
         if self.phase == "draining":
             raise Draining(f"{SHUTTING_DOWN}; send the request elsewhere", retry_after=5.0)
+        if self.phase == "updating":
+            raise Loading("weights are being updated", retry_after=5.0)
         if self.phase == "sleeping":
             raise Loading("the server sleeps; POST /wake_up wakes it", retry_after=5.0)
         if self._tokenize is None:
@@ -364,37 +366,6 @@ class Ingress:
         assert self._pause is not None
         self.paused = paused
         self._pause(paused)
-
-    async def sleep(self, weights: bool) -> bool:
-        """Give back the memory of the KV cache, and of the ``weights``; until ``wake`` no request is
-        accepted. False if requests are open (nothing is given back then). Raises UnsupportedField."""
-        self.require_ready()
-        assert self._control is not None
-        done, self.phase = False, "sleeping"  # from now on nobody comes
-        try:
-            if not self._open and await self._emptied():
-                await self._control(Control(verb="sleep", args={"weights": weights}))
-                done = True
-        finally:
-            if not done:
-                self.phase = "ready"
-        return done
-
-    async def wake(self) -> None:
-        """Have everything again. Raises what loading does: then it still sleeps."""
-        if self.phase == "sleeping":
-            assert self._control is not None
-            await self._control(Control(verb="wake"))
-            self.phase = "ready"
-
-    async def _emptied(self) -> bool:
-        """Whether the prefix cache is empty, which copies under way hold up."""
-        assert self._flush is not None
-        for _ in range(TRIES):
-            if self._flush():
-                return True
-            await asyncio.sleep(TRY)
-        return False
 
     async def control(self, command: Control) -> Any:
         """Send an out-of-step command to the workers and return rank 0's answer."""

@@ -148,7 +148,7 @@ async def model_info(request: web.Request) -> web.Response:
             "preferred_sampling_params": server.sampling_defaults.values,
             "chat_params": server.sampling_defaults.talk(facts.context_len if facts is not None else 0),
             "sampling_sources": server.sampling_defaults.sources,
-            "weight_version": "default",
+            "weight_version": server.ingress.weight_version,
             "max_model_len": facts.context_len if facts is not None else None,
             "vocab_size": facts.vocab_size if facts is not None else None,
         }

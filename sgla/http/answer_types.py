@@ -462,5 +462,11 @@ class Paused(msgspec.Struct):
     is_paused: bool
 
 
+class Updated(msgspec.Struct):
+    success: Literal[True]
+    message: str
+    num_paused_requests: int
+
+
 class Sleeping(msgspec.Struct):
     is_sleeping: bool

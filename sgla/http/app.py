@@ -150,6 +150,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/is_sleeping": {"GET": control.is_sleeping},
     "/release_memory_occupation": {"POST": control.release_memory},
     "/resume_memory_occupation": {"POST": control.resume_memory},
+    "/update_weights_from_disk": {"POST": control.update_weights},
+    "/get_weights_by_name": {"POST": control.show_weights},
     "/load_lora_adapter": {"POST": control.load_adapter},
     "/unload_lora_adapter": {"POST": control.unload_adapter},
     "/v1/load_lora_adapter": {"POST": control.load_adapter_text},

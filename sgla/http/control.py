@@ -21,7 +21,9 @@ from sgla.http.request.schema import (
     PauseRequest,
     ProfileRequest,
     Schema,
+    ShowWeightsRequest,
     UnloadAdapterRequest,
+    UpdateWeightsRequest,
     unsupported,
 )
 from sgla.http.server import PATH_ID, SERVER
@@ -31,6 +33,8 @@ from sgla.messages import MOST_PROFILED, Control
 ABORT = Schema(AbortRequest)
 PAUSE = Schema(PauseRequest)
 MEMORY = Schema(MemoryRequest)
+UPDATE = Schema(UpdateWeightsRequest)
+SHOW = Schema(ShowWeightsRequest)
 PROFILE = Schema(ProfileRequest)
 LOAD = Schema(LoadAdapterRequest)
 UNLOAD = Schema(UnloadAdapterRequest)
@@ -153,6 +157,30 @@ async def resume_memory(request: web.Request) -> web.Response:
 
 async def is_sleeping(request: web.Request) -> web.Response:
     return json_response({"is_sleeping": request.app[SERVER].ingress.phase == "sleeping"})
+
+
+async def update_weights(request: web.Request) -> web.Response:
+    """Other weights of the same model, from a folder; the prefix cache is empty then."""
+    server = request.app[SERVER]
+    fields = await intake(request, UPDATE)
+    for name in ("load_format", "is_async", "keep_pause", "recapture_cuda_graph", "torch_empty_cache"):
+        if getattr(fields, name):
+            raise unsupported(name, "; leave it out")
+    if fields.flush_cache is False:
+        raise unsupported("flush_cache", " as false: KV of old weights is of no use")
+    ended = await server.abort(None) if fields.abort_all_requests else 0
+    if not await server.ingress.update_weights(fields.model_path, fields.weight_version):
+        raise Busy("requests are open, so the weights were not updated; try again when they are done")
+    told = {"success": True, "message": "the weights are updated", "num_paused_requests": ended}
+    return json_response(told)
+
+
+async def show_weights(request: web.Request) -> web.Response:
+    """The first rows of a tensor, by its name in the model's files."""
+    fields = await intake(request, SHOW)
+    args = {"name": fields.name, "rows": fields.truncate_size}
+    told = await request.app[SERVER].ingress.control(Control(verb="weights_show", args=args))
+    return json_response(told["ranks"][0]["values"])
 
 
 @cache

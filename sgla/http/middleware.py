@@ -36,6 +36,8 @@ ADMIN = frozenset(
         "wake_up",
         "release_memory_occupation",
         "resume_memory_occupation",
+        "update_weights_from_disk",
+        "get_weights_by_name",
         "start_profile",
         "stop_profile",
     ]

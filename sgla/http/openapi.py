@@ -53,8 +53,10 @@ from sgla.http.request.schema import (
     MemoryRequest,
     PauseRequest,
     ProfileRequest,
+    ShowWeightsRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
+    UpdateWeightsRequest,
     range_of,
 )
 from sgla.http.responses import compact
@@ -253,6 +255,10 @@ OPERATIONS: dict[Any, Operation] = {
     control.is_sleeping: Operation("vLLM: whether memory is given back", answer=to.Sleeping),
     control.release_memory: Operation("SGLang: give memory back", MemoryRequest, to.Done),
     control.resume_memory: Operation("SGLang: have it again", MemoryRequest, to.Done),
+    control.update_weights: Operation(
+        "SGLang: take other weights of the same model", UpdateWeightsRequest, to.Updated
+    ),
+    control.show_weights: Operation("SGLang: rows of a tensor", ShowWeightsRequest, list[Any]),
     control.start_profile: Operation("SGLang, vLLM: record what the workers do", ProfileRequest),
     control.step_log: Operation("The scheduler's last steps, for 'sgla replay'", media=BINARY),
     control.weights: Operation("Links to the model's files, for a server that copies them", media=HTML),

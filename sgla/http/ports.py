@@ -99,6 +99,13 @@ class Ingress(Protocol):
 
     async def wake(self) -> None: ...
 
+    async def update_weights(self, folder: str, version: str | None) -> bool:
+        """False: requests are open."""
+        ...
+
+    @property
+    def weight_version(self) -> str: ...
+
     async def control(self, command: Control) -> Any: ...
 
     @property

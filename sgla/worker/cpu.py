@@ -16,14 +16,14 @@ from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.runs import ragged
 from sgla.worker.adapters import bring_adapters
 from sgla.worker.batch import Columns, Wanted, build, cut, read
-from sgla.worker.cpu_setup import CpuSetup
+from sgla.worker.cpu_weights import CpuWeights
 from sgla.worker.drafts import verify
 from sgla.worker.kv import zero_pages
 from sgla.worker.pooler import add_vectors, label_logprobs
 from sgla.worker.state import Int32s, column
 
 
-class CpuRunner(CpuSetup):
+class CpuRunner(CpuWeights):
     """Computes a step when it is told to. Also of devices that have torch bodies alone."""
 
     @torch.inference_mode()

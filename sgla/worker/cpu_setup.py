@@ -3,16 +3,13 @@ the forward pass fast."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import torch
 
 from sgla.config import Config
-from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
@@ -20,8 +17,7 @@ from sgla.kernels.cpu.program import ProgramLimits
 from sgla.layers.adapters import Adapters
 from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
-from sgla.memory import give_back
-from sgla.messages import VERIFIED, CacheGroup, Control, Facts, Moved, Tier
+from sgla.messages import VERIFIED, CacheGroup, Facts, Moved, Tier
 from sgla.model.base import CausalLM
 from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.read import read_decoder
@@ -37,7 +33,7 @@ from sgla.worker.disk import identity_of, open_disk
 from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, drafts_of, most_rows
 from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
-from sgla.worker.kv import allocate_kv, forget, memory_of
+from sgla.worker.kv import allocate_kv, memory_of
 from sgla.worker.memory import cache_groups, check_weights, size_kv
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
@@ -53,10 +49,10 @@ LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
 
 class CpuSetup(Runner):
     """Ready to run steps: ``model`` with its pages ``kv``, the ``tables`` of slots, and the ``sampler``,
-    which has the ``matchers`` of grammars on the rank that samples."""
+    which has the ``matchers`` of grammars on the rank that samples. ``fixed``: what the weights cannot be
+    changed beside; ""."""
 
     place: Cpu
-    _awake = True  # the weights are there
 
     def _load(self, config: Config, source: ModelSource) -> None:
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
@@ -87,8 +83,9 @@ class CpuSetup(Runner):
         units = cache_groups(pool, size.pages)
         tiers = self._open_tiers(config, source, units)
         places = places_of(config, dtype)
-        self._load_again = partial(self._load_model, config, source, dtype, size.context_len, places)
-        self.model = self._load_again()
+        self.config, self.source = config, source
+        self._model_again = partial(self._load_model, config, dtype, size.context_len, places)
+        self.model = self._model_again(source)
         self.adapters = None if places is None else AdapterStore(places)
         self._moved: list[Moved] = []
         self._most_logits = max(slots, LOGIT_ROWS)
@@ -98,7 +95,12 @@ class CpuSetup(Runner):
         drafts = DraftSetup(config, source, self.model, dtype, self._report)
         self._forward_again = partial(self._make_forward, limits, config.native_kernels, drafts.tell)
         self._forward, kernels = self._forward_again()
-        self._rests = places is None and self.pooling is None and config.speculative_algorithm is None
+        beside = (
+            ("adapters", places),
+            ("what guesses", config.speculative_algorithm),
+            ("a head for vectors", self.pooling),
+        )
+        self.fixed = next((what for what, there in beside if there is not None), "")
         self.sampler = self._make_sampler(spec.vocab, config.native_kernels, processors)
         kept = self.kv[len(own) :]
         self._drafter = drafts.make(self.tables, self.sampler, kept, step_tokens, self.place.threads)
@@ -136,45 +138,17 @@ class CpuSetup(Runner):
             tiers, found = [*tiers, tier], [*found, [b""] * len(groups)]
         return {"tiers": tiers, "found": found}
 
-    def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
-        match command.verb:
-            case "sleep":
-                return self._sleep(command.args["weights"])
-            case "wake":
-                return self._wake()
-        return super().control(command)
-
-    def _sleep(self, weights: bool) -> dict[str, Any]:
-        """Give the memory of the KV cache back to the system, which is empty, and that of the ``weights``."""
-        if weights and not self._rests:
-            raise UnsupportedField(
-                "weights cannot be given back beside adapters, what guesses, or a head for vectors; give "
-                "back the KV cache alone",
-                param="tags",
-            )
-        forget(self.kv, len(self.facts.groups))
-        if weights and self._awake:
-            self._awake = False
-            del self.model, self._forward
-            gc.unfreeze()
-            gc.collect()
-            give_back()
-        return {}
-
-    def _wake(self) -> dict[str, Any]:
-        """Read the weights again, if they are gone."""
-        if not self._awake:
-            self.model = self._load_again()
-            self._forward, _ = self._forward_again()
-            self._awake = True
-        return {}
+    def load_again(self) -> None:
+        """The model of ``source``, after the one before has gone."""
+        self.model = self._model_again(self.source)
+        self._forward, _ = self._forward_again()
 
     def close(self) -> None:
         for tier in self._tiers.values():
             tier.close()
 
     def _load_model(
-        self, config: Config, source: ModelSource, dtype: str, context_len: int, places: Adapters | None
+        self, config: Config, dtype: str, context_len: int, places: Adapters | None, source: ModelSource
     ) -> CausalLM:
         quantization, seed, report = config.quantization, config.random_seed or 0, self._report
         self._pooler: Pooler | None = None

@@ -80,10 +80,9 @@ class Runner(ABC):
         """Give back what others may want to have. No step runs."""
 
     def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
-        """An answer, which may come later. Verbs: ``memory``; ``sleep`` (``weights``: they go, too) and
-        ``wake``; ``profile_start`` with ``folder`` and
+        """An answer, which may come later. Verbs: ``memory``; ``profile_start`` with ``folder`` and
         ``steps``; ``profile_stop``; those of ``AdapterStore``; those of ``grammar/matcher.py``, for models
-        that generate. Raises UnsupportedField, InvalidField."""
+        that generate; those of ``CpuWeights``. Raises UnsupportedField, InvalidField."""
         match command.verb:
             case "memory":
                 return {"ledger": self.facts.ledger | self.place.usage()}
@@ -91,8 +90,11 @@ class Runner(ABC):
                 return self.profiler.start(command.args)
             case "profile_stop":
                 return self.profiler.stop()
-            case "sleep" | "wake":
-                raise UnsupportedField(f"memory cannot be given back on --device {self.place.device.kind}")
+            case "sleep" | "wake" | "weights_update" | "weights_show":
+                kind = self.place.device.kind
+                raise UnsupportedField(
+                    f"memory and weights cannot be changed or shown on --device {kind} yet"
+                )
             case "adapter_load" | "adapter_drop" if self.adapters is not None:
                 return self.adapters.control(command)
             case "vocabulary" | "grammar" if self.facts.grammars:

@@ -1,4 +1,4 @@
-"""Memory that is given back while nobody needs the model."""
+"""Memory that is given back while nobody needs the model, and weights that become others."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import save_checkpoint
+from safetensors.torch import load_file
 from tiny import run, submit, tiny_config, tiny_source
 
 from sgla.actors.ingress import Ingress
 from sgla.config import Config
-from sgla.errors import Loading, UnsupportedField
+from sgla.errors import Forbidden, InvalidField, Loading, UnsupportedField
 from sgla.executor.fake import fake_facts
+from sgla.loading.source import open_source
 from sgla.memory import resident
 from sgla.messages import Control
 from sgla.worker.cpu import CpuRunner
@@ -78,7 +81,7 @@ def test_weights_that_cannot_be_read_again_stay() -> None:
 
 
 async def test_nobody_comes_while_the_server_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgla.actors.ingress.TRIES", 2)
+    monkeypatch.setattr("sgla.actors.resting.TRIES", 2)
     told, full = list[Control](), [True]
     ingress: Any = Ingress(Config())
 
@@ -104,3 +107,102 @@ async def test_nobody_comes_while_the_server_sleeps(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnsupportedField):
         await ingress.sleep(weights=False)
     assert ingress.ready
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two sets of weights of one model, another model, and broken files."""
+    made = {}
+    for name, seed, changes in (("one", 1, {}), ("two", 2, {}), ("deeper", 1, {"num_hidden_layers": 5})):
+        made[name] = tmp_path_factory.mktemp(name)
+        save_checkpoint(made[name], "llama", seed=seed, **changes)
+    made["broken"] = tmp_path_factory.mktemp("broken")
+    for path in made["one"].iterdir():
+        (made["broken"] / path.name).write_bytes(path.read_bytes())
+    weights = made["broken"] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return made
+
+
+def of(folder: Path, **config: Any) -> CpuRunner:
+    return CpuRunner(tiny_config(**config), open_source(folder), 0, 1, "", lambda progress: None)
+
+
+def update(path: object) -> Control:
+    return Control(verb="weights_update", args={"path": str(path)})
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_updated_weights_are_those_of_a_new_server(folders: dict[str, Path], native: bool) -> None:
+    settings = {"native_kernels": native}
+    one, two = answer(of(folders["one"], **settings)), answer(of(folders["two"], **settings))
+    assert one != two
+    runner = of(folders["one"], **settings)
+    runner.control(update(folders["two"]))
+    assert answer(runner) == two
+    runner.control(SLEEP)
+    runner.control(WAKE)
+    assert answer(runner) == two, "what is read again is what was updated"
+    runner.control(update(""))
+    assert answer(runner) == one
+    runner.control(update(""))
+    assert answer(runner) == one, "and there it ends"
+
+
+def test_weights_that_cannot_be_had_leave_the_old_ones(folders: dict[str, Path]) -> None:
+    runner = of(folders["one"])
+    before = answer(runner)
+    for name, word in (("deeper", "another model"), ("broken", "old weights stay"), ("none", "none")):
+        with pytest.raises(InvalidField, match=word) as caught:
+            runner.control(update(folders.get(name, Path("/none"))))
+        assert caught.value.param == "model_path"
+        assert answer(runner) == before
+    runner.control(update(""))
+    assert answer(runner) == before
+
+
+def test_weights_beside_what_is_made_for_them_are_not_updated(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    for settings in ({"kv_disk": f"{tmp_path}:1M"}, {"enable_lora": True}):
+        with pytest.raises(UnsupportedField, match="cannot be updated"):
+            of(folders["one"], **settings).control(update(folders["two"]))
+
+
+def test_weights_are_shown_as_they_are(folders: dict[str, Path]) -> None:
+    runner = of(folders["one"])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    show = Control(verb="weights_show", args={"name": name, "rows": 3})
+    values = load_file(folders["one"] / "model.safetensors")[name][:3].float().tolist()
+    assert runner.control(show) == {"values": values}
+    runner.control(update(folders["two"]))
+    assert runner.control(show) != {"values": values}
+    with pytest.raises(InvalidField, match="no tensor 'x'"):
+        runner.control(Control(verb="weights_show", args={"name": "x", "rows": 3}))
+    with pytest.raises(UnsupportedField):
+        start().control(show)
+
+
+async def test_the_ingress_takes_weights_of_its_folders_alone(folders: dict[str, Path]) -> None:
+    told, fails = list[Any](), list[bool]()
+    ingress: Any = Ingress(Config(weight_folders=[str(folders["two"].parent)]))
+
+    async def control(command: Control) -> None:
+        told.append(command.args["path"])
+        if fails:
+            fails.pop()
+            raise InvalidField("broken", param="model_path")
+
+    facts = fake_facts(tiny_config(), tiny_source())
+    ingress.connect(object(), facts, dict, control, lambda: True, str, lambda paused: None)
+    with pytest.raises(Forbidden, match="--weight-folders"):
+        await ingress.update_weights("/elsewhere", None)
+    assert await ingress.update_weights(str(folders["two"]), "second")
+    assert (ingress.weight_version, told) == ("second", [str(folders["two"])])
+    assert folders["two"] / "model.safetensors" in ingress.files.values()
+    told.clear()
+    fails.append(True)
+    with pytest.raises(InvalidField, match="broken"):
+        await ingress.update_weights(str(folders["one"]), "third")
+    assert told == [str(folders["one"]), ""], "ranks that have taken them go back"
+    assert (ingress.weight_version, ingress.ready) == ("second", True)

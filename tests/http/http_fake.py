@@ -196,6 +196,12 @@ class FakeIngress:
         self.slept.append(weights)
         return self.flushable
 
+    weight_version = "default"
+
+    async def update_weights(self, folder: str, version: str | None) -> bool:
+        self.weight_version = version or folder
+        return self.flushable
+
     async def wake(self) -> None:
         self.slept.append(None)
 
@@ -204,6 +210,8 @@ class FakeIngress:
         return self.flushable
 
     async def control(self, command: Control) -> Any:
+        if command.verb == "weights_show":
+            return {"ranks": [{"values": [[0.5]] * command.args["rows"]}]}
         return {"verb": command.verb, **command.args}
 
     def pause(self, paused: bool) -> None:

@@ -50,6 +50,8 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/parse_function_call": ({"text": "x", "tool_call_parser": "hermes"}, None),
     "/separate_reasoning": ({"text": "x", "reasoning_parser": "qwen3"}, None),
     "/abort_request": ({"abort_all": True}, None),
+    "/update_weights_from_disk": ({"model_path": "x"}, None),
+    "/get_weights_by_name": ({"name": "x"}, None),
     **dict.fromkeys(
         ("/load_lora_adapter", "/v1/load_lora_adapter"),
         ({"lora_name": "x", "lora_path": "y"}, "unsupported_parameter"),

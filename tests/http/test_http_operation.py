@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from aiohttp.http_exceptions import LineTooLong
+from http_fake import FakeIngress
 from http_site import Serve, Site
 
 from sgla.bench.load import Target
@@ -51,7 +52,8 @@ async def test_admin_keys(serve: Serve) -> None:
     for key, user_status, admin_status in (("user", 200, 403), ("root", 200, 200), ("none", 401, 401)):
         assert (await site.get("/v1/models", **bearer(key)))[0] == user_status
         for route in sorted({f"/{first}" for first in ADMIN - {"weights"}} | ADMIN_OF_V1):
-            wanted = 400 if admin_status == 200 and "lora" in route else admin_status  # it has no name
+            bare = "lora" in route or "_weights" in route  # it has no name
+            wanted = 400 if admin_status == 200 and bare else admin_status
             async with site.http.post(route, json={}, **bearer(key)) as response:
                 assert response.status == wanted
     open_site = await serve(admin_api_key=["root"])
@@ -130,6 +132,22 @@ async def test_sleep_and_wake(site: Site) -> None:
     assert (await site.post("/sleep", b""))[0] == 409
     for path, body in (("/sleep?level=3", b""), ("/release_memory_occupation", {"tags": ["cuda_graph"]})):
         assert (await site.post(path, body))[0] == 400
+
+
+async def test_weights_are_updated_and_shown(serve: Serve) -> None:
+    site = await serve(FakeIngress(), admin_api_key=["boss"])
+    key, route = bearer("boss"), "/update_weights_from_disk"
+    body = {"model_path": "/new", "weight_version": "two", "abort_all_requests": True, "is_async": False}
+    status, told = await site.post(route, body, **key)
+    assert (status, told["success"]) == (200, True)
+    assert (await site.post("/generate", {"text": "x"}, **key))[1]["meta_info"]["weight_version"] == "two"
+    assert (await site.get("/model_info", **key))[1]["weight_version"] == "two"
+    shown = await site.post("/get_weights_by_name", {"name": "x", "truncate_size": 2}, **key)
+    assert shown == (200, [[0.5], [0.5]])
+    for wrong in ({"flush_cache": False}, {"is_async": True}, {"load_format": "auto"}, {"model_path": 1}):
+        assert (await site.post(route, body | wrong, **key))[0] == 400, wrong
+    site.ingress.flushable = False
+    assert (await site.post(route, body, **key))[0] == 409
 
 
 def await_task(request: Any) -> Any:

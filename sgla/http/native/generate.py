@@ -214,6 +214,7 @@ class AnswerFormat:
         self._texts = bool(fields.return_text_in_logprobs)
         self._starts = spread("logprob_start_len", fields.logprob_start_len, len(work.jobs))
         self._width = server.ingress.facts.hidden if server.ingress.facts is not None else 0
+        self._version = server.ingress.weight_version
         self._since = clock.now()
         self._shown: dict[int, dict[str, list[msgspec.Raw]]] = {}  # logprobs by choice and name
 
@@ -226,7 +227,7 @@ class AnswerFormat:
             "prompt_tokens": choice.usage.prompt_tokens,
             "completion_tokens": choice.usage.completion_tokens,
             "cached_tokens": choice.usage.cached_tokens,
-            "weight_version": "default",
+            "weight_version": self._version,
         }
         if choice.usage.verifies:
             meta |= guesses_of(choice.usage)

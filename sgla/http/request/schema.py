@@ -399,6 +399,25 @@ class MemoryRequest(msgspec.Struct, kw_only=True):
     tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
+class UpdateWeightsRequest(msgspec.Struct, kw_only=True):
+    """SGLang's."""
+
+    model_path: str
+    weight_version: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
+    abort_all_requests: bool | None = None
+    flush_cache: bool | None = None
+    load_format: str | None = None
+    is_async: bool | None = None
+    keep_pause: bool | None = None
+    recapture_cuda_graph: bool | None = None
+    torch_empty_cache: bool | None = None
+
+
+class ShowWeightsRequest(msgspec.Struct, kw_only=True):
+    name: str
+    truncate_size: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 100
+
+
 class ProfileRequest(msgspec.Struct, kw_only=True):
     """``output_dir``: a folder inside of ``--profile-folder``. SGLang's other fields are ignored."""
 
