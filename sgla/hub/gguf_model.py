@@ -16,6 +16,16 @@ from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
 GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
 _NAMED = 8  # tensor names shown in an error
+_GROUPS = (
+    "the GGUF metadata lacks {}.expert_group_count, so tokens choose among all experts; in transformers "
+    "DeepSeek-V2, V3 and R1 have them in groups and choose some of these first, which gives slightly other "
+    "answers; files of newer converters have the key"
+)
+_MAGNITUDE = (
+    "a GGUF file does not say short_mscale and long_mscale, so cosines and sines are multiplied by "
+    "{}.rope.scaling.attn_factor, {:.4g}; Phi-3.5-MoE has 1.243 in transformers, which gives slightly other "
+    "answers"
+)
 
 
 class GGUFModel:
@@ -103,22 +113,12 @@ class GGUFModel:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the file leaves open."""
-        if self.layout.mscales and LONG in self._tables:
-            magnitude = "rope.scaling.attn_factor"
-            return (
-                "a GGUF file does not say short_mscale and long_mscale, so cosines and sines are multiplied "
-                f"by {self.architecture}.{magnitude}, {self.keys[magnitude]:.4g}; "
-                "Phi-3.5-MoE has 1.243 in transformers, which gives slightly other answers",
-            )
-        key, name = "expert_group_count", self.layout.model_type
+        layout, keys = self.layout, self.keys
+        if layout.mscales and LONG in self._tables:
+            return (_MAGNITUDE.format(layout.name, keys["rope.scaling.attn_factor"]),)
+        name = layout.model_type
         grouped = name == "deepseek_v3" or (name == "deepseek_v2" and self.sizes["e"] >= GROUPED)
-        if key in self.keys or not grouped:
-            return ()
-        return (
-            f"the GGUF metadata lacks {self.architecture}.{key}, so tokens choose among all experts; in "
-            "transformers DeepSeek-V2, V3 and R1 have them in groups and choose some of these first, which "
-            "gives slightly other answers; files of newer converters have the key",
-        )
+        return (_GROUPS.format(layout.name),) if grouped and "expert_group_count" not in keys else ()
 
     def config(self) -> dict[str, Any]:
         """What ``config.json`` would say of its shape."""
