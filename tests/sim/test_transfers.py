@@ -333,7 +333,7 @@ def serve(simulation: Simulation, random: Random, stems: list[list[int]]) -> Non
 
 def test_text_is_the_same_whatever_becomes_of_copies() -> None:
     loaded: Counter[tuple[int, str, int]] = Counter()
-    for seed in range(40):
+    for seed in range(28):
         servers = play(Random(seed))
         for i, simulation in enumerate(servers):
             for rid in simulation.submits:
@@ -350,7 +350,7 @@ def test_text_is_the_same_whatever_becomes_of_copies() -> None:
         for key, count in loaded.items():
             counts[key[part]] += count
         assert len(counts) == (2, 3, 3)[part]
-        assert min(counts.values()) > 9, "too little was loaded to tell"
+        assert min(counts.values()) > 5, "too little was loaded to tell"
 
 
 def test_hits_have_a_place_and_misses_a_reason() -> None:
