@@ -111,7 +111,7 @@ class Ingress(Resting):
         self._tokenize: Tokenize | None = None
         self._stats: Callable[[], Stats] | None = None
         self._control: Callable[[Control], Awaitable[Any]] | None = None
-        self._flush: Callable[[], bool] | None = None
+        self._flush: Callable[[bool], bool] | None = None
         self._pause: Callable[[bool], None] | None = None
         self.paused = False
         self.files: dict[str, Path] = {}  # of the model, by name
@@ -123,7 +123,7 @@ class Ingress(Resting):
         facts: Facts,
         stats: Callable[[], Stats],
         control: Callable[[Control], Awaitable[Any]],
-        flush: Callable[[], bool],
+        flush: Callable[[bool], bool],
         trouble: Callable[[], str],
         pause: Callable[[bool], None],
     ) -> None:
@@ -358,7 +358,7 @@ class Ingress(Resting):
         """Empty the prefix cache; False if requests are running (nothing is flushed then)."""
         self.require_ready()
         assert self._flush is not None
-        return self._flush()
+        return self._flush(True)
 
     def pause(self, paused: bool) -> None:
         """Stop generating, or go on. While paused, requests are accepted and wait."""

@@ -27,7 +27,7 @@ class Resting(ABC):
     weight_version = "default"
     _open: Mapping[str, Any]
     _control: Callable[[Control], Awaitable[Any]] | None
-    _flush: Callable[[], bool] | None
+    _flush: Callable[[bool], bool] | None
 
     @abstractmethod
     def require_ready(self) -> None: ...
@@ -77,10 +77,10 @@ class Resting(ABC):
             self.phase = "ready"
 
     async def _emptied(self) -> bool:
-        """Whether the prefix cache is empty, which copies under way hold up."""
+        """Whether the prefix cache is empty on the device, which copies under way hold up."""
         assert self._flush is not None
         for _ in range(TRIES):
-            if self._flush():
+            if self._flush(False):
                 return True
             await asyncio.sleep(TRY)
         return False

@@ -93,6 +93,7 @@ class Retire(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class Flush(msgspec.Struct, array_like=True, tag=True, gc=False):
+    tiers: bool = True
     raised: str = ""
 
 
@@ -194,8 +195,8 @@ class RecordedCore(Core):
     def retire(self, result: StepResult, now: float) -> list[Delta]:
         return self._do(Retire(bare(result), now), super().retire, result, now)
 
-    def flush_cache(self) -> bool:
-        return self._do(Flush(), super().flush_cache)
+    def flush_cache(self, tiers: bool = True) -> bool:
+        return self._do(Flush(tiers), super().flush_cache, tiers)
 
     def rest(self) -> None:
         """Begin a chapter if it is time to."""
@@ -348,7 +349,7 @@ def play(core: Core, call: AnyCall, told: Replay) -> str | None:
         elif isinstance(call, Retire):
             told.outputs += sum(len(delta.tokens) for delta in core.retire(call.result, call.now))
         else:
-            core.flush_cache()
+            core.flush_cache(call.tiers)
     except Exception as error:  # it is compared: a crash is replayed too
         raised = f"{type(error).__name__}: {error}"
         return None if raised == call.raised else f"raised {raised}, then {call.raised or 'nothing'}"

@@ -270,9 +270,11 @@ class Core:
         """Requests that have not ended."""
         return list(self._queues.open)
 
-    def flush_cache(self) -> bool:
-        """Forget the cached prefixes that no request uses; true if none is left."""
-        self._memory.transfers.flush()
+    def flush_cache(self, tiers: bool = True) -> bool:
+        """Forget the cached prefixes that no request uses, on the device and in ``tiers``; true if none is
+        left on the device."""
+        if tiers:
+            self._memory.transfers.flush()
         return self._memory.cache.flush()
 
     def drain_finished(self) -> list[Finished]:

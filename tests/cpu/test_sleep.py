@@ -93,7 +93,7 @@ async def test_nobody_comes_while_the_server_sleeps(monkeypatch: pytest.MonkeyPa
 
     facts = fake_facts(tiny_config(), tiny_source())
     ingress.connect(
-        object(), facts, lambda: None, control, lambda: not full[0], lambda: "", lambda paused: None
+        object(), facts, lambda: None, control, lambda tiers: not full[0], lambda: "", lambda paused: None
     )
     assert not await ingress.sleep(weights=True)
     assert (ingress.phase, told) == ("ready", [])
@@ -211,7 +211,7 @@ async def test_the_ingress_takes_weights_of_its_folders_alone(folders: dict[str,
             raise InvalidField("broken", param="model_path")
 
     facts = fake_facts(tiny_config(), tiny_source())
-    ingress.connect(object(), facts, dict, control, lambda: True, str, lambda paused: None)
+    ingress.connect(object(), facts, dict, control, lambda tiers: True, str, lambda paused: None)
     with pytest.raises(Forbidden, match="--weight-folders"):
         await ingress.update_weights("/elsewhere", None)
     assert await ingress.update_weights(str(folders["two"]), "second")

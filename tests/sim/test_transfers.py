@@ -226,6 +226,8 @@ def test_a_disk_is_found_again_and_what_was_flushed_is_not() -> None:
     run(first, "other", OTHER)
     second = Simulation(first.limits, before=first)
     assert (run(second, "again", LONG), run(second, "else", OTHER)) == (36, 36)
+    second.core.flush_cache(tiers=False)
+    assert run(second, "kept", LONG) == 36
     second.core.flush_cache()
     run(second, "short", [1])
     third = Simulation(first.limits, before=second)
