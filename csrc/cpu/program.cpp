@@ -115,6 +115,9 @@ void execute(Context& c, const Instr& i) {
     case LAYER_NORM: return run_layer_norm(c, i);
     case ACTIVATE: return run_activate(c, i);
     case DRAW: return run_draw(c, i);
+    case CAUSAL_CONV: return run_causal_conv(c, i);
+    case GATED_DELTA:
+    case SELECTIVE_SCAN: return run_scan(c, i);
   }
 }
 

@@ -1,5 +1,5 @@
 // A program is a list of instructions over an arena; a step runs it for T tokens of R rows, S of them
-// sampled. The layouts of Instr, Step and Draw are mirrored in sgla/kernels/cpu/native.py.
+// sampled. The layouts of Instr, Step, Draw and StateCall are mirrored in sgla/kernels/cpu/native.py.
 #pragma once
 
 #include <atomic>
@@ -21,6 +21,9 @@ enum Op : int32_t {
   LAYER_NORM,
   ACTIVATE,
   DRAW,
+  CAUSAL_CONV,
+  GATED_DELTA,
+  SELECTIVE_SCAN,
 };
 
 enum Kind : int64_t { F32, BF16, INT8, INT4, FIXED, Q8_0, Q5_0, Q4_0 };
@@ -51,6 +54,19 @@ struct Draw {
   int64_t top_k;  // <= 0, top_p >= 1 and min_p <= 0 are off
   double temperature, top_p, min_p;
   int64_t token;  // the answer; -1 if the logits are not numbers
+};
+
+// What p[0] of an instruction of layers with states points to. Of the delta rule a, b, c are v, k, q, ``decay``
+// the logarithms of decays [T, heads] or, if ``wide``, [T, heads, k], ``rate`` is beta, and n, k are dv, dk.
+// Of a scan they are x, B, C, ``decay`` is a [heads] or, if ``wide``, [heads, k], ``rate`` are time steps, and
+// n, k are P, N. Of a convolution a is x, b the bias or null, ``decay`` the weight [n, k], and ``wide`` says
+// that units are bfloat16. Strides are from token to token; ``out`` has none between tokens.
+struct StateCall {
+  const float *a, *b, *c, *decay, *rate;
+  float* out;
+  void* units;
+  const int32_t *reads, *writes, *marks;
+  int64_t a_stride, b_stride, c_stride, marks_count, heads, group, n, k, wide;
 };
 
 // Query tokens [first, first + count) of a row, whose token ``first`` stands at ``position``.
@@ -129,6 +145,8 @@ void run_activate(Context& c, const Instr& i);
 void run_linear(Context& c, const Instr& i);
 void run_attention(Context& c, const Instr& i);
 void run_draw(Context& c, const Instr& i);
+void run_causal_conv(Context& c, const Instr& i);
+void run_scan(Context& c, const Instr& i);
 
 // The first of equals; -1: the largest is not finite, or one is NaN.
 int32_t argmax_row(const float* x, int64_t n);

@@ -61,13 +61,15 @@ def begin(units: Tensor, before: Tensor) -> Tensor:
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, units: Tensor, batch: ForwardBatch) -> Tensor:
-    """``ops.causal_conv`` without its activation: float32[T, C]."""
+    """``ops.causal_conv`` without its activation: float32[T, C]. What later tokens see is rounded as units
+    are, so that it does not matter where a step ends."""
     out, taps = x.new_empty(x.shape, dtype=torch.float32), weight.float().t().contiguous()
     for tokens, before, after in stretches(batch):
-        inputs = torch.cat([begin(units, before).transpose(1, 2), x[tokens].float()], 1)
+        seen = x[tokens].to(units.dtype).float()
+        inputs = torch.cat([begin(units, before).transpose(1, 2), seen], 1)
         units[after] = inputs[:, tokens.shape[1] :].transpose(1, 2).to(units.dtype)
-        made = inputs[:, : tokens.shape[1]] * taps[0]
-        for k, tap in enumerate(taps[1:], 1):
+        made = x[tokens].float() * taps[-1]
+        for k, tap in enumerate(taps[:-1]):
             made.addcmul_(inputs[:, k : k + tokens.shape[1]], tap)
         out[tokens] = made
     leave(units, batch)

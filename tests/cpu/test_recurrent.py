@@ -3,7 +3,8 @@ against the functions of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.native import Step as NativeStep
+from sgla.kernels.cpu.native import Team, library
+from sgla.kernels.cpu.states import StateCalls
+from sgla.kernels.dispatch import using
 
 UNITS = 12
 LENGTHS, READS, WRITES = [1, 70, 1, 9, 1, 150], [3, 0, 0, 4, 5, 6], [3, 1, 2, 4, 7, 6]
@@ -69,6 +74,23 @@ CASES: dict[str, tuple[Callable[[int, bool], Case], bool, tuple[int, ...]]] = {
 }
 
 
+class Native:
+    """A dispatcher to the native kernels, with two threads."""
+
+    def run(self, op: Any, args: Any, kwargs: Any) -> Any:
+        batch = next(x for x in args if isinstance(x, ForwardBatch))
+        step = NativeStep(tokens=batch.tokens, rows=batch.rows, q_start=batch.q_start.data_ptr())
+        lib = library()
+        return StateCalls(lib, Team(lib, 2), step).bodies[op](*args, **kwargs)
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.native)], ids=["torch", "native"])
+def dispatched(request: pytest.FixtureRequest) -> Iterator[None]:
+    with using(Native() if request.param else None):
+        yield
+
+
+@pytest.mark.usefixtures("dispatched")
 @pytest.mark.parametrize("name", CASES)
 def test_bodies_are_the_recurrence(name: str) -> None:
     """Rows of one token and of many, which begin with states, without, and leave some on the way."""
@@ -83,6 +105,21 @@ def test_bodies_are_the_recurrence(name: str) -> None:
     torch.testing.assert_close(units[1:], after[1:], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.native
+def test_convolutions_keep_bfloat16_as_torch_does() -> None:
+    torch.manual_seed(4)
+    compute, _ = conv(sum(LENGTHS), True)
+    first, second = (
+        ops.StateLayer(torch.randn(UNITS, 10, 3).bfloat16(), torch.empty(UNITS, 0)) for _ in "ab"
+    )
+    second.conv.copy_(first.conv)
+    with using(Native()):
+        made = compute(batch(), first)
+    torch.testing.assert_close(made, compute(batch(), second))
+    assert torch.equal(first.conv[1:], second.conv[1:])
+
+
+@pytest.mark.usefixtures("dispatched")
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_in_pieces_is_the_whole_row(name: str) -> None:
     torch.manual_seed(2)

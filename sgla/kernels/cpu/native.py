@@ -33,6 +33,9 @@ class Opcode(IntEnum):
     LAYER_NORM = 11
     ACTIVATE = 12
     DRAW = 13
+    CAUSAL_CONV = 14
+    GATED_DELTA = 15
+    SELECTIVE_SCAN = 16
     PYTHON = -1  # not an instruction: a call between native segments
 
 
@@ -64,6 +67,22 @@ class Step(ctypes.Structure):
                 "out_loc",
                 "page_table",
                 "sample_rows",
+            )
+        ),
+    )
+
+
+class StateCall(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in ("a", "b", "c", "decay", "rate", "out", "units", "reads", "writes", "marks")
+        ),
+        *(
+            (name, c_int64)
+            for name in (
+                *("a_stride", "b_stride", "c_stride", "marks_count"),
+                *("heads", "group", "n", "k", "wide"),
             )
         ),
     )

@@ -31,6 +31,7 @@ from sgla.kernels.cpu.fuse import Body, Buffer, Node, fuse, place
 from sgla.kernels.cpu.instructions import LOWERINGS
 from sgla.kernels.cpu.native import DRAW, Instr, Library, Opcode, Step, Team, library, memory
 from sgla.kernels.cpu.record import INPUTS, Recorder
+from sgla.kernels.cpu.states import StateCalls
 from sgla.kernels.dispatch import using
 from sgla.kernels.trace import Running
 
@@ -82,8 +83,9 @@ class Program:
         nodes: list[Node],
         outputs: list[Buffer],
         limits: ProgramLimits,
-        threads: int,
         lib: Library,
+        team: Team,
+        step: Step,
         running: Running,
     ) -> None:
         self.limits = limits
@@ -91,8 +93,7 @@ class Program:
         self.isa = lib.isa
         self._running = running
         self._lib = lib
-        self._team = Team(lib, threads)
-        self._step = Step()
+        self._team, self._step = team, step
         rows = {False: limits.tokens, True: limits.sampled}
         self.arena = memory.take(place(nodes, outputs, rows))
         self._base = self.arena.data_ptr()
@@ -114,12 +115,13 @@ class Program:
         """Record ``fn(batch) -> tensor``, the output of an op.
         ``isa`` forces an instruction-set level (tests)."""
         lib = library(isa)
-        recorder = Recorder(LOWERINGS, lib.isa)
+        team, step = Team(lib, threads), Step()
+        recorder = Recorder(LOWERINGS, lib.isa, StateCalls(lib, team, step).bodies)
         batch = recorder.batch()
         with using(recorder):
             outputs = [recorder.buffer(fn(batch))]
         nodes = fuse(recorder.finish(), outputs, lib.isa)
-        return cls(nodes, outputs, limits, threads, lib, recorder.running)
+        return cls(nodes, outputs, limits, lib, team, step, recorder.running)
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Compute the step; batch tensors are contiguous int32 on the CPU. KV pages are written as recorded,

@@ -3,8 +3,9 @@ and all else as torch operations between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -69,12 +70,18 @@ class Value:
 
 class Recorder:
     """Collects nodes. ``lowerings``: the ops that are instructions; another is the ops and torch
-    operations of its body. ``isa``: level of the kernels."""
+    operations of its body. ``isa``: level of the kernels; ``bodies``: in place of those of ops that are one
+    call."""
 
     device = torch.device("cpu")
 
-    def __init__(self, lowerings: Lowerings, isa: str = "") -> None:
-        self._lowerings, self.isa = lowerings, isa
+    def __init__(
+        self,
+        lowerings: Lowerings,
+        isa: str = "",
+        bodies: Mapping[Op[..., Any], Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
+        self._lowerings, self.isa, self._bodies = lowerings, isa, bodies
         self.nodes: list[Node] = []
         self.running = Running()
         self._values: dict[int, Value] = {}  # by number
@@ -115,7 +122,7 @@ class Recorder:
         if made is not NotImplemented:
             return made  # type: ignore[no-any-return]
         like = stand_in(op, args, kwargs)
-        return self.note(op.body, args, kwargs, like)  # type: ignore[no-any-return]
+        return self.note(self._bodies.get(op, op.body), args, kwargs, like)  # type: ignore[no-any-return]
 
     def operation(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a torch operation on symbols and return the symbols of its results. Raises NotRecorded."""
