@@ -25,7 +25,8 @@ void at_marks(const StateCall& s, int64_t row, int64_t tokens, F leave) {
 
 // The state of one head of a row, ``size`` floats: body(token) changes it.
 template <class F>
-void walk(const Context& c, const StateCall& s, int64_t row, int64_t head, int64_t size, float* spare, F body) {
+void walk(const Context& c, const StateCall& s, int64_t row, int64_t head, int64_t size, float* spare,
+          F body) {
   float* units = (float*)s.units;
   auto unit = [&](int64_t u) { return units + (u * s.heads + head) * size; };
   int64_t before = s.reads[row], after = s.writes[row];
@@ -154,7 +155,8 @@ void run_scan(Context& c, const Instr& i) {
     float* room = (float*)c.scratch;
     for (int64_t head = begin; head < std::min(begin + grain, s.heads); head++)
       walk(c, s, row, head, size, room + std::max(s.n, s.k), [&](int64_t t, float* state) {
-        return i.op == GATED_DELTA ? delta_token(s, t, head, state, room) : scan_token(s, t, head, state, room);
+        auto token = i.op == GATED_DELTA ? delta_token : scan_token;
+        token(s, t, head, state, room);
       });
   });
 }
