@@ -80,7 +80,8 @@ void delta_token(const StateCall& s, int64_t t, int64_t head, float* __restrict 
 }
 
 // S = exp(dt a) S + dt x b^T; y = S c.
-void scan_token(const StateCall& s, int64_t t, int64_t head, float* __restrict state, float* __restrict kept) {
+void scan_token(const StateCall& s, int64_t t, int64_t head, float* __restrict state,
+                float* __restrict kept) {
   int64_t width = s.n, size = s.k, of = head / s.group;
   const float* x = s.a + t * s.a_stride + head * width;
   const float* b = s.b + t * s.b_stride + of * size;
