@@ -26,9 +26,9 @@ class TierPool(LoosePool):
         self._coming: set[int] = set()  # tickets
         keys = {found[at : at + KEY]: at // KEY + 1 for at in range(0, len(found), KEY)}
         keys.pop(bytes(KEY), None)
-        self._free = [unit for unit in self._free if unit not in set(keys.values())]
         for unit in keys.values():
             self._out[unit] = 1
+        self._free = [unit for unit in self._free if not self._out[unit]]
         self._tickets = dict(zip(keys, self.give(keys.values(), held=False)))
 
     def has_key(self, key: bytes) -> bool:
