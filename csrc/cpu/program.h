@@ -56,11 +56,11 @@ struct Draw {
   int64_t token;  // the answer; -1 if the logits are not numbers
 };
 
-// What p[0] of an instruction of layers with states points to. Of the delta rule a, b, c are v, k, q, ``decay``
-// the logarithms of decays [T, heads] or, if ``wide``, [T, heads, k], ``rate`` is beta, and n, k are dv, dk.
-// Of a scan they are x, B, C, ``decay`` is a [heads] or, if ``wide``, [heads, k], ``rate`` are time steps, and
-// n, k are P, N. Of a convolution a is x, b the bias or null, ``decay`` the weight [n, k], and ``wide`` says
-// that units are bfloat16. Strides are from token to token; ``out`` has none between tokens.
+// What p[0] of an instruction of layers with states points to. Of the delta rule a, b, c are v, k, q,
+// ``decay`` the logarithms of decays [T, heads] or, if ``wide``, [T, heads, k], ``rate`` is beta, and n, k
+// are dv, dk. Of a scan they are x, B, C, ``decay`` is a [heads] or, if ``wide``, [heads, k], ``rate`` are
+// time steps, and n, k are P, N. Of a convolution a is x, b the bias or null, ``decay`` the weight [n, k],
+// and ``wide`` says that units are bfloat16. Strides are from token to token; ``out`` has none between them.
 struct StateCall {
   const float *a, *b, *c, *decay, *rate;
   float* out;
