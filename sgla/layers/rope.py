@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sgla.layers.spec import RopeSpec
+
 
 def rope_table(theta: float, dim: int, kind: str, scaling: dict[str, Any], positions: int) -> Tensor:
     """float32 ``[positions, dim]``: cosines | sines of each position's angles, times the attention factor.
@@ -26,7 +28,7 @@ def rope_table(theta: float, dim: int, kind: str, scaling: dict[str, Any], posit
     elif kind == "factors":
         frequencies /= torch.tensor(scaling["factors"])
     elif kind == "longrope":
-        long = positions > scaling["original_max_position_embeddings"]
+        long = RopeSpec(theta, dim, kind, scaling).long(positions)
         frequencies /= torch.tensor(scaling["long" if long else "short"])
         magnitude = scaling["magnitude"]
     elif kind == "proportional":

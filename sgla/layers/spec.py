@@ -21,6 +21,10 @@ class RopeSpec:
     kind: str = "default"
     scaling: dict[str, Any] = field(default_factory=dict, hash=False)
 
+    def long(self, positions: int) -> bool:
+        """Whether longrope takes its long factors, which are for more ``positions`` than were trained."""
+        return self.kind == "longrope" and positions > self.scaling["original_max_position_embeddings"]
+
 
 @dataclass(frozen=True)
 class MoESpec:

@@ -81,7 +81,8 @@ class CpuSetup(Runner):
         self._rewind = Rewind(self.kv, size.pages[-1]) if spare else None
         self._own = self.kv[: len(own)]
         units = cache_groups(pool, size.pages)
-        tiers = self._open_tiers(config, source, units)
+        long = [layer.rope is not None and layer.rope.long(size.context_len) for layer in spec.attention]
+        tiers = self._open_tiers(config, source, units, long)
         places = places_of(config, dtype)
         self.config, self.source = config, source
         self._model_again = partial(self._load_model, config, dtype, size.context_len, places)
@@ -121,13 +122,16 @@ class CpuSetup(Runner):
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
 
-    def _open_tiers(self, config: Config, source: ModelSource, groups: list[CacheGroup]) -> dict[str, Any]:
+    def _open_tiers(
+        self, config: Config, source: ModelSource, groups: list[CacheGroup], long: list[bool]
+    ) -> dict[str, Any]:
         """The fields of ``Facts`` that tell of places which keep prefixes."""
         self._tiers: dict[str, FileTier] = {}
         if config.kv_disk is None and config.kv_store is None:
             return {}
         memory = [[tensor.numpy() for tensor in found] for found in memory_of(self.kv, len(groups))]
-        identity = identity_of(config, source, [[tensor.shape[1] for tensor in found] for found in memory])
+        layout = [[tensor.shape[1] for tensor in found] for found in memory]
+        identity = identity_of(config, source, layout, long)
         place, tiers, found = (self.shard.rank, self.shard.size), list[Tier](), list[list[bytes]]()
         if config.kv_disk is not None:
             self._tiers["disk"], tier, keys = open_disk(config.kv_disk, identity, groups, memory, *place)

@@ -131,9 +131,10 @@ def _begin(folder: Path, identity: str) -> None:
         told.write_text(identity)
 
 
-def identity_of(config: Config, source: ModelSource, layout: object) -> str:
+def identity_of(config: Config, source: ModelSource, layout: object, long: Sequence[bool] = ()) -> str:
     """What KV depends on beside the text: weights, settings, and how units lie in memory, which ``layout``
-    tells. Files of weights are known by size and time, those of a hub's cache by their content."""
+    tells. ``long``: of each layer, whether its positions are rotated as the context's length has it. Files of
+    weights are known by size and time, those of a hub's cache by their content."""
     described = [
         FORMAT,
         __version__,
@@ -141,8 +142,10 @@ def identity_of(config: Config, source: ModelSource, layout: object) -> str:
         source.config,
         source.layout and source.layout.name,
         layout,
+        long,
     ]
     settings = ["dtype", "kv_cache_dtype", "quantization", "load_format", "model_impl", "page_size"]
+    settings.append("deterministic")  # which the bits of another server need not be
     if source.kind == "dummy":
         settings.append("random_seed")
     settings += ["speculative_algorithm", "speculative_model", "speculative_quantization"]

@@ -12,7 +12,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from config_cases import deepseek, gemma3, qwen3_next
+from config_cases import LONGROPE, deepseek, gemma3, qwen3_next
 from fsspec.implementations.local import LocalFileSystem
 from tiny import Transcript, make_core, run, submit, tiny_config, tiny_source
 
@@ -93,6 +93,24 @@ def test_other_weights_and_layouts_begin_anew(folder: Path, other: dict[str, Any
     runner = start(folder, config=other.get("config"), **model)
     assert not any(map(any, runner.facts.found[0]))
     assert play(runner)[0] == play(start(None, config=other.get("config"), **model))[0]
+
+
+def test_what_begins_anew_with_another_context(tmp_path: Path) -> None:
+    """Beyond its training longrope rotates all positions otherwise."""
+    rope = LONGROPE | {"original_max_position_embeddings": 128}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [9.0] * 8}
+    for context, anew in ((128, True), (120, False), (200, True)):
+        runner = start(tmp_path, config={"context_length": context}, rope_scaling=rope)
+        assert any(map(any, runner.facts.found[0])) is not anew
+        told = play(runner)[0]
+        runner.close()
+        cold = start(None, config={"context_length": context}, rope_scaling=rope)
+        assert told == pytest.approx(play(cold)[0], abs=1e-5)
+
+
+def test_what_is_deterministic_reads_nothing_else(folder: Path) -> None:
+    asked = {"deterministic": True, "native_kernels": True}
+    assert not any(map(any, start(folder, config=asked).facts.found[0]))
 
 
 def damage(folder: Path, name: str, how: str) -> None:
