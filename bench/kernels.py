@@ -63,6 +63,14 @@ def batch(rows: int, new: int, history: int, sampled: int) -> ForwardBatch:
     )
 
 
+def random_kv(shape: tuple[int, ...], dtype: torch.dtype) -> KVLayer:
+    if dtype != torch.int8:
+        return KVLayer(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+    k, v = (torch.randint(-127, 128, shape, dtype=dtype) for _ in range(2))
+    scales = [torch.full((shape[0], shape[2], shape[1]), 0.02) for _ in range(2)]
+    return KVLayer(k, v, k_scales=scales[0], v_scales=scales[1])
+
+
 class Bench:
     def __init__(self, threads: int, isa: str | None) -> None:
         self.threads, self.isa = threads, isa
@@ -113,14 +121,14 @@ class Bench:
             self.report("linear", kind=kind, n=n, k=k, m=m, us=each * 1e6, **rate)
 
     def attention(self) -> None:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
             for rows, new, history in ((1, 1, 1000), (1, 1, 8000), (32, 1, 1000), (1, 1024, 0), (8, 512, 0)):
                 self._attention(dtype, rows, new, history)
 
     def _attention(self, dtype: torch.dtype, rows: int, new: int, history: int) -> None:
         data = batch(rows, new, history, 1)
         shape = (int(data.page_table.max()) + 1, PAGE, KV_HEADS, DIM)
-        layers = [KVLayer(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(6)]
+        layers = [random_kv(shape, dtype) for _ in range(6)]
         table = torch.randn(VOCAB, HEADS * DIM)
 
         def fn(b: ForwardBatch) -> Tensor:

@@ -58,11 +58,17 @@ class Model:
     """One sequence at a time, the logits of all its new tokens."""
 
     def __init__(
-        self, source: ModelSource, dtype: str, quantization: str | None, context: int, threads: int
+        self,
+        source: ModelSource,
+        dtype: str,
+        quantization: str | None,
+        context: int,
+        threads: int,
+        kv_dtype: str = "",
     ) -> None:
         model = load_model(source, dtype, quantization, context_len=context)
-        pages = context // PAGE + 1
-        self.kv = allocate_kv(model.state(), kv_groups(model.state(), 0, dtype), [pages + 1], PAGE, dtype)
+        pages, state, kv_dtype = context // PAGE + 1, model.state(), kv_dtype or dtype
+        self.kv = allocate_kv(state, kv_groups(state, 0, kv_dtype), [pages + 1], PAGE, kv_dtype)
         self._forward, _ = make_forward(model, self.kv, ProgramLimits(context, context), threads, True)
         self._table = torch.arange(1, pages + 1, dtype=torch.int32)[None]
 

@@ -128,9 +128,9 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16"], Doc(description="type of weights and KV cache")
     ] = "auto"
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
+        Literal["auto", "fp8", "int8"],
         Doc(
-            description="KV cache in dtype, or 8-bit (e4m3, on a GPU): twice "
+            description="KV cache in dtype, or 8-bit (fp8, which is e4m3, on a GPU; int8 on the CPU): twice "
             "the tokens, slightly different answers"
         ),
     ] = "auto"
@@ -484,3 +484,7 @@ class Config(AdapterSettings, kw_only=True):
     log_interval: Annotated[
         float, Doc(description="seconds between log lines with the throughput while requests run; 0 = none")
     ] = 10.0
+
+    def kv_dtype(self, dtype: str) -> str:
+        """Of the KV cache of a model that computes in ``dtype``."""
+        return dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype

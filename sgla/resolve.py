@@ -183,7 +183,13 @@ def settle_quantization(
 def check_features(config: Config, machine: Machine, device: str, vectors: bool, encoder: bool) -> None:
     """Raise ConfigError for what ``device``, or a model that answers with vectors, cannot do."""
     if config.kv_cache_dtype == "fp8" and device != "cuda":
-        raise ConfigError("--kv-cache-dtype fp8 needs a GPU; leave it out on the CPU", param="kv_cache_dtype")
+        raise ConfigError(
+            "--kv-cache-dtype fp8 needs a GPU; use --kv-cache-dtype int8 on the CPU", param="kv_cache_dtype"
+        )
+    if config.kv_cache_dtype == "int8" and device == "cuda":
+        raise ConfigError(
+            "--kv-cache-dtype int8 is for CPUs; use --kv-cache-dtype fp8 on a GPU", param="kv_cache_dtype"
+        )
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         backend = getattr(config, name)
         if backend not in (None, "auto") and device != "cuda":
@@ -278,8 +284,8 @@ def settle_cache(
     guessing: ModelSpec | None,
 ) -> None:
     """Bytes of the KV cache, and the longest context. On a GPU the workers see what there is room for.
-    ``guessing``: the model that guesses."""
-    config, reasons = filling.config, filling.reasons
+    ``dtype``: in which the model computes; ``guessing``: the model that guesses."""
+    config, reasons, dtype = filling.config, filling.reasons, filling.config.kv_dtype(dtype)
     if isinstance(spec, EncoderSpec):
         reasons["kv_cache_bytes"] = "an encoder keeps no KV"
         reasons["context_length"] = "the longest input the model's files recommend"
@@ -461,7 +467,8 @@ def choose_dtype(
 
 
 def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: ModelSpec | None = None) -> Pool:
-    """How a rank shares out the bytes of its KV cache. ``guessing``: the model that guesses."""
+    """How a rank shares out the bytes of its KV cache, which is of ``dtype``. ``guessing``: the model that
+    guesses."""
     context = config.context_length or min(spec.context_len, LONGEST)
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
@@ -487,7 +494,7 @@ def choose_kv_bytes(
     guessing: ModelSpec | None,
 ) -> Settled:
     """Of a CPU: room for ROOM_TOKENS and a state for each row, at least 512 MiB, at most a quarter of what is
-    free."""
+    free. ``dtype``: of the KV cache."""
     own = state_of(spec, config.tp) if isinstance(spec, ModelSpec) else []
     state = with_draft(own, draft_state(guessing))
     assert config.max_running_requests is not None

@@ -8,9 +8,13 @@
 // to different threads. Segments that the histories of several decoded rows have in common, page for page,
 // are computed for all of these rows together.
 //
-// in: 0 q [T, n * k]; out: 0 [T, n * k]; n: q heads, k: head dim; f: 0 scale, 1 softcap; p: 0 sinks [n]
-// a: 0 kv heads, 1 window, 2 KV is bfloat16, 3 page stride, 4 token stride, 5 head stride, 6 k, 7 v, 8 y is
-// bfloat16
+// Of int8 pages the scales of k multiply the scores, and those of v the weights; queries are turned by the
+// Hadamard matrix that keys were turned by (``turn`` in elementwise.cpp).
+//
+// in: 0 q [T, n * k]; out: 0 [T, n * k]; n: q heads, k: head dim; f: 0 scale, 1 softcap
+// p: 0 sinks [n], of int8 pages 3 scales of k and 4 of v [pages, kv heads, page size]
+// a: 0 kv heads, 1 window, 2 Cached, 3 page stride, 4 token stride, 5 head stride, 6 k, 7 v, 8 y is bfloat16,
+// 9 cache group
 
 #include <algorithm>
 #include <cmath>
@@ -30,11 +34,11 @@ int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 struct Shape {
   int64_t heads, dim, kv_heads, group, window, width;  // width: dim rounded up to whole panels
   float scale, softcap;
-  bool bf16;
+  Cached type;
 
   explicit Shape(const Instr& i)
       : heads(i.n), dim(i.k), kv_heads(i.a[0]), group(i.n / i.a[0]), window(i.a[1]),
-        width(round_up(i.k, PANEL)), scale(i.f[0]), softcap(i.f[1]), bf16(i.a[2]) {}
+        width(round_up(i.k, PANEL)), scale(i.f[0]), softcap(i.f[1]), type((Cached)i.a[2]) {}
 
   int64_t max_rows() const { return std::max<int64_t>(group, TASK_ROWS / group * group); }
   int64_t state_size(int64_t rows) const { return rows * width + 2 * round_up(rows, LANES); }
@@ -101,7 +105,7 @@ struct Task {
   // Of the block at hand and the one after it, also that of the following task, whose rows are fetched while
   // this one is computed: they are too short and too far apart for the hardware to see them coming.
   int64_t offsets[BLOCK], next[BLOCK];
-  float *queries, *keys, *values, *scores, *weights, *tops, *state, *segment;
+  float *queries, *keys, *values, *scores, *weights, *tops, *state, *segment, *k_scales, *v_scales;
 
   Task(Context& c, const Instr& i, const Shape& s, const QueryBlock& q, int64_t head)
       : c(c), i(i), s(s), q(q), head(head), rows(q.count * s.group) {
@@ -115,6 +119,8 @@ struct Task {
     tops = take(round_up(s.max_rows(), LANES));
     state = take(s.state_size());
     segment = take(s.state_size());
+    k_scales = take(BLOCK);
+    v_scales = take(BLOCK);
   }
 
   int64_t end() const { return members ? common : q.position + q.count; }
@@ -127,14 +133,19 @@ struct Task {
       std::memcpy(queries + t * s.group * s.dim, x + token * s.heads * s.dim,
                   s.group * s.dim * sizeof(float));
     }
+    if (s.type == KV_INT8)
+      for (int64_t r = 0; r < rows; r++) hadamard(queries + r * s.dim, s.dim, hadamard_size(s.dim));
+  }
+
+  const int32_t* table() const {
+    return c.step->page_table + i.a[9] * c.step->table_size + c.step->slots[q.row] * c.step->max_pages;
   }
 
   // Where tokens [at, at + count) of the row begin, in elements. Those behind the window, which are masked,
   // are not the row's any more: the window's first token stands in for them, since another request's may be
   // no numbers, and 0 times that is none either.
   void locate(int64_t at, int64_t count, int64_t* places) const {
-    const int32_t* pages =
-        c.step->page_table + i.a[9] * c.step->table_size + c.step->slots[q.row] * c.step->max_pages;
+    const int32_t* pages = table();
     int64_t size = c.step->page_size, page = at / size, offset = at % size;
     for (int64_t t = 0; t < count; page++, offset = 0) {
       int64_t place = pages[page] * i.a[3] + offset * i.a[4] + head * i.a[5];
@@ -142,6 +153,19 @@ struct Task {
     }
     int64_t behind = begin() - at;
     for (int64_t t = 0; t < behind; t++) places[t] = places[behind];
+  }
+
+  // Of the tokens that ``locate`` finds, by the same rule.
+  void load_scales(const float* from, int64_t at, int64_t count, float* scales) const {
+    const int32_t* pages = table();
+    int64_t size = c.step->page_size, page = at / size, offset = at % size;
+    for (int64_t t = 0; t < count; page++, offset = 0) {
+      const float* of_page = from + (pages[page] * s.kv_heads + head) * size;
+      for (; offset < size && t < count; offset++, t++) scales[t] = of_page[offset];
+    }
+    int64_t behind = begin() - at;
+    for (int64_t t = 0; t < behind; t++) scales[t] = scales[behind];
+    std::fill(scales + count, scales + BLOCK, 0.0f);
   }
 
   void locate_first(int64_t* places) const {
@@ -153,6 +177,8 @@ struct Task {
   static vf widen(const uint16_t* p) { return load_bf16(p); }
   static float widen1(const float* p) { return *p; }
   static float widen1(const uint16_t* p) { return from_bf16(*p); }
+  static vf widen(const int8_t* p) { return load_int8(p); }
+  static float widen1(const int8_t* p) { return *p; }
 
   // K into panels [2][dim][32 tokens].
   template <class E>
@@ -182,6 +208,12 @@ struct Task {
   static void put_key(float* out, int64_t d, int j, vf v, const uint16_t*) {
     store(out + (d + 2 * j) * PANEL, as_float((vi)v << 16));
     store(out + (d + 2 * j + 1) * PANEL, as_float((vi)v & (int32_t)0xffff0000));
+  }
+
+  // Four of them.
+  static void put_key(float* out, int64_t d, int j, vf v, const int8_t*) {
+    UNROLL for (int b = 0; b < 4; b++)
+      store(out + (d + 4 * j + b) * PANEL, to_float(take_signed_byte((vi)v, b)));
   }
 
   // V into panels [width / 32][64][32 dims].
@@ -236,6 +268,14 @@ struct Task {
     UNROLL for (int m = 0; m < MR; m++) acc[m] += splat(queries[m * s.dim + d + 2 * j + 1]) * odd;
   }
 
+  template <int MR>
+  INLINE void add_key(vf* acc, int64_t d, int j, vf v, const int8_t*) {
+    UNROLL for (int b = 0; b < 4; b++) {
+      vf x = to_float(take_signed_byte((vi)v, b));
+      UNROLL for (int m = 0; m < MR; m++) acc[m] += splat(queries[m * s.dim + d + 4 * j + b]) * x;
+    }
+  }
+
   // o += weights times V for few rows, P panels of dims at a time. bfloat16 is summed up with even and odd
   // dims apart.
   template <class E, int MR, int P>
@@ -281,6 +321,10 @@ struct Task {
     v[0] = as_float(raw << 16);
     v[1] = as_float(raw & (int32_t)0xffff0000);
   }
+  static INLINE void load_pair(const int8_t* p, vf* v) {
+    v[0] = load_int8(p);
+    v[1] = load_int8(p + LANES);
+  }
 
   template <class E, int MR>
   void add_few(const E* base, int64_t count, State& state) {
@@ -313,7 +357,8 @@ struct Task {
     UNROLL for (int j = 0; j < LANES; j++) lane[j] = j;
     UNROLL for (int t = 0; t < BLOCK; t += LANES) {
       // Scores of tokens past ``count`` were not computed: whatever lies there is masked.
-      vf x = load(scores + (t / PANEL * rows + r) * PANEL + t % PANEL) * s.scale;
+      vf scale = s.type == KV_INT8 ? load(k_scales + t) * s.scale : splat(s.scale);
+      vf x = load(scores + (t / PANEL * rows + r) * PANEL + t % PANEL) * scale;
       if (s.softcap != 0.0f) x = s.softcap * vtanh(x / s.softcap);
       vi place = lane + t;
       x = (place >= low) & (place < high) ? x : splat(-INFINITY);
@@ -340,7 +385,7 @@ struct Task {
     UNROLL for (int t = 0; t < BLOCK; t += LANES) {
       vf e = vexp(load(w + t) - m);
       total += e;
-      store(w + t, e);
+      store(w + t, s.type == KV_INT8 ? e * load(v_scales + t) : e);
     }
     float decay = tops[r];
     state.l[r] = state.l[r] * decay + sum(total);
@@ -383,10 +428,14 @@ struct Task {
         locate(at + BLOCK, std::min<int64_t>(BLOCK, end() - at - BLOCK), next);
       else if (following)
         following->locate_first(next);
-      if (s.bf16)
+      if (s.type == KV_F32) attend_block(state, at, count, (const float*)i.a[6], (const float*)i.a[7]);
+      if (s.type == KV_BF16)
         attend_block(state, at, count, (const uint16_t*)i.a[6], (const uint16_t*)i.a[7]);
-      else
-        attend_block(state, at, count, (const float*)i.a[6], (const float*)i.a[7]);
+      if (s.type == KV_INT8) {
+        load_scales((const float*)i.p[3], at, count, k_scales);
+        load_scales((const float*)i.p[4], at, count, v_scales);
+        attend_block(state, at, count, (const int8_t*)i.a[6], (const int8_t*)i.a[7]);
+      }
     }
   }
 

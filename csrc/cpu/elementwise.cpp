@@ -149,20 +149,53 @@ struct Rope {
   }
 };
 
-void store_kv(const float* x, void* base, int64_t offset, int64_t dim, bool bf16) {
-  if (!bf16) {
-    std::memcpy((float*)base + offset, x, dim * sizeof(float));
-    return;
+// Keys as int8 pages have them: turned, so that no dim takes more of the range than others. Queries are
+// turned too, and their products stay what they are.
+void turn(float* x, int64_t dim) {
+  int64_t size = hadamard_size(dim);
+  float by = 1.0f / size;
+  hadamard(x, dim, size);
+  for (int64_t j = 0; j < dim; j++) x[j] *= by;
+}
+
+// Returns the scale, which is not finite if one of x is not: such bits are the largest as integers.
+float store_rounded(const float* x, int8_t* out, int64_t dim) {
+  int32_t top = 0;
+  for (int64_t j = 0; j < dim; j++) {
+    int32_t bits;
+    std::memcpy(&bits, x + j, 4);
+    bits &= 0x7fffffff;
+    top = bits > top ? bits : top;
   }
-  uint16_t* out = (uint16_t*)base + offset;
-  for (int64_t j = 0; j < dim; j++) out[j] = to_bf16(x[j]);
+  float most, scale;
+  std::memcpy(&most, &top, 4);
+  scale = most / 127.0f;
+  vf by = splat(scale == 0 ? 1.0f : scale);
+  for (int64_t j = 0; j < dim; j += LANES) {
+    float part[LANES] = {};
+    int8_t rounded[LANES];
+    int64_t count = dim - j < LANES ? dim - j : LANES;
+    std::memcpy(part, x + j, count * 4);
+    store_int8(rounded, round_to_int(vmin(vmax(load(part) / by, splat(-127.0f)), splat(127.0f))));
+    std::memcpy(out + j, rounded, count);
+  }
+  return scale;
+}
+
+void store_kv(Cached type, const float* x, void* base, int64_t offset, int64_t dim, float* scale) {
+  if (type == KV_F32) std::memcpy((float*)base + offset, x, dim * sizeof(float));
+  if (type == KV_BF16)
+    for (int64_t j = 0; j < dim; j++) ((uint16_t*)base)[offset + j] = to_bf16(x[j]);
+  if (type == KV_INT8) *scale = store_rounded(x, (int8_t*)base + offset, dim);
 }
 
 }  // namespace
 
-// in: 0 qkv; out: 0 q; p: 0 cos_sin [P, rot], 1 q norm, 2 k norm; n: q heads, k: head dim; f: 0 eps
-// a: 0 kv heads, 1 rot, 2 KV is bfloat16, 3 page stride, 4 token stride, 5 head stride, 6 k pages, 7 v pages,
-// 9 cache group
+// in: 0 qkv; out: 0 q; n: q heads, k: head dim; f: 0 eps
+// p: 0 cos_sin [P, rot], 1 q norm, 2 k norm, of int8 pages 3 scales of k and 4 of v [pages, kv heads, page
+// size]
+// a: 0 kv heads, 1 rot, 2 Cached, 3 page stride, 4 token stride, 5 head stride, 6 k pages, 7 v pages, 9 cache
+// group
 void run_rope_store(Context& c, const Instr& i) {
   Rope rope{i, i.k, i.a[1], i.f[0]};
   int64_t heads = i.n, kv_heads = i.a[0], width = (heads + 2 * kv_heads) * rope.dim;
@@ -177,9 +210,11 @@ void run_rope_store(Context& c, const Instr& i) {
             offset = loc % c.step->page_size;
     int64_t place = page * i.a[3] + offset * i.a[4];
     for (int64_t h = 0; h < kv_heads; h++, x += rope.dim) {
+      int64_t at = place + h * i.a[5], scale = (page * kv_heads + h) * c.step->page_size + offset;
       rope.head(x, head_out, (const float*)i.p[2], cos_sin);
-      store_kv(head_out, (void*)i.a[6], place + h * i.a[5], rope.dim, i.a[2]);
-      store_kv(x + kv_heads * rope.dim, (void*)i.a[7], place + h * i.a[5], rope.dim, i.a[2]);
+      if (i.a[2] == KV_INT8) turn(head_out, rope.dim);
+      store_kv((Cached)i.a[2], head_out, (void*)i.a[6], at, rope.dim, (float*)i.p[3] + scale);
+      store_kv((Cached)i.a[2], x + kv_heads * rope.dim, (void*)i.a[7], at, rope.dim, (float*)i.p[4] + scale);
     }
   });
 }

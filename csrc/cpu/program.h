@@ -27,6 +27,7 @@ enum Op : int32_t {
 };
 
 enum Kind : int64_t { F32, BF16, INT8, INT4, FIXED, Q8_0, Q5_0, Q4_0 };
+enum Cached : int64_t { KV_F32, KV_BF16, KV_INT8 };  // how pages hold k and v
 enum Act : int64_t { NONE, SILU, GELU_TANH, GELU, RELU };
 
 struct Instr {
@@ -34,7 +35,7 @@ struct Instr {
   int32_t sampled;    // rows: 0 = T, 1 = S
   int64_t in[2];      // byte offsets in the arena; -1 = absent
   int64_t out[2];
-  const void* p[4];   // weights and tables outside the arena; null = absent
+  const void* p[5];   // weights and tables outside the arena; null = absent
   int64_t n, k;       // output and input width
   int64_t a[10];      // see each op
   float f[4];

@@ -65,6 +65,15 @@ INLINE vi take_byte(vi raw, int i) {
 #endif
 }
 
+// The low bytes of the dwords.
+INLINE void store_int8(int8_t* p, vi v) {
+  typedef int8_t quarter_vector __attribute__((vector_size(LANES), aligned(1), may_alias));
+  *(quarter_vector*)p = __builtin_convertvector(v, quarter_vector);
+}
+
+// Byte i of each dword, from -128 to 127.
+INLINE vi take_signed_byte(vi raw, int i) { return raw << (24 - 8 * i) >> 24; }
+
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 
@@ -140,6 +149,43 @@ INLINE void interleave(vf* v) {
 INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + vexp(-x)); }
 INLINE vf vtanh(vf x) { return 1.0f - 2.0f / (1.0f + vexp(2.0f * x)); }
 
+// Of each two values S lanes apart the sum and the difference.
+template <int S>
+INLINE vf sum_and_difference(vf v) {
+  vi sign;
+  UNROLL for (int j = 0; j < LANES; j++) sign[j] = j & S ? INT32_MIN : 0;
+  return swap_lanes<S>(v) + as_float((vi)v ^ sign);
+}
+
+// x[d] times a Hadamard matrix in blocks of ``size``, a power of two: what a few dims have becomes a part of
+// all.
+inline void hadamard(float* x, int64_t d, int64_t size) {
+  int64_t half = 1;
+  if (size >= LANES) {
+    for (int64_t i = 0; i < d; i += LANES) {
+      vf v = sum_and_difference<2>(sum_and_difference<1>(load(x + i)));
+#if defined(__AVX2__)
+      v = sum_and_difference<4>(v);
+#endif
+#if defined(__AVX512F__)
+      v = sum_and_difference<8>(v);
+#endif
+      store(x + i, v);
+    }
+    half = LANES;
+  }
+  for (; half < size; half *= 2)
+    for (int64_t i = 0; i < d; i += 2 * half)
+      for (int64_t j = i; j < i + half; j++) {
+        float a = x[j], b = x[j + half];
+        x[j] = a + b;
+        x[j + half] = a - b;
+      }
+}
+
+// Of keys of d dims.
+inline int64_t hadamard_size(int64_t d) { return d & -d; }
+
 INLINE uint16_t to_bf16(float x) {
   uint32_t u;
   std::memcpy(&u, &x, 4);
@@ -169,6 +215,18 @@ INLINE void store_bf16(uint16_t* p, vf v) {
   typedef uint16_t half_vector __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
   vu u = (vu)v;
   *(half_vector*)p = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, half_vector);
+}
+
+// LANES integers of 8 bits.
+INLINE vf load_int8(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  typedef int8_t quarter_vector __attribute__((vector_size(LANES), aligned(1), may_alias));
+  return to_float(__builtin_convertvector(*(const quarter_vector*)p, vi));
+#endif
 }
 
 INLINE float from_f16(uint16_t h) {

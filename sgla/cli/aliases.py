@@ -256,7 +256,7 @@ VALUES: dict[str, dict[str, Word | str]] = {
         "bf16": Word("auto", "the KV cache is in --dtype"),
         "fp8_e5m2": ONLY_E4M3,
         "fp8_inc": ONLY_E4M3,
-        **dict.fromkeys(("int8", "fp4_e2m1", "nvfp4"), "the KV cache is in --dtype, or fp8"),
+        **dict.fromkeys(("int4", "fp4_e2m1", "nvfp4"), "the KV cache is in --dtype, fp8 or int8"),
     },
     "attention_backend": BACKENDS,
     "decode_attention_backend": BACKENDS,
@@ -375,7 +375,7 @@ REFUSED: list[tuple[str, str]] = [
         ),
         "scales of an 8-bit KV cache are measured at the start: --kv-cache-dtype fp8 alone is enough",
     ),
-    ("cache-type-k cache-type-v", "use --kv-cache-dtype fp8 for an 8-bit KV cache on a GPU"),
+    ("cache-type-k cache-type-v", "use --kv-cache-dtype int8 for an 8-bit KV cache, fp8 on a GPU"),
     (
         (
             "torchao-config modelopt-* quantize-and-serve rl-quant-profile quantization-config "

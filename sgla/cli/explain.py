@@ -110,7 +110,7 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
     kind = "cuda" if config.device == "cuda" else "cpu"
     quantization = config.quantization or (spec.quantization if config.device == "cuda" else None)
     weights = weight_bytes(spec, config.dtype, quantization, config.tp, kind) * config.tp
-    dtype = "fp8" if config.kv_cache_dtype == "fp8" else config.dtype
+    dtype = config.kv_dtype(config.dtype)
     guessing = read_guessing(config, draft, spec)
     weights += draft_bytes(config, guessing, config.dtype)
     states = [with_draft(state_of(spec, config.tp, rank), draft_state(guessing)) for rank in range(config.tp)]

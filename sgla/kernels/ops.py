@@ -31,17 +31,47 @@ if TYPE_CHECKING:
 class KVLayer:
     """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is
     contiguous. ``vd`` may be another width than ``hd``: 0 where a layer keeps no v. Pages of float8_e4m3fn,
-    on GPUs alone, are meant to be multiplied by the scales. ``group``: whose pages of a row they are."""
+    on GPUs alone, are meant to be multiplied by the scales; those of int8, on CPUs alone, by a scale of each
+    token and head, and keys in them are turned (``turned``). ``group``: whose pages of a row they are."""
 
     k: Tensor  # [pages, page_size, Hkv, hd]
     v: Tensor  # [pages, page_size, Hkv, vd]
     k_scale: float = 1.0
     v_scale: float = 1.0
     group: int = 0
+    k_scales: Tensor | None = None  # float32[pages, Hkv, page_size]
+    v_scales: Tensor | None = None
+    shared: bool = False  # v is the beginning of k
 
     def latent(self, width: int) -> KVLayer:
         """The same pages where v is the first ``width`` values of k (multi-head latent attention)."""
-        return replace(self, v=self.k[..., :width], v_scale=self.k_scale)
+        return replace(self, v=self.k[..., :width], v_scale=self.k_scale, shared=True)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it has of a page."""
+        return [x for x in (self.k, self.v, self.k_scales, self.v_scales) if x is not None]
+
+    def put_keys(self, x: Tensor, where: tuple[Tensor, Tensor]) -> None:
+        """Store x ``[T, Hkv, hd]`` in ``places``."""
+        if self.k_scales is not None:
+            x = turned(x.float()) / turned_dims(x.shape[-1])
+        _store(self.k, x, where, self.k_scale, self.k_scales)
+
+    def put_values(self, x: Tensor, where: tuple[Tensor, Tensor]) -> None:
+        """As ``put_keys``."""
+        _store(self.v, x, where, self.v_scale, self.v_scales)
+
+    def keys(self, pages: Tensor) -> Tensor:
+        """float32 ``[*, page_size, Hkv, hd]`` of pages int64 ``[*]``."""
+        found = _load(self.k, pages, self.k_scale, self.k_scales)
+        return found if self.k_scales is None else turned(found)
+
+    def values(self, pages: Tensor) -> Tensor:
+        """As ``keys``."""
+        if self.shared:
+            return self.keys(pages)[..., : self.v.shape[3]]
+        return _load(self.v, pages, self.v_scale, self.v_scales)
 
 
 @dataclass(slots=True)
@@ -192,8 +222,8 @@ def qk_norm_rope_store(
         k = rms_norm(k, k_norm, eps)
     q, k = rotate(q, positions, cos_sin), rotate(k, positions, cos_sin)
     where = places(kv, out_loc)
-    store(kv.k, k, where, kv.k_scale)
-    store(kv.v, v, where, kv.v_scale)
+    kv.put_keys(k, where)
+    kv.put_values(v, where)
     return q.reshape(qkv.shape[0], -1)
 
 
@@ -224,7 +254,7 @@ def latent_queries(
     still = torch.cat([absorbed, normed[:, None]], 1)
     turned = torch.cat([heads[..., k_up.shape[1] :], latent[:, None, content:]], 1)
     heads = torch.cat([still, rotate(turned, positions, cos_sin)], 2)
-    store(kv.k, heads[:, -1:], places(kv, out_loc), kv.k_scale)
+    kv.put_keys(heads[:, -1:], places(kv, out_loc))
     return heads[:, :-1].flatten(1)
 
 
@@ -242,8 +272,12 @@ def places(kv: KVLayer, out_loc: Tensor) -> tuple[Tensor, Tensor]:
     return out_loc // kv.k.shape[1], out_loc % kv.k.shape[1]
 
 
-def store(pages: Tensor, x: Tensor, where: tuple[Tensor, Tensor], scale: float = 1.0) -> None:
-    """Put x ``[T, Hkv, hd]`` there."""
+def _store(
+    pages: Tensor, x: Tensor, where: tuple[Tensor, Tensor], scale: float, scales: Tensor | None
+) -> None:
+    if scales is not None:
+        x, of_heads = to_int8(x)
+        scales[where[0], :, where[1]] = of_heads
     if pages.dtype == torch.float8_e4m3fn:
         x, pages = (
             (x.float() / scale).clamp(-448, 448).to(pages.dtype).view(torch.uint8),
@@ -252,7 +286,35 @@ def store(pages: Tensor, x: Tensor, where: tuple[Tensor, Tensor], scale: float =
     pages[where] = x.to(pages.dtype)
 
 
-def _load(pages: Tensor, which: Tensor, scale: float) -> Tensor:
+def turned(x: Tensor) -> Tensor:
+    """x ``[*, d]`` times a Hadamard matrix in blocks of ``turned_dims``: its own inverse but for that factor.
+    Keys have dims that are much larger than others; turned, none takes more than its part of the
+    range of 8 bits, and products with queries that are turned too are what they were. (QuaRot, arXiv
+    2404.00456.)"""
+    half, size = 1, turned_dims(x.shape[-1])
+    while half < size:
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x, half = torch.stack([a + b, a - b], -2).flatten(-3), half * 2
+    return x
+
+
+def turned_dims(d: int) -> int:
+    """The largest power of two that divides d."""
+    return d & -d
+
+
+def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x ``[*, d]`` as int8 ``[*, d]`` and the scales float32 ``[*]`` that it is to be multiplied by, which
+    are not finite where x is not."""
+    x = x.float()
+    scale = x.abs().amax(-1) / 127
+    q = (x / scale.masked_fill(scale == 0, 1.0)[..., None]).round().clamp(-127, 127)
+    return q.nan_to_num(0.0).to(torch.int8), scale
+
+
+def _load(pages: Tensor, which: Tensor, scale: float, scales: Tensor | None) -> Tensor:
+    if scales is not None:
+        return pages[which] * scales[which].transpose(-1, -2)[..., None]
     if pages.dtype == torch.float8_e4m3fn:
         return pages.view(torch.uint8)[which].view(pages.dtype).float() * scale
     return pages[which].float()
@@ -341,10 +403,7 @@ def _attend(
     position = torch.where(valid, (kv_lens - q_lens)[:, None] + index, 0)
     pages = batch.pages(kv.group)[batch.slots[rows].long(), : -(-int(kv_lens.max()) // page_size)].long()
     queries = q[tokens].view(len(rows), index.numel(), -1, dim).transpose(1, 2).float()
-    keys, values = (
-        _load(t, pages, scale_of).flatten(1, 2).transpose(1, 2)
-        for t, scale_of in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
-    )
+    keys, values = (x.flatten(1, 2).transpose(1, 2) for x in (kv.keys(pages), kv.values(pages)))
     place = torch.arange(keys.shape[2], device=q.device)
     unread = place >= kv_lens[:, None]
     if window:

@@ -52,10 +52,10 @@ def pick(q: Tensor, key: Tensor, weights: Tensor, kv: KVLayer, batch: ForwardBat
     ``[T, H, i]``, key ``[T, i]``, which goes to the pages of v, weights float32 ``[T, H]``: a token's score
     is the sum of each head's positive products, weighted; of equals the earliest counts, however a prompt is
     cut."""
-    ops.store(kv.v, key[:, None], ops.places(kv, batch.out_loc), kv.v_scale)
+    kv.put_values(key[:, None], ops.places(kv, batch.out_loc))
     found = torch.full((q.shape[0], most), -1, dtype=torch.int32, device=q.device)
     for start, end, pages, length in parts(batch, kv):
-        keys = kv.v[pages].flatten(0, 2)[:length].float()
+        keys = kv.values(pages).flatten(0, 2)[:length]
         products = torch.einsum("thi,ni->thn", q[start:end].float(), keys).relu()
         scores = torch.einsum("thn,th->tn", products, weights[start:end])
         later = torch.arange(length, device=q.device) > batch.positions[start:end, None]
@@ -75,7 +75,7 @@ def picked_attention(q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, 
     hd]`` -> ``[T, Hq * vd]``."""
     out, dim = ops.outcome(q, kv), kv.k.shape[3]
     for start, end, pages, length in parts(batch, kv):
-        keys, values = (x[pages].flatten(0, 2)[:length].float() for x in (kv.k, kv.v))
+        keys, values = (x.flatten(0, 2)[:length] for x in (kv.keys(pages), kv.values(pages)))
         chosen = picked[start:end].long()
         seen = torch.zeros(end - start, length + 1, dtype=torch.bool, device=q.device)
         seen = seen.scatter(1, torch.where(chosen < 0, length, chosen), True)[:, None, :length]

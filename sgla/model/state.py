@@ -12,7 +12,13 @@ from sgla.model.sizes import BYTES
 from sgla.model.spec import ModelSpec
 
 FEWEST, MOST = 512, 4096  # tokens between checkpoints
+SCALE = "float32"
 FREE = 1 << 18  # pages, where tokens take no bytes
+
+
+def scaled(tensors: Sequence[StateTensor], dtype: str) -> list[StateTensor]:
+    """Those that have a scale of type ``SCALE`` beside each head of a token. ``dtype``: of the KV cache."""
+    return [tensor for tensor in tensors if (tensor.dtype or dtype) == "int8"]
 
 
 class LayerState(NamedTuple):
@@ -27,7 +33,8 @@ class LayerState(NamedTuple):
 
     def token_bytes(self, dtype: str) -> float:
         """``dtype``: of the KV cache."""
-        return sum(prod(tensor.shape) * BYTES[tensor.dtype or dtype] for tensor in self.tensors)
+        values = sum(prod(tensor.shape) * BYTES[tensor.dtype or dtype] for tensor in self.tensors)
+        return values + sum(prod(tensor.shape[:-1]) * BYTES[SCALE] for tensor in scaled(self.tensors, dtype))
 
     def unit_bytes(self, dtype: str) -> float:
         return sum(prod(tensor.shape) * BYTES[unit_dtype(tensor, dtype)] for tensor in self.unit)
@@ -89,7 +96,7 @@ def with_draft(state: Sequence[LayerState], draft: Sequence[LayerState]) -> list
 
 def unit_dtype(tensor: StateTensor, dtype: str) -> str:
     """That of a part of a state beside a KV cache of ``dtype``, whose scales it does not have."""
-    return tensor.dtype or ("bfloat16" if dtype == "fp8" else dtype)
+    return tensor.dtype or ("bfloat16" if dtype in ("fp8", "int8") else dtype)
 
 
 def token_bytes(state: Sequence[LayerState], dtype: str) -> int:

@@ -65,7 +65,8 @@ class CpuSetup(Runner):
         check_weights(weights, self.place.free())
         own = state_of(spec, self.shard.size, self.shard.rank)
         state = with_draft(own, draft_state(guessing))
-        groups = kv_groups(state, config.context_length or spec.context_len, dtype)
+        kv_dtype = config.kv_dtype(dtype)
+        groups = kv_groups(state, config.context_length or spec.context_len, kv_dtype)
         pool = Pool(groups, config.page_size, Demand(slots, step_tokens, config.prefix_cache))
         size = size_kv(
             pool,
@@ -77,7 +78,7 @@ class CpuSetup(Runner):
         states = groups[-1].unit_bytes > 0
         spare = VERIFIED if states and drafts_of(config) else 0
         pages = [*size.pages[:-1], size.pages[-1] + spare]
-        self.kv = allocate_kv(state, groups, pages, config.page_size, dtype)
+        self.kv = allocate_kv(state, groups, pages, config.page_size, kv_dtype)
         self._rewind = Rewind(self.kv, size.pages[-1]) if spare else None
         self._own = self.kv[: len(own)]
         units = cache_groups(pool, size.pages)

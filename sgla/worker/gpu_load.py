@@ -46,7 +46,6 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
     dtype = dtype_of(config)
     experts = experts_kind(spec, dtype, config.quantization)
     check_device(place.device, config, dtype, experts, spec.quantization)
-    kv_dtype = "fp8" if config.kv_cache_dtype == "fp8" else dtype
     shapes = shapes_of(config, spec, place.shard, sizes)
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
         backend, notes = attention.choose(
@@ -59,7 +58,7 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
     ops = GpuOps(backend, config.deterministic)
     guesses = sizes.rows > sizes.slots  # then the host does not know where rows begin
     cascade = None if guesses else Cascade.of(shapes, backend, place.device)
-    return Kernels(backend, ops, cascade, DTYPES[dtype], kv_dtype, config.deterministic), notes
+    return Kernels(backend, ops, cascade, DTYPES[dtype], config.kv_dtype(dtype), config.deterministic), notes
 
 
 def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> list[attention.AttentionShape]:

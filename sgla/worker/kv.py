@@ -13,9 +13,14 @@ from torch import Tensor
 
 from sgla.kernels.ops import BothLayer, KVLayer, Layer, StateLayer
 from sgla.layers.spec import StateTensor
-from sgla.model.state import KVGroup, LayerState, unit_dtype
+from sgla.model.state import SCALE, KVGroup, LayerState, scaled, unit_dtype
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 ALIGNED = 256  # bytes
 
 # (pages, tokens of a page, shape of a token, type) -> zeros [pages, tokens, *shape]
@@ -65,8 +70,13 @@ def _tokens(
         for tensor in tensors
     }
     assert made.keys() <= {"k", "v"}, "KVLayer has no other tensors"
+    scales = {
+        tensor.name: zeros(pages[group], tensor.shape[0], (page_size,), DTYPES[SCALE])
+        for tensor in scaled(tensors, dtype)
+    }
     k = made["k"] if made else zeros(pages[group], page_size, (0, 0), DTYPES[dtype])
-    return KVLayer(k, made.get("v", k[..., :0]), group=group)
+    v = made.get("v", k[..., :0])
+    return KVLayer(k, v, group=group, k_scales=scales.get("k"), v_scales=scales.get("v"))
 
 
 def _states(tensors: Sequence[StateTensor], units: int, dtype: str, zeros: Zeros) -> StateLayer:
@@ -95,7 +105,7 @@ def zero_pages(kv: Sequence[Layer], pages: Sequence[Tensor]) -> None:
     """``pages`` int64[n] of each cache group of pages, on the device of the KV. States need that not: a row
     that begins without one reads none."""
     for layer in paged(kv):
-        for x in (layer.k, layer.v):
+        for x in layer.tensors:
             x = x.view(torch.uint8) if x.itemsize == 1 else x
             x.index_fill_(0, pages[layer.group], 0)
 
@@ -105,7 +115,7 @@ def memory_of(kv: Sequence[Layer], groups: int) -> list[list[Tensor]]:
     tensors: list[dict[int, Tensor]] = [{} for _ in range(groups)]
     for layer in kv:
         if (kept := tokens_of(layer)) is not None:
-            tensors[kept.group] |= {x.data_ptr(): x for x in (kept.k, kept.v) if x.numel()}
+            tensors[kept.group] |= {x.data_ptr(): x for x in kept.tensors if x.numel()}
         state = layer.state if isinstance(layer, BothLayer) else layer
         if isinstance(state, StateLayer):
             tensors[-1] |= {x.data_ptr(): x for x in (state.conv, state.memory) if x.numel()}

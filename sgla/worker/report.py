@@ -105,7 +105,7 @@ def forward_of(config: Config, source: ModelSource) -> gpu.RecordedForward:
     with torch.device("meta"):
         build = decoder_build(source, spec, dtype, quantization, Shard(0, config.tp))
         model = model_of(spec, build, CONTEXT)
-        kv_dtype = "fp8" if config.kv_cache_dtype == "fp8" else dtype
+        kv_dtype = config.kv_dtype(dtype)
         groups = kv_groups(model.state(), 0, kv_dtype)
         kv = allocate_kv(model.state(), groups, [1] * len(groups), config.page_size, kv_dtype, _empty)
     return gpu.RecordedForward(model, kv, gpu.GpuOps(_Attention(), config.deterministic))

@@ -160,16 +160,24 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     assert [row.tokens for row in native] == [row.tokens for row in rows]
 
 
-@pytest.mark.parametrize("name", ["glm", "neox", "gemma4 sharing keys and values", "gemma4 with experts"])
-async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("glm", "auto"),
+        ("neox", "auto"),
+        ("gemma4 sharing keys and values", "int8"),
+        ("gemma4 with experts", "auto"),
+    ],
+)
+async def test_two_ranks_equal_one(name: str, cache: str, tmp_path: Path) -> None:
     """Rows in another order, matrices that a checkpoint has fused, MLPs without a gate, layers that read
-    others' keys and values, experts beside an MLP."""
+    others' keys and values (with scales of their heads), experts beside an MLP."""
     model_type, changes = FAMILIES[name]
     save_checkpoint(tmp_path, model_type, **changes)
     source = open_source(tmp_path)
     requests = [submit(str(i), prompt, 8) for i, prompt in enumerate(PROMPTS)]
-    one = CpuRunner(tiny_config(), source, 0, 1, "", lambda progress: None)
-    both = await over_two_ranks(source, requests)
+    one = CpuRunner(tiny_config(kv_cache_dtype=cache), source, 0, 1, "", lambda progress: None)
+    both = await over_two_ranks(source, requests, kv_cache_dtype=cache)
     assert both.tokens() == run(one, requests).tokens()
 
 

@@ -60,7 +60,23 @@ def random_batch(rows: list[tuple[int, int]], page_size: int = 16, seed: int = 0
 
 def random_kv(batch: ForwardBatch, heads: int, dim: int, dtype: torch.dtype) -> KVLayer:
     shape = (int(batch.page_table.max()) + 1, batch.page_size, heads, dim)
-    return KVLayer(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+    k, v = torch.randn(shape), torch.randn(shape)
+    if dtype != torch.int8:
+        return KVLayer(k.to(dtype), v.to(dtype))
+    (k, k_scales), (v, v_scales) = ops.to_int8(k), ops.to_int8(v)
+    scales = [x.transpose(1, 2).contiguous() for x in (k_scales, v_scales)]
+    return KVLayer(k, v, k_scales=scales[0], v_scales=scales[1])
+
+
+def copy_of(kv: KVLayer) -> KVLayer:
+    scales = [None if x is None else x.clone() for x in (kv.k_scales, kv.v_scales)]
+    return KVLayer(kv.k.clone(), kv.v.clone(), k_scales=scales[0], v_scales=scales[1])
+
+
+def all_pages(kv: KVLayer) -> tuple[Tensor, Tensor]:
+    """k and v as they are meant, float32."""
+    every = torch.arange(len(kv.k))
+    return kv.keys(every), kv.values(every)
 
 
 def run(
@@ -286,7 +302,7 @@ def test_rows_without_a_largest_number_have_no_best_token(width: int, isa: str) 
 
 
 @pytest.mark.parametrize("isa", WIDTHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rot"), [(9, 3, 64, 64), (4, 1, 80, 40), (2, 2, 18, 18)]
 )
@@ -301,7 +317,7 @@ def test_qk_norm_rope_store(
     q_norm, k_norm = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
     x = torch.randn(batch.tokens, (heads + 2 * kv_heads) * dim)
     kv = random_kv(batch, kv_heads, dim, dtype)
-    other = KVLayer(kv.k.clone(), kv.v.clone())
+    other = copy_of(kv)
 
     def fn(layer: KVLayer) -> Callable[[ForwardBatch, Tensor], Tensor]:
         return lambda b, x: ops.qk_norm_rope_store(
@@ -309,19 +325,50 @@ def test_qk_norm_rope_store(
         )
 
     close(run(fn(kv), batch, x, isa=isa), fn(other)(batch, x))
-    close(kv.k.float(), other.k.float(), 1e-5 if dtype == torch.float32 else 2**-8)
-    assert torch.equal(kv.v, other.v)
+    keys, values = zip(all_pages(kv), all_pages(other))
+    close(*keys, {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.int8: 0.1}[dtype])
+    assert torch.equal(*values)
 
 
+@pytest.mark.parametrize("isa", WIDTHS)
+def test_int8_pages_keep_a_head_within_half_a_step_of_its_scale(isa: str) -> None:
+    """Whatever its size, keys as they are turned; zeros stay zeros, and what is no number is none
+    afterwards."""
+    torch.manual_seed(0)
+    batch, still = random_batch([(12, 0)]), torch.cat([torch.ones(12, 10), torch.zeros(12, 10)], 1)
+    x = torch.randn(12, 3, 20) * torch.logspace(-12, 12, 12)[:, None, None]
+    x[3], x[4, 1:, :2], x[5, 1:, 7], x[6, 1:, 19], x[7] = 0, 1e30, torch.nan, -torch.inf, 3e-45
+
+    def stored(native: bool) -> Tensor:
+        kv = random_kv(batch, 1, 20, torch.int8)
+
+        def fn(b: ForwardBatch, x: Tensor) -> Tensor:
+            return ops.qk_norm_rope_store(x, b.positions, still, None, None, 0.0, kv, b.out_loc)
+
+        run(fn, batch, x.flatten(1), isa=isa) if native else fn(batch, x.flatten(1))
+        return torch.stack([part.flatten(0, 1)[batch.out_loc.long(), 0] for part in all_pages(kv)], 1)
+
+    read, expected = stored(True), stored(False)
+    wanted, found = (torch.stack([ops.turned(y[:, 0]) / 4, y[:, 1]], 1) for y in (x[:, 1:], read))
+    step = wanted.abs().amax(-1, keepdim=True) / 127
+    fine = step.isfinite().all(1).all(1)
+    assert fine.sum() == 10
+    assert ((found - wanted).abs() <= step * 0.501)[fine & (torch.arange(12) != 7)].all()
+    assert not read[3].any()
+    assert not read[~fine].isfinite().any()
+    assert torch.equal(read[fine], expected[fine])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("window", [0, 300])
-def test_rows_with_common_pages_attend_as_if_alone(window: int) -> None:
+def test_rows_with_common_pages_attend_as_if_alone(window: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     batch = random_batch([(1, 700), (1, 520), (5, 600), (1, 900), (1, 255), (1, 600), (1, 30), (1, 800)])
     table, slots = batch.page_table, batch.slots.tolist()
     for row in (1, 3, 4, 5):  # 32 pages in common; row 7 has none, and row 2 is a chunk of a prompt
         table[slots[row], :32] = table[slots[0], :32]
     table[slots[5], 20] = table[slots[7], 20]  # half of a segment fewer
-    kv = random_kv(batch, 3, 64, torch.bfloat16)
+    kv = random_kv(batch, 3, 64, dtype)
     q = torch.randn(batch.tokens, 9 * 64)
 
     def fn(b: ForwardBatch, x: Tensor) -> Tensor:
@@ -348,15 +395,22 @@ def test_rows_with_common_pages_attend_as_if_alone(window: int) -> None:
         assert torch.equal(run(fn, alone, q[tokens]), got[tokens])
 
 
-def test_attention_sees_no_numbers_beyond_the_history() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_attention_sees_no_numbers_beyond_the_history(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     batch = random_batch([(1, 20), (7, 3), (1, 0)])
-    kv = random_kv(batch, 2, 32, torch.float32)
-    dirty = KVLayer(torch.full_like(kv.k, torch.nan), torch.full_like(kv.v, torch.nan))
+    kv = random_kv(batch, 2, 32, dtype)
+    dirty = copy_of(kv)
+    for part in dirty.tensors[-2:]:
+        part.fill_(torch.nan)
     for slot, length in zip(batch.slots.tolist(), batch.kv_len.tolist(), strict=True):
         for p in range(length):
             page, offset = batch.page_table[slot, p // 16], p % 16
-            dirty.k[page, offset], dirty.v[page, offset] = kv.k[page, offset], kv.v[page, offset]
+            if dtype == torch.int8:
+                for part, whole in zip(dirty.tensors[2:], kv.tensors[2:]):
+                    part[page, :, offset] = whole[page, :, offset]
+            else:
+                dirty.k[page, offset], dirty.v[page, offset] = kv.k[page, offset], kv.v[page, offset]
     q = torch.randn(batch.tokens, 4 * 32)
     for softcap in (0.0, 5.0):
 
@@ -381,6 +435,9 @@ ROWS = [(1, 0), (1, 70), (5, 3), (64, 200), (1, 300), (130, 0), (1, 15)]
         (4, 4, 80, 1, torch.float32, 0, 20.0),
         (8, 2, 128, 16, torch.float32, 7, 5.0),
         (2, 1, 20, 3, torch.bfloat16, 129, 0.0),
+        (9, 3, 64, 16, torch.int8, 0, 0.0),
+        (6, 1, 80, 3, torch.int8, 129, 20.0),
+        (1, 1, 20, 16, torch.int8, 7, 0.0),
     ],
 )
 def test_attention(

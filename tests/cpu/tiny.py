@@ -184,9 +184,9 @@ async def run_executor(executor: Executor, facts: Facts, submits: list[Submit], 
     return transcript
 
 
-async def over_two_ranks(source: ModelSource, submits: list[Submit]) -> Transcript:
+async def over_two_ranks(source: ModelSource, submits: list[Submit], **changes: Any) -> Transcript:
     """All requests at once through two processes that share the model."""
-    executor = ForkedExecutor(tiny_config(tp=2), source)
+    executor = ForkedExecutor(tiny_config(tp=2, **changes), source)
     try:
         return await run_executor(executor, await executor.start(lambda progress: None), submits)
     finally:

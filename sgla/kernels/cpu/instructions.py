@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sgla.quant.weight import Weight
 
 MAX_HEAD_DIM = 512  # the kernels' scratch is made for this
+CACHED = (torch.float32, torch.bfloat16, torch.int8)  # the order of ``Cached`` in program.h
 LOWERINGS = Lowerings()
 
 
@@ -148,7 +149,7 @@ def qk_norm_rope_store(
     out, q = recorder.make(heads * dim, source.sampled)
     norms = [None if w is None else _floats(w) for w in (q_norm, k_norm)]
     a = [kv_heads, cos_sin.shape[1], *_layout(kv), 0, kv.group]
-    tensors = [_floats(cos_sin), *norms]
+    tensors = [_floats(cos_sin), *norms, kv.k_scales, kv.v_scales]
     recorder.nodes.append(
         Node(Opcode.ROPE_STORE, source.sampled, [source, None], [q], tensors, heads, dim, a, [eps], keep=kv)
     )
@@ -178,7 +179,7 @@ def attention(
             source.sampled,
             [source, None],
             [y],
-            [None if sinks is None else _floats(sinks)],
+            [None if sinks is None else _floats(sinks), None, None, kv.k_scales, kv.v_scales],
             heads,
             dim,
             a,
@@ -340,12 +341,13 @@ def _row(table: Tensor | None, index: int) -> Tensor | None:
 def _native(kv: KVLayer) -> bool:
     """Whether the kernels read and write such pages."""
     k, v = kv.k, kv.v
-    types = k.dtype == v.dtype and k.dtype in (torch.float32, torch.bfloat16)
+    types = k.dtype == v.dtype and k.dtype in CACHED
     alike = k.shape == v.shape and k.stride() == v.stride() and k.stride(3) == 1
-    return types and alike and k.shape[3] <= MAX_HEAD_DIM
+    scales = all(x is None or x.is_contiguous() for x in (kv.k_scales, kv.v_scales))
+    return types and alike and scales and k.shape[3] <= MAX_HEAD_DIM
 
 
 def _layout(kv: KVLayer) -> list[int]:
     """Places 2 to 7 of ``a`` in rope_store and attention: type, strides in elements, addresses."""
     page, token, head, _ = kv.k.stride()
-    return [int(kv.k.dtype == torch.bfloat16), page, token, head, kv.k.data_ptr(), kv.v.data_ptr()]
+    return [CACHED.index(kv.k.dtype), page, token, head, kv.k.data_ptr(), kv.v.data_ptr()]

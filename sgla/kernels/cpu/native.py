@@ -45,7 +45,7 @@ class Instr(ctypes.Structure):
         ("sampled", c_int32),
         ("input", c_int64 * 2),
         ("output", c_int64 * 2),
-        ("p", c_void_p * 4),
+        ("p", c_void_p * 5),
         ("n", c_int64),
         ("k", c_int64),
         ("a", c_int64 * 10),
