@@ -9,38 +9,50 @@ namespace {
 
 constexpr int64_t GRAIN = 8192;  // elements worth a chunk of their own
 
+// The quants of a group of 5 bits of an output channel.
+void unpack_five(const uint8_t* dword, int* q) {
+  for (int half = 0; half < 2; half++) {
+    int found[16] = {};
+    for (int r = 0; r < 5; r++) {
+      uint16_t bits;
+      std::memcpy(&bits, dword + r * ROW_BYTES + half * 2, 2);
+      for (int i = 0; i < 3; i++) found[r * 3 + i] = bits >> (5 * i) & 31;
+      found[15] |= bits >> 15 << r;
+    }
+    for (int i = 0; i < 16; i++) q[i / 4 * 8 + half * 4 + i % 4] = found[i];
+  }
+}
+
 // Output channel n of packed panels as ``width`` floats.
 template <Kind K>
 void unpack_row(const uint8_t* w, int64_t width, int64_t n, float* out) {
-  constexpr int PER = per_dword(K);
+  constexpr int PER = five_bits(K) ? GROUP : per_dword(K), ROWS = five_bits(K) ? 5 : 1;
   const uint8_t* dword = w + n / PANEL * panel_bytes(K, width) + n % PANEL * 4;
   float scale = 1, low = 0;
-  uint32_t high = 0;
-  for (int64_t k = 0; k < width; k += PER, dword += ROW_BYTES) {
+  for (int64_t k = 0; k < width; k += PER, dword += ROWS * ROW_BYTES) {
     if (grouped(K) && k % GROUP == 0) {
       const uint16_t* head = (const uint16_t*)(dword - n % PANEL * 4) + n % PANEL;
       scale = from_f16(head[0]);
-      low = !symmetric(K) ? from_f16(head[PANEL])
-                          : scale * (K == Q8_0   ? -128.0f
-                                     : K == Q5_0 ? -16.0f
-                                                 : -8.0f);
+      if (affine(K)) low = from_f16(head[PANEL]);
+      if (symmetric(K)) low = scale * -zero_of(K);
       dword += head_bytes(K);
-      if (K == Q5_0) std::memcpy(&high, dword, 4);
-      dword += high_bytes(K);
     }
     if (K == FIXED && k % FIXED_GROUP == 0) {
       scale = from_bf16(((const uint16_t*)(dword - n % PANEL * 4))[n % PANEL]);
       dword += FIXED_HEAD;
     }
     uint32_t bits;
+    int q[GROUP];
     std::memcpy(&bits, dword, 4);
+    if (five_bits(K)) unpack_five(dword, q);
     for (int i = 0; i < PER && k + i < width; i++) {
       if (K == F32) std::memcpy(out + k, &bits, 4);
       if (K == BF16) out[k + i] = from_bf16(bits >> (16 * i));
-      if (bytes(K)) out[k + i] = std::fmaf((float)(bits >> (8 * i) & 255), scale, low);
       if (K == FIXED) out[k + i] = (float)(int16_t)(bits >> (16 * i)) * scale;
-      uint32_t fifth = K == Q5_0 ? high >> (k % GROUP / 2 + i % 4 + i / 4 * 16) & 1 : 0;
-      if (nibbles(K)) out[k + i] = std::fmaf((float)((bits >> (4 * i) & 15) | fifth << 4), scale, low);
+      if (bytes(K)) q[i] = bits >> (8 * i) & 255;
+      if (nibbles(K) && !five_bits(K)) q[i] = bits >> (4 * i) & 15;
+      if (coded(K)) q[i] = codes_of(K)[q[i]];
+      if (grouped(K)) out[k + i] = std::fmaf((float)q[i], scale, low);
     }
   }
 }
@@ -77,9 +89,12 @@ void run_embedding(Context& c, const Instr& i) {
       case INT8: unpack_row<INT8>(w, i.k, id, out); break;
       case INT4: unpack_row<INT4>(w, i.k, id, out); break;
       case FIXED: unpack_row<FIXED>(w, i.k, id, out); break;
+      case INT5: unpack_row<INT5>(w, i.k, id, out); break;
       case Q8_0: unpack_row<Q8_0>(w, i.k, id, out); break;
       case Q5_0: unpack_row<Q5_0>(w, i.k, id, out); break;
       case Q4_0: unpack_row<Q4_0>(w, i.k, id, out); break;
+      case IQ4_NL: unpack_row<IQ4_NL>(w, i.k, id, out); break;
+      case E2M1: unpack_row<E2M1>(w, i.k, id, out); break;
     }
     if (i.f[0] == 1.0f) return;
     for (int64_t j = 0; j < i.k; j++) out[j] *= i.f[0];

@@ -28,7 +28,7 @@ inline void quantize_row(const float* x, int64_t k, float* out) {
   constexpr int PARTS = FIXED_GROUP / LANES;
   vi order;
   UNROLL for (int j = 0; j < LANES; j++) order[j] =
-      K == INT4 ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j / 4 * 4 + j % 2 * 2 + j % 4 / 2;
+      nibbles(K) ? j / 8 * 8 + j % 2 * 4 + j % 8 / 2 : j / 4 * 4 + j % 2 * 2 + j % 4 / 2;
   float *scales = out + BLOCK_K / 2, *sums = scales + BLOCK_K / FIXED_GROUP, padded[FIXED_GROUP] = {};
   for (int64_t at = 0; at < k; at += FIXED_GROUP, out += FIXED_GROUP / 2, scales++, sums += 2) {
     const float* from = x + at;
@@ -54,10 +54,26 @@ inline void quantize_row(const float* x, int64_t k, float* out) {
 
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4)));
 
-// Pair i of int16 out of each dword.
+// For each byte, 0 to 15, that of a table of 16.
+INLINE vi look_up(const uint8_t* table, vi v) {
+  __m128i entries = _mm_loadu_si128((const __m128i*)table);
+#if defined(__AVX512F__)
+  return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), (__m512i)v);
+#else
+  return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)v);
+#endif
+}
+
+// Pairs of int16 in a dword, and the i-th of them.
+constexpr int pairs_of(Kind kind) { return five_bits(kind) ? 3 : per_dword(kind) / 2; }
 template <Kind K>
 INLINE vi take_pair(vi raw, int i) {
   if (bytes(K)) return i ? (vi)((pairs)raw >> 8) : raw & 0x00ff00ff;
+  if (coded(K)) {
+    vi found = look_up(codes_of(K), (i & 1 ? (vi)((vu)raw >> 4) : raw) & 0x0f0f0f0f);
+    return i & 2 ? (vi)((pairs)found >> 8) : found & 0x00ff00ff;
+  }
+  if (five_bits(K)) return (vi)((pairs)raw >> (5 * i)) & 0x001f001f;
   if (nibbles(K)) return (vi)((pairs)raw >> (4 * i)) & 0x000f000f;
   return raw;
 }
@@ -82,40 +98,46 @@ INLINE void multiply_add(vi& sum, vi a, vi b) {
 #endif
 }
 
-// Integer sums of x times ``rows`` rows of dwords to sums[MR][32], ``COLUMNS`` vectors of them. ahead is
-// moved on.
+// Integer sums of x times the rows of dwords of a group to sums[MR][32], ``COLUMNS`` vectors of them. ahead
+// is moved on.
 template <Kind K, int MR, int COLUMNS>
-INLINE void sum_products(const int32_t* x, const uint8_t* w, int64_t rows, int32_t* sums, Ahead& ahead) {
-  constexpr int PAIRS = per_dword(K) / 2;
+INLINE void sum_products(const int32_t* x, const uint8_t* w, int32_t* sums, Ahead& ahead) {
+  constexpr int ROWS = grouped(K) ? group_rows(K) : FIXED_GROUP / 2;
+  constexpr int PAIRS = pairs_of(K);
   vi acc[MR][COLUMNS];
   UNROLL for (int m = 0; m < MR; m++)
     UNROLL for (int j = 0; j < COLUMNS; j++) acc[m][j] = vi{};
-  vi high[COLUMNS] = {};
-  if (K == Q5_0) UNROLL for (int j = 0; j < COLUMNS; j++) high[j] = load_int(w + j * LANES * 4);
-  w += high_bytes(K);
+  auto multiply = [&](const vi* b, int s) {
+    UNROLL for (int m = 0; m < MR; m++) {
+      vi a = x[m * FIXED_X_STRIDE + s] - vi{};
+      UNROLL for (int j = 0; j < COLUMNS; j++) multiply_add(acc[m][j], a, b[j]);
+    }
+#if !defined(__AVX512VNNI__)
+    // One pair after the other, or GCC takes out all of them first and spills the sums.
+    UNROLL for (int m = 0; m < MR; m++)
+      UNROLL for (int j = 0; j < COLUMNS; j++) asm volatile("" : "+v"(acc[m][j]));
+#endif
+  };
+  vi left[COLUMNS] = {};
 #pragma GCC unroll 1
-  for (int64_t r = 0; r < rows; r++, x += PAIRS, w += ROW_BYTES) {
+  for (int64_t r = 0; r < ROWS; r++, x += PAIRS, w += ROW_BYTES) {
     fetch<COLUMNS * LANES * 4 / 64>(ahead);
-    vi raw[COLUMNS];
+    vi raw[COLUMNS], b[COLUMNS];
     UNROLL for (int j = 0; j < COLUMNS; j++) raw[j] = load_int(w + j * LANES * 4);
     UNROLL for (int s = 0; s < PAIRS; s++) {
-      vi b[COLUMNS];
-      UNROLL for (int j = 0; j < COLUMNS; j++) {
-        b[j] = take_pair<K>(raw[j], s);
-        if (K == Q5_0) b[j] |= (vi)((pairs)high[j] << (4 - s)) & 0x00100010;
-      }
-      UNROLL for (int m = 0; m < MR; m++) {
-        vi a = x[m * FIXED_X_STRIDE + s] - vi{};
-        UNROLL for (int j = 0; j < COLUMNS; j++) multiply_add(acc[m][j], a, b[j]);
-      }
+      UNROLL for (int j = 0; j < COLUMNS; j++) b[j] = take_pair<K>(raw[j], s);
+      multiply(b, s);
 #if !defined(__AVX512VNNI__)
-      // One pair after the other, or GCC takes out all of them first and spills the sums.
-      UNROLL for (int m = 0; m < MR; m++)
-        UNROLL for (int j = 0; j < COLUMNS; j++) asm volatile("" : "+v"(acc[m][j]));
       UNROLL for (int j = 0; j < COLUMNS; j++) asm volatile("" : "+v"(raw[j]));
 #endif
     }
-    if (K == Q5_0) UNROLL for (int j = 0; j < COLUMNS; j++) high[j] = (vi)((pairs)high[j] >> 4);
+    if (five_bits(K))
+      UNROLL for (int j = 0; j < COLUMNS; j++)
+        left[j] = (vi)((pairs)left[j] >> 1) | (raw[j] & (int32_t)0x80008000);
+  }
+  if (five_bits(K)) {
+    UNROLL for (int j = 0; j < COLUMNS; j++) left[j] = (vi)((pairs)left[j] >> 11);
+    multiply(left, 0);
   }
   UNROLL for (int m = 0; m < MR; m++)
     UNROLL for (int j = 0; j < COLUMNS; j++) *(vi_mem*)(sums + m * PANEL + j * LANES) = acc[m][j];
@@ -125,7 +147,7 @@ INLINE void sum_products(const int32_t* x, const uint8_t* w, int64_t rows, int32
 template <Kind K, int MR>
 __attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uint8_t* w, int64_t k,
                                              float* tile, bool first, Ahead ahead) {
-  constexpr int64_t COUNT = grouped(K) ? GROUP : FIXED_GROUP, ROWS = COUNT / per_dword(K);
+  constexpr int64_t COUNT = grouped(K) ? GROUP : FIXED_GROUP, ROWS = grouped(K) ? group_rows(K) : COUNT / 2;
   // At a time, so that all sums are in registers.
   constexpr int COLUMNS = LANES == 16 || MR <= 2 ? NV : NV / 2;
   const int32_t* x = (const int32_t*)x_;
@@ -135,13 +157,13 @@ __attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uin
     const uint8_t* head = w;
     w += grouped(K) ? head_bytes(K) : FIXED_HEAD;
     UNROLL for (int j = 0; j < NV; j += COLUMNS)
-      sum_products<K, MR, COLUMNS>(x, w + j * LANES * 4, ROWS, sums + j * LANES, ahead);
-    x += COUNT / 2, w += high_bytes(K) + ROWS * ROW_BYTES;
+      sum_products<K, MR, COLUMNS>(x, w + j * LANES * 4, sums + j * LANES, ahead);
+    x += COUNT / 2, w += ROWS * ROW_BYTES;
     vf scale[NV] = {}, low[NV] = {};
     UNROLL for (int j = 0; j < NV; j++) {
       if (grouped(K)) scale[j] = load_f16((const uint16_t*)head + j * LANES);
-      if (symmetric(K)) low[j] = scale[j] * (K == Q8_0 ? -128.0f : K == Q5_0 ? -16.0f : -8.0f);
-      if (grouped(K) && !symmetric(K)) low[j] = load_f16((const uint16_t*)head + PANEL + j * LANES);
+      if (symmetric(K)) low[j] = scale[j] * -zero_of(K);
+      if (affine(K)) low[j] = load_f16((const uint16_t*)head + PANEL + j * LANES);
       if (K == FIXED) scale[j] = load_bf16((const uint16_t*)head + j * LANES);
     }
     for (int m = 0; m < MR; m++) {

@@ -2,12 +2,13 @@
 // panel[k][32].
 //
 // A panel holds 32 output channels as rows of 32 dwords; a dword is 1 float32, 2 bfloat16, 4 int8 or 8 int4
-// values that follow each other along k, zero-padded at the end. int8 and int4 are counts from 0 on: their
-// panels have, before each 32 k (8 or 4 rows), 32 scales and 32 minima in float16. Q8_0, Q5_0 and Q4_0 have
-// scales alone, for their minimum is half of the range below 0; Q5_0 is int4 behind a row with the fifth
-// bits: of nibble i of row r, bit 4 * r + i % 4 + i / 4 * 16. Fixed ones (fixed.h; 2 int16 in a dword),
-// before each 64 k (32 rows), 32 scales in bfloat16. Every output element is one chain of fused multiply-adds
-// in the order of k, whatever the number of rows: so results do not depend on the batch.
+// values that follow each other along k, zero-padded at the end. int8, int5 and int4 are counts from 0 on:
+// their panels have, before each 32 k (8, 5 or 4 rows), 32 scales and 32 minima in float16. Q8_0, Q5_0 and
+// Q4_0 have scales alone, for their minimum is half of the range below 0. Nibbles of IQ4_NL and E2M1, with
+// scales alone, are places in a table. Of 5 bits (int5, Q5_0) each half of a dword has three values, and the
+// bits left of the five rows of a group one more. Fixed ones (fixed.h; 2 int16 in a dword), before each 64 k
+// (32 rows), 32 scales in bfloat16. Every output element is one chain of fused multiply-adds in the order of
+// k, whatever the number of rows: so results do not depend on the batch.
 #pragma once
 
 #include "program.h"
@@ -33,20 +34,31 @@ constexpr int64_t FIXED_HEAD = PANEL * 2;  // scales of a group
 constexpr int64_t PREFETCH = 4096;  // bytes ahead of a single reader: best of 1 to 8 KiB on Cascade Lake and
                                     // Sapphire Rapids
 
-constexpr bool symmetric(Kind kind) { return kind == Q8_0 || kind == Q5_0 || kind == Q4_0; }
-constexpr bool grouped(Kind kind) { return kind == INT8 || kind == INT4 || symmetric(kind); }
+constexpr bool affine(Kind kind) { return kind == INT8 || kind == INT5 || kind == INT4; }
+constexpr bool coded(Kind kind) { return kind == IQ4_NL || kind == E2M1; }
+constexpr bool symmetric(Kind kind) { return kind == Q8_0 || kind == Q5_0 || kind == Q4_0 || coded(kind); }
+constexpr bool grouped(Kind kind) { return affine(kind) || symmetric(kind); }
+constexpr bool five_bits(Kind kind) { return kind == Q5_0 || kind == INT5; }
 constexpr bool bytes(Kind kind) { return kind == INT8 || kind == Q8_0; }
 constexpr bool nibbles(Kind kind) { return grouped(kind) && !bytes(kind); }
 
 // k values in a dword
 constexpr int64_t per_dword(Kind kind) { return kind == F32 ? 1 : bytes(kind) ? 4 : nibbles(kind) ? 8 : 2; }
 
-// Of a group: bytes of its scales and minima, and those of the bits that are not in its rows of dwords.
+// Of a group: bytes of its constants, and rows of dwords.
 constexpr int64_t head_bytes(Kind kind) { return symmetric(kind) ? PANEL * 2 : PANEL * 4; }
-constexpr int64_t high_bytes(Kind kind) { return kind == Q5_0 ? ROW_BYTES : 0; }
-constexpr int64_t group_bytes(Kind kind) {
-  return head_bytes(kind) + high_bytes(kind) + GROUP / per_dword(kind) * ROW_BYTES;
+// What 0 is, of symmetric kinds.
+constexpr float zero_of(Kind kind) {
+  return kind == Q8_0 || kind == IQ4_NL ? 128 : kind == Q5_0 || kind == E2M1 ? 16 : 8;
 }
+
+// What nibbles of IQ4_NL mean (ggml's table), and of E2M1 (twice the numbers), ``zero_of`` more.
+constexpr uint8_t IQ4_NL_CODES[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                      129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t E2M1_CODES[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
+constexpr const uint8_t* codes_of(Kind kind) { return kind == E2M1 ? E2M1_CODES : IQ4_NL_CODES; }
+constexpr int64_t group_rows(Kind kind) { return five_bits(kind) ? 5 : GROUP / per_dword(kind); }
+constexpr int64_t group_bytes(Kind kind) { return head_bytes(kind) + group_rows(kind) * ROW_BYTES; }
 
 // Bytes of the first k channels of a panel (k a multiple of 64, or the panel's whole k).
 constexpr int64_t panel_bytes(Kind kind, int64_t k) {
@@ -65,7 +77,9 @@ struct Ahead {
   int32_t pace = 0;
 };
 
-constexpr int32_t pace_of(Kind kind) { return panel_bytes(kind, 64) * per_dword(kind) / 64; }
+constexpr int32_t pace_of(Kind kind) {
+  return panel_bytes(kind, 64) / (grouped(kind) ? 2 * group_rows(kind) : 64 / per_dword(kind));
+}
 
 template <int LINES = 2>
 INLINE void fetch(Ahead& ahead) {

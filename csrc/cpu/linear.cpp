@@ -73,6 +73,14 @@ struct Scratch {
   }
 };
 
+#if INTEGER_PRODUCTS
+template <Kind K>
+void fixed_panel(const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows, float* tile,
+                 bool first, Ahead ahead) {
+  rows_times_panel<FixedKernels<K, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first, ahead);
+}
+#endif
+
 void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t* w, int64_t k, int64_t rows,
               float* tile, bool first, Ahead ahead) {
 #if defined(__AMX_BF16__)
@@ -85,24 +93,15 @@ void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t
     case F32: return rows_times_panel<Kernels<F32, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
     case BF16: return rows_times_panel<Kernels<BF16, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
 #if INTEGER_PRODUCTS
-    case INT8:
-      return rows_times_panel<FixedKernels<INT8, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
-                                                                            ahead);
-    case INT4:
-      return rows_times_panel<FixedKernels<INT4, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
-                                                                            ahead);
-    case FIXED:
-      return rows_times_panel<FixedKernels<FIXED, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
-                                                                             ahead);
-    case Q8_0:
-      return rows_times_panel<FixedKernels<Q8_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
-                                                                            ahead);
-    case Q5_0:
-      return rows_times_panel<FixedKernels<Q5_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
-                                                                            ahead);
-    case Q4_0:
-      return rows_times_panel<FixedKernels<Q4_0, FIXED_MR>::pick, FIXED_MR>(x, ldx, w, k, rows, tile, first,
-                                                                            ahead);
+    case INT8: return fixed_panel<INT8>(x, ldx, w, k, rows, tile, first, ahead);
+    case INT5: return fixed_panel<INT5>(x, ldx, w, k, rows, tile, first, ahead);
+    case INT4: return fixed_panel<INT4>(x, ldx, w, k, rows, tile, first, ahead);
+    case FIXED: return fixed_panel<FIXED>(x, ldx, w, k, rows, tile, first, ahead);
+    case Q8_0: return fixed_panel<Q8_0>(x, ldx, w, k, rows, tile, first, ahead);
+    case Q5_0: return fixed_panel<Q5_0>(x, ldx, w, k, rows, tile, first, ahead);
+    case Q4_0: return fixed_panel<Q4_0>(x, ldx, w, k, rows, tile, first, ahead);
+    case IQ4_NL: return fixed_panel<IQ4_NL>(x, ldx, w, k, rows, tile, first, ahead);
+    case E2M1: return fixed_panel<E2M1>(x, ldx, w, k, rows, tile, first, ahead);
 #else
     case INT8: return rows_times_panel<Kernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
     case INT4: return rows_times_panel<Kernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);

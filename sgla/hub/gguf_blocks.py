@@ -50,7 +50,7 @@ class LazyTensor:
     @property
     def bits(self) -> int | None:
         """Of the quants of a matrix in groups of 32 with one scale and minimum; None for other types."""
-        return {"Q4_K": 4, "Q5_K": 5, "MXFP4": 5}.get(self.type_name) or getattr(
+        return {"Q4_K": 4, "Q5_K": 5, "MXFP4": 5, "IQ4_NL": 8, "IQ4_XS": 8}.get(self.type_name) or getattr(
             _SIMPLE.get(self.type_name), "bits", None
         )
 
@@ -63,11 +63,13 @@ class LazyTensor:
     @property
     def symmetric(self) -> bool:
         """Whether the minimum is half of the range of ``bits`` below 0."""
-        return self.type_name == "MXFP4" or getattr(_SIMPLE.get(self.type_name), "symmetric", False)
+        return self.type_name in _CODED or getattr(_SIMPLE.get(self.type_name), "symmetric", False)
 
     def quants(self, rows: range) -> Quants | None:
         """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None
-        of others. Those of Q4_K and Q5_K are products, which are rounded to float16."""
+        of others. Scales and minima of Q4_K, Q5_K and IQ4_XS are products, which are rounded to float16."""
+        if self.type_name in ("IQ4_NL", "IQ4_XS"):
+            return self._listed(rows)
         if self.type_name in ("Q4_K", "Q5_K"):
             return self._nested_quants(rows)
         if self.type_name == "MXFP4":
@@ -94,6 +96,23 @@ class LazyTensor:
         scale = np.ldexp(np.float32(1), blocks[..., 0].astype(np.int32) - 128).astype(np.float16)
         codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
         return _MXFP4[codes].reshape(len(rows), -1), scale, scale * np.float16(-16)
+
+    def _listed(self, rows: range) -> Quants:
+        """Codes of four bits with a scale, or with a 6-bit multiple of the block's."""
+        blocks = self.blocks[rows.start : rows.stop]
+        if self.type_name == "IQ4_NL":
+            blocks = blocks.reshape(-1, 1, 18)
+            scale, codes = blocks[..., :2].copy().view(np.float16), blocks[..., 2:]
+        else:
+            blocks = blocks.reshape(-1, 136)
+            steps = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+            upper = blocks[:, 2:4].copy().view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+            lower = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], -1).reshape(-1, 8)
+            scale = (steps * ((lower | upper << 4).astype(np.float32) - 32)).astype(np.float16)
+            codes = blocks[:, 8:].reshape(-1, 8, 16)
+        quants = _IQ4_NL[np.concatenate([codes & 15, codes >> 4], axis=-1)]
+        scale = scale.reshape(len(rows), -1)
+        return quants.reshape(len(rows), -1), scale, scale * np.float16(-128)
 
     def _nested_quants(self, rows: range) -> Quants:
         """Blocks of eight groups:
@@ -139,16 +158,22 @@ class _Simple(NamedTuple):
 
 # The storage (quant/formats.py) in which a CPU keeps quantized matrices; types that are not here: int8.
 _KEPT = {
-    "MXFP4": "q5_0",
+    "IQ4_NL": "iq4_nl",
+    "IQ4_XS": "iq4_nl",
+    "MXFP4": "e2m1",
     "Q4_0": "q4_0",
     "Q4_1": "int4",
     "Q4_K": "int4",
     "Q5_0": "q5_0",
+    "Q5_1": "int5",
+    "Q5_K": "int5",
     "Q6_K": "q8_0",
     "Q8_0": "q8_0",
 }
 _HALF = (0, 1, 2, 3, 4, 6, 8, 12)
 _MXFP4 = np.array([16 + x for x in _HALF] + [16 - x for x in _HALF], np.uint8)
+_IQ4_NL = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
+_CODED = ("MXFP4", "IQ4_NL", "IQ4_XS")
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
 _SIMPLE = {

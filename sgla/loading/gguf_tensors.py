@@ -146,7 +146,9 @@ class Blocks:
         """Types in groups of 32 have the same constants as ours, so where these are wide enough for their
         quants they are taken over as they are."""
         made, bits = storage(kind), self.tensor.bits
-        if bits is None or not (issubclass(made, Groups) and made.holds(bits, self.tensor.symmetric)):
+        if bits is None or not (
+            issubclass(made, Groups) and (kind == self.tensor.kept or made.holds(bits, self.tensor.symmetric))
+        ):
             return made.read(self, rows, columns)
         parts = self.tensor.quants(rows)
         assert parts is not None

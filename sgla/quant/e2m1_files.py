@@ -3,7 +3,7 @@
 NVFP4: 16 numbers have a scale in e4m3, and a tensor has one for these scales. It divides them in files of
 compressed-tensors (``X.weight_global_scale``), and multiplies them in ModelOpt's (``X.weight_scale_2``). They
 become floating-point numbers. MXFP4: 32 numbers have a power of two, ``X.weight_scale``. A CPU keeps
-them in ``q5_0``, which has twice each number as an integer: nothing is rounded.
+them as they are, with scales in float16.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Nvfp4(Method):
 
 
 class Mx4(Method):
-    name, storage, devices = "mxfp4", "q5_0", ("cpu",)
+    name, storage, devices = "mxfp4", "e2m1", ("cpu",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

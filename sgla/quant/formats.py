@@ -20,10 +20,11 @@ class Format:
 FORMATS: dict[str, Format] = {}
 # Storages that have the values of others without loss, the smaller ones first.
 HOLDS: dict[str, set[str]] = {
-    "q5_0": {"q5_0", "q4_0"},
-    "q8_0": {"q8_0", "q5_0", "q4_0"},
     "int4": {"int4", "q4_0"},
-    "int8": {"int8", "int4", "q8_0", "q5_0", "q4_0"},
+    "q5_0": {"q5_0", "q4_0", "e2m1"},
+    "int5": {"int5", "int4", "q5_0", "q4_0", "e2m1"},
+    "q8_0": {"q8_0", "q5_0", "q4_0", "iq4_nl", "e2m1"},
+    "int8": {"int8", "int5", "int4", "q8_0", "q5_0", "q4_0", "iq4_nl", "e2m1"},
 }
 
 ON_GPU = {"int4": "int4g64", "int8": "int8g128"}  # storages of ``--quantization`` there
@@ -58,6 +59,9 @@ for _bits in (4, 8):
         register(Format(_kind, _storage, _bits / 8 + 4 / _group, ("cuda",)))
 register(Format("int8", "sgla.quant.groups:Int8", 1.125, ("cpu",)))
 register(Format("int4", "sgla.quant.groups:Int4", 0.625, ("cpu",)))
+register(Format("int5", "sgla.quant.groups:Int5", 0.75, ("cpu",)))
+register(Format("iq4_nl", "sgla.quant.groups:IQ4_NL", 0.5625, ("cpu",)))
+register(Format("e2m1", "sgla.quant.groups:E2M1", 0.5625, ("cpu",)))
 register(Format("q8_0", "sgla.quant.groups:Q8_0", 1.0625, ("cpu",)))
 register(Format("q5_0", "sgla.quant.groups:Q5_0", 0.6875, ("cpu",)))
 register(Format("q4_0", "sgla.quant.groups:Q4_0", 0.5625, ("cpu",)))

@@ -1,8 +1,9 @@
 """Weights in few bits, in groups of 32 along k that have their own constants.
 
 ``int8`` and ``int4``: ``w = q * scale + minimum`` with q in 0..255 or 0..15 and both constants float16;
-int4's are fitted (``_fit``). So int4 holds GGUF's Q4_0 and Q4_1 without loss, int8 these, Q5_0, Q5_1 and
-Q8_0. ``q8_0``, ``q5_0`` and ``q4_0`` are GGUF's types of that name, ``w = (q - half of the range) * scale``.
+int4's are fitted (``_fit``). So int4 holds GGUF's Q4_0 and Q4_1 without loss, ``int5`` these, Q5_0 and Q5_1,
+int8 all of these and Q8_0. ``q8_0``, ``q5_0`` and ``q4_0`` are GGUF's types of that name, ``w = (q - half of
+the range) * scale``. The four bits of ``iq4_nl`` and ``e2m1`` (MXFP4) are places in a table.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.errors import ConfigError
+from sgla.kernels.cpu.panels import CODES, HALF, cut_fifth, join_fifth
 from sgla.kernels.cpu.panels import GROUP as GROUP
-from sgla.kernels.cpu.panels import cut_fifth, join_fifth
 from sgla.quant.weight import Weight
 
 STEPS = (14.0, 14.5, 15.0, 15.5, 16.0)  # into which int4 may cut the span of a group, which has 15
@@ -138,6 +139,10 @@ class Int8(Affine):
     kind, bits = "int8", 8
 
 
+class Int5(Affine):
+    kind, bits = "int5", 5
+
+
 class Int4(Affine):
     kind, bits = "int4", 4
 
@@ -158,6 +163,72 @@ class Q5_0(Symmetric):
 
 class Q4_0(Symmetric):
     kind, bits = "q4_0", 4
+
+
+class Coded(Groups):
+    """A scale and a table of what the codes mean."""
+
+    bits = 4
+    codes: ClassVar[tuple[int, ...]]  # what they mean, ``zero`` more
+    zero: ClassVar[int]
+
+    @classmethod
+    def of(cls, bits: int, q: Tensor, scale: Tensor, minimum: Tensor) -> Self:
+        """Of numbers that the table has."""
+        codes = torch.zeros(256, dtype=torch.uint8)
+        for code in reversed(range(16)):  # of two for 0 the first
+            codes[cls.codes[code]] = code
+        q = q.int() + (cls.zero - (1 << bits - 1))
+        return cls(*q.shape, cls._quants(codes[q.long()]), scale.half())
+
+    @classmethod
+    def holds(cls, bits: int, symmetric: bool) -> bool:
+        return False
+
+    @classmethod
+    def pack(cls, dense: Tensor) -> Self:
+        n, k = dense.shape
+        groups = F.pad(dense.float(), (0, -k % GROUP), mode="replicate").view(n, -1, GROUP)
+        scale = cls._scale(groups.abs().amax(-1)).half()
+        values, codes = (cls._table(dense.device) - cls.zero).sort()
+        middles = (values[1:] + values[:-1]) / 2
+        found = torch.bucketize(groups / scale.float().masked_fill(scale == 0, 1.0)[..., None], middles)
+        return cls(n, k, cls._quants(codes[found].view(n, -1)[:, :k]), scale)
+
+    @classmethod
+    def decode(cls, k: int, *tensors: Tensor) -> Tensor:
+        data, scale = tensors
+        values = cls._table(data.device)[cls._values(data).long()] - cls.zero
+        return (values * scale.float()[..., None]).view(data.shape[0], -1)[:, :k]
+
+    @classmethod
+    def _table(cls, device: torch.device) -> Tensor:
+        return torch.tensor(cls.codes, dtype=torch.float32, device=device)
+
+    @classmethod
+    @abstractmethod
+    def _scale(cls, largest: Tensor) -> Tensor:
+        """Of groups whose largest numbers these are."""
+
+
+class IQ4_NL(Coded):
+    kind, codes, zero = "iq4_nl", CODES["iq4_nl"], HALF["iq4_nl"]
+
+    @classmethod
+    def _scale(cls, largest: Tensor) -> Tensor:
+        return _up(largest / 113)
+
+
+class E2M1(Coded):
+    """Twice the numbers of MXFP4, whose scales are powers of two."""
+
+    kind, codes, zero = "e2m1", CODES["e2m1"], HALF["e2m1"]
+
+    @classmethod
+    def _scale(cls, largest: Tensor) -> Tensor:
+        """As OCP's specification has it: the largest power of two that is not above the largest number, by
+        that of 6, which is 4; of numbers between 6 and 8 times it the largest become 6."""
+        return torch.ldexp(torch.ones_like(largest), (torch.frexp(largest)[1] - 4).clamp(-24, 15))
 
 
 def _up(scale: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "fp8 channels": (group("float-quantized", **FP8), "fp8"),
     "fp8 naive": (group("naive-quantized", **FP8), "fp8"),
     "nvfp4": (group("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16), ""),
-    "mxfp4": (group("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), "q5_0"),
+    "mxfp4": (group("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32), "e2m1"),
     "mxfp8": (group("mxfp8-quantized", num_bits=8, type="float", group_size=32), ""),
 }
 
@@ -143,7 +143,7 @@ def test_schemes_are_mixed_in_a_file(tmp_path: Path) -> None:
     layers = [(b.attention.qkv, b.attention.out, b.mlp.gate_up, b.mlp.down) for b in model.blocks]
     kinds = [[layer.weight.kind for layer in each] for each in layers]
     assert kinds == [
-        ["f32", "f32", "q5_0", "q8_0"],
+        ["f32", "f32", "e2m1", "q8_0"],
         ["f32", "f32", "q8_0", "q8_0"],
         ["f32", "f32", "q8_0", "f32"],
     ]

@@ -24,6 +24,7 @@ from sgla.hub import packaged
 from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.gguf_header import decodable
+from sgla.loading.gguf_tensors import Blocks
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model.read import read_decoder
@@ -508,8 +509,13 @@ SAME = [
     ("q5_0", Type.Q4_0),
     ("q5_0", Type.Q5_0),
     ("q5_0", Type.MXFP4),
+    ("e2m1", Type.MXFP4),
+    ("int5", Type.Q5_1),
+    ("int5", Type.MXFP4),
     ("q8_0", Type.Q5_0),
     ("q8_0", Type.Q8_0),
+    ("q8_0", Type.IQ4_NL),
+    ("iq4_nl", Type.IQ4_NL),
 ]
 
 
@@ -517,27 +523,32 @@ SAME = [
     ("ours", "kind"), [("int4", kind) for kind in SIMPLE[:2]] + [("int8", kind) for kind in SIMPLE] + SAME
 )
 def test_quants_of_simple_blocks_are_kept_without_loss(ours: Any, kind: Type) -> None:
-    from sgla.loading.gguf_tensors import Blocks
-
     values = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32)
-    blocks = quantize(values, kind)
+    blocks = blocks_like(values, kind)
     source = Blocks(LazyTensor("w", kind.name, (6, 96), blocks))
     assert torch.equal(
         source.weight(ours, range(1, 6)).dequant(), torch.from_numpy(dequantize(blocks, kind)[1:])
     )
 
 
-@pytest.mark.parametrize(("ours", "kind"), [("int4", Type.Q4_K), ("int8", Type.Q4_K), ("int8", Type.Q5_K)])
+@pytest.mark.parametrize(
+    ("ours", "kind"),
+    [
+        ("int4", Type.Q4_K),
+        ("int8", Type.Q4_K),
+        ("int5", Type.Q5_K),
+        ("int8", Type.Q5_K),
+        ("iq4_nl", Type.IQ4_XS),
+    ],
+)
 def test_quants_of_nested_blocks_are_kept(ours: Any, kind: Type) -> None:
     """Of their values no more is lost than the last of float16's bits in the constants."""
-    from sgla.loading.gguf_tensors import Blocks
-
     blocks = blocks_like(np.zeros((6, 512), np.float32), kind)
     want = torch.from_numpy(dequantize(blocks, kind)[1:])
     weight = Blocks(LazyTensor("w", kind.name, (6, 512), blocks)).weight(ours, range(1, 6))
-    _, scale, minimum = weight.tensors
-    room = (32 * scale + minimum.abs()).float().repeat_interleave(32, 1) * 2**-11
-    assert bool(((weight.dequant() - want).abs() <= room).all())
+    _, scale, *minimum = weight.tensors
+    largest = 128 * scale.abs() if ours == "iq4_nl" else 32 * scale + minimum[0].abs()
+    assert bool(((weight.dequant() - want).abs() <= largest.float().repeat_interleave(32, 1) * 2**-11).all())
 
 
 @pytest.mark.parametrize(
@@ -546,7 +557,8 @@ def test_quants_of_nested_blocks_are_kept(ours: Any, kind: Type) -> None:
         (Type.Q4_0, "q4_0", "q4_0"),
         (Type.Q4_1, "int4", "int4"),
         (Type.Q5_0, "q5_0", "q5_0"),
-        (Type.Q5_1, "int8", "int8"),
+        (Type.Q5_1, "int5", "int5"),
+        (Type.IQ4_NL, "iq4_nl", "iq4_nl"),
         (Type.Q8_0, "q8_0", "q8_0"),
         (Type.F16, "bf16", "bf16"),
     ],
@@ -572,11 +584,13 @@ def test_matrices_in_one_have_the_smallest_format_that_holds_all(tmp_path: Path)
             {"q5_0", "q8_0"},
             {"q4_0", "q5_0"},
             {"int4", "q4_0"},
+            {"int4", "q5_0"},
+            {"iq4_nl", "q5_0"},
             {"int4", "q8_0"},
             {"int4", "int8"},
         )
     ]
-    assert held == ["q8_0", "q5_0", "int4", "int8", "int8"]
+    assert held == ["q8_0", "q5_0", "int4", "int5", "q8_0", "int8", "int8"]
 
 
 def test_gguf_weights_are_for_such_files_alone(tmp_path: Path) -> None:

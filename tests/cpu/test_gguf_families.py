@@ -798,7 +798,7 @@ def test_a_tensor_that_one_layer_lacks_is_named(saved: Saved) -> None:
         ("qwen3moe", Type.Q4_0, "q4_0"),
         ("qwen3moe", Type.Q8_0, "q8_0"),
         ("qwen3moe", Type.F16, "f32"),
-        ("gpt-oss", Type.MXFP4, "q5_0"),
+        ("gpt-oss", Type.MXFP4, "e2m1"),
         ("deepseek-v2", Type.Q5_0, "q5_0"),
     ],
 )

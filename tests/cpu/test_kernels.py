@@ -226,7 +226,7 @@ def test_fixed_panels_round_only_the_small() -> None:
 
 
 @pytest.mark.parametrize("isa", [each for each in EACH if each.values[0] in FIXED_LEVELS])
-@pytest.mark.parametrize("kind", ["bf16", "int8", "int4", "q8_0", "q5_0", "q4_0"])
+@pytest.mark.parametrize("kind", ["bf16", *KINDS[2:]])
 def test_integer_products_at_their_largest(kind: Kind, isa: str) -> None:
     """Sums of 64 largest products fit; what is not finite stays in its row."""
     w = pack(torch.full((32, 192), 255.0), kind)

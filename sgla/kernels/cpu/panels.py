@@ -14,9 +14,17 @@ from torch import Tensor
 
 from sgla.kernels.cpu.native import library, memory
 
-Kind = Literal["f32", "bf16", "int8", "int4", "q8_0", "q5_0", "q4_0", "fp8"]  # the last one on GPUs alone
-HALF: dict[Kind, int] = {"q8_0": 128, "q5_0": 16, "q4_0": 8}  # of the range: what is 0
-KINDS: list[Kind] = ["f32", "bf16", "int8", "int4", *HALF]
+Kind = Literal[
+    "f32", "bf16", "int8", "int5", "int4", "q8_0", "q5_0", "q4_0", "iq4_nl", "e2m1", "fp8"
+]  # the last one on GPUs alone
+# Those with a scale alone, and what is 0 of their quants.
+HALF: dict[Kind, int] = {"q8_0": 128, "q5_0": 16, "q4_0": 8, "iq4_nl": 128, "e2m1": 16}
+KINDS: list[Kind] = ["f32", "bf16", "int8", "int5", "int4", *HALF]
+# What the codes of four bits mean, ``HALF`` more (csrc/cpu/gemm.h).
+CODES: dict[Kind, tuple[int, ...]] = {
+    "iq4_nl": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
+    "e2m1": (16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4),
+}
 Format = Literal[Kind, "fixed"]  # fixed: bfloat16 weights for products in integers (csrc/cpu/fixed.h)
 FORMATS: list[Format] = [
     "f32",
@@ -27,13 +35,18 @@ FORMATS: list[Format] = [
     "q8_0",
     "q5_0",
     "q4_0",
+    "int5",
+    "iq4_nl",
+    "e2m1",
 ]  # the order of ``Kind`` in program.h
 
 FIXED_LEVELS = ("avx512_vnni", "avx2")  # where these beat float32 and there is no bfloat16 product
 WIDTH = 32  # output channels of a panel
 SHARE = 16  # panels worth a thread
 GROUP = 32  # channels of k with one scale
-GROUP_ROWS = {"int8": 8, "int4": 4, "q8_0": 8, "q5_0": 5, "q4_0": 4}  # dword rows of a group
+# Dword rows of a group.
+GROUP_ROWS = {"int8": 8, "int5": 5, "int4": 4, "q8_0": 8, "q5_0": 5, "q4_0": 4}
+GROUP_ROWS |= dict.fromkeys(CODES, 4)
 FIXED_GROUP, FIXED_HEAD = 64, WIDTH * 2  # channels of k, and bytes of their scales
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}  # others: uint8
 _PER_DWORD = {"f32": 1, "bf16": 2}  # elements of the plain tensor; others: 4 bytes
@@ -44,9 +57,9 @@ class Panels:
     """One linear's weight ``[n, k]``; the plain tensors are those of ``quant.Weight``. ``isa``: the
     level of the kernels that read them.
 
-    ``data`` uint8: panels of 32 channels as rows of 32 dwords; int8 and int4 in groups of 32 led by 32 scales
-    and 32 minima in float16, q8_0, q5_0 and q4_0 by scales alone, ``fixed`` in groups of 64 led by 32 scales
-    in bfloat16.
+    ``data`` uint8: panels of 32 channels as rows of 32 dwords; int8, int5 and int4 in groups of 32 led by 32
+    scales and 32 minima in float16, those of ``HALF`` by scales alone,
+    ``fixed`` in groups of 64 led by 32 scales in bfloat16.
     """
 
     kind: Format
@@ -165,35 +178,55 @@ def _known(
     kind: Kind, data: Tensor, scale: Tensor | None, minimum: Tensor | None, isa: str
 ) -> tuple[Kind, Tensor, Tensor | None, Tensor | None]:
     """As a kind that the kernels of this level have."""
-    if kind not in HALF or isa != "generic":
+    if isa != "generic" or kind not in (*HALF, "int5"):
         return kind, data, scale, minimum
     assert scale is not None
-    data = join_fifth(data) if kind == "q5_0" else data
-    return "int4" if kind == "q4_0" else "int8", data, scale, scale * -HALF[kind]
-
-
-# Bit i of the first dword of a group of q5_0 is the fifth bit of the value in this place (csrc/cpu/gemm.h).
-_PLACES = [bit % 16 // 4 * 8 + bit % 4 + bit // 16 * 4 for bit in range(32)]
+    if kind in ("int5", "q5_0"):
+        data = join_fifth(data)
+    if kind in CODES:
+        data = torch.tensor(CODES[kind], dtype=torch.uint8)[
+            torch.stack([data & 15, data >> 4], -1).flatten(1).long()
+        ]
+    low = minimum if kind == "int5" else scale * -HALF[kind]
+    return "int4" if kind == "q4_0" else "int8", data, scale, low
 
 
 def cut_fifth(q: Tensor) -> Tensor:
-    """Values from 0 to 31, uint8 ``[n, groups * 32]`` -> as q5_0 has them, uint8 ``[n, groups * 20]``."""
-    groups = q.view(len(q), -1, GROUP)
-    bits = (groups[..., _PLACES] >> 4).view(*groups.shape[:2], 4, 8) << torch.arange(8, dtype=torch.uint8)
-    low = groups & 15
-    return torch.cat([bits.sum(-1, dtype=torch.uint8), low[..., 0::2] | low[..., 1::2] << 4], dim=-1).view(
-        len(q), -1
-    )
+    """Values from 0 to 31, uint8 ``[n, groups * 32]`` -> as q5_0 and int5 have them, uint8
+    ``[n, groups * 20]``: each half of a dword has three and a bit of the last one (csrc/cpu/gemm.h)."""
+    pairs = _paired(q)
+    whole = pairs[..., :15].unflatten(-1, (5, 3)) << torch.tensor([0, 5, 10])
+    return _dwords(whole.sum(-1) | (pairs[..., 15:] >> torch.arange(5) & 1) << 15)
 
 
 def join_fifth(data: Tensor) -> Tensor:
     """The inverse of ``cut_fifth``."""
-    groups = data.view(len(data), -1, 20)
-    low = groups[..., 4:]
-    values = torch.stack([low & 15, low >> 4], dim=-1).flatten(2)
-    bits = groups[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    values[..., _PLACES] |= bits.flatten(2) << 4
-    return values.view(len(data), -1)
+    halves = _halves(data, 5)
+    whole = halves[..., None] >> torch.tensor([0, 5, 10]) & 31
+    last = ((halves >> 15) << torch.arange(5)).sum(-1, keepdim=True)
+    return _in_order(torch.cat([whole.flatten(-2), last], -1), len(data))
+
+
+def _paired(q: Tensor) -> Tensor:
+    """int64 ``[n, groups, 2, 16]``: what lower and upper halves of dwords have, in the order in which kernels
+    take them out."""
+    return q.view(len(q), -1, 4, 2, 4).transpose(2, 3).flatten(3).long()
+
+
+def _in_order(pairs: Tensor, n: int) -> Tensor:
+    """The inverse of ``_paired``."""
+    return pairs.unflatten(-1, (4, 4)).transpose(2, 3).reshape(n, -1).to(torch.uint8)
+
+
+def _dwords(halves: Tensor) -> Tensor:
+    """uint8 ``[n, groups * rows * 4]`` of int64 ``[n, groups, 2, rows]``."""
+    return halves.transpose(2, 3).to(torch.int16).reshape(len(halves), -1).view(torch.uint8)
+
+
+def _halves(data: Tensor, rows: int) -> Tensor:
+    """The inverse of ``_dwords``."""
+    words = data.clone(memory_format=torch.contiguous_format).view(torch.int16)
+    return words.view(len(data), -1, rows, 2).transpose(2, 3).long() & 0xFFFF
 
 
 def _padded(data: Tensor, multiple: int) -> Tensor:
