@@ -159,6 +159,12 @@ def settle_quantization(
         raise ConfigError(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
         )
+    if asked == "mxfp4" and device == "cuda":
+        if spec is not None and as_stored(method, asked) is None:
+            raise ConfigError(
+                "--quantization mxfp4 is made on CPUs alone; use int4 or fp8 on a GPU", param="quantization"
+            )
+        asked, filling.config = None, msgspec.structs.replace(filling.config, quantization=None)
     if method is not None and device not in method.devices:
         method = None
     named = asked in OF_CHECKPOINTS and (spec is None or as_stored(method, asked) is not None)
@@ -531,6 +537,11 @@ def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[
         )
     if device == "cpu" and machine.gpus and not machine.torch_cuda:
         found.append("a GPU is there but torch is a CPU build: install a CUDA build of torch to use it")
+    if device == "cpu" and config.quantization == "mxfp4":
+        found.append(
+            "mxfp4 changes answers, more than int4 does, unless the checkpoint is MXFP4: --quantization int8 "
+            "has those of bfloat16"
+        )
     if device == "cpu" and config.quantization == "int4":
         found.append(
             "int4 changes answers, unless the file is GGUF Q4_0 or Q4_1: measured on Gemma 3 270M, a KL of "

@@ -121,6 +121,14 @@ def test_pages_of_8_bit_integers_hold_more_tokens_and_are_for_cpus() -> None:
     assert caught.value.param == "kv_cache_dtype"
 
 
+def test_mxfp4_is_made_on_cpus_and_found_in_checkpoints() -> None:
+    gpu = Machine(gpus=(H200,), torch_cuda="13.0")
+    assert resolve(Config(quantization="mxfp4"), LAPTOP, SMOLLM2).config.quantization == "mxfp4"
+    with pytest.raises(ConfigError, match="--quantization mxfp4 is made on CPUs alone; use int4 or fp8"):
+        resolve(Config(quantization="mxfp4"), gpu, SMOLLM2)
+    assert resolve(Config(quantization="mxfp4"), gpu).config.quantization is None
+
+
 @pytest.mark.parametrize(
     "setting",
     [

@@ -262,7 +262,7 @@ VALUES: dict[str, dict[str, Word | str]] = {
     "decode_attention_backend": BACKENDS,
     "prefill_attention_backend": BACKENDS,
     "quantization": {
-        **dict.fromkeys(("gptq_marlin", "awq_marlin", "marlin", "compressed-tensors", "mxfp4"), STORED),
+        **dict.fromkeys(("gptq_marlin", "awq_marlin", "marlin", "compressed-tensors"), STORED),
         **dict.fromkeys(("modelopt", "modelopt_fp8", "fbgemm_fp8"), STORED),
         **dict.fromkeys(
             ("bitsandbytes", "modelopt_fp4", "nvfp4", "hqq", "quark", "moe_wna16", "qoq"), NO_METHOD

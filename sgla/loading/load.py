@@ -29,7 +29,7 @@ from sgla.model.base import CausalLM
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.read import read_decoder
 from sgla.model.registry import class_path, family_of
-from sgla.model.sizes import as_stored, kinds_of, wide_matrices
+from sgla.model.sizes import FOUR_BITS, as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
 from sgla.quant.fp8 import Fp8
 from sgla.quant.method import FLOATS, PLAIN
@@ -211,13 +211,14 @@ def decoder_build(
 ) -> Build:
     """What the layers of a decoder are built with. ``rename``: as in ``load_weights``. Raises ConfigError."""
     method = as_stored(spec.method, quantization)
-    device = "cpu" if _device().type == "cpu" else "cuda"
+    device = _device_kind()
     kinds = kinds_of(dtype, quantization, spec.method, device)
     build = Build(shard, *kinds, checkpoint=spec.method or PLAIN, as_stored=method is not None)
     build.joined = joins()
     build.device = device
-    if quantization == "int4" and device == "cpu":
-        bits = {t.name: t.bits for t in source.gguf().tensors()} if source.kind == "gguf" else {}
+    if quantization in FOUR_BITS and method is None and device == "cpu":
+        own = source.kind == "gguf" and quantization == "int4"
+        bits = {t.name: t.bits for t in source.gguf().tensors()} if own else {}
         wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
         build.kinds = dict.fromkeys(wide, "int8")
     if method is not None and source.kind == "gguf":
@@ -298,6 +299,10 @@ def _run(table: dict[str, Slot], jobs: dict[str, SourceTensor], on_progress: OnP
             done += count
             on_progress(Progress(phase="load", message="weights", done=done, total=total))
     synchronize(device)
+
+
+def _device_kind() -> str:
+    return "cpu" if _device().type == "cpu" else "cuda"
 
 
 def _device() -> torch.device:

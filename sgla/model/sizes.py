@@ -11,9 +11,10 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.read import read_spec
 from sgla.model.registry import architecture_of
 from sgla.model.spec import ModelSpec
-from sgla.quant.formats import FORMATS, ON_GPU
+from sgla.quant.formats import FORMATS, ON_CPU, ON_GPU
 from sgla.quant.method import Method
 
+FOUR_BITS = ("int4", "mxfp4")  # of ``--quantization`` on CPUs
 WIDER = 0.1  # of an int4 model's bytes, what may be added by keeping layers in int8
 PLAIN = {"float32": "f32", "bfloat16": "bf16"}  # the storage of what is not quantized
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0, "int8": 1.0}  # of one value of a KV cache
@@ -42,15 +43,15 @@ def as_stored(method: Method | None, quantization: str | None) -> Method | None:
 def kinds_of(
     dtype: str, quantization: str | None, method: Method | None = None, device: str = "cpu"
 ) -> Kinds:
-    """``quantization``: int8 | int4 | fp8 | checkpoint, or the name of the checkpoint's ``method``;
+    """``quantization``: int8 | int4 | mxfp4 | fp8 | checkpoint, or the name of the checkpoint's ``method``;
     ``device``: the kind. Raises ConfigError for that of another."""
     plain = PLAIN[dtype]
     if (kept := as_stored(method, quantization)) is not None:
         return Kinds(kept.stored(device) or plain, plain, plain)
     if quantization in ON_GPU and device != "cpu":
         return Kinds(ON_GPU[quantization], plain, plain)
-    if quantization in ("int8", "int4"):
-        return Kinds(quantization, "int8", plain)
+    if quantization in ON_CPU:
+        return Kinds(ON_CPU[quantization], "int8", plain)
     if quantization not in (None, "fp8"):
         raise ConfigError(
             f"--quantization {quantization} is for checkpoints that are stored so; leave it out",
@@ -118,8 +119,9 @@ def weight_bytes(
     """Bytes of one rank's matrices on this kind of device; norms are left out, and whether the file has 4
     bits itself."""
     whole = _matrix_bytes(spec, dtype, quantization, ranks, device)
-    if quantization == "int4" and device == "cpu" and isinstance(spec, ModelSpec):
-        whole += wide_matrices(spec).nbytes / ranks
+    if isinstance(spec, ModelSpec) and quantization in FOUR_BITS and device == "cpu":
+        made = as_stored(spec.method, quantization) is None
+        whole += wide_matrices(spec).nbytes / ranks if made else 0
     return int(whole)
 
 
@@ -207,7 +209,7 @@ def offloaded(spec: ModelSpec, dtype: str, quantization: str | None, ranks: int,
 
 
 def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: False) -> Wide:
-    """What an int4 model keeps in int8, where rounding does most harm for its bytes
+    """What a model in 4 bits keeps in int8, where rounding does most harm for its bytes
     (docs/performance-cpu.md): q, k and v of all layers, then down, gate and up of the first and the last
     eighth and of every third between, as long as they add no more than ``WIDER`` to the weights. ``exact``:
     whether the file has a tensor in 4 bits, which int4 keeps as it is."""

@@ -27,7 +27,8 @@ HOLDS: dict[str, set[str]] = {
     "int8": {"int8", "int5", "int4", "q8_0", "q5_0", "q4_0", "iq4_nl", "e2m1"},
 }
 
-ON_GPU = {"int4": "int4g64", "int8": "int8g128"}  # storages of ``--quantization`` there
+ON_CPU = {"int8": "int8", "int4": "int4", "mxfp4": "e2m1"}  # storages of ``--quantization`` there
+ON_GPU = {"int4": "int4g64", "int8": "int8g128"}  # and there
 
 
 def register(format: Format) -> None:

@@ -1,6 +1,5 @@
 """Experts in MXFP4, as gpt-oss is published: 32 numbers of 4 bits share an exponent (OCP Microscaling Formats
-1.0). GPUs keep them so; elsewhere they are computed in floating point, or in what ``--quantization`` makes of
-that. Loads no torch."""
+1.0). GPUs keep them so, CPUs with scales in float16. Loads no torch."""
 
 from __future__ import annotations
 
@@ -25,8 +24,14 @@ class Mxfp4(Method):
     """Beside ``X_blocks`` ``[E, n, k / 32, 16]``, two numbers a byte, the first in the lower bits, there are
     the exponents ``X_scales`` ``[E, n, k / 32]``. All other layers are plain."""
 
-    name, storage, devices = "mxfp4", "mxfp4", ("cuda",)
+    name, storage, devices = "mxfp4", "mxfp4", ("cpu", "cuda")
     experts_alone = True
+
+    def stored(self, device: str = "cpu") -> str:
+        return "e2m1" if device == "cpu" else self.storage
+
+    def kept(self, module: str, device: str = "cpu") -> str:
+        return self.stored(device)
 
     def covers(self, module: str) -> bool:
         return ".experts." in module and super().covers(module)

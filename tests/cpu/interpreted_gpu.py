@@ -76,6 +76,7 @@ def become_gpu() -> None:
     pretend("A100")
     load.load_weights, load._device = real
     load.joins = lambda: True
+    load._device_kind = lambda: "cuda"
     torch.cuda.Event = Event  # type: ignore[assignment, misc]
     build._compiled = lambda *args: b""  # type: ignore[assignment]
     build.Kernel.launch = lambda self, *args, **kwargs: None  # type: ignore[method-assign, assignment]

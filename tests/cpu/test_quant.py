@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checkpoints import Eager
+from tiny import tiny_source
 
 from sgla.kernels.cpu.panels import HALF
 from sgla.kernels.cpu.panels import KINDS as ALL
+from sgla.loading.load import load_model
 from sgla.quant.formats import FORMATS
 from sgla.quant.groups import Groups
 from sgla.quant.weight import pack, storage
@@ -116,3 +119,14 @@ def test_constant_and_zero_weights() -> None:
         for kind in KINDS:
             got = pack(torch.full((3, 40), value), kind).dequant()
             assert torch.allclose(got, torch.full((3, 40), value), rtol=1e-2)
+
+
+def test_mxfp4_is_made_at_load() -> None:
+    """Of linear layers; embedding and output layer are int8, as beside int4. A CPU's program multiplies it as
+    torch does."""
+    model = load_model(tiny_source(num_hidden_layers=1), "bfloat16", "mxfp4")
+    block = model.blocks[0]
+    held = block.attention.out, block.mlp.gate_up, block.mlp.down, model.embed, model.lm_head
+    assert [layer.weight.kind for layer in held] == ["e2m1"] * 3 + ["int8"] * 2
+    rows, native = (Eager(model, native=each).generate([[1, 2, 3]], 4) for each in (False, True))
+    assert native[0].tokens == rows[0].tokens
