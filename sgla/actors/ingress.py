@@ -80,6 +80,7 @@ class Ingress(Resting):
     """
 
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self.config = config
         # starting | download | spawn | compile | load | warmup | ready | draining | dead
         self.phase = "starting"

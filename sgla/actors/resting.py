@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sgla.actors.adapters import inside
 from sgla.config import Config
@@ -15,6 +15,7 @@ from sgla.hub.remote import files_of
 from sgla.loading.source import configured_source
 from sgla.messages import Control
 
+Done = TypeVar("Done")
 TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds between two
 
 
@@ -29,12 +30,46 @@ class Resting(ABC):
     _control: Callable[[Control], Awaitable[Any]] | None
     _flush: Callable[[bool], bool] | None
 
+    def __init__(self) -> None:
+        self._one = asyncio.Lock()  # of works, one after the other
+        self._works: set[asyncio.Task[Any]] = set()
+
     @abstractmethod
     def require_ready(self) -> None: ...
 
     async def sleep(self, weights: bool) -> bool:
         """Give back the memory of the KV cache, and of the ``weights``; until ``wake`` no request is
         accepted. False if requests are open (nothing is given back then). Raises UnsupportedField."""
+        return await self._whole(self._sleep(weights))
+
+    async def wake(self) -> None:
+        """Have everything again. Raises what loading does: then it still sleeps."""
+        await self._whole(self._wake())
+
+    async def update_weights(self, folder: str, version: str | None) -> bool:
+        """Take other weights of the same model; meanwhile no request is accepted. False if requests are open
+        (then nothing has changed). Raises InvalidField and UnsupportedField; the old weights stay."""
+        return await self._whole(self._update_weights(folder, version))
+
+    async def _whole(self, work: Coroutine[Any, Any, Done]) -> Done:
+        """What ``work`` gives, which comes behind the works before it, and to its end although who waits for
+        it may go: the workers do what they have been told."""
+
+        async def alone() -> Done:
+            async with self._one:
+                return await work
+
+        task = asyncio.ensure_future(alone())
+        self._works.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._works.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may wait for it
+
+    async def _sleep(self, weights: bool) -> bool:
         self.require_ready()
         assert self._control is not None
         done, self.phase = False, "sleeping"  # from now on nobody comes
@@ -44,19 +79,16 @@ class Resting(ABC):
                 done = True
         finally:
             if not done:
-                self.phase = "ready"
+                self._leave_phase("sleeping")
         return done
 
-    async def wake(self) -> None:
-        """Have everything again. Raises what loading does: then it still sleeps."""
+    async def _wake(self) -> None:
         if self.phase == "sleeping":
             assert self._control is not None
             await self._control(Control(verb="wake"))
-            self.phase = "ready"
+            self._leave_phase("sleeping")
 
-    async def update_weights(self, folder: str, version: str | None) -> bool:
-        """Take other weights of the same model; meanwhile no request is accepted. False if requests are open
-        (then nothing has changed). Raises InvalidField and UnsupportedField; the old weights stay."""
+    async def _update_weights(self, folder: str, version: str | None) -> bool:
         self.require_ready()
         assert self._control is not None
         path = inside(folder, self.config.weight_folders, "model_path", "--weight-folders")
@@ -74,6 +106,11 @@ class Resting(ABC):
             self.weight_version = version or str(path)
             return True
         finally:
+            self._leave_phase("updating")
+
+    def _leave_phase(self, phase: str) -> None:
+        """A server that drains or is dead meanwhile stays so."""
+        if self.phase == phase:
             self.phase = "ready"
 
     async def _emptied(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,49 @@ async def test_nobody_comes_while_the_server_sleeps(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnsupportedField):
         await ingress.sleep(weights=False)
     assert ingress.ready
+
+
+def resting(control: Any) -> Any:
+    ingress: Any = Ingress(Config())
+    facts = fake_facts(tiny_config(), tiny_source())
+    ingress.connect(object(), facts, dict, control, lambda tiers: True, str, lambda paused: None)
+    return ingress
+
+
+@pytest.mark.parametrize("later", ["draining", "dead"])
+async def test_a_server_that_ends_meanwhile_is_not_ready_again(later: str) -> None:
+    async def control(command: Control) -> None:
+        ingress.phase = later
+        raise UnsupportedField("not here")
+
+    for name, args in (("sleep", (True,)), ("wake", ()), ("update_weights", ("/w", None))):
+        ingress = resting(control)
+        ingress.config = Config(weight_folders=["/"])
+        ingress.phase = "sleeping" if name == "wake" else "ready"
+        with pytest.raises(UnsupportedField):
+            await getattr(ingress, name)(*args)
+        assert ingress.phase == later
+
+
+async def test_who_goes_leaves_a_server_that_sleeps() -> None:
+    """The workers do what they were told, so requests may not come; a wake waits for that."""
+    told, goes = list[str](), asyncio.Event()
+
+    async def control(command: Control) -> None:
+        told.append(command.verb)
+        await goes.wait()
+
+    ingress = resting(control)
+    asks = asyncio.ensure_future(ingress.sleep(weights=True))
+    await asyncio.sleep(0)
+    wakes = asyncio.ensure_future(ingress.wake())
+    await asyncio.sleep(0)
+    asks.cancel()
+    await asyncio.wait([asks])
+    assert (asks.cancelled(), ingress.phase, told) == (True, "sleeping", ["sleep"])
+    goes.set()
+    await wakes
+    assert (ingress.phase, told) == ("ready", ["sleep", "wake"])
 
 
 def save(folder: Path, seed: int, **changes: Any) -> None:
