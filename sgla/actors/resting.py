@@ -114,7 +114,8 @@ class Resting(ABC):
             self.phase = "ready"
 
     async def _emptied(self) -> bool:
-        """Whether the prefix cache is empty on the device, which copies under way hold up."""
+        """Whether the prefix cache is empty on the device and workers have nothing to do, which steps and
+        copies under way hold up."""
         assert self._flush is not None
         for _ in range(TRIES):
             if self._flush(False):

@@ -272,10 +272,11 @@ class Core:
 
     def flush_cache(self, tiers: bool = True) -> bool:
         """Forget the cached prefixes that no request uses, on the device and in ``tiers``; true if none is
-        left on the device."""
+        left on the device. Without ``tiers`` true says also that workers have nothing to do: a step may still
+        compute what a request that has ended would have had next."""
         if tiers:
             self._memory.transfers.flush()
-        return self._memory.cache.flush()
+        return self._memory.cache.flush() and (tiers or self.idle)
 
     def drain_finished(self) -> list[Finished]:
         """Requests that ended since the last call, the latest few thousand at most."""

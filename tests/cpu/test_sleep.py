@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import LLAMA, run, submit, tiny_config, tiny_source
+from tiny import LLAMA, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.actors.ingress import Ingress
 from sgla.config import Config
@@ -109,6 +109,20 @@ async def test_nobody_comes_while_the_server_sleeps(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UnsupportedField):
         await ingress.sleep(weights=False)
     assert ingress.ready
+
+
+def test_a_step_under_way_is_waited_for() -> None:
+    """Its request has ended, and too early to leave a page in the tree."""
+    runner = start({"native_kernels": False})
+    core = make_core(runner.facts, depth=2)
+    core.offer(submit("r", [1, 2, 3], 9), 0.0)
+    plans = [plan for _ in range(2) if (plan := core.plan(0.0)) is not None]
+    core.cancel("r", "abort")
+    assert len(plans) == 2
+    for plan in plans:
+        assert not core.flush_cache(tiers=False)
+        core.retire(runner.execute(plan), 0.0)
+    assert core.flush_cache(tiers=False)
 
 
 def resting(control: Any) -> Any:
