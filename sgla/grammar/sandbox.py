@@ -87,11 +87,11 @@ def run_child(parent: int, file: int, work: Callable[[BinaryIO], None]) -> NoRet
     die_with(parent)
 
     def run(stream: BinaryIO) -> None:
-        with suppress(BrokenPipeError):  # nobody waits any more
+        with suppress(ConnectionError):  # nobody waits any more
             work(stream)
 
     with socket.socket(fileno=file) as connection, connection.makefile("rwb") as stream:
-        with suppress(BrokenPipeError):
+        with suppress(ConnectionError):
             stream.write(LENGTH.pack(os.getpid()))
             stream.flush()
             worker = threading.Thread(target=run, args=(stream,))

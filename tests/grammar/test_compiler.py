@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from sgla.errors import InvalidField, Overloaded, SglaError, UnsupportedField
 from sgla.grammar import compiler as module
-from sgla.grammar import processes
+from sgla.grammar import processes, sandbox
 from sgla.grammar.compiler import Compiler
 from sgla.grammar.protocol import Vocabulary
 from sgla.messages import Control, Grammar
@@ -372,3 +373,17 @@ def test_its_processes_and_files_end_with_the_server(tmp_path: Path) -> None:
     gone, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     assert not list(tmp_path.iterdir())
+
+
+def test_who_asked_may_leave_at_any_time(capfd: pytest.CaptureFixture[str]) -> None:
+    """A socket that is closed with something unread in it resets the other end."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        sandbox.run_child(os.getppid(), theirs.detach(), lambda stream: print(stream.read(1)))
+    theirs.close()
+    ours.recv(1, socket.MSG_PEEK)
+    ours.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert capfd.readouterr() == ("", "")
