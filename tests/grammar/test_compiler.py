@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -381,6 +382,7 @@ def test_who_asked_may_leave_at_any_time(capfd: pytest.CaptureFixture[str]) -> N
     pid = os.fork()
     if not pid:
         ours.close()
+        threading.excepthook = threading.__excepthook__  # pytest's keeps what it gets
         sandbox.run_child(os.getppid(), theirs.detach(), lambda stream: print(stream.read(1)))
     theirs.close()
     ours.recv(1, socket.MSG_PEEK)
