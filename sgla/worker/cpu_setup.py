@@ -50,7 +50,8 @@ LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
 class CpuSetup(Runner):
     """Ready to run steps: ``model`` with its pages ``kv``, the ``tables`` of slots, and the ``sampler``,
     which has the ``matchers`` of grammars on the rank that samples. ``fixed``: what the weights cannot be
-    changed beside; ""."""
+    changed beside; "". With tiers of files ``identity`` tells what their KV depends on, ``begun_as`` what it
+    was at the start."""
 
     place: Cpu
 
@@ -132,7 +133,8 @@ class CpuSetup(Runner):
             return {}
         memory = [[tensor.numpy() for tensor in found] for found in memory_of(self.kv, len(groups))]
         layout = [[tensor.shape[1] for tensor in found] for found in memory]
-        identity = identity_of(config, source, layout, long)
+        self.identity = partial(identity_of, config, source, layout, long)
+        identity = self.begun_as = self.identity()
         place, tiers, found = (self.shard.rank, self.shard.size), list[Tier](), list[list[bytes]]()
         if config.kv_disk is not None:
             self._tiers["disk"], tier, keys = open_disk(config.kv_disk, identity, groups, memory, *place)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from sgla.errors import InvalidField, SglaError, UnsupportedField
+from sgla.errors import ConfigError, InvalidField, SglaError, UnsupportedField
 from sgla.hub.source import ModelSource
 from sgla.loading.checkpoint import stored_tensors
 from sgla.loading.source import configured_source
@@ -58,6 +58,13 @@ class CpuWeights(CpuSetup):
         if not self._awake:
             self.load_again()
             self._awake = True
+            if self._tiers and self.identity() != self.begun_as:
+                self._drop()
+                raise ConfigError(
+                    "the model's files have changed, and --kv-disk and --kv-store have prefixes of the old "
+                    "ones; put these back, or start a server anew",
+                    param="model",
+                )
         return {}
 
     def _drop(self) -> None:

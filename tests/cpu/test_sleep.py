@@ -14,7 +14,7 @@ from tiny import LLAMA, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.actors.ingress import Ingress
 from sgla.config import Config
-from sgla.errors import Forbidden, InvalidField, Loading, UnsupportedField
+from sgla.errors import ConfigError, Forbidden, InvalidField, Loading, UnsupportedField
 from sgla.executor.fake import fake_facts
 from sgla.loading.source import open_source
 from sgla.memory import resident
@@ -70,6 +70,26 @@ def test_prefixes_on_a_disk_stay(tmp_path: Path) -> None:
     again = run(runner, [submit("r", TEXT, 5)])
     assert again.tokens() == first.tokens()
     assert again["r"][0].cached_tokens == 96
+
+
+@pytest.mark.parametrize("tier", ["kv_disk", "kv_store"])
+def test_prefixes_are_of_the_weights_that_are_read_again(tier: str, tmp_path: Path) -> None:
+    model, before = tmp_path / "model", tmp_path / "before"
+    model.mkdir()
+    save(model, seed=1)
+    runner = of(model, **{tier: f"{tmp_path / 'kv'}{':1M' if tier == 'kv_disk' else ''}"})
+    runner.control(SLEEP)
+    model.rename(before)
+    model.mkdir()
+    save(model, seed=2)
+    with pytest.raises(ConfigError, match="files have changed") as caught:
+        runner.control(WAKE)
+    assert caught.value.param == "model"
+    assert not hasattr(runner, "model")
+    model.rename(tmp_path / "other")
+    before.rename(model)
+    runner.control(WAKE)
+    assert len(answer(runner)) == 5
 
 
 def test_weights_that_cannot_be_read_again_stay() -> None:
