@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sgla.actors.works import Works
 from sgla.config import Config
 from sgla.errors import (
     ConfigError,
@@ -48,7 +49,7 @@ class AdapterTable:
         self._config = config
         self._by_number: dict[int, Adapter] = {}  # those that are leaving, too
         self._coming: dict[str, bool] = {}  # names that are being loaded, and whether they will be pinned
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._works = Works()
         self._last = 0
         self._tell: Tell | None = None
         self._keep: Callable[[Keep], None] = lambda told: None
@@ -122,16 +123,13 @@ class AdapterTable:
         self._require()
         own = self._config.lora_folders
         path = Path(folder) if trusted else inside(folder, own, "lora_path", "--lora-folders")
-        return await self._load(name, path, pinned)
+        return await self._works.whole(self._load(name, path, pinned))
 
     async def unload(self, name: str) -> None:
         """No new request may have it; it is gone when those that are open are done."""
         adapter = self.named(name)
         del self.loaded[name]
-        task = asyncio.ensure_future(self._drop(adapter))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
-        await asyncio.shield(task)
+        await self._works.whole(self._drop(adapter))
 
     async def _drop(self, adapter: Adapter) -> None:
         assert self._tell is not None

@@ -6,16 +6,16 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sgla.actors.adapters import inside
+from sgla.actors.works import Done, Works
 from sgla.config import Config
 from sgla.errors import SglaError
 from sgla.hub.remote import files_of
 from sgla.loading.source import configured_source
 from sgla.messages import Control
 
-Done = TypeVar("Done")
 TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds between two
 
 
@@ -32,7 +32,7 @@ class Resting(ABC):
 
     def __init__(self) -> None:
         self._one = asyncio.Lock()  # of works, one after the other
-        self._works: set[asyncio.Task[Any]] = set()
+        self._works = Works()
 
     @abstractmethod
     def require_ready(self) -> None: ...
@@ -59,15 +59,7 @@ class Resting(ABC):
             async with self._one:
                 return await work
 
-        task = asyncio.ensure_future(alone())
-        self._works.add(task)
-        task.add_done_callback(self._ended)
-        return await asyncio.shield(task)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._works.discard(task)
-        if not task.cancelled():
-            task.exception()  # nobody may wait for it
+        return await self._works.whole(alone())
 
     async def _sleep(self, weights: bool) -> bool:
         self.require_ready()

@@ -169,6 +169,27 @@ def test_prefixes_of_an_adapter_are_known_by_its_weights(base: Path, tmp_path: P
     assert len({spaces[0], spaces[1], spaces[3], table.namespace("", 1), table.namespace(spaces[1], 0)}) == 5
 
 
+async def test_an_adapter_comes_although_its_client_goes(tmp_path: Path) -> None:
+    """The workers have it then, under a number that nobody would know."""
+    table, read = AdapterTable(tiny_config(enable_lora=True, lora_folders=[str(tmp_path)])), asyncio.Event()
+
+    async def tell(command: Control) -> dict[str, Any]:
+        await read.wait()
+        return {}
+
+    table.connect(tell, lambda told: None)
+    asks = asyncio.ensure_future(table.load("one", str(tmp_path)))
+    await asyncio.sleep(0.001)
+    asks.cancel()
+    await asyncio.wait([asks])
+    read.set()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert asks.cancelled()
+    assert "one" in table.loaded
+    await table.unload("one")
+
+
 def _config(folder: Path, **changes: Any) -> None:
     path = folder / CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
