@@ -13,7 +13,7 @@ from sgla import clock
 from sgla.actors.adapters import AdapterTable
 from sgla.actors.cost import job_bytes
 from sgla.actors.lanes import Lanes
-from sgla.actors.resting import Resting
+from sgla.actors.resting import RESTS, Resting
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import BadRequest, Draining, InvalidField, Loading, Overloaded, SglaError, UnsupportedTask
@@ -148,6 +148,8 @@ class Ingress(Resting):
             return self._failure.message
         if self.phase == "draining":
             return SHUTTING_DOWN
+        if self.phase in RESTS:
+            return self._trouble() or RESTS[self.phase]
         if self._tokenize is not None:
             return self._trouble()
         silent = clock.now() - self._progressed
@@ -167,10 +169,8 @@ class Ingress(Resting):
             raise self._failure
         if self.phase == "draining":
             raise Draining(f"{SHUTTING_DOWN}; send the request elsewhere", retry_after=5.0)
-        if self.phase == "updating":
-            raise Loading("weights are being updated", retry_after=5.0)
-        if self.phase == "sleeping":
-            raise Loading("the server sleeps; POST /wake_up wakes it", retry_after=5.0)
+        if self.phase in RESTS:
+            raise Loading(RESTS[self.phase], retry_after=5.0)
         if self._tokenize is None:
             detail = f": {self.trouble}" if self.trouble else ""
             raise Loading(f"the model is not loaded yet (phase {self.phase}{detail})", retry_after=1.0)

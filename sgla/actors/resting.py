@@ -16,6 +16,7 @@ from sgla.hub.remote import files_of
 from sgla.loading.source import configured_source
 from sgla.messages import Control
 
+RESTS = {"updating": "weights are being updated", "sleeping": "the server sleeps; POST /wake_up wakes it"}
 TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds between two
 
 

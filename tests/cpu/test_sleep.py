@@ -121,6 +121,7 @@ async def test_nobody_comes_while_the_server_sleeps(monkeypatch: pytest.MonkeyPa
     full[0] = False
     assert await ingress.sleep(weights=True)
     assert not ingress.ready
+    assert "/wake_up" in ingress.trouble
     with pytest.raises(Loading, match="/wake_up"):
         ingress.require_ready()
     told.clear()
