@@ -4,6 +4,7 @@ its torch body."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from sgla.config import Config
 from sgla.device import Device, Platform
@@ -25,8 +26,8 @@ class ThirdPlace(Cpu):
 
 
 class ThirdRunner(CpuRunner):
-    def _make_forward(self, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
-        return super()._make_forward(limits, False)
+    def _make_forward(self, limits: ProgramLimits, native: bool, tell: Any) -> tuple[Forward, str]:
+        return super()._make_forward(limits, False, tell)
 
 
 PLATFORM = Platform("third_device:ThirdRunner", lambda: (THIRD,), place="third_device:ThirdPlace")
