@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
@@ -222,11 +221,11 @@ def infer(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     """What ``fn`` would return, on the meta device. Raises NotRecorded."""
 
     def meta(x: Any) -> Any:
-        return x.to("meta") if isinstance(x, Tensor) else x
+        return x.to("meta") if isinstance(x, Tensor) else rebuilt(x, meta)
 
     try:
         with torch._C.DisableTorchFunctionSubclass():
-            return fn(*tree_map(meta, args), **tree_map(meta, kwargs))
+            return fn(*meta(args), **meta(kwargs))
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise NotRecorded(f"{getattr(fn, '__name__', fn)}: {str(error).splitlines()[0]}") from error
 

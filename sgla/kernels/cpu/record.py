@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch, StateRows
@@ -30,6 +29,7 @@ from sgla.kernels.trace import (
     TorchCall,
     changes,
     infer,
+    rebuilt,
     size_of,
     stand_in,
     symbols_in,
@@ -147,17 +147,14 @@ class Recorder:
             if isinstance(x, Symbol):
                 name = self._parts.get(id(x))
                 return BatchPart(name) if name is not None else Result(self._value(x).number)
-            if isinstance(x, slice):
-                return slice(stand_in(x.start), stand_in(x.stop), stand_in(x.step))
             if isinstance(x, torch.Size):
                 return tuple(map(size_of, x))
-            return size_of(x) if type(x) is int else x
+            return size_of(x) if type(x) is int else rebuilt(x, stand_in)
 
         def made(x: Any) -> Any:
-            return self._new(tuple(x.shape), x.dtype).symbol if isinstance(x, Tensor) else x
+            return self._new(tuple(x.shape), x.dtype).symbol if isinstance(x, Tensor) else rebuilt(x, made)
 
-        given = tree_map(stand_in, (args, kwargs))
-        result = tree_map(made, like)
+        given, result = rebuilt((args, kwargs), stand_in), made(like)
         numbers = [self._value(x).number for x in symbols_in(result)]
         self.nodes.append(
             Node(

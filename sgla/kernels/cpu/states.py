@@ -20,7 +20,6 @@ from sgla.kernels.ops import StateLayer, TimeSteps
 
 MOST_TAPS = 1024  # of a convolution, and values of a state: what the scratch of a thread holds
 MOST_VALUES = 1 << 19
-Given = tuple[Tensor, int] | None  # and how many floats it is from token to token
 
 
 class StateCalls:
@@ -47,9 +46,8 @@ class StateCalls:
         known = units.dtype in (torch.float32, torch.bfloat16) and units.is_contiguous()
         if not known or taps > MOST_TAPS or x.dtype != torch.float32:
             return ops.causal_conv.body(x, weight, bias, state, batch, activation)
-        given = _rows(x), None if bias is None else (bias.float(), 0), None
-        wide = units.dtype == torch.bfloat16
-        sizes = {"n": channels, "k": taps, "wide": wide}
+        given = x, None if bias is None else bias.float(), None
+        sizes = {"n": channels, "k": taps, "wide": units.dtype == torch.bfloat16}
         y = self._run(Opcode.CAUSAL_CONV, given, weight.float().contiguous(), None, units, batch, sizes)
         return F.silu(y) if activation == "silu" else y
 
@@ -67,8 +65,7 @@ class StateCalls:
             return ops.gated_delta.body(q, k, v, decay, beta, state, batch)
         sizes = _sizes(v, k, decay.dim() > beta.dim())
         decay, beta = decay.float().contiguous(), beta.float().contiguous()
-        given = _rows(v), _rows(k), _rows(q)
-        return self._run(Opcode.GATED_DELTA, given, decay, beta, state.memory, batch, sizes)
+        return self._run(Opcode.GATED_DELTA, (v, k, q), decay, beta, state.memory, batch, sizes)
 
     def selective_scan(
         self,
@@ -85,31 +82,31 @@ class StateCalls:
         if not _known(state.memory, x, b, c):
             return ops.selective_scan.body(x, dt, a, b, c, d, state, batch, steps)
         dt = (dt.float() if steps is None else steps.of(dt)).contiguous()
-        given = _rows(x), _rows(b), _rows(c)
         rates, sizes = a.float().contiguous(), _sizes(x, b, a.dim() > 1)
-        y = self._run(Opcode.SELECTIVE_SCAN, given, rates, dt, state.memory, batch, sizes)
+        y = self._run(Opcode.SELECTIVE_SCAN, (x, b, c), rates, dt, state.memory, batch, sizes)
         return y if d is None else torch.addcmul(y, d.float()[:, None], x)
 
     def _run(
         self,
         op: Opcode,
-        given: tuple[Given, Given, Given],
+        given: tuple[Tensor, Tensor | None, Tensor | None],
         decay: Tensor,
         rate: Tensor | None,
         units: Tensor,
         batch: ForwardBatch,
         sizes: dict[str, int],
     ) -> Tensor:
-        states, (x, _) = batch.states, given[0] or (units, 0)
+        states, out = batch.states, torch.empty(given[0].shape)
         assert states is not None, "layers that keep a state, and a batch without any"
-        out, marks = torch.empty(x.shape), states.marks.contiguous()
+        marks = states.marks.contiguous()
+        inputs = {name: None if y is None else _by_token(y) for name, y in zip("abc", given)}
         tensors = {
-            **{name: one and one[0] for name, one in zip("abc", given)},
+            **inputs,
             **{"decay": decay, "rate": rate, "out": out, "units": units},
             **{"reads": states.reads, "writes": states.writes, "marks": marks},
         }
         addresses = {name: None if y is None else y.data_ptr() for name, y in tensors.items()}
-        strides = {f"{name}_stride": one[1] if one else 0 for name, one in zip("abc", given)}
+        strides = {f"{name}_stride": 0 if y is None else y.stride(0) for name, y in inputs.items()}
         call = StateCall(**addresses, **strides, marks_count=len(marks), **sizes)
         code = (Instr * 1)(Instr(op=op))
         code[0].p[0] = ctypes.addressof(call)
@@ -134,8 +131,6 @@ def _sizes(x: Tensor, y: Tensor, wide: bool) -> dict[str, int]:
     }
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int]:
+def _by_token(x: Tensor) -> Tensor:
     """With the values of a token beside each other."""
-    dense = x[0].is_contiguous() if len(x) else True
-    x = x if dense else x.contiguous()
-    return x, x.stride(0)
+    return x if not len(x) or x[0].is_contiguous() else x.contiguous()
