@@ -80,7 +80,10 @@ class Matchers:
             vocabulary = Vocabulary.read(path)
             self._tokenizer, self.tokens = load_tokenizer(vocabulary), vocabulary.tokens
             return {"ready": True}
-        source = path.read_text()
+        try:
+            source = path.read_text()
+        except FileNotFoundError:  # its request was cancelled, and took the file along
+            return {"ready": False}
         if not self._look_up(source, beside=True).done():
             return {"ready": False}
         try:

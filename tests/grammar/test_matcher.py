@@ -242,3 +242,8 @@ def test_greedy_encoding_keeps_the_bytes() -> None:
     for text in ("plain", "a nk>\n\n12 b", "日本", "<think>"):
         assert b"".join(VOCABULARY.tokens[i] for i in wrapper(text)) == text.encode()
     assert LONG in wrapper("nk>\n\n123")
+
+
+def test_a_source_whose_request_has_gone_is_not_compiled(matchers: Matchers, tmp_path: Path) -> None:
+    """The request's file went with it, before a worker that was busy read it."""
+    assert matchers.control("grammar", {"path": str(tmp_path / "gone")}) == {"ready": False}
