@@ -57,7 +57,7 @@ def test_the_two_commands_are_in_the_readme_and_ci_runs_the_second() -> None:
     assert os.access(script, os.X_OK)
     lines = [line.strip() for line in script.read_text().splitlines()]
     assert "pip install --quiet -e '.[test]' || exit 1" in lines
-    assert lines[-1] == "wait $tests && ((${#failed[@]} == 0))"
+    assert lines[-1] == "wait $! && ((${#failed[@]} == 0))"
     assert {"check ruff check .", "check ruff format --check .", "check mypy"} <= set(lines)
     subprocess.run(["bash", "-n", str(script)], check=True)
 
