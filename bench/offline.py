@@ -4,7 +4,9 @@
 
 W1: 256 requests, random.seed(0), 100-1024 tokens in and out, temperature 0.6. W2: one request, 128 in, 512
 out, greedy. W3: 32 prompts of 4096, 1 out. W4: 256 requests, 2048 shared + 64 own in, 64 out. W5: batches of
-512 in, 256 out. W6: batches of 8192 in, 1024 out (--max-model-len 9217 at least). Weights are random (``load_format=dummy``), prompts are token ids, no request stops early.
+512 in, 256 out. W6: batches of 8192 in, 1024 out (--max-model-len 9217 at least). Weights are random
+(``load_format=dummy``), prompts are token ids, no request stops early. ``limit_``: what an H200 needs at least
+(``limits.py``).
 Llama wants a tokenizer all the same: ``--extra '{"tokenizer": "FOLDER"}'``.
 """  # noqa: E501
 
@@ -105,6 +107,11 @@ class Bench:
             self.base["tag"] = args.tag
         self.random, self.vocab = random.Random(1234), args.vocab
         self.batches = list(map(int, args.batches.split(",")))
+        self.limits = None
+        if args.engine == "sgla":  # a peer's interpreter has no sgla
+            from limits import Limits
+
+            self.limits = Limits.of(args.model, json.loads(args.extra))
         facts = getattr(self.engine, "facts", None)
         more = (
             {
@@ -152,6 +159,8 @@ class Bench:
             in_tok=sum(map(len, prompts)),
             out_tok=sum(outputs),
             out_tok_s=round(sum(outputs) / s, 1),
+            limit_tok_s=self.limits
+            and round(sum(outputs) / self.limits.crowd([*map(len, prompts)], outputs), 1),
         )
 
     def w2(self, repeat: int) -> None:
@@ -162,6 +171,7 @@ class Bench:
             rep=repeat,
             ttft_ms=round(first * 1e3, 2),
             ms_per_tok=round((s - first) / 511 * 1e3, 3),
+            limit_ms_per_tok=self.limits and round(self.limits.step([128 + 256]) * 1e3, 3),
             out_tok_s=round(512 / s, 1),
             s=round(s, 4),
         )
@@ -194,6 +204,8 @@ class Bench:
                 s=round(s, 3),
                 prefill_s=round(first, 3),
                 ms_per_step=round((s - first) / (outputs - 1) * 1e3, 3),
+                limit_ms_per_step=self.limits
+                and round(self.limits.step([tokens + outputs // 2] * size) * 1e3, 3),
                 out_tok_s=round(outputs * size / s, 1),
             )
 

@@ -1,0 +1,78 @@
+"""What an H200 needs at least for what ``offline.py`` measures: bytes that a step must read, or products
+that it must make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sgla.model.read import read_decoder
+from sgla.model.sizes import parameters, weight_bytes
+from sgla.model.spec import ModelSpec
+from sgla.model.state import LayerState, state_of
+
+READ, PRODUCTS = 4.34e12, 795e12  # measured: bytes a second, bf16 operations a second
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a model on one GPU. ``quantization``: as in ``sizes.weight_bytes``."""
+
+    spec: ModelSpec
+    quantization: str | None
+    kv_dtype: str
+
+    @classmethod
+    def of(cls, folder: str, settings: dict[str, Any]) -> Limits:
+        """``settings``: of the engine."""
+        spec = read_decoder(json.loads((Path(folder) / "config.json").read_text()))
+        kv_dtype = settings.get("kv_cache_dtype") or "bfloat16"
+        return cls(spec, settings.get("quantization") or spec.quantization, kv_dtype)
+
+    @cached_property
+    def state(self) -> list[LayerState]:
+        return state_of(self.spec, 1)
+
+    def weights(self, rows: int) -> float:
+        """Bytes of the matrices that a step of ``rows`` tokens reads: of experts those that some row chooses,
+        on average, and of an embedding beside the output layer nothing."""
+        spec = replace(self.spec, tied=True)
+        if spec.moe is None:
+            return weight_bytes(spec, "bfloat16", self.quantization, 1, "cuda")
+        none, every = (
+            weight_bytes(
+                replace(spec, moe=replace(spec.moe, experts=n)), "bfloat16", self.quantization, 1, "cuda"
+            )
+            for n in (0, spec.moe.experts)
+        )
+        missed = (1 - spec.moe.routing.top_k / spec.moe.experts) ** rows
+        return none + (every - none) * (1 - missed)
+
+    def history(self, context: int) -> float:
+        """Bytes that one row reads, and of states writes, behind ``context`` tokens."""
+        tokens = sum(
+            layer.token_bytes(self.kv_dtype) * min(context, layer.window or context) for layer in self.state
+        )
+        return tokens + 2 * sum(layer.unit_bytes(self.kv_dtype) for layer in self.state)
+
+    def step(self, contexts: Sequence[int]) -> float:
+        """Seconds of one with a row behind each of these."""
+        read = (self.weights(len(contexts)) + sum(map(self.history, contexts))) / READ
+        return max(read, self.prompt(len(contexts)))
+
+    def prompt(self, tokens: int) -> float:
+        """Seconds of the matrices' products for so many tokens; attention is left out."""
+        return 2 * parameters(replace(self.spec, tied=True)).active * tokens / PRODUCTS
+
+    def crowd(self, inputs: Sequence[int], outputs: Sequence[int], every: int = 16) -> float:
+        """Seconds of requests that come together: all prompts, then steps, of which each ``every``-th is
+        computed."""
+        spent = self.prompt(sum(inputs))
+        for at in range(0, max(outputs), every):
+            rows = [n + at for n, out in zip(inputs, outputs, strict=True) if out > at]
+            spent += every * self.step(rows)
+        return spent
