@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from sgla.loading.source import configured_source
 from sgla.messages import Control
 
 RESTS = {"updating": "weights are being updated", "sleeping": "the server sleeps; POST /wake_up wakes it"}
+PARTS = "weights", "kv_cache"  # as SGLang and vLLM call them
 TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds between two
 
 
 class Resting(ABC):
-    """A part of the ingress. ``weight_version``: whose weights the answers are of."""
+    """A part of the ingress. ``weight_version``: whose weights the answers are of; ``asleep``: what a server
+    that sleeps has given back, of ``PARTS``."""
 
     config: Config
     phase: str
@@ -32,20 +34,22 @@ class Resting(ABC):
     _flush: Callable[[bool], bool] | None
 
     def __init__(self) -> None:
+        self.asleep: set[str] = set()
         self._one = asyncio.Lock()  # of works, one after the other
         self._works = Works()
 
     @abstractmethod
     def require_ready(self) -> None: ...
 
-    async def sleep(self, weights: bool) -> bool:
-        """Give back the memory of the KV cache, and of the ``weights``; until ``wake`` no request is
-        accepted. False if requests are open (nothing is given back then). Raises UnsupportedField."""
-        return await self._whole(self._sleep(weights))
+    async def sleep(self, kv: bool, weights: str) -> bool:
+        """Give back the memory of the KV cache, and of the weights; until all of it is there again no request
+        is accepted. ``weights``: "" if they stay; else where they come from later, see ``ChangingRunner``.
+        False if requests are open (nothing is given back then). Raises UnsupportedField and OutOfMemory."""
+        return await self._whole(self._sleep(kv, weights))
 
-    async def wake(self) -> None:
-        """Have everything again. Raises what loading does: then it still sleeps."""
-        await self._whole(self._wake())
+    async def wake(self, parts: Sequence[str] = PARTS) -> None:
+        """Have these again. Raises what loading does: then it still sleeps."""
+        await self._whole(self._wake(parts))
 
     async def update_weights(self, folder: str, version: str | None) -> bool:
         """Take other weights of the same model; meanwhile no request is accepted. False if requests are open
@@ -62,27 +66,43 @@ class Resting(ABC):
 
         return await self._works.whole(alone())
 
-    async def _sleep(self, weights: bool) -> bool:
-        self.require_ready()
-        assert self._control is not None
-        done, self.phase = False, "sleeping"  # from now on nobody comes
+    async def _sleep(self, kv: bool, weights: str) -> bool:
+        sleeps = self.phase == "sleeping"
+        if not sleeps:
+            self.require_ready()
+        self.phase = "sleeping"  # from now on nobody comes
+        parts = {part for part, goes in zip(PARTS, (weights, kv)) if goes} - self.asleep
+        done = False
         try:
-            if not self._open and await self._emptied():
-                await self._control(Control(verb="sleep", args={"weights": weights}))
+            if sleeps or (not self._open and await self._emptied()):
+                await self._part_with(parts, {"kv": kv, "weights": weights})
                 done = True
         finally:
-            if not done:
+            if not (done or sleeps):
                 self._leave_phase("sleeping")
         return done
 
-    async def _wake(self) -> None:
+    async def _part_with(self, parts: set[str], args: dict[str, Any]) -> None:
+        assert self._control is not None
+        try:
+            await self._control(Control(verb="sleep", args=args))
+        except SglaError:  # of one rank
+            await self._control(_waking(parts))
+            raise
+        self.asleep |= parts
+
+    async def _wake(self, parts: Sequence[str]) -> None:
         if self.phase == "sleeping":
             assert self._control is not None
-            await self._control(Control(verb="wake"))
-            self._leave_phase("sleeping")
+            await self._control(_waking(self.asleep.intersection(parts)))
+            self.asleep.difference_update(parts)
+            if not self.asleep:
+                self._leave_phase("sleeping")
 
     async def _update_weights(self, folder: str, version: str | None) -> bool:
-        self.require_ready()
+        before = self.phase
+        if before != "sleeping" or "weights" in self.asleep:
+            self.require_ready()
         assert self._control is not None
         path = inside(folder, self.config.weight_folders, "model_path", "--weight-folders")
         self.phase = "updating"
@@ -99,12 +119,12 @@ class Resting(ABC):
             self.weight_version = version or str(path)
             return True
         finally:
-            self._leave_phase("updating")
+            self._leave_phase("updating", before)
 
-    def _leave_phase(self, phase: str) -> None:
+    def _leave_phase(self, phase: str, to: str = "ready") -> None:
         """A server that drains or is dead meanwhile stays so."""
         if self.phase == phase:
-            self.phase = "ready"
+            self.phase = to
 
     async def _emptied(self) -> bool:
         """Whether the prefix cache is empty on the device and workers have nothing to do, which steps and
@@ -115,3 +135,8 @@ class Resting(ABC):
                 return True
             await asyncio.sleep(TRY)
         return False
+
+
+def _waking(parts: Collection[str]) -> Control:
+    weights, kv = (part in parts for part in PARTS)
+    return Control(verb="wake", args={"kv": kv, "weights": weights})

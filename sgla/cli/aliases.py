@@ -458,7 +458,7 @@ REFUSED: list[tuple[str, str]] = [
             "enable-memory-saver enable-sleep-mode enable-cumem-allocator "
             "*-cpu-backup sleep-on-idle enable-weights-*"
         ),
-        "the server keeps its memory; stop it to free the GPU",
+        "every server can give memory back, without a flag: POST /sleep",
     ),
     (
         "skip-tokenizer-init skip-server-warmup warmup* enable-tokenizer-batch-* disable-tokenizer-batch-* "

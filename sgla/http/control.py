@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -10,6 +11,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
+from sgla.actors.resting import PARTS
 from sgla.errors import InvalidField, NotFound
 from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
@@ -124,35 +126,42 @@ async def is_paused(request: web.Request) -> web.Response:
 
 
 async def sleep(request: web.Request) -> web.Response:
-    """vLLM's levels: 1 gives back the KV cache, 2 the weights, too."""
+    """vLLM's levels: 1 gives back the KV cache, and what weights take of a GPU, 2 drops the weights."""
     level = request.query.get("level", "1")
     if level not in ("1", "2"):
         raise InvalidField("level must be 1 or 2", param="level")
-    await _sleep(request, weights=level == "2")
+    await _sleep(request, kv=True, weights="files" if level == "2" else "host")
     return json_response({"success": True})
 
 
 async def release_memory(request: web.Request) -> web.Response:
     """SGLang's tags, weights and kv_cache; none means both."""
-    tags = (await optional_intake(request, MEMORY)).tags
-    await _sleep(request, weights=tags is None or "weights" in tags)
+    tags = (await optional_intake(request, MEMORY)).tags or PARTS
+    await _sleep(request, kv="kv_cache" in tags, weights="either" if "weights" in tags else "")
     return json_response({"success": True})
 
 
-async def _sleep(request: web.Request, weights: bool) -> None:
-    if not await request.app[SERVER].ingress.sleep(weights):
+async def _sleep(request: web.Request, kv: bool, weights: str) -> None:
+    if not await request.app[SERVER].ingress.sleep(kv, weights):
         raise Busy("requests are open, so no memory was given back; try again when they are done")
 
 
 async def wake_up(request: web.Request) -> web.Response:
-    await request.app[SERVER].ingress.wake()
-    return json_response({"success": True})
+    """vLLM's ``tags``; none means all. Requests are accepted when all is there."""
+    tags = request.query.getall("tags", [])
+    if unknown := set(tags) - set(PARTS):
+        raise InvalidField(f"tags are weights and kv_cache, not {min(unknown)[:40]!r}", param="tags")
+    return await _wake(request, tags)
 
 
 async def resume_memory(request: web.Request) -> web.Response:
-    """All of it: tags that leave something out would leave a server that cannot answer."""
-    await optional_intake(request, MEMORY)
-    return await wake_up(request)
+    """SGLang's ``tags``; none means all."""
+    return await _wake(request, (await optional_intake(request, MEMORY)).tags)
+
+
+async def _wake(request: web.Request, tags: Sequence[str] | None) -> web.Response:
+    await request.app[SERVER].ingress.wake(tags or PARTS)
+    return json_response({"success": True})
 
 
 async def is_sleeping(request: web.Request) -> web.Response:

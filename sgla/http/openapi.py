@@ -251,7 +251,7 @@ OPERATIONS: dict[Any, Operation] = {
     control.unload_adapter_text: Operation("vLLM: forget a LoRA adapter", UnloadAdapterRequest, media=TEXT),
     control.is_paused: Operation("vLLM: whether generating is stopped", answer=to.Paused),
     control.sleep: Operation("vLLM: give memory back", answer=to.Done, query=("level",)),
-    control.wake_up: Operation("vLLM: have it again", answer=to.Done),
+    control.wake_up: Operation("vLLM: have it again", answer=to.Done, query=("tags",)),
     control.is_sleeping: Operation("vLLM: whether memory is given back", answer=to.Sleeping),
     control.release_memory: Operation("SGLang: give memory back", MemoryRequest, to.Done),
     control.resume_memory: Operation("SGLang: have it again", MemoryRequest, to.Done),

@@ -93,11 +93,11 @@ class Ingress(Protocol):
     def pause(self, paused: bool) -> None:
         """Stop generating, or go on."""
 
-    async def sleep(self, weights: bool) -> bool:
+    async def sleep(self, kv: bool, weights: str) -> bool:
         """Give memory back; False: requests are open."""
         ...
 
-    async def wake(self) -> None: ...
+    async def wake(self, parts: Sequence[str] = ...) -> None: ...
 
     async def update_weights(self, folder: str, version: str | None) -> bool:
         """False: requests are open."""

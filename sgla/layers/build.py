@@ -19,7 +19,7 @@ from sgla.layers.adapters import Adapters
 from sgla.layers.adapters import Part as AdapterPart
 from sgla.quant.formats import FORMATS, common
 from sgla.quant.method import PLAIN, Method
-from sgla.quant.weight import SourceTensor, Weight, storage
+from sgla.quant.weight import Make, SourceTensor, Weight, anywhere, storage
 
 CHUNK = 1 << 22  # values decoded at a time, so that loading needs little memory beyond the final weights
 
@@ -155,7 +155,8 @@ class Build:
     layers that it has in floating point, whatever it says; ``modules``: all that it has, if that is known.
     ``stacks`` names tensors that a checkpoint may
     have instead of several declared ones: name -> shape and parts. ``elsewhere``: makes the weights that do
-    not lie where the others do, of a module, storage, n and k. ``joined``: whether rows that several layers
+    not lie where the others do, of a module, storage, n and k; ``make``: the tensors of all matrices that do.
+    ``joined``: whether rows that several layers
     read are better multiplied by one kernel. ``device``: the kind that computes.
     ``cache_scales``: what the file says of k and v of a layer in 8 bits, by its number and ``k`` or ``v``.
     ``adapters``: where layers make room for adapters; None: nowhere.
@@ -173,6 +174,7 @@ class Build:
     floats: frozenset[str] = frozenset()
     modules: frozenset[str] = frozenset()
     elsewhere: Callable[[str, type[Weight], int, int], Weight | None] = lambda *_: None
+    make: Make = anywhere
     joined: bool = False
     device: str = "cpu"
     cache_scales: dict[tuple[int, str], float] = field(default_factory=dict)
@@ -193,7 +195,7 @@ class Build:
         has the numbers of all."""
         kind = self.kind_of(*modules)
         made = self.elsewhere(modules[0], storage(kind), n, k)
-        return storage(kind).empty(n, k) if made is None else made
+        return storage(kind).empty(n, k, self.make) if made is None else made
 
     def kind_of(self, *modules: str) -> str:
         """The storage of linear layers that are multiplied as one."""
@@ -211,7 +213,11 @@ class Build:
 
     def empty_vocab(self, n: int, k: int, module: str) -> Weight:
         """The same for embedding and output layer."""
-        return storage(self.kinds.get(f"{module}.weight", self.vocab_kind)).empty(n, k)
+        return storage(self.kinds.get(f"{module}.weight", self.vocab_kind)).empty(n, k, self.make)
+
+    def empty_plain(self, n: int, k: int) -> Weight:
+        """One that is never quantized."""
+        return storage(self.plain).empty(n, k, self.make)
 
     def declare(self, name: str, shape: tuple[int, ...], take: Callable[[Share], None]) -> None:
         assert name not in self.table, name

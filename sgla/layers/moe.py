@@ -14,7 +14,7 @@ from sgla.kernels.routing import Gating, Routing
 from sgla.layers.build import Build, Part, Share, Values, fill
 from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.quant.groups import GROUP
-from sgla.quant.weight import SourceTensor, Weight, storage
+from sgla.quant.weight import SourceTensor, Weight
 
 
 class MoE:
@@ -56,7 +56,7 @@ class MoE:
         inputs = [f"{module}.{which}_proj" for module in modules for which in self.parts]
         outputs = [f"{module}.down_proj" for module in modules]
         seen = routed or hidden
-        self.router = storage(build.plain).empty(experts + (routing.shared == "gated"), seen)
+        self.router = build.empty_plain(experts + (routing.shared == "gated"), seen)
         stacks = [f"{name}.experts.{which}_proj" for which in ("gate_up", "down")] if crossed else []
         self.gate_up = build.empty(len(inputs) * len(self.own), hidden, *(stacks[:1] or inputs))
         self.down = build.empty(len(outputs) * hidden, len(self.own), *(stacks[1:] or outputs))

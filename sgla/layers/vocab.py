@@ -8,7 +8,6 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.lora import added, lora_embedding
 from sgla.layers.build import Build, fill
-from sgla.quant.weight import storage
 
 
 class VocabEmbedding:
@@ -35,7 +34,7 @@ class PositionEmbedding:
     """Positions int32 ``[T]`` -> ``[T, d]``. ``unused``: rows of a checkpoint before the first one's."""
 
     def __init__(self, build: Build, name: str, positions: int, hidden: int, unused: int = 0) -> None:
-        self.weight = storage(build.plain).empty(positions, hidden)
+        self.weight = build.empty_plain(positions, hidden)
         build.declare(
             f"{name}.weight",
             (unused + positions, hidden),

@@ -33,7 +33,7 @@ from sgla.model.sizes import FOUR_BITS, as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
 from sgla.quant.fp8 import Fp8
 from sgla.quant.method import FLOATS, PLAIN
-from sgla.quant.weight import SourceTensor, Weight, storage
+from sgla.quant.weight import Make, SourceTensor, Weight, anywhere, storage
 
 Mend = Callable[[str, SourceTensor], SourceTensor]
 OnProgress = Callable[[Progress], None]
@@ -57,6 +57,7 @@ def load_model(
     on_model: Callable[[CausalLM], None] | None = None,
     offload: Offload | None = None,
     adapters: Adapters | None = None,
+    make: Make = anywhere,
 ) -> CausalLM:
     """Build the model and load this rank's weights.
 
@@ -65,8 +66,8 @@ def load_model(
     output layer are int8 (and ``wide_matrices``), with fp8 they are not quantized. Checkpoints in fp8 stay so
     on a GPU. ``context_len`` bounds positions (default: the model's own). ``seed`` makes dummy weights.
     ``on_model`` gets the model before its weights come. ``offload``: has the weights of some layers.
-    ``adapters``: layers make room for them in it. Raises ConfigError, and WeightError naming missing,
-    unexpected and misshapen tensors.
+    ``adapters``: layers make room for them in it. ``make``: the tensors of matrices. Raises ConfigError, and
+    WeightError naming missing, unexpected and misshapen tensors.
     """
     spec = read_decoder(source.config)
     if isinstance(spec, GenericSpec):
@@ -90,7 +91,7 @@ def load_model(
         )
     if offload is not None:
         build.elsewhere = offload.weight
-    build.adapters = adapters
+    build.adapters, build.make = adapters, make
     model = model_of(spec, build, context_len or spec.context_len)
     if offload is not None:
         offload.wrap(model.blocks)
@@ -98,17 +99,8 @@ def load_model(
         _tell_names(adapters, build, rename, spec)
     if on_model is not None:
         on_model(model)
-    load_weights(
-        source,
-        build,
-        spec.architecture,
-        tied=spec.tied,
-        ignored=model.ignored,
-        rename=rename,
-        mend=mending(spec),
-        on_progress=on_progress,
-        seed=seed,
-    )
+    model.stored = Stored(build, spec.architecture, spec.tied, model.ignored, rename, mending(spec), seed)
+    model.stored.load(source, on_progress)
     model.cache_scales = cache_scales(build, spec.layers)
     return model
 
@@ -193,6 +185,33 @@ def load_weights(
     WeightError."""
     tensors = _stream(source, build, seed, rename, mend)
     _fill(build.table, tensors, architecture, tied, ignored, on_progress or (lambda progress: None))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a model's tensors go, and how its checkpoints name them; see ``load_weights``."""
+
+    build: Build
+    architecture: str
+    tied: bool
+    ignored: tuple[str, ...]
+    rename: Callable[[str], str]
+    mend: Mend = lambda name, tensor: tensor
+    seed: int = 0
+
+    def load(self, source: ModelSource, on_progress: OnProgress | None = None) -> None:
+        """All of them, in place. Raises WeightError; what does not fit changes nothing."""
+        load_weights(
+            source,
+            self.build,
+            self.architecture,
+            tied=self.tied,
+            ignored=self.ignored,
+            rename=self.rename,
+            mend=self.mend,
+            on_progress=on_progress,
+            seed=self.seed,
+        )
 
 
 def model_of(spec: ModelSpec, build: Build, positions: int) -> CausalLM:

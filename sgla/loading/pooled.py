@@ -11,7 +11,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Build
-from sgla.loading.load import OnProgress, decoder_build, load_weights, model_of
+from sgla.loading.load import OnProgress, Stored, decoder_build, load_weights, model_of
 from sgla.messages import Pooling
 from sgla.model.base import CausalLM
 from sgla.model.bert import Encoder
@@ -22,6 +22,7 @@ from sgla.model.read import read_decoder
 from sgla.model.registry import body_of
 from sgla.model.rotary_encoder import RotaryEncoder
 from sgla.model.sizes import kinds_of
+from sgla.quant.weight import Make, anywhere
 
 
 class PooledEncoder(NamedTuple):
@@ -77,14 +78,16 @@ def load_decoder(
     on_progress: OnProgress | None = None,
     seed: int = 0,
     on_model: Callable[[CausalLM], None] | None = None,
+    make: Make = anywhere,
 ) -> PooledDecoder:
-    """Without its output layer. ``on_model`` is told of the body. Raises ConfigError and WeightError as
-    ``load_model`` does."""
+    """Without its output layer. ``on_model`` is told of the body; ``make``: as in ``load_model``. Raises
+    ConfigError and WeightError as ``load_model`` does."""
     spec = read_decoder(source.config)
     body = body_of(spec.architecture)
     if body is None:
         raise ConfigError(f"{spec.architecture} cannot be pooled", param="task")
     build = decoder_build(source, spec, dtype, quantization, shard, _decoder_name)
+    build.make = make
     # The output layer of a tied model is no tensor of its own.
     model = PooledDecoder(
         model_of(replace(spec, architecture=body, tied=True), build, context_len),
@@ -92,9 +95,8 @@ def load_decoder(
     )
     if on_model is not None:
         on_model(model.body)
-    load_weights(
-        source, build, spec.architecture, tied=True, rename=_decoder_name, on_progress=on_progress, seed=seed
-    )
+    model.body.stored = Stored(build, spec.architecture, True, (), _decoder_name, seed=seed)
+    model.body.stored.load(source, on_progress)
     return model
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import Layer
 from sgla.layers.attention import HeadNorms, LayerAttention, SelfAttention
@@ -25,6 +26,13 @@ from sgla.model.state import LayerState, state_of
 JOINED = 1024  # experts, at most, with a shared one that is one of them: their numbers are 10 bits in kernels
 
 
+class Refills(Protocol):
+    """Brings weights to where those of a model are."""
+
+    def load(self, source: ModelSource, on_progress: Any = None) -> None:
+        """All that are in files. Raises WeightError."""
+
+
 class CausalLM(ABC):
     """Layers declare their checkpoint tensors in ``build`` while the model is constructed.
 
@@ -38,6 +46,7 @@ class CausalLM(ABC):
     lm_head: LMHead
     blocks: list[Block]
     cache_scales: list[tuple[float, float]] | None = None  # of k and v of each layer, if the file has them
+    stored: Refills | None = None  # what brings other weights; None: nothing does
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         self.spec, self.shard, self.positions = spec, build.shard, positions

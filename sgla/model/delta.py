@@ -18,7 +18,7 @@ from sgla.layers.linear import RowLinear, split_heads
 from sgla.layers.norm import RMSNorm
 from sgla.model.delta_spec import DeltaSpec
 from sgla.model.llama import Llama
-from sgla.quant.weight import SourceTensor, storage
+from sgla.quant.weight import SourceTensor
 
 
 class DeltaNet:
@@ -44,7 +44,7 @@ class DeltaNet:
         wide, large = 2 * key + 2 * value, names[: len(names) // 2]
         one = build.joins(*names) and build.kind_of(*large) == build.plain
         self.inputs = build.empty(wide + (2 * self.rates if one else 0), hidden, *large)
-        self.ba = None if one else storage(build.plain).empty(2 * self.rates, hidden)
+        self.ba = None if one else build.empty_plain(2 * self.rates, hidden)
         self._rates = (self.inputs, wide) if self.ba is None else (self.ba, 0)
         (self._declare_joined if joined else self._declare_apart)(build, name, hidden, own)
         heads = range(own.start * share, own.stop * share)

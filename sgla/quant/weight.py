@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import ClassVar, Protocol, Self, cast
 
@@ -11,6 +12,14 @@ from torch import Tensor
 
 from sgla.kernels.cpu.panels import Kind, Panels
 from sgla.quant.formats import FORMATS
+
+# (shape, type) -> an uninitialized tensor
+Make = Callable[[Sequence[int], torch.dtype], Tensor]
+
+
+def anywhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Where torch makes tensors."""
+    return torch.empty(*shape, dtype=dtype)
 
 
 class SourceTensor(Protocol):
@@ -79,9 +88,9 @@ class Weight(ABC):
         return cls.pack(source.dense(rows)).cut(columns)
 
     @classmethod
-    def empty(cls, n: int, k: int) -> Self:
+    def empty(cls, n: int, k: int, make: Make = anywhere) -> Self:
         """Uninitialized."""
-        return cls(n, k, *(t.new_empty(n, *t.shape[1:]) for t in cls.pack(torch.zeros(1, k)).tensors))
+        return cls(n, k, *(make((n, *t.shape[1:]), t.dtype) for t in cls.pack(torch.zeros(1, k)).tensors))
 
     @property
     def data(self) -> Tensor:

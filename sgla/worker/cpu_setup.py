@@ -145,9 +145,9 @@ class CpuSetup(Runner):
             tiers, found = [*tiers, tier], [*found, [b""] * len(groups)]
         return {"tiers": tiers, "found": found}
 
-    def load_again(self) -> None:
+    def load_again(self, source: ModelSource) -> None:
         """The model of ``source``, after the one before has gone."""
-        self.model = self._model_again(self.source)
+        self.model = self._model_again(source)
         self._forward, _ = self._forward_again()
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ from sgla.messages import SAMPLE, Moved, StepPlan, StepResult
 from sgla.worker.batch import state_columns
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
-from sgla.worker.gpu_setup import GpuSetup
 from sgla.worker.gpu_steps import Launched
+from sgla.worker.gpu_weights import GpuWeights
 from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
 from sgla.worker.state import column
@@ -27,7 +27,7 @@ from sgla.worker.verify import Verify
 DECODE_FLAGS = bytes([SAMPLE])
 
 
-class CudaRunner(GpuSetup):
+class CudaRunner(GpuWeights):
     """Launches steps."""
 
     @torch.inference_mode()

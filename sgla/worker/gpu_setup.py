@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,7 @@ from sgla.messages import CacheGroup, Facts, Progress, StepCost, Tier
 from sgla.model.base import CausalLM
 from sgla.model.read import read_decoder
 from sgla.model.state import Demand, Pool
+from sgla.quant.weight import anywhere
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.adapters import AdapterStore, places_of
 from sgla.worker.facts import answer_facts
@@ -37,6 +39,7 @@ from sgla.worker.memory import cache_groups, mib, tier_units
 from sgla.worker.place import Gpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
+from sgla.worker.region import Region, gpu_memory
 from sgla.worker.runner import Runner
 from sgla.worker.warm_up import measure, rehearse, wake_triton, warm_up
 
@@ -46,22 +49,35 @@ STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
 MIXED, HEAVY = 512, 4 << 30
 
 
+class Regions(NamedTuple):
+    """What can be given back while the server sleeps."""
+
+    weights: Region
+    kv: Region
+
+
 class GpuSetup(Runner):
     """Ready to run steps: ``steps`` without a graph, with what all have in common; ``graphs`` of decode rows
     and ``prompts`` of mixed steps, if the attention ``_captures``; ``flights``, which draw; ``constraints``
-    on the rank that samples; ``copies`` of adapters, if there are any; ``host``: a tier in its memory."""
+    on the rank that samples; ``copies`` of adapters, if there are any; ``host``: a tier in its memory.
+    ``regions``: None where memory cannot be given back; ``fixed``: what weights cannot be changed beside, or
+    ""."""
 
     place: Gpu
+    regions: Regions | None = None
     copies: AdapterCopies | None = None
     host: HostTier | None = None
     steps: GpuSteps
 
     def _load(self, config: Config, source: ModelSource) -> None:
         woken = compilers().submit(wake_triton, self.shard.rank)
+        self.config, self.source = config, source
         spec = read_decoder(source.config)
         sizes = choose_sizes(config, spec, self.pooling)
         kernels, self.notes = choose_kernels(config, spec, self.place, sizes)
         self.notes += self.place.notes
+        if (memory := gpu_memory(self.shard.rank)) is not None:
+            self.regions = Regions(*(Region(memory, self.place.usage()["total"]) for _ in range(2)))
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
         self._states = config.enable_return_hidden_states
         self.budget = Budget(weights_of(config, spec, self.place), sizes.step_tokens, sizes.slots)
@@ -77,6 +93,13 @@ class GpuSetup(Runner):
             layers = self.budget.weights.offloaded.layers
             offload = Offload(layers) if layers else None
             self._load_model(config, source, sizes.context_len, begin, offload)
+        beside = (
+            ("adapters", self.adapters is not None),
+            ("an 8-bit KV cache, whose scales are those of the old ones", config.kv_cache_dtype == "fp8"),
+            ("a head for vectors", self.pooling is not None),
+            ("modules of transformers", self.steps.model.stored is None),
+        )
+        self.fixed = next((what for what, there in beside if there), "")
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         if offload is not None:
@@ -91,16 +114,13 @@ class GpuSetup(Runner):
         offload: Offload | None,
     ) -> None:
         seed, dtype = config.random_seed or 0, dtype_of(config)
-        quantization, report = config.quantization, self._report
+        make = anywhere if self.regions is None else self.regions.weights.empty
+        how = source, dtype, config.quantization, self.shard, context_len, self._report, seed, begin
         if self.pooling is None:
             places = None if self.adapters is None else self.adapters.adapters
-            load_model(
-                source, dtype, quantization, self.shard, context_len, report, seed, begin, offload, places
-            )
+            load_model(*how, offload, places, make)
             return
-        head = load_decoder(
-            source, self.pooling, dtype, quantization, self.shard, context_len, report, seed, begin
-        ).head
+        head = load_decoder(source, self.pooling, *how[1:], make).head
         self.steps.pooler = Pooler(self.pooling, head, self.steps.slots, self.steps.model.spec.hidden)
 
     def _begin(
@@ -115,7 +135,12 @@ class GpuSetup(Runner):
             self.steps = GpuSteps(model, kernels, sizes, places)
         adapters = 0 if places is None else places.nbytes
         tables = torch.cuda.memory_allocated() - made
-        self.budget.ledger = {"weights": made - before - adapters, "adapters": adapters, "tables": tables}
+        mapped = 0 if self.regions is None else self.regions.weights.size
+        self.budget.ledger = {
+            "weights": made - before - adapters + mapped,
+            "adapters": adapters,
+            "tables": tables,
+        }
         self._captures = kernels.attention.captures and self.pooling is None
         pool = ThreadPoolExecutor(1, "rehearse")
         self._rehearsal = pool.submit(rehearse, self.steps, woken) if self._captures else None
@@ -166,7 +191,8 @@ class GpuSetup(Runner):
         )
         pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts))
         with within_memory("allocating the KV cache", self.budget.smaller_pool):
-            steps.kv = steps.allocate(pages, config.page_size, steps.kv_dtype)
+            make = None if self.regions is None else self.regions.kv.empty
+            steps.kv = steps.allocate(pages, config.page_size, steps.kv_dtype, make)
         context_len = min(steps.context_len, (pages[0] - 1) * config.page_size)
         if context_len < steps.context_len:
             self.notes.append(

@@ -20,6 +20,7 @@ from sgla.layers.adapters import Adapters
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
 from sgla.model.state import kv_groups
+from sgla.quant.weight import Make
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, read
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
@@ -140,12 +141,14 @@ class GpuSteps:
         most = torch.stack([torch.stack([k.abs().max(), v.abs().max()]) for k, v in pairs])
         return [(k, v) for k, v in (most.float().clamp(min=1e-3) * (2 / E4M3_MAX)).tolist()]
 
-    def allocate(self, pages: Sequence[int], page_size: int, dtype: str) -> list[Layer]:
+    def allocate(
+        self, pages: Sequence[int], page_size: int, dtype: str, make: Make | None = None
+    ) -> list[Layer]:
         """``pages`` of each cache group; see ``worker/kv.py``."""
         state = self.model.state()
         groups = kv_groups(state, self.context_len, dtype)
         nbytes = sum(group.page_bytes(page_size) * count for group, count in zip(groups, pages))
-        arena = Arena(nbytes, sum(len(layer.tensors) + len(layer.unit) for layer in state))
+        arena = Arena(nbytes, sum(len(layer.tensors) + len(layer.unit) for layer in state), make)
         layers = allocate_kv(state, groups, pages, page_size, dtype, arena.zeros)
         for layer, scales in zip(layers, self.scales if dtype == "fp8" else []):
             if (kept := tokens_of(layer)) is not None:

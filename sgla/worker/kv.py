@@ -14,6 +14,7 @@ from torch import Tensor
 from sgla.kernels.ops import BothLayer, KVLayer, Layer, StateLayer
 from sgla.layers.spec import StateTensor
 from sgla.model.state import SCALE, KVGroup, LayerState, scaled, unit_dtype
+from sgla.quant.weight import Make
 
 DTYPES = {
     "float32": torch.float32,
@@ -145,11 +146,14 @@ def untouched(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.d
 
 
 class Arena:
-    """One allocation of ``nbytes`` on a GPU, and so much that all parts are aligned, which are given away.
+    """One tensor of ``nbytes`` on a GPU, and so much that all parts are aligned, which are given away.
     Tokens of one page and head lie together, so that a kernel reads them in one go."""
 
-    def __init__(self, nbytes: int, tensors: int) -> None:
-        self._left = torch.zeros(nbytes + ALIGNED * tensors, dtype=torch.uint8, device="cuda")
+    def __init__(self, nbytes: int, tensors: int, make: Make | None = None) -> None:
+        """``make``: where it lies; None: where torch has it."""
+        size, kind = nbytes + ALIGNED * tensors, torch.uint8
+        made = torch.empty(size, dtype=kind, device="cuda") if make is None else make((size,), kind)
+        self._left = made.zero_()
 
     def zeros(self, pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         heads, *width = shape

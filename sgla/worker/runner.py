@@ -82,7 +82,7 @@ class Runner(ABC):
     def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
         """An answer, which may come later. Verbs: ``memory``; ``profile_start`` with ``folder`` and
         ``steps``; ``profile_stop``; those of ``AdapterStore``; those of ``grammar/matcher.py``, for models
-        that generate; those of ``CpuWeights``. Raises UnsupportedField, InvalidField."""
+        that generate; those of ``ChangingRunner``. Raises UnsupportedField, InvalidField."""
         match command.verb:
             case "memory":
                 return {"ledger": self.facts.ledger | self.place.usage()}
@@ -91,9 +91,9 @@ class Runner(ABC):
             case "profile_stop":
                 return self.profiler.stop()
             case "sleep" | "wake" | "weights_update" | "weights_show":
-                kind = self.place.device.kind
                 raise UnsupportedField(
-                    f"memory and weights cannot be changed or shown on --device {kind} yet"
+                    f"memory and weights of such a model cannot be changed or shown on --device "
+                    f"{self.place.device.kind}"
                 )
             case "adapter_load" | "adapter_drop" if self.adapters is not None:
                 return self.adapters.control(command)

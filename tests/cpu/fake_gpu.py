@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import importlib.util
 import json
+import mmap
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,35 @@ class Nothing:
         return lambda *args, **kwargs: 0
 
 
+class HostMemory:
+    """In place of a GPU's, for regions. ``taken``: bytes that are mapped."""
+
+    granule = 1 << 12
+    taken = 0
+
+    def __init__(self, number: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # that takes nothing (MAP_NORESERVE)
+        self._mapped, self._reserved = mmap.mmap(-1, 1 << 40, flags=flags), 0
+
+    def reserve(self, size: int) -> int:
+        self._reserved += size
+        return self._reserved - size
+
+    def map(self, at: int, size: int) -> int:
+        HostMemory.taken += size
+        return 0
+
+    def unmap(self, at: int, size: int, handle: int) -> None:
+        """Who reads it now finds no numbers."""
+        HostMemory.taken -= size
+        self._mapped[at : at + size] = b"\xff" * size
+
+    def free(self, at: int, size: int) -> None: ...
+
+    def view(self, at: int, size: int, owner: object) -> torch.Tensor:
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=at)
+
+
 class Driver(Nothing):
     def get_current_target(self) -> Any:
         major, minor = torch.cuda.get_device_capability()
@@ -156,6 +186,7 @@ def pretend(name: str = "H200") -> None:
     for name in ("cuda", "pin_memory"):
         setattr(torch.Tensor, name, lambda self, *args, **kwargs: self)
     build.driver = tensor_map.driver = Nothing
+    gpu_setup.gpu_memory = HostMemory  # type: ignore[assignment]
     triton.runtime.driver.set_active(Driver())
     load.load_weights = lambda *args, **kwargs: LOADED.append(True)
     load._device = lambda: GPU  # so storages are those of GPUs
@@ -294,7 +325,8 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
     config = Config(device="cuda", load_format="dummy", **settings | case.get("config", {}))
     pretend(case.get("card", "H200"))
     free = case.get("free", 100 << 30)
-    torch.cuda.mem_get_info = lambda *args: (free, free)
+    begun = HostMemory.taken
+    torch.cuda.mem_get_info = lambda *args: (free - HostMemory.taken + begun, free)
     if case.get("looks"):
         torch.cuda.set_sync_debug_mode = looked
     try:

@@ -16,6 +16,7 @@ CASES = {
     "weights on the host": {"logprobs"},
     "adapters": {"logprobs"},
     "prefixes on the host": {"logprobs"},
+    "after a sleep": {"logprobs"},
     "toy family": {"logprobs"},
     "toy format": {"logprobs"},
     "experts in mxfp4": {"logprobs"},

@@ -23,7 +23,14 @@ from sgla.worker.cpu import CpuRunner
 
 TEXT = [(7 * i) % 300 for i in range(100)]
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "head_dim": 128}
-SLEEP, WAKE = Control(verb="sleep", args={"weights": True}), Control(verb="wake")
+WAKE = Control(verb="wake", args={"kv": True, "weights": True})
+
+
+def sleep(weights: str = "files") -> Control:
+    return Control(verb="sleep", args={"kv": True, "weights": weights})
+
+
+SLEEP = sleep()
 
 
 def start(config: dict[str, Any] | None = None, **model: Any) -> CpuRunner:
@@ -36,15 +43,15 @@ def answer(runner: CpuRunner) -> list[int]:
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("weights", [False, True])
-def test_answers_are_the_same_after_a_sleep(weights: bool, native: bool) -> None:
+@pytest.mark.parametrize("weights", ["", "host", "files"])
+def test_answers_are_the_same_after_a_sleep(weights: str, native: bool) -> None:
     runner = start({"native_kernels": native})
     first = answer(runner)
     assert any(bool(layer.k.any()) for layer in runner.kv)
     for _ in range(2):
-        runner.control(Control(verb="sleep", args={"weights": weights}))
+        runner.control(sleep(weights))
     assert not any(bool(layer.k.any() | layer.v.any()) for layer in runner.kv)
-    assert hasattr(runner, "model") is not weights
+    assert hasattr(runner, "model") is (weights != "files")
     runner.control(WAKE)
     runner.control(WAKE)
     assert answer(runner) == first
@@ -97,7 +104,7 @@ def test_weights_that_cannot_be_read_again_stay() -> None:
         runner = start(config)
         with pytest.raises(UnsupportedField, match="KV cache alone"):
             runner.control(SLEEP)
-        runner.control(Control(verb="sleep", args={"weights": False}))
+        runner.control(sleep(""))
         runner.control(WAKE)
         assert len(answer(runner)) == 5
 
@@ -116,10 +123,10 @@ async def test_nobody_comes_while_the_server_sleeps(monkeypatch: pytest.MonkeyPa
     ingress.connect(
         object(), facts, lambda: None, control, lambda tiers: not full[0], lambda: "", lambda paused: None
     )
-    assert not await ingress.sleep(weights=True)
+    assert not await ingress.sleep(True, "files")
     assert (ingress.phase, told) == ("ready", [])
     full[0] = False
-    assert await ingress.sleep(weights=True)
+    assert await ingress.sleep(True, "files")
     assert not ingress.ready
     assert "/wake_up" in ingress.trouble
     with pytest.raises(Loading, match="/wake_up"):
@@ -128,8 +135,44 @@ async def test_nobody_comes_while_the_server_sleeps(monkeypatch: pytest.MonkeyPa
     await ingress.wake()
     assert (ingress.phase, [one.verb for one in told]) == ("ready", ["wake"])
     with pytest.raises(UnsupportedField):
-        await ingress.sleep(weights=False)
+        await ingress.sleep(True, "")
     assert ingress.ready
+
+
+async def test_parts_come_back_one_by_one() -> None:
+    """A trainer that shares the device has the weights back, changes them, and then the KV cache."""
+    told = list[Any]()
+
+    async def control(command: Control) -> None:
+        told.append((command.verb, command.args.get("kv"), command.args.get("weights")))
+
+    ingress = resting(control)
+    assert await ingress.sleep(True, "")
+    assert await ingress.sleep(False, "either")
+    await ingress.wake(["weights"])
+    assert (ingress.phase, ingress.asleep) == ("sleeping", {"kv_cache"})
+    await ingress.wake(["kv_cache"])
+    assert (ingress.phase, ingress.asleep) == ("ready", set())
+    assert told == [
+        ("sleep", True, ""),
+        ("sleep", False, "either"),
+        ("wake", False, True),
+        ("wake", True, False),
+    ]
+
+
+async def test_ranks_wake_where_one_cannot_sleep() -> None:
+    told = list[str]()
+
+    async def control(command: Control) -> None:
+        told.append(command.verb)
+        if command.verb == "sleep":
+            raise UnsupportedField("not here")
+
+    ingress = resting(control)
+    with pytest.raises(UnsupportedField):
+        await ingress.sleep(True, "host")
+    assert (ingress.phase, ingress.asleep, told) == ("ready", set(), ["sleep", "wake"])
 
 
 def test_a_step_under_way_is_waited_for() -> None:
@@ -159,7 +202,7 @@ async def test_a_server_that_ends_meanwhile_is_not_ready_again(later: str) -> No
         ingress.phase = later
         raise UnsupportedField("not here")
 
-    for name, args in (("sleep", (True,)), ("wake", ()), ("update_weights", ("/w", None))):
+    for name, args in (("sleep", (True, "host")), ("wake", ()), ("update_weights", ("/w", None))):
         ingress = resting(control)
         ingress.config = Config(weight_folders=["/"])
         ingress.phase = "sleeping" if name == "wake" else "ready"
@@ -177,7 +220,7 @@ async def test_who_goes_leaves_a_server_that_sleeps() -> None:
         await goes.wait()
 
     ingress = resting(control)
-    asks = asyncio.ensure_future(ingress.sleep(weights=True))
+    asks = asyncio.ensure_future(ingress.sleep(True, "files"))
     await asyncio.sleep(0)
     wakes = asyncio.ensure_future(ingress.wake())
     await asyncio.sleep(0)

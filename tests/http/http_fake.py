@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -192,8 +193,8 @@ class FakeIngress:
             running=len(self.open_jobs), pages_total=256, pages_free=200, pages_cached=40, pages_evictable=40
         )
 
-    async def sleep(self, weights: bool) -> bool:
-        self.slept.append(weights)
+    async def sleep(self, kv: bool, weights: str) -> bool:
+        self.slept.append((kv, weights))
         return self.flushable
 
     weight_version = "default"
@@ -202,8 +203,8 @@ class FakeIngress:
         self.weight_version = version or folder
         return self.flushable
 
-    async def wake(self) -> None:
-        self.slept.append(None)
+    async def wake(self, parts: Sequence[str] = ()) -> None:
+        self.slept.append([*parts])
 
     async def flush_cache(self) -> bool:
         self.require_ready()

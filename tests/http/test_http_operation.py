@@ -122,15 +122,29 @@ async def test_sleep_and_wake(site: Site) -> None:
         ("/release_memory_occupation", {"tags": ["weights", "kv_cache"]}),
         ("/release_memory_occupation", b""),
         ("/resume_memory_occupation", {"tags": ["weights"]}),
+        ("/wake_up?tags=weights&tags=kv_cache", b""),
     ):
         assert (await site.post(path, body)) == (200, {"success": True})
-    assert site.ingress.slept == [False, True, None, False, True, True, None]
+    assert site.ingress.slept == [
+        (True, "host"),
+        (True, "files"),
+        ["weights", "kv_cache"],
+        (True, ""),
+        (True, "either"),
+        (True, "either"),
+        ["weights"],
+        ["weights", "kv_cache"],
+    ]
     assert (await site.get("/is_sleeping"))[1] == {"is_sleeping": False}
     site.ingress.phase = "sleeping"
     assert (await site.get("/is_sleeping"))[1] == {"is_sleeping": True}
     site.ingress.flushable, site.ingress.phase = False, "ready"
     assert (await site.post("/sleep", b""))[0] == 409
-    for path, body in (("/sleep?level=3", b""), ("/release_memory_occupation", {"tags": ["cuda_graph"]})):
+    for path, body in (
+        ("/sleep?level=3", b""),
+        ("/wake_up?tags=graph", b""),
+        ("/release_memory_occupation", {"tags": ["cuda_graph"]}),
+    ):
         assert (await site.post(path, body))[0] == 400
 
 

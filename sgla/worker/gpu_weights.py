@@ -1,0 +1,106 @@
+"""How a GPU runner gives memory and weights back, and has them again. Graphs keep the addresses of both,
+which stay (``region.py``)."""
+
+from __future__ import annotations
+
+import torch
+
+from sgla.errors import ConfigError, OutOfMemory, UnsupportedField
+from sgla.hub.source import ModelSource
+from sgla.worker.disk import identity_of
+from sgla.worker.gpu_memory import Advice, within_memory
+from sgla.worker.gpu_setup import GpuSetup
+from sgla.worker.memory import available_bytes, mib
+from sgla.worker.pinned import Pinned, pieces
+from sgla.worker.region import Region
+from sgla.worker.weights import ChangingRunner
+
+OTHERS = Advice("end what else has taken it, and wake the server again", "tags")
+
+
+class GpuWeights(ChangingRunner, GpuSetup):
+    """Matrices lie in a region of their own, as does the KV cache. Vectors, tables, graphs and what steps
+    take in between stay."""
+
+    _kept: Pinned | None = None  # the weights, while the region has none
+
+    def _sleep(self, kv: bool, weights: str) -> None:
+        if self.regions is None:
+            raise UnsupportedField(
+                "this GPU has no virtual memory management, without which memory cannot be given back",
+                param="tags",
+            )
+        region = self.regions.weights
+        torch.cuda.synchronize()
+        if weights and region.mapped:
+            if not region.size:
+                raise UnsupportedField(
+                    f"weights cannot be given back beside {self.fixed}; give back the KV cache alone",
+                    param="tags",
+                )
+            if weights == "files" and not self.fixed:
+                self._begun_as = identity_of(self.config, self.source, [])
+            else:
+                self._kept = self._copied(region)
+            region.unmap()
+        if kv:
+            self.regions.kv.unmap()
+        torch.cuda.empty_cache()
+
+    def _copied(self, region: Region) -> Pinned:
+        """Raises OutOfMemory."""
+        free = available_bytes() // self.shard.size
+        if free < region.size:
+            raise OutOfMemory(
+                f"the host has {mib(free)} for weights of {mib(region.size)}; POST /sleep?level=2, which "
+                "reads them from the files again",
+                param="level",
+            )
+        kept = Pinned(region.size)
+        for start, stop in pieces(region.size):
+            kept.bytes[start:stop].copy_(region.part(start, stop), non_blocking=True)
+        torch.cuda.synchronize()
+        return kept
+
+    def _wake(self, kv: bool, weights: bool) -> None:
+        if self.regions is None:
+            return
+        with within_memory("waking", lambda: OTHERS):
+            if weights and not self.regions.weights.mapped:
+                self._weights_again(self.regions.weights)
+            if kv and not self.regions.kv.mapped:
+                for start, stop in self.regions.kv.map():
+                    self.regions.kv.part(start, stop).zero_()
+        torch.cuda.synchronize()
+
+    def _weights_again(self, region: Region) -> None:
+        if self._kept is None:
+            for _ in region.map():
+                pass
+            try:
+                self._read_again()
+            except BaseException:
+                region.unmap()
+                raise
+            return
+        for start, stop in region.map():
+            region.part(start, stop).copy_(self._kept.bytes[start:stop], non_blocking=True)
+        torch.cuda.synchronize()
+        self._kept = None
+
+    def _read_again(self) -> None:
+        if self.host is not None and identity_of(self.config, self.source, []) != self._begun_as:
+            raise ConfigError(
+                "the model's files have changed, and --kv-host-bytes has prefixes of the old ones; put these "
+                "back, or start a server anew",
+                param="model",
+            )
+        self._take(self.source)
+
+    def _take(self, source: ModelSource) -> None:
+        """In place, where every graph finds them."""
+        stored = self.steps.model.stored
+        assert stored is not None
+        with self.place.torch, torch.inference_mode(), within_memory("loading weights", lambda: OTHERS):
+            stored.load(source)
+        torch.cuda.empty_cache()

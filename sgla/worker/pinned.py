@@ -1,0 +1,53 @@
+"""Much memory of the host that a GPU copies from and to by itself."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from sgla.errors import OutOfMemory
+from sgla.worker.memory import mib
+from sgla.worker.region import PIECE
+
+TOUCHERS = 8  # threads that have the system find pages
+
+
+class Pinned:
+    """``bytes`` uint8[size], in large pages if the system has them. Torch's allocator would take a power of
+    two, and have the pages found one by one. Raises OutOfMemory."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # of a system without
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        base = self.bytes.data_ptr()
+        with ThreadPoolExecutor(TOUCHERS) as threads:
+            list(threads.map(partial(_touch, base), *zip(*pieces(size))))
+        if error := int(torch.cuda.cudart().cudaHostRegister(base, size, 0)):
+            raise OutOfMemory(
+                f"{mib(size)} of the host's memory cannot be pinned (CUDA error {error}); raise the limit of "
+                "locked memory (ulimit -l), or POST /sleep?level=2",
+                param="level",
+            )
+        weakref.finalize(self, _unpin, base).atexit = False
+
+
+def pieces(size: int) -> Iterator[tuple[int, int]]:
+    """Where they begin and end."""
+    return ((start, min(size, start + PIECE)) for start in range(0, size, PIECE))
+
+
+def _touch(base: int, start: int, stop: int) -> None:
+    ctypes.memset(base + start, 0, stop - start)
+
+
+def _unpin(pointer: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(pointer)

@@ -1,0 +1,195 @@
+"""Memory that goes and comes back at the same addresses, so that CUDA graphs, tensor maps and tables of
+pointers stay right meanwhile.
+
+CUDA's virtual memory management: an address range is reserved for good, and physical memory is mapped into
+it. That is the driver's own interface, called through ctypes: torch's allocator can give memory back
+(expandable segments, ``MemPool``) only where no tensor is left, and a hook into it would call Python while it
+holds its lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+from ctypes import byref, c_int, c_size_t, c_uint64
+from functools import cache
+from math import prod
+from types import SimpleNamespace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sgla.kernels.cuda.build import check, driver
+
+ALIGNED = 512  # bytes, as torch has it
+GROWN = 32 << 20  # bytes that a region grows by, at least
+PIECE = 256 << 20  # that come back at a time: some are filled while others are mapped
+_VIRTUAL = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+
+class Memory(Protocol):
+    """Where a region has its addresses and its bytes. All raise RuntimeError."""
+
+    granule: int  # of which sizes are multiples
+
+    def reserve(self, size: int) -> int: ...
+
+    def map(self, at: int, size: int) -> int:
+        """A handle on new memory, whose bytes are not set."""
+        ...
+
+    def unmap(self, at: int, size: int, handle: int) -> None: ...
+
+    def free(self, at: int, size: int) -> None: ...
+
+    def view(self, at: int, size: int, owner: object) -> Tensor:
+        """uint8[size], which keeps its ``owner``."""
+        ...
+
+
+class Piece(NamedTuple):
+    at: int
+    size: int
+    handle: int
+
+
+class Region:
+    """Tensors behind each other. ``size``: bytes that are mapped, or were before they went."""
+
+    def __init__(self, memory: Memory, limit: int) -> None:
+        """``limit``: of addresses, which cost nothing. Raises RuntimeError."""
+        self._memory, self._limit = memory, _rounded(limit, memory.granule)
+        self._base = memory.reserve(self._limit)
+        self._pieces: list[Piece] = []
+        self._used = self.size = 0
+        given = memory, self._base, self._limit, self._pieces
+        weakref.finalize(self, _free, *given).atexit = False
+
+    @property
+    def mapped(self) -> bool:
+        return bool(self._pieces) or not self.size
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Raises RuntimeError."""
+        count = prod(shape) * dtype.itemsize
+        if not count:
+            return torch.empty(*shape, dtype=dtype)
+        start = _rounded(self._used, ALIGNED)
+        if (missing := start + count - self.size) > 0:
+            granule = self._memory.granule
+            self._map(self.size, _rounded(max(missing, min(GROWN, self._limit - self.size)), granule))
+        self._used = start + count
+        return self.part(start, start + count).view(dtype).view(*shape)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """uint8[stop - start]"""
+        return self._memory.view(self._base + start, stop - start, self)
+
+    def unmap(self) -> None:
+        """Nobody reads or writes it any more. What is in it is lost."""
+        _unmap(self._memory, self._pieces)
+
+    def map(self) -> Iterator[tuple[int, int]]:
+        """Where the parts that come back begin and end, each as soon as it is there, with anything in it.
+        Raises RuntimeError; then nothing is mapped."""
+        size, self.size = self.size, 0
+        try:
+            for start in range(0, size, PIECE):
+                self._map(start, min(PIECE, size - start))
+                yield start, self.size
+        except BaseException:
+            self.unmap()
+            raise
+        finally:
+            self.size = size
+
+    def _map(self, start: int, size: int) -> None:
+        at = self._base + start
+        self._pieces.append(Piece(at, size, self._memory.map(at, size)))
+        self.size = start + size
+
+
+def _rounded(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def _unmap(memory: Memory, pieces: list[Piece]) -> None:
+    while pieces:
+        memory.unmap(*pieces.pop())
+
+
+def _free(memory: Memory, base: int, limit: int, pieces: list[Piece]) -> None:
+    _unmap(memory, pieces)
+    memory.free(base, limit)
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("kind", c_int), ("number", c_int))
+
+
+class _Properties(ctypes.Structure):  # CUmemAllocationProp
+    _fields_ = (
+        ("kind", c_int),
+        ("handles", c_int),
+        ("location", _Location),
+        ("windows", ctypes.c_void_p),
+        ("flags", c_uint64),
+    )
+
+
+class _Access(ctypes.Structure):  # CUmemAccessDesc
+    _fields_ = (("location", _Location), ("flags", c_int))
+
+
+class CudaMemory:
+    """Of the GPU ``number``."""
+
+    def __init__(self, number: int) -> None:
+        here = _Location(1, number)
+        self._properties, self._access = _Properties(1, 0, here, None, 0), _Access(here, _READ_WRITE)
+        granule = c_size_t()
+        code = driver().cuMemGetAllocationGranularity(byref(granule), byref(self._properties), 0)
+        check(code, "the granule of GPU memory")
+        self.granule = granule.value
+
+    def reserve(self, size: int) -> int:
+        at = c_uint64()
+        code = driver().cuMemAddressReserve(byref(at), c_size_t(size), c_size_t(0), c_uint64(0), c_uint64(0))
+        check(code, f"{size} bytes of addresses")
+        return at.value
+
+    def map(self, at: int, size: int) -> int:
+        handle, place, count = c_uint64(), c_uint64(at), c_size_t(size)
+        code = driver().cuMemCreate(byref(handle), count, byref(self._properties), c_uint64(0))
+        check(code, f"{size} bytes of GPU memory")
+        try:
+            check(driver().cuMemMap(place, count, c_size_t(0), handle, c_uint64(0)), "mapping GPU memory")
+            code = driver().cuMemSetAccess(place, count, byref(self._access), c_size_t(1))
+            check(code, "access to GPU memory")
+        except RuntimeError:
+            driver().cuMemRelease(handle)
+            raise
+        return handle.value
+
+    def unmap(self, at: int, size: int, handle: int) -> None:
+        check(driver().cuMemUnmap(c_uint64(at), c_size_t(size)), "unmapping GPU memory")
+        check(driver().cuMemRelease(c_uint64(handle)), "giving GPU memory back")
+
+    def free(self, at: int, size: int) -> None:
+        check(driver().cuMemAddressFree(c_uint64(at), c_size_t(size)), "giving addresses back")
+
+    def view(self, at: int, size: int, owner: object) -> Tensor:
+        told = {"shape": (size,), "typestr": "|u1", "data": (at, False), "version": 2}
+        holder = SimpleNamespace(__cuda_array_interface__=told, owner=owner)
+        return torch.as_tensor(holder, device="cuda")
+
+
+@cache
+def gpu_memory(number: int) -> Memory | None:
+    """None: this GPU has memory at fixed addresses alone, as some virtual ones do."""
+    has = c_int()
+    check(driver().cuDeviceGetAttribute(byref(has), _VIRTUAL, number), "what the GPU can do")
+    return CudaMemory(number) if has.value else None

@@ -1,0 +1,110 @@
+"""What becomes of a runner's memory and weights after its start: they go, come back, or become others."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from concurrent.futures import Future
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from sgla.config import Config
+from sgla.errors import InvalidField, SglaError, UnsupportedField
+from sgla.hub.source import ModelSource
+from sgla.loading.checkpoint import stored_tensors
+from sgla.loading.source import configured_source
+from sgla.messages import Control
+from sgla.model.read import read_decoder
+from sgla.worker.runner import Runner
+
+MOST_VALUES = 1 << 20  # of a tensor that is shown
+
+
+class ChangingRunner(Runner):
+    """No step runs while it does what a command says, and no request has anything. ``source``: where its
+    weights are from; ``fixed``: what they cannot be changed beside, or ""."""
+
+    config: Config
+    source: ModelSource
+    fixed: str
+    _before: ModelSource | None = None  # that of the weights which the latest ones came in place of
+
+    def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
+        """Beside those of all runners: ``sleep`` gives memory back, with ``kv`` that of the KV cache, which
+        is empty, and with ``weights`` theirs: they go to the ``host``'s memory, if that is another one; are
+        read again from the ``files``; or ``either``, whichever there is. ``wake`` has ``kv`` and ``weights``
+        again. ``weights_update`` takes those of the folder ``path``, or the ones before. ``weights_show`` has
+        the first ``rows`` of the tensor ``name``."""
+        args = command.args
+        match command.verb:
+            case "sleep":
+                self._sleep(args["kv"], args["weights"])
+            case "wake":
+                self._wake(args["kv"], args["weights"])
+            case "weights_update":
+                self._update(args["path"])
+            case "weights_show":
+                return {"values": self._show(args["name"], args["rows"])}
+            case _:
+                return super().control(command)
+        return {}
+
+    @abstractmethod
+    def _sleep(self, kv: bool, weights: str) -> None:
+        """Raises UnsupportedField and OutOfMemory: then nothing has changed."""
+
+    @abstractmethod
+    def _wake(self, kv: bool, weights: bool) -> None:
+        """Raises what loading does, and OutOfMemory: then what has not come back is still away."""
+
+    @abstractmethod
+    def _take(self, source: ModelSource) -> None:
+        """These weights in place of the others. Raises SglaError: then there are none that are of use."""
+
+    def _update(self, path: str) -> None:
+        """Raises InvalidField: then the weights are those that there were."""
+        if self.fixed or self.facts.tiers:
+            what = self.fixed or "tiers of prefixes, which are of the old ones"
+            raise UnsupportedField(f"weights cannot be updated beside {what}", param="model_path")
+        old = self.source
+        if path:
+            self._before, new = old, self._other(path)
+        elif self._before is None or self._before is old:
+            return
+        else:
+            new = self._before
+        try:
+            self._take(new)
+            self.source = new
+        except SglaError as error:
+            self._take(old)
+            raise InvalidField(f"{error.message}; the old weights stay", param="model_path") from error
+
+    def _other(self, path: str) -> ModelSource:
+        try:
+            found = configured_source(path, self.config)
+            same = read_decoder(found.config) == read_decoder(self.source.config)
+        except SglaError as error:
+            raise InvalidField(error.message, param="model_path") from error
+        if not same or found.kind != self.source.kind:
+            raise InvalidField(
+                f"{path} is another model than the one that is served: its config.json or the format of its "
+                "files differs; start a server with it",
+                param="model_path",
+            )
+        return replace(found, draft=self.source.draft)
+
+    def _show(self, name: str, rows: int) -> list[Any]:
+        if self.source.kind not in ("safetensors", "pt"):
+            raise UnsupportedField("tensors of GGUF files and of random weights have no names", param="name")
+        for found, tensor in stored_tensors(self.source):
+            if found == name:
+                count = min(rows, tensor.shape[0] if tensor.shape else 1)
+                if (size := count * prod(tensor.shape[1:])) > MOST_VALUES:
+                    raise InvalidField(
+                        f"{count} rows have {size} values, more than {MOST_VALUES}; lower truncate_size",
+                        param="truncate_size",
+                    )
+                values: list[Any] = tensor.values(range(count)).float().tolist()
+                return values
+        raise InvalidField(f"the model's files have no tensor {name[:200]!r}", param="name")

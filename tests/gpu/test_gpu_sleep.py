@@ -1,0 +1,88 @@
+"""Memory goes and comes back, and graphs do not notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_gpu_moe import TINY as MIXTURE
+from test_gpu_runner import TINY, generate, make, prompt
+
+from sgla.errors import OutOfMemory
+from sgla.messages import Control
+from sgla.worker.region import Region, gpu_memory
+
+PROMPTS = {slot: prompt(slot, 20 + 13 * slot) for slot in range(8)}
+
+
+def sleep(kv: bool = True, weights: str = "host") -> Control:
+    return Control(verb="sleep", args={"kv": kv, "weights": weights})
+
+
+def wake(kv: bool = True, weights: bool = True) -> Control:
+    return Control(verb="wake", args={"kv": kv, "weights": weights})
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (TINY, {}),
+        (TINY, {"quantization": "fp8"}),
+        (TINY, {"quantization": "int4"}),
+        (TINY, {"deterministic": True}),
+        (MIXTURE, {}),
+        (TINY, {"kv_host_bytes": 64 << 20}),
+    ],
+)
+def test_graphs_go_on_after_a_sleep(model: dict[str, Any], settings: dict[str, Any]) -> None:
+    runner = make(model, **settings)
+    first = generate(runner, PROMPTS, 12, True)
+    for weights in ("", "host", "files"):
+        before = torch.cuda.mem_get_info()[0]
+        runner.control(sleep(weights=weights))
+        runner.control(sleep(weights=weights))
+        given = torch.cuda.mem_get_info()[0] - before
+        least = runner.facts.ledger["kv"] + bool(weights) * runner.regions.weights.size
+        assert given >= 0.9 * least
+        runner.control(wake(kv=False))
+        runner.control(wake())
+        assert abs(torch.cuda.mem_get_info()[0] - before) < 64 << 20
+        assert generate(runner, PROMPTS, 12, True) == first
+
+
+def test_a_runner_that_finds_no_memory_sleeps_on() -> None:
+    runner = make()
+    first = generate(runner, PROMPTS, 12, True)
+    runner.control(sleep())
+    filler = torch.empty(torch.cuda.mem_get_info()[0] - (64 << 20), dtype=torch.uint8, device="cuda")
+    with pytest.raises(OutOfMemory, match="while waking"):
+        runner.control(wake())
+    del filler
+    torch.cuda.empty_cache()
+    runner.control(wake())
+    assert generate(runner, PROMPTS, 12, True) == first
+
+
+def test_a_region_keeps_its_addresses() -> None:
+    memory = gpu_memory(0)
+    assert memory is not None
+    region = Region(memory, 4 << 30)
+    tensors = [region.empty((n, 1 << 20), torch.bfloat16) for n in (1, 300, 7)]
+    places = [tensor.data_ptr() for tensor in tensors]
+    for tensor in tensors:
+        tensor.fill_(2.0)
+    graph, sums = torch.cuda.CUDAGraph(), torch.zeros(3, device="cuda")
+    with torch.cuda.graph(graph):
+        for i, tensor in enumerate(tensors):
+            sums[i] = tensor.sum(dtype=torch.float32)
+    for value in (2.0, 3.0):
+        graph.replay()
+        assert sums.tolist() == [value * tensor.numel() for tensor in tensors]
+        torch.cuda.synchronize()
+        region.unmap()
+        assert not region.mapped
+        assert [stop for _, stop in region.map()][-1] == region.size
+        for tensor in tensors:
+            tensor.fill_(3.0)
+    assert [tensor.data_ptr() for tensor in tensors] == places
