@@ -17,6 +17,7 @@ from sgla.engine.outputs import Output
 from sgla.engine.params import SamplingParams
 from sgla.engine.progress import Bar
 from sgla.engine.vectors import VectorCalls
+from sgla.engine.weights import WeightCalls
 from sgla.errors import SglaError
 from sgla.messages import MOST_PROFILED, Event, Job, Rejected
 
@@ -32,7 +33,7 @@ class Chat(NamedTuple):
     template_kwargs: dict[str, Any]
 
 
-class Engine(VectorCalls, BeamCalls):
+class Engine(VectorCalls, BeamCalls, WeightCalls):
     """A loaded model. ``Engine(model="demo", dtype="float32")``: keywords are the fields of ``Config``.
 
     Methods are thread-safe; ``a*`` variants are awaited on the caller's own loop. Errors are

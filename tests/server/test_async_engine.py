@@ -68,6 +68,24 @@ def test_what_is_no_sampling_is_named(engine: Engine, sampling: Any) -> None:
         engine.generate("abc", sampling)
 
 
+def test_an_engine_sleeps_and_wakes(engine: Engine) -> None:
+    before = engine.generate("abc", SamplingParams(max_tokens=4, seed=1)).tokens
+    for rest, wake in (
+        (partial(engine.sleep, 2), engine.wake_up),
+        (partial(engine.release_memory_occupation, ["kv_cache"]), engine.resume_memory_occupation),
+    ):
+        assert rest()
+        assert engine.is_sleeping
+        with pytest.raises(SglaError, match="sleeps"):
+            engine.generate("abc", SamplingParams(max_tokens=1))
+        wake()
+        assert not engine.is_sleeping
+    assert engine.generate("abc", SamplingParams(max_tokens=4, seed=1)).tokens == before
+    for wrong in (partial(engine.sleep, 3), partial(engine.wake_up, ["graphs"])):
+        with pytest.raises(InvalidField):
+            wrong()
+
+
 def test_calls_behind_the_end_of_an_engine(tiny_model: Path) -> None:
     engine = Engine(str(tiny_model), executor="fake", device="cpu")
     engine.shutdown()

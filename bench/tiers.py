@@ -1,0 +1,139 @@
+"""What it takes to sleep and wake, and to have a long prefix back from a tier: one JSON line a measurement.
+
+    python bench/tiers.py --model bench/models/qwen3-8b --parts sleep,prefix [--tokens 32768] [--repeat 3]
+
+``sleep``: seconds of each level, and of the wakes behind them, with the GiB that the GPU has free meanwhile;
+the tokens of a request are the same before and after. ``prefix``: seconds to the first token of a prompt of
+so many tokens and 16 more that is computed, that the KV cache has, and that lies in the host's memory because
+others have pushed it out; and the bytes a second of a plain copy from pinned memory. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lines
+
+GIB = 1 << 30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="bench/models/qwen3-8b")
+    parser.add_argument("--parts", default="sleep,prefix")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--extra", default="{}", help="more settings, as JSON")
+    args = parser.parse_args()
+    for part in args.parts.split(","):
+        {"sleep": sleep, "prefix": prefix}[part](args)
+
+
+def engine_of(args: argparse.Namespace, **settings: Any) -> Any:
+    from sgla.engine import Engine
+
+    return Engine(args.model, load_format="dummy", device="cuda", **settings | json.loads(args.extra))
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    begun = time.perf_counter()
+    made = work()
+    return round(time.perf_counter() - begun, 4), made
+
+
+def first_token(engine: Any, prompt: list[int]) -> tuple[float, Any]:
+    from sgla.messages import SamplingParams
+
+    return timed(
+        lambda: engine.generate(prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+    )
+
+
+def free() -> float:
+    """GiB of the GPU."""
+    import torch
+
+    return round(torch.cuda.mem_get_info()[0] / GIB, 2)
+
+
+def sleep(args: argparse.Namespace) -> None:
+    from sgla.messages import SamplingParams
+
+    params = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+    prompt = [random.Random(0).randrange(10000) for _ in range(300)]
+    with engine_of(args) as engine:
+        before = engine.generate(prompt, params).tokens
+        for repeat in range(args.repeat):
+            for level in (1, 2):
+                had = free()
+                away, slept = timed(partial(engine.sleep, level))
+                assert slept
+                given = free()
+                back, _ = timed(engine.wake_up)
+                again, output = timed(lambda: engine.generate(prompt, params))
+                fields: dict[str, Any] = {
+                    "level": level,
+                    "sleep_s": away,
+                    "wake_s": back,
+                    "then_s": again,
+                    "rep": repeat,
+                }
+                fields |= {"free_gib": [had, given, free()], "same": output.tokens == before}
+                lines.emit({"part": "sleep", "model": args.model} | fields)
+
+
+def prefix(args: argparse.Namespace) -> None:
+    pages = 3 * args.tokens  # of the KV cache: the next two prompts push a prompt out
+    spec = json.load(open(f"{args.model}/config.json"))  # noqa: SIM115
+    token = 4 * spec["num_hidden_layers"] * spec["num_key_value_heads"] * spec["head_dim"]
+    draw = random.Random(1)
+    settings = {"kv_cache_bytes": pages // 2 * token, "context_length": args.tokens + 64}
+    settings["kv_host_bytes"] = 4 * args.tokens * token
+    with engine_of(args, **settings) as engine:
+        first_token(engine, [draw.randrange(10000) for _ in range(args.tokens)])
+        for repeat in range(args.repeat):
+            prompts = [[draw.randrange(10000) for _ in range(args.tokens)] for _ in range(2)]
+            cold, _ = first_token(engine, prompts[0] + [1] * 16)
+            tree, in_tree = first_token(engine, prompts[0] + [2] * 16)
+            other, _ = first_token(engine, prompts[1])
+            time.sleep(1)
+            host, in_host = first_token(engine, prompts[0] + [3] * 16)
+            cached = [output.usage.cached_tokens for output in (in_tree, in_host)]
+            fields: dict[str, Any] = {
+                "cold_s": cold,
+                "cached_s": tree,
+                "other_s": other,
+                "host_s": host,
+                "cached": cached,
+            }
+            fields["host_gb_s"] = round(args.tokens * token / (host - tree) / 1e9, 1)
+            lines.emit({"part": "prefix", "model": args.model, "tokens": args.tokens, "rep": repeat} | fields)
+        stats = [(tier.name, tier.loaded, tier.saved) for tier in engine.stats().tiers]
+        plain = plain_copy(args.tokens * token)
+        lines.emit({"part": "copy", "tiers": stats, "bytes": args.tokens * token, "plain_gb_s": plain})
+
+
+def plain_copy(nbytes: int) -> float:
+    """GB a second of one copy out of pinned memory."""
+    import torch
+
+    host = torch.empty(min(nbytes, GIB), dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device="cuda")
+    there.copy_(host)
+    torch.cuda.synchronize()
+
+    def copy() -> None:
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return round(len(host) / timed(copy)[0] / 1e9, 1)
+
+
+if __name__ == "__main__":
+    main()
