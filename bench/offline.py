@@ -105,6 +105,7 @@ class Bench:
         }
         if args.tag:
             self.base["tag"] = args.tag
+        self.longest = args.max_model_len
         self.random, self.vocab = random.Random(1234), args.vocab
         self.batches = list(map(int, args.batches.split(",")))
         self.limits = None
@@ -141,7 +142,7 @@ class Bench:
         begun, draw = time.perf_counter(), self.random.randint
         self.timed([self.prompt(16)], [4], 0.0)
         self.timed([self.prompt(draw(100, 1024)) for _ in range(256)], [draw(4, 24) for _ in range(256)], 0.6)
-        self.timed([self.prompt(4096) for _ in range(4)], [4] * 4, 0.0)
+        self.timed([self.prompt(min(4096, self.longest - 4)) for _ in range(4)], [4] * 4, 0.0)
         self.timed([self.prompt(128)], [64], 0.0)
         self.emit(w="warmup", s=round(time.perf_counter() - begun, 2))
 
