@@ -27,13 +27,18 @@ def imported(tree: ast.Module) -> Iterator[str]:
     """Names of what a module imports, wherever it does so: in functions, for types alone, and by
     ``import_module``, too."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        if isinstance(node, ast.Call) and called(node) == "import_module":
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def called(call: ast.Call) -> str:
+    """The last part of the name of what is called; "" if it has none."""
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
 
 
 def graph(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:

@@ -97,7 +97,7 @@ def text() -> list[Submit]:
 
 
 def short_text() -> list[Submit]:
-    return [submit("greedy", [5, 9, 2], 4), submit("scored", list(range(1, 30)), 3, logprobs=2)]
+    return [submit("greedy", [5, 9, 2], 3), submit("scored", list(range(1, 20)), 2, logprobs=2)]
 
 
 def inputs() -> list[Submit]:
@@ -112,7 +112,7 @@ def long_text() -> list[Submit]:
     shared = rng.integers(0, 331, 2 * WINDOW).tolist()
     tails = {"first": WINDOW + 3, "second": 2, "short": 1}
     return [
-        submit(rid, shared * (rid != "short") + rng.integers(0, 331, n).tolist(), 4)
+        submit(rid, shared * (rid != "short") + rng.integers(0, 331, n).tolist(), 3)
         for rid, n in tails.items()
     ]
 
@@ -122,13 +122,13 @@ def turns() -> list[Submit]:
     rng = np.random.default_rng(5)
     begin = rng.integers(0, 331, 45).tolist()
     ends = {"whole": 45, "longer": 45, "branch": 30, "short": 0}
-    made = [submit(rid, begin[:n] + rng.integers(0, 331, 5).tolist(), 3) for rid, n in ends.items()]
+    made = [submit(rid, begin[:n] + rng.integers(0, 331, 5).tolist(), 2) for rid, n in ends.items()]
     return [*made, submit("scored", begin[:20], 2, logprobs=1)]
 
 
 def adapted() -> list[Submit]:
     """Of three adapters and the base: more than there are places."""
-    made = [submit(f"{n}", list(range(3 + n, 12 + 4 * n)), 4, logprobs=0) for n in range(6)]
+    made = [submit(f"{n}", list(range(3 + n, 12 + 4 * n)), 2, logprobs=0) for n in range(6)]
     numbers = (1, 0, 2, 1, 3, 0)
     return [replace(one, adapter=n, namespace=str(n)) for one, n in zip(made, numbers)]
 
@@ -216,14 +216,17 @@ STATES_KEPT = DECODER | {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
 SINKS = DECODER | {
     "architectures": ["GraniteSWAForCausalLM"],
     "model_type": "granite_swa",
     "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
     "sliding_window": 7,
     "layer_types": ["sliding_attention", "full_attention"],
 }
@@ -292,6 +295,7 @@ WIDER = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
     "architectures": ["YoutuForCausalLM"],
     "model_type": "youtu",
     "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "kv_lora_rank": 16,

@@ -58,10 +58,10 @@ def test_equals_transformers(name: str, tmp_path: Path) -> None:
     expected = torch.cat([hf(torch.tensor([p])).logits[0].float().log_softmax(-1) for p in PROMPTS])
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
     tokens = [
-        hf.generate(torch.tensor([p]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        hf.generate(torch.tensor([p]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
         for p in PROMPTS
     ]
-    rows = Eager(model, budget=20, native=True).generate(PROMPTS, 12)
+    rows = Eager(model, budget=20, native=True).generate(PROMPTS, 6)
     assert [row.tokens for row in rows] == [row[0].tolist() for row in tokens]
     spec = model.spec
     assert any(spec.windows) == ("sliding_window" in MODELS[name] or "local_attention" in MODELS[name])
@@ -142,8 +142,11 @@ def test_compiled_steps_equal_others(tmp_path: Path) -> None:
     hook.remove()
 
 
-def test_another_process_sees_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_another_process_sees_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
     """The main process has no torch. What config.json says of such facts counts for nothing."""
+    if fork:
+        probing.fork_probes(monkeypatch)
     save_checkpoint(tmp_path, "apertus")
     expected = seen(tmp_path).config[FACTS]
     source = files.open_source(tmp_path)

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked import run_script
 
 pytest.importorskip("triton")
 from sgla.kernels.triton import drafts
 from sgla.worker.drafts import LONGEST, SHORTEST, NGrams
 
-HERE = Path(__file__).parent
 MOST = 8
 
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
     """In a process of its own: see ``interpreted_drafts.py``."""
-    done = subprocess.run(
-        [sys.executable, "interpreted_drafts.py"], cwd=HERE, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(run_script("interpreted_drafts.py", seconds=600)[-1])
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import ForkedExecutor
 from tiny import VOCAB, check_draws, make_core, run, run_executor, submit, tiny_config, tiny_source
 
 from sgla.device import check as check_device
@@ -128,7 +129,8 @@ def test_preempted_requests_resume_the_same_stream(runner: CpuRunner, alone: dic
 @pytest.mark.parametrize("kind", ["inline", "procs", "procs tp 2"])
 async def test_executors_equal_the_runner(kind: str, alone: dict[str, list[int]]) -> None:
     config = tiny_config(tp=2 if kind.endswith("2") else 1, native_kernels=kind != "inline")
-    executor = (InlineExecutor if kind == "inline" else ProcsExecutor)(config, tiny_source())
+    executors = {"inline": InlineExecutor, "procs": ProcsExecutor, "procs tp 2": ForkedExecutor}
+    executor = executors[kind](config, tiny_source())
     try:
         facts = await executor.start(lambda progress: None)
         for depth in (1, 3):

@@ -224,7 +224,7 @@ def test_adapters_come_and_go_in_workers_while_a_text_is_written(tiny_model: Pat
     for kind, (spoil, _) in list(BAD.items())[::5]:
         save_adapter(tmp_path / kind, tiny_model)
         spoil(tmp_path / kind)
-    params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_lora_rank": 8, "max_loras": 1}
     with Engine(str(tiny_model), enable_lora=True, tp=2, **settings) as engine:
         expected = engine.generate("abc", params).tokens

@@ -49,7 +49,7 @@ def test_port_answers_while_the_model_loads(tiny_model: Path) -> None:
         assert server.request("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, ranks: int) -> None:
     """With two ranks the one that is left waits for the dead one in a collective."""
     with serving("--model", str(tiny_model), "--context-length", "4096", "--tp", str(ranks)) as server:

@@ -195,7 +195,7 @@ LOOP = {"temperature": 0, "max_tokens": 50, "logit_bias": {"70": 100}, "ignore_e
 DETECT = {"repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}}
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_answer_that_repeats_itself_ends(server: ServerProcess, tiny_model: Path, ahead: bool) -> None:
     """In a stream or not, each choice by itself, with steps planned ahead or not; the route says so in its
     own words."""

@@ -163,7 +163,12 @@ def hanging(line: bytes, **parts: str) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-@pytest.mark.parametrize("what", NEVER)
+ALIKE = "a thread of the loop", "a thread, in C"  # what the others show, but for where it hangs
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] * (what in ALIKE)) for what in NEVER]
+)
 def test_nothing_keeps_the_process_from_ending(tiny_model: Path, what: str) -> None:
     with hanging(b"ready in", never=NEVER[what], model=str(tiny_model)) as process:
         if "call_later" in NEVER[what]:
