@@ -1,12 +1,14 @@
 """Streams with and without guesses: the same prompts, the same number of output tokens.
 
     python bench/drafts.py [--model demo] [--tokens 200] [--repeat 5] [--rows 1] [--device cuda] [--dummy]
-                           [--algorithm ngram] [--draft MODEL] [--guesses N]
+                           [--algorithm ngram] [--draft MODEL] [--guesses N] [--accept SHARE]
+                           [--texts loop,free]
 
 ``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one.
 ``--dummy``: random weights and no tokenizer. The prompts are then 512 tokens that repeat themselves: ``loop``
 goes on greedily, ``right`` may say one token alone, so that all guesses are right, and ``free`` draws from
-the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time.
+the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time. ``--accept``: on a
+GPU, this share of the guesses of a model with random weights is taken as right (``forced.py``).
 
 Both engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text
 with medians; the exit code is 1 if texts differ, but for GPUs, whose sums in bfloat16 depend on the number of
@@ -16,6 +18,7 @@ rows.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,6 +28,7 @@ from typing import Any
 import lines
 
 from sgla import LLM, SamplingParams
+from sgla.executor import procs
 
 CODE = (Path(__file__).parents[1] / "sgla" / "sched" / "commit.py").read_text()[1200:3200]
 TEXTS = {"code": f"Repeat this code exactly:\n{CODE}", "story": "Tell me a story about a fox."}
@@ -83,7 +87,9 @@ def measure(name: str, llms: dict[str, LLM], args: argparse.Namespace) -> bool:
             "rows": args.rows,
             "tokens": args.tokens,
             "repeat": args.repeat,
+            "accept": args.accept,
             "tok_s": speeds,
+            "ms": {kind: round(1e3 * median(found) / args.tokens, 3) for kind, found in seconds.items()},
             "ratio": round(speeds["guessing"] / speeds["none"], 2),
             "tokens_a_step": round(verified / max(1, verifies), 2),
             "guessed_a_step": round(guessed / max(1, verifies), 2),
@@ -106,23 +112,27 @@ def main() -> int:
     parser.add_argument("--algorithm", default="ngram")
     parser.add_argument("--draft", help="--speculative-model")
     parser.add_argument("--guesses", type=int, help="--speculative-num-draft-tokens")
+    parser.add_argument("--accept", type=float)
+    parser.add_argument("--texts", help="some of those, by commas")
     args = parser.parse_args()
     settings: dict[str, Any] = {"device": args.device}
     if args.device == "cuda":
-        settings |= {"kv_cache_bytes": 4 << 30}
+        settings |= {"kv_cache_bytes": 4 << 30, "max_running_requests": max(16, args.rows)}
     if args.dummy:
         settings |= {"load_format": "dummy", "context_length": len(IDS) + args.tokens + 2}
-    llms = {
-        "none": LLM(args.model, **settings),
-        "guessing": LLM(
-            args.model,
-            speculative_algorithm=args.algorithm,
-            speculative_model=args.draft,
-            speculative_num_draft_tokens=args.guesses,
-            **settings,
-        ),
-    }
-    same = [measure(name, llms, args) for name in (DUMMY if args.dummy else TEXTS)]
+    llms = {"none": LLM(args.model, **settings)}
+    if args.accept is not None:
+        os.environ["SGLA_BENCH_ACCEPT"] = str(args.accept)
+        procs.runner_of = lambda config: "forced:runner"
+    llms["guessing"] = LLM(
+        args.model,
+        speculative_algorithm=args.algorithm,
+        speculative_model=args.draft,
+        speculative_num_draft_tokens=args.guesses,
+        **settings,
+    )
+    texts = args.texts.split(",") if args.texts else DUMMY if args.dummy else TEXTS
+    same = [measure(name, llms, args) for name in texts]
     return int(args.device == "cpu" and not all(same))
 
 

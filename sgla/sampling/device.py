@@ -142,7 +142,7 @@ class DeviceSampler:
         first = self._shard.range(self._vocab).start
         return DrawInputs(slots, positions, self.seeds, self.temperatures, keys, plain, first)
 
-    def land(self, draw: DrawInputs, out: Tensor, landing: sampling.Landing) -> None:
+    def land(self, draw: DrawInputs, out: Tensor, landing: sampling.Landing | None = None) -> None:
         sampling.follow(
             draw.keys, draw.slots, draw.positions, self._tokens, out, self._best_of_ranks, landing
         )

@@ -22,7 +22,7 @@ from sgla.worker.gpu_weights import GpuWeights
 from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
 from sgla.worker.state import column
-from sgla.worker.verify import Verify
+from sgla.worker.verify import DeviceDrafts, Verify
 
 DECODE_FLAGS = bytes([SAMPLE])
 
@@ -49,13 +49,7 @@ class CudaRunner(GpuWeights):
                 self.constraints.admit(new)
         verify = None
         if self.steps.drafts is not None:
-            if plan.new:
-                self.steps.drafts.admit(plan.new)
-            if plan.drafts:
-                verify = Verify(self.steps.drafts, plan)
-                plan = verify.plan
-            else:
-                self.steps.drafts.skip(plan)
+            verify, plan = self._guess(self.steps.drafts, plan)
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
         if self._decodes(plan, rows):
@@ -66,6 +60,19 @@ class CudaRunner(GpuWeights):
         flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
         flight.extras = extras
         return flight
+
+    def _guess(self, drafts: DeviceDrafts, plan: StepPlan) -> tuple[Verify | None, StepPlan]:
+        """What its rows guess, and the plan with a row for each of that."""
+        if plan.new:
+            drafts.admit(plan.new)
+        if self.chains is not None:
+            plan = self.chains.choose(plan)
+        verify = Verify(drafts, plan) if plan.drafts else None
+        if verify is None:
+            drafts.skip(plan)
+        if self.chains is not None:
+            self.chains.follow(plan)
+        return verify, plan if verify is None else verify.plan
 
     def _decodes(self, plan: StepPlan, rows: int) -> bool:
         """It is a step of decode rows alone, and there is a graph for it."""
@@ -89,6 +96,8 @@ class CudaRunner(GpuWeights):
         if isinstance(flight, Computed):
             return flight.result
         result = self.flights.finish(flight)
+        if self.chains is not None and flight.verify is not None:
+            self.chains.learn(*flight.verify.brought())
         self.profiler.step()
         return result
 

@@ -71,7 +71,7 @@ class Peak(NamedTuple):
 class Weights(NamedTuple):
     """What the size of a rank's weights depends on.
     ``e4m3``: they may be of 8 bits; ``splits``: numbers of ranks that there may be; ``offload``: bytes that
-    stay on the host."""
+    stay on the host; ``beside``: those of a model that guesses."""
 
     spec: ModelSpec
     dtype: str
@@ -80,13 +80,14 @@ class Weights(NamedTuple):
     e4m3: bool
     splits: tuple[int, ...] = SPLITS
     offload: float = 0.0
+    beside: int = 0
 
     @property
     def bytes(self) -> int:
         """Of the GPU."""
         away = self.offloaded
         whole = weight_bytes(self.spec, self.dtype, self.quantization, self.ranks, "cuda")
-        return whole - away.host + away.places
+        return whole - away.host + away.places + self.beside
 
     @property
     def offloaded(self) -> Offloaded:

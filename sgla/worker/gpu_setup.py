@@ -14,17 +14,20 @@ from sgla.config import Config
 from sgla.errors import OutOfMemory
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
-from sgla.kernels.rehearsal import compilers
+from sgla.kernels.rehearsal import compilers, rehearsing
 from sgla.loading.load import load_model
 from sgla.loading.offload import Offload, copying
 from sgla.loading.pooled import load_decoder
 from sgla.messages import CacheGroup, Facts, Progress, StepCost, Tier
 from sgla.model.base import CausalLM
+from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.read import read_decoder
-from sgla.model.state import Demand, Pool
-from sgla.quant.weight import anywhere
+from sgla.model.state import Demand, LayerState, Pool
+from sgla.quant.weight import Make, anywhere
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.adapters import AdapterStore, places_of
+from sgla.worker.chain_setup import load_chains
+from sgla.worker.chains import Chains
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
 from sgla.worker.forward import compiling
@@ -59,14 +62,15 @@ class Regions(NamedTuple):
 class GpuSetup(Runner):
     """Ready to run steps: ``steps`` without a graph, with what all have in common; ``graphs`` of decode rows
     and ``prompts`` of mixed steps, if the attention ``_captures``; ``flights``, which draw; ``constraints``
-    on the rank that samples; ``copies`` of adapters, if there are any; ``host``: a tier in its memory.
-    ``regions``: None where memory cannot be given back; ``fixed``: what weights cannot be changed beside, or
-    ""."""
+    on the rank that samples; ``copies`` of adapters, if there are any; ``host``: a tier in its memory;
+    ``chains``: of guesses, if a model guesses. ``regions``: None where memory cannot be given back;
+    ``fixed``: what weights cannot be changed beside, or ""."""
 
     place: Gpu
     regions: Regions | None = None
     copies: AdapterCopies | None = None
     host: HostTier | None = None
+    chains: Chains | None = None
     steps: GpuSteps
 
     def _load(self, config: Config, source: ModelSource) -> None:
@@ -80,7 +84,10 @@ class GpuSetup(Runner):
             self.regions = Regions(*(Region(memory, self.place.usage()["total"]) for _ in range(2)))
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
         self._states = config.enable_return_hidden_states
-        self.budget = Budget(weights_of(config, spec, self.place), sizes.step_tokens, sizes.slots)
+        guessing = read_guessing(config, None if source.draft is None else source.draft.config, spec)
+        weights = weights_of(config, spec, self.place)
+        weights = weights._replace(beside=draft_bytes(config, guessing, dtype_of(config)))
+        self.budget = Budget(weights, sizes.step_tokens, sizes.slots)
         self.budget.weights.check(self.place.free())
         places = places_of(config, dtype_of(config))
         if places is not None:
@@ -88,14 +95,23 @@ class GpuSetup(Runner):
             self.copies = AdapterCopies(self.adapters)
         if config.kv_host_bytes:
             self._staging = torch.empty(STAGED, dtype=torch.uint8, device="cuda")
-        begin = partial(self._begin, kernels, sizes, woken, torch.cuda.memory_allocated())
+        kept, before = draft_state(guessing), torch.cuda.memory_allocated()
+        begin = partial(self._begin, kernels, sizes, woken, before, kept)
         with self.place.torch, within_memory("loading the weights", self.budget.lighter):
             layers = self.budget.weights.offloaded.layers
             offload = Offload(layers) if layers else None
             self._load_model(config, source, sizes.context_len, begin, offload)
+            if guessing is not None:
+                before = torch.cuda.memory_allocated() + self._mapped
+                self.chains = load_chains(
+                    config, source, guessing, self.place, sizes, self.steps, self._report, self._make
+                )
+                more = torch.cuda.memory_allocated() + self._mapped - before
+                self.budget.ledger["weights"] += more
         beside = (
             ("adapters", self.adapters is not None),
             ("an 8-bit KV cache, whose scales are those of the old ones", config.kv_cache_dtype == "fp8"),
+            ("what guesses", guessing is not None),
             ("a head for vectors", self.pooling is not None),
             ("modules of transformers", self.steps.model.stored is None),
         )
@@ -104,6 +120,16 @@ class GpuSetup(Runner):
         torch.cuda.empty_cache()
         if offload is not None:
             self.notes.append(copying(len(layers), spec.layers, offload.nbytes, offload.measure()))
+
+    @property
+    def _make(self) -> Make:
+        """Where weights lie."""
+        return anywhere if self.regions is None else self.regions.weights.empty
+
+    @property
+    def _mapped(self) -> int:
+        """Bytes of weights that torch's allocator does not know of."""
+        return 0 if self.regions is None else self.regions.weights.size
 
     def _load_model(
         self,
@@ -114,30 +140,34 @@ class GpuSetup(Runner):
         offload: Offload | None,
     ) -> None:
         seed, dtype = config.random_seed or 0, dtype_of(config)
-        make = anywhere if self.regions is None else self.regions.weights.empty
         how = source, dtype, config.quantization, self.shard, context_len, self._report, seed, begin
         if self.pooling is None:
             places = None if self.adapters is None else self.adapters.adapters
-            load_model(*how, offload, places, make)
+            load_model(*how, offload, places, self._make)
             return
-        head = load_decoder(source, self.pooling, *how[1:], make).head
+        head = load_decoder(source, self.pooling, *how[1:], self._make).head
         self.steps.pooler = Pooler(self.pooling, head, self.steps.slots, self.steps.model.spec.hidden)
 
     def _begin(
-        self, kernels: Kernels, sizes: Sizes, woken: Future[None], before: int, model: CausalLM
+        self,
+        kernels: Kernels,
+        sizes: Sizes,
+        woken: Future[None],
+        before: int,
+        beside: list[LayerState],
+        model: CausalLM,
     ) -> None:
         """``load_model`` calls this when it has made the model, whose weights are still to come: tables are
         allocated and steps rehearsed while these load. ``before``: bytes that were allocated before it was
-        made; ``woken``: Triton is ready."""
+        made; ``woken``: Triton is ready; ``beside``: what the layers of a model keep that guesses."""
         made = torch.cuda.memory_allocated()
         with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
             places = None if self.adapters is None else self.adapters.adapters
-            self.steps = GpuSteps(model, kernels, sizes, places)
+            self.steps = GpuSteps(model, kernels, sizes, places, beside=beside)
         adapters = 0 if places is None else places.nbytes
         tables = torch.cuda.memory_allocated() - made
-        mapped = 0 if self.regions is None else self.regions.weights.size
         self.budget.ledger = {
-            "weights": made - before - adapters + mapped,
+            "weights": made - before - adapters + self._mapped,
             "adapters": adapters,
             "tables": tables,
         }
@@ -193,6 +223,8 @@ class GpuSetup(Runner):
         with within_memory("allocating the KV cache", self.budget.smaller_pool):
             make = None if self.regions is None else self.regions.kv.empty
             steps.kv = steps.allocate(pages, config.page_size, steps.kv_dtype, make)
+        if self.chains is not None:
+            self.chains.take(steps.kv[steps.own :])
         context_len = min(steps.context_len, (pages[0] - 1) * config.page_size)
         if context_len < steps.context_len:
             self.notes.append(
@@ -207,7 +239,7 @@ class GpuSetup(Runner):
             vocab_size=vocab,
             step_tokens=steps.step_tokens,
             costs=self._costs(),
-            padded_drafts=True,
+            padded_drafts=config.speculative_adaptive,
             dtype=dtype_of(config),
             device=self.place.device.name,
             ledger=self.budget.ledger,
@@ -247,6 +279,8 @@ class GpuSetup(Runner):
         largest = max(self.steps.slots, self.prompts.limit)  # tokens of a graph
         count = self.graphs.count + (0 if self.steps.deterministic else len(self.prompts.pairs))
         layers = self.steps.model.spec.layers
+        if self.chains is not None:
+            prompts += self.chains.graph_bytes
         return graph_bytes(count, layers, prompts * largest // max(largest, self.steps.step_tokens))
 
     def _costs(self) -> list[StepCost]:
@@ -263,7 +297,13 @@ class GpuSetup(Runner):
         before = self.place.free()
         if self._captures:
             self._captures = self._captured()
-            torch.cuda.synchronize()
+        if self.chains is not None:
+            with rehearsing():
+                self.chains.rehearse()
+            self.chains.capture(Capture())
+            if self._captures:
+                self.chains.time(self.graphs)
+        torch.cuda.synchronize()
         self.notes += self.budget.captured(before - self.place.free())
         ledger = self.budget.ledger
         self.notes.append("memory: " + ", ".join(f"{name} {mib(size)}" for name, size in ledger.items()))

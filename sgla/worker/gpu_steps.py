@@ -19,7 +19,7 @@ from sgla.kernels.ops import Layer
 from sgla.layers.adapters import Adapters
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
-from sgla.model.state import kv_groups
+from sgla.model.state import LayerState, kv_groups, with_draft
 from sgla.quant.weight import Make
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, read
@@ -80,12 +80,19 @@ class GpuSteps:
     """A model with its tables, sampler and pages on the GPU. ``kv`` is set when its size is known, and again
     whenever that changes; ``logits`` float32[rows, this rank's part of V] are those of graphs;
     ``scales``: of k and v of each layer; ``drafts``: None where no row guesses; ``adapted``: None where none
-    has an adapter."""
+    has an adapter. ``tables``: those of another model, for which this one guesses; ``beside``: what the
+    layers of a model keep that guesses for this one, whose pages are behind its own in ``kv``."""
 
     pooler: Pooler | None = None  # of a model that answers with vectors
 
     def __init__(
-        self, model: CausalLM, kernels: Kernels, sizes: Sizes, adapters: Adapters | None = None
+        self,
+        model: CausalLM,
+        kernels: Kernels,
+        sizes: Sizes,
+        adapters: Adapters | None = None,
+        tables: DeviceTables | None = None,
+        beside: Sequence[LayerState] = (),
     ) -> None:
         self.model, self.shard = model, model.shard
         self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
@@ -93,28 +100,32 @@ class GpuSteps:
         self.windows = sorted(set(model.spec.windows))
         self._sampled = sizes_up_to(self.rows)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * model.spec.layers
-        self.groups = kv_groups(model.state(), self.context_len, self.kv_dtype)
+        self.own, self.state = len(model.state()), with_draft(model.state(), beside)
+        self.groups = kv_groups(self.state, self.context_len, self.kv_dtype)
         windows = [group.window for group in self.groups if not group.unit_bytes]
         states = len(windows) < len(self.groups)
         adapted = adapters is not None
-        self.tables = DeviceTables(self.slots, self.context_len, page_size, windows, states, adapted)
+        self.tables = tables or DeviceTables(
+            self.slots, self.context_len, page_size, windows, states, adapted
+        )
         self.adapted: AdaptedRows | None = None
         if adapters is not None:
             most = max(self.step_tokens, self.rows)
             self.adapted = AdaptedRows(adapters.rows, self.tables, most, self.rows)
-        self.drafts = DeviceDrafts(self.tables) if self.rows > self.slots else None
+        self.drafts = DeviceDrafts(self.tables, not beside) if self.rows > self.slots else None
         self.logits = torch.empty(self.rows, len(model.lm_head.own), device="cuda")
         self.forget_rows()
 
     @property
     def kv(self) -> list[Layer]:
-        """The pages of each layer. Steps read and write those that were set last."""
+        """The pages of each layer, and of those of what guesses. Steps read and write those that were set
+        last."""
         return self._kv
 
     @kv.setter
     def kv(self, kv: list[Layer]) -> None:
         rows = None if self.adapted is None else self.adapted.rows
-        self._kv, self.forward = kv, RecordedForward(self.model, kv, self.ops, rows)
+        self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows)
 
     def forget_rows(self) -> None:
         """What rows have asked of the sampler."""
@@ -145,8 +156,7 @@ class GpuSteps:
         self, pages: Sequence[int], page_size: int, dtype: str, make: Make | None = None
     ) -> list[Layer]:
         """``pages`` of each cache group; see ``worker/kv.py``."""
-        state = self.model.state()
-        groups = kv_groups(state, self.context_len, dtype)
+        state, groups = self.state, kv_groups(self.state, self.context_len, dtype)
         nbytes = sum(group.page_bytes(page_size) * count for group, count in zip(groups, pages))
         arena = Arena(nbytes, sum(len(layer.tensors) + len(layer.unit) for layer in state), make)
         layers = allocate_kv(state, groups, pages, page_size, dtype, arena.zeros)

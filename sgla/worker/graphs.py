@@ -21,6 +21,7 @@ from sgla.worker.gpu_steps import GpuSteps, sizes_up_to
 from sgla.worker.verify import Verify
 
 STAGES = 8  # pinned buffers, more than steps in flight
+REPLAYS = 4  # of a graph that is timed
 
 
 def cascade_sizes(sizes: list[int]) -> list[int]:
@@ -57,6 +58,18 @@ class Capture:
             finally:
                 graph.capture_end()
         return graph
+
+
+def seconds_of(graph: torch.cuda.CUDAGraph) -> float:
+    """Of one replay on an idle GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / REPLAYS
 
 
 class TriedCapture(Capture):
@@ -170,6 +183,16 @@ class DecodeGraphs:
             self._adapted[self.limit] = capture(largest)
             for size in reversed(self.sizes[:-1]):
                 self._adapted[size] = capture.unrun(partial(self._forward_adapted, adapted, size))
+
+    def times(self, most: int) -> tuple[list[int], list[float]]:
+        """Sizes up to the first that ``most`` rows fit in, and the seconds of their graphs. All slots are
+        free."""
+        end = next((i for i, size in enumerate(self.sizes) if size >= most), len(self.sizes) - 1)
+        sizes, nobody, seconds = self.sizes[: end + 1], np.zeros(0, np.int32), []
+        for size in sizes:
+            self._send(nobody, nobody, size)
+            seconds.append(seconds_of(self._graphs[size]))
+        return sizes, seconds
 
     def _forward_adapted(self, adapted: AdaptedRows, size: int) -> None:
         """``_forward`` of rows that may have adapters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,15 +41,36 @@ class Line:
         return max((sy - slope * sx) / n, 0.0) + slope * x
 
 
+class Curve:
+    """Seconds as they were measured for the numbers ``xs``, which rise, and between these as what is between
+    them."""
+
+    def __init__(self, xs: Sequence[int], seconds: Sequence[float]) -> None:
+        self._xs, self._seconds = xs, seconds
+
+    def add(self, x: int, y: float) -> None:
+        """It stays as it is."""
+
+    def at(self, x: NDArray[Any]) -> NDArray[Any]:
+        return np.interp(x, self._xs, self._seconds)
+
+
 class Pace:
     """Learns of each slot how many of its guesses are right, and how long steps and guesses take.
-    ``adaptive`` False: all that may be guessed is."""
+    ``adaptive`` False: all that may be guessed is. ``rare``: see ``RARE``."""
 
-    def __init__(self, slots: int, adaptive: bool) -> None:
+    def __init__(self, slots: int, adaptive: bool, rare: int = RARE) -> None:
         self._right = np.full(slots, FIRST)
-        self.adaptive = adaptive
-        self._target, self._guess, self._read = Line(), Line(), Line()
+        self.adaptive, self._rare = adaptive, rare
+        self._target: Line | Curve = Line()
+        self._guess: Line | Curve = Line()
+        self._read: Line | Curve = Line()
         self._steps = self._timed = 0
+
+    def know(self, target: Curve, guess: Curve, read: Curve) -> None:
+        """Seconds that have been measured before: of a step of the target over its tokens, of one more guess
+        and of the first one over its rows."""
+        self._target, self._guess, self._read, self._timed = target, guess, read, TIMED
 
     def admit(self, slot: int) -> None:
         self._right[slot] = FIRST
@@ -106,4 +127,4 @@ class Pace:
         seconds += self._guess.at(np.array([len(slots)])) * np.maximum(counts - 1, 0)
         seconds += self._read.at(np.array([tokens])) * (counts > 0)
         best = int(np.argmax(brought / np.maximum(seconds, 1e-9)))
-        return max(best, int(self._steps % RARE == 0))
+        return max(best, int(self._steps % self._rare == 0))

@@ -19,10 +19,11 @@ from sgla.worker.state import Int32s, column
 
 
 class DeviceDrafts:
-    """What ``NGrams`` and ``SlotTables`` know of each slot on a CPU, int32[slots + 1] each on the GPU."""
+    """What ``NGrams`` and ``SlotTables`` know of each slot on a CPU, int32[slots + 1] each on the GPU.
+    ``searches``: guesses are looked for in what has come; else a model has put them into the token table."""
 
-    def __init__(self, tables: DeviceTables) -> None:
-        self.tokens, self.padding = tables.tokens, len(tables.tokens) - 1
+    def __init__(self, tables: DeviceTables, searches: bool) -> None:
+        self.tokens, self.padding, self.searches = tables.tokens, len(tables.tokens) - 1, searches
         shape = 3, len(tables.tokens)
         self.computed, self.limits, self.trusts = torch.zeros(shape, dtype=torch.int32, device="cuda")
         self._behind = np.zeros(len(tables.tokens), bool)  # slots whose ``computed`` is of an earlier step
@@ -64,6 +65,7 @@ class Verify:
         self._runs = spans[sampled]
         self._first = (np.cumsum(self._runs) - self._runs).astype(np.int32)
         guessing = np.flatnonzero(most >= 0)
+        self._slots = slots[sampled]
         self._leading = int(spans[: guessing[-1] + 1].sum()) if len(guessing) else 0  # up to the last guess
         self._counts = torch.ones(2, len(sampled), dtype=torch.int32, pin_memory=True)
         if len(sampled):
@@ -90,12 +92,14 @@ class Verify:
         """The columns of ``plan`` are on the GPU: slots and positions of its tokens, whose ids will be in
         ``ids``, and of its samples. Those of rows that guess are the first, and corrected."""
         self._ids, self._where, self._ends = ids, where, ends
-        state = self._state
-        if self._leading:
+        state, rows = self._state, (slots, starts, where, ends)
+        if self._leading and state.searches:
             drafts.guess(
-                self._columns, state.tokens, state.computed, state.limits, state.trusts, slots, starts, where,
-                ends, state.padding, (LONGEST, SHORTEST), VERIFIED,
+                self._columns, state.tokens, state.computed, state.limits, state.trusts, *rows, state.padding,
+                (LONGEST, SHORTEST), VERIFIED,
             )  # fmt: skip
+        elif self._leading:
+            drafts.place(self._columns, state.computed, state.limits, *rows, state.padding, VERIFIED)
 
     def restore(self) -> None:
         """Put the guesses, which rules read, back into the token table, where a graph put what it drew."""
@@ -108,6 +112,12 @@ class Verify:
         state, columns = self._state, (self._ids, out, self._ends)
         if len(self._runs):
             drafts.accept(self._columns, *columns, state.computed, state.trusts, self._counts, VERIFIED)
+
+    def brought(self) -> tuple[Int32s, Int32s, Int32s]:
+        """Slots of the rows that sample, how much each has guessed, and how much of that was right. The step
+        is over."""
+        counts, guessed = self._counts.numpy()
+        return self._slots, guessed, np.maximum(counts - 1, 0)
 
     def fold(self, result: StepResult, samples: Samples) -> None:
         """Make the result of ``plan``, with one sample of each of its rows, that of the step. It is over."""

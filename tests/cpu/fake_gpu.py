@@ -2,9 +2,10 @@
 and a launch only says that it was.
 
 ``python fake_gpu.py CASES``: builds a runner for each of the JSON list of cases (settings under ``config``,
-the model's under ``model``, of the ``card``, an H200), sends it steps of every kind and prompts of ``sizes``
-tokens together, and prints for each how many kernels its rehearsal asked for and what was launched besides,
-its context, its pages, its ledger and its notes; or the error that ended it. With ``compile`` Triton's
+the model's under ``model``, those of one that guesses under ``draft``, of the ``card``, an H200), sends it
+steps of every kind and prompts of ``sizes`` tokens together, and prints for each how many kernels its
+rehearsal asked for and what was launched besides, its context, its pages, its ledger and its notes; or the
+error that ended it. With ``compile`` Triton's
 kernels are compiled for the card, those of CUDA too where NVRTC is installed, and the shared memory that they
 take is told. ``free``: bytes of the GPU; ``looks``: steps of a module look at values on the host. Kernels are
 known by the process, and what torch says of its GPU is cached in many places: hence a process of its own.
@@ -39,6 +40,7 @@ from sgla.kernels.rehearsal import under_way
 from sgla.loading import load
 from sgla.messages import SAMPLE, StepPlan
 from sgla.worker import gpu_setup
+from sgla.worker.chains import Chains
 from sgla.worker.cuda import CudaRunner
 
 ROWS = 24
@@ -315,7 +317,14 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
             rehearse(*args)
             asked.update(launches.seen)
 
-    gpu_setup.rehearse = walk
+    walk_chains = Chains.rehearse
+
+    def rehearse_chains(chains: Chains) -> None:
+        before = set(launches.seen)
+        walk_chains(chains)
+        asked.update(launches.seen - before)
+
+    gpu_setup.rehearse, Chains.rehearse = walk, rehearse_chains  # type: ignore[method-assign]
     settings = {
         "step_tokens": 1024,
         "context_length": 1024,
@@ -331,14 +340,15 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
         torch.cuda.set_sync_debug_mode = looked
     try:
         with OnCpu():
-            source = ModelSource("dummy", Path("."), (), case["model"], {})
+            guesses = ModelSource("dummy", Path("."), (), case["draft"], {}) if "draft" in case else None
+            source = ModelSource("dummy", Path("."), (), case["model"], {}, draft=guesses)
             runner = CudaRunner(config, source, 0, 1, "", lambda p: None)
             if runner.steps.adapted is not None:
                 runner.steps.tables.host.place[:ROWS:2] = 1
             for step in steps(runner, case.get("sizes", [])):
                 runner.execute(step)
     finally:
-        gpu_setup.rehearse = rehearse
+        gpu_setup.rehearse, Chains.rehearse = rehearse, walk_chains  # type: ignore[method-assign]
     facts = runner.facts
     kernels = shared(launches, case["card"]) if case.get("compile") else {}
     return {

@@ -119,7 +119,13 @@ CASES = {
         DENSE,
         {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8},
     ),
+    "another guesses": (
+        "qwen3-8b",
+        DENSE,
+        {"speculative_algorithm": "draft_model", "speculative_num_draft_tokens": 4},
+    ),
 }
+DRAFTS = {"another guesses": ("qwen3-0.6b", DENSE | {"num_hidden_layers": 3})}
 
 
 def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
@@ -152,12 +158,13 @@ def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
 def test_nothing_is_launched_that_was_not_rehearsed(names: list[str]) -> None:
     """In a process of its own: see ``fake_gpu.py``."""
     models = HERE.parents[1] / "bench/models"
+
+    def read(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+        return (json.loads((models / name / "config.json").read_text()) if name else {}) | changes
+
     cases = [
-        {
-            "model": (json.loads((models / name / "config.json").read_text()) if name else {}) | changes,
-            "config": config,
-            "sizes": SIZES.get(case, []),
-        }
+        {"model": read(name, changes), "config": config, "sizes": SIZES.get(case, [])}
+        | ({"draft": read(*DRAFTS[case])} if case in DRAFTS else {})
         for case, (name, changes, config) in ((case, CASES[case]) for case in names)
     ]
     found = dict(zip(names, map(json.loads, run_script("fake_gpu.py", json.dumps(cases))), strict=True))

@@ -60,13 +60,16 @@ def plan(step: int, rows: list[tuple[int, int, int, int]], new: list[NewRow] | N
     )
 
 
-def make(model: dict[str, Any] = TINY, **settings: Any) -> Any:
+def make(model: dict[str, Any] = TINY, draft: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """``draft``: the model that guesses."""
     from sgla.worker.cuda import CudaRunner
 
     common = {"max_running_requests": 24, "step_tokens": 1024, "context_length": 640}
     common["kv_cache_bytes"] = 256 << 20
     config = Config(device="cuda", load_format="dummy", **common | settings)
-    return CudaRunner(config, ModelSource("dummy", Path("."), (), model, {}), 0, 1, "", lambda progress: None)
+    guessing = None if draft is None else ModelSource("dummy", Path("."), (), draft, {})
+    source = ModelSource("dummy", Path("."), (), model, {}, draft=guessing)
+    return CudaRunner(config, source, 0, 1, "", lambda progress: None)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 """Rows that guess: what they guess before a step, and how much of it was right after the draw.
-The rule is that of ``worker/drafts.py``."""
+The rule is that of ``worker/drafts.py``. Where a model guesses, the rows of its own steps, too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from torch import Tensor
 
 HISTORY = 1024  # tokens that a program looks at together
 PLACES = 21  # bits of a place in a history (``messages.LONGEST``)
+
+
+@triton.jit
+def _spread(slot, known, guessed, most, left, first, slots, starts, where, ends, padding, MOST: tl.constexpr):
+    """The decode rows of a row."""
+    i = tl.arange(0, MOST)
+    real, own = (i <= guessed) & (left >= 0), i <= most
+    tl.store(slots + first + i, tl.where(real, slot, padding), mask=own)
+    tl.store(starts + first + i, tl.where(real, known - 1 + i, 0), mask=own)
+    tl.store(where + first + i, tl.where(real, slot, padding), mask=own)
+    tl.store(ends + first + i, tl.where(real, known + i, 0), mask=own)
 
 
 @triton.jit(
@@ -43,11 +54,52 @@ def _guess(
         i = tl.arange(0, MOST)
         token = tl.load(history + end + i % (known - end), mask=i < guessed, other=0)
         tl.store(history + known + i, token, mask=i < guessed)
-        real, own = (i <= guessed) & (left >= 0), i <= most
-        tl.store(slots + first + i, tl.where(real, slot, padding), mask=own)
-        tl.store(starts + first + i, tl.where(real, known - 1 + i, 0), mask=own)
-        tl.store(where + first + i, tl.where(real, slot, padding), mask=own)
-        tl.store(ends + first + i, tl.where(real, known + i, 0), mask=own)
+        _spread(slot, known, guessed, most, left, first, slots, starts, where, ends, padding, MOST)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "padding"],
+    do_not_specialize_on_alignment=["columns", "slots", "starts", "where", "ends"],
+)
+def _place(
+    columns, rows, computed, limits, slots, starts, where, ends, padding, MOST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot, most = tl.load(columns + row), tl.load(columns + rows + row)
+    first = tl.load(columns + 2 * rows + row)
+    if most >= 0:
+        known = tl.load(computed + slot) + 1
+        left = tl.load(limits + slot) - known - 1
+        guessed = tl.minimum(most, left)
+        _spread(slot, known, guessed, most, left, first, slots, starts, where, ends, padding, MOST)
+
+
+@triton.jit(do_not_specialize=["ahead", "padding"])
+def _go_on(
+    rows, most, computed, limits, ahead, slots, starts, ends, padding,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot = tl.load(rows + row)
+    known = tl.load(computed + slot) + 1
+    wanted = tl.minimum(tl.load(most + row), tl.load(limits + slot) - known - 1)
+    i = tl.arange(0, BLOCK)
+    start = known - SHIFT - WIDTH + ahead + i
+    real, own = (wanted > ahead) & (start >= 0), i < WIDTH
+    tl.store(slots + row * WIDTH + i, tl.where(real, slot, padding), mask=own)
+    tl.store(starts + row * WIDTH + i, tl.where(real, start, 0), mask=own)
+    tl.store(ends + row, tl.where(wanted > ahead, known + ahead, 0))
+
+
+@triton.jit(do_not_specialize=["count", "padding"])
+def _look_back(rows, back, count, computed, slots, starts, padding, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < count
+    slot, far = tl.load(rows + i, mask=live, other=0), tl.load(back + i, mask=live, other=0)
+    start = tl.load(computed + slot, mask=live, other=0) - SHIFT - far
+    real = (far > 0) & (start >= 0)
+    tl.store(slots + i, tl.where(real, slot, padding), mask=live)
+    tl.store(starts + i, tl.where(real, start, 0), mask=live)
 
 
 @triton.jit(
@@ -118,3 +170,58 @@ def accept(
     ``guess``."""
     rows = columns.shape[1]
     _accept[(rows,)](columns, rows, ids, out, ends, computed, trusts, counts, MOST=most, num_warps=1)
+
+
+def place(
+    columns: Tensor,
+    computed: Tensor,
+    limits: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    where: Tensor,
+    ends: Tensor,
+    padding: int,
+    most: int,
+) -> None:
+    """``guess`` where a model has put all that may be guessed into the token table."""
+    rows = columns.shape[1]
+    _place[(rows,)](
+        columns, rows, computed, limits, slots, starts, where, ends, padding, MOST=most, num_warps=1
+    )
+
+
+def go_on(
+    rows: Tensor,
+    most: Tensor,
+    computed: Tensor,
+    limits: Tensor,
+    ahead: int,
+    shift: int,
+    slots: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    padding: int,
+) -> None:
+    """Fill in the step of a model that guesses ``ahead`` tokens behind the next one, of the slots ``rows``
+    int32[R], which may guess ``most`` int32[R] tokens.
+
+    Each reads as many tokens as ``slots`` and ``starts`` int32[R * width] have room for, up to the one before
+    that which it guesses, and ``shift`` further back. Where a row does not guess so far, or has no such
+    token, the first token of the slot ``padding`` is read. ``ends`` int32[R]: the position of the guess, 0:
+    there is none."""
+    count, width = len(rows), len(slots) // len(rows)
+    _go_on[(count,)](
+        rows, most, computed, limits, ahead, slots, starts, ends, padding,
+        SHIFT=shift, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+
+
+def look_back(
+    rows: Tensor, back: Tensor, computed: Tensor, shift: int, slots: Tensor, starts: Tensor, padding: int
+) -> None:
+    """``slots`` and ``starts`` int32[N] of tokens of the slots ``rows`` int32[N], ``back`` int32[N] before
+    the pending one and ``shift`` further; those of ``padding`` where ``back`` is 0, or there is none."""
+    count = len(rows)
+    _look_back[(triton.cdiv(count, 128),)](
+        rows, back, count, computed, slots, starts, padding, SHIFT=shift, BLOCK=128, num_warps=1
+    )

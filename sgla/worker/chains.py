@@ -1,0 +1,269 @@
+"""A model that guesses on a GPU: its own steps before each step of its target, without a host decision in
+between, so that steps stay planned and launched ahead. The rules are those of ``draft_model.py``.
+
+A row's chain of k guesses is one graph. Its first step reads the last tokens of the row again, as decode rows
+of one slot, since the host does not know how many of the guesses before were right; each further one reads
+the guess of the one before. What only the target has read since, the model reads before that: few tokens as
+decode rows, prompts as prompts."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from sgla.attention import DeviceBatch
+from sgla.kernels.cuda.batch_gemm import ROWS as TILES
+from sgla.kernels.ops import Layer
+from sgla.kernels.triton import drafts
+from sgla.kernels.triton.sampling import WORST
+from sgla.messages import VERIFIED, StepPlan
+from sgla.worker.device_state import upload
+from sgla.worker.gpu_memory import GRAPH_LAYER
+from sgla.worker.gpu_steps import GpuSteps
+from sgla.worker.graphs import Capture, DecodeGraphs, seconds_of
+from sgla.worker.pace import Curve, Pace
+from sgla.worker.state import Int32s, column
+from sgla.worker.verify import DeviceDrafts
+from sgla.worker.warm_up import SIZES as PROMPTS
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32)  # that guess in a step: each verifies two tokens at least
+READS = (8, 32, 64)  # tokens that graphs read
+RARE = 4  # steps that plan guesses, which are few where none were right (``Facts.padded_drafts``)
+AGAIN = 2  # tokens that a chain begins with: the pending one, and the last guess, which nobody has read
+
+
+class Chains:
+    """``steps``: of the model that guesses, with the tables of its ``target``'s; ``most``: guesses of a row.
+    Rows read and write the slots, places and limits that ``state`` has."""
+
+    def __init__(
+        self, steps: GpuSteps, target: GpuSteps, state: DeviceDrafts, most: int, adaptive: bool
+    ) -> None:
+        self.steps, self._target, self._state, self._most = steps, target, state, most
+        self._captures = steps.attention.captures
+        tables = steps.tables
+        self._padding = state.padding
+        self._pace = Pace(self._padding + 1, adaptive, RARE)
+        self._unread = np.zeros(self._padding + 1, np.int32)  # tokens of slots before their pending one
+        self.pairs = [pair for size, before in zip(ROWS, (0, *ROWS)) for pair in self._counts(size, before)]
+        room = max(READS[-1], AGAIN * ROWS[-1])
+        self._columns = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
+        self._look = torch.zeros(2, READS[-1], dtype=torch.int32, device="cuda")
+        self._columns[0] = self._look[0] = self._padding
+        self._slots, self._starts, self._ids, self._positions, self._kv_len = torch.zeros(
+            5, room, dtype=torch.int32, device="cuda"
+        )
+        self._out_loc = tables.places(room)
+        windows = {0, *tables.windows[1:], *steps.windows}
+        self._cum = {w: torch.zeros(room + 1, dtype=torch.int32, device="cuda") for w in windows}
+        self._q_start = torch.arange(room + 1, dtype=torch.int32, device="cuda")
+        self._last = self._q_start[AGAIN - 1 : -1 : AGAIN].clone()
+        self._ends, self._out = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
+        self._keys = torch.full((ROWS[-1],), WORST, dtype=torch.int64, device="cuda")
+        self._plain = torch.ones(1, dtype=torch.int32, device="cuda")
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._readers: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def _counts(self, size: int, before: int) -> list[tuple[int, int]]:
+        """Of chains with more than ``before`` rows, ``size`` at most: with how many guesses there are any."""
+        most = min(self._most, VERIFIED // (before + 1) - 1)
+        return [(size, count) for count in range(1, most + 1)]
+
+    def take(self, kv: list[Layer]) -> None:
+        """The pages of its layers."""
+        self.steps.kv = kv
+
+    def choose(self, plan: StepPlan) -> StepPlan:
+        """The same with as many guesses as pay. New requests take their slots; what they find in the prefix
+        tree was read by both models."""
+        for new in plan.new:
+            self._unread[new.slot] = 0
+            self._pace.admit(new.slot)
+        most = column(plan.drafts) if plan.drafts else np.zeros(0, np.int32)
+        rows = np.flatnonzero(most > 0)
+        if not len(rows):
+            return plan
+        alone = np.where(most < 0, column(plan.q_lens), 1)
+        slots = column(plan.slots)[rows]
+        best = self._pace.most(slots, int(most.max()), int(alone.sum()))
+        return replace(plan, drafts=np.minimum(most, best).astype(np.int32).tobytes())
+
+    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
+        """Of so many guesses in each slot so many were right."""
+        self._pace.learn(slots, guessed, right)
+
+    def follow(self, plan: StepPlan) -> None:
+        """Before the target's step: read the prompts that it reads, and guess for the rows that may."""
+        slots, starts, q_lens = column(plan.slots), column(plan.starts), column(plan.q_lens)
+        most = column(plan.drafts) if plan.drafts else np.full_like(slots, -1)
+        prompts, guessing = (most < 0) & (q_lens > 1), most > 0
+        if prompts.any():
+            self._read_on(slots[prompts], starts[prompts], q_lens[prompts])
+        others = ~(prompts | guessing)
+        self._unread[slots[others]] += 1
+        if guessing.any():
+            self._catch_up(slots[guessing], starts[guessing])
+            self._guess(slots[guessing], most[guessing])
+
+    def _read_on(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
+        """Read ``q_lens`` tokens of ``slots`` from ``starts`` on, and those before that are unread."""
+        behind = self._unread[slots]
+        self._unread[slots] = 0
+        starts, q_lens = starts - behind, q_lens + behind
+        while len(slots):
+            room = np.maximum(self.steps.step_tokens - (q_lens.cumsum() - q_lens), 0)
+            parts = np.minimum(q_lens, room).astype(np.int32)
+            self._extend(slots, starts, parts)
+            starts, q_lens = starts + parts, q_lens - parts
+            slots, starts, q_lens = (column[q_lens > 0] for column in (slots, starts, q_lens))
+
+    def _extend(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
+        """In the order that ``GpuSteps.extend_batch`` wants, without rows of no tokens."""
+        order = np.lexsort((starts == 0, q_lens > 1))
+        order = order[q_lens[order] > 0]
+        batch = self.steps.extend_batch(slots[order], starts[order], q_lens[order])
+        self._within(batch.ids)
+        self.steps.forward.hidden(batch, self._q_start[:1])
+
+    def _catch_up(self, slots: Int32s, starts: Int32s) -> None:
+        """Read what is unread of ``slots``, but for the tokens that their chains begin with. Where it is much
+        it is known where they are: no row has guessed lately."""
+        far = self._unread[slots] > READS[-1]
+        if far.any():
+            self._read_on(slots[far], starts[far], np.zeros_like(starts[far]))
+        unread = self._unread[slots]
+        counts = np.maximum(unread - (AGAIN - 1), 0)
+        if not counts.any():
+            return
+        rows = np.repeat(slots, counts)
+        back = np.repeat(unread, counts) - (
+            np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+        )
+        for at in range(0, len(rows), READS[-1]):
+            self._read(rows[at : at + READS[-1]], back[at : at + READS[-1]])
+
+    def _read(self, slots: Int32s, back: Int32s) -> None:
+        size = next(size for size in READS if size >= len(slots))
+        host = np.zeros((2, READS[-1]), np.int32)
+        host[0] = self._padding
+        host[:, : len(slots)] = slots, back
+        self._look.copy_(upload(host))
+        if size in self._readers:
+            self._readers[size].replay()
+        else:
+            self._reader(size)
+
+    def _guess(self, slots: Int32s, most: Int32s) -> None:
+        size = next(size for size in ROWS if size >= len(slots))
+        host = np.zeros((2, ROWS[-1]), np.int32)
+        host[0] = self._padding
+        host[:, : len(slots)] = slots, most
+        self._columns.copy_(upload(host))
+        self._unread[slots] = AGAIN - 1
+        pair = size, int(most.max())
+        if pair in self._graphs:
+            self._graphs[pair].replay()
+        else:
+            self._chain(*pair)
+
+    def rehearse(self) -> None:
+        """Every step there is, to ask for its kernels."""
+        if not self._captures:
+            return
+        self.steps.forward.prepare(self.steps.attention.decode.fused)
+        most, one = self.steps.step_tokens, np.array([self._padding], np.int32)
+        sizes = {*self.steps.forward.sizes(most), *(n for n in (*PROMPTS, *TILES) if n < most), most}
+        for size in sorted(sizes):
+            length = min(size, self.steps.context_len - 1)
+            for start in (0, length // 2):
+                self._extend(one, np.array([start], np.int32), np.array([length - start], np.int32))
+        for size in READS:
+            self._reader(size)
+        for pair in self.pairs:
+            self._chain(*pair)
+
+    @property
+    def graph_bytes(self) -> int:
+        """What its graphs are going to take."""
+        if not self._captures:
+            return 0
+        steps = len(READS) + sum(count for _, count in self.pairs)
+        return steps * self.steps.model.spec.layers * GRAPH_LAYER
+
+    def capture(self, capture: Capture) -> None:
+        """Once the pages are there, and all slots free."""
+        if not self._captures:
+            return
+        self.steps.forward.prepare(self.steps.attention.decode.fused)
+        for size in reversed(READS):
+            self._readers[size] = capture(partial(self._reader, size))
+        for pair in reversed(self.pairs):
+            self._graphs[pair] = capture(partial(self._chain, *pair))
+
+    def time(self, target: DecodeGraphs) -> None:
+        """Learn what steps and guesses take, from graphs that have been captured."""
+        sizes = [size for size in ROWS if (size, 1) in self._graphs]
+        if not sizes:
+            return
+        first = [seconds_of(self._graphs[size, 1]) for size in sizes]
+        most = max(count for size, count in self.pairs if size == 1)
+        more = (seconds_of(self._graphs[1, most]) - first[0]) / max(most - 1, 1)
+        self._pace.know(
+            Curve(*target.times(VERIFIED)), Curve(sizes, [more] * len(sizes)), Curve(sizes, first)
+        )
+
+    def _reader(self, size: int) -> None:
+        """Read the tokens that ``_look`` names."""
+        rows, back = self._look[:, :size]
+        slots, starts = self._slots[:size], self._starts[:size]
+        drafts.look_back(rows, back, self._state.computed, 0, slots, starts, self._padding)
+        self.steps.forward.hidden(self._batch(slots, starts), self._q_start[:1])
+
+    def _chain(self, size: int, count: int) -> None:
+        """Guess up to ``count`` tokens for each of ``size`` rows in ``_columns``."""
+        for ahead in range(count):
+            self._step(size, ahead)
+
+    def _step(self, size: int, ahead: int) -> None:
+        state, steps, sampler = self._state, self.steps, self._target.sampler
+        rows, most = self._columns[:, :size]
+        width = 1 if ahead else AGAIN
+        slots, starts, ends = self._slots[: size * width], self._starts[: size * width], self._ends[:size]
+        columns = slots, starts, ends
+        drafts.go_on(rows, most, state.computed, state.limits, ahead, 0, *columns, self._padding)
+        batch = self._batch(slots, starts)
+        last = None if ahead else self._last[:size]
+        # The kernel that stores k and v itself is for rows of different slots.
+        fused = steps.attention.decode.fused if ahead else None
+        draw = sampler.fused_draw(rows, ends, self._keys[:size], self._plain)
+        within = steps.model.spec.vocab <= self._target.model.spec.vocab
+        drawing = draw if ahead and within and steps.forward.draws else None
+        logits, drawn = steps.forward.step(batch, last, steps.logits[:size], drawing, fused)
+        if drawn:
+            sampler.land(draw, self._out[:size])
+        else:
+            logits = logits[:, : self._target.model.spec.vocab].contiguous()
+            sampler.draw(logits, rows, ends, self._out[:size])
+
+    def _batch(self, slots: Tensor, starts: Tensor) -> DeviceBatch:
+        """Decode rows."""
+        n, tables = len(slots), self.steps.tables
+        cum = {w: c[: n + 1] for w, c in self._cum.items()}
+        ids, positions, kv_len = self._ids[:n], self._positions[:n], self._kv_len[:n]
+        out_loc, q_start = self._out_loc[..., :n], self._q_start[: n + 1]
+        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum)
+        self._within(ids)
+        return tables.batch(
+            slots, ids, positions=positions, q_start=q_start, kv_len=kv_len, out_loc=out_loc,
+            sample_rows=q_start[:n], decode_rows=n, cum=cum,
+        )  # fmt: skip
+
+    def _within(self, ids: Tensor) -> None:
+        """Tokens that it does not know are the last one that it does."""
+        own = self.steps.model.spec.vocab
+        if own < self._target.model.spec.vocab:
+            ids.clamp_(max=own - 1)
