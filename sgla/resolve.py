@@ -120,7 +120,7 @@ def resolve(
     if isinstance(spec, ModelSpec) and spec.recurrent:
         check_recurrent(config, device)
     if isinstance(spec, ModelSpec) and device == "cuda":
-        check_gpu_layers(config, spec)
+        check_whole(config, spec)
     check_features(config, machine, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         filling.settle("speculative_num_draft_tokens", choose_drafts(config.speculative_algorithm))
@@ -411,15 +411,9 @@ def check_recurrent(config: Config, device: str) -> None:
         )
 
 
-def check_gpu_layers(config: Config, spec: ModelSpec) -> None:
-    """Raise ConfigError for what a GPU cannot do right: a context in which tokens read chosen ones, or those
-    of a chunk, and layers whose kernels are known to be wrong."""
-    if wrong := next(filter(None, (layer.wrong_on_gpus for layer in spec.attention)), ""):
-        raise ConfigError(
-            f"{spec.architecture} does not run on GPUs yet: {wrong} gave wrong numbers there; give "
-            "--device cpu",
-            param="device",
-        )
+def check_whole(config: Config, spec: ModelSpec) -> None:
+    """Raise ConfigError for what GPUs have no kernel for: a context in which tokens read chosen ones, or
+    those of a chunk."""
     most = min((layer.whole_until for layer in spec.attention if layer.whole_until), default=0)
     if most and (config.context_length or spec.context_len) > most:
         raise ConfigError(

@@ -103,11 +103,6 @@ class AttentionSpec:
         return self.window if self.chunked else 0
 
     @property
-    def wrong_on_gpus(self) -> str:
-        """What of the layer GPUs are known to compute wrongly; empty: nothing."""
-        return ""
-
-    @property
     def latent(self) -> bool:
         """v is the beginning of k, and not kept beside it."""
         return False

@@ -43,7 +43,7 @@ class KimiDelta:
         self.conv = torch.zeros(3 * len(rows), layer.taps)
         self._declare_conv(build, name, width, rows)
         self.dt_bias = build.vector(f"{name}.dt_bias", width, rows)
-        self.a_log = torch.zeros(len(own), 1)
+        self.rates = torch.zeros(len(own), 1)  # -exp(A_log) of each head
         build.declare(f"{name}.A_log", (1, 1, count, 1), partial(self._take_rates, own))
         self.norm = build.vector(f"{name}.o_norm.weight", dim)
         self.out = RowLinear(build, f"{name}.o_proj", hidden, width, rows)
@@ -61,14 +61,14 @@ class KimiDelta:
         self.conv[at : at + len(rows)] = source.dense(rows)[:, 0]
 
     def _take_rates(self, own: range, source: SourceTensor) -> None:
-        self.a_log.copy_(source.dense()[0, 0, own.start : own.stop])
+        self.rates.copy_(-source.dense()[0, 0, own.start : own.stop].float().exp())
 
     def __call__(self, x: Tensor, batch: ForwardBatch, state: StateLayer) -> Tensor:
         mixed = ops.causal_conv(self.qkv(x), self.conv, None, state, batch)
         q, k, v = (y.unflatten(1, (-1, self.layer.dim)) for y in mixed.chunk(3, dim=1))
         fading, gating, writing = (y.contiguous() for y in self.narrow(x).split(self.widths, dim=1))
         time = F.softplus(self.decay(fading).float() + self.dt_bias).unflatten(1, (-1, self.layer.dim))
-        decay, beta = -self.a_log.exp() * time, writing.float().sigmoid()
+        decay, beta = self.rates * time, writing.float().sigmoid()
         seen = ops.gated_delta(q, k, v, decay, beta, state, batch)
         gate = self.gate(gating).unflatten(1, (-1, self.layer.dim))
         return ops.gated_rms_norm(seen, gate, self.norm, self.eps, "sigmoid").flatten(1)

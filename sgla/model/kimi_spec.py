@@ -23,10 +23,6 @@ class KimiDeltaSpec(StateSpec):
     dim: int = 0
     taps: int = 0
 
-    @property
-    def wrong_on_gpus(self) -> str:
-        return "the delta rule with a decay for each channel, where it goes on from a cached state,"
-
     def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
         count = own(self.count)
         return (

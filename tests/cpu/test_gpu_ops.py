@@ -3,6 +3,7 @@ must be as the oracle says."""
 
 from __future__ import annotations
 
+import gc
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import toy_family
 from checkpoints import SMALL, Eager, Row, random_prompts
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -164,6 +166,49 @@ def test_models_equal_the_oracle(architecture: str, exact: None) -> None:
     torch.testing.assert_close(apart, expected, rtol=0, atol=1e-3)
     together = [recorded(driver, prompts) for prompts in batches]
     torch.testing.assert_close(together, expected, rtol=0, atol=1e-3)
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "KimiLinearForCausalLM": {
+        "model_type": "kimi_linear",
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+    },
+    "Qwen3_5ForCausalLM": {"model_type": "qwen3_5_text", "num_hidden_layers": 2},
+    "FalconH1ForCausalLM": {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4},
+    "JambaForCausalLM": {"model_type": "jamba", "num_experts": 4},
+}
+
+
+def tensors_of(node: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(list(node.given.values())) if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize("architecture", [*MODELS, *STATES])
+def test_nothing_is_computed_while_a_model_is_recorded(architecture: str) -> None:
+    """A record may be made while a graph is captured: what is computed then has no value yet, and would stay
+    as it is when weights are exchanged."""
+    config = SHAPE | {"architectures": [architecture]} | (MODELS | STATES)[architecture]
+    config = {key: value for key, value in config.items() if value is not None}
+    source = ModelSource("dummy", Path("dummy"), (), config, {})
+    driver = Eager(load_model(source))
+    driver._allocate(2, 8)
+    known = {x.untyped_storage().data_ptr() for x in gc.get_objects() if isinstance(x, Tensor)}
+    forward = gpu.RecordedForward(driver.model, driver.kv, gpu.GpuOps(attend))
+    record = forward._record("step", True)
+    assert record is not None, forward.notes
+    found = [x for node in record.nodes for x in tensors_of(node) if x.device.type != "meta"]
+    assert all(x.untyped_storage().data_ptr() in known for x in found)
 
 
 @needs_interpreter
