@@ -7,10 +7,11 @@
 ``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one.
 ``--dummy``: random weights and no tokenizer. The prompts are then 512 tokens that repeat themselves: ``loop``
 goes on greedily, ``right`` may say one token alone, so that all guesses are right, and ``free`` draws from
-the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time. ``--accept``: on a
-GPU, this share of the guesses of a model with random weights is taken as right (``forced.py``).
+the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time, several numbers by
+commas. ``--accept``: on a GPU, this share of the guesses of a model with random weights is taken as right
+(``forced.py``); an engine for each of several.
 
-Both engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text
+Engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text
 with medians; the exit code is 1 if texts differ, but for GPUs, whose sums in bfloat16 depend on the number of
 rows.
 """
@@ -59,9 +60,11 @@ class Case:
         return [result.outputs[0].token_ids for result in results], time.perf_counter() - began
 
 
-def measure(name: str, llms: dict[str, LLM], args: argparse.Namespace) -> bool:
+def measure(
+    name: str, rows: int, share: float | None, llms: dict[str, LLM], args: argparse.Namespace
+) -> bool:
     """Whether all texts are the same."""
-    case = Case(name, args.tokens, args.rows)
+    case = Case(name, args.tokens, rows)
     texts = {kind: case.answer(llm)[0] for kind, llm in llms.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in llms}
     before, same = llms["guessing"].engine.stats(), True
@@ -75,7 +78,7 @@ def measure(name: str, llms: dict[str, LLM], args: argparse.Namespace) -> bool:
         getattr(after, field) - getattr(before, field)
         for field in ("verifies", "verified_tokens", "draft_tokens")
     )
-    speeds = {kind: round(args.rows * args.tokens / median(found), 1) for kind, found in seconds.items()}
+    speeds = {kind: round(rows * args.tokens / median(found), 1) for kind, found in seconds.items()}
     lines.emit(
         {
             "bench": "drafts",
@@ -84,10 +87,10 @@ def measure(name: str, llms: dict[str, LLM], args: argparse.Namespace) -> bool:
             "draft": args.draft,
             "device": args.device,
             "text": name,
-            "rows": args.rows,
+            "rows": rows,
             "tokens": args.tokens,
             "repeat": args.repeat,
-            "accept": args.accept,
+            "accept": share,
             "tok_s": speeds,
             "ms": {kind: round(1e3 * median(found) / args.tokens, 3) for kind, found in seconds.items()},
             "ratio": round(speeds["guessing"] / speeds["none"], 2),
@@ -106,33 +109,39 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--rows", default="1")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dummy", action="store_true")
     parser.add_argument("--algorithm", default="ngram")
     parser.add_argument("--draft", help="--speculative-model")
     parser.add_argument("--guesses", type=int, help="--speculative-num-draft-tokens")
-    parser.add_argument("--accept", type=float)
+    parser.add_argument("--accept", default="")
+    parser.add_argument("--kv", type=int, default=4, help="GiB of each engine's KV cache on a GPU")
     parser.add_argument("--texts", help="some of those, by commas")
     args = parser.parse_args()
+    rows = [int(n) for n in args.rows.split(",")]
+    shares: list[float | None] = [float(share) for share in args.accept.split(",") if share] or [None]
     settings: dict[str, Any] = {"device": args.device}
     if args.device == "cuda":
-        settings |= {"kv_cache_bytes": 4 << 30, "max_running_requests": max(16, args.rows)}
+        settings |= {"kv_cache_bytes": args.kv << 30, "max_running_requests": max(16, *rows)}
     if args.dummy:
         settings |= {"load_format": "dummy", "context_length": len(IDS) + args.tokens + 2}
-    llms = {"none": LLM(args.model, **settings)}
-    if args.accept is not None:
-        os.environ["SGLA_BENCH_ACCEPT"] = str(args.accept)
-        procs.runner_of = lambda config: "forced:runner"
-    llms["guessing"] = LLM(
-        args.model,
-        speculative_algorithm=args.algorithm,
-        speculative_model=args.draft,
-        speculative_num_draft_tokens=args.guesses,
-        **settings,
-    )
+    none = LLM(args.model, **settings)
     texts = args.texts.split(",") if args.texts else DUMMY if args.dummy else TEXTS
-    same = [measure(name, llms, args) for name in texts]
+    same = []
+    for share in shares:
+        if share is not None:
+            os.environ["SGLA_BENCH_ACCEPT"] = str(share)
+            procs.runner_of = lambda config: "forced:runner"
+        guessing = LLM(
+            args.model,
+            speculative_algorithm=args.algorithm,
+            speculative_model=args.draft,
+            speculative_num_draft_tokens=args.guesses,
+            **settings,
+        )
+        llms = {"none": none, "guessing": guessing}
+        same += [measure(name, count, share, llms, args) for count in rows for name in texts]
     return int(args.device == "cpu" and not all(same))
 
 
