@@ -54,6 +54,7 @@ NAMED = [
     "--max-num-seqs",
     "--max-queued-requests",
     "--max-num-queued-reqs",
+    "--max-num-queued-tokens",
     "--max-total-tokens",
     "--num-gpu-blocks-override",
     "--kv-cache-memory-bytes",
@@ -97,6 +98,9 @@ NAMED = [
     "--cuda-graph-max-bs",
     "--cuda-graph-bs",
     "--cuda-graph-max-bs-decode",
+    "--cuda-graph-bs-decode",
+    "--cuda-graph-max-bs-prefill",
+    "--cuda-graph-bs-prefill",
     "--enforce-eager",
     "--compilation-config",
     "--cudagraph-capture-sizes",
@@ -197,6 +201,8 @@ NAMED = [
     "-c",
     "-ngl",
     "-tp",
+    "-pp",
+    "-dp",
     "-q",
 ]
 
@@ -379,6 +385,28 @@ def test_attention_of_other_names_runs() -> None:
         args = parse(["serve", "--attention-backend", name])
         assert args.flags == {"attention_backend": "auto"}
         assert "the kernels are this server's own" in args.hints[0]
+
+
+def test_what_is_there_without_a_flag_needs_none() -> None:
+    """vLLM's and SGLang's commands for servers that sleep start one."""
+    for flag in ("--enable-sleep-mode", "--enable-memory-saver"):
+        args = parse(["serve", "a/b", flag])
+        assert args.flags == {"model": "a/b"}
+        assert "POST /sleep" in args.hints[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--sampling-backend", "kernels are chosen"),
+        ("--structured-outputs-config", "--json-whitespace"),
+        ("--structured-outputs-config.backend", "--json-whitespace"),
+        ("--kv-transfer-config", "--kv-store"),
+        ("--weight-version", "POST /update_weights_from_disk"),
+    ],
+)
+def test_refusals_say_what_to_use(flag: str, instead: str) -> None:
+    assert instead in refused(flag, "x")
 
 
 def test_debugging_what_is_compiled_is_refused() -> None:

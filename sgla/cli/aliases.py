@@ -56,6 +56,7 @@ OPEN = {"auto": None, "-1": None, "0": None}  # of a length that the model decid
 ONE_HOST = "a model is split over the GPUs of one host, by --tp"
 OFF = Switch("prefix_cache", False)
 GRAPHS = "a GPU's steps run from CUDA graphs in any case, with the same answers, and a CPU has none"
+SLEEPS = "every server can give memory back: POST /sleep"
 
 LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # of llama.cpp
 NGRAM = dict.fromkeys(LOOKUPS, "ngram") | {"none": None}
@@ -115,6 +116,9 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "swap-space": Always("requests that lose their KV cache are computed again", ("0", "0.0", "4", "4.0")),
     "kv-offloading-size": Alias("kv_host_bytes", {"0": None, "0.0": None}, 1 << 30),
     "hicache-size": Alias("kv_host_bytes", {"0": None}, 10**9),
+    "enable-sleep-mode": Always(SLEEPS),
+    "enable-memory-saver": Always(SLEEPS),
+    "enable-cumem-allocator": Always(SLEEPS),
     "hicache-write-policy": Always("what was computed is copied when its request ends", ("write_through",)),
     # scheduling and cache
     "max-num-seqs": Alias("max_running_requests"),
@@ -340,7 +344,11 @@ REFUSED: list[tuple[str, str]] = [
         "--speculative-quantization and --speculative-num-draft-tokens; leave this out",
     ),
     (
-        "disaggregation-* *kv-transfer-config *pdmux* sm-group-num num-reserved-decode-tokens "
+        "*kv-transfer-config",
+        "one server reads prompts and generates; --kv-host-bytes, --kv-disk and --kv-store keep prefixes",
+    ),
+    (
+        "disaggregation-* *pdmux* sm-group-num num-reserved-decode-tokens "
         "optimistic-prefill-attempts enable-pd-role-switch ec-* encoder-* *-dispatch-to-encoder tokens-only "
         "prefill-decode-interval* prefill-delayer-* enable-prefill-delayer prefill-schedule-interval",
         (
@@ -446,6 +454,7 @@ REFUSED: list[tuple[str, str]] = [
         "code-revision tokenizer-revision",
         "--revision is that of the model's files; --tokenizer may name a folder",
     ),
+    ("weight-version", "POST /update_weights_from_disk names the version that answers tell of"),
     (
         "load-balance* model-loader-* weight-* *-weight-load* *weight-loader* safetensors-* pt-load-* "
         "ignore-patterns custom-weight-* remote-instance-* *checkpoint* *ckpt* decrypted-* modelexpress-* "
@@ -453,13 +462,7 @@ REFUSED: list[tuple[str, str]] = [
         "weights are files, read at the start; --load-format, --quantization and --cpu-offload-gb are what "
         "there is",
     ),
-    (
-        (
-            "enable-memory-saver enable-sleep-mode enable-cumem-allocator "
-            "*-cpu-backup sleep-on-idle enable-weights-*"
-        ),
-        "every server can give memory back, without a flag: POST /sleep",
-    ),
+    ("*-cpu-backup sleep-on-idle enable-weights-*", SLEEPS),
     (
         "skip-tokenizer-init skip-server-warmup warmup* enable-tokenizer-batch-* disable-tokenizer-batch-* "
         "enable-dynamic-batch-tokenizer dynamic-batch-* tokenizer-pool-* tokenizer-backend "
@@ -506,12 +509,16 @@ REFUSED: list[tuple[str, str]] = [
         ),
     ),
     (
+        "structured-outputs-config guided-decoding-*",
+        "llguidance compiles the grammars that requests bring; there are --json-whitespace and "
+        "--json-additional-properties; leave this out",
+    ),
+    (
         "enable-force-include-usage stream-response-default-include-usage return-tokens-as-token-ids "
         "return-input-ids return-output-ids incremental-streaming-output allow-auto-truncate "
         "enable-return-* return-* enable-custom-logit-processor aux-hidden-* constrained-json-* "
-        "structured-outputs-config guided-decoding-* sampling-mask-* use-fp64-gumbel *watermark-* "
-        "enable-watermark sampling-backend default-priority-value fingerprint-* cohere-* "
-        "enable-per-request-*",
+        "sampling-mask-* use-fp64-gumbel *watermark-* enable-watermark default-priority-value fingerprint-* "
+        "cohere-* enable-per-request-*",
         "requests ask for it by a field, where it is supported; leave it out",
     ),
     (
