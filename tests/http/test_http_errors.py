@@ -110,6 +110,7 @@ def check_error(body: Any) -> dict[str, Any]:
         (CHAT, HI | {"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
         (CHAT, HI | {"stream_options": {}}, "stream_options", "stream: true"),
         (CHAT, HI | {"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (CHAT, HI | {"tools": [{"type": "web_search"}]}, "tools", "no tool of type 'web_search'"),
         (CHAT, HI | {"reasoning_effort": "enormous"}, "reasoning_effort", "must be one of"),
         (CHAT, HI | {"continue_final_message": True}, "continue_final_message", "assistant"),
         (CHAT, HI | {"add_special_tokens": True}, "add_special_tokens", "not supported"),

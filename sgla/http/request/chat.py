@@ -172,8 +172,10 @@ def check_named(names: Iterable[Any], known: Container[str]) -> None:
 def check_tool_list(tools: list[dict[str, Any]] | None) -> None:
     check_count("tools", tools or [], MAX_TOOLS)
     for i, tool in enumerate(tools or []):
-        function = tool.get("function")
-        if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        function, kind = tool.get("function"), tool.get("type", "function")
+        if isinstance(kind, str) and kind != "function":
+            raise unsupported_tool(f"tools[{i}]", kind)
+        if kind != "function" or not isinstance(function, dict):
             raise InvalidField(
                 f'tools[{i}] must be {{"type": "function", "function": {{...}}}}', param="tools"
             )
