@@ -5,7 +5,9 @@
 ``sleep``: seconds of each level, and of the wakes behind them, with the GiB that the GPU has free meanwhile;
 the tokens of a request are the same before and after. ``prefix``: seconds to the first token of a prompt of
 so many tokens and 16 more that is computed, that the KV cache has, and that lies in the host's memory because
-others have pushed it out; and the bytes a second of a plain copy from pinned memory. Weights are random.
+others have pushed it out; and the bytes a second of a plain copy from pinned memory. ``update``: seconds that
+all weights take as tensors of this GPU, while eight requests are paused, and whether these come to their end.
+Weights are random.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -32,7 +35,7 @@ def main() -> None:
     parser.add_argument("--extra", default="{}", help="more settings, as JSON")
     args = parser.parse_args()
     for part in args.parts.split(","):
-        {"sleep": sleep, "prefix": prefix}[part](args)
+        {"sleep": sleep, "prefix": prefix, "update": update}[part](args)
 
 
 def engine_of(args: argparse.Namespace, **settings: Any) -> Any:
@@ -117,6 +120,54 @@ def prefix(args: argparse.Namespace) -> None:
         stats = [(tier.name, tier.loaded, tier.saved) for tier in engine.stats().tiers]
         plain = plain_copy(args.tokens * token)
         lines.emit({"part": "copy", "tiers": stats, "bytes": args.tokens * token, "plain_gb_s": plain})
+
+
+def update(args: argparse.Namespace) -> None:
+    import torch
+
+    from sgla.messages import SamplingParams
+
+    tensors = weights_of(json.load(open(f"{args.model}/config.json")))  # noqa: SIM115
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    params = SamplingParams(max_tokens=1000, temperature=0, ignore_eos=True)
+    prompts = [[random.Random(i).randrange(10000) for _ in range(300)] for i in range(8)]
+    with engine_of(args, kv_cache_bytes=8 << 30) as engine, ThreadPoolExecutor() as threads:
+        for repeat in range(args.repeat):
+            running = threads.submit(engine.generate, prompts, params)
+            time.sleep(1)
+            engine.pause_generation()
+            torch.cuda.synchronize()
+            seconds, taken = timed(partial(engine.update_weights_from_tensor, tensors.items()))
+            engine.continue_generation()
+            whole = [len(output.tokens) for output in running.result()]
+            fields = {"part": "update", "model": args.model, "rep": repeat, "bytes": nbytes, "s": seconds}
+            lines.emit(fields | {"taken": taken, "whole": whole == [1000] * 8})
+
+
+def weights_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Random ones of Qwen3, on the GPU, by their names in files."""
+    import torch
+
+    wide, inner, dims = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    sides = {"q": (heads * dims, wide), "k": (kv_heads * dims, wide), "v": (kv_heads * dims, wide)}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": sizes for name, sizes in sides.items()}
+    shapes |= {"self_attn.o_proj": (wide, heads * dims), "mlp.down_proj": (wide, inner)}
+    shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, wide))
+    shapes |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (wide,))
+    shapes |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (dims,))
+    named = {
+        f"model.layers.{i}.{n}": s for i in range(config["num_hidden_layers"]) for n, s in shapes.items()
+    }
+    named |= {"model.embed_tokens": (config["vocab_size"], wide), "model.norm": (wide,)}
+    if not config["tie_word_embeddings"]:
+        named["lm_head"] = (config["vocab_size"], wide)
+
+    def made(size: tuple[int, ...]) -> Any:
+        ones = torch.ones(size, dtype=torch.bfloat16, device="cuda")
+        return ones.normal_(std=size[-1] ** -0.5) if len(size) > 1 else ones
+
+    return {f"{name}.weight": made(size) for name, size in named.items()}
 
 
 def plain_copy(nbytes: int) -> float:

@@ -127,10 +127,12 @@ class Ingress(Resting):
         flush: Callable[[bool], bool],
         trouble: Callable[[], str],
         pause: Callable[[bool], None],
+        renew: Callable[[], bool] = lambda: False,
     ) -> None:
         """The supervisor plugs in the running engine; from here on requests are accepted."""
         self._tokenize, self.facts, self._stats = tokenize, facts, stats
         self._control, self._flush, self._trouble, self._pause = control, flush, trouble, pause
+        self._renew = renew
         self._capacity = facts.slots + self.config.max_queued_requests
         self.phase = "ready"
 
@@ -163,13 +165,14 @@ class Ingress(Resting):
     def open_requests(self) -> int:
         return len(self._open)
 
-    def require_ready(self) -> None:
-        """Raise the typed 503 that says why requests are not accepted now."""
+    def require_ready(self, resting: bool = False) -> None:
+        """Raise the typed 503 that says why requests are not accepted now. ``resting``: a server that sleeps,
+        or whose weights are being updated, is ready enough."""
         if self._failure is not None:
             raise self._failure
         if self.phase == "draining":
             raise Draining(f"{SHUTTING_DOWN}; send the request elsewhere", retry_after=5.0)
-        if self.phase in RESTS:
+        if self.phase in RESTS and not resting:
             raise Loading(RESTS[self.phase], retry_after=5.0)
         if self._tokenize is None:
             detail = f": {self.trouble}" if self.trouble else ""

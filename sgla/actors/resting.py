@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sgla.actors.adapters import inside
 from sgla.actors.works import Done, Works
 from sgla.config import Config
-from sgla.errors import SglaError
+from sgla.errors import InvalidField, SglaError
 from sgla.hub.remote import files_of
 from sgla.loading.source import configured_source
 from sgla.messages import Control
@@ -32,6 +35,8 @@ class Resting(ABC):
     _open: Mapping[str, Any]
     _control: Callable[[Control], Awaitable[Any]] | None
     _flush: Callable[[bool], bool] | None
+    _renew: Callable[[], bool]
+    paused: bool
 
     def __init__(self) -> None:
         self.asleep: set[str] = set()
@@ -39,7 +44,7 @@ class Resting(ABC):
         self._works = Works()
 
     @abstractmethod
-    def require_ready(self) -> None: ...
+    def require_ready(self, resting: bool = False) -> None: ...
 
     async def sleep(self, kv: bool, weights: str) -> bool:
         """Give back the memory of the KV cache, and of the weights; until all of it is there again no request
@@ -51,10 +56,24 @@ class Resting(ABC):
         """Have these again. Raises what loading does: then it still sleeps."""
         await self._whole(self._wake(parts))
 
-    async def update_weights(self, folder: str, version: str | None) -> bool:
+    async def update_weights(self, folder: str, version: str | None, trusted: bool = False) -> bool:
         """Take other weights of the same model; meanwhile no request is accepted. False if requests are open
-        (then nothing has changed). Raises InvalidField and UnsupportedField; the old weights stay."""
-        return await self._whole(self._update_weights(folder, version))
+        that are not paused (then nothing has changed); those that are go on with the KV that they have.
+        ``trusted``: the folder may be any. Raises InvalidField and UnsupportedField; the old weights stay."""
+        path = Path(folder)
+        if not trusted:
+            path = inside(folder, self.config.weight_folders, "model_path", "--weight-folders")
+        return await self._whole(self._changed(partial(self._take_folder, path, version)))
+
+    async def take_tensors(self, payloads: Sequence[bytes], version: str | None) -> bool:
+        """As ``update_weights``, of some tensors (``loading/tensors.py``): one payload, or one a rank."""
+        if len(payloads) not in (1, self.config.tp):
+            raise InvalidField(
+                f"there are {self.config.tp} ranks, and tensors for {len(payloads)}; give one item, or one "
+                "for each",
+                param="serialized_named_tensors",
+            )
+        return await self._whole(self._changed(partial(self._take_payloads, payloads, version)))
 
     async def _whole(self, work: Coroutine[Any, Any, Done]) -> Done:
         """What ``work`` gives, which comes behind the works before it, and to its end although who waits for
@@ -99,27 +118,52 @@ class Resting(ABC):
             if not self.asleep:
                 self._leave_phase("sleeping")
 
-    async def _update_weights(self, folder: str, version: str | None) -> bool:
+    async def _changed(self, change: Callable[[], Awaitable[None]]) -> bool:
         before = self.phase
         if before != "sleeping" or "weights" in self.asleep:
             self.require_ready()
-        assert self._control is not None
-        path = inside(folder, self.config.weight_folders, "model_path", "--weight-folders")
         self.phase = "updating"
         try:
-            if self._open or not await self._emptied():
+            if not await self._still():
                 return False
-            try:
-                await self._control(Control(verb="weights_update", args={"path": str(path)}))
-                source = await asyncio.to_thread(configured_source, path, self.config)
-            except SglaError:  # other ranks may have them
-                await self._control(Control(verb="weights_update", args={"path": ""}))
-                raise
-            self.files = files_of(source)
-            self.weight_version = version or str(path)
+            await change()
             return True
         finally:
             self._leave_phase("updating", before)
+
+    async def _still(self) -> bool:
+        """Whether no step runs, and nobody who comes finds a prefix any more."""
+        if not self._open:
+            return await self._emptied()
+        for _ in range(TRIES if self.paused else 0):
+            if self._renew():
+                return True
+            await asyncio.sleep(TRY)
+        return False
+
+    async def _take_folder(self, path: Path, version: str | None) -> None:
+        assert self._control is not None
+        try:
+            await self._control(Control(verb="weights_update", args={"path": str(path)}))
+            source = await asyncio.to_thread(configured_source, path, self.config)
+        except SglaError:  # other ranks may have them
+            await self._control(Control(verb="weights_update", args={"path": ""}))
+            raise
+        self.files = files_of(source)
+        self.weight_version = version or str(path)
+
+    async def _take_payloads(self, payloads: Sequence[bytes], version: str | None) -> None:
+        assert self._control is not None
+        with ExitStack() as files:
+            paths = [files.enter_context(in_memory(payload)) for payload in payloads]
+            for look in (True, False) if self.config.tp > 1 else (False,):  # all ranks take them, or none
+                await self._control(Control(verb="weights_take", args={"paths": paths, "look": look}))
+        self._brought(version)
+
+    def _brought(self, version: str | None) -> None:
+        """Weights have come that are in no file."""
+        self.files = {}
+        self.weight_version = version or self.weight_version
 
     def _leave_phase(self, phase: str, to: str = "ready") -> None:
         """A server that drains or is dead meanwhile stays so."""
@@ -140,3 +184,15 @@ class Resting(ABC):
 def _waking(parts: Collection[str]) -> Control:
     weights, kv = (part in parts for part in PARTS)
     return Control(verb="wake", args={"kv": kv, "weights": weights})
+
+
+@contextmanager
+def in_memory(data: bytes) -> Iterator[str]:
+    """A file of no folder, which workers open by this path."""
+    fd = os.memfd_create("weights", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(data)
+        yield f"/proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)

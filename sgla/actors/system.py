@@ -150,6 +150,7 @@ class System:
             core.flush_cache,
             lambda: watchdog.trouble,
             schedule.pause,
+            core.renew,
         )
 
     def _compiler(self, tokenizer: Tokenizer, facts: Facts) -> Compiler:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sgla.actors.resting import PARTS
 from sgla.engine.loop import EngineLoop
 from sgla.errors import InvalidField
+from sgla.messages import Control
 
 
 class WeightCalls(EngineLoop):
@@ -33,6 +35,39 @@ class WeightCalls(EngineLoop):
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """As ``wake_up``."""
         self.wake_up(tags)
+
+    def pause_generation(self) -> None:
+        """Requests that run wait, and keep what they have; SGLang's mode ``in_place``."""
+        self._call(self._pause(True))
+
+    def continue_generation(self) -> None:
+        self._call(self._pause(False))
+
+    async def _pause(self, paused: bool) -> None:
+        self._ready().ingress.pause(paused)
+
+    def update_weights_from_disk(self, model_path: str, weight_version: str | None = None) -> bool:
+        """Take other weights of the same model. False while requests are running that are not paused. Raises
+        InvalidField; then the old weights stay."""
+        change = self._ready().ingress.update_weights(model_path, weight_version, trusted=True)
+        return self._call(change)
+
+    def update_weights_from_tensor(
+        self, named_tensors: Iterable[tuple[str, Any]], weight_version: str | None = None
+    ) -> bool:
+        """As ``update_weights_from_disk``, of some tensors by their names in the model's files. Those of a
+        GPU are read where they are."""
+        from sgla.loading.tensors import packed  # which has torch
+
+        named = list(named_tensors)
+        return self._call(self._ready().ingress.take_tensors([packed(named)], weight_version))
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """The first rows of a tensor in the model's files."""
+        args = {"name": name, "rows": truncate_size}
+        told = self._call(self._ready().ingress.control(Control(verb="weights_show", args=args)))
+        values: list[Any] = told["ranks"][0]["values"]
+        return values
 
     @property
     def is_sleeping(self) -> bool:

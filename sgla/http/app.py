@@ -151,6 +151,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/release_memory_occupation": {"POST": control.release_memory},
     "/resume_memory_occupation": {"POST": control.resume_memory},
     "/update_weights_from_disk": {"POST": control.update_weights},
+    "/update_weights_from_tensor": {"POST": control.update_tensors},
     "/get_weights_by_name": {"POST": control.show_weights},
     "/load_lora_adapter": {"POST": control.load_adapter},
     "/unload_lora_adapter": {"POST": control.unload_adapter},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from base64 import b64decode
+from collections.abc import Awaitable, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -25,10 +27,12 @@ from sgla.http.request.schema import (
     Schema,
     ShowWeightsRequest,
     UnloadAdapterRequest,
+    UpdateTensorsRequest,
     UpdateWeightsRequest,
+    WeightChange,
     unsupported,
 )
-from sgla.http.server import PATH_ID, SERVER
+from sgla.http.server import PATH_ID, SERVER, Server
 from sgla.http.wire import json_response
 from sgla.messages import MOST_PROFILED, Control
 
@@ -36,6 +40,7 @@ ABORT = Schema(AbortRequest)
 PAUSE = Schema(PauseRequest)
 MEMORY = Schema(MemoryRequest)
 UPDATE = Schema(UpdateWeightsRequest)
+TENSORS = Schema(UpdateTensorsRequest)
 SHOW = Schema(ShowWeightsRequest)
 PROFILE = Schema(ProfileRequest)
 LOAD = Schema(LoadAdapterRequest)
@@ -136,7 +141,7 @@ async def sleep(request: web.Request) -> web.Response:
 
 async def release_memory(request: web.Request) -> web.Response:
     """SGLang's tags, weights and kv_cache; none means both."""
-    tags = (await optional_intake(request, MEMORY)).tags or PARTS
+    tags = (await optional_intake(request, MEMORY, resting=True)).tags or PARTS
     await _sleep(request, kv="kv_cache" in tags, weights="either" if "weights" in tags else "")
     return json_response({"success": True})
 
@@ -156,7 +161,7 @@ async def wake_up(request: web.Request) -> web.Response:
 
 async def resume_memory(request: web.Request) -> web.Response:
     """SGLang's ``tags``; none means all."""
-    return await _wake(request, (await optional_intake(request, MEMORY)).tags)
+    return await _wake(request, (await optional_intake(request, MEMORY, resting=True)).tags)
 
 
 async def _wake(request: web.Request, tags: Sequence[str] | None) -> web.Response:
@@ -171,15 +176,39 @@ async def is_sleeping(request: web.Request) -> web.Response:
 async def update_weights(request: web.Request) -> web.Response:
     """Other weights of the same model, from a folder; the prefix cache is empty then."""
     server = request.app[SERVER]
-    fields = await intake(request, UPDATE)
+    fields = await intake(request, UPDATE, resting=True)
     for name in ("load_format", "is_async", "keep_pause", "recapture_cuda_graph", "torch_empty_cache"):
         if getattr(fields, name):
             raise unsupported(name, "; leave it out")
     if fields.flush_cache is False:
         raise unsupported("flush_cache", " as false: KV of old weights is of no use")
+    change = server.ingress.update_weights(fields.model_path, fields.weight_version)
+    return await _changed(server, fields, change)
+
+
+async def update_tensors(request: web.Request) -> web.Response:
+    """Other weights of the same model, some or all, that the request has, or that lie on this GPU."""
+    server = request.app[SERVER]
+    fields = await intake(request, TENSORS, resting=True)
+    payloads = [await asyncio.to_thread(_unarmored, text) for text in fields.serialized_named_tensors]
+    return await _changed(server, fields, server.ingress.take_tensors(payloads, fields.weight_version))
+
+
+def _unarmored(text: str) -> bytes:
+    try:
+        return b64decode(text, validate=True)
+    except ValueError as error:
+        name = "serialized_named_tensors"
+        raise InvalidField(f"{name} must be base64: {error}", param=name) from error
+
+
+async def _changed(server: Server, fields: WeightChange, change: Awaitable[bool]) -> web.Response:
     ended = await server.abort(None) if fields.abort_all_requests else 0
-    if not await server.ingress.update_weights(fields.model_path, fields.weight_version):
-        raise Busy("requests are open, so the weights were not updated; try again when they are done")
+    if not await change:
+        raise Busy(
+            "requests are open, so the weights were not updated; try again when they are done, or pause "
+            "generating (mode in_place), so that they go on with the new weights"
+        )
     told = {"success": True, "message": "the weights are updated", "num_paused_requests": ended}
     return json_response(told)
 

@@ -19,7 +19,11 @@ OPEN = PAGES | {"health", "health_generate", "metrics", "ready", "readyz", "ping
 # What changes the server for other clients, or shows what they sent, is for an admin key alone; where there
 # are no keys at all, everybody is an administrator. What a client may do to its own requests (``OWN``), any
 # key may. Where nobody has an admin key, nobody has what is the owner's alone (``SECRET``, with the reason).
-SECRET = {"step_log": "shows what all clients sent", "weights": "gives the model away"}
+SECRET = {
+    "step_log": "shows what all clients sent",
+    "weights": "gives the model away",
+    "update_weights_from_tensor": "changes the model",
+}
 OWN = frozenset({"abort_request"})
 ADMIN = frozenset(
     [

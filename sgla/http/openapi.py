@@ -56,6 +56,7 @@ from sgla.http.request.schema import (
     ShowWeightsRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
+    UpdateTensorsRequest,
     UpdateWeightsRequest,
     range_of,
 )
@@ -257,6 +258,9 @@ OPERATIONS: dict[Any, Operation] = {
     control.resume_memory: Operation("SGLang: have it again", MemoryRequest, to.Done),
     control.update_weights: Operation(
         "SGLang: take other weights of the same model", UpdateWeightsRequest, to.Updated
+    ),
+    control.update_tensors: Operation(
+        "SGLang: take tensors in place of weights", UpdateTensorsRequest, to.Updated
     ),
     control.show_weights: Operation("SGLang: rows of a tensor", ShowWeightsRequest, list[Any]),
     control.start_profile: Operation("SGLang, vLLM: record what the workers do", ProfileRequest),

@@ -65,7 +65,7 @@ class Ingress(Protocol):
     @property
     def default_sampling(self) -> Defaults: ...
 
-    def require_ready(self) -> None:
+    def require_ready(self, resting: bool = False) -> None:
         """Raise the typed 503 that says why requests are not accepted now."""
 
     def open_all(self, jobs: Sequence[tuple[Job, Sink]], extra: bool = False) -> None:
@@ -102,6 +102,8 @@ class Ingress(Protocol):
     async def update_weights(self, folder: str, version: str | None) -> bool:
         """False: requests are open."""
         ...
+
+    async def take_tensors(self, payloads: Sequence[bytes], version: str | None) -> bool: ...
 
     @property
     def weight_version(self) -> str: ...

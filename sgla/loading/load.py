@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +23,7 @@ from sgla.layers.build import CHUNK, Build, Crossed, Reordered, Share, Slot, Val
 from sgla.loading.checkpoint import FileTensor, cache_scales, canonical, joined, stored_tensors, unstacked
 from sgla.loading.gguf_tensors import kinds_of_file, weights_of_file
 from sgla.loading.offload import Offload
+from sgla.loading.pickles import TYPES
 from sgla.loading.upload import begin_thread, synchronize, threads_for
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
@@ -99,8 +100,8 @@ def load_model(
         _tell_names(adapters, build, rename, spec)
     if on_model is not None:
         on_model(model)
-    model.stored = Stored(build, spec.architecture, spec.tied, model.ignored, rename, mending(spec), seed)
-    model.stored.load(source, on_progress)
+    model.declared = Declared(build, spec.architecture, spec.tied, model.ignored, rename, mending(spec), seed)
+    model.declared.load(source, on_progress)
     model.cache_scales = cache_scales(build, spec.layers)
     return model
 
@@ -179,16 +180,20 @@ def load_weights(
     mend: Mend = lambda name, tensor: tensor,
     on_progress: OnProgress | None = None,
     seed: int = 0,
+    sound: bool = False,
 ) -> None:
     """Fill what the layers have declared in ``build``. ``rename``: from a checkpoint's name to a declared
-    one; ``mend``: what a layer wants of a stored tensor; ``ignored`` are prefixes of renamed ones. Raises
-    WeightError."""
+    one; ``mend``: what a layer wants of a stored tensor; ``ignored`` are prefixes of renamed ones; ``sound``:
+    see ``Declared.load``. Raises WeightError."""
     tensors = _stream(source, build, seed, rename, mend)
-    _fill(build.table, tensors, architecture, tied, ignored, on_progress or (lambda progress: None))
+    jobs = _fitting(build.table, tensors, architecture, tied, ignored)
+    if sound and build.checkpoint is PLAIN and source.kind != "gguf":
+        jobs = {name: Sound(tensor) for name, tensor in jobs.items()}
+    _run(build.table, jobs, on_progress or (lambda progress: None))
 
 
 @dataclass(frozen=True)
-class Stored:
+class Declared:
     """Where a model's tensors go, and how its checkpoints name them; see ``load_weights``."""
 
     build: Build
@@ -199,8 +204,11 @@ class Stored:
     mend: Mend = lambda name, tensor: tensor
     seed: int = 0
 
-    def load(self, source: ModelSource, on_progress: OnProgress | None = None) -> None:
-        """All of them, in place. Raises WeightError; what does not fit changes nothing."""
+    def load(self, source: ModelSource, on_progress: OnProgress | None = None, sound: bool = False) -> None:
+        """All of them, in place. ``sound``: whatever is no number is an error, of which others may have been
+        stored before; not of numbers that are packed. Raises WeightError."""
+        if sound and self.tied and has_own_head(source):
+            raise WeightError("the weights have an output layer of their own, which those before had not")
         load_weights(
             source,
             self.build,
@@ -211,7 +219,70 @@ class Stored:
             mend=self.mend,
             on_progress=on_progress,
             seed=self.seed,
+            sound=sound,
         )
+
+    def look(self, source: ModelSource) -> None:
+        """Read all of them, and store nothing. Raises WeightError."""
+        tensors = _stream(source, self.build, self.seed, self.rename, self.mend)
+        found = _fitting(self.build.table, tensors, self.architecture, self.tied, self.ignored)
+        jobs: dict[str, SourceTensor] = {name: Sound(tensor) for name, tensor in found.items()}
+        _run({name: Slot(tensor.shape, _read) for name, tensor in jobs.items()}, jobs, lambda progress: None)
+
+    def take(self, tensors: Mapping[str, Tensor], look: bool = False) -> None:
+        """Some of them, in place, under the names that checkpoints have, or only ``look`` whether they fit.
+        Raises WeightError; then nothing has changed."""
+        if self.build.checkpoint is not PLAIN:
+            raise WeightError("the model's files are quantized, and tensors of floats do not fit them")
+        wrong = [name for name, tensor in tensors.items() if TYPES.get(tensor.dtype) not in FLOATS]
+        unsound = [] if wrong else no_numbers(tensors)
+        if complaints := _complain("of a type that is no float", wrong) + _complain("not finite", unsound):
+            raise WeightError("the weights cannot be taken: " + "; ".join(complaints))
+        device = _device()
+        named: dict[str, SourceTensor] = {}
+        for raw, tensor in tensors.items():
+            shape, kind = tuple(tensor.shape), TYPES[tensor.dtype]
+            name = self.rename(raw)
+            named[name] = self.mend(name, FileTensor(tensor, shape, kind, None, device=device))
+        parts = unstacked(iter(named.items()), self.build)
+        table = self.build.table
+        jobs = _fitting(table, parts, self.architecture, self.tied, self.ignored, whole=False)
+        if not look:
+            _run(table, jobs, lambda progress: None)
+
+
+def _read(share: Share) -> None:
+    rows = share.shape[0]
+    step = max(1, CHUNK // prod(share.shape[1:]))
+    for start in range(0, rows, step)[share.index :: share.count]:
+        share.dense(range(start, min(rows, start + step)))
+
+
+def no_numbers(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of those that hold what is not finite."""
+    filled = [(name, tensor) for name, tensor in tensors.items() if tensor.numel()]
+    sound = [torch.stack(tensor.aminmax()).float().isfinite().all().to("cpu") for _, tensor in filled]
+    return [name for (name, _), good in zip(filled, sound) if not good]
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A SourceTensor of floats, all of which must be finite."""
+
+    source: SourceTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        values = self.source.dense(rows)
+        if no_numbers({"": values}):
+            raise ValueError("it holds what is no number")
+        return values
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        return storage(kind).read(self, rows, columns)
 
 
 def model_of(spec: ModelSpec, build: Build, positions: int) -> CausalLM:
@@ -249,16 +320,16 @@ def decoder_build(
     return build
 
 
-def _fill(
+def _fitting(
     table: dict[str, Slot],
     tensors: Iterator[tuple[str, SourceTensor]],
     architecture: str,
     tied: bool,
     ignored: tuple[str, ...],
-    on_progress: OnProgress,
-) -> None:
-    """Fill every slot from the tensors, a few at a time in threads;
-    then complain about all that did not fit."""
+    whole: bool = True,
+) -> dict[str, SourceTensor]:
+    """What goes into which slot; ``whole``: into each. Raises WeightError, which tells of all that does not
+    fit."""
     jobs: dict[str, SourceTensor] = {}
     unexpected: list[str] = []
     twice: list[str] = []
@@ -281,14 +352,14 @@ def _fill(
         if tuple(tensor.shape) != table[name].shape
     ]
     complaints = (
-        _complain("missing", [name for name in table if name not in jobs])
+        _complain("missing", [name for name in table if whole and name not in jobs])
         + _complain("unexpected", unexpected)
         + _complain("misshapen", misshapen)
         + _complain("there twice", twice)
     )
     if complaints:
         raise WeightError(f"the weights do not fit {architecture}: " + "; ".join(complaints))
-    _run(table, jobs, on_progress)
+    return jobs
 
 
 def _run(table: dict[str, Slot], jobs: dict[str, SourceTensor], on_progress: OnProgress) -> None:

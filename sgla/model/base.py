@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -29,8 +30,15 @@ JOINED = 1024  # experts, at most, with a shared one that is one of them: their 
 class Refills(Protocol):
     """Brings weights to where those of a model are."""
 
-    def load(self, source: ModelSource, on_progress: Any = None) -> None:
-        """All that are in files. Raises WeightError."""
+    def load(self, source: ModelSource, on_progress: Any = None, sound: bool = False) -> None:
+        """All that are in files. ``sound``: they must be finite. Raises WeightError."""
+
+    def look(self, source: ModelSource) -> None:
+        """Whether they fit and are finite. Raises WeightError."""
+
+    def take(self, tensors: Mapping[str, Tensor], look: bool = False) -> None:
+        """Some, by their names in files, or only ``look`` whether they fit. Raises WeightError; then nothing
+        has changed."""
 
 
 class CausalLM(ABC):
@@ -46,7 +54,7 @@ class CausalLM(ABC):
     lm_head: LMHead
     blocks: list[Block]
     cache_scales: list[tuple[float, float]] | None = None  # of k and v of each layer, if the file has them
-    stored: Refills | None = None  # what brings other weights; None: nothing does
+    declared: Refills | None = None  # what brings other weights; None: nothing does
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         self.spec, self.shard, self.positions = spec, build.shard, positions

@@ -97,7 +97,11 @@ class Flush(msgspec.Struct, array_like=True, tag=True, gc=False):
     raised: str = ""
 
 
-AnyCall = Offer | Ready | Moved | Keep | Cancel | Expire | Plan | Retire | Flush
+class Renew(msgspec.Struct, array_like=True, tag=True, gc=False):
+    raised: str = ""
+
+
+AnyCall = Offer | Ready | Moved | Keep | Cancel | Expire | Plan | Retire | Flush | Renew
 
 
 class Chapter(msgspec.Struct, array_like=True):
@@ -197,6 +201,9 @@ class RecordedCore(Core):
 
     def flush_cache(self, tiers: bool = True) -> bool:
         return self._do(Flush(tiers), super().flush_cache, tiers)
+
+    def renew(self) -> bool:
+        return self._do(Renew(), super().renew)
 
     def rest(self) -> None:
         """Begin a chapter if it is time to."""
@@ -348,6 +355,8 @@ def play(core: Core, call: AnyCall, told: Replay) -> str | None:
                 told.steps, plan = told.steps + 1, compared(made)
         elif isinstance(call, Retire):
             told.outputs += sum(len(delta.tokens) for delta in core.retire(call.result, call.now))
+        elif isinstance(call, Renew):
+            core.renew()
         else:
             core.flush_cache(call.tiers)
     except Exception as error:  # it is compared: a crash is replayed too

@@ -278,6 +278,15 @@ class Core:
             self._memory.transfers.flush()
         return self._memory.cache.flush() and (tiers or self.idle)
 
+    def renew(self) -> bool:
+        """Forget the cached prefixes, those of open requests, too, which go on with what they have: weights
+        become others. False while a step or a copy is under way."""
+        if self._queues.flights or self._memory.copying:
+            return False
+        self._memory.cache.flush()
+        self._queues.renew()
+        return True
+
     def drain_finished(self) -> list[Finished]:
         """Requests that ended since the last call, the latest few thousand at most."""
         return self._ledger.drain()

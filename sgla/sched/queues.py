@@ -17,6 +17,8 @@ from sgla.sched.stats import Ledger
 from sgla.sched.step import Step
 from sgla.sched.turns import Turns
 
+RENEWED = "\2"  # begins namespaces of requests with weights that have come meanwhile
+
 
 def _by_rank(request: Request) -> tuple[float, int, float, int]:
     return request.rank
@@ -46,6 +48,7 @@ class Queues:
         self.draining: list[Request] = []
         self.flights: deque[Step] = deque()
         self.steps = 0  # planned
+        self.weights = 0  # how often they have become others beside requests
         self.turns = Turns()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._seq = 0
@@ -65,6 +68,7 @@ class Queues:
             self._prompt = Prompt(submit.tokens)
         turn = 0 if submit.yields else self.turns.take(submit.client, alone=not self.waiting)
         request = Request(submit, self._prompt, max_new, self._seq, submit.arrival or now, priority, turn)
+        request.namespace = self._space(submit)
         for position, digest in submit.media:
             page, offset = divmod(position, self._limits.page_size)
             request.marks[page] = request.marks.get(page, b"") + int32((offset, len(digest))) + digest
@@ -77,6 +81,19 @@ class Queues:
             heappush(self._deadlines, (submit.deadline, self._seq, request))
             if len(self._deadlines) > 2 * len(self.open) + 64:
                 self._deadlines = sorted(entry for entry in self._deadlines if entry[2].finish is None)
+
+    def renew(self) -> None:
+        """Weights have become others: who begins from now on finds nothing that is of the old ones. Requests
+        that run go on with what they have."""
+        self.weights += 1
+        for request in (*self.waiting, *self.held.values()):
+            request.namespace = self._space(request.submit)
+
+    def _space(self, submit: Submit) -> str:
+        """No other request's begins like that of one with later weights."""
+        if not self.weights and not submit.namespace.startswith(RENEWED):
+            return submit.namespace
+        return f"{RENEWED}{self.weights}{RENEWED}{submit.namespace}"
 
     @property
     def next_deadline(self) -> float | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 
-from sgla.errors import ConfigError, UnsupportedField
+from torch import Tensor
+
+from sgla.errors import ConfigError, UnsupportedField, WeightError
 from sgla.hub.source import ModelSource
 from sgla.memory import give_back
 from sgla.worker.cpu_setup import CpuSetup
@@ -18,7 +20,7 @@ class CpuWeights(ChangingRunner, CpuSetup):
     _awake = True  # the weights are there
 
     def _sleep(self, kv: bool, weights: str) -> None:
-        drops = weights not in ("", "host")
+        drops = weights not in ("", "host") and not self.brought
         if drops and self.fixed:
             raise UnsupportedField(
                 f"weights cannot be given back beside {self.fixed}; give back the KV cache alone",
@@ -32,7 +34,7 @@ class CpuWeights(ChangingRunner, CpuSetup):
     def _wake(self, kv: bool, weights: bool) -> None:
         if not weights or self._awake:
             return
-        self._take(self.source)
+        self._load_again(self.source)
         if self._tiers and self.identity() != self.begun_as:
             self._drop()
             raise ConfigError(
@@ -41,11 +43,26 @@ class CpuWeights(ChangingRunner, CpuSetup):
                 param="model",
             )
 
-    def _take(self, source: ModelSource) -> None:
+    def _load_again(self, source: ModelSource) -> None:
         if self._awake:
             self._drop()
         self.load_again(source)
         self._awake = True
+
+    def _take(self, source: ModelSource, sound: bool = True) -> None:
+        if self.model.declared is None:
+            self._load_again(source)
+        else:
+            self.model.declared.load(source, sound=sound)
+
+    def _look(self, source: ModelSource) -> None:
+        assert self.model.declared is not None
+        self.model.declared.look(source)
+
+    def _take_tensors(self, tensors: dict[str, Tensor], look: bool) -> None:
+        if self.model.declared is None:
+            raise WeightError("tensors cannot be taken by modules of transformers")
+        self.model.declared.take(tensors, look)
 
     def _drop(self) -> None:
         self._awake = False

@@ -113,7 +113,7 @@ class GpuSetup(Runner):
             ("an 8-bit KV cache, whose scales are those of the old ones", config.kv_cache_dtype == "fp8"),
             ("what guesses", guessing is not None),
             ("a head for vectors", self.pooling is not None),
-            ("modules of transformers", self.steps.model.stored is None),
+            ("modules of transformers", self.steps.model.declared is None),
         )
         self.fixed = next((what for what, there in beside if there), "")
         torch.cuda.synchronize()

@@ -3,10 +3,15 @@ which stay (``region.py``)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
 
 from sgla.errors import ConfigError, OutOfMemory, UnsupportedField
 from sgla.hub.source import ModelSource
+from sgla.model.base import Refills
 from sgla.worker.disk import identity_of
 from sgla.worker.gpu_memory import Advice, within_memory
 from sgla.worker.gpu_setup import GpuSetup
@@ -38,7 +43,7 @@ class GpuWeights(ChangingRunner, GpuSetup):
                     f"weights cannot be given back beside {self.fixed}; give back the KV cache alone",
                     param="tags",
                 )
-            if weights == "files" and not self.fixed:
+            if weights == "files" and not (self.fixed or self.brought):
                 self._begun_as = identity_of(self.config, self.source, [])
             else:
                 self._kept = self._copied(region)
@@ -95,12 +100,25 @@ class GpuWeights(ChangingRunner, GpuSetup):
                 "back, or start a server anew",
                 param="model",
             )
-        self._take(self.source)
+        self._take(self.source, sound=False)
 
-    def _take(self, source: ModelSource) -> None:
-        """In place, where every graph finds them."""
-        stored = self.steps.model.stored
-        assert stored is not None
-        with self.place.torch, torch.inference_mode(), within_memory("loading weights", lambda: OTHERS):
-            stored.load(source)
+    def _take(self, source: ModelSource, sound: bool = True) -> None:
+        with self._changes() as declared:
+            declared.load(source, sound=sound)
+
+    def _look(self, source: ModelSource) -> None:
+        with self._changes() as declared:
+            declared.look(source)
+
+    def _take_tensors(self, tensors: dict[str, Tensor], look: bool) -> None:
+        with self._changes() as declared:
+            declared.take(tensors, look)
+
+    @contextmanager
+    def _changes(self) -> Iterator[Refills]:
+        """What comes goes where every graph finds it."""
+        declared = self.steps.model.declared
+        assert declared is not None
+        with self.place.torch, torch.inference_mode(), within_memory("weights came", lambda: OTHERS):
+            yield declared
         torch.cuda.empty_cache()

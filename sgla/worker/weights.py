@@ -8,11 +8,14 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from torch import Tensor
+
 from sgla.config import Config
-from sgla.errors import InvalidField, SglaError, UnsupportedField
+from sgla.errors import InvalidField, SglaError, UnsupportedField, WeightError
 from sgla.hub.source import ModelSource
 from sgla.loading.checkpoint import stored_tensors
 from sgla.loading.source import configured_source
+from sgla.loading.tensors import received
 from sgla.messages import Control
 from sgla.model.read import read_decoder
 from sgla.worker.runner import Runner
@@ -27,14 +30,16 @@ class ChangingRunner(Runner):
     config: Config
     source: ModelSource
     fixed: str
+    brought = False  # some weights have come as tensors, and are in no file
     _before: ModelSource | None = None  # that of the weights which the latest ones came in place of
 
     def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
         """Beside those of all runners: ``sleep`` gives memory back, with ``kv`` that of the KV cache, which
         is empty, and with ``weights`` theirs: they go to the ``host``'s memory, if that is another one; are
         read again from the ``files``; or ``either``, whichever there is. ``wake`` has ``kv`` and ``weights``
-        again. ``weights_update`` takes those of the folder ``path``, or the ones before. ``weights_show`` has
-        the first ``rows`` of the tensor ``name``."""
+        again. ``weights_update`` takes those of the folder ``path``, or the ones before; ``weights_take``
+        tensors of the files ``paths``, of which each rank may have its own, or only looks whether they fit.
+        ``weights_show`` has the first ``rows`` of the tensor ``name``."""
         args = command.args
         match command.verb:
             case "sleep":
@@ -43,6 +48,8 @@ class ChangingRunner(Runner):
                 self._wake(args["kv"], args["weights"])
             case "weights_update":
                 self._update(args["path"])
+            case "weights_take":
+                self._bring(args["paths"], args["look"])
             case "weights_show":
                 return {"values": self._show(args["name"], args["rows"])}
             case _:
@@ -58,14 +65,42 @@ class ChangingRunner(Runner):
         """Raises what loading does, and OutOfMemory: then what has not come back is still away."""
 
     @abstractmethod
-    def _take(self, source: ModelSource) -> None:
-        """These weights in place of the others. Raises SglaError: then there are none that are of use."""
+    def _take(self, source: ModelSource, sound: bool = True) -> None:
+        """These weights in place of the others. ``sound``: they must be finite. Raises SglaError: then there
+        are none that are of use."""
 
-    def _update(self, path: str) -> None:
-        """Raises InvalidField: then the weights are those that there were."""
+    @abstractmethod
+    def _look(self, source: ModelSource) -> None:
+        """Whether these weights fit, and are finite. Raises WeightError."""
+
+    @abstractmethod
+    def _take_tensors(self, tensors: dict[str, Tensor], look: bool) -> None:
+        """These in place of the others of the same names, or only ``look`` whether they fit. Raises
+        WeightError: then nothing has changed."""
+
+    def _check_changes(self) -> None:
+        """Raises UnsupportedField where weights cannot become others."""
         if self.fixed or self.facts.tiers:
             what = self.fixed or "tiers of prefixes, which are of the old ones"
             raise UnsupportedField(f"weights cannot be updated beside {what}", param="model_path")
+
+    def _bring(self, paths: list[str], look: bool) -> None:
+        """Raises InvalidField: then nothing has changed."""
+        self._check_changes()
+        if self.source.kind == "gguf":
+            raise UnsupportedField(
+                "weights of GGUF files cannot be updated", param="serialized_named_tensors"
+            )
+        rank = self.shard.rank
+        try:
+            self._take_tensors(received(paths[rank if len(paths) > 1 else 0], rank), look)
+        except WeightError as error:
+            raise InvalidField(error.message, param="serialized_named_tensors") from error
+        self.brought = self.brought or not look
+
+    def _update(self, path: str) -> None:
+        """Raises InvalidField: then the weights are those that there were."""
+        self._check_changes()
         old = self.source
         if path:
             self._before, new = old, self._other(path)
@@ -74,10 +109,15 @@ class ChangingRunner(Runner):
         else:
             new = self._before
         try:
-            self._take(new)
-            self.source = new
+            if self.brought:  # and there is no way back
+                self._look(new)
         except SglaError as error:
-            self._take(old)
+            raise InvalidField(f"{error.message}; the old weights stay", param="model_path") from error
+        try:
+            self._take(new)
+            self.source, self.brought = new, False
+        except SglaError as error:
+            self._take(old, sound=False)
             raise InvalidField(f"{error.message}; the old weights stay", param="model_path") from error
 
     def _other(self, path: str) -> ModelSource:
@@ -95,6 +135,8 @@ class ChangingRunner(Runner):
         return replace(found, draft=self.source.draft)
 
     def _show(self, name: str, rows: int) -> list[Any]:
+        if self.brought:
+            raise UnsupportedField("tensors have come that are in no file, and are not shown", param="name")
         if self.source.kind not in ("safetensors", "pt"):
             raise UnsupportedField("tensors of GGUF files and of random weights have no names", param="name")
         for found, tensor in stored_tensors(self.source):

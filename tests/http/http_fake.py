@@ -141,8 +141,8 @@ class FakeIngress:
     def ready(self) -> bool:
         return self.phase == "ready"
 
-    def require_ready(self) -> None:
-        if not self.ready:
+    def require_ready(self, resting: bool = False) -> None:
+        if not self.ready and not (resting and self.phase == "sleeping"):
             raise Loading(f"the model is not loaded yet (phase {self.phase})", retry_after=2.0)
 
     def open(self, job: Job, sink: Any) -> None:
@@ -198,6 +198,11 @@ class FakeIngress:
         return self.flushable
 
     weight_version = "default"
+
+    async def take_tensors(self, payloads: Sequence[bytes], version: str | None) -> bool:
+        self.brought = [*payloads]
+        self.weight_version = version or self.weight_version
+        return self.flushable
 
     async def update_weights(self, folder: str, version: str | None) -> bool:
         self.weight_version = version or folder

@@ -51,6 +51,7 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/separate_reasoning": ({"text": "x", "reasoning_parser": "qwen3"}, None),
     "/abort_request": ({"abort_all": True}, None),
     "/update_weights_from_disk": ({"model_path": "x"}, None),
+    "/update_weights_from_tensor": ({"serialized_named_tensors": ["eA=="]}, None),
     "/get_weights_by_name": ({"name": "x"}, None),
     **dict.fromkeys(
         ("/load_lora_adapter", "/v1/load_lora_adapter"),

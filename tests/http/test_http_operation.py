@@ -23,7 +23,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.http import bodies, control
 from sgla.http.app import ROUTES
-from sgla.http.middleware import ADMIN, ADMIN_OF_V1, OWN
+from sgla.http.middleware import ADMIN, ADMIN_OF_V1, OWN, SECRET
 from sgla.http.serve import shorten_parse_error
 from sgla.hub import fetch
 from sgla.hub.remote import files_of
@@ -87,7 +87,7 @@ async def test_api_keys_alone_change_nothing_for_other_clients(serve: Serve) -> 
                     if response.status == 403:
                         assert "--admin-api-key" in (await response.json())["error"]["message"]
                         refused.add((path, site is bare))
-    secret = {"/step_log", *FILES}
+    secret = {*(f"/{first}" for first in SECRET if first != "weights"), *FILES}
     assert refused == {
         *((f"/{first}", False) for first in ADMIN - {"weights"}),
         *((path, False) for path in ADMIN_OF_V1),
@@ -138,6 +138,8 @@ async def test_sleep_and_wake(site: Site) -> None:
     assert (await site.get("/is_sleeping"))[1] == {"is_sleeping": False}
     site.ingress.phase = "sleeping"
     assert (await site.get("/is_sleeping"))[1] == {"is_sleeping": True}
+    assert (await site.post("/resume_memory_occupation", {"tags": ["kv_cache"]}))[0] == 200
+    assert site.ingress.slept[-1] == ["kv_cache"]
     site.ingress.flushable, site.ingress.phase = False, "ready"
     assert (await site.post("/sleep", b""))[0] == 409
     for path, body in (
@@ -156,6 +158,14 @@ async def test_weights_are_updated_and_shown(serve: Serve) -> None:
     assert (status, told["success"]) == (200, True)
     assert (await site.post("/generate", {"text": "x"}, **key))[1]["meta_info"]["weight_version"] == "two"
     assert (await site.get("/model_info", **key))[1]["weight_version"] == "two"
+    tensors = "/update_weights_from_tensor"
+    status, told = await site.post(
+        tensors, {"serialized_named_tensors": ["eHk="], "weight_version": "3"}, **key
+    )
+    assert (status, told["success"], site.ingress.brought) == (200, True, [b"xy"])
+    assert site.ingress.weight_version == "3"
+    for wrong in ({"serialized_named_tensors": [text]} for text in ("?", "eA=", None)):
+        assert (await site.post(tensors, wrong, **key))[0] == 400
     shown = await site.post("/get_weights_by_name", {"name": "x", "truncate_size": 2}, **key)
     assert shown == (200, [[0.5], [0.5]])
     for wrong in ({"flush_cache": False}, {"is_async": True}, {"load_format": "auto"}, {"model_path": 1}):

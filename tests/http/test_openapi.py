@@ -14,6 +14,7 @@ from http_fake import FakeIngress
 from http_site import Serve, Site
 
 from sgla.http.app import ROUTES
+from sgla.http.middleware import SECRET
 from sgla.http.openapi import OPERATIONS, document
 from sgla.http.request.schema import RANGES
 
@@ -67,7 +68,7 @@ async def test_bodies_are_read_where_they_are_described(site: Site, described: d
     """A body that no struct can be made of is refused by exactly the routes that are described to have
     one."""
     for path, method, operation in operations(described):
-        if method not in ("post", "put"):
+        if method not in ("post", "put") or path[1:] in SECRET:
             continue
         url = path.replace("{id}", "x")
         async with site.http.request(method, url, data=b"[]") as response:

@@ -20,19 +20,19 @@ BODY = web.RequestKey("body", bytes)  # of a request that somebody has read alre
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-async def intake(request: web.Request, schema: Schema[R]) -> R:
-    """The typed body. Raises NotReady while the model loads,
+async def intake(request: web.Request, schema: Schema[R], resting: bool = False) -> R:
+    """The typed body. Raises NotReady while the model loads, and where it rests but for ``resting``;
     TooLarge, Overloaded, or a BadRequest that names the field."""
-    request.app[SERVER].ingress.require_ready()
+    request.app[SERVER].ingress.require_ready(resting)
     share = request[SHARE]
     return await decoded(
         request, schema, request[BODY] if BODY in request else await share.read(request), share
     )
 
 
-async def optional_intake(request: web.Request, schema: Schema[R]) -> R:
+async def optional_intake(request: web.Request, schema: Schema[R], resting: bool = False) -> R:
     """``intake`` of a body that may be missing."""
-    request.app[SERVER].ingress.require_ready()
+    request.app[SERVER].ingress.require_ready(resting)
     share = request[SHARE]
     return await decoded(request, schema, await share.read(request) or b"{}", share)
 

@@ -399,18 +399,29 @@ class MemoryRequest(msgspec.Struct, kw_only=True):
     tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
-class UpdateWeightsRequest(msgspec.Struct, kw_only=True):
-    """SGLang's."""
+class WeightChange(msgspec.Struct, kw_only=True):
+    """What SGLang's requests that bring weights have in common. The prefix cache is emptied, whatever
+    ``flush_cache`` says: KV of old weights is of no use."""
 
-    model_path: str
     weight_version: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
     abort_all_requests: bool | None = None
     flush_cache: bool | None = None
+
+
+class UpdateWeightsRequest(WeightChange, kw_only=True):
+    model_path: str
     load_format: str | None = None
     is_async: bool | None = None
     keep_pause: bool | None = None
     recapture_cuda_graph: bool | None = None
     torch_empty_cache: bool | None = None
+
+
+class UpdateTensorsRequest(WeightChange, kw_only=True):
+    """``serialized_named_tensors``: in base64, safetensors files or pickles of names and tensors."""
+
+    serialized_named_tensors: Annotated[list[str], msgspec.Meta(min_length=1, max_length=64)]
+    load_format: Literal["direct", "flattened_bucket"] | None = None
 
 
 class ShowWeightsRequest(msgspec.Struct, kw_only=True):
