@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from sgla.messages import Copy, Moved
 from sgla.worker.device_state import upload
+from sgla.worker.pinned import Pinned
 from sgla.worker.state import Int32s, column
 
 STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece a unit
@@ -21,11 +22,11 @@ class HostTier:
     def __init__(self, memory: Sequence[Sequence[Tensor]], units: Sequence[int], staging: Tensor) -> None:
         """``staging``: uint8[STAGED]"""
         self._memory = [_wide(tensors) for tensors in memory]
+        widths = [sum(tensor.shape[1] for tensor in tensors) for tensors in memory]
+        self._pinned = [Pinned(max(1, (count + 1) * width)) for count, width in zip(units, widths)]
         self._host = [
-            torch.empty(
-                count + 1, sum(tensor.shape[1] for tensor in tensors), dtype=torch.uint8, pin_memory=True
-            )
-            for count, tensors in zip(units, memory)
+            pinned.bytes[: (count + 1) * width].view(count + 1, width)
+            for pinned, count, width in zip(self._pinned, units, widths)
         ]
         self._staging = staging
         self._stream = torch.cuda.Stream()
@@ -67,15 +68,15 @@ class HostTier:
             index, there = upload(units[at : at + most]).long(), places[at : at + most].tolist()
             rows = self._staging[: len(there) * width].view(len(there), width)
             if inward:
-                for row, place in zip(rows, there):
-                    row.copy_(host[place], non_blocking=True)
+                for first, count, place in _runs(there):
+                    rows[first : first + count].copy_(host[place : place + count], non_blocking=True)
                 for tensor, part in zip(self._memory[g], self._parts(g, rows)):
                     tensor.index_copy_(0, index, part)
             else:
                 for tensor, part in zip(self._memory[g], self._parts(g, rows)):
                     torch.index_select(tensor, 0, index, out=part)
-                for row, place in zip(rows, there):
-                    host[place].copy_(row, non_blocking=True)
+                for first, count, place in _runs(there):
+                    host[place : place + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _parts(self, g: int, rows: Tensor) -> list[Tensor]:
         """Views of uint8[n, bytes of a unit]: those of each tensor."""
@@ -91,6 +92,15 @@ class HostTier:
         done = [entry for entry in self._under_way if entry[1].query()]
         self._under_way = [entry for entry in self._under_way if entry not in done]
         return [Moved(transfer, ok=True) for transfer, _ in done]
+
+
+def _runs(places: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Places that follow each other cross together: the first of them, their count, and where they begin."""
+    begun = 0
+    for i in range(1, len(places) + 1):
+        if i == len(places) or places[i] != places[i - 1] + 1:
+            yield begun, i - begun, places[begun]
+            begun = i
 
 
 def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -61,7 +61,10 @@ class GpuWeights(ChangingRunner, GpuSetup):
                 "reads them from the files again",
                 param="level",
             )
-        kept = Pinned(region.size)
+        try:
+            kept = Pinned(region.size)
+        except RuntimeError as error:
+            raise OutOfMemory(f"{error}; raise ulimit -l, or POST /sleep?level=2", param="level") from error
         for start, stop in pieces(region.size):
             kept.bytes[start:stop].copy_(region.part(start, stop), non_blocking=True)
         torch.cuda.synchronize()

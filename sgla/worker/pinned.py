@@ -12,8 +12,6 @@ from functools import partial
 
 import torch
 
-from sgla.errors import OutOfMemory
-from sgla.worker.memory import mib
 from sgla.worker.region import PIECE
 
 TOUCHERS = 8  # threads that have the system find pages
@@ -21,7 +19,7 @@ TOUCHERS = 8  # threads that have the system find pages
 
 class Pinned:
     """``bytes`` uint8[size], in large pages if the system has them. Torch's allocator would take a power of
-    two, and have the pages found one by one. Raises OutOfMemory."""
+    two, and have the pages found one by one. Raises RuntimeError."""
 
     def __init__(self, size: int) -> None:
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -32,11 +30,7 @@ class Pinned:
         with ThreadPoolExecutor(TOUCHERS) as threads:
             list(threads.map(partial(_touch, base), *zip(*pieces(size))))
         if error := int(torch.cuda.cudart().cudaHostRegister(base, size, 0)):
-            raise OutOfMemory(
-                f"{mib(size)} of the host's memory cannot be pinned (CUDA error {error}); raise the limit of "
-                "locked memory (ulimit -l), or POST /sleep?level=2",
-                param="level",
-            )
+            raise RuntimeError(f"the host's memory cannot be pinned: CUDA error {error}")
         weakref.finalize(self, _unpin, base).atexit = False
 
 
