@@ -170,6 +170,7 @@ def test_explain_shows_every_setting_with_its_reason(tmp_path: Path) -> None:
     assert "geheim" not in out + json.dumps(facts)
 
 
+@pytest.mark.slow
 def test_explain_says_which_kernels_layers_take(tmp_path: Path) -> None:
     code, out, _ = run("explain", tiny_model(tmp_path), "--load-format", "dummy", "--kernels", "--tp", "1")
     assert code == 0
@@ -189,6 +190,7 @@ def test_explain_says_which_kernels_integers_take(tmp_path: Path) -> None:
     assert "it pays up to 1024 rows" in out
 
 
+@pytest.mark.slow
 def test_explain_says_which_kernels_scans_take(tmp_path: Path) -> None:
     """Of layers that are made without values."""
     mamba = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_d_ssm": 128, "ssm_multipliers": [0.5] * 5}

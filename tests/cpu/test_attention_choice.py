@@ -222,8 +222,9 @@ def test_larger_groups_have_none() -> None:
     assert names(shape=SHAPE._replace(heads=8 * 32))[0] == "triton"
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(("window", "softcap", "v_dim"), [(0, 0.0, 16), (5, 0.0, 16), (0, 3.0, 24)])
+@pytest.mark.parametrize(
+    ("window", "softcap", "v_dim", "sinks"), [(0, 0.0, 16, False), (5, 0.0, 16, True), (0, 3.0, 24, True)]
+)
 def test_flex_is_an_oracle_of_its_own(window: int, softcap: float, v_dim: int, sinks: bool) -> None:
     """Decode rows, a whole prompt and one behind a history; pages behind a window hold no numbers, and those
     of v of another width are of 8 bits."""

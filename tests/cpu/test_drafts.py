@@ -62,8 +62,7 @@ def alone() -> Transcript:
         {"drafts": 1, "depth": 1},
         {"drafts": 4},
         {"drafts": 4, "padded_drafts": True},
-        {"drafts": 8, "depth": 3},
-        {"drafts": 30, "step_tokens": 40},
+        {"drafts": 30, "depth": 3, "step_tokens": 40},
         {"drafts": 5, "pages": 12, "reserve": 0.0},
     ],
 )

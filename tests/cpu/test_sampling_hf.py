@@ -14,7 +14,7 @@ from sgla.sampling import Sampler
 from sgla.sampling.draw import Draw, draw
 from sgla.sampling.native import find_draw
 
-VOCAB, DRAWS = 24, 4000
+VOCAB, DRAWS = 24, 2000
 PROMPT, OUTPUT = [3, 4, 4, 9, 1], [7, 3, 7, 7, 12]
 LOGITS = np.random.default_rng(4).normal(0, 1.5, VOCAB).astype(np.float32)
 

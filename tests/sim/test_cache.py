@@ -56,7 +56,7 @@ def test_tree_matches_a_dictionary(eviction: str, page_size: int, marked: bool) 
     cache = RadixCache(page_size, pool, eviction)
     naive = NaiveCache(page_size)
     held: list[tuple[Node, list[int]]] = []
-    for _ in range(10_000):
+    for _ in range(4_000):
         namespace = random.choice(("", "a"))
         tokens = [
             random.randrange(2) for _ in range(random.randint(0, 8) * page_size + random.randrange(page_size))

@@ -13,7 +13,7 @@ from sgla.text.detokenize import make_detokenizer
 from sgla.text.tables import Bytes, Pieces
 from sgla.text.tokenizer import Tokenizer, load_path
 
-IDS_PER_KIND = 20_000
+IDS_PER_KIND = 8_000
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], chance: random.Random, skip: bool) -> list[str]:
