@@ -15,6 +15,9 @@ __device__ __forceinline__ u32 pack2(float lo, float hi) {
   return r;
 }
 __device__ __forceinline__ bf16 f2bf(float x) { return bf16(pack2(x, 0.f)); }
+// Of two of bf16: times two factors, and the sum of their squares.
+__device__ __forceinline__ u32 mul2(u32 a, float lo, float hi) { return pack2(lo2f(a) * lo, hi2f(a) * hi); }
+__device__ __forceinline__ float square2(u32 a) { return lo2f(a) * lo2f(a) + hi2f(a) * hi2f(a); }
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -27,6 +30,18 @@ __device__ __forceinline__ float gate(float x, float up) {
   return __fdividef(x, 1.f + exp2_fast(-1.442695041f * u)) * up;
 }
 __device__ __forceinline__ u32 smem_addr(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint4 lds128(u32 addr) {
+  uint4 r;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"(addr)
+               : "memory");
+  return r;
+}
+__device__ __forceinline__ void sts128(u32 addr, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 
 // Programmatic dependent launch: `pdl_wait` blocks until every earlier kernel of the stream has finished and
 // its writes are visible; `pdl_launch` lets the next kernel's blocks start (they may do only work that needs

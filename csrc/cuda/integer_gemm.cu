@@ -61,22 +61,10 @@ struct Params {
   float eps;
 };
 
-__device__ __forceinline__ uint4 lds128(u32 addr) {
-  uint4 r;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "r"(addr)
-               : "memory");
-  return r;
-}
 __device__ __forceinline__ u32 lds32(u32 addr) {
   u32 r;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(addr) : "memory");
   return r;
-}
-__device__ __forceinline__ void sts128(u32 addr, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
 }
 template <int BYTES>  // 4, 8 or 16, of data that other warps read too
 __device__ __forceinline__ void cp_async_small(u32 dst, const void* src) {
@@ -102,9 +90,6 @@ __device__ __forceinline__ float half2f(u32 x) {
   asm("{\n.reg .b16 h, u;\nmov.b32 {h, u}, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(r) : "r"(x));
   return r;
 }
-__device__ __forceinline__ u32 mul2(u32 a, float lo, float hi) { return pack2(lo2f(a) * lo, hi2f(a) * hi); }
-__device__ __forceinline__ float square2(u32 a) { return lo2f(a) * lo2f(a) + hi2f(a) * hi2f(a); }
-
 __device__ __forceinline__ float add2(u32 a) { return lo2f(a) + hi2f(a); }
 
 // Two weights of a word as bfloat16, those at place p. ``mask``: of the bits of two numbers.

@@ -91,10 +91,7 @@ struct Self {
 __device__ __forceinline__ int wrapped(int place) { return place >= DEPTH ? place - DEPTH : place; }
 
 __device__ __forceinline__ void expect(const Self& self, int place, u32 bytes) {
-  asm volatile(
-      "{.reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [%0], %1;}" ::"r"(self.full + place * 8),
-      "r"(bytes)
-      : "memory");
+  barrier_expect(self.full + place * 8, bytes);
 }
 __device__ __forceinline__ void copy(const Self& self, u32 to, const bf16* from, u32 bytes, int place) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "

@@ -98,14 +98,6 @@ __device__ __forceinline__ float rsqrt_fast(float x) {
 
 // --- shared memory
 
-__device__ __forceinline__ uint4 lds128(u32 addr) {
-  uint4 r;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "r"(addr)
-               : "memory");
-  return r;
-}
 __device__ __forceinline__ void sts64(u32 addr, u32 a, u32 b) {
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(addr), "r"(a), "r"(b) : "memory");
 }

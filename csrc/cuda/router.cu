@@ -47,9 +47,7 @@ __device__ __forceinline__ void store_to(const void* place, int rank, float v) {
                "[there], %2;\n}"
                ::"r"(smem_addr(place)), "r"(rank), "f"(v) : "memory");
 }
-__device__ __forceinline__ float square2(u32 a) { return lo2f(a) * lo2f(a) + hi2f(a) * hi2f(a); }
 __device__ __forceinline__ u32 add2(u32 a, u32 b) { return pack2(lo2f(a) + lo2f(b), hi2f(a) + hi2f(b)); }
-__device__ __forceinline__ u32 mul2(u32 a, float lo, float hi) { return pack2(lo2f(a) * lo, hi2f(a) * hi); }
 __device__ __forceinline__ u32 ordered(float v) {  // larger for larger v
   const u32 bits = __float_as_uint(v);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;

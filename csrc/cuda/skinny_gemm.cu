@@ -73,22 +73,6 @@ struct Params {
   float eps;
 };
 
-__device__ __forceinline__ u32 mul2(u32 a, float lo, float hi) { return pack2(lo2f(a) * lo, hi2f(a) * hi); }
-__device__ __forceinline__ float square2(u32 a) { return lo2f(a) * lo2f(a) + hi2f(a) * hi2f(a); }
-__device__ __forceinline__ uint4 lds128(u32 addr) {
-  uint4 r;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "r"(addr)
-               : "memory");
-  return r;
-}
-
-__device__ __forceinline__ void sts128(u32 addr, const uint4& v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
 // Two of x times their factors, and what the gate makes of z.
 __device__ __forceinline__ u32 let_through(u32 x, u32 z, float lo, float hi) {
   const float a = __fdividef(GATE == 2 ? lo2f(z) : 1.f, 1.f + exp2_fast(-1.442695041f * lo2f(z)));
