@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lines
 import torch
@@ -66,7 +67,7 @@ def variants(shard: Shard, shared: torch.Tensor, rows: int, width: int) -> dict[
         elementwise.add_rms_norm(x, residual, weight, 1e-6)
 
     found["nccl_norm"] = nccl_norm
-    ours = shard.exchange
+    ours: Any = shard.exchange  # an AllReduce
     if ours is not None and ours.takes(x):
         if ours.fits(x, False):
             found["one_shot"] = lambda: ours.sum(x, None, False)

@@ -61,9 +61,8 @@ BACK = 1.15  # times what a warm server takes
 DRAIN = 3.0
 LIMIT = 100.0  # milliseconds that a /health/live may take
 OTHERS = 500  # and another client's look at what it has stored
-OTHERS_WORK = (
-    15.0  # seconds for another client's work: a small schema, batch or text to parse, three calls of tools
-)
+# Seconds for another client's work: a small schema, batch or text to parse, three calls of tools.
+OTHERS_WORK = 15.0
 
 # Bodies
 
@@ -319,7 +318,13 @@ def probe(port: int) -> None:
     """Until stdin ends; prints the longest time since the last line of it for each line, failures as the time
     they took."""
     ended, asked, slowest = threading.Event(), threading.Event(), 0.0
-    threading.Thread(target=lambda: ([asked.set() for _ in sys.stdin], ended.set()), daemon=True).start()
+
+    def listen() -> None:
+        for _ in sys.stdin:
+            asked.set()
+        ended.set()
+
+    threading.Thread(target=listen, daemon=True).start()
     connection: socket.socket | None = None
     failing: float | None = None  # since when nothing is answered
     while not ended.wait(0.01):

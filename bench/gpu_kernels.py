@@ -20,6 +20,7 @@ from sgla.attention import DeviceBatch
 from sgla.kernels.ops import KVLayer, Scoring
 
 BF16 = torch.bfloat16
+SCORING = Scoring(0.088)
 
 
 def emit(**fields: Any) -> None:
@@ -77,6 +78,13 @@ def decode_rows(lens: torch.Tensor) -> DeviceBatch:
     )
 
 
+def shape_of(heads: int, kv_heads: int, rows: int) -> attention.AttentionShape:
+    """Layers with heads of 128 that see all tokens."""
+    return attention.AttentionShape(
+        heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows, scale=SCORING.scale
+    )
+
+
 def decode_batch(
     rows: int, length: int, heads: int, kv_heads: int, dim: int
 ) -> tuple[Any, list[KVLayer], DeviceBatch]:
@@ -98,11 +106,11 @@ def bench_decode() -> None:
         for rows, length in ((1, 640), (1, 4096), (16, 640), (64, 640), (64, 4096), (256, 640), (256, 1024)):
             q, layers, batch = decode_batch(rows, length, heads, kv_heads, 128)
             bytes_ = 2 * rows * length * kv_heads * 128 * 2
-            shape = attention.AttentionShape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows)
+            shape = shape_of(heads, kv_heads, rows)
             names = ["auto", "triton"] if (heads, kv_heads) == (32, 8) else ["auto"]
             for name in names:
-                attend = attention.choose(name, shape, 0.088)[0].decode
-                variants: list[tuple[str, Callable[[], None]]] = [(attend.name, lambda: None)]
+                attend: Any = attention.choose(name, [shape])[0].decode
+                variants: list[tuple[str, Any]] = [(attend.name, None)]
                 if name == "auto":
                     variants = [
                         (f"{cut.warps} warps x {cut.per_sm}", cut)
@@ -114,7 +122,7 @@ def bench_decode() -> None:
 
                     def body() -> None:
                         for kv in layers:
-                            attend.forward(q, kv, batch, Scoring(0.088))
+                            attend.forward(q, kv, batch, SCORING)
 
                     us = time_us(body, len(layers))
                     emit(
@@ -166,21 +174,19 @@ def bench_cascade() -> None:
         table = batch.page_table.cpu().numpy()
         table[:, : shared // 16] = table[0, : shared // 16]
         batch.page_table = upload(table)
-        shape = attention.AttentionShape(heads, 8, 128, 16, BF16, frozenset({0}), 0.0, rows)
-        attend = attention.choose("auto", shape, 0.088)[0]
-        planner = Cascade.of(shape, attend)
+        shape = shape_of(heads, 8, rows)
+        attend = attention.choose("auto", [shape])[0]
+        planner = Cascade.of([shape], attend)
         assert planner is not None
         starts = np.full(rows, shared + own - 1, np.int32)
         plan = planner.plan(np.arange(rows, dtype=np.int32), starts, table, 0, rows)
-        plain = time_us(lambda: [attend(q, kv, batch, Scoring(0.088)) for kv in layers], len(layers))
+        plain = time_us(lambda: [attend(q, kv, batch, SCORING) for kv in layers], len(layers))
         us = None
         if plan is not None:
             tiles = -(-(starts + 1) // 16) - plan.skip // 16
             batch.cum = {0: upload(np.concatenate([[0], np.cumsum(tiles)]))}
             batch.prefixes = unpack(upload(pack(plan, rows)), rows)
-            us = round(
-                time_us(lambda: [attend(q, kv, batch, Scoring(0.088)) for kv in layers], len(layers)), 1
-            )
+            us = round(time_us(lambda: [attend(q, kv, batch, SCORING) for kv in layers], len(layers)), 1)
         emit(
             bench="cascade",
             rows=rows,
@@ -316,7 +322,7 @@ def integer_cases(m: int, n: int, k: int, kind: str, role: str) -> dict[str, Cal
     if m <= ig.MAX_ROWS:
         epilogue = {"gate_up": ig.SILU, "o": ig.ADD, "down": ig.ADD}.get(role, ig.STORE)
         out = torch.zeros(m, n, dtype=BF16, device="cuda") if epilogue == ig.ADD else None
-        given = {"norm": norm, "eps": 1e-6} if role in ("qkv", "gate_up") else {}
+        given: dict[str, Any] = {"norm": norm, "eps": 1e-6} if role in ("qkv", "gate_up") else {}
         given |= {"epilogue": epilogue, "out": out}
         gated = role == "gate_up"
         chosen = ig.choose(m, n // 2 if gated else n, k, gated, int(kind[3]))
@@ -436,13 +442,12 @@ def bench_prefill() -> None:
             batch.decode_rows, batch.tokens = 0, tokens
             flops = 4 * heads * 128 * length * length / 2 * rows
             for name in ("auto", "flashinfer"):
-                shape = attention.AttentionShape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, rows)
-                attend = attention.choose(name, shape, 0.088)[0]
+                attend = attention.choose(name, [shape_of(heads, kv_heads, rows)])[0]
                 attend.plan(batch)
 
                 def body(attend: Any = attend) -> None:
                     for _ in range(4):
-                        attend(q, layers[0], batch, Scoring(0.088))
+                        attend(q, layers[0], batch, SCORING)
 
                 us = time_us(body, 4)
                 emit(
@@ -476,15 +481,15 @@ def bench_prompts() -> None:
             q, layers, batch = decode_batch(len(rows), int((starts + lens).max()), heads, kv_heads, 128)
             q = torch.randn(int(lens.sum()), heads * 128, dtype=BF16, device="cuda")
             out, flops = torch.empty_like(q), 4 * heads * 128 * float((lens * (starts + lens / 2.0)).sum())
-            shape = attention.AttentionShape(heads, kv_heads, 128, 16, BF16, frozenset({0}), 0.0, len(rows))
+            shape = shape_of(heads, kv_heads, len(rows))
             for name in ("auto", "triton"):
-                prompts = attention.choose(name, shape, 0.088)[0].prompts
+                prompts = attention.choose(name, [shape])[0].prompts
                 slots = np.arange(len(rows), dtype=np.int32)
                 tiles = torch.from_numpy(cut(slots, starts, lens, 0, prompts.tile)).cuda()
 
                 def body(prompts: Any = prompts, tiles: Any = tiles) -> None:
                     for kv in layers:
-                        prompts.forward(q, kv, batch.page_table, tiles, Scoring(0.088), out)
+                        prompts.forward(q, kv, batch.page_table, tiles, SCORING, out)
 
                 us = time_us(body, len(layers))
                 emit(

@@ -54,10 +54,12 @@ class Layer:
 class Chain:
     """The layers, one behind the other, as a model."""
 
+    unrecorded = ""
+
     def __init__(self, spec: ModelSpec, layers: list[Layer]) -> None:
         self.spec, self._layers = spec, layers
         self.embed = SimpleNamespace(weight=weight(1000, spec.hidden))
-        self._cos_sin = torch.randn(LONGEST, spec.widest_head, device="cuda")
+        self._cos_sin = torch.randn(LONGEST, spec.attention[0].head_dim, device="cuda")
 
     def forward(self, batch: Any, kv: Any, rows: Any = None) -> torch.Tensor:
         spec = self.spec
@@ -70,7 +72,7 @@ class Chain:
             q = ops.qk_norm_rope_store(
                 qkv, batch.positions, self._cos_sin, *norms, 1e-6, layer.kv, batch.out_loc
             )
-            y = ops.linear(ops.attention(q, layer.kv, batch, spec.attention_scale), layer.o)
+            y = ops.linear(ops.attention(q, layer.kv, batch, spec.attention[0].scale), layer.o)
             x, h = ops.add_rms_norm(y, h, layer.norm, 1e-6)
             experts = layer.router, layer.gate_up, layer.down
             y = ops.moe(x, *experts, spec.moe.routing, "silu")
@@ -96,9 +98,9 @@ def measure(spec: ModelSpec, layers: list[Layer], rows: int) -> None:
     assert spec.moe is not None
     part = spec.attention[0]
     shape = attention.AttentionShape(
-        part.heads, part.kv_heads, part.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST
+        part.heads, part.kv_heads, part.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST, scale=part.scale
     )
-    attend = attention.choose("auto", shape, spec.attention_scale)[0]
+    attend = attention.choose("auto", [shape])[0]
     forward = gpu.RecordedForward(Chain(spec, layers), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     batch = mixed(rows)
 

@@ -79,7 +79,8 @@ class Inputs:
 def layer(x: Inputs, state: StateLayer, batch: Any) -> Tensor:
     y = ops.causal_conv(x.qkv, x.weight, None, state, batch)
     rates = ops.decay_rates(x.a, x.b, x.a_log, x.dt_bias)
-    return ops.gated_rms_norm(ops.gated_delta(*x.heads(y), *rates, state, batch), x.gate, x.norm, EPS)
+    q, k, v = x.heads(y)
+    return ops.gated_rms_norm(ops.gated_delta(q, k, v, *rates, state, batch), x.gate, x.norm, EPS)
 
 
 def states(shape: Shape, units: int) -> StateLayer:
@@ -142,9 +143,9 @@ def reading(shape: Shape, lengths: list[int]) -> Iterator[dict[str, Any]]:
     x, batch, pool = Inputs(shape, tokens), batch_of(lengths), states(shape, len(lengths) + 1)
     q, k, v = x.heads(x.qkv)
     decay, beta = delta.decay_rates(x.a, x.b, x.a_log, x.dt_bias)
-    assert batch.states is not None
-    assert batch.states.stretches is not None
-    rows, out = Rows(batch.states.reads, *batch.states.stretches), torch.empty_like(v)
+    held: Any = batch.states
+    assert held.stretches is not None
+    rows, out = Rows(held.reads, *held.stretches), torch.empty_like(v)
     made = delta.prepare(q, k, v, decay, beta, rows.chunks)
     size = sum(part.nbytes for part in made)
     kinds: dict[str, tuple[Callable[[], Any], int]] = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ class Outcome:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-Attack = Callable[[Target], Awaitable[Outcome]]
+Attack = Callable[[Target], Coroutine[Any, Any, Outcome]]
 
 
 def head(path: str, length: int, key: str, method: str = "POST", more: str = "") -> bytes:

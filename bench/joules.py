@@ -21,7 +21,7 @@ from typing import Any
 
 import lines
 import torch
-from gpu_kernels import capture, decode_rows
+from gpu_kernels import SCORING, capture, decode_rows
 
 from sgla import attention
 from sgla.kernels import ops
@@ -134,6 +134,8 @@ def emit(**fields: Any) -> None:
 class Model:
     """``layers`` layers and the KV of ``rows`` rows."""
 
+    unrecorded = ""
+
     def __init__(self, rows: int, layers: int) -> None:
         torch.manual_seed(0)
         self.rows = rows
@@ -150,8 +152,10 @@ class Model:
         for _ in range(layers):
             pool = torch.randn(2, pages, KV_HEADS, PAGE, DIM, dtype=BF16, device="cuda").transpose(2, 3)
             self.kv.append(KVLayer(pool[0], pool[1]))
-        shape = attention.AttentionShape(HEADS, KV_HEADS, DIM, PAGE, BF16, frozenset({0}), 0.0, 256)
-        self.attend = attention.choose("auto", shape, 0.088)[0]
+        shape = attention.AttentionShape(
+            HEADS, KV_HEADS, DIM, PAGE, BF16, frozenset({0}), 0.0, 256, scale=SCORING.scale
+        )
+        self.attend = attention.choose("auto", [shape])[0]
         self.spec = SimpleNamespace(hidden=HIDDEN)
         words = torch.randn(1000, HIDDEN, dtype=BF16, device="cuda")
         self.embed = SimpleNamespace(weight=Plain(1000, HIDDEN, words))
@@ -168,7 +172,7 @@ class Model:
         q = ops.qk_norm_rope_store(
             qkv, batch.positions, self.cos_sin, self.ones, self.ones, 1e-6, kv, batch.out_loc
         )
-        return ops.attention(q, kv, batch, 0.088)
+        return ops.attention(q, kv, batch, *SCORING)
 
     def forward(self, batch: Any, kv: Any, rows: Any = None) -> torch.Tensor:
         """The layers, one behind the other, as a model has them."""
@@ -188,7 +192,7 @@ class Model:
         decode: Any = self.attend.decode
         projection = Projection(self.cos_sin, self.ones, self.ones, 1e-6)
         for pages in self.kv:
-            decode.forward(self.projected, pages, self.batch, 0.088, 0, 0.0, projection)
+            decode.forward(self.projected, pages, self.batch, SCORING, projection)
 
     def linears(self, name: str, config: Config | None, epilogue: int = batch_gemm.STORE) -> None:
         x = self.inner if name == "down" else self.x

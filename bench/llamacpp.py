@@ -194,11 +194,12 @@ def measure(path: Path, name: str, args: argparse.Namespace, base: dict[str, Any
         for case in CASES:
             if args.only and f"{case.name}{case.clients}" not in args.only:
                 continue
-            for engine in (ours, peer):
+            engines: list[tuple[str, Any]] = [("sgla", ours), ("llamacpp", peer)]
+            for _, engine in engines:
                 engine.seconds(case)  # warm-up
             times: dict[str, list[float]] = {"sgla": [], "llamacpp": []}
             for turn in range(args.turns):
-                for key, engine in [("sgla", ours), ("llamacpp", peer)][:: 1 if turn % 2 else -1]:
+                for key, engine in engines[:: 1 if turn % 2 else -1]:
                     time.sleep(0.05)  # the other's threads fall asleep
                     times[key].append(engine.seconds(case))
             count = case.clients * (case.steps or case.prompt)

@@ -90,7 +90,7 @@ class Vllm:
         pass
 
 
-ENGINES = {"sgla": Sgla, "vllm": Vllm}
+ENGINES: dict[str, Any] = {"sgla": Sgla, "vllm": Vllm}
 
 
 class Bench:

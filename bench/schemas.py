@@ -157,9 +157,9 @@ def chosen(args: argparse.Namespace, counts: Counter[str]) -> Iterator[tuple[Any
 
 
 def in_a_process(work: tuple[Any, ...]) -> tuple[str, dict[str, Any]]:
-    name, *work = work
+    name, *rest = work
     ours, theirs = multiprocessing.Pipe(False)
-    child = multiprocessing.Process(target=send, args=(theirs, *work))
+    child = multiprocessing.Process(target=send, args=(theirs, *rest))
     child.start()
     theirs.close()
     try:

@@ -207,7 +207,7 @@ def heads(x: torch.Tensor, n: int, choice: Choice) -> Callable[[torch.Tensor], A
         kv = ops.KVLayer(pool[0], pool[1])
         projection = Projection(cos_sin, ones, ones, 1e-6)
         return lambda w: prompt_gemm.linear_heads(x, w, places, projection, kv, places, False)
-    product = torch.nn.functional.linear
+    product: Callable[[Any, Any], torch.Tensor] = torch.nn.functional.linear
     if choice.kernel == "tiles":
         config: Any = choice.config
         product = lambda x, w: batch_gemm.linear(x, w, config)  # noqa: E731
