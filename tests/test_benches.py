@@ -45,9 +45,8 @@ def test_products_are_named_by_their_place(model: str, layer: list[str], expecte
     import timeline
 
     spec = spec_of(model)
-    rest = (
-        ["batch_gemm"] if spec.moe else ["batch_gemm", "batch_gemm"]
-    )  # down; q, k and v or the output layer
+    # Down; q, k and v or the output layer.
+    rest = ["batch_gemm"] if spec.moe else ["batch_gemm", "batch_gemm"]
     names = ["_take_rows", "batch_gemm", *["decode_attention", *layer, *rest] * spec.layers, "_bound_scores"]
     found = timeline.table(steps(names), spec, timeline.Load(64, 640, 0))
     operations = found["operations"]

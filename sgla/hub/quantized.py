@@ -35,9 +35,8 @@ def quantization(path: str) -> str:
 def pick_file(repo: str, files: Iterable[str], wanted: str | None) -> str:
     """The path of the file that ``wanted`` names, a quantization or a file: the first part of one that is
     split. Raises ConfigError that lists what there is."""
-    paths = sorted(
-        path for path in files if path.endswith(".gguf") and "mmproj" not in path.lower()
-    )  # mmproj: of images
+    # mmproj: of images.
+    paths = sorted(path for path in files if path.endswith(".gguf") and "mmproj" not in path.lower())
     if wanted in paths:
         return _whole(repo, [wanted], paths)
     by_name: dict[str, list[str]] = {}

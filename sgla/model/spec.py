@@ -27,9 +27,8 @@ class ModelSpec:
     mlp_bias: bool
     tied: bool  # the output layer is the embedding
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
-    qk_norm: Literal["", "head", "width", "unit"] = (
-        ""  # RMSNorm on each head of q and k, or on all of them as one
-    )
+    # RMSNorm on each head of q and k, or on all of them as one.
+    qk_norm: Literal["", "head", "width", "unit"] = ""
     learned: int = 0  # positions that have vectors
     parallel: bool = False  # attention and MLP stand side by side, where a family may have either
     head_bias: bool = False  # of the output layer

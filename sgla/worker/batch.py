@@ -105,9 +105,8 @@ def read(
         for row in np.flatnonzero(flags & PROMPT_LOGPROBS).tolist()
     ]
     last, runs, positions = ends[sampled] - 1, np.ones_like(sampled), (starts + q_lens)[sampled]
-    if (
-        plan.drafts
-    ):  # spans of 1, 3 and 1 tokens have runs 1, 3, 1: before 0, 2, 1, 0, 0 and last 0, 1, 2, 3, 4
+    if plan.drafts:
+        # Spans of 1, 3 and 1 tokens have runs 1, 3, 1: before 0, 2, 1, 0, 0 and last 0, 1, 2, 3, 4.
         runs = np.where(column(plan.drafts)[sampled] >= 0, q_lens[sampled], 1).astype(np.int32)
         sampled = np.repeat(sampled, runs)
         before = np.repeat(np.cumsum(runs), runs) - 1 - np.arange(len(sampled), dtype=np.int32)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -140,12 +140,21 @@ class GpuSetup(Runner):
         offload: Offload | None,
     ) -> None:
         seed, dtype = config.random_seed or 0, dtype_of(config)
-        how = source, dtype, config.quantization, self.shard, context_len, self._report, seed, begin
+        how: dict[str, Any] = {
+            "dtype": dtype,
+            "quantization": config.quantization,
+            "shard": self.shard,
+            "context_len": context_len,
+            "on_progress": self._report,
+            "seed": seed,
+            "on_model": begin,
+            "make": self._make,
+        }
         if self.pooling is None:
             places = None if self.adapters is None else self.adapters.adapters
-            load_model(*how, offload, places, self._make)
+            load_model(source, offload=offload, adapters=places, **how)
             return
-        head = load_decoder(source, self.pooling, *how[1:], self._make).head
+        head = load_decoder(source, self.pooling, **how).head
         self.steps.pooler = Pooler(self.pooling, head, self.steps.slots, self.steps.model.spec.hidden)
 
     def _begin(

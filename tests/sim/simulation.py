@@ -264,13 +264,8 @@ class Simulation:
 
     def assert_released(self) -> None:
         stats = self.core.stats()
-        assert (stats.held, stats.running, stats.waiting, stats.draining, stats.pages_private) == (
-            0,
-            0,
-            0,
-            0,
-            0,
-        )
+        left = stats.held, stats.running, stats.waiting, stats.draining, stats.pages_private
+        assert not any(left), left
         assert stats.pages_evictable == stats.pages_cached
         self.core.check()
 

@@ -114,9 +114,8 @@ async def file_content(request: web.Request) -> web.StreamResponse:
         async for piece in files.content(request[CLIENT], row.number):
             await response.write(piece)
             left -= len(piece)
-        if (
-            left and request.transport is not None
-        ):  # it was deleted meanwhile: nobody takes what is cut off for whole
+        if left and request.transport is not None:
+            # It was deleted meanwhile: nobody takes what is cut off for whole.
             request.transport.abort()
     return response
 

@@ -278,9 +278,8 @@ class BatchStore:
         def work(tx: sqlite3.Connection) -> None:
             batch.completed = self._publish(tx, batch, batch.output, "output")
             batch.failed = self._publish(tx, batch, batch.errors, "error")
-            batch.total = max(
-                batch.total, batch.completed + batch.failed
-            )  # an early end may come before they are counted
+            # An early end may come before they are counted.
+            batch.total = max(batch.total, batch.completed + batch.failed)
             batch.become(status)
             tx.execute("DELETE FROM unended_batches WHERE batch = ?", (batch.number,))
             if one(tx, "SELECT 1 FROM unended_batches WHERE input = ?", batch.input) is None:

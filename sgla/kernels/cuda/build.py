@@ -77,9 +77,8 @@ class Kernel:
         self._cubin = compilers().submit(_compiled, file, tuple(sorted(defines.items())), _target())
         self._function: ctypes.c_void_p | None = None
         attributes = [_Attribute(_LAUNCH_CLUSTER, 0, (cluster, 1, 1))] if cluster > 1 else []
-        attributes.append(
-            _Attribute(_LAUNCH_SERIALIZATION, 0, (1,))
-        )  # the last one: `launch` may leave it out
+        # The last one: `launch` may leave it out.
+        attributes.append(_Attribute(_LAUNCH_SERIALIZATION, 0, (1,)))
         self._count = len(attributes)
         self._attributes = (_Attribute * self._count)(*attributes)
 

@@ -186,9 +186,8 @@ class DecodeStep:
             [t.data_ptr() if t is not None else 0 for t in (*w, p.k, p.v)] for w, p in zip(layers, kv)
         ]
         table = torch.tensor(pointers, device=k.device)
-        words = torch.full(
-            (shape.words,), -1, dtype=torch.int32, device=k.device
-        )  # of a layer that never was
+        # Of a layer that never was.
+        words = torch.full((shape.words,), -1, dtype=torch.int32, device=k.device)
         steps = torch.zeros(1, dtype=torch.int32, device=k.device)
         self._fixed = (table, embedding, head, norm, cos_sin), (words, steps)
         self._kept = layers, kv
