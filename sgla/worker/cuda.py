@@ -111,6 +111,7 @@ class CudaRunner(GpuWeights):
     def copying(self) -> bool:
         return any(place.under_way for place in (self.copies, self.host) if place is not None)
 
+    @torch.inference_mode()
     def moved(self) -> list[Moved]:
         return [moved for place in (self.copies, self.host) if place is not None for moved in place.ended()]
 

@@ -94,7 +94,7 @@ class GpuSetup(Runner):
             self.adapters = AdapterStore(places, self._pin)
             self.copies = AdapterCopies(self.adapters)
         if config.kv_host_bytes:
-            self._staging = torch.empty(STAGED, dtype=torch.uint8, device="cuda")
+            self._staging = torch.empty(2, STAGED, dtype=torch.uint8, device="cuda")
         kept, before = draft_state(guessing), torch.cuda.memory_allocated()
         begin = partial(self._begin, kernels, sizes, woken, before, kept)
         with self.place.torch, within_memory("loading the weights", self.budget.lighter):

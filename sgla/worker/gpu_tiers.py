@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,86 +14,153 @@ from sgla.worker.device_state import upload
 from sgla.worker.pinned import Pinned
 from sgla.worker.state import Int32s, column
 
-STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece a unit
+STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece, in each direction
+AHEAD = 3  # pieces that are queued
+
+
+class Chunk(NamedTuple):
+    """Units of a group that cross together, and their places on the host. ``last`` of a transfer."""
+
+    group: int
+    units: Int32s
+    places: Int32s
+    transfer: int
+    last: bool
+
+
+class Lane:
+    """Copies of one direction, on a stream of their own, behind the steps that had been launched when each
+    was told of. A few chunks are queued at a time, so that to queue much does not hold up steps.
+    ``staging``: uint8[STAGED]"""
+
+    def __init__(self, staging: Tensor) -> None:
+        self.staging = staging
+        self._stream = torch.cuda.Stream()
+        self._waiting: deque[tuple[Chunk, torch.cuda.Event]] = deque()
+        self._queued: deque[tuple[Chunk, torch.cuda.Event]] = deque()
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._waiting or self._queued)
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        begin = torch.cuda.Event()
+        begin.record()
+        self._waiting += ((chunk, begin) for chunk in chunks)
+
+    def go_on(self, copy: Callable[[Chunk, Tensor], None]) -> list[int]:
+        """Queue what is next. Returns the transfers that have ended since the last call."""
+        ended = []
+        while self._queued and self._queued[0][1].query():
+            chunk, _ = self._queued.popleft()
+            ended += [chunk.transfer] if chunk.last else []
+        while self._waiting and len(self._queued) < AHEAD:
+            chunk, begin = self._waiting.popleft()
+            end = torch.cuda.Event()
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(begin)
+                copy(chunk, self.staging)
+                end.record()
+            self._queued.append((chunk, end))
+        return ended
 
 
 class HostTier:
-    """Copies on a stream of their own. ``memory``: of each cache group, on the device (``kv.memory_of``);
-    ``units``: how many of each the host has. What a unit holds in all layers lies together there."""
+    """``memory``: of each cache group, on the device (``kv.memory_of``); ``units``: how many of each the host
+    has. What a unit holds in all layers lies together there. What is loaded does not wait for what is
+    saved."""
 
     def __init__(self, memory: Sequence[Sequence[Tensor]], units: Sequence[int], staging: Tensor) -> None:
-        """``staging``: uint8[STAGED]"""
-        self._memory = [_wide(tensors) for tensors in memory]
+        """``staging``: uint8[2, STAGED]"""
+        self._memory = [_joined(_wide(tensors)) for tensors in memory]
         widths = [sum(tensor.shape[1] for tensor in tensors) for tensors in memory]
         self._pinned = [Pinned(max(1, (count + 1) * width)) for count, width in zip(units, widths)]
         self._host = [
             pinned.bytes[: (count + 1) * width].view(count + 1, width)
             for pinned, count, width in zip(self._pinned, units, widths)
         ]
-        self._staging = staging
-        self._stream = torch.cuda.Stream()
-        self._under_way: list[tuple[int, torch.cuda.Event]] = []
+        self._in, self._out = Lane(staging[0]), Lane(staging[1])
 
     @property
     def under_way(self) -> bool:
-        return bool(self._under_way)
+        return self._in.under_way or self._out.under_way
 
     def begin(self, copy: Copy) -> None:
         """Behind the steps that have been launched, beside those to come."""
         inward = copy.target == "device"
         units, places = (copy.targets, copy.sources) if inward else (copy.sources, copy.targets)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for g, tensors in enumerate(self._memory):
-                if not tensors or not units[g]:
-                    continue
-                if self._host[g].shape[1] > len(self._staging):
-                    self._direct(g, column(units[g]).tolist(), column(places[g]).tolist(), inward)
-                else:
-                    self._staged(g, column(units[g]), column(places[g]), inward)
-            end = torch.cuda.Event()
-            end.record()
-        self._under_way.append((copy.transfer, end))
+        parts = list(self._parted([column(u) for u in units], [column(p) for p in places]))
+        chunks = [
+            Chunk(*part, copy.transfer, last)
+            for last, part in zip([*[False] * (len(parts) - 1), True], parts)
+        ]
+        (self._in if inward else self._out).add(chunks)
+
+    def _parted(
+        self, units: Sequence[Int32s], places: Sequence[Int32s]
+    ) -> Iterator[tuple[int, Int32s, Int32s]]:
+        """At least one part, which may be empty."""
+        some = False
+        for g, (here, there) in enumerate(zip(units, places)):
+            width = self._host[g].shape[1]
+            most = max(1, STAGED // width) if width else 0
+            for at in range(0, len(here) if most else 0, most):
+                some = True
+                yield g, here[at : at + most], there[at : at + most]
+        if not some:
+            yield 0, units[0][:0], places[0][:0]
+
+    def _load(self, chunk: Chunk, staging: Tensor) -> None:
+        self._copy(chunk, staging, True)
+
+    def _save(self, chunk: Chunk, staging: Tensor) -> None:
+        self._copy(chunk, staging, False)
+
+    def _copy(self, chunk: Chunk, staging: Tensor, inward: bool) -> None:
+        if not len(chunk.units):
+            return
+        if self._host[chunk.group].shape[1] > len(staging):
+            self._direct(chunk.group, chunk.units.tolist(), chunk.places.tolist(), inward)
+        else:
+            self._staged(chunk, staging, inward)
 
     def _direct(self, g: int, units: list[int], places: list[int], inward: bool) -> None:
         """Units that are large: each part crosses by itself."""
         for unit, place in zip(units, places):
             for tensor, part in zip(self._memory[g], self._parts(g, self._host[g][place : place + 1])):
-                ends = (tensor[unit], part[0]) if inward else (part[0], tensor[unit])
-                ends[0].copy_(ends[1], non_blocking=True)
+                for here, there in zip(tensor[unit], part[0]):
+                    ends = (here, there) if inward else (there, here)
+                    ends[0].copy_(ends[1], non_blocking=True)
 
-    def _staged(self, g: int, units: Int32s, places: Int32s, inward: bool) -> None:
-        host = self._host[g]
-        width = host.shape[1]
-        most = len(self._staging) // width
-        for at in range(0, len(units), most):
-            index, there = upload(units[at : at + most]).long(), places[at : at + most].tolist()
-            rows = self._staging[: len(there) * width].view(len(there), width)
-            if inward:
-                for first, count, place in _runs(there):
-                    rows[first : first + count].copy_(host[place : place + count], non_blocking=True)
-                for tensor, part in zip(self._memory[g], self._parts(g, rows)):
-                    tensor.index_copy_(0, index, part)
-            else:
-                for tensor, part in zip(self._memory[g], self._parts(g, rows)):
-                    torch.index_select(tensor, 0, index, out=part)
-                for first, count, place in _runs(there):
-                    host[place : place + count].copy_(rows[first : first + count], non_blocking=True)
+    def _staged(self, chunk: Chunk, staging: Tensor, inward: bool) -> None:
+        host = self._host[chunk.group]
+        index, there = upload(chunk.units).long(), chunk.places.tolist()
+        rows = staging[: len(there) * host.shape[1]].view(len(there), host.shape[1])
+        pairs = list(zip(self._memory[chunk.group], self._parts(chunk.group, rows)))
+        if inward:
+            for first, count, place in _runs(there):
+                rows[first : first + count].copy_(host[place : place + count], non_blocking=True)
+            for tensor, part in pairs:
+                tensor.index_copy_(0, index, part)
+        else:
+            for tensor, part in pairs:
+                torch.index_select(tensor, 0, index, out=part)
+            for first, count, place in _runs(there):
+                host[place : place + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _parts(self, g: int, rows: Tensor) -> list[Tensor]:
         """Views of uint8[n, bytes of a unit]: those of each tensor."""
         parts, at = [], 0
         for tensor in self._memory[g]:
-            width = tensor.shape[1] * tensor.itemsize
-            parts.append(rows[:, at : at + width].view(tensor.dtype))
+            width = tensor.shape[1] * tensor.shape[2] * tensor.itemsize
+            parts.append(rows[:, at : at + width].view(tensor.dtype).view(len(rows), *tensor.shape[1:]))
             at += width
         return parts
 
     def ended(self) -> list[Moved]:
         """The copies that have ended since the last call."""
-        done = [entry for entry in self._under_way if entry[1].query()]
-        self._under_way = [entry for entry in self._under_way if entry not in done]
-        return [Moved(transfer, ok=True) for transfer, _ in done]
+        done = self._in.go_on(self._load) + self._out.go_on(self._save)
+        return [Moved(transfer, ok=True) for transfer in done]
 
 
 def _runs(places: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -107,3 +176,36 @@ def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Eight bytes at a time, which GPUs copy faster than single ones, where all widths allow it."""
     wide = all(tensor.shape[1] % 8 == 0 for tensor in tensors)
     return [tensor.view(torch.int64) if wide else tensor for tensor in tensors]
+
+
+def _joined(tensors: list[Tensor]) -> list[Tensor]:
+    """``[units, parts, width]``: tensors of one width that follow each other in memory at the same distance,
+    as those of all layers do, become parts of one, which one kernel reads or writes."""
+    made: list[Tensor] = []
+    for run in _even(tensors):
+        first, gap = run[0], 0
+        if len(run) > 1:
+            gap = (run[1].data_ptr() - first.data_ptr()) // first.itemsize
+        made.append(first.as_strided((len(first), len(run), first.shape[1]), (first.stride(0), gap, 1)))
+    return made
+
+
+def _even(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    run: list[Tensor] = []
+    for tensor in tensors:
+        if run and _follows(tensor, run):
+            run.append(tensor)
+            continue
+        if run:
+            yield run
+        run = [tensor]
+    if run:
+        yield run
+
+
+def _follows(tensor: Tensor, run: list[Tensor]) -> bool:
+    last = run[-1]
+    gap = tensor.data_ptr() - last.data_ptr()
+    before = last.data_ptr() - run[-2].data_ptr() if len(run) > 1 else gap
+    same = tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return same and gap == before > 0 and (tensor.shape, tensor.stride()) == (last.shape, last.stride())

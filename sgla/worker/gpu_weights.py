@@ -27,7 +27,8 @@ class GpuWeights(ChangingRunner, GpuSetup):
     """Matrices lie in a region of their own, as does the KV cache. Vectors, tables, graphs and what steps
     take in between stay."""
 
-    _kept: Pinned | None = None  # the weights, while the region has none
+    _kept: Pinned | None = None  # weights, or room for them
+    _whole = False  # and they are those that there are
 
     def _sleep(self, kv: bool, weights: str) -> None:
         if self.regions is None:
@@ -44,31 +45,37 @@ class GpuWeights(ChangingRunner, GpuSetup):
                     param="tags",
                 )
             if weights == "files" and not (self.fixed or self.brought):
+                self._kept, self._whole = None, False
                 self._begun_as = identity_of(self.config, self.source, [])
-            else:
-                self._kept = self._copied(region)
+            elif not self._whole:
+                self._copy(region)
             region.unmap()
         if kv:
             self.regions.kv.unmap()
         torch.cuda.empty_cache()
 
-    def _copied(self, region: Region) -> Pinned:
-        """Raises OutOfMemory."""
+    def _copy(self, region: Region) -> None:
+        """To the host's memory, which is not given back later: to lock pages takes longer than to copy.
+        Raises OutOfMemory."""
+        if self._kept is None:
+            self._kept = self._room(region.size)
+        for start, stop in pieces(region.size):
+            self._kept.bytes[start:stop].copy_(region.part(start, stop), non_blocking=True)
+        torch.cuda.synchronize()
+        self._whole = True
+
+    def _room(self, size: int) -> Pinned:
         free = available_bytes() // self.shard.size
-        if free < region.size:
+        if free < size:
             raise OutOfMemory(
-                f"the host has {mib(free)} for weights of {mib(region.size)}; POST /sleep?level=2, which "
-                "reads them from the files again",
+                f"the host has {mib(free)} for weights of {mib(size)}; POST /sleep?level=2, which reads them "
+                "from the files again",
                 param="level",
             )
         try:
-            kept = Pinned(region.size)
+            return Pinned(size)
         except RuntimeError as error:
             raise OutOfMemory(f"{error}; raise ulimit -l, or POST /sleep?level=2", param="level") from error
-        for start, stop in pieces(region.size):
-            kept.bytes[start:stop].copy_(region.part(start, stop), non_blocking=True)
-        torch.cuda.synchronize()
-        return kept
 
     def _wake(self, kv: bool, weights: bool) -> None:
         if self.regions is None:
@@ -82,19 +89,18 @@ class GpuWeights(ChangingRunner, GpuSetup):
         torch.cuda.synchronize()
 
     def _weights_again(self, region: Region) -> None:
-        if self._kept is None:
-            for _ in region.map():
-                pass
-            try:
-                self._read_again()
-            except BaseException:
-                region.unmap()
-                raise
+        if self._whole:
+            assert self._kept is not None
+            for start, stop in region.map():
+                region.part(start, stop).copy_(self._kept.bytes[start:stop], non_blocking=True)
             return
-        for start, stop in region.map():
-            region.part(start, stop).copy_(self._kept.bytes[start:stop], non_blocking=True)
-        torch.cuda.synchronize()
-        self._kept = None
+        for _ in region.map():
+            pass
+        try:
+            self._read_again()
+        except BaseException:
+            region.unmap()
+            raise
 
     def _read_again(self) -> None:
         if self.host is not None and identity_of(self.config, self.source, []) != self._begun_as:
@@ -122,6 +128,7 @@ class GpuWeights(ChangingRunner, GpuSetup):
         """What comes goes where every graph finds it."""
         declared = self.steps.model.declared
         assert declared is not None
+        self._whole = False
         with self.place.torch, torch.inference_mode(), within_memory("weights came", lambda: OTHERS):
             yield declared
         torch.cuda.empty_cache()

@@ -439,8 +439,10 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
     if facts.adapters:
         for number, rank in ((1, 6), (2, 1), (3, 3)):
             invent(runner, number, rank)
+    if case == "prefixes on the host" and "device" in settings:
+        assert len(runner.host._memory[0]) == 1, "one kernel for all layers"
     if case == "after a sleep" and "device" in settings:
-        for weights in ("host", "files"):
+        for weights in ("host", "host", "files"):
             sleep_and_wake(runner, weights)
     core = make_core(
         facts, adapters=facts.adapters, encoder=encoder, prefix_cache=kept, depth=1 if windows else 2
