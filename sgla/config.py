@@ -154,8 +154,8 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     enable_return_hidden_states: Annotated[
         bool,
         Doc(
-            description="let requests to /generate ask for hidden states by return_hidden_states: those of "
-            "the last layer behind the norm (CPU)"
+            description="let requests ask for hidden states by return_hidden_states: those of the last "
+            "layer behind the norm"
         ),
     ] = False
     context_length: Annotated[int | None, Doc(description="longest prompt + output, tokens")] = None

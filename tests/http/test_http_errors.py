@@ -153,7 +153,12 @@ def check_error(body: Any) -> dict[str, Any]:
         (TEXT, {"prompt": ["x"] * 4097}, "prompt", "4096 is the limit"),
         (TEXT, PROMPT | {"logprobs": 21}, "logprobs", "between 0 and 20"),
         (TEXT, PROMPT | {"lora_path": "x"}, "lora_path", "this server has no adapters"),
-        (TEXT, PROMPT | {"return_hidden_states": True}, "return_hidden_states", "--task embed"),
+        (
+            "/v1/responses",
+            {"input": "x", "return_hidden_states": True},
+            "return_hidden_states",
+            "--task embed",
+        ),
         ("/tokenize", {}, "prompt", "either prompt or messages"),
         ("/detokenize", {"tokens": [512]}, "tokens", "between 0 and 511"),
         ("/detokenize", {"tokens": [[1], 2]}, "tokens", "list of id lists"),

@@ -1,4 +1,4 @@
-"""``return_hidden_states`` of /generate, against transformers with the same weights."""
+"""``return_hidden_states`` of /generate, chats and completions, beside transformers with its weights."""
 
 from __future__ import annotations
 
@@ -100,6 +100,57 @@ def test_the_last_event_of_a_stream_has_all(server: ServerProcess, hf: Any) -> N
     assert len(events) > 3
     assert not any("hidden_states" in event["meta_info"] for event in events[:-1])
     check(hf, events[-1], ids_of(server, TEXT))
+
+
+LIKE_OPENAI: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": ["The quick brown fox", "A"], "n": 2, "seed": 3},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Say all."}]},
+}
+
+
+def ask(server: ServerProcess, path: str, **fields: Any) -> list[dict[str, Any]]:
+    """What each choice shows, of a stream all of its chunks together."""
+    body = {"max_tokens": 6, "ignore_eos": True, "return_token_ids": True, "return_hidden_states": True}
+    status, reply = server.request("POST", path, LIKE_OPENAI[path] | body | fields)
+    assert status == 200, reply
+    if not fields.get("stream"):
+        return [reply | choice for choice in reply["choices"]]
+    found: dict[int, dict[str, Any]] = {}
+    for line in reply.splitlines():
+        if line.startswith("data: {"):
+            chunk = json.loads(line[6:])
+            for part in chunk["choices"]:
+                one = found.setdefault(part["index"], {"token_ids": []})
+                assert "hidden_states" not in one  # it comes with the last chunk
+                tokens = one["token_ids"] + (part.get("token_ids") or [])
+                one |= {name: value for name, value in chunk.items() if value is not None}
+                one |= part.get("delta", {}) | {name: value for name, value in part.items() if value}
+                one["token_ids"] = tokens
+    return [found[i] for i in sorted(found)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", LIKE_OPENAI)
+def test_the_last_state_of_a_choice(server: ServerProcess, hf: Any, path: str, stream: bool) -> None:
+    """As SGLang's: of the last token that was computed; none where these were the prompt's alone."""
+    choices = ask(server, path, stream=stream)
+    assert len(choices) == (4 if path == "/v1/completions" else 1)
+    for choice in choices:
+        assert len(choice["token_ids"]) == 6
+        tokens = choice["prompt_token_ids"] + choice["token_ids"][:-1]
+        with torch.inference_mode():
+            expected = hf.model(torch.tensor([tokens])).last_hidden_state[0, -1].numpy()
+        np.testing.assert_allclose(np.array(choice["hidden_states"]), expected, atol=2e-4, rtol=1e-3)
+    assert all(choice["hidden_states"] == [] for choice in ask(server, path, max_tokens=1))
+    plain = ask(server, path, max_tokens=1, return_hidden_states=False)
+    assert not any("hidden_states" in choice for choice in plain)
+
+
+@pytest.mark.parametrize("path", LIKE_OPENAI)
+def test_beams_have_no_states(server: ServerProcess, path: str) -> None:
+    body = {"use_beam_search": True, "return_hidden_states": True, "max_tokens": 2}
+    status, reply = server.request("POST", path, LIKE_OPENAI[path] | body)
+    assert (status, reply["error"]["param"]) == (400, "return_hidden_states")
 
 
 def test_more_than_an_answer_may_have_is_refused(server: ServerProcess) -> None:

@@ -40,6 +40,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "logits_processors": (None, []),
     "vllm_xargs": (None, {}),
+    "return_hidden_states": (None, False),
 }
 OPTIONS = {"beam_width": (None, 1), "length_penalty": (None, 1), "early_stopping": (None, False)}
 

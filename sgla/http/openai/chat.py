@@ -17,6 +17,7 @@ from sgla.http.errors import Aborted
 from sgla.http.openai import beams
 from sgla.http.openai.common import (
     ChunkStream,
+    LastStates,
     answer_size,
     check_logprob_ids,
     check_prompt_logprobs,
@@ -52,7 +53,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     reading = Reading(server, fields)
     work = await chat_work(request, server, fields, reading)
     search = beams.is_beam_search(fields)
-    form = AnswerFormat(fields, work.jobs[0].sampling, server.ingress.tokenizer, functions)
+    form = AnswerFormat(fields, work, server, functions)
     if fields.stream and not search:
         head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
         return await sse.stream(request, server, work, ChatStream(head, fields, form, reading))
@@ -112,6 +113,7 @@ def chat_sampling(fields: ChatRequest, server: Server) -> SamplingParams:
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
         logprob_token_ids=fields.logprob_token_ids,
+        hidden_states=fields.return_hidden_states,
     )
 
 
@@ -175,16 +177,15 @@ def finish_reason(finish: str | None, called: bool, functions: bool = False) -> 
 class AnswerFormat:
     """How the answer to one request shows calls, finish reasons, logprobs and token ids, by its fields."""
 
-    def __init__(
-        self, fields: ChatRequest, sampling: SamplingParams, tokenizer: Any, functions: bool = False
-    ) -> None:
+    def __init__(self, fields: ChatRequest, work: Work, server: Server, functions: bool) -> None:
         self.functions = functions  # calls go by their old name
         self.echo = echoed(fields)
-        self.plain = sampling.logprobs is None
+        self.states = LastStates(work, server)
+        self._sampling = work.jobs[0].sampling
+        self.plain = self._sampling.logprobs is None and not self.states.wanted
         self._as_ids = bool(fields.return_tokens_as_token_ids)
         self._token_ids = bool(fields.return_token_ids)
-        self._sampling = sampling
-        self._tokenizer = tokenizer
+        self._tokenizer = server.ingress.tokenizer
 
     def choice(self, choice: Choice, reader: Reader) -> dict[str, Any]:
         shown = message(reader.read(choice))
@@ -197,6 +198,7 @@ class AnswerFormat:
             "logprobs": self.logprobs(choice.logprobs),
             "finish_reason": finish_reason(choice.finish, called, self.functions),
             **self.stops(choice),
+            **self.states.shown(choice),
         }
         return {**result, "token_ids": None, **self.token_ids(choice.tokens)}
 
@@ -287,6 +289,7 @@ class ChatStream(ChunkStream):
             if head is not None:
                 return b"%b%b%b" % (head, encode(event.text), self._text_tail)
         data = b""
+        self._form.states.keep(event)
         choice = self._choices.get(event.index)
         if choice is None:
             choice = self._choices[event.index] = ChoiceStream(self._reading.reader())
@@ -317,7 +320,8 @@ class ChatStream(ChunkStream):
         if event.finish == "abort":
             return self.error(Aborted(ABORTED))
         reason = finish_reason(event.finish, choice.calls > 0, self._form.functions)
-        return self._chunk(event, {}, None, reason, self._form.stops(event))
+        delta = self._form.states.shown(event)
+        return self._chunk(event, delta, None, reason, self._form.stops(event))
 
     def _chunk(
         self,

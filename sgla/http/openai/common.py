@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.encoder import Encoder
@@ -93,6 +95,29 @@ def shown_prompt(tokenizer: Any, choice: Choice | Event, k: int) -> Any:
 def width(sampling: SamplingParams) -> int:
     """Values of a token that is shown with its logprobs."""
     return 1 + max(sampling.logprobs or 0, sampling.prompt_logprobs or 0) + len(sampling.logprob_token_ids)
+
+
+class LastStates:
+    """SGLang's ``hidden_states`` of a choice: the state of its last computed token, float32[``width``] behind
+    the last norm; empty for one output token, whose state is the prompt's."""
+
+    def __init__(self, work: Work, server: Server) -> None:
+        facts = server.ingress.facts
+        self.wanted = work.jobs[0].sampling.hidden_states
+        self._width = 0 if facts is None else facts.hidden
+        self._latest: dict[int, bytes] = {}  # rows by choice
+
+    def keep(self, part: Choice | Event) -> None:
+        if part.hidden:
+            self._latest[part.index] = part.hidden[-1]
+
+    def shown(self, part: Choice | Event) -> dict[str, list[float]]:
+        """Where the choice ends."""
+        if not self.wanted or part.finish is None:
+            return {}
+        self.keep(part)
+        rows = np.frombuffer(self._latest.get(part.index, b""), np.float32)
+        return {"hidden_states": rows[-self._width :].tolist() if part.usage.completion_tokens > 1 else []}
 
 
 def answer_size(choices: Iterable[Choice], work: Work) -> int:

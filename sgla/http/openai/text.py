@@ -17,6 +17,7 @@ from sgla.http.errors import Aborted
 from sgla.http.openai import beams
 from sgla.http.openai.common import (
     ChunkStream,
+    LastStates,
     answer_size,
     check_logprob_ids,
     check_prompt_logprobs,
@@ -55,15 +56,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
     head = response_head("cmpl", work.uid, "text_completion", model, server.fingerprint)
     search = beams.is_beam_search(fields)
     if fields.stream and not search:
-        return await sse.stream(
-            request, server, work, TextStream(head, fields, work, server.ingress.tokenizer)
-        )
+        return await sse.stream(request, server, work, TextStream(head, fields, work, server))
     if search:
         work, choices = await beams.collect(request, work, fields)
     else:
         choices = await server.collect(work)
         raise_aborted(choices)
-    form = AnswerFormat(fields, work, server.ingress.tokenizer)
+    form = AnswerFormat(fields, work, server)
     usage = total_usage(((choice.index, choice.usage) for choice in choices), work.n)
 
     def whole() -> dict[str, Any]:
@@ -162,6 +161,7 @@ def text_sampling(fields: CompletionRequest, server: Server) -> SamplingParams:
         logprobs=fields.logprobs,
         prompt_logprobs=max((k for k in shown if k is not None), default=None),
         logprob_token_ids=fields.logprob_token_ids,
+        hidden_states=fields.return_hidden_states,
     )
     sampling = msgspec.structs.replace(sampling, thinking=thinking_of(fields, server_dialect(server)))
     if made(fields) == sampling.n:
@@ -187,7 +187,7 @@ class AnswerFormat:
     """What the fields of one request make of text, logprobs and token ids;
     keeps each choice's text offsets."""
 
-    def __init__(self, fields: CompletionRequest, work: Work, tokenizer: Any) -> None:
+    def __init__(self, fields: CompletionRequest, work: Work, server: Server) -> None:
         self._echo = bool(fields.echo)
         self._logprobs = fields.logprobs
         self._prompt_logprobs = fields.prompt_logprobs
@@ -195,7 +195,8 @@ class AnswerFormat:
         self._token_ids = bool(fields.return_token_ids)
         self._work = work
         self._sampling = work.jobs[0].sampling
-        self._tokenizer = tokenizer
+        self._tokenizer = server.ingress.tokenizer
+        self.states = LastStates(work, server)
         self._offsets: dict[int, TextOffsets] = {}
         self._texts: dict[str, str] = {}  # of prompts that came as ids
 
@@ -209,6 +210,7 @@ class AnswerFormat:
             "logprobs": self.logprobs(choice),
             "finish_reason": choice.finish,
             **stop_fields(choice.finish, choice.matched, self._sampling.stop_token_ids),
+            **self.states.shown(choice),
         }
         if self._token_ids:
             result["token_ids"] = choice.tokens
@@ -284,9 +286,11 @@ class AnswerFormat:
 class TextStream(ChunkStream):
     """Events -> text_completion chunks."""
 
-    def __init__(self, head: dict[str, Any], fields: CompletionRequest, work: Work, tokenizer: Any) -> None:
-        super().__init__(head, fields, plain=work.jobs[0].sampling.logprobs is None and not fields.echo)
-        self._form = AnswerFormat(fields, work, tokenizer)
+    def __init__(self, head: dict[str, Any], fields: CompletionRequest, work: Work, server: Server) -> None:
+        sampling = work.jobs[0].sampling
+        plain = sampling.logprobs is None and not sampling.hidden_states and not fields.echo
+        super().__init__(head, fields, plain)
+        self._form = AnswerFormat(fields, work, server)
         self._text_tail = b',"logprobs":null,"finish_reason":null}]' + self._tail
 
     def encode(self, event: Event) -> bytes:
@@ -300,6 +304,7 @@ class TextStream(ChunkStream):
                     encode(event.text),
                     self._text_tail,
                 )
+            self._form.states.keep(event)
             if not (
                 event.text or event.logprobs or self._form.shows_prompt(event) or self._form.shows_ids(event)
             ):

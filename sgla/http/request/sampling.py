@@ -41,6 +41,7 @@ def sampling_params(
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     logprob_token_ids: list[int] | None = None,
+    hidden_states: bool | None = None,
 ) -> SamplingParams:
     """Raises InvalidField. ``defaults`` stands in for fields that the request leaves out or sets to null;
     ``usual`` as in ``Defaults.max_tokens``."""
@@ -67,6 +68,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         logprob_token_ids=logprob_token_ids or [],
+        hidden_states=bool(hidden_states),
         grammar=grammar_of(fields),
         processors=processors(fields),
     )

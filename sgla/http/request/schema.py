@@ -107,8 +107,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # What to do instead of some of them.
 INSTEAD = {
     "moderation": " beside an answer; /v1/moderations of one that serves a classifier looks at texts",
-    "return_hidden_states": " on this route; /generate of a server with --enable-return-hidden-states "
-    "answers with them, and /v1/embeddings of one with --task embed with the last one of a prompt",
+    "return_hidden_states": " on this route; /generate, chats and completions of a server with "
+    "--enable-return-hidden-states answer with them, and /v1/embeddings of one with --task embed with a "
+    "prompt's last one",
 }
 
 # Fields of the APIs that cannot change the output here.
@@ -274,6 +275,7 @@ class OpenAIFields(SamplingFields, kw_only=True):
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    return_hidden_states: bool | None = None
 
 
 class ThinkingSwitch(msgspec.Struct, kw_only=True):
