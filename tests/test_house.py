@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from statements import statements
+
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 110
 LONGEST_FUNCTION, LONGEST_CLASS = 45, 350  # lines; a hundredth of the functions may be longer
@@ -76,7 +78,7 @@ def lengths(*kinds: type[ast.stmt]) -> list[tuple[int, str]]:
     return [
         (node.end_lineno - node.lineno + 1, node.name)
         for tree in modules().values()
-        for node in ast.walk(tree)
+        for node in statements(tree)
         if isinstance(node, kinds)
     ]
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from statements import statements
 
 import sgla
 from sgla.cli.args import parse
@@ -258,7 +259,7 @@ def third_party(folder: str) -> set[str]:
     """Top-level modules that the Python files under ``folder`` import from other projects."""
     found: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in statements(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -46,7 +46,12 @@ def seen(folder: Path, ranks: int = 1, **changes: Any) -> ModelSource:
     return replace(source, config=config | {FACTS: probe(config, folder, ranks=ranks)})
 
 
-@pytest.mark.parametrize("name", MODELS)
+PLAIN = {"bitnet", "cohere2_moe", "cwm", "flint", "hyperclovax", "kolibri1", "mellum", "moshi"}  # as others
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in PLAIN)) for name in MODELS]
+)
 @torch.no_grad()
 def test_equals_transformers(name: str, tmp_path: Path) -> None:
     """Whole and in chunks, several rows in a step and each alone."""

@@ -117,7 +117,7 @@ def tokens(count: int) -> ForwardBatch:
 def test_linear(isa: str, kind: Kind, n: int, k: int) -> None:
     torch.manual_seed(n)
     w, bias, x = pack(torch.randn(n, k) / k**0.5, kind), torch.randn(n), torch.randn(300, k)
-    for count, threads in [(1, 1), (2, 2), (13, 2), (24, 1), (25, 2), (100, 2), (300, 2)]:
+    for count, threads in [(1, 1), (2, 2), (13, 2), (24, 1), (25, 2), (300, 2)]:
         got = run(lambda b, x: ops.linear(x, w, bias), tokens(count), x[:count], threads, isa)
         close(got, ops.linear(x[:count], w, bias), tolerance(isa, kind))
 

@@ -117,7 +117,11 @@ def test_what_stands_around_the_delta_rule() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "groups", "p", "n", "stepped"),
-    [(4, 2, 16, 32, True), (6, 2, 12, 9, False), (3, 3, 40, 16, True)],
+    [
+        (4, 2, 16, 32, True),
+        (6, 2, 12, 9, False),
+        pytest.param(3, 3, 40, 16, True, marks=pytest.mark.slow),
+    ],
 )
 def test_selective_scan(heads: int, groups: int, p: int, n: int, stepped: bool) -> None:
     tokens = sum(LENGTHS)
@@ -195,8 +199,10 @@ class Layer:
         return ops.gated_rms_norm(seen, self.gate, self.norm, 1e-6, self.activation).flatten(1)
 
 
-@pytest.mark.parametrize(("gates", "activation"), [(True, "silu"), (False, "sigmoid")])
-@pytest.mark.parametrize("rows", [3, len(LENGTHS)])
+@pytest.mark.parametrize(
+    ("rows", "gates", "activation"),
+    [(3, True, "silu"), (3, False, "sigmoid"), (len(LENGTHS), True, "silu")],
+)
 def test_gates_join_the_delta_rule(rows: int, gates: bool, activation: str) -> None:
     layer, given = Layer(sum(LENGTHS[:rows]), gates, activation), batch(3, rows)
     begin = ops.StateLayer(torch.zeros(UNITS, 0, 0), torch.randn(UNITS, 4, 16, 12))

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+SLACK = 10.0  # seconds that a busy machine may take beside what is promised, for ends that could take longer
+
 
 class ServerProcess:
     """``args`` are the flags after ``sgla serve``; the port is picked by the server and read from its

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
-from server_process import ServerProcess, serving
+from server_process import SLACK, ServerProcess, serving
 
 SLOW = ("--executor", "fake", "--fake-step-ms", "4", "--context-length", "4096")
 LONG = {"prompt": [1, 2, 3], "max_tokens": 100_000, "ignore_eos": True, "temperature": 0}
@@ -64,10 +64,10 @@ def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, rank
         assert len(server.workers()) == ranks
         server.workers()[-1].send_signal(signal.SIGKILL)
         for thread in threads:
-            thread.join(5)
+            thread.join(20)
         took = time.monotonic() - killed
         assert server.wait() != 0
-        assert took < 3  # the promise is one second; a busy test machine gets some slack
+        assert took < 1 + SLACK
         assert sorted(status for status, _ in answers) == [200, 200, 503, 503]
         for status, body in answers:
             if status == 200:

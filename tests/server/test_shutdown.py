@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from local_server import local_server
-from server_process import ServerProcess, serving
+from server_process import SLACK, ServerProcess, serving
 
 ENDLESS = {"prompt": [1, 2, 3], "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 SLOW = ("--executor", "fake", "--fake-step-ms", "20", "--context-length", "8192")
@@ -44,7 +44,7 @@ def busy(model: Path, *flags: str) -> Iterator[tuple[ServerProcess, list[Any], l
             time.sleep(0.05)
         yield server, answers, threads
         for thread in threads:
-            thread.join(5)
+            thread.join(20)
 
 
 def check(answers: list[Any]) -> None:
@@ -63,9 +63,9 @@ def test_the_end_of_the_drain_is_told_to_every_client(tiny_model: Path) -> None:
         began = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-        assert time.monotonic() - began < 1 + 2
+        assert time.monotonic() - began < 1 + SLACK
         for thread in threads:
-            thread.join(5)
+            thread.join(20)
         check(answers)
 
 
@@ -79,9 +79,9 @@ def test_the_second_signal_is_told_to_every_client(tiny_model: Path) -> None:
         began = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < SLACK
         for thread in threads:
-            thread.join(5)
+            thread.join(20)
         check(answers)
         assert psutil.wait_procs(family, 5)[1] == []
 
@@ -176,7 +176,7 @@ def test_nothing_keeps_the_process_from_ending(tiny_model: Path, what: str) -> N
         began = time.monotonic()
         process.terminate()
         _, errors = process.communicate(timeout=30)
-        assert time.monotonic() - began < 1 + 2, errors
+        assert time.monotonic() - began < 1 + SLACK, errors
         assert process.returncode == (-signal.SIGALRM if "in C" in what else 0), errors
 
 
@@ -186,5 +186,5 @@ def test_a_start_that_never_ends_ends(tiny_model: Path) -> None:
         began = time.monotonic()
         process.terminate()
         _, errors = process.communicate(timeout=30)
-        assert time.monotonic() - began < 2, errors
+        assert time.monotonic() - began < SLACK, errors
         assert process.returncode == 0, errors
