@@ -234,8 +234,8 @@ class EngineSettings(ModelSettings, kw_only=True):
         | None,
         Doc(
             description="guess the next tokens and compute them in one step, which changes no text: ngram "
-            "guesses what came behind the same tokens before, draft_model what --speculative-model draws; on "
-            "CPUs, mtp, eagle and eagle3 what a layer makes of the model's hidden states: one of its own "
+            "guesses what came behind the same tokens before, draft_model what --speculative-model draws, "
+            "mtp, eagle and eagle3 what a layer makes of the model's hidden states: one of its own "
             "checkpoint (DeepSeek-V3, GLM-4.5, Qwen3.5), or the EAGLE head in --speculative-model"
         ),
     ] = None

@@ -30,7 +30,6 @@ NAMES = {  # as SGLang and vLLM have them
     "EAGLE3": "eagle3",
 }
 FLAG = "--speculative-algorithm"
-ON_GPUS = ("ngram", "draft_model")
 OTHER_FILES = ("draft_model", "eagle", "eagle3")  # algorithms whose weights are not the model's own
 EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
@@ -82,8 +81,8 @@ def check_settings(config: Config, device: str) -> None:
         return
     if config.tp > 1:
         obstacle = "by several ranks yet"
-    elif name not in ON_GPUS and device != "cpu":
-        obstacle = f"with --device {device} yet; {' and '.join(ON_GPUS)} can"
+    elif name != "ngram" and device not in ("cpu", "cuda"):
+        obstacle = f"with --device {device} yet; ngram can"
     elif name != "ngram" and device != "cpu" and config.kv_cache_dtype == "fp8":
         obstacle = "with --kv-cache-dtype fp8 on GPUs yet; ngram can"
     if obstacle:

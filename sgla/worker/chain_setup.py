@@ -1,20 +1,48 @@
-"""How a runner on a GPU gets the model that guesses for its own."""
+"""How a runner on a GPU gets what guesses for its model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
+from sgla.layers.vocab import LMHead
+from sgla.loading.drafter import load_eagle, load_predictor
 from sgla.loading.load import load_model
-from sgla.messages import Progress
+from sgla.messages import VERIFIED, Progress
+from sgla.model.base import CausalLM, Decoder
+from sgla.model.drafting import EagleSpec, read_eagle
+from sgla.model.eagle import Eagle3
+from sgla.model.predictor import Head
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Make
-from sgla.worker.chains import AGAIN, READS, ROWS, Chains
+from sgla.worker.chains import ROWS, Chains
 from sgla.worker.facts import drafts_of
 from sgla.worker.gpu_load import choose_kernels, dtype_of
 from sgla.worker.gpu_steps import GpuSteps, Sizes
+from sgla.worker.head_chains import Hand, HeadChains, HeadModel
+from sgla.worker.kv import DTYPES
 from sgla.worker.place import Gpu
+from sgla.worker.told import Told
+
+
+def eagle_of(config: Config, source: ModelSource, target: ModelSpec) -> EagleSpec | None:
+    """The head of EAGLE that guesses, if one does."""
+    if config.speculative_algorithm not in ("eagle", "eagle3"):
+        return None
+    assert source.draft is not None
+    return read_eagle(source.draft.config, target, third=config.speculative_algorithm == "eagle3")
+
+
+def told_of(config: Config, source: ModelSource, target: CausalLM, sizes: Sizes) -> Told | None:
+    """What ``target`` is to tell a head, which it does from its next recording on."""
+    if config.speculative_algorithm not in ("mtp", "eagle", "eagle3"):
+        return None
+    assert isinstance(target, Decoder)
+    eagle, dtype = eagle_of(config, source, target.spec), DTYPES[dtype_of(config)]
+    layers, tokens = eagle.layers if eagle is not None else (), sizes.step_tokens + sizes.rows
+    return Told(target, layers, tokens, sizes.slots + 1, drafts_of(config), dtype)
 
 
 def load_chains(
@@ -27,13 +55,39 @@ def load_chains(
     report: Callable[[Progress], None],
     make: Make,
 ) -> Chains:
-    """``spec``: of the draft of ``source``; ``sizes``: of its ``target``."""
-    assert source.draft is not None
+    """``spec``: of what guesses; ``sizes``: of its ``target``."""
     assert target.drafts is not None
-    kernels, _ = choose_kernels(config, spec, place, sizes._replace(rows=max(READS[-1], AGAIN * ROWS[-1])))
-    seed, quantization = config.random_seed or 0, config.speculative_quantization
-    model = load_model(
-        source.draft, dtype_of(config), quantization, place.shard, sizes.context_len, report, seed, make=make
-    )
-    steps = GpuSteps(model, kernels, sizes._replace(rows=ROWS[-1]), tables=target.tables)
-    return Chains(steps, target, target.drafts, drafts_of(config), config.speculative_adaptive)
+    kernels, _ = choose_kernels(config, spec, place, sizes._replace(rows=2 * VERIFIED))
+    sizes, dtype, seed = sizes._replace(rows=ROWS[-1]), dtype_of(config), config.random_seed or 0
+    common = target, target.drafts, drafts_of(config), config.speculative_adaptive
+    if target.told is None:
+        assert source.draft is not None
+        quantization, length = config.speculative_quantization, sizes.context_len
+        model = load_model(source.draft, dtype, quantization, place.shard, length, report, seed, make=make)
+        return Chains(GpuSteps(model, kernels, sizes, tables=target.tables), *common)
+    assert isinstance(target.model, Decoder)
+    head, out = _load_head(config, source, target.model, dtype, report, seed)
+    hand = Hand(ROWS[-1], head.width, kernels.dtype)
+    spec = replace(spec, vocab=target.model.spec.vocab)
+    first, further = (HeadModel(head, target.model, spec, out, hand, reads) for reads in (True, False))
+    steps = GpuSteps(further, kernels, sizes, tables=target.tables)
+    ids = head.ids if isinstance(head, Eagle3) and len(head.ids) < head.vocab else None
+    return HeadChains(steps, *common, first, hand, target.told, ids)
+
+
+def _load_head(
+    config: Config,
+    source: ModelSource,
+    target: Decoder,
+    dtype: str,
+    report: Callable[[Progress], None],
+    seed: int,
+) -> tuple[Head, LMHead]:
+    """The head, and what makes its logits."""
+    eagle = eagle_of(config, source, target.spec)
+    if eagle is None:
+        return load_predictor(source, target, dtype, config.quantization, report, seed), target.lm_head
+    assert source.draft is not None
+    quantization = config.speculative_quantization
+    head = load_eagle(source.draft, target, eagle, dtype, quantization, target.positions, report, seed)
+    return head, head.logits if isinstance(head, Eagle3) else target.lm_head

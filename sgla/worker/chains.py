@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sgla.attention import DeviceBatch
 from sgla.kernels.cuda.batch_gemm import ROWS as TILES
+from sgla.kernels.cuda.batch_gemm import DrawInputs
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
 from sgla.kernels.triton.sampling import WORST
@@ -34,11 +35,15 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32)  # that guess in a step: each verifies two t
 READS = (8, 32, 64)  # tokens that graphs read
 RARE = 4  # steps that plan guesses, which are few where none were right (``Facts.padded_drafts``)
 AGAIN = 2  # tokens that a chain begins with: the pending one, and the last guess, which nobody has read
+Drawn = tuple[Tensor, bool]  # logits, and whether they were drawn from
 
 
 class Chains:
     """``steps``: of the model that guesses, with the tables of its ``target``'s; ``most``: guesses of a row.
-    Rows read and write the slots, places and limits that ``state`` has."""
+    Rows read and write the slots, places and limits that ``state`` has. ``shift``: by how much its KV of a
+    token stands before the token."""
+
+    shift = 0
 
     def __init__(
         self, steps: GpuSteps, target: GpuSteps, state: DeviceDrafts, most: int, adaptive: bool
@@ -50,8 +55,10 @@ class Chains:
         self._pace = Pace(self._padding + 1, adaptive, RARE)
         self._unread = np.zeros(self._padding + 1, np.int32)  # tokens of slots before their pending one
         self.pairs = [pair for size, before in zip(ROWS, (0, *ROWS)) for pair in self._counts(size, before)]
-        room = max(READS[-1], AGAIN * ROWS[-1])
+        room = max(READS[-1], *(size * self._width(count) for size, count in self.pairs))
         self._columns = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
+        # Of each slot: before this token nothing can be read again.
+        self._floors = torch.zeros(self._padding + 1, dtype=torch.int32, device="cuda")
         self._look = torch.zeros(2, READS[-1], dtype=torch.int32, device="cuda")
         self._columns[0] = self._look[0] = self._padding
         self._slots, self._starts, self._ids, self._positions, self._kv_len = torch.zeros(
@@ -61,12 +68,17 @@ class Chains:
         windows = {0, *tables.windows[1:], *steps.windows}
         self._cum = {w: torch.zeros(room + 1, dtype=torch.int32, device="cuda") for w in windows}
         self._q_start = torch.arange(room + 1, dtype=torch.int32, device="cuda")
-        self._last = self._q_start[AGAIN - 1 : -1 : AGAIN].clone()
+        widths = {self._width(count) for _, count in self.pairs}
+        self._last = {width: self._q_start[width - 1 : -1 : width].clone() for width in widths}
         self._ends, self._out = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
         self._keys = torch.full((ROWS[-1],), WORST, dtype=torch.int64, device="cuda")
         self._plain = torch.ones(1, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._readers: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def _width(self, count: int) -> int:
+        """Tokens of a row that a chain of so many guesses begins with."""
+        return AGAIN
 
     def _counts(self, size: int, before: int) -> list[tuple[int, int]]:
         """Of chains with more than ``before`` rows, ``size`` at most: with how many guesses there are any."""
@@ -106,8 +118,9 @@ class Chains:
         others = ~(prompts | guessing)
         self._unread[slots[others]] += 1
         if guessing.any():
-            self._catch_up(slots[guessing], starts[guessing])
-            self._guess(slots[guessing], most[guessing])
+            count = int(most.max())
+            self._catch_up(slots[guessing], starts[guessing], self._width(count))
+            self._guess(slots[guessing], most[guessing], count)
 
     def _read_on(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
         """Read ``q_lens`` tokens of ``slots`` from ``starts`` on, and those before that are unread."""
@@ -129,14 +142,14 @@ class Chains:
         self._within(batch.ids)
         self.steps.forward.hidden(batch, self._q_start[:1])
 
-    def _catch_up(self, slots: Int32s, starts: Int32s) -> None:
-        """Read what is unread of ``slots``, but for the tokens that their chains begin with. Where it is much
-        it is known where they are: no row has guessed lately."""
+    def _catch_up(self, slots: Int32s, starts: Int32s, width: int) -> None:
+        """Read what is unread of ``slots``, but for the ``width`` tokens that their chains begin with. Where
+        it is much it is known where they are: no row has guessed lately."""
         far = self._unread[slots] > READS[-1]
         if far.any():
             self._read_on(slots[far], starts[far], np.zeros_like(starts[far]))
         unread = self._unread[slots]
-        counts = np.maximum(unread - (AGAIN - 1), 0)
+        counts = np.maximum(unread - (width - 1), 0)
         if not counts.any():
             return
         rows = np.repeat(slots, counts)
@@ -157,26 +170,30 @@ class Chains:
         else:
             self._reader(size)
 
-    def _guess(self, slots: Int32s, most: Int32s) -> None:
+    def _guess(self, slots: Int32s, most: Int32s, count: int) -> None:
         size = next(size for size in ROWS if size >= len(slots))
         host = np.zeros((2, ROWS[-1]), np.int32)
         host[0] = self._padding
         host[:, : len(slots)] = slots, most
         self._columns.copy_(upload(host))
-        self._unread[slots] = AGAIN - 1
-        pair = size, int(most.max())
+        self._unread[slots] = self._left(most)
+        pair = size, count
         if pair in self._graphs:
             self._graphs[pair].replay()
         else:
             self._chain(*pair)
 
+    def _left(self, most: Int32s) -> Int32s:
+        """How many of the tokens before the pending one are unread, at most, after so many guesses."""
+        return np.minimum(most, AGAIN - 1)
+
     def rehearse(self) -> None:
         """Every step there is, to ask for its kernels."""
         if not self._captures:
             return
-        self.steps.forward.prepare(self.steps.attention.decode.fused)
+        self.prepare()
         most, one = self.steps.step_tokens, np.array([self._padding], np.int32)
-        sizes = {*self.steps.forward.sizes(most), *(n for n in (*PROMPTS, *TILES) if n < most), most}
+        sizes = {*self._sizes(most), *(n for n in (*PROMPTS, *TILES) if n < most), most}
         for size in sorted(sizes):
             length = min(size, self.steps.context_len - 1)
             for start in (0, length // 2):
@@ -186,6 +203,10 @@ class Chains:
         for pair in self.pairs:
             self._chain(*pair)
 
+    def _sizes(self, most: int) -> list[int]:
+        """Numbers of tokens of prompts with which it takes every kernel that it takes with more."""
+        return self.steps.forward.sizes(most)
+
     @property
     def graph_bytes(self) -> int:
         """What its graphs are going to take."""
@@ -194,11 +215,15 @@ class Chains:
         steps = len(READS) + sum(count for _, count in self.pairs)
         return steps * self.steps.model.spec.layers * GRAPH_LAYER
 
+    def prepare(self) -> None:
+        """What cannot happen while a graph is captured."""
+        self.steps.forward.prepare(self.steps.attention.decode.fused)
+
     def capture(self, capture: Capture) -> None:
         """Once the pages are there, and all slots free."""
         if not self._captures:
             return
-        self.steps.forward.prepare(self.steps.attention.decode.fused)
+        self.prepare()
         for size in reversed(READS):
             self._readers[size] = capture(partial(self._reader, size))
         for pair in reversed(self.pairs):
@@ -220,34 +245,55 @@ class Chains:
         """Read the tokens that ``_look`` names."""
         rows, back = self._look[:, :size]
         slots, starts = self._slots[:size], self._starts[:size]
-        drafts.look_back(rows, back, self._state.computed, 0, slots, starts, self._padding)
-        self.steps.forward.hidden(self._batch(slots, starts), self._q_start[:1])
+        drafts.look_back(
+            rows, back, self._state.computed, self._floors, self.shift, slots, starts, self._padding
+        )
+        self._read_few(self._batch(slots, starts))
+
+    def _read_few(self, batch: DeviceBatch) -> None:
+        self.steps.forward.hidden(batch, self._q_start[:1])
 
     def _chain(self, size: int, count: int) -> None:
         """Guess up to ``count`` tokens for each of ``size`` rows in ``_columns``."""
         for ahead in range(count):
-            self._step(size, ahead)
+            self._step(size, ahead, 1 if ahead else self._width(count))
 
-    def _step(self, size: int, ahead: int) -> None:
-        state, steps, sampler = self._state, self.steps, self._target.sampler
+    def _step(self, size: int, ahead: int, width: int) -> None:
+        state, sampler = self._state, self._target.sampler
         rows, most = self._columns[:, :size]
-        width = 1 if ahead else AGAIN
         slots, starts, ends = self._slots[: size * width], self._starts[: size * width], self._ends[:size]
-        columns = slots, starts, ends
-        drafts.go_on(rows, most, state.computed, state.limits, ahead, 0, *columns, self._padding)
-        batch = self._batch(slots, starts)
-        last = None if ahead else self._last[:size]
-        # The kernel that stores k and v itself is for rows of different slots.
-        fused = steps.attention.decode.fused if ahead else None
+        drafts.go_on(
+            rows, most, state.computed, state.limits, self._floors, ahead, self.shift, slots, starts, ends,
+            self._padding,
+        )  # fmt: skip
         draw = sampler.fused_draw(rows, ends, self._keys[:size], self._plain)
-        within = steps.model.spec.vocab <= self._target.model.spec.vocab
-        drawing = draw if ahead and within and steps.forward.draws else None
-        logits, drawn = steps.forward.step(batch, last, steps.logits[:size], drawing, fused)
+        batch, out = self._batch(slots, starts), self.steps.logits[:size]
+        logits, drawn = (
+            self._further(batch, out, draw) if ahead else self._first(batch, self._last[width][:size], out)
+        )
         if drawn:
             sampler.land(draw, self._out[:size])
         else:
-            logits = logits[:, : self._target.model.spec.vocab].contiguous()
-            sampler.draw(logits, rows, ends, self._out[:size])
+            sampler.draw(self._of_target(logits), rows, ends, self._out[:size])
+
+    def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Drawn:
+        """Logits of the tokens ``last`` int32[S] of a chain's first step, if possible in ``out``."""
+        return self.steps.forward.step(batch, last, out)
+
+    def _further(self, batch: DeviceBatch, out: Tensor, draw: DrawInputs) -> Drawn:
+        """Of a step behind it, whose rows are of different slots: so they may store k and v themselves."""
+        drawing = draw if self._draws else None
+        return self.steps.forward.step(batch, None, out, drawing, self.steps.attention.decode.fused)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether the layer that computes logits may draw from them."""
+        steps = self.steps
+        return steps.forward.draws and len(steps.model.lm_head.own) <= self._target.model.spec.vocab
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        """Those of tokens of the target."""
+        return logits[:, : self._target.model.spec.vocab].contiguous()
 
     def _batch(self, slots: Tensor, starts: Tensor) -> DeviceBatch:
         """Decode rows."""
@@ -255,7 +301,7 @@ class Chains:
         cum = {w: c[: n + 1] for w, c in self._cum.items()}
         ids, positions, kv_len = self._ids[:n], self._positions[:n], self._kv_len[:n]
         out_loc, q_start = self._out_loc[..., :n], self._q_start[: n + 1]
-        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum)
+        tables.prepare_decode(slots, starts, ids, positions, kv_len, out_loc, cum, shift=self.shift)
         self._within(ids)
         return tables.batch(
             slots, ids, positions=positions, q_start=q_start, kv_len=kv_len, out_loc=out_loc,

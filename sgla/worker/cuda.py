@@ -17,10 +17,12 @@ from sgla.messages import SAMPLE, Moved, StepPlan, StepResult
 from sgla.worker.batch import state_columns
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
-from sgla.worker.gpu_steps import Launched
+from sgla.worker.gpu_steps import Launched, eager_order
 from sgla.worker.gpu_weights import GpuWeights
+from sgla.worker.head_chains import HeadChains
 from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
+from sgla.worker.prompt_graphs import prompts_last
 from sgla.worker.state import column
 from sgla.worker.verify import DeviceDrafts, Verify
 
@@ -127,8 +129,16 @@ class CudaRunner(GpuWeights):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
-            return Launched(out, count, [], pending, None)
-        return self.steps.run_eagerly(plan, verify)
+            launched, order = Launched(out, count, [], pending, None), prompts_last(q_lens, flags)
+        else:
+            launched, order = self.steps.run_eagerly(plan, verify), eager_order(starts, q_lens)
+        if isinstance(self.chains, HeadChains):
+            first = np.empty_like(q_lens)
+            first[order] = q_lens[order].cumsum() - q_lens[order]
+            prompts = (q_lens > 1) | ((flags & SAMPLE) == 0)
+            if prompts.any():
+                self.chains.behind(slots[prompts], starts[prompts], q_lens[prompts], first[prompts])
+        return launched
 
     def _brings_states(self, plan: StepPlan) -> bool:
         return bool(self.steps.tables.host.hidden[column(plan.slots)].any())

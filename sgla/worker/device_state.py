@@ -126,14 +126,16 @@ class DeviceTables:
         out_loc: Tensor,
         cum: dict[int, Tensor],
         skip: Tensor | None = None,
+        shift: int = 0,
     ) -> None:
-        """See ``kernels/triton/step.py``, for all cache groups; ``cum``: see ``DeviceBatch``."""
+        """See ``kernels/triton/step.py``, for all cache groups; ``cum``: see ``DeviceBatch``. ``shift``: the
+        ids are those of so many tokens further on."""
         left, tile = dict(cum), attention.TILE
         first = next(window for window in cum if window not in self.windows[1:])
         for group, table in enumerate(self.tables):
             window = self.windows[group] if group else first
             step.prepare_decode(
-                slots, starts, self.tokens, table, self.page_size, ids, positions, kv_len,
+                slots, starts, self.tokens[:, shift:], table, self.page_size, ids, positions, kv_len,
                 out_loc_of(out_loc, group), left.pop(window), tile, window, None if group else skip,
             )  # fmt: skip
         for window, tiles in left.items():
@@ -148,12 +150,13 @@ class DeviceTables:
         ids: Tensor,
         positions: Tensor,
         out_loc: Tensor,
+        shift: int = 0,
     ) -> None:
-        """See ``kernels/triton/step.py``, for all cache groups."""
+        """See ``kernels/triton/step.py``, for all cache groups; ``shift``: as in ``prepare_decode``."""
         for group, table in enumerate(self.tables):
             step.prepare_extend(
-                slots, starts, q_start, longest, self.tokens, table, self.page_size, ids, positions,
-                out_loc_of(out_loc, group),
+                slots, starts, q_start, longest, self.tokens[:, shift:], table, self.page_size, ids,
+                positions, out_loc_of(out_loc, group),
             )  # fmt: skip
 
 

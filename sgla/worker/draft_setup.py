@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.kernels import ops
-from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
 from sgla.loading.drafter import load_eagle, load_predictor
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
-from sgla.model.base import Block, CausalLM, Decoder
+from sgla.model.base import CausalLM, Decoder
 from sgla.model.drafting import read_eagle
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
@@ -27,6 +24,7 @@ from sgla.worker.forward import make_forward
 from sgla.worker.kv import paged
 from sgla.worker.pace import Pace
 from sgla.worker.state import SlotTables
+from sgla.worker.telling import Telling
 
 
 class DraftSetup:
@@ -87,16 +85,3 @@ class DraftSetup:
             forward = with_vocab(forward, self._model.spec.vocab, self._vocab)
             return ModelDrafts(tables, sampler, forward, pace, spare)
         return NGrams(tables, sampler)
-
-
-class Telling:
-    """A block that tells what it is given."""
-
-    def __init__(self, block: Block, tell: Callable[[Tensor], None]) -> None:
-        self._block, self._tell = block, tell
-
-    def __call__(
-        self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: Any, rows: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        x = ops.inplace(self._tell, x if h is None else ops.add(h, x))
-        return self._block(x, None, batch, kv, rows)

@@ -26,7 +26,7 @@ from sgla.model.state import Demand, LayerState, Pool
 from sgla.quant.weight import Make, anywhere
 from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.adapters import AdapterStore, places_of
-from sgla.worker.chain_setup import load_chains
+from sgla.worker.chain_setup import load_chains, told_of
 from sgla.worker.chains import Chains
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
@@ -96,7 +96,7 @@ class GpuSetup(Runner):
         if config.kv_host_bytes:
             self._staging = torch.empty(2, STAGED, dtype=torch.uint8, device="cuda")
         kept, before = draft_state(guessing), torch.cuda.memory_allocated()
-        begin = partial(self._begin, kernels, sizes, woken, before, kept)
+        begin = partial(self._begin, config, source, kernels, sizes, woken, before, kept)
         with self.place.torch, within_memory("loading the weights", self.budget.lighter):
             layers = self.budget.weights.offloaded.layers
             offload = Offload(layers) if layers else None
@@ -159,6 +159,8 @@ class GpuSetup(Runner):
 
     def _begin(
         self,
+        config: Config,
+        source: ModelSource,
         kernels: Kernels,
         sizes: Sizes,
         woken: Future[None],
@@ -172,7 +174,8 @@ class GpuSetup(Runner):
         made = torch.cuda.memory_allocated()
         with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
             places = None if self.adapters is None else self.adapters.adapters
-            self.steps = GpuSteps(model, kernels, sizes, places, beside=beside)
+            told = told_of(config, source, model, sizes)
+            self.steps = GpuSteps(model, kernels, sizes, places, beside=beside, told=told)
         adapters = 0 if places is None else places.nbytes
         tables = torch.cuda.memory_allocated() - made
         self.budget.ledger = {

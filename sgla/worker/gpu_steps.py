@@ -28,6 +28,7 @@ from sgla.worker.flights import Extras
 from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
 from sgla.worker.pooler import Pooler, label_logprobs
+from sgla.worker.told import Told
 from sgla.worker.verify import DeviceDrafts, Verify
 
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
@@ -70,6 +71,11 @@ class Launched(NamedTuple):
     extras: Extras | None
 
 
+def eager_order(starts: Any, q_lens: Any) -> Any:
+    """Rows of an eager step: those of one token, then what has a history (see ``ExtendRows``)."""
+    return np.argsort((q_lens > 1) * (1 + (starts == 0)), kind="stable")
+
+
 def sizes_up_to(limit: int) -> list[int]:
     """Batch sizes that get a graph: a batch runs in the next larger one."""
     sizes = [1, 2, 4, 8, 12, 16, *range(24, 256, 8), *range(256, limit, 16)]
@@ -81,7 +87,8 @@ class GpuSteps:
     whenever that changes; ``logits`` float32[rows, this rank's part of V] are those of graphs;
     ``scales``: of k and v of each layer; ``drafts``: None where no row guesses; ``adapted``: None where none
     has an adapter. ``tables``: those of another model, for which this one guesses; ``beside``: what the
-    layers of a model keep that guesses for this one, whose pages are behind its own in ``kv``."""
+    layers of a model keep that guesses for this one, whose pages are behind its own in ``kv``; ``told``: what
+    it tells of its tokens, if that guesses from it."""
 
     pooler: Pooler | None = None  # of a model that answers with vectors
 
@@ -93,8 +100,9 @@ class GpuSteps:
         adapters: Adapters | None = None,
         tables: DeviceTables | None = None,
         beside: Sequence[LayerState] = (),
+        told: Told | None = None,
     ) -> None:
-        self.model, self.shard = model, model.shard
+        self.model, self.shard, self.told = model, model.shard, told
         self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
@@ -125,7 +133,8 @@ class GpuSteps:
     @kv.setter
     def kv(self, kv: list[Layer]) -> None:
         rows = None if self.adapted is None else self.adapted.rows
-        self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows)
+        tell = None if self.told is None else self.told.tell
+        self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows, tell)
 
     def forget_rows(self) -> None:
         """What rows have asked of the sampler."""
@@ -171,7 +180,7 @@ class GpuSteps:
         the plan, ``order`` has the plan's rows in that of the batch, ``shift`` takes tokens from one to the
         other."""
         columns, wanted = read(plan, self.tables.host)
-        order = np.argsort((columns.q_lens > 1) * (1 + (columns.starts == 0)), kind="stable")
+        order = eager_order(columns.starts, columns.q_lens)
         slots, starts, q_lens = (column[order] for column in columns[:3])
         first = q_lens.cumsum() - q_lens
         shift = np.empty_like(first)  # how far the tokens of each row of the plan move
@@ -190,6 +199,8 @@ class GpuSteps:
         batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
         whole = bool(wanted.prompt_spans or wanted.stated) or (self.pooler is not None and self.pooler.whole)
         hidden = self.forward.hidden(batch, None if whole else at)
+        if self.told is not None:
+            self.told.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
         picked = hidden[at[: count + len(tails)]] if whole else hidden
         scored = [one for span in wanted.prompt_spans for one in self._score_prompt(span, hidden, shift)]
         vectors = self._vectors(wanted, columns, picked[count : count + len(tails)], hidden, shift)
@@ -231,10 +242,11 @@ class GpuSteps:
         states: StateColumns | None = None,
         verify: Verify | None = None,
         samples: tuple[Tensor, Tensor] | None = None,
+        shift: int = 0,
     ) -> DeviceBatch:
         """Rows with any number of tokens; those with one come first. ``states``: None if they begin without
         any and leave none. ``verify`` corrects those that guess, and slots and positions of their
-        ``samples``."""
+        ``samples``. ``shift``: the ids are those of so many tokens further on."""
         rows, tokens, decodes = len(slots), int(q_lens.sum()), int((q_lens == 1).sum())
         q_start = np.zeros(rows + 1, np.int32)
         np.cumsum(q_lens, out=q_start[1:])
@@ -249,7 +261,8 @@ class GpuSteps:
         ids, positions, out_loc = columns[0], columns[1], columns[2:] if paged > 1 else columns[2]
         if verify is not None and samples is not None:
             verify.guess(ids, d_slots, d_starts, *samples)
-        self.tables.prepare_extend(d_slots, d_starts, d_q_start, int(q_lens.max()), ids, positions, out_loc)
+        longest = int(q_lens.max())
+        self.tables.prepare_extend(d_slots, d_starts, d_q_start, longest, ids, positions, out_loc, shift)
         if verify is not None and verify.guesses:
             n = decodes
             self.tables.prepare_decode(

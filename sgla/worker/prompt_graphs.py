@@ -184,6 +184,8 @@ class PromptGraphs:
         )
         with steps.ops.attending(InGraph(steps.attention, tiles.view(-1, 4))):
             found = steps.forward.step(batch, at, logits).logits
+        if steps.told is not None and n:
+            steps.told.keep(slots[:n], positions[:n])
         if found.data_ptr() != logits.data_ptr():  # a soft cap or an all-gather made another tensor
             logits.copy_(found)
         steps.sampler.draw(logits, where, ends, out)
@@ -227,3 +229,8 @@ class PromptGraphs:
 def _decodes(q_lens: Any, flags: Any) -> Any:
     """Which rows are decode rows. (A prompt may have a chunk of one token that does not sample.)"""
     return (q_lens == 1) & ((flags & SAMPLE) != 0)
+
+
+def prompts_last(q_lens: Any, flags: Any) -> Any:
+    """Rows of a step in the order of a graph's batch."""
+    return np.argsort(~_decodes(q_lens, flags), kind="stable")

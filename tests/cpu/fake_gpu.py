@@ -37,7 +37,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import device
 from sgla.kernels.cuda import build, tensor_map
 from sgla.kernels.rehearsal import under_way
-from sgla.loading import load
+from sgla.loading import drafter, load
 from sgla.messages import SAMPLE, StepPlan
 from sgla.worker import gpu_setup
 from sgla.worker.chains import Chains
@@ -190,7 +190,7 @@ def pretend(name: str = "H200") -> None:
     build.driver = tensor_map.driver = Nothing
     gpu_setup.gpu_memory = HostMemory  # type: ignore[assignment]
     triton.runtime.driver.set_active(Driver())
-    load.load_weights = lambda *args, **kwargs: LOADED.append(True)
+    load.load_weights = drafter.load_weights = lambda *args, **kwargs: LOADED.append(True)
     load._device = lambda: GPU  # so storages are those of GPUs
     device.use(device.describe())
 

@@ -8,6 +8,7 @@ answer, as JSON.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from config_cases import deepseek
 from interpreted_gpu import DECODER, SMALL_STEPS, WINDOWS, become_gpu, source
 from tiny import VOCAB, Transcript, make_core, run, submit, tiny_config
 
@@ -27,6 +29,7 @@ from sgla.sched.core import Core
 from sgla.worker import chains, gpu_setup
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
+from sgla.worker.state import column
 
 DRAFTS = 4
 LETTERS = Vocabulary(
@@ -97,6 +100,16 @@ def texts() -> list[Submit]:
     ]
 
 
+LATENT = deepseek(
+    3,
+    num_hidden_layers=2,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=1,
+    vocab_size=VOCAB,
+    max_position_embeddings=256,
+)
+EAGLE = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 200}
+DEEPER = DECODER | {"num_hidden_layers": 4}
 SHALLOW = DECODER | {"num_hidden_layers": 1}
 # model, settings, those of the GPU alone, limits of the scheduler
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -104,9 +117,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "windows": (WINDOWS, SMALL_STEPS | {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 3}),
     "model": (DECODER, {}, {"attention_backend": "triton"}, {"depth": 2}),
     "itself": (WINDOWS, SMALL_STEPS | {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 3}),
+    "eagle3": (DEEPER, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
+    "eagle": (DECODER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
+    "latent": (LATENT, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 1}),
 }
-# The model that guesses: random weights go by their names, so one with fewer layers is right at times.
-MODELS = {"model": SHALLOW, "itself": WINDOWS}
+# What guesses: random weights go by their names, so a model with fewer layers is right at times.
+MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "model": ("draft_model", SHALLOW),
+    "itself": ("draft_model", WINDOWS),
+    "eagle3": ("eagle3", DECODER | EAGLE),
+    "eagle": ("eagle", SHALLOW),
+    "latent": ("mtp", None),
+}
+HEADS = "eagle3", "eagle", "latent"
 
 
 def shown(transcript: Transcript) -> dict[str, Any]:
@@ -119,21 +142,62 @@ def shown(transcript: Transcript) -> dict[str, Any]:
     }
 
 
+def few() -> list[Submit]:
+    """For heads with random weights, which are never right."""
+    return [submit("free", [5, 9, 2], 7), submit("cut", list(range(30, 50)), 5)]
+
+
 def wanted(case: str) -> list[Submit]:
+    if case in HEADS:
+        return few()
     return texts() if case in MODELS else requests()
+
+
+class Guesses(dict[str, list[int]]):
+    """What was guessed, by the beginning of a text and the place of the first guess."""
+
+    def of_cpu(self, runner: Any) -> None:
+        drafter, tables = runner._drafter, runner.tables
+        guess = drafter.guess
+
+        def spied(plan: StepPlan) -> Any:
+            found = guess(plan)
+            if found is not None:
+                for slot, start, length in zip(column(plan.slots), *found):
+                    self._note(tables.tokens[slot], start + 1, length - 1)
+            return found
+
+        drafter.guess = spied
+
+    def of_gpu(self, runner: Any) -> None:
+        state, guess = runner.steps.drafts, runner.chains._guess
+
+        def spied(slots: Any, most: Any, count: int) -> None:
+            guess(slots, most, count)
+            for slot, n in zip(slots.tolist(), most.tolist()):
+                known = int(state.computed[slot]) + 1
+                self._note(state.tokens[slot], known, min(n, int(state.limits[slot]) - known - 1))
+
+        runner.chains._guess = spied
+
+    def _note(self, tokens: Any, known: int, count: int) -> None:
+        if count > 0:
+            self[f"{tokens[0]} {known}"] = tokens[known : known + count].tolist()
 
 
 def guessed(runner: Any, case: str) -> dict[str, Any]:
     core: Core = make_core(runner.facts, drafts=DRAFTS, **CASES[case][3])
     executor = Launching(runner)
     found = shown(run(runner, wanted(case), core, executor=executor))
-    assert executor.held > 0
+    assert executor.held > 0 or case in HEADS
     stats = core.stats()
     return found | {"verifies": stats.verifies, "guessed": stats.draft_tokens, "right": stats.right_at}
 
 
 def main() -> None:
     torch.manual_seed(0)
+    for case in set(CASES) - set(sys.argv[1:] or CASES):
+        del CASES[case]
     found: dict[str, Any] = {}
     settings = {"max_running_requests": 4}
 
@@ -141,8 +205,9 @@ def main() -> None:
         model, common, _, _ = CASES[case]
         config = tiny_config(**settings | common | own)
         files = source(Path("."), model)
-        if config.speculative_algorithm == "draft_model":
-            files = replace(files, draft=source(Path("."), MODELS[case]))
+        draft = MODELS[case][1] if config.speculative_algorithm and case in MODELS else None
+        if draft is not None:
+            files = replace(files, draft=source(Path("."), draft))
         runner = maker(config, files, 0, 1, "", lambda progress: None)
         with tempfile.NamedTemporaryFile() as file:
             Path(file.name).write_bytes(LETTERS.encoded())
@@ -152,16 +217,27 @@ def main() -> None:
     for case in CASES:
         runner = make(cpu_runner, case)
         found[case] = {"cpu": shown(run(runner, wanted(case), depth=1))}
+        if case in HEADS:
+            guesses = Guesses()
+            settled = {"speculative_algorithm": MODELS[case][0], "speculative_num_draft_tokens": DRAFTS}
+            runner = make(cpu_runner, case, speculative_adaptive=False, **settled)
+            guesses.of_cpu(runner)
+            run(runner, wanted(case), depth=1, drafts=DRAFTS)
+            found[case]["guesses of a cpu"] = guesses
     become_gpu()
     gpu_setup.rehearse, gpu_setup.Capture = (lambda *args: None), Capture  # type: ignore[assignment, misc]
     chains.Chains.rehearse = chains.Chains.time = lambda *args: None  # type: ignore[method-assign, assignment]
     attention.splits_for = lambda *args: 1
     for case, (_, _, own, _) in CASES.items():
-        algorithm = "draft_model" if case in MODELS else "ngram"
+        algorithm = MODELS[case][0] if case in MODELS else "ngram"
         guessing = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": DRAFTS}
         runner = make(cuda_runner, case, device="cuda", **guessing | own)
         assert runner._captures == (own["attention_backend"] == "triton")
+        guesses = Guesses()
+        if case in HEADS:
+            guesses.of_gpu(runner)
         found[case]["gpu"] = guessed(runner, case)
+        found[case]["guesses"] = guesses
     print(json.dumps(found))
 
 

@@ -40,7 +40,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import ops
 from sgla.kernels.cuda import build
 from sgla.kernels.gpu.ops import LOWERINGS
-from sgla.loading import load
+from sgla.loading import drafter, load
 from sgla.messages import Control, Submit
 from sgla.model import registry
 from sgla.model.generic_spec import FACTS
@@ -75,6 +75,7 @@ def become_gpu() -> None:
     real = load.load_weights, load._device
     pretend("A100")
     load.load_weights, load._device = real
+    drafter.load_weights = real[0]
     load.joins = lambda: True
     load._device_kind = lambda: "cuda"
     torch.cuda.Event = Event  # type: ignore[assignment, misc]

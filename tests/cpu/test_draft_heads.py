@@ -235,5 +235,5 @@ def test_heads_that_do_not_fit_are_refused() -> None:
             resolve(tiny_config(**settings), model=DEEP, draft=draft)
     gpu = Machine(gpus=(H200,), torch_cuda="13.0")
     for name in ("mtp", "NEXTN"):
-        with pytest.raises(ConfigError, match="mtp cannot be honoured with --device cuda yet; ngram and"):
-            resolve(Config(speculative_algorithm=name), gpu, LATENT)
+        with pytest.raises(ConfigError, match="mtp cannot be honoured with --kv-cache-dtype fp8 on GPUs yet"):
+            resolve(Config(speculative_algorithm=name, kv_cache_dtype="fp8"), gpu, LATENT)

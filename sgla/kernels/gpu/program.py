@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sgla.kernels import lora
+from sgla.kernels import lora, ops
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
@@ -101,12 +101,19 @@ Computes = Literal["hidden", "step", "part", "logits"]
 
 
 class RecordedForward:
-    """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op."""
+    """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op. ``tell`` is
+    called with the final hidden states of all tokens of a batch."""
 
     def __init__(
-        self, model: CausalLM, kv: list[Layer], gpu: GpuOps, adapters: lora.Rows | None = None
+        self,
+        model: CausalLM,
+        kv: list[Layer],
+        gpu: GpuOps,
+        adapters: lora.Rows | None = None,
+        tell: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._model, self._kv, self._gpu, self._adapters = model, kv, gpu, adapters
+        self._tell = tell
         self._records: dict[tuple[Computes, bool, bool], Record | None] = {}
         self._programs: dict[Any, Program] = {}
         self.notes: list[str] = []
@@ -254,7 +261,10 @@ class RecordedForward:
     ) -> Tensor:
         model = self._model
         with using(dispatcher):
-            if what in ("hidden", "step"):
+            if what in ("hidden", "step") and self._tell is not None:
+                hidden = ops.inplace(self._tell, model.forward(batch, self._kv))
+                hidden = hidden if rows is None else ops.gather(hidden, rows)
+            elif what in ("hidden", "step"):
                 hidden = model.forward(batch, self._kv, rows)
             else:
                 assert rows is not None

@@ -76,7 +76,7 @@ def _place(
 
 @triton.jit(do_not_specialize=["ahead", "padding"])
 def _go_on(
-    rows, most, computed, limits, ahead, slots, starts, ends, padding,
+    rows, most, computed, limits, floors, ahead, slots, starts, ends, padding,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -85,19 +85,21 @@ def _go_on(
     wanted = tl.minimum(tl.load(most + row), tl.load(limits + slot) - known - 1)
     i = tl.arange(0, BLOCK)
     start = known - SHIFT - WIDTH + ahead + i
-    real, own = (wanted > ahead) & (start >= 0), i < WIDTH
+    real, own = (wanted > ahead) & (start >= tl.load(floors + slot)), i < WIDTH
     tl.store(slots + row * WIDTH + i, tl.where(real, slot, padding), mask=own)
     tl.store(starts + row * WIDTH + i, tl.where(real, start, 0), mask=own)
     tl.store(ends + row, tl.where(wanted > ahead, known + ahead, 0))
 
 
 @triton.jit(do_not_specialize=["count", "padding"])
-def _look_back(rows, back, count, computed, slots, starts, padding, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _look_back(
+    rows, back, count, computed, floors, slots, starts, padding, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < count
     slot, far = tl.load(rows + i, mask=live, other=0), tl.load(back + i, mask=live, other=0)
     start = tl.load(computed + slot, mask=live, other=0) - SHIFT - far
-    real = (far > 0) & (start >= 0)
+    real = (far > 0) & (start >= tl.load(floors + slot, mask=live, other=0))
     tl.store(slots + i, tl.where(real, slot, padding), mask=live)
     tl.store(starts + i, tl.where(real, start, 0), mask=live)
 
@@ -122,6 +124,21 @@ def _accept(columns, rows, ids, out, ends, computed, trusts, counts, MOST: tl.co
     trust = tl.load(trusts + slot)
     trust = tl.where(right < guessed, tl.maximum(right, 1), trust + (guessed > 0).to(tl.int32))
     tl.store(trusts + slot, trust)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+def _ring(
+    values, stride, ring, slots, positions, width,
+    REACH: tl.constexpr, INTO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(slots + row).to(tl.int64) * REACH + tl.load(positions + row) % REACH
+    here, there = values + row * stride + i, ring + place * width + i
+    if INTO:
+        tl.store(there, tl.load(here, mask=i < width), mask=i < width)
+    else:
+        tl.store(here, tl.load(there, mask=i < width), mask=i < width)
 
 
 def guess(
@@ -195,6 +212,7 @@ def go_on(
     most: Tensor,
     computed: Tensor,
     limits: Tensor,
+    floors: Tensor,
     ahead: int,
     shift: int,
     slots: Tensor,
@@ -206,22 +224,49 @@ def go_on(
     int32[R], which may guess ``most`` int32[R] tokens.
 
     Each reads as many tokens as ``slots`` and ``starts`` int32[R * width] have room for, up to the one before
-    that which it guesses, and ``shift`` further back. Where a row does not guess so far, or has no such
-    token, the first token of the slot ``padding`` is read. ``ends`` int32[R]: the position of the guess, 0:
-    there is none."""
+    that which it guesses, and ``shift`` further back, but none before ``floors`` int32[slots]. Where a row
+    does not guess so far, or has no such token, the first token of the slot ``padding`` is read. ``ends``
+    int32[R]: the position of the guess, 0: there is none."""
     count, width = len(rows), len(slots) // len(rows)
     _go_on[(count,)](
-        rows, most, computed, limits, ahead, slots, starts, ends, padding,
+        rows, most, computed, limits, floors, ahead, slots, starts, ends, padding,
         SHIFT=shift, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
 
 def look_back(
-    rows: Tensor, back: Tensor, computed: Tensor, shift: int, slots: Tensor, starts: Tensor, padding: int
+    rows: Tensor,
+    back: Tensor,
+    computed: Tensor,
+    floors: Tensor,
+    shift: int,
+    slots: Tensor,
+    starts: Tensor,
+    padding: int,
 ) -> None:
     """``slots`` and ``starts`` int32[N] of tokens of the slots ``rows`` int32[N], ``back`` int32[N] before
-    the pending one and ``shift`` further; those of ``padding`` where ``back`` is 0, or there is none."""
+    the pending one and ``shift`` further; those of ``padding`` where ``back`` is 0, or that is before
+    ``floors`` int32[slots]."""
     count = len(rows)
     _look_back[(triton.cdiv(count, 128),)](
-        rows, back, count, computed, slots, starts, padding, SHIFT=shift, BLOCK=128, num_warps=1
+        rows, back, count, computed, floors, slots, starts, padding, SHIFT=shift, BLOCK=128, num_warps=1
     )
+
+
+def keep(values: Tensor, ring: Tensor, slots: Tensor, positions: Tensor) -> None:
+    """Put ``values`` [N, width] of tokens at ``positions`` int32[N] of ``slots`` int32[N] into ``ring``
+    [slots, reach, width], which has the latest ``reach`` of each slot."""
+    _move(values, ring, slots, positions, True)
+
+
+def take(values: Tensor, ring: Tensor, slots: Tensor, positions: Tensor) -> None:
+    """Fill ``values`` with what ``keep`` has put there."""
+    _move(values, ring, slots, positions, False)
+
+
+def _move(values: Tensor, ring: Tensor, slots: Tensor, positions: Tensor, into: bool) -> None:
+    count, width = values.shape
+    _ring[(count, triton.cdiv(width, 1024))](
+        values, values.stride(0), ring, slots, positions, width,
+        REACH=ring.shape[1], INTO=into, BLOCK=1024, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""Heads that guess on a GPU from hidden states of their target, which never leave it. The rules are those of
+``draft_head.py``, but that a head reads what a step has brought in front of the next one, at the beginning of
+a chain: then all is known of it, and where no row guesses nothing is read. Prompts it reads behind the step
+that did."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgla.attention import DeviceBatch
+from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cuda.batch_gemm import DrawInputs
+from sgla.kernels.gpu import RecordedForward
+from sgla.kernels.ops import Layer
+from sgla.kernels.triton import drafts
+from sgla.layers.vocab import LMHead
+from sgla.model.base import CausalLM, Decoder
+from sgla.model.predictor import Head
+from sgla.model.spec import ModelSpec
+from sgla.worker.chains import ROWS, Chains, Drawn
+from sgla.worker.device_state import upload
+from sgla.worker.gpu_steps import GpuSteps
+from sgla.worker.state import Int32s
+from sgla.worker.told import Told
+from sgla.worker.verify import DeviceDrafts
+
+
+class Hand:
+    """``given``: hidden states that the next step reads, [at least T, *]; ``kept`` [rows, width]: those that
+    it makes of the tokens whose logits are wanted."""
+
+    given: Tensor
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        self.kept = torch.zeros(rows, width, dtype=dtype, device="cuda")
+
+    def give(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(self.given[: len(out)])
+
+    def keep(self, x: Tensor) -> None:
+        self.kept[: len(x)].copy_(x)
+
+
+class HeadModel(CausalLM):
+    """``head`` as a model of the tokens behind those of which hidden states are given: by its target, if it
+    ``reads``, or of its own. ``spec``: of its layer."""
+
+    def __init__(
+        self, head: Head, target: Decoder, spec: ModelSpec, out: LMHead, hand: Hand, reads: bool
+    ) -> None:
+        self.spec, self.shard, self.positions = spec, target.shard, target.positions
+        self.embed, self.lm_head = target.embed, out
+        self._head, self._hand, self._reads = head, hand, reads
+
+    def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
+        head, hand = self._head, self._hand
+        tokens = head.embed(batch.ids)
+        hidden = ops.call(hand.give, tokens, head.told if self._reads else head.width)
+        hidden = head.read(hidden) if self._reads else hidden
+        hidden, shown = head.forward(tokens, hidden, batch, kv)  # type: ignore[arg-type]
+        alike = shown is hidden
+        if rows is not None:
+            hidden = ops.gather(hidden, rows)
+            shown = hidden if alike else ops.gather(shown, rows)
+        hidden = ops.inplace(hand.keep, hidden)
+        return hidden if alike else shown
+
+
+class HeadChains(Chains):
+    """``steps``: of the head behind the first guess; ``first``: the model that reads what the target has
+    ``told``. ``ids`` int64[*]: which tokens of the target a head with a vocabulary of its own may guess."""
+
+    shift = 1
+
+    def __init__(
+        self,
+        steps: GpuSteps,
+        target: GpuSteps,
+        state: DeviceDrafts,
+        most: int,
+        adaptive: bool,
+        first: HeadModel,
+        hand: Hand,
+        told: Told,
+        ids: Tensor | None,
+    ) -> None:
+        super().__init__(steps, target, state, most, adaptive)
+        self._first_model, self._hand, self._told = first, hand, told
+        room, width = len(self._slots), told.latest.shape[1]
+        self._taken = torch.zeros(room, width, dtype=told.latest.dtype, device="cuda")
+        self._ids_of = None if ids is None else ids.cuda()
+        if self._ids_of is not None:
+            vocab = target.model.spec.vocab
+            self._whole = torch.full((ROWS[-1], vocab), -torch.inf, device="cuda")
+
+    def take(self, kv: list[Layer]) -> None:
+        super().take(kv)
+        self._reading = RecordedForward(self._first_model, kv, self.steps.ops)
+
+    def rehearse(self) -> None:
+        self._hand.given = self._told.latest
+        super().rehearse()
+
+    def _sizes(self, most: int) -> list[int]:
+        return self._reading.sizes(most)
+
+    @property
+    def _draws(self) -> bool:
+        return self._ids_of is None and super()._draws
+
+    def _width(self, count: int) -> int:
+        return count + 1
+
+    def _left(self, most: Int32s) -> Int32s:
+        return most
+
+    def _read_on(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
+        """Prompts are read behind their step; what is unread before that is left out."""
+        self._unread[slots] = 0
+
+    def _catch_up(self, slots: Int32s, starts: Int32s, width: int) -> None:
+        self._unread[slots] = np.minimum(self._unread[slots], self._told.reach)
+        super()._catch_up(slots, starts, width)
+
+    def behind(self, slots: Int32s, starts: Int32s, q_lens: Int32s, first: Int32s) -> None:
+        """Behind a step of the target: read its prompt rows, whose tokens begin at ``first`` among those of
+        the step."""
+        last = first + q_lens - 1
+        at, d_slots, positions = upload(np.stack([last, slots, starts + q_lens - 1]))
+        self._told.keep(d_slots, positions, at.long())
+        self._floors.index_copy_(0, d_slots.long(), positions)
+        order = np.lexsort((starts == 0, q_lens > 1))
+        at = np.concatenate([np.arange(first[i], first[i] + q_lens[i]) for i in order])
+        self._hand.given = self._told.latest[upload(at).long()]
+        self._extend(slots, starts, q_lens)
+
+    def _extend(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
+        order = np.lexsort((starts == 0, q_lens > 1))
+        batch = self.steps.extend_batch(slots[order], starts[order], q_lens[order], shift=self.shift)
+        self._reading.hidden(batch, self._q_start[:1])
+
+    def _read_few(self, batch: DeviceBatch) -> None:
+        self._take(batch)
+        self._reading.hidden(batch, self._q_start[:1])
+
+    def _take(self, batch: DeviceBatch) -> None:
+        self._hand.given = self._taken[: batch.tokens]
+        drafts.take(self._hand.given, self._told.ring, batch.slots, batch.positions)
+
+    def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Drawn:
+        self._take(batch)
+        return self._reading.step(batch, last, out)
+
+    def _further(self, batch: DeviceBatch, out: Tensor, draw: DrawInputs) -> Drawn:
+        self._hand.given = self._hand.kept
+        return super()._further(batch, out, draw)
+
+    def _of_target(self, logits: Tensor) -> Tensor:
+        if self._ids_of is None:
+            return logits
+        whole = self._whole[: len(logits)]
+        return whole.index_copy_(1, self._ids_of, logits)
