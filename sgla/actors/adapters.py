@@ -14,7 +14,6 @@ from sgla.config import Config
 from sgla.errors import (
     ConfigError,
     Forbidden,
-    InvalidAdapter,
     InvalidField,
     ModelNotFound,
     SglaError,
@@ -148,7 +147,7 @@ class AdapterTable:
         self._coming[name] = pinned
         try:
             told = await self._tell(Control(verb="adapter_load", args=args))
-        except InvalidAdapter:
+        except SglaError:
             await self._tell(Control(verb="adapter_drop", args=args))  # other ranks may have it
             raise
         finally:

@@ -24,9 +24,11 @@ from sgla.layers.adapters import Adapters, Target
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
+MAX_ALPHA = 1e30
 SHOWN = 4  # names in an error
 SPARE = 1 << 20  # bytes of a file beside its values
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
+_PLAIN = re.compile(r"(?=.{1,200}\Z)(?:[\w.^$-]|\\[.dw])+")  # patterns that match in linear time
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Keys that say how an adapter was trained, or that are said by its tensors.
@@ -100,7 +102,8 @@ def read_config(folder: Path, most_rank: int) -> LoraConfig:
     _check_kind(folder, config)
     rank, alpha = config.pop("r", 8), config.pop("lora_alpha", 8)
     ranks, alphas = config.pop("rank_pattern", None) or {}, config.pop("alpha_pattern", None) or {}
-    rooted = config.pop("use_rslora", False) is True
+    if not isinstance(rooted := config.pop("use_rslora", None) or False, bool):
+        raise InvalidAdapter(f"{folder.name}: use_rslora is {str(rooted)[:99]!r}, not true or false")
     if unknown := [key for key, value in config.items() if value and key not in _OF_TRAINING]:
         raise InvalidAdapter(f"{folder.name}: {_some(unknown)} in {CONFIG} is not supported")
     for name, value in [("r", rank), *_entries("rank_pattern", ranks)]:
@@ -112,8 +115,10 @@ def read_config(folder: Path, most_rank: int) -> LoraConfig:
                 f"with --max-lora-rank {value}"
             )
     for name, value in [("lora_alpha", alpha), *_entries("alpha_pattern", alphas)]:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise InvalidAdapter(f"{folder.name}: {name} is {str(value)[:99]}, not a number")
+        if type(value) not in (int, float) or not abs(value) <= MAX_ALPHA:
+            raise InvalidAdapter(
+                f"{folder.name}: {name} is {str(value)[:99]}, not a number of at most {MAX_ALPHA:.0e}"
+            )
     return LoraConfig(rank, float(alpha), ranks, alphas, rooted)
 
 
@@ -137,7 +142,7 @@ def _entries(key: str, patterns: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(patterns, dict) or len(patterns) > 1024:
         raise InvalidAdapter(f"{key} is not an object of at most 1024 patterns")
     for pattern, value in patterns.items():
-        if not re.fullmatch(r"[\w.^$\\-]{1,200}", pattern):
+        if not _PLAIN.fullmatch(pattern):
             raise InvalidAdapter(f"{key}: {pattern[:99]!r} is no plain name of a module")
         yield f"{key}[{pattern}]", value
 
