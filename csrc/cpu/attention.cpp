@@ -413,8 +413,42 @@ struct Task {
         tops[r] = mask(r, members ? common : q.position + t, at, count);
     raise(state);
     for (int64_t r = 0; r < rows; r++) soften(state, r);
-    add_weighted(v, count, state);
+    if (all_numbers(v, at, count)) return add_weighted(v, count, state);
+    load_values(v, count);
+    for (int64_t t = std::max<int64_t>(0, at - q.position); t < q.count; t++)
+      for (int64_t p = 0; p < state.panels; p++)
+        rows_times_panel<Kernels<F32, MAX_MR>::pick>(
+            weights + t * s.group * BLOCK, BLOCK, (uint8_t*)(values + p * BLOCK * PANEL),
+            std::min(count, q.position + t + 1 - at), s.group,
+            state.o + (p * rows + t * s.group) * PANEL, false);
   }
+
+  // False if a token of the block has values that are no numbers, and comes behind the first of the query's,
+  // as a wrong guess may: 0 times these is none either, so each token's sum has to end with itself.
+  template <class E>
+  bool all_numbers(const E* base, int64_t at, int64_t count) const {
+    if (members) return true;
+    for (int64_t t = std::max<int64_t>(0, q.position + 1 - at); t < count; t++) {
+      if (s.type == KV_INT8 ? !std::isfinite(v_scales[t]) : !finite(base + offsets[t], s.dim)) return false;
+    }
+    return true;
+  }
+
+  static bool finite(const float* x, int64_t n) {
+    uint32_t top = 0;
+    for (int64_t d = 0; d < n; d++) {
+      uint32_t bits;
+      std::memcpy(&bits, x + d, sizeof bits);
+      top = std::max(top, bits & 0x7fffffff);
+    }
+    return top < 0x7f800000;
+  }
+  static bool finite(const uint16_t* x, int64_t n) {
+    uint16_t top = 0;
+    for (int64_t d = 0; d < n; d++) top = std::max<uint16_t>(top, x[d] & 0x7fff);
+    return top < 0x7f80;
+  }
+  static bool finite(const int8_t*, int64_t) { return true; }
 
   void attend_segment(int64_t index, State& state) {
     state.clear();

@@ -413,14 +413,30 @@ def _attend(
     age = position[:, :, None] - place
     most = position[:, :, None] % window if chunked else window - 1
     seen = (age >= 0) & (age <= most) if window else age >= 0
+    odd = _clear(keys, values) if index.numel() > 1 else None
     if softcap or sinks is not None:
         result = _weighed(queries, keys, values, seen[:, None], scale, softcap, sinks)
     else:
         result = F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=True
         )
+    if odd is not None:
+        hit = (odd[:, :, None] & seen[:, None]).any(-1, keepdim=True)
+        result.masked_fill_(hit.repeat_interleave(queries.shape[1] // odd.shape[1], 1), torch.nan)
     result = result.transpose(1, 2).reshape(len(rows), index.numel(), -1).to(q.dtype)
     out[tokens[valid]] = result[valid]
+
+
+def _clear(keys: Tensor, values: Tensor) -> Tensor | None:
+    """Zeros for what is no number in keys and values ``[R, Hkv, N, *]``, as that of a wrong guess may be: 0
+    times that is none either, so those before it would have it. Returns where that was, bool ``[R, Hkv, N]``;
+    None: nowhere."""
+    odd = ~(keys.isfinite().all(-1) & values.isfinite().all(-1))
+    if not bool(odd.any()):
+        return None
+    for x in (keys, values):
+        x.masked_fill_(odd[..., None], 0.0)
+    return odd
 
 
 def _weighed(

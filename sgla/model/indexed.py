@@ -81,7 +81,10 @@ def picked_attention(q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, 
         seen = seen.scatter(1, torch.where(chosen < 0, length, chosen), True)[:, None, :length]
         scores = torch.einsum("thd,nd->thn", q[start:end].unflatten(1, (-1, dim)).float(), keys) * scale
         shares = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[start:end] = torch.einsum("thn,nv->thv", shares, values).flatten(1).to(q.dtype)
+        odd = ~values.isfinite().all(-1)  # as a wrong guess may be, and 0 times that is no number either
+        result = torch.einsum("thn,nv->thv", shares, values.masked_fill(odd[:, None], 0.0))
+        result = result.masked_fill((seen & odd).any(-1, keepdim=True), torch.nan)
+        out[start:end] = result.flatten(1).to(q.dtype)
     return out
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from config_cases import RUN
 from forked import ForkedExecutor
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, make_core, run, run_executor, submit, tiny_config
 
@@ -97,6 +102,38 @@ def test_requests_of_a_broken_input_end_alone(runner: CpuRunner, depth: int) -> 
         assert "NaN" in error.message
     stats = core.stats()
     assert (stats.invalid_logits, stats.finished["error"]) == (len(bad()), len(bad()))
+
+
+@pytest.mark.parametrize("algorithm", ["ngram", "draft_model"])
+def test_a_wrong_guess_that_breaks_changes_nothing(
+    runner: CpuRunner, source: ModelSource, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is guessed is read together with the token before it."""
+    expected = run(runner, good()).tokens()
+    config = replace(runner.config, speculative_algorithm=algorithm, speculative_num_draft_tokens=4)
+    draft = source if algorithm == "draft_model" else None
+    guessing = CpuRunner(config, dataclasses.replace(source, draft=draft), 0, 1, "", lambda progress: None)
+    sampler: Any = guessing.sampler
+
+    def guess(logits: Any, slots: Any, positions: Any, draws: Any) -> None:
+        sampler._tokens[slots, positions] = POISON
+
+    monkeypatch.setattr(sampler, "guess", guess)
+    monkeypatch.setattr(guessing._drafter, "propose", lambda _, most: np.full(max(most, 0), POISON), False)
+    found = run(guessing, good() + bad()[:3], make_core(guessing.facts, drafts=4))
+    assert sum(delta.guessed for request in good() for delta in found[request.rid]) > 20
+    assert found.tokens() == expected | {request.rid: [] for request in bad()[:3]}
+
+
+def test_a_wrong_guess_that_breaks_changes_nothing_where_tokens_are_picked() -> None:
+    config = RUN["DeepSeek-V3.2"].config | {"vocab_size": VOCAB}
+    source = ModelSource("dummy", Path("tiny"), (), config, {})
+    settings = tiny_config(speculative_algorithm="ngram", speculative_num_draft_tokens=4)
+    guessing: Any = CpuRunner(settings, source, 0, 1, "", lambda progress: None)
+    expected = run(guessing, good()[:2]).tokens()
+    guessing.model.embed.weight.tensors[0][POISON] = torch.nan
+    guessing._drafter.propose = lambda _, most: np.full(max(most, 0), POISON)
+    assert run(guessing, good()[:2], make_core(guessing.facts, drafts=4)).tokens() == expected
 
 
 @pytest.mark.parametrize("kept", [True, False])
