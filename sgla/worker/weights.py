@@ -66,8 +66,8 @@ class ChangingRunner(Runner):
 
     @abstractmethod
     def _take(self, source: ModelSource, sound: bool = True) -> None:
-        """These weights in place of the others. ``sound``: they must be finite. Raises SglaError: then there
-        are none that are of use."""
+        """These weights in place of the others. ``sound``: they must be finite. Where it raises
+        there are none that are of use."""
 
     @abstractmethod
     def _look(self, source: ModelSource) -> None:
@@ -116,9 +116,10 @@ class ChangingRunner(Runner):
         try:
             self._take(new)
             self.source, self.brought = new, False
-        except SglaError as error:
+        except Exception as error:  # whatever a file can bring about
             self._take(old, sound=False)
-            raise InvalidField(f"{error.message}; the old weights stay", param="model_path") from error
+            why = error.message if isinstance(error, SglaError) else f"{type(error).__name__}: {error}"
+            raise InvalidField(f"{why}; the old weights stay", param="model_path") from error
 
     def _other(self, path: str) -> ModelSource:
         try:

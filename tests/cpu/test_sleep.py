@@ -300,6 +300,24 @@ def test_weights_that_cannot_be_had_leave_the_old_ones(folders: dict[str, Path])
     assert answer(runner) == before
 
 
+def test_a_fault_that_nobody_knows_leaves_the_old_weights(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = of(folders["one"])
+    before = answer(runner)
+    take = runner._take
+
+    def fails(source: Any, sound: bool = True) -> None:
+        take(source, sound)
+        if source is not runner.source:
+            raise RuntimeError("what nobody thought of")
+
+    monkeypatch.setattr(runner, "_take", fails)
+    with pytest.raises(InvalidField, match="RuntimeError: what nobody thought of; the old weights stay"):
+        runner.control(update(folders["two"]))
+    assert answer(runner) == before
+
+
 def test_weights_beside_what_is_made_for_them_are_not_updated(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
