@@ -125,7 +125,7 @@ def _claim(folder: Path, rank: int, size: int) -> int:
 def _begin(folder: Path, identity: str) -> None:
     """Make a folder for files of this identity, if it is not one. Raises OSError."""
     told = folder / "identity"
-    if not (told.is_file() and told.read_text() == identity):
+    if not (told.is_file() and told.read_bytes() == identity.encode()):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         told.write_text(identity)

@@ -141,6 +141,11 @@ def test_damaged_files_cost_time_alone(
     assert len(caplog.records) <= 1
 
 
+def test_a_damaged_identity_begins_anew(folder: Path, cold: Any) -> None:
+    (folder / "kv-0of1" / "identity").write_bytes(b"\xff\xfe")
+    assert play(start(folder)) == (cold, [0, 0, 0])
+
+
 def test_files_that_change_under_a_running_server(folder: Path, cold: Any) -> None:
     runner = start(folder)
     core = few(runner)
