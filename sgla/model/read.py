@@ -52,8 +52,8 @@ def read_decoder(config: Mapping[str, Any]) -> ModelSpec:
     method = method_of(config)
     family = family_of(architecture)
     text = _text(architecture, family.outer, config)
-    if text is not config and text.get("model_type") in family.texts:
-        family = family_of(family.texts[text["model_type"]])
+    if text is not config and isinstance(kind := text.get("model_type"), str) and kind in family.texts:
+        family = family_of(family.texts[kind])
     unknown = check_keys(architecture, family, text)
     values = {**family.defaults, **text}
     if values.get(ROPE) is None:  # HF's classes fill it in then, too

@@ -18,7 +18,19 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import Eager, store_as_fp8
-from config_cases import FP8, HONOURED, REFUSED, RUN, TINY, Case, gemma3_vision, llama, quantized
+from config_cases import (
+    FP8,
+    HONOURED,
+    REFUSED,
+    RUN,
+    TINY,
+    Case,
+    gemma3_vision,
+    gemma4,
+    llama,
+    llama4,
+    quantized,
+)
 from tiny import make_core, run, submit, tiny_config
 
 from sgla.cli.explain import ledger
@@ -603,3 +615,11 @@ def test_no_value_of_any_key_ends_in_a_traceback(machine: Machine) -> None:
                 with contextlib.suppress(ConfigError):
                     resolved = resolve(tiny_config(device="cpu"), machine, config)
                     ledger(resolved.config, config)
+
+
+@pytest.mark.parametrize("value", ABSURD)
+def test_no_value_in_a_text_config_ends_in_a_traceback(value: Any) -> None:
+    for config in (gemma3_vision({}), gemma4({}), llama4({})):
+        for key in ("model_type", "architectures", "layer_types", "rope_parameters", "rope_scaling"):
+            with contextlib.suppress(ConfigError):
+                read_spec(config | {"text_config": config["text_config"] | {key: value}})
