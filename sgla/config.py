@@ -130,7 +130,7 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "int8"],
         Doc(
-            description="KV cache in dtype, or 8-bit (fp8, which is e4m3, on a GPU; int8 on the CPU): twice "
+            description="KV cache in dtype, or 8-bit (int8; on GPUs also fp8, which is e4m3): twice "
             "the tokens, slightly different answers"
         ),
     ] = "auto"

@@ -192,10 +192,6 @@ def check_features(config: Config, machine: Machine, device: str, vectors: bool,
         raise ConfigError(
             "--kv-cache-dtype fp8 needs a GPU; use --kv-cache-dtype int8 on the CPU", param="kv_cache_dtype"
         )
-    if config.kv_cache_dtype == "int8" and device == "cuda":
-        raise ConfigError(
-            "--kv-cache-dtype int8 is for CPUs; use --kv-cache-dtype fp8 on a GPU", param="kv_cache_dtype"
-        )
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         backend = getattr(config, name)
         if backend not in (None, "auto") and device != "cuda":

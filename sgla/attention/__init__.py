@@ -207,7 +207,7 @@ def _extend(asked: Preference, shape: AttentionShape, device: Device) -> tuple[E
         "flex": FlexExtend,
     }
     extend, why = _first(kinds, asked, shape, device)
-    if shape.fp8_kv and not extend.narrow:
+    if shape.kv_dtype and not extend.narrow:
         if asked.name != "auto":
             raise asked.refused(NARROW)
         extend = WholeOrPaged(extend, asked.make(_triton(shape).extend, shape, device))

@@ -32,10 +32,10 @@ class Heads(NamedTuple):
 
 class AttentionShape(NamedTuple):
     """Everything that decides whether a kernel can be used for layers with the same heads. ``windows``: of
-    these layers, 0 is full attention; ``context_len``: tokens of the longest history, which only
-    deterministic kernels want to know; ``v_dim`` 0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of
-    the layers have them; ``alone``: all layers of the model have these heads; ``latent``: v is the beginning
-    of k (multi-head latent attention)."""
+    these layers, 0 is full attention; ``kv_dtype``: fp8 or int8, of pages that are not of ``dtype``;
+    ``context_len``: tokens of the longest history, which only deterministic kernels want to know; ``v_dim``
+    0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of the layers have them; ``alone``: all layers
+    of the model have these heads; ``latent``: v is the beginning of k (multi-head latent attention)."""
 
     heads: int
     kv_heads: int
@@ -45,7 +45,7 @@ class AttentionShape(NamedTuple):
     windows: frozenset[int]
     softcap: float
     max_rows: int
-    fp8_kv: bool = False
+    kv_dtype: str = ""
     deterministic: bool = False
     context_len: int = 0
     v_dim: int = 0

@@ -59,7 +59,7 @@ class Cascade:
     def __init__(self, shape: AttentionShape, processors: int) -> None:
         self._shape, self._processors = shape, processors
         self._token_bytes = (
-            2 * shape.kv_heads * shape.head_dim * (1 if shape.fp8_kv else shape.dtype.itemsize)
+            2 * shape.kv_heads * shape.head_dim * (1 if shape.kv_dtype else shape.dtype.itemsize)
         )
         self._known: tuple[bytes, int, int] | None = None
         self._plan: Prefixes | None = None

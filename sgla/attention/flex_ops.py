@@ -67,7 +67,12 @@ def attend(q: Tensor, kv: KVLayer, pages: Tensor, kv_len: int, scoring: Scoring)
     tokens, dim = q.shape[0], kv.k.shape[3]
     first = kv_len - tokens  # place of the first token
     begin = max(0, first - scoring.window + 1) if scoring.window else 0  # what is before may be another's
-    k, v = (_history(x, pages, begin, kv_len) for x in (kv.k, kv.v))
+    size = kv.k.shape[1]
+    which, offset = pages[begin // size : -(-kv_len // size)].long(), begin // size * size
+    k, v = (
+        x.flatten(0, 1)[begin - offset : kv_len - offset].transpose(0, 1)[None]
+        for x in (kv.keys(which), kv.values(which))
+    )
     at = torch.arange(first - begin, kv_len - begin, device=q.device)
 
     def score(value: Tensor, row: Tensor, head: Tensor, token: Tensor, place: Tensor) -> Tensor:
@@ -79,19 +84,8 @@ def attend(q: Tensor, kv: KVLayer, pages: Tensor, kv_len: int, scoring: Scoring)
         return torch.where(seen, value, -float("inf"))
 
     queries = q.view(1, tokens, -1, dim).transpose(1, 2).float()
-    scale = scoring.scale * kv.k_scale
     wanted = AuxRequest(lse=True)
-    out, more = flex_attention(queries, k, v, score, scale=scale, enable_gqa=True, return_aux=wanted)
+    out, more = flex_attention(queries, k, v, score, scale=scoring.scale, enable_gqa=True, return_aux=wanted)
     if scoring.sinks is not None and more.lse is not None:  # which take a share of the softmax
         out = out * torch.sigmoid(more.lse - scoring.sinks[:, None])[..., None]
-    return (out[0].transpose(0, 1).flatten(1) * kv.v_scale).to(q.dtype)
-
-
-def _history(stored: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
-    """float32 ``[1, H, end - begin, d]``."""
-    size = stored.shape[1]
-    which = pages[begin // size : -(-end // size)].long()
-    narrow = stored.dtype == torch.float8_e4m3fn
-    found = stored.view(torch.uint8)[which].view(stored.dtype) if narrow else stored[which]
-    offset = begin // size * size
-    return found.flatten(0, 1)[begin - offset : end - offset].float().transpose(0, 1)[None]
+    return out[0].transpose(0, 1).flatten(1).to(q.dtype)

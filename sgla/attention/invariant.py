@@ -81,6 +81,8 @@ def refuses(shape: AttentionShape) -> str | None:
     """Why these kernels cannot be used, or None."""
     if shape.mixed:
         return shape.mixed
+    if shape.kv_dtype == "int8":
+        return "its kernels read no KV cache in int8"
     if shape.head_dim > HEAD_DIM:
         return f"heads of {shape.head_dim} values, and its kernels end at {HEAD_DIM}"
     if shape.group > invariant.ROWS:

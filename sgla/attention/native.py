@@ -34,6 +34,8 @@ class NativeDecode:
         """Why this kernel cannot be used, or None."""
         if shape.mixed:
             return shape.mixed
+        if shape.kv_dtype == "int8":
+            return "the KV cache is int8"
         return decode_attention.refuses(
             device, shape.dtype, shape.head_dim, shape.group, shape.page_size, shape.max_rows
         )
@@ -75,7 +77,7 @@ class NativePrompts:
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
-        if shape.fp8_kv:
+        if shape.kv_dtype:
             return "the KV cache has 8 bits"
         return NativeExtend.refuses(shape, device)
 

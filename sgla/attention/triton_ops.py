@@ -10,15 +10,17 @@ from torch import Tensor
 from sgla.attention.base import AttentionShape, DeviceBatch, Prompts, cut
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
-from sgla.kernels.triton import attention
+from sgla.kernels.triton import attention, turning
 
 HEAD_DIM = 512  # beyond, not even the smallest tiles fit into the shared memory of a block
 
 
-def refuses(shape: AttentionShape) -> str | None:
+def refuses(shape: AttentionShape, device: Device) -> str | None:
     """Why the kernels cannot be used, or None."""
     if (values := max(shape.head_dim, shape.v_dim)) > HEAD_DIM:
         return f"heads of {values} values, and it ends at {HEAD_DIM}"
+    if shape.kv_dtype == "int8" and turning.shared(shape.head_dim, shape.dtype.itemsize) > device.shared:
+        return f"heads of {shape.head_dim} values in int8 need more shared memory than {device.name} has"
     return None
 
 
@@ -30,7 +32,7 @@ class TritonDecode:
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
-        return refuses(shape)
+        return refuses(shape, device)
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         n = batch.decode_rows
@@ -38,7 +40,7 @@ class TritonDecode:
         return attention.decode(
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
             scoring.scale * kv.k_scale, scoring.window, scoring.softcap, splits, kv.v_scale,
-            self._device.shared, scoring.sinks,
+            self._device.shared, scoring.sinks, kv.scales,
         )  # fmt: skip
 
 
@@ -65,6 +67,7 @@ class TritonPrompts:
             scoring.softcap,
             kv.v_scale,
             scoring.sinks,
+            kv.scales,
         )
 
 
@@ -78,7 +81,7 @@ class TritonExtend:
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
-        return refuses(shape)
+        return refuses(shape, device)
 
     def plan(self, batch: DeviceBatch) -> None:
         rows = batch.extend

@@ -383,7 +383,7 @@ REFUSED: list[tuple[str, str]] = [
         ),
         "scales of an 8-bit KV cache are measured at the start: --kv-cache-dtype fp8 alone is enough",
     ),
-    ("cache-type-k cache-type-v", "use --kv-cache-dtype int8 for an 8-bit KV cache, fp8 on a GPU"),
+    ("cache-type-k cache-type-v", "use --kv-cache-dtype int8 for an 8-bit KV cache"),
     (
         (
             "torchao-config modelopt-* quantize-and-serve rl-quant-profile quantization-config "

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class KVLayer:
     """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is
     contiguous. ``vd`` may be another width than ``hd``: 0 where a layer keeps no v. Pages of float8_e4m3fn,
-    on GPUs alone, are meant to be multiplied by the scales; those of int8, on CPUs alone, by a scale of each
-    token and head, and keys in them are turned (``turned``). ``group``: whose pages of a row they are."""
+    on GPUs alone, are meant to be multiplied by the scales; those of int8 by a scale of each token and
+    head, and keys in them are turned (``turned``). ``group``: whose pages of a row they are."""
 
     k: Tensor  # [pages, page_size, Hkv, hd]
     v: Tensor  # [pages, page_size, Hkv, vd]
@@ -46,6 +46,11 @@ class KVLayer:
     def latent(self, width: int) -> KVLayer:
         """The same pages where v is the first ``width`` values of k (multi-head latent attention)."""
         return replace(self, v=self.k[..., :width], v_scale=self.k_scale, shared=True)
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | None:
+        """Of k and v, in int8 pages."""
+        return None if self.k_scales is None or self.v_scales is None else (self.k_scales, self.v_scales)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -9,6 +9,7 @@ from sgla.attention.cascade import Cascade
 from sgla.config import Config
 from sgla.device import check as check_device
 from sgla.dist import Shard
+from sgla.errors import ConfigError
 from sgla.kernels.gpu import GpuOps
 from sgla.layers.linear import split_heads
 from sgla.layers.spec import AttentionSpec
@@ -47,6 +48,11 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
     experts = experts_kind(spec, dtype, config.quantization)
     check_device(place.device, config, dtype, experts, spec.quantization)
     shapes = shapes_of(config, spec, place.shard, sizes)
+    if config.kv_cache_dtype == "int8" and any(shape.latent for shape in shapes):
+        raise ConfigError(
+            "--kv-cache-dtype int8 has no kernels for latent attention on a GPU; use fp8",
+            param="kv_cache_dtype",
+        )
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
         backend, notes = attention.choose(
             config.attention_backend,
@@ -83,7 +89,7 @@ def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> li
             frozenset(layer.window for layer in layers),
             max(layer.softcap for layer in layers),
             sizes.rows,
-            fp8_kv=config.kv_cache_dtype == "fp8",
+            kv_dtype=config.kv_cache_dtype if config.kv_cache_dtype in ("fp8", "int8") else "",
             deterministic=config.deterministic,
             context_len=sizes.context_len + 1,
             v_dim=key.v_dim,

@@ -19,7 +19,7 @@ from sgla.kernels.ops import Layer
 from sgla.layers.adapters import Adapters
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM
-from sgla.model.state import LayerState, kv_groups, with_draft
+from sgla.model.state import LayerState, kv_groups, scaled, with_draft
 from sgla.quant.weight import Make
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, read
@@ -167,7 +167,8 @@ class GpuSteps:
         """``pages`` of each cache group; see ``worker/kv.py``."""
         state, groups = self.state, kv_groups(self.state, self.context_len, dtype)
         nbytes = sum(group.page_bytes(page_size) * count for group, count in zip(groups, pages))
-        arena = Arena(nbytes, sum(len(layer.tensors) + len(layer.unit) for layer in state), make)
+        parts = (layer.tensors + layer.unit + tuple(scaled(layer.tensors, dtype)) for layer in state)
+        arena = Arena(nbytes, sum(map(len, parts)), make)
         layers = allocate_kv(state, groups, pages, page_size, dtype, arena.zeros)
         for layer, scales in zip(layers, self.scales if dtype == "fp8" else []):
             if (kept := tokens_of(layer)) is not None:

@@ -370,6 +370,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         SMALL_STEPS,
         {"decode_attention_backend": "torch", "prefill_attention_backend": "triton"},
     ),
+    "pages of int8": (
+        DECODER,
+        "",
+        short_text,
+        {"kv_cache_dtype": "int8"},
+        {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
+    ),
     "module": (DECODER, "", short_text, {}, {"attention_backend": "torch"}),
     "module with windows": (
         SINKS,

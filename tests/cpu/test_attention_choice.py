@@ -72,7 +72,8 @@ def test_names(name: str, parts: dict[str, str], expected: tuple[str, str, str])
 def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     windows = SHAPE._replace(windows=frozenset({0, 512}))
     assert names(shape=windows) == ("native", "triton", TRITON)
-    assert names(shape=SHAPE._replace(fp8_kv=True)) == ("native", "native and triton", TRITON)
+    assert names(shape=SHAPE._replace(kv_dtype="fp8")) == ("native", "native and triton", TRITON)
+    assert names(shape=SHAPE._replace(kv_dtype="int8")) == ("triton", "native and triton", TRITON)
     monkeypatch.setattr(device, "_this", [AMPERE])
     assert names() == ("triton", "flashinfer", TRITON)
     assert names(shape=windows) == ("triton", "triton", TRITON)
@@ -102,9 +103,14 @@ def test_notes_say_what_was_chosen_and_whether_it_was_asked() -> None:
             {"windows": frozenset({512})},
             "native cannot be used for prefill: .* sliding window; --prefill-attention-backend auto",
         ),
-        ("auto", {"prefill": "native"}, {"fp8_kv": True}, "--prefill-attention-backend native .* 8-bit KV"),
+        (
+            "auto",
+            {"prefill": "native"},
+            {"kv_dtype": "fp8"},
+            "--prefill-attention-backend native .* 8-bit KV",
+        ),
         ("flashinfer", {}, {"softcap": 30.0}, "--attention-backend flashinfer .* for prefill: .* soft cap"),
-        ("flashinfer", {}, {"fp8_kv": True}, "--attention-backend flashinfer .* for prefill: .* 8-bit KV"),
+        ("flashinfer", {}, {"kv_dtype": "fp8"}, "--attention-backend flashinfer .* for prefill: .* 8-bit KV"),
         (
             "auto",
             {"decode": "flashinfer"},

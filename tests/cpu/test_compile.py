@@ -96,6 +96,7 @@ def compiled(card: str, names: list[str]) -> None:
     else:
         cases += [case | {"config": {"deterministic": True}} for case in cases[:4]]
         cases += [case | {"config": FP8} for case in cases[:12:4] if fp8]
+        cases += [case | {"config": {"kv_cache_dtype": "int8"}} for case in cases[:12:4]]
         cases += [case | {"config": {"quantization": "int4"}} for case in cases[:12:4]]
     found = start(cases, BASE)
     limit = nvidia(card, CARDS[card]).shared

@@ -17,6 +17,7 @@ CASES = {
     "adapters": {"logprobs"},
     "prefixes on the host": {"logprobs"},
     "after a sleep": {"logprobs"},
+    "pages of int8": {"logprobs"},
     "toy family": {"logprobs"},
     "toy format": {"logprobs"},
     "experts in mxfp4": {"logprobs"},

@@ -108,7 +108,7 @@ def test_prefill(heads: int, kv_heads: int, dim: int, window: int, softcap: floa
     kv = quantize(wide)
     expected = oracle(q, kv, batch, dim**-0.5, window, softcap)
     shape = attention.AttentionShape(
-        heads, kv_heads, dim, 16, BF16, frozenset({window}), softcap, 300, fp8_kv=True
+        heads, kv_heads, dim, 16, BF16, frozenset({window}), softcap, 300, kv_dtype="fp8"
     )
     attend = attention.choose("auto", [shape])[0]
     attend.plan(batch)
@@ -128,7 +128,7 @@ def test_shared_prefixes(
     rows = 60
     table, lengths = tree(np.random.default_rng(rows), rows)
     shape = attention.AttentionShape(
-        heads, kv_heads, dim, 16, BF16, frozenset({0}), softcap, 256, fp8_kv=True
+        heads, kv_heads, dim, 16, BF16, frozenset({0}), softcap, 256, kv_dtype="fp8"
     )
     attend = attention.choose("auto", [shape])[0]
     planner = Cascade.of([shape], attend)

@@ -24,7 +24,7 @@ from sgla.kernels.lora import Rows, Stack, add_lora, lora, lora_embedding
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
-from sgla.kernels.triton import delta, elementwise, fp8, invariant, ssd
+from sgla.kernels.triton import delta, elementwise, fp8, invariant, ssd, turning
 from sgla.kernels.triton import latent as latents
 from sgla.kernels.triton import lora as adapters
 
@@ -171,10 +171,14 @@ class GpuOps:
             more = kv.k[0, 0].numel() + kv.v[0, 0].numel()
             return qkv[:, : qkv.shape[1] - more] if under_way() else NotImplemented
         where = out_loc_of(out_loc, kv.group)
-        return elementwise.qk_norm_rope_store(
-            qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, where, self.attend.in_place,
-            (kv.k_scale, kv.v_scale),
+        in_place = self.attend.in_place or kv.scales is not None
+        q = elementwise.qk_norm_rope_store(
+            qkv, positions, cos_sin, q_norm, k_norm, eps, kv.k, kv.v, where, in_place,
+            (kv.k_scale, kv.v_scale), kv.scales is None,
         )  # fmt: skip
+        if kv.scales is not None:
+            turning.store(qkv, kv, where)
+        return q if self.attend.in_place else q.contiguous()
 
     @LOWERINGS.of(ops.latent_queries)
     def latent_queries(

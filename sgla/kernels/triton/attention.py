@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.triton.turning import turned
+
+Scales = tuple[Tensor, Tensor] | None  # of k and v in int8 pages, float32[pages, Hkv, page_size]
 NEG = tl.constexpr(-1e30)
 LOG2E = 1.4426950408889634
 LOG2_E = tl.constexpr(LOG2E)
@@ -48,11 +51,12 @@ def _sink(sink, top):
 # Eager steps pass columns of one upload, which lie anywhere.
 @triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
 def _decode(
-    q, k, v, page_table, slots, kv_len, out, part, part_ml, sinks,
-    s_page, s_token, s_head, v_page, v_token, v_head, table_stride, page_size, kv_heads, splits,
-    scale, v_scale, softcap, window,
+    q, k, v, k_scales, v_scales, page_table, slots, kv_len, out, part, part_ml, sinks,
+    s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head,
+    table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_len + row)
@@ -70,6 +74,8 @@ def _decode(
     given = (m[:, None] < GROUP) & within[None, :]
     at = (row * kv_heads + head) * GROUP + m
     query = tl.load(q + at[:, None] * HD + d[None, :], mask=used, other=0.0)
+    if INT8:
+        query = turned(query, HD, HB).to(query.dtype)
     top = tl.full([GROUP_BLOCK], NEG, dtype=tl.float32)
     total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
     acc = tl.zeros([GROUP_BLOCK, VB], dtype=tl.float32)
@@ -80,17 +86,23 @@ def _decode(
         page = tl.load(pages + n // page_size, mask=live, other=0).to(tl.int64)
         place = page * s_page + (n % page_size) * s_token + head * s_head
         there = live[None, :] & inside[:, None]
-        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0.0).to(query.dtype)
-        s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
+        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0).to(query.dtype)
+        s = tl.dot(query, keys, input_precision="ieee")
+        if INT8:
+            z = page * z_page + (n % page_size) * z_token + head * z_head
+            s = s * tl.load(k_scales + z, mask=live, other=0.0)[None, :]
+        s = _score(s, scale, softcap, SOFTCAP)
         s = tl.where(live[None, :], s, NEG)
         new_top = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - new_top[:, None])
         p = tl.where(live[None, :], p, 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
+        if INT8:
+            p = p * tl.load(v_scales + z, mask=live, other=0.0)[None, :]
         there = live[:, None] & within[None, :]
         place = page * v_page + (n % page_size) * v_token + head * v_head
-        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=0.0).to(query.dtype)
+        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=0).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if splits == 1:
@@ -132,11 +144,12 @@ def _merge(
 
 @triton.jit
 def _extend(
-    q, k, v, page_table, tiles, out, sinks,
-    s_page, s_token, s_head, v_page, v_token, v_head, table_stride, page_size, q_heads,
-    scale, v_scale, softcap, window,
+    q, k, v, k_scales, v_scales, page_table, tiles, out, sinks,
+    s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head,
+    table_stride, page_size, q_heads, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
@@ -150,6 +163,8 @@ def _extend(
     used = (i[:, None] < count) & inside[None, :]
     at = (begin + i).to(tl.int64) * q_heads + q_head
     query = tl.load(q + at[:, None] * HD + d[None, :], mask=used, other=0.0)
+    if INT8:
+        query = turned(query, HD, HB).to(query.dtype)
     position = start_at + i
     end = start_at + count
     oldest = 0  # what is behind may be another request's, and no number
@@ -164,9 +179,14 @@ def _extend(
         n = start + tl.arange(0, BLOCK_N)
         page = tl.load(pages + n // page_size, mask=n < end, other=0).to(tl.int64)
         place = page * s_page + (n % page_size) * s_token + head * s_head
-        there = (n[None, :] >= oldest) & (n[None, :] < end) & inside[:, None]
-        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0.0).to(query.dtype)
-        s = _score(tl.dot(query, keys, input_precision="ieee"), scale, softcap, SOFTCAP)
+        known = (n >= oldest) & (n < end)
+        there = known[None, :] & inside[:, None]
+        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0).to(query.dtype)
+        s = tl.dot(query, keys, input_precision="ieee")
+        if INT8:
+            z = page * z_page + (n % page_size) * z_token + head * z_head
+            s = s * tl.load(k_scales + z, mask=known, other=0.0)[None, :]
+        s = _score(s, scale, softcap, SOFTCAP)
         seen = n[None, :] <= position[:, None]
         if window > 0:
             seen = seen & (n[None, :] > position[:, None] - window)
@@ -175,9 +195,11 @@ def _extend(
         p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        there = (n[:, None] >= oldest) & (n[:, None] < end) & within[None, :]
+        if INT8:
+            p = p * tl.load(v_scales + z, mask=known, other=0.0)[None, :]
+        there = known[:, None] & within[None, :]
         place = page * v_page + (n % page_size) * v_token + head * v_head
-        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=0.0).to(query.dtype)
+        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=0).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if SINKS:
@@ -185,6 +207,19 @@ def _extend(
     result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
     given = (i[:, None] < count) & within[None, :]
     tl.store(out + at[:, None] * VD + e[None, :], result, mask=given)
+
+
+def _scales(scales: Scales, none: Tensor) -> tuple[Tensor, Tensor]:
+    return (none, none) if scales is None else scales
+
+
+def _places(scales: Scales) -> tuple[int, int, int]:
+    """Strides of a page, a token and a head; k and v have the same."""
+    if scales is None:
+        return 0, 0, 0
+    page, head, token = scales[0].stride()
+    assert scales[1].stride() == scales[0].stride()
+    return page, token, head
 
 
 def padded(dim: int) -> int:
@@ -211,12 +246,14 @@ def decode(
     v_scale: float = 1.0,
     shared: int = 1 << 30,
     sinks: Tensor | None = None,
+    kv_scales: Scales = None,
 ) -> Tensor:
     """One query token a row: q ``[R or more, Hq * hd]`` -> ``[R or more, Hq * vd]``, R rows of it;
     k, v ``[pages, page_size, Hkv, hd or vd]``.
 
     ``shared``: bytes of shared memory that a block may have.
-    Of quantized pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``.
+    Of e4m3 pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``. ``kv_scales``:
+    of int8 pages.
 
     Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
     A row with ``kv_len`` 0 gives zeros.
@@ -234,12 +271,12 @@ def decode(
     rows_of_group = max(16, triton.next_power_of_2(group))
     cut = decode_cut(max(dim, values), rows_of_group, q.itemsize, shared)
     _decode[(rows, kv_heads, splits)](
-        q, k, v, page_table, slots, kv_len, out, part, part_ml, q if sinks is None else sinks,
-        *k.stride()[:3], *v.stride()[:3], page_table.stride(0), page_size, kv_heads, splits, factor,
-        v_scale, cap, window,
+        q, k, v, *_scales(kv_scales, q), page_table, slots, kv_len, out, part, part_ml,
+        q if sinks is None else sinks, *k.stride()[:3], *v.stride()[:3], *_places(kv_scales),
+        page_table.stride(0), page_size, kv_heads, splits, factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, num_warps=4, num_stages=cut.stages,
+        SINKS=sinks is not None, INT8=kv_scales is not None, num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(heads,)](
@@ -300,18 +337,21 @@ def extend(
     softcap: float = 0.0,
     v_scale: float = 1.0,
     sinks: Tensor | None = None,
+    kv_scales: Scales = None,
 ) -> None:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out`` ``[T, Hq *
     vd]``; ``tiles`` int32[n, 4]: slot, first token in q, its position, and how many tokens (at most
-    ``cut.m``; 0: none); ``v_scale`` as in ``decode``. Tokens in no tile are left as they are."""
+    ``cut.m``; 0: none); ``v_scale`` and ``kv_scales`` as in ``decode``. Tokens in no tile are left as they
+    are."""
     page_size, kv_heads, dim = k.shape[1:]
     q_heads, values = q.shape[1] // dim, v.shape[3]
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
-        q, k, v, page_table, tiles, out, q if sinks is None else sinks,
-        *k.stride()[:3], *v.stride()[:3], page_table.stride(0), page_size, q_heads, factor, v_scale,
-        cap, window,
+        q, k, v, *_scales(kv_scales, q), page_table, tiles, out, q if sinks is None else sinks,
+        *k.stride()[:3], *v.stride()[:3], *_places(kv_scales), page_table.stride(0), page_size, q_heads,
+        factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
+        SINKS=sinks is not None, INT8=kv_scales is not None, num_warps=8 if cut.m == 128 else 4,
+        num_stages=cut.stages,
     )  # fmt: skip

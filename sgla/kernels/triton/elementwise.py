@@ -126,6 +126,7 @@ def _qk_norm_rope_store(
     HAS_K_NORM: tl.constexpr,
     IN_PLACE: tl.constexpr,
     FP8: tl.constexpr,
+    STORE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: HB heads of one token, all of q, or all of k, or all of v."""
@@ -150,7 +151,8 @@ def _qk_norm_rope_store(
         v = tl.load(source + d, mask=there)
         if FP8:
             v = _saturate(v.to(tl.float32) * v_inverse)
-        tl.store(v_pages + page + head[:, None] * s_head + d, v, mask=there)
+        if STORE:
+            tl.store(v_pages + page + head[:, None] * s_head + d, v, mask=there)
         return
     half: tl.constexpr = ROT // 2
     i = tl.arange(0, HALF_ROT)
@@ -196,11 +198,12 @@ def _qk_norm_rope_store(
                 tl.store(source + ROT + j[None, :], rest, mask=rest_mask)
         if FP8:
             ra, rb, rest = _saturate(ra * k_inverse), _saturate(rb * k_inverse), _saturate(rest * k_inverse)
-        stored = k_pages + page + head[:, None] * s_head
-        tl.store(stored + i[None, :], ra, mask=mask)
-        tl.store(stored + half + i[None, :], rb, mask=mask)
-        if ROT < HD:
-            tl.store(stored + ROT + j[None, :], rest, mask=rest_mask)
+        if STORE:
+            stored = k_pages + page + head[:, None] * s_head
+            tl.store(stored + i[None, :], ra, mask=mask)
+            tl.store(stored + half + i[None, :], rb, mask=mask)
+            if ROT < HD:
+                tl.store(stored + ROT + j[None, :], rest, mask=rest_mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -306,10 +309,11 @@ def qk_norm_rope_store(
     out_loc: Tensor,
     in_place: bool = False,
     scales: tuple[float, float] = (1.0, 1.0),
+    store: bool = True,
 ) -> Tensor:
     """See ``ops.qk_norm_rope_store``; ``k`` and ``v`` have equal strides, ``hd`` contiguous, and rows of
     ``qkv`` may lie apart. ``in_place``: q and k are also changed in ``qkv``, whose first columns are
-    returned. ``scales``: of k and v in e4m3 pages."""
+    returned. ``scales``: of k and v in e4m3 pages; ``store``: whether k and v go to the pages."""
     tokens = qkv.shape[0]
     page_size, kv_heads, dim = k.shape[1:]
     q_heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -348,6 +352,7 @@ def qk_norm_rope_store(
         HAS_K_NORM=k_norm is not None,
         IN_PLACE=in_place,
         FP8=k.dtype == torch.float8_e4m3fn,
+        STORE=store,
         num_warps=2,
         **_pdl(),
     )
