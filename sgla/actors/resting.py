@@ -21,6 +21,8 @@ from sgla.messages import Control
 
 RESTS = {"updating": "weights are being updated", "sleeping": "the server sleeps; POST /wake_up wakes it"}
 PARTS = "weights", "kv_cache"  # as SGLang and vLLM call them
+GROUP = "weight_update_group"  # of a trainer, where it has no name; SGLang's
+FLOATS = "bfloat16", "float16", "float32"  # types of tensors that a trainer may send
 TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds between two
 
 
@@ -74,6 +76,24 @@ class Resting(ABC):
                 param="serialized_named_tensors",
             )
         return await self._whole(self._changed(partial(self._take_payloads, payloads, version)))
+
+    async def join_trainer(self, group: str, **where: Any) -> None:
+        """A group of a trainer, ``where`` it meets (``dist/trainer.py``). Raises InvalidField."""
+        self.require_ready(resting=True)
+        assert self._control is not None
+        await self._control(Control(verb="trainer_join", args={"group": group, **where}))
+
+    async def leave_trainer(self, group: str) -> None:
+        self.require_ready(resting=True)
+        assert self._control is not None
+        await self._control(Control(verb="trainer_leave", args={"group": group}))
+
+    async def take_from_trainer(
+        self, group: str, tensors: Sequence[tuple[str, Sequence[int], str]], version: str | None
+    ) -> bool:
+        """As ``take_tensors``, of what the trainer of a group broadcasts: names, shapes and types."""
+        what = {"group": group, "tensors": list(tensors)}
+        return await self._whole(self._changed(partial(self._take, what, version)))
 
     async def _whole(self, work: Coroutine[Any, Any, Done]) -> Done:
         """What ``work`` gives, which comes behind the works before it, and to its end although who waits for
@@ -153,11 +173,19 @@ class Resting(ABC):
         self.weight_version = version or str(path)
 
     async def _take_payloads(self, payloads: Sequence[bytes], version: str | None) -> None:
-        assert self._control is not None
         with ExitStack() as files:
             paths = [files.enter_context(in_memory(payload)) for payload in payloads]
-            for look in (True, False) if self.config.tp > 1 else (False,):  # all ranks take them, or none
-                await self._control(Control(verb="weights_take", args={"paths": paths, "look": look}))
+            await self._take({"paths": paths}, version)
+
+    async def _take(self, what: dict[str, Any], version: str | None) -> None:
+        """All ranks take them, or none."""
+        assert self._control is not None
+        try:
+            await self._control(Control(verb="weights_receive", args=what))
+        except SglaError:
+            await self._control(Control(verb="weights_take", args={"keep": False}))
+            raise
+        await self._control(Control(verb="weights_take", args={"keep": True}))
         self._brought(version)
 
     def _brought(self, version: str | None) -> None:
@@ -196,3 +224,17 @@ def in_memory(data: bytes) -> Iterator[str]:
         yield f"/proc/{os.getpid()}/fd/{fd}"
     finally:
         os.close(fd)
+
+
+def announced(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> list[tuple[str, Sequence[int], str]]:
+    """What a trainer is going to send. Raises InvalidField."""
+    kinds = [kind.removeprefix("torch.") for kind in dtypes]
+    if not len(names) == len(kinds) == len(shapes):
+        raise InvalidField("names, dtypes and shapes must be as many", param="names")
+    if len(set(names)) < len(names):
+        raise InvalidField("a name is there twice", param="names")
+    if unknown := set(kinds) - set(FLOATS):
+        raise InvalidField(f"dtypes are {', '.join(FLOATS)}, not {min(unknown)[:40]!r}", param="dtypes")
+    return list(zip(names, shapes, kinds))

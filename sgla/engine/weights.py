@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sgla.actors.resting import PARTS
+from sgla.actors.resting import GROUP, PARTS, announced
 from sgla.engine.loop import EngineLoop
 from sgla.errors import InvalidField
 from sgla.messages import Control
@@ -61,6 +61,35 @@ class WeightCalls(EngineLoop):
 
         named = list(named_tensors)
         return self._call(self._ready().ingress.take_tensors([packed(named)], weight_version))
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = GROUP,
+        backend: str = "nccl",
+    ) -> None:
+        """Join a trainer, which is rank 0 of ``world_size``; ``rank_offset``: of our first rank."""
+        where = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset}
+        where |= {"world_size": world_size, "backend": backend}
+        self._call(self._ready().ingress.join_trainer(group_name, **where))
+
+    def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str = GROUP,
+        weight_version: str | None = None,
+    ) -> bool:
+        """As ``update_weights_from_tensor``, of what the trainer broadcasts in this order."""
+        tensors = announced(names, dtypes, shapes)
+        return self._call(self._ready().ingress.take_from_trainer(group_name, tensors, weight_version))
+
+    def destroy_weights_update_group(self, group_name: str = GROUP) -> None:
+        self._call(self._ready().ingress.leave_trainer(group_name))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first rows of a tensor in the model's files."""

@@ -468,5 +468,10 @@ class Updated(msgspec.Struct):
     num_paused_requests: int
 
 
+class Told(msgspec.Struct):
+    success: Literal[True]
+    message: str
+
+
 class Sleeping(msgspec.Struct):
     is_sleeping: bool

@@ -13,13 +13,15 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from sgla.actors.resting import PARTS
+from sgla.actors.resting import PARTS, announced
 from sgla.errors import InvalidField, NotFound
 from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
 from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.schema import (
     AbortRequest,
+    JoinTrainerRequest,
+    LeaveTrainerRequest,
     LoadAdapterRequest,
     MemoryRequest,
     PauseRequest,
@@ -27,6 +29,7 @@ from sgla.http.request.schema import (
     Schema,
     ShowWeightsRequest,
     UnloadAdapterRequest,
+    UpdateFromTrainerRequest,
     UpdateTensorsRequest,
     UpdateWeightsRequest,
     WeightChange,
@@ -41,6 +44,9 @@ PAUSE = Schema(PauseRequest)
 MEMORY = Schema(MemoryRequest)
 UPDATE = Schema(UpdateWeightsRequest)
 TENSORS = Schema(UpdateTensorsRequest)
+FROM_TRAINER = Schema(UpdateFromTrainerRequest)
+JOIN = Schema(JoinTrainerRequest)
+LEAVE = Schema(LeaveTrainerRequest)
 SHOW = Schema(ShowWeightsRequest)
 PROFILE = Schema(ProfileRequest)
 LOAD = Schema(LoadAdapterRequest)
@@ -192,6 +198,29 @@ async def update_tensors(request: web.Request) -> web.Response:
     fields = await intake(request, TENSORS, resting=True)
     payloads = [await asyncio.to_thread(_unarmored, text) for text in fields.serialized_named_tensors]
     return await _changed(server, fields, server.ingress.take_tensors(payloads, fields.weight_version))
+
+
+async def update_from_trainer(request: web.Request) -> web.Response:
+    """What the trainer of a group broadcasts, in the order of the names."""
+    server = request.app[SERVER]
+    fields = await intake(request, FROM_TRAINER, resting=True)
+    tensors = announced(fields.names, fields.dtypes, fields.shapes)
+    change = server.ingress.take_from_trainer(fields.group_name, tensors, fields.weight_version)
+    return await _changed(server, fields, change)
+
+
+async def join_trainer(request: web.Request) -> web.Response:
+    fields = await intake(request, JOIN, resting=True)
+    where = {"master_address": fields.master_address, "master_port": fields.master_port}
+    where |= {"rank_offset": fields.rank_offset, "world_size": fields.world_size, "backend": fields.backend}
+    await request.app[SERVER].ingress.join_trainer(fields.group_name, **where)
+    return json_response({"success": True, "message": f"joined the group {fields.group_name}"})
+
+
+async def leave_trainer(request: web.Request) -> web.Response:
+    fields = await optional_intake(request, LEAVE, resting=True)
+    await request.app[SERVER].ingress.leave_trainer(fields.group_name)
+    return json_response({"success": True, "message": f"left the group {fields.group_name}"})
 
 
 def _unarmored(text: str) -> bytes:

@@ -22,7 +22,15 @@ OPEN = PAGES | {"health", "health_generate", "metrics", "ready", "readyz", "ping
 SECRET = {
     "step_log": "shows what all clients sent",
     "weights": "gives the model away",
-    "update_weights_from_tensor": "changes the model",
+    **dict.fromkeys(
+        (
+            "update_weights_from_tensor",
+            "init_weights_update_group",
+            "update_weights_from_distributed",
+            "destroy_weights_update_group",
+        ),
+        "changes the model",
+    ),
 }
 OWN = frozenset({"abort_request"})
 ADMIN = frozenset(

@@ -49,6 +49,8 @@ from sgla.http.request.schema import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
+    JoinTrainerRequest,
+    LeaveTrainerRequest,
     LoadAdapterRequest,
     MemoryRequest,
     PauseRequest,
@@ -56,6 +58,7 @@ from sgla.http.request.schema import (
     ShowWeightsRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
+    UpdateFromTrainerRequest,
     UpdateTensorsRequest,
     UpdateWeightsRequest,
     range_of,
@@ -262,6 +265,11 @@ OPERATIONS: dict[Any, Operation] = {
     control.update_tensors: Operation(
         "SGLang: take tensors in place of weights", UpdateTensorsRequest, to.Updated
     ),
+    control.join_trainer: Operation("SGLang: join a trainer", JoinTrainerRequest, to.Told),
+    control.update_from_trainer: Operation(
+        "SGLang: take what the trainer sends in place of weights", UpdateFromTrainerRequest, to.Updated
+    ),
+    control.leave_trainer: Operation("SGLang: leave a trainer", LeaveTrainerRequest, to.Told),
     control.show_weights: Operation("SGLang: rows of a tensor", ShowWeightsRequest, list[Any]),
     control.start_profile: Operation("SGLang, vLLM: record what the workers do", ProfileRequest),
     control.step_log: Operation("The scheduler's last steps, for 'sgla replay'", media=BINARY),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -59,7 +60,7 @@ class CpuWeights(ChangingRunner, CpuSetup):
         assert self.model.declared is not None
         self.model.declared.look(source)
 
-    def _take_tensors(self, tensors: dict[str, Tensor], look: bool) -> None:
+    def _take_tensors(self, tensors: Mapping[str, Tensor], look: bool) -> None:
         if self.model.declared is None:
             raise WeightError("tensors cannot be taken by modules of transformers")
         self.model.declared.take(tensors, look)

@@ -3,7 +3,7 @@ which stay (``region.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -119,7 +119,7 @@ class GpuWeights(ChangingRunner, GpuSetup):
         with self._changes() as declared:
             declared.look(source)
 
-    def _take_tensors(self, tensors: dict[str, Tensor], look: bool) -> None:
+    def _take_tensors(self, tensors: Mapping[str, Tensor], look: bool) -> None:
         with self._changes() as declared:
             declared.take(tensors, look)
 

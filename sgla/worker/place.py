@@ -37,6 +37,9 @@ class Place(Protocol):
     def usage(self) -> dict[str, int]:
         """What the rank takes now, by name, in bytes."""
 
+    def begin_thread(self) -> None:
+        """In a thread that computes, too."""
+
     def compiled(self, forward: Forward, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         """``forward`` as fast as it can be here, and a note on that for the start-up report."""
 
@@ -56,6 +59,8 @@ class Cpu:
 
     def usage(self) -> dict[str, int]:
         return resident_bytes()
+
+    def begin_thread(self) -> None: ...
 
     def compiled(self, forward: Forward, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         return compiled(forward, limits, self.threads, native)
@@ -88,6 +93,9 @@ class Gpu:
     def usage(self) -> dict[str, int]:
         free, total = torch.cuda.mem_get_info()
         return {"free": free, "total": total}
+
+    def begin_thread(self) -> None:
+        torch.cuda.set_device(self.shard.rank)
 
     def compiled(self, forward: Forward, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         """Op by op, for models without pages."""

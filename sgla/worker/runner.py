@@ -90,7 +90,7 @@ class Runner(ABC):
                 return self.profiler.start(command.args)
             case "profile_stop":
                 return self.profiler.stop()
-            case "sleep" | "wake" | "weights_update" | "weights_take" | "weights_show":
+            case "sleep" | "wake" | "weights_update" | "weights_receive" | "weights_take" | "weights_show":
                 raise UnsupportedField(
                     f"memory and weights of such a model cannot be changed or shown on --device "
                     f"{self.place.device.kind}"

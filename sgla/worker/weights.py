@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cached_property, partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sgla.config import Config
+from sgla.dist.trainer import Place
 from sgla.errors import InvalidField, SglaError, UnsupportedField, WeightError
 from sgla.hub.source import ModelSource
 from sgla.loading.checkpoint import stored_tensors
@@ -19,6 +24,7 @@ from sgla.loading.tensors import received
 from sgla.messages import Control
 from sgla.model.read import read_decoder
 from sgla.worker.runner import Runner
+from sgla.worker.trainers import Trainers
 
 MOST_VALUES = 1 << 20  # of a tensor that is shown
 
@@ -31,15 +37,18 @@ class ChangingRunner(Runner):
     source: ModelSource
     fixed: str
     brought = False  # some weights have come as tensors, and are in no file
+    _received: Mapping[str, Tensor] = MappingProxyType({})  # and is not taken yet
     _before: ModelSource | None = None  # that of the weights which the latest ones came in place of
 
     def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
         """Beside those of all runners: ``sleep`` gives memory back, with ``kv`` that of the KV cache, which
         is empty, and with ``weights`` theirs: they go to the ``host``'s memory, if that is another one; are
         read again from the ``files``; or ``either``, whichever there is. ``wake`` has ``kv`` and ``weights``
-        again. ``weights_update`` takes those of the folder ``path``, or the ones before; ``weights_take``
-        tensors of the files ``paths``, of which each rank may have its own, or only looks whether they fit.
-        ``weights_show`` has the first ``rows`` of the tensor ``name``."""
+        again. ``weights_update`` takes those of the folder ``path``, or the ones before. ``weights_receive``
+        reads tensors from the files ``paths``, of which each rank may have its own, or from a trainer's
+        ``group``, and looks whether they fit; then ``weights_take`` takes them, or drops them.
+        ``weights_show`` has the first ``rows`` of the tensor ``name``. ``trainer_join`` and ``trainer_leave``
+        a group."""
         args = command.args
         match command.verb:
             case "sleep":
@@ -48,8 +57,14 @@ class ChangingRunner(Runner):
                 self._wake(args["kv"], args["weights"])
             case "weights_update":
                 self._update(args["path"])
+            case "weights_receive":
+                return self._receive(args)
             case "weights_take":
-                self._bring(args["paths"], args["look"])
+                self._bring(args["keep"])
+            case "trainer_join":
+                return self._join(args)
+            case "trainer_leave":
+                self.trainers.leave(args["group"])
             case "weights_show":
                 return {"values": self._show(args["name"], args["rows"])}
             case _:
@@ -74,7 +89,7 @@ class ChangingRunner(Runner):
         """Whether these weights fit, and are finite. Raises WeightError."""
 
     @abstractmethod
-    def _take_tensors(self, tensors: dict[str, Tensor], look: bool) -> None:
+    def _take_tensors(self, tensors: Mapping[str, Tensor], look: bool) -> None:
         """These in place of the others of the same names, or only ``look`` whether they fit. Raises
         WeightError: then nothing has changed."""
 
@@ -84,19 +99,50 @@ class ChangingRunner(Runner):
             what = self.fixed or "tiers of prefixes, which are of the old ones"
             raise UnsupportedField(f"weights cannot be updated beside {what}", param="model_path")
 
-    def _bring(self, paths: list[str], look: bool) -> None:
-        """Raises InvalidField: then nothing has changed."""
+    @cached_property
+    def trainers(self) -> Trainers:
+        return Trainers(self.place.begin_thread)
+
+    def _join(self, args: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Raises InvalidField."""
+        self._check_changes()
+        if args["backend"] == "nccl" and self.place.torch.type != "cuda":
+            raise InvalidField("nccl is for GPUs; use gloo", param="backend")
+        rank = args["rank_offset"] + self.shard.rank
+        where = args["master_address"], args["master_port"], rank, args["world_size"]
+        return self.trainers.join(Place(*where, args["group"], args["backend"]))
+
+    def _receive(self, args: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        """Raises InvalidField, at once or later."""
         self._check_changes()
         if self.source.kind == "gguf":
             raise UnsupportedField(
                 "weights of GGUF files cannot be updated", param="serialized_named_tensors"
             )
-        rank = self.shard.rank
+        if "group" in args:
+            wanted = {name: (shape, getattr(torch, kind)) for name, shape, kind in args["tensors"]}
+            return self.trainers.receive(args["group"], wanted, partial(self._look_at, "names"))
+        rank, paths, param = self.shard.rank, args["paths"], "serialized_named_tensors"
         try:
-            self._take_tensors(received(paths[rank if len(paths) > 1 else 0], rank), look)
+            found = received(paths[rank if len(paths) > 1 else 0], rank)
         except WeightError as error:
-            raise InvalidField(error.message, param="serialized_named_tensors") from error
-        self.brought = self.brought or not look
+            raise InvalidField(error.message, param=param) from error
+        self._look_at(param, found)
+        return {}
+
+    def _look_at(self, param: str, tensors: dict[str, Tensor]) -> None:
+        """Raises InvalidField."""
+        try:
+            self._take_tensors(tensors, look=True)
+        except WeightError as error:
+            raise InvalidField(f"{error.message}; the old weights stay", param=param) from error
+        self._received = tensors
+
+    def _bring(self, keep: bool) -> None:
+        found, self._received = self._received, {}
+        if keep:
+            self._take_tensors(found, look=False)
+            self.brought = True
 
     def _update(self, path: str) -> None:
         """Raises InvalidField: then the weights are those that there were."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
+import socket
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save
 from test_sleep import TEXT, answer, of, sleep
 from test_sleep import save as save_model
@@ -40,9 +45,10 @@ def tensors(folders: dict[str, Path]) -> dict[str, dict[str, Tensor]]:
     return {name: load_file(folder / "model.safetensors") for name, folder in folders.items()}
 
 
-def bring(runner: CpuRunner, data: bytes, look: bool = False) -> None:
+def bring(runner: CpuRunner, data: bytes, keep: bool = True) -> None:
     with in_memory(data) as path:
-        runner.control(Control(verb="weights_take", args={"paths": [path], "look": look}))
+        runner.control(Control(verb="weights_receive", args={"paths": [path]}))
+    runner.control(Control(verb="weights_take", args={"keep": keep}))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_tensors_make_the_model_of_a_file_with_them(
     assert one != two
     runner = of(folders["one"], **settings)
     names = list(tensors["two"])
-    bring(runner, save(tensors["two"]), look=True)
+    bring(runner, save(tensors["two"]), keep=False)
     assert answer(runner) == one
     for part in (names[::3], names[1::3], names[2::3]):
         bring(runner, save({name: tensors["two"][name] for name in part}))
@@ -109,7 +115,7 @@ def test_a_dead_sender_changes_nothing(folders: dict[str, Path]) -> None:
         with pytest.raises(InvalidField, match="cannot be read"):
             bring(runner, data)
     with pytest.raises(InvalidField, match="cannot be read"):
-        runner.control(Control(verb="weights_take", args={"paths": ["/none"], "look": False}))
+        runner.control(Control(verb="weights_receive", args={"paths": ["/none"]}))
 
 
 def test_tensors_do_not_come_beside_what_is_made_of_others(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -193,3 +199,65 @@ def test_paused_requests_go_on_and_nobody_finds_old_prefixes(
     assert len(tokens["paused"]) == 12
     assert tokens["new"] == fresh
     core.check()
+
+
+def trainer(port: int, tensors: list[Tensor], dies: bool) -> None:
+    """In a process of its own, as trainers make their groups."""
+    import torch.distributed.distributed_c10d as c10d
+
+    store, _, _ = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timedelta(seconds=20)))
+    store = dist.PrefixStore("trainer", store)
+    limit = timedelta(seconds=20)
+    group, _ = c10d._new_process_group_helper(
+        2, 0, [], dist.Backend("gloo"), store, group_name="trainer", timeout=limit
+    )
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    for tensor in tensors:
+        dist.broadcast(tensor, 0, group)
+    if not dies:
+        store.get("end")
+
+
+def wait(made: Any) -> None:
+    if isinstance(made, Future):
+        made.result(20)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_trainer_sends_weights(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], dies: bool
+) -> None:
+    runner = of(folders["one"])
+    one, two = answer(runner), answer(of(folders["two"]))
+    names = list(tensors["two"])
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    sent = [tensors["two"][name] for name in (names[:3] if dies else names)]
+    process = multiprocessing.get_context("fork").Process(
+        target=trainer, args=(port, sent, dies), daemon=True
+    )
+    process.start()
+    place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    wait(runner.control(Control(verb="trainer_join", args={"group": "trainer", "backend": "gloo", **place})))
+    told = [(name, list(tensors["two"][name].shape), "float32") for name in names]
+    receive = Control(verb="weights_receive", args={"group": "trainer", "tensors": told})
+    if dies:
+        with pytest.raises(InvalidField, match="old weights stay"):
+            wait(runner.control(receive))
+        with pytest.raises(InvalidField, match="no group"):
+            runner.control(receive)
+        assert answer(runner) == one
+    else:
+        wait(runner.control(receive))
+        assert answer(runner) == one
+        runner.control(Control(verb="weights_take", args={"keep": True}))
+        assert answer(runner) == two
+        with pytest.raises(InvalidField, match="already"):
+            runner.control(
+                Control(verb="trainer_join", args={"group": "trainer", "backend": "gloo", **place})
+            )
+        with pytest.raises(InvalidField, match="use gloo"):
+            runner.control(Control(verb="trainer_join", args={"group": "x", "backend": "nccl", **place}))
+        runner.control(Control(verb="trainer_leave", args={"group": "trainer"}))
+    process.kill()
+    process.join(10)

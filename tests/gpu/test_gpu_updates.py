@@ -42,7 +42,8 @@ def folder_of(path: Path, model: dict[str, Any], tensors: dict[str, Tensor]) -> 
 
 def bring(runner: Any, data: bytes) -> None:
     with in_memory(data) as path:
-        runner.control(Control(verb="weights_take", args={"paths": [path], "look": False}))
+        runner.control(Control(verb="weights_receive", args={"paths": [path]}))
+    runner.control(Control(verb="weights_take", args={"keep": True}))
 
 
 @pytest.mark.parametrize(

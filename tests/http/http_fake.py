@@ -204,6 +204,16 @@ class FakeIngress:
         self.weight_version = version or self.weight_version
         return self.flushable
 
+    async def join_trainer(self, group: str, **where: Any) -> None:
+        self.brought = [group, where]
+
+    async def leave_trainer(self, group: str) -> None:
+        self.brought = [group]
+
+    async def take_from_trainer(self, group: str, tensors: Any, version: str | None) -> bool:
+        self.brought = [group, *tensors]
+        return self.flushable
+
     async def update_weights(self, folder: str, version: str | None) -> bool:
         self.weight_version = version or folder
         return self.flushable

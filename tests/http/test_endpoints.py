@@ -52,6 +52,15 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/abort_request": ({"abort_all": True}, None),
     "/update_weights_from_disk": ({"model_path": "x"}, None),
     "/update_weights_from_tensor": ({"serialized_named_tensors": ["eA=="]}, None),
+    "/init_weights_update_group": (
+        {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2},
+        None,
+    ),
+    "/update_weights_from_distributed": (
+        {"names": ["x"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]},
+        None,
+    ),
+    "/destroy_weights_update_group": ({}, None),
     "/get_weights_by_name": ({"name": "x"}, None),
     **dict.fromkeys(
         ("/load_lora_adapter", "/v1/load_lora_adapter"),

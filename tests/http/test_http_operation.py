@@ -52,7 +52,7 @@ async def test_admin_keys(serve: Serve) -> None:
     for key, user_status, admin_status in (("user", 200, 403), ("root", 200, 200), ("none", 401, 401)):
         assert (await site.get("/v1/models", **bearer(key)))[0] == user_status
         for route in sorted({f"/{first}" for first in ADMIN - {"weights"}} | ADMIN_OF_V1):
-            bare = "lora" in route or "_weights" in route  # it has no name
+            bare = "lora" in route or ("_weights" in route and "destroy" not in route)  # it has no name
             wanted = 400 if admin_status == 200 and bare else admin_status
             async with site.http.post(route, json={}, **bearer(key)) as response:
                 assert response.status == wanted
@@ -166,6 +166,34 @@ async def test_weights_are_updated_and_shown(serve: Serve) -> None:
     assert site.ingress.weight_version == "3"
     for wrong in ({"serialized_named_tensors": [text]} for text in ("?", "eA=", None)):
         assert (await site.post(tensors, wrong, **key))[0] == 400
+    sent = {"names": ["a"], "dtypes": ["torch.float32"], "shapes": [[2, 3]]}
+    for route_, body_, brought in (
+        (
+            "/init_weights_update_group",
+            {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 2},
+            [
+                "weight_update_group",
+                {
+                    "master_address": "h",
+                    "master_port": 1,
+                    "rank_offset": 1,
+                    "world_size": 2,
+                    "backend": "nccl",
+                },
+            ],
+        ),
+        (
+            "/update_weights_from_distributed",
+            sent | {"group_name": "g", "flush_cache": False},
+            ["g", ("a", [2, 3], "float32")],
+        ),
+        ("/destroy_weights_update_group", {"group_name": "g"}, ["g"]),
+    ):
+        assert (await site.post(route_, body_, **key))[0] == 200
+        assert site.ingress.brought == brought
+    for wrong in ({"dtypes": ["int8"]}, {"shapes": []}, {"shapes": [[0]]}, {"names": ["a", "a"]}):
+        status, _ = await site.post("/update_weights_from_distributed", sent | wrong, **key)
+        assert status == 400, wrong
     shown = await site.post("/get_weights_by_name", {"name": "x", "truncate_size": 2}, **key)
     assert shown == (200, [[0.5], [0.5]])
     for wrong in ({"flush_cache": False}, {"is_async": True}, {"load_format": "auto"}, {"model_path": 1}):

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 import msgspec
 
+from sgla.actors.resting import GROUP
 from sgla.defaults import SAMPLING, TOKENS, Range
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
 from sgla.http.request import numbers
@@ -424,6 +425,29 @@ class UpdateTensorsRequest(WeightChange, kw_only=True):
 
     serialized_named_tensors: Annotated[list[str], msgspec.Meta(min_length=1, max_length=64)]
     load_format: Literal["direct", "flattened_bucket"] | None = None
+
+
+class JoinTrainerRequest(msgspec.Struct, kw_only=True):
+    """``rank_offset``: of our first rank; the trainer has 0."""
+
+    master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+    master_port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
+    world_size: Annotated[int, msgspec.Meta(ge=2, lt=1 << 16)]
+    group_name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = GROUP
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+
+class LeaveTrainerRequest(msgspec.Struct, kw_only=True):
+    group_name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = GROUP
+
+
+class UpdateFromTrainerRequest(WeightChange, kw_only=True):
+    names: Annotated[list[str], msgspec.Meta(min_length=1)]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, msgspec.Meta(ge=1, lt=2**31)]]]
+    group_name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = GROUP
+    load_format: None = None
 
 
 class ShowWeightsRequest(msgspec.Struct, kw_only=True):

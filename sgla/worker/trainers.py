@@ -1,0 +1,70 @@
+"""Trainers that this rank has weights from, each with a group of its own. To wait for them is the work of a
+thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgla.dist.trainer import Place, TrainerGroup
+from sgla.errors import InvalidField
+
+Wanted = dict[str, tuple[list[int], torch.dtype]]
+
+
+class Trainers:
+    def __init__(self, begin: Callable[[], None]) -> None:
+        """``begin``: of a thread."""
+        self._groups: dict[str, TrainerGroup] = {}
+        self._thread = ThreadPoolExecutor(1, "trainer", begin)
+
+    def join(self, place: Place) -> Future[dict[str, Any]]:
+        """Raises InvalidField, at once or later."""
+        if place.name in self._groups:
+            raise InvalidField(f"there is a group {place.name!r} already", param="group_name")
+        return self._thread.submit(self._join, place)
+
+    def receive(self, name: str, wanted: Wanted, take: Callable[[dict[str, Tensor]], None]) -> Future[Any]:
+        """``take`` gets what comes. Raises InvalidField, at once or later: the group is gone then."""
+        if name not in self._groups:
+            raise InvalidField(f"there is no group {name!r}", param="group_name")
+        return self._thread.submit(self._receive, name, wanted, take)
+
+    def leave(self, name: str) -> None:
+        if (group := self._groups.pop(name, None)) is None:
+            raise InvalidField(f"there is no group {name!r}", param="group_name")
+        group.close()
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _join(self, place: Place) -> dict[str, Any]:
+        try:
+            self._groups[place.name] = TrainerGroup(place)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise InvalidField(
+                f"the trainer's group cannot be joined: {str(error)[:300]}", param="master_address"
+            ) from error
+        return {}
+
+    def _receive(
+        self, name: str, wanted: Wanted, take: Callable[[dict[str, Tensor]], None]
+    ) -> dict[str, Any]:
+        try:
+            tensors = self._groups[name].receive(wanted)
+        except RuntimeError as error:
+            self.leave(name)
+            raise InvalidField(
+                f"the trainer has not sent what it said: {str(error)[:300]}; the old weights stay, and the "
+                "group is closed: begin it anew",
+                param="group_name",
+            ) from error
+        take(tensors)
+        return {}
