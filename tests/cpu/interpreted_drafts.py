@@ -1,8 +1,8 @@
 """Rows that guess on a GPU, without one: see ``interpreted_gpu.py``. Here graphs run, too, each as what it
 was captured from.
 
-``python interpreted_drafts.py``: prints for each case what a CPU's runner, which does not guess, and a GPU's
-answer, as JSON.
+``python interpreted_drafts.py [CASE ...]``: prints for each case what a CPU's runner, which does not guess,
+and a GPU's answer, as JSON.
 """
 
 from __future__ import annotations
@@ -150,6 +150,8 @@ def few() -> list[Submit]:
 def wanted(case: str) -> list[Submit]:
     if case in HEADS:
         return few()
+    if case == "model":
+        return [submit("free", [5, 9, 2], 8), submit("warm", [7] * 9, 4, temperature=0.7, seed=3)]
     return texts() if case in MODELS else requests()
 
 
@@ -189,7 +191,7 @@ def guessed(runner: Any, case: str) -> dict[str, Any]:
     core: Core = make_core(runner.facts, drafts=DRAFTS, **CASES[case][3])
     executor = Launching(runner)
     found = shown(run(runner, wanted(case), core, executor=executor))
-    assert executor.held > 0 or case in HEADS
+    assert executor.held > 0 or case in (*HEADS, "model")
     stats = core.stats()
     return found | {"verifies": stats.verifies, "guessed": stats.draft_tokens, "right": stats.right_at}
 

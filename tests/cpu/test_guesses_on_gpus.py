@@ -17,11 +17,15 @@ from sgla.worker.drafts import LONGEST, SHORTEST, NGrams
 MOST = 8
 
 
+def answers_of(*cases: str) -> dict[str, Any]:
+    """In a process of its own: see ``interpreted_drafts.py``."""
+    found: dict[str, Any] = json.loads(run_script("interpreted_drafts.py", *cases, seconds=240)[-1])
+    return found
+
+
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    """In a process of its own: see ``interpreted_drafts.py``."""
-    found: dict[str, Any] = json.loads(run_script("interpreted_drafts.py", seconds=600)[-1])
-    return found
+    return answers_of("graphs", "windows", "model", "itself", "eagle3")
 
 
 @pytest.mark.parametrize("case", ["graphs", "windows"])
@@ -37,7 +41,7 @@ def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any], case: st
     assert gpu["verifies"] + sum(gpu["right"]) < sum(map(len, cpu["tokens"].values()))
 
 
-@pytest.mark.parametrize(("case", "right"), [("model", 2), ("itself", 12)])
+@pytest.mark.parametrize(("case", "right"), [("model", 1), ("itself", 12)])
 def test_text_is_that_of_a_cpu_where_a_model_guesses(answers: dict[str, Any], case: str, right: int) -> None:
     """One with fewer layers is right at times, one that guesses for itself wherever no rule is in the way:
     so it has read all that its target has."""
@@ -45,6 +49,24 @@ def test_text_is_that_of_a_cpu_where_a_model_guesses(answers: dict[str, Any], ca
     for kind in ("tokens", "finish", "ranks"):
         assert gpu[kind] == cpu[kind]
     assert gpu["guessed"] > sum(gpu["right"]) >= right
+
+
+def test_a_head_guesses_as_on_a_cpu(answers: dict[str, Any]) -> None:
+    """From the same hidden states, behind a prompt that is read in parts and behind wrong guesses."""
+    check_head(answers["eagle3"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["eagle", "latent"])
+def test_other_heads_guess_as_on_a_cpu(case: str) -> None:
+    check_head(answers_of(case)[case])
+
+
+def check_head(found: dict[str, Any]) -> None:
+    assert found["gpu"]["tokens"] == found["cpu"]["tokens"]
+    cpu, gpu = found["guesses of a cpu"], found["guesses"]
+    assert len(gpu) == 8
+    assert gpu == {place: cpu[place] for place in gpu}
 
 
 def columns(*values: list[int]) -> torch.Tensor:
