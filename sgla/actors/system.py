@@ -209,6 +209,10 @@ class System:
             self._executor.kill()
 
     def _progress(self, progress: Progress) -> None:
+        """Of the start, or, once that is over, of workers that read weights again."""
+        if self._watchdog is not None:
+            self._watchdog.moves()
+            return
         self.ingress.show(progress)
         self._on_progress(progress)
 

@@ -42,6 +42,10 @@ class Watchdog:
 
     def received(self, answers: int = 1) -> None:
         self._owed -= answers
+        self.moves()
+
+    def moves(self) -> None:
+        """An answer takes long, and comes nearer."""
         self._longest = max(self._longest, self._waited)
         self._waited = 0.0
 

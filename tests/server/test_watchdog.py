@@ -17,8 +17,8 @@ from sgla import clock
 from sgla.actors import watchdog
 from sgla.actors.system import ASKED
 from sgla.actors.watchdog import TICK, Watchdog
-from sgla.errors import Overloaded
-from sgla.messages import Control
+from sgla.errors import Loading, Overloaded
+from sgla.messages import Control, Progress
 
 ENDLESS = {"prompt": [1, 2, 3], "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 FAKE = ("--executor", "fake", "--context-length", "8192")
@@ -106,6 +106,31 @@ async def test_readiness_says_what_is_wrong(tiny_model: Path, monkeypatch: pytes
         async with local.client.get("/health/live") as response:
             assert response.status == 200
         dog.received()
+        async with local.client.get("/health/ready") as response:
+            assert response.status == 200
+
+
+async def test_who_reads_weights_again_moves_and_is_ready_afterwards(tiny_model: Path) -> None:
+    async with local_server(model=str(tiny_model)) as local:
+        system = local.system
+        dog, executor = system._watchdog, system._executor
+        assert dog is not None
+        assert executor is not None
+        waited = []
+
+        async def reads(command: Control) -> dict[str, Any]:
+            for done in range(3):
+                dog._waited = 1e4
+                system._progress(Progress(phase="load", message="weights", done=done, total=3))
+                waited.append(dog._waited)
+                with pytest.raises(Loading, match="the server sleeps"):
+                    system.ingress.require_ready()
+            return {"ranks": [{}]}
+
+        assert (await local.post("/sleep", None))[0] == 200
+        executor.control = reads  # type: ignore[method-assign]
+        assert (await local.post("/wake_up", None))[0] == 200
+        assert waited == [0.0] * 3
         async with local.client.get("/health/ready") as response:
             assert response.status == 200
 
