@@ -68,6 +68,20 @@ def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     assert (tmp_path / "site/index.html").is_file()
 
 
+NOTEBOOKS = {"experiments.md", "performance-cpu.md"}  # notes of measurements
+MOST_WORDS = 45
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - NOTEBOOKS))
+def test_sentences_are_short(page: str) -> None:
+    """Those outside of tables, code spans not counted."""
+    text = re.sub(r"^ *```.*?^ *```", "", PAGES[page], flags=re.M | re.S)
+    paragraphs = re.split(r"\n\s*\n|\n(?= *(?:- |\d\. ))", re.sub(r"`[^`]*`,?", "", text))
+    prose = [" ".join(one.split()) for one in paragraphs if not one.lstrip().startswith(("|", "#", "<"))]
+    sentences = [one for paragraph in prose for one in re.split(r"(?<=[.;:?])\s+", paragraph)]
+    assert [one for one in sentences if len(one.split()) > MOST_WORDS] == []
+
+
 def kinds_of_errors(kind: type[errors.SglaError] = errors.SglaError) -> set[type[errors.SglaError]]:
     """It, and all that the server's modules make of it."""
     return {kind}.union(*map(kinds_of_errors, kind.__subclasses__()))
