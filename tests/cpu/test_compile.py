@@ -118,12 +118,35 @@ def test_kernels_of_all_shapes_compile(card: str) -> None:
     compiled(card, list(SHAPES))
 
 
-def published(name: str, **config: Any) -> dict[str, Any]:
-    """A model of the benches, of two layers."""
+def published(name: str, card: str = "H200", **config: Any) -> dict[str, Any]:
+    """A model of the benches, of the third layer and the fourth. ``config``: settings."""
     model = json.loads((HERE.parents[1] / f"bench/models/{name}/config.json").read_text())
     sizes = {"step_tokens": 1024, "context_length": 1024, "kv_cache_bytes": 64 << 20}
+    for key, value in model.items():
+        if isinstance(value, list) and len(value) == model["num_hidden_layers"]:
+            model[key] = value[2:4]
     model |= {"num_hidden_layers": 2, "vocab_size": 32000}
-    return {"card": "H200", "model": model, "config": sizes | config, "compile": True}
+    return {"card": card, "model": model, "config": sizes | config, "compile": True}
+
+
+# Experts in MXFP4 with sinks, latents, states.
+OTHER_LAYERS = {
+    "gpt-oss-20b": {"num_local_experts": 16},
+    "glm-4.7-flash": {"n_routed_experts": 16},
+    "qwen3-next-80b-a3b": {"num_experts": 32},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS)
+def test_kernels_of_other_layers_compile(card: str) -> None:
+    cases = [published(name, card, step_tokens=64, context_length=64) for name in OTHER_LAYERS]
+    for case, fewer in zip(cases, OTHER_LAYERS.values()):
+        case["model"] |= fewer
+    limit = nvidia(card, CARDS[card]).shared
+    for name, answer in zip(OTHER_LAYERS, start(cases, {}), strict=True):
+        assert "error" not in answer, (name, answer)
+        assert max(answer["shared"].values()) <= limit, (name, answer["shared"])
 
 
 @pytest.mark.slow
