@@ -155,8 +155,7 @@ class ChangingRunner(Runner):
         else:
             new = self._before
         try:
-            if self.brought:  # and there is no way back
-                self._look(new)
+            self._look(new)  # the files of the old ones may be others by now, so there may be no way back
         except SglaError as error:
             raise InvalidField(f"{error.message}; the old weights stay", param="model_path") from error
         try:

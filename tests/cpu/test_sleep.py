@@ -328,6 +328,22 @@ def test_a_fault_that_nobody_knows_leaves_the_old_weights(
     assert answer(runner) == before
 
 
+def test_old_weights_stay_although_their_files_have_gone(tmp_path: Path) -> None:
+    for name in ("served", "next"):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name, seed=1 if name == "served" else 2)
+    runner = of(tmp_path / "served")
+    before = answer(runner)
+    path = tmp_path / "next" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, path)
+    (tmp_path / "served" / "model.safetensors").unlink()
+    with pytest.raises(InvalidField, match="old weights stay"):
+        runner.control(update(tmp_path / "next"))
+    assert answer(runner) == before
+
+
 def test_weights_beside_what_is_made_for_them_are_not_updated(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
