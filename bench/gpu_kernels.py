@@ -324,14 +324,7 @@ def integer_cases(m: int, n: int, k: int, kind: str, role: str) -> dict[str, Cal
         out = torch.zeros(m, n, dtype=BF16, device="cuda") if epilogue == ig.ADD else None
         given: dict[str, Any] = {"norm": norm, "eps": 1e-6} if role in ("qkv", "gate_up") else {}
         given |= {"epilogue": epilogue, "out": out}
-        gated = role == "gate_up"
-        chosen = ig.choose(m, n // 2 if gated else n, k, gated, int(kind[3]))
-        configs = [chosen, chosen._replace(tiles=3 - chosen.tiles), chosen._replace(per_sm=1)]
-        configs += [chosen._replace(slices=chosen.slices * 2)]
-        return {
-            f"cuda {tuple(config)}": lambda w, config=config: ig.linear(x, w, config=config, **given)
-            for config in dict.fromkeys(configs)
-        }
+        return {"cuda": lambda w: ig.linear(x, w, **given)}
     tile = tiles.choose(m, n, k, 2)
     others = [tile, tile._replace(splits=max(1, tile.splits // 2))]
     others += [tile._replace(n=64, warps=4)] if m <= 64 else [tiles.Tile(64, 128, 4, 3, tile.splits)]

@@ -1,10 +1,15 @@
 // out[m, n] = act(norm(x)[m, k] w[n, k]^T) for few rows m and weights of 4 or 8 bits in groups with a scale
 // and a zero (``quant/integers.py``): reads the weights once, at the speed of the memory.
 //
-// As in skinny_gemm.cu one block takes a share of the output tiles, its warps share the k of a tile, each by
-// a cp.async ring of its own that runs on across tiles, and the first loads are issued before the wait for
-// the previous kernel. x is kept in shared memory; where it has too many rows for that, k is cut in slices:
-// blocks leave their sums of a tile, and the one that comes last adds them up in order (SPLIT).
+// A cluster of SLICES blocks takes a share of the output tiles and cuts their k; each block keeps its slice
+// of x in shared memory. A warp has 16 MT weight rows of a tile, and WK warps cut the k of a slice. Each warp
+// streams its weights through a cp.async ring of its own, which runs on across tiles and begins before the
+// wait for the previous kernel. A lane loads the very words that it multiplies, so warps wait for each other
+// at the end of a tile alone, where sums are added up in order, and where a warp has a tile to itself not
+// even there. A cluster adds up a tile while it multiplies the next.
+//
+// A multiprocessor has few warps, so what counts is how long one takes for a block of channels: all that it
+// reads of shared memory is asked for at once, and sums are cut into chains that do not wait for each other.
 //
 // Integers are exact in bfloat16: q + 128 of 4 bits, q - 128 of 8. They are multiplied so; what is too much,
 // and the zero, comes off with the sum of a group of x. The sum of a group is float32 when it meets the
@@ -17,35 +22,52 @@
 #ifndef GROUP  // channels with one scale: 32, 64 or 128
 #define GROUP 128
 #endif
-#ifndef NT  // groups of 8 rows of x
+#ifndef NT  // groups of 8 rows of x: 1 or 2
 #define NT 1
 #endif
-#ifndef MT  // tiles of 16 weight rows that share a load of x
+#ifndef MT  // 16 weight rows of a warp that share a load of x: 1 or 2
 #define MT 1
 #endif
+#ifndef WK  // warps that share the k of a slice
+#define WK 1
+#endif
+#ifndef SLICES  // blocks of a cluster that share the k of a tile
+#define SLICES 1
+#endif
+#ifndef UNIT  // blocks of channels that a warp loads at a time: 2 or 4
+#define UNIT 2
+#endif
+#ifndef WIDTH  // bytes of constants that a lane loads at a time
+#define WIDTH 8
+#endif
 #ifndef STAGES
-#define STAGES 6
+#define STAGES 4
+#endif
+#ifndef RESIDENT  // blocks for which a multiprocessor has room, those of the next kernel among them
+#define RESIDENT 2
 #endif
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
-#endif
-#ifndef SPLIT  // 1: several blocks share the k of a tile
-#define SPLIT 0
 #endif
 #ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
 #define EPILOGUE 0
 #endif
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;
-constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4;
-constexpr int COLS = MT * (GATED ? 8 : 16);           // output columns of a tile
-constexpr int W_ROWS = MT * 16;                       // and its weight rows; gated: 8 of gate, 8 of up, ...
+constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4, DIRECT = WK == 1 && SLICES == 1;
+constexpr int OWN = MT * 16, W_ROWS = WARPS / WK * OWN;  // weight rows of a warp, and of a tile
+constexpr int COLS = GATED ? W_ROWS / 2 : W_ROWS;        // output columns of a tile
 constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie together, of a row
-constexpr int PIECES = ROW_BYTES / 16, PER = BLOCK / GROUP;
-constexpr int STAGE_BYTES = W_ROWS * (ROW_BYTES + PER * 4);
-constexpr int OUTPUTS = NT * 8 * COLS, PER_THREAD = (OUTPUTS + THREADS - 1) / THREADS;
-constexpr int BUFFERS = NT == 1 ? 2 : 1;  // of a tile's sums
-constexpr int LEFT = NT * 8 * (W_ROWS + 1);  // floats that a block leaves of a tile: sums, and squares of x
+constexpr int PIECES = BITS / 4;  // of 16 bytes, for a lane, of a row's block
+constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 16;
+constexpr int WANTED = 4 / (MT * NT), CHAINS = WANTED < STEPS ? WANTED : STEPS;  // of sums
+constexpr int WORD_BYTES = OWN * UNIT * ROW_BYTES, OF_ROW = UNIT * PER * 4;
+constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
+constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
+constexpr int SHARE = (COLS + SLICES - 1) / SLICES;                     // columns that a block finishes
+constexpr int PER_THREAD = (NT * 8 * SHARE + THREADS - 1) / THREADS;
+constexpr int RED_ROW = W_ROWS + 4;  // floats that a warp leaves of a tile, for a row of x
+constexpr int CHUNK = 256;                                   // channels of x that a warp loads at a time
 
 struct Params {
   const bf16* x;         // [m, x_stride]
@@ -54,10 +76,8 @@ struct Params {
   const float* norm;     // [k]
   const float* bias;     // [n] or null
   void* out;             // [m, out_stride]
-  float* sums;           // SPLIT: [tiles][slices][LEFT]
-  u32* counts;           // SPLIT: [tiles], 0 before and after
   int m, n, k, x_stride, out_stride;  // n: output columns
-  int blocks, slices, x_row;          // of k; that share it; bytes of a row of x in shared memory
+  int blocks, x_row;                  // of k; bytes of a row of x in shared memory
   float eps;
 };
 
@@ -66,9 +86,10 @@ __device__ __forceinline__ u32 lds32(u32 addr) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(addr) : "memory");
   return r;
 }
-template <int BYTES>  // 4, 8 or 16, of data that other warps read too
-__device__ __forceinline__ void cp_async_small(u32 dst, const void* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(dst), "l"(src), "n"(BYTES) : "memory");
+// Data that other warps read too; `bytes` = 0 writes zeros instead.
+__device__ __forceinline__ void cp_async_constants(u32 dst, const void* src, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src), "n"(WIDTH), "r"(bytes)
+               : "memory");
 }
 __device__ __forceinline__ float2 lds64(u32 addr) {
   float2 r;
@@ -77,6 +98,22 @@ __device__ __forceinline__ float2 lds64(u32 addr) {
 }
 __device__ __forceinline__ void sts32(u32 addr, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
+}
+// A float of a block of the cluster.
+__device__ __forceinline__ float lds_of(u32 addr, int rank) {
+  float r;
+  if (SLICES == 1)
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r) : "r"(addr) : "memory");
+  else
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, "
+                 "[there];\n}" : "=f"(r) : "r"(addr), "r"(rank) : "memory");
+  return r;
+}
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 // a - b, two of bfloat16.
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) {
@@ -92,6 +129,14 @@ __device__ __forceinline__ float half2f(u32 x) {
 }
 __device__ __forceinline__ float add2(u32 a) { return lo2f(a) + hi2f(a); }
 
+// d = a b, as ``mma``.
+__device__ __forceinline__ void mma_first(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+               "{%8,%9}, {%10,%10,%10,%10};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
+}
+
 // Two weights of a word as bfloat16, those at place p. ``mask``: of the bits of two numbers.
 constexpr u32 MASK = BITS == 4 ? 0x000f000fu : 0x007f007fu;
 __device__ __forceinline__ u32 two(u32 word, int p, u32 mask) {
@@ -100,56 +145,72 @@ __device__ __forceinline__ u32 two(u32 word, int p, u32 mask) {
   return sub2((bytes & mask) | 0x43004300u, (bytes & (mask + 0x00010001u)) | 0x43004300u);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ float red[BUFFERS][WARPS][NT * 8][W_ROWS + 1];
-  __shared__ float red_square[WARPS][NT * 8];
-  __shared__ int is_last;
+  __shared__ float row_square[NT * 8];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int tiles = (p.n + COLS - 1) / COLS, slice = blockIdx.x % p.slices, parts = gridDim.x / p.slices,
-            part = blockIdx.x / p.slices;
+  const int wk = warp / (WARPS / WK), wn = warp % (WARPS / WK);
+  const int tiles = (p.n + COLS - 1) / COLS, slice = blockIdx.x % SLICES, parts = gridDim.x / SLICES,
+            part = blockIdx.x / SLICES;
   const int first = int((long long)tiles * part / parts), last = int((long long)tiles * (part + 1) / parts);
-  const int begin = p.blocks * slice / p.slices, count = p.blocks * (slice + 1) / p.slices - begin;
+  const int units = (p.blocks + UNIT - 1) / UNIT;
+  const int begin = units * slice / SLICES, count = units * (slice + 1) / SLICES - begin;
+  const int chunks = count * (UNIT * BLOCK / CHUNK);
   const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
-            kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES,
-            kept_sums = kept_x + p.m * p.x_row;  // of the groups of x, [groups][NT * 8]
+            kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES, red = kept_x + p.m * p.x_row,
+            sums_of = red + (DIRECT ? 0 : 2 * WK * p.m * (RED_ROW * 4)),  // of groups of x, [groups][NT * 8]
+      squares = sums_of + count * (UNIT * PER * NT * 32);                 // of the chunks of x, [m][chunks]
 
   // The last tile is moved back so that all its rows exist.
   auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
   // Rows of a tile in the weight, from its first column on.
   auto row_of = [&](int row) { return GATED ? row / 16 * 8 + row % 8 + (row % 16 >= 8 ? p.n : 0) : row; };
-  // Block j of tile i is number i * count + j of this block's work, and warp w has every eighth from w on.
-  int in_tile = first, in_block = warp;
-  const int my_row = lane / PIECES, piece = lane % PIECES, row_bytes = p.blocks * ROW_BYTES;
-  const char* in;                      // this lane's first piece of the weights
-  const u32* own[(W_ROWS + 31) / 32];  // its rows' constants
+  const int row_bytes = p.blocks * ROW_BYTES;
+  const long long to_half = (long long)row_bytes * (GATED ? p.n : 8), to_next = row_bytes * (GATED ? 8 : 16);
+  int in_tile = wk < count ? first : last, in_unit = wk;
+  const char* in;          // this lane's first piece of the weights
+  const u32* own[LOADS];  // its rows' constants
   auto settle = [&]() {
-    while (in_block >= count) in_block -= count, ++in_tile;
-    const int column = first_column(in_tile), block = begin + in_block;
-    in = reinterpret_cast<const char*>(p.w) + (long long)(column + my_row) * row_bytes + block * ROW_BYTES +
-         piece * 16;
+    const int column = first_column(in_tile), block = (begin + in_unit) * UNIT;
+    in = reinterpret_cast<const char*>(p.w) + (long long)(column + row_of(wn * OWN + g)) * row_bytes +
+         block * ROW_BYTES + t * 16;
 #pragma unroll
-    for (int j = 0; j < W_ROWS; j += 32)
-      own[j / 32] = p.constants + ((long long)(column + row_of(j + lane)) * p.blocks + block) * PER;
+    for (int j = 0; j < LOADS; ++j) {
+      const int e = j * 32 + lane, row = e / BITES, bite = e % BITES;
+      own[j] = p.constants + ((long long)(column + row_of(wn * OWN + row)) * p.blocks + block) * PER +
+               bite * (WIDTH / 4);
+    }
   };
   settle();
   auto load = [&](int stage) {
     if (in_tile < last) {
       const u32 to = ring + stage * STAGE_BYTES;
+      const int left = p.blocks - (begin + in_unit) * UNIT;  // blocks behind it there are none of
 #pragma unroll
-      for (int j = 0; j < W_ROWS * PIECES / 32; ++j) {
-        const int row = j * (32 / PIECES), place = BITS == 8 ? piece ^ (((row + my_row) & 1) << 2) : piece;
-        cp_async16(to + (row + my_row) * ROW_BYTES + place * 16, in + (long long)row_of(row) * row_bytes, 16);
+      for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int b = 0; b < UNIT; ++b)
+#pragma unroll
+            for (int c = 0; c < PIECES; ++c)
+              cp_async16(to + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + lane * 16,
+                         in + i * to_next + h * to_half + b * ROW_BYTES + c * 64, b < left ? 16 : 0);
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j) {
+        const int e = j * 32 + lane;
+        if (e < OWN * BITES)
+          cp_async_constants(to + WORD_BYTES + e * WIDTH, own[j],
+                             e % BITES * (WIDTH / 4) < left * PER ? WIDTH : 0);
       }
+      in_unit += WK;
+      in += WK * UNIT * ROW_BYTES;
 #pragma unroll
-      for (int j = 0; j < W_ROWS; j += 32)
-        if (j + lane < W_ROWS)
-          cp_async_small<PER * 4>(to + W_ROWS * ROW_BYTES + (j + lane) * (PER * 4), own[j / 32]);
-      in_block += WARPS;
-      in += WARPS * ROW_BYTES;
-#pragma unroll
-      for (int j = 0; j < W_ROWS; j += 32) own[j / 32] += WARPS * PER;
-      if (in_block >= count) settle();
+      for (int j = 0; j < LOADS; ++j) own[j] += WK * UNIT * PER;
+      if (in_unit >= count) {
+        in_unit = wk;
+        if (++in_tile < last) settle();
+      }
     }
     cp_async_commit();
   };
@@ -159,51 +220,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Para
   pdl_launch();
 
   // x, times the norm's weight, and the sums of its groups; zeros behind its end.
+  int row = 0, chunk = warp;
+  auto find = [&]() {
+    while (chunk >= chunks) chunk -= chunks, ++row;
+  };
+  find();
+  constexpr int AT_ONCE = NT == 1 || NORM ? 4 : 8;
+  while (row < p.m) {
+    uint4 v[AT_ONCE];
+    float4 n0[NORM ? AT_ONCE : 1], n1[NORM ? AT_ONCE : 1];
+    int rows[AT_ONCE], ats[AT_ONCE];
 #pragma unroll
-  for (int j = 0; j < NT; ++j) {
-    float square[8] = {};
-    for (int step = 0; step < count * BLOCK; step += THREADS * 8) {
-      const int at = step + threadIdx.x * 8, k = begin * BLOCK + at;
-      const bool inside = at < count * BLOCK, here = inside && k < p.k;
-      uint4 v[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        v[i] = {};
-        if (here && j * 8 + i < p.m)
-          v[i] = *reinterpret_cast<const uint4*>(p.x + (long long)(j * 8 + i) * p.x_stride + k);
-      }
-      float4 n0 = {}, n1 = {};
-      if (NORM && here) {
-        n0 = *reinterpret_cast<const float4*>(p.norm + k);
-        n1 = *reinterpret_cast<const float4*>(p.norm + k + 4);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (j * 8 + i >= p.m) continue;
+    for (int i = 0; i < AT_ONCE; ++i) {
+      rows[i] = row, ats[i] = chunk * CHUNK + lane * 8;
+      const int k = begin * (UNIT * BLOCK) + ats[i];
+      v[i] = {};
+      if (NORM) n0[i] = n1[i] = {};
+      if (row < p.m && k < p.k) {
+        v[i] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         if (NORM) {
-          square[i] += square2(v[i].x) + square2(v[i].y) + square2(v[i].z) + square2(v[i].w);
-          v[i] = {mul2(v[i].x, n0.x, n0.y), mul2(v[i].y, n0.z, n0.w), mul2(v[i].z, n1.x, n1.y),
-                  mul2(v[i].w, n1.z, n1.w)};
-        }
-        float sum = add2(v[i].x) + add2(v[i].y) + add2(v[i].z) + add2(v[i].w);
-#pragma unroll
-        for (int d = 1; d < GROUP / 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-        if (inside) {
-          sts128(kept_x + (j * 8 + i) * p.x_row + at * 2, v[i]);
-          if (at % GROUP == 0) sts32(kept_sums + (at / GROUP * (NT * 8) + j * 8 + i) * 4, sum);
+          n0[i] = *reinterpret_cast<const float4*>(p.norm + k);
+          n1[i] = *reinterpret_cast<const float4*>(p.norm + k + 4);
         }
       }
+      chunk += WARPS;
+      find();
     }
-    if (NORM) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (rows[i] >= p.m) break;
+      if (NORM) {
+        float square = square2(v[i].x) + square2(v[i].y) + square2(v[i].z) + square2(v[i].w);
 #pragma unroll
-        for (int d = 1; d < 32; d *= 2) square[i] += __shfl_xor_sync(~0u, square[i], d);
-        if (lane == 0) red_square[warp][j * 8 + i] = square[i];
+        for (int d = 1; d < 32; d *= 2) square += __shfl_xor_sync(~0u, square, d);
+        if (lane == 0) sts32(squares + (rows[i] * chunks + ats[i] / CHUNK) * 4, square);
+        v[i] = {mul2(v[i].x, n0[i].x, n0[i].y), mul2(v[i].y, n0[i].z, n0[i].w),
+                mul2(v[i].z, n1[i].x, n1[i].y), mul2(v[i].w, n1[i].z, n1[i].w)};
       }
+      float sum = add2(v[i].x) + add2(v[i].y) + add2(v[i].z) + add2(v[i].w);
+#pragma unroll
+      for (int d = 1; d < GROUP / 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+      sts128(kept_x + rows[i] * p.x_row + ats[i] * 2, v[i]);
+      if (ats[i] % GROUP == 0) sts32(sums_of + (ats[i] / GROUP * (NT * 8) + rows[i]) * 4, sum);
     }
   }
   __syncthreads();
+  if (NORM) {
+    if (threadIdx.x < p.m) {
+      float sum = 0.f;
+      for (int c = 0; c < chunks; ++c)
+        sum += __uint_as_float(lds32(squares + (threadIdx.x * chunks + c) * 4));
+      row_square[threadIdx.x] = sum;
+    }
+    if (DIRECT) __syncthreads();
+  }
 
   // Where ``ldmatrix`` takes a lane's 8 channels of 32: rows that are not there read the last one.
   u32 x_at[NT];
@@ -211,147 +281,182 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) integer_gemm(const Para
   for (int j = 0; j < NT; ++j)
     x_at[j] = kept_x + min(j * 8 + lane % 8, p.m - 1) * p.x_row + lane / 8 * 16;
 
+  // What becomes of a sum: of output column n of row m; ``at``: what is in ``out`` already.
+  auto finish = [&](int m, int n, float y, float up, float before) {
+    if (NORM) {
+      float s = 0.f;
+#pragma unroll
+      for (int v = 0; v < SLICES; ++v) s += lds_of(smem_addr(row_square + m), v);
+      const float f = rsqrtf(s / p.k + p.eps);
+      y *= f;
+      up *= f;
+    }
+    if (!GATED && p.bias) y += p.bias[n];
+    const long long o = (long long)m * p.out_stride + n;
+    if (EPILOGUE == 3) {
+      static_cast<float*>(p.out)[o] = y;
+    } else {
+      if (GATED) y = gate<EPILOGUE == 4>(y, up);
+      static_cast<bf16*>(p.out)[o] = f2bf(y + before);
+    }
+  };
+  auto there = [&](int m, int n) {
+    return bf2f(static_cast<const bf16*>(p.out)[(long long)m * p.out_stride + n]);
+  };
+  const int from_column = COLS * slice / SLICES, to_column = COLS * (slice + 1) / SLICES;
+
+  // Of two buffers for the sums of tiles.
+  auto red_of = [&](int tile) { return red + (tile - first) % 2 * (WK * p.m * (RED_ROW * 4)); };
+  float kept[PER_THREAD];  // what ADD adds to
+  auto keep = [&](int tile) {
+#pragma unroll
+    for (int i = 0; i < (EPILOGUE == 1 ? PER_THREAD : 0); ++i) {
+      const int e = i * THREADS + threadIdx.x, m = e / SHARE, column = from_column + e % SHARE;
+      kept[i] = m < p.m && column < to_column ? there(m, first_column(tile) + column) : 0.f;
+    }
+  };
+  auto add_up = [&](int tile) {
+    const int column = first_column(tile);
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const int e = i * THREADS + threadIdx.x, m = e / SHARE, col = from_column + e % SHARE, n = column + col;
+      if (m >= p.m || col >= to_column || n < tile * COLS) continue;  // n below: the tile before has it
+      const u32 at = red_of(tile) + (m * RED_ROW + (GATED ? col / 8 * 16 + col % 8 : col)) * 4;
+      float y = 0.f, up = 0.f;
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s)
+#pragma unroll
+        for (int v = 0; v < WK; ++v) {
+          y += lds_of(at + v * p.m * (RED_ROW * 4), s);
+          if (GATED) up += lds_of(at + v * p.m * (RED_ROW * 4) + 32, s);
+        }
+      finish(m, n, y, up, EPILOGUE == 1 ? kept[i] : 0.f);
+    }
+  };
+
   const u32 mask = MASK ^ u32(p.m) >> 31;  // a register for all, which a constant would not get
   int stage = 0;
   for (int tile = first; tile < last; ++tile) {
-    float kept[PER_THREAD];  // what ADD adds to
-    if (EPILOGUE == 1 && !SPLIT) {
-#pragma unroll
-      for (int i = 0; i < PER_THREAD; ++i) {
-        const int e = i * THREADS + threadIdx.x, row = e / COLS, n = first_column(tile) + e % COLS;
-        kept[i] = e < OUTPUTS && row < p.m
-                      ? bf2f(static_cast<const bf16*>(p.out)[(long long)row * p.out_stride + n])
-                      : 0.f;
-      }
-    }
+    if (SLICES == 1 && !DIRECT) keep(tile);
     float acc[MT][NT][4] = {};
-    for (int block = (warp - (tile - first) * count) & (WARPS - 1); block < count; block += WARPS) {
+    for (int unit = wk; unit < count; unit += WK) {
       cp_async_wait<STAGES - 2>();
       __syncwarp();
       load(stage == 0 ? STAGES - 1 : stage - 1);
       const u32 from = ring + stage * STAGE_BYTES;
       stage = stage + 1 == STAGES ? 0 : stage + 1;
-      float sum[MT][NT][4];
-      uint4 w[MT][2];
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {  // 32 channels
-        if (q == 0 || (BITS == 8 && q == 2)) {
+      for (int b = 0; b < UNIT; ++b) {
+        const int block = unit * UNIT + b;
+        uint4 w[MT][2][PIECES];
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int c = 0; c < PIECES; ++c)
+              w[i][h][c] = lds128(from + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + lane * 16);
+        u32 x[4][NT][4];  // of 32 channels each
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+#pragma unroll
+          for (int j = 0; j < NT; ++j) ldmatrix(x[q][j], x_at[j] + block * (BLOCK * 2) + q * 64);
+        u32 constants[PER][MT][2];
+        float2 sums[PER][NT];
+#pragma unroll
+        for (int group = 0; group < PER; ++group) {
 #pragma unroll
           for (int i = 0; i < MT; ++i)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const int row = i * 16 + h * 8 + g, piece = BITS == 8 ? (q * 2 + t) ^ ((row & 1) << 2) : t;
-              w[i][h] = lds128(from + row * ROW_BYTES + piece * 16);
-            }
-        }
-        u32 x[NT][4];
-#pragma unroll
-        for (int j = 0; j < NT; ++j) ldmatrix(x[j], x_at[j] + block * (BLOCK * 2) + q * 64);
-#pragma unroll
-        for (int i = 0; i < MT; ++i) {
-          if (q * 32 % GROUP == 0) {
-#pragma unroll
-            for (int j = 0; j < NT; ++j) sum[i][j][0] = sum[i][j][1] = sum[i][j][2] = sum[i][j][3] = 0.f;
-          }
-          const u32 *u = reinterpret_cast<const u32*>(&w[i][0]), *v = reinterpret_cast<const u32*>(&w[i][1]);
-#pragma unroll
-          for (int s = 0; s < 2; ++s) {  // 16 channels
-            const int word = BITS == 4 ? q : q % 2 * 2 + s, place = BITS == 4 ? s * 2 : 0;
-            const u32 a0 = two(u[word], place, mask), a1 = two(v[word], place, mask),
-                      a2 = two(u[word], place + 1, mask), a3 = two(v[word], place + 1, mask);
-#pragma unroll
-            for (int j = 0; j < NT; ++j) mma(sum[i][j], a0, a1, a2, a3, x[j][s * 2], x[j][s * 2 + 1]);
-          }
-        }
-        if ((q + 1) * 32 % GROUP) continue;
-        float2 sums[NT];
-#pragma unroll
-        for (int j = 0; j < NT; ++j)
-          sums[j] = lds64(kept_sums + ((block * PER + q * 32 / GROUP) * (NT * 8) + j * 8 + t * 2) * 4);
-#pragma unroll
-        for (int i = 0; i < MT; ++i) {
-          const u32 at = from + W_ROWS * ROW_BYTES + (i * 16 + g) * (PER * 4) + q * 32 / GROUP * 4;
-          const u32 lo = lds32(at), hi = lds32(at + PER * 32);
+            for (int h = 0; h < 2; ++h)
+              constants[group][i][h] =
+                  lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
 #pragma unroll
           for (int j = 0; j < NT; ++j)
+            sums[group][j] = lds64(sums_of + ((block * PER + group) * (NT * 8) + j * 8 + t * 2) * 4);
+        }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const u32 constants = e < 2 ? lo : hi;
-              const float of_zero = hi2f(constants) * (e & 1 ? sums[j].y : sums[j].x);
-              acc[i][j][e] += (sum[i][j][e] - of_zero) * half2f(constants);
+        for (int group = 0; group < PER; ++group) {
+          float sum[CHAINS][MT][NT][4];
+#pragma unroll
+          for (int s = 0; s < STEPS; ++s) {  // 16 channels
+            const int step = group * STEPS + s, q = step / 2, word = BITS == 4 ? q : step,
+                      place = BITS == 4 ? step % 2 * 2 : 0;
+#pragma unroll
+            for (int i = 0; i < MT; ++i) {
+              const u32* u = reinterpret_cast<const u32*>(w[i][0]);
+              const u32* v = reinterpret_cast<const u32*>(w[i][1]);
+              const u32 a0 = two(u[word], place, mask), a1 = two(v[word], place, mask),
+                        a2 = two(u[word], place + 1, mask), a3 = two(v[word], place + 1, mask);
+#pragma unroll
+              for (int j = 0; j < NT; ++j) {
+                const u32(&of_x)[4] = x[q][j];
+                float(&chain)[4] = sum[s % CHAINS][i][j];
+                if (s < CHAINS)
+                  mma_first(chain, a0, a1, a2, a3, of_x[step % 2 * 2], of_x[step % 2 * 2 + 1]);
+                else
+                  mma(chain, a0, a1, a2, a3, of_x[step % 2 * 2], of_x[step % 2 * 2 + 1]);
+              }
             }
+          }
+#pragma unroll
+          for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int j = 0; j < NT; ++j)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const u32 own = constants[group][i][e / 2];
+                float total = sum[0][i][j][e];
+#pragma unroll
+                for (int c = 1; c < CHAINS; ++c) total += sum[c][i][j][e];
+                const float of_zero = hi2f(own) * (e & 1 ? sums[group][j].y : sums[group][j].x);
+                acc[i][j][e] += (total - of_zero) * half2f(own);
+              }
         }
       }
-      __syncwarp();
     }
 
-    const int buffer = (tile - first) % BUFFERS;
-    if (BUFFERS == 1) __syncthreads();
+    const int column = first_column(tile);
+    if (DIRECT) {
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int e = 0; e < (GATED ? 2 : 4); ++e) {
+            const int m = j * 8 + t * 2 + (e & 1),
+                      n = column + (wn * MT + i) * (GATED ? 8 : 16) + g + (e >= 2 ? 8 : 0);
+            if (m >= p.m || n < tile * COLS) continue;  // n below: the tile before has it
+            finish(m, n, acc[i][j][e], GATED ? acc[i][j][e + 2 & 3] : 0.f, EPILOGUE == 1 ? there(m, n) : 0.f);
+          }
+      continue;
+    }
+    if (SLICES > 1 && tile > first) {  // the sums of the tile before have come meanwhile
+      cluster_wait();
+      add_up(tile - 1);
+    }
+    const u32 left = red_of(tile) + (wk * p.m * RED_ROW + wn * OWN + g) * 4;
 #pragma unroll
     for (int j = 0; j < NT; ++j)
 #pragma unroll
-      for (int i = 0; i < MT; ++i)
+      for (int e = 0; e < 4; ++e) {
+        const int m = j * 8 + t * 2 + (e & 1);
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          red[buffer][warp][j * 8 + t * 2 + (e & 1)][i * 16 + g + (e >= 2 ? 8 : 0)] = acc[i][j][e];
-    __syncthreads();  // of two buffers the other one's readers passed the one before
-    float* left = p.sums + ((long long)tile * p.slices + slice) * LEFT;
-    if (SPLIT) {
-      for (int e = threadIdx.x; e < LEFT; e += THREADS) {
-        const int row = e / (W_ROWS + 1), col = e % (W_ROWS + 1);
-        float sum = 0.f;
-#pragma unroll
-        for (int v = 0; v < WARPS; ++v)
-          sum += col < W_ROWS ? red[buffer][v][row][col] : NORM ? red_square[v][row] : 0.f;
-        __stcg(left + e, sum);
+        for (int i = 0; i < MT; ++i)
+          if (m < p.m) sts32(left + (m * RED_ROW + i * 16 + (e >= 2 ? 8 : 0)) * 4, acc[i][j][e]);
       }
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        is_last = atomicAdd(p.counts + tile, 1) == u32(p.slices - 1);
-        if (is_last) p.counts[tile] = 0;
-      }
-      __syncthreads();
-      if (!is_last) continue;
-      __threadfence();
-      left -= (long long)slice * LEFT;
+    if (SLICES > 1) {
+      cluster_arrive();
+      keep(tile);
+    } else {
+      __syncthreads();  // of two buffers the other one's readers passed the one before
+      add_up(tile);
     }
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-      const int e = i * THREADS + threadIdx.x, row = e / COLS, col = e % COLS, n = first_column(tile) + col;
-      if (e >= OUTPUTS || row >= p.m || n < tile * COLS) continue;  // n below: the tile before has it
-      const int at = GATED ? col / 8 * 16 + col % 8 : col;
-      float y = 0.f, up = 0.f, s = 0.f;
-      if (SPLIT) {
-        for (int v = 0; v < p.slices; ++v) {
-          const float* from = left + (long long)v * LEFT + row * (W_ROWS + 1);
-          y += __ldcg(from + at);
-          if (GATED) up += __ldcg(from + at + 8);
-          if (NORM) s += __ldcg(from + W_ROWS);
-        }
-      } else {
-#pragma unroll
-        for (int v = 0; v < WARPS; ++v) {
-          y += red[buffer][v][row][at];
-          if (GATED) up += red[buffer][v][row][at + 8];
-          if (NORM) s += red_square[v][row];
-        }
-      }
-      if (NORM) {
-        const float f = rsqrtf(s / p.k + p.eps);
-        y *= f;
-        up *= f;
-      }
-      if (!GATED && p.bias) y += p.bias[n];
-      const long long o = (long long)row * p.out_stride + n;
-      if (EPILOGUE == 3) {
-        static_cast<float*>(p.out)[o] = y;
-      } else {
-        bf16* to = static_cast<bf16*>(p.out) + o;
-        if (GATED) y = gate<EPILOGUE == 4>(y, up);
-        if (EPILOGUE == 1) y += SPLIT ? bf2f(*to) : kept[i];
-        *to = f2bf(y);
-      }
-    }
+  }
+  if (SLICES > 1) {
+    cluster_wait();
+    add_up(last - 1);
+    cluster_arrive();
+    cluster_wait();  // the others have read what is here
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from sgla.errors import ConfigError
+from sgla.kernels.cuda import integer_gemm
 from sgla.kernels.integers import GROUPS, KINDS
 from sgla.model.sizes import kinds_of
 from sgla.quant.integers import Integers
@@ -74,3 +76,24 @@ def test_kernels_equal_the_oracle(kind: str) -> None:
         found = integers.linear(x, w, bias, tile=integers.Tile(32, 64, 4, 2, splits))
         torch.testing.assert_close(found, x @ w.dequant().T + bias, rtol=1e-4, atol=1e-4)
         assert torch.equal(integers.unpack(w, torch.float32), w.dequant())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(32, 8), (200, 1000), (6144, 4096), (8192, 29568), (64, 32768)])
+def test_a_cut_for_few_rows_fits_every_weight(kind: str, n: int, k: int) -> None:
+    """Into the shared memory of a multiprocessor, with all the blocks that are to be there; so many rows that
+    nothing fits are cut in halves that do."""
+    bits, group = KINDS[kind]
+    assert integer_gemm.refuses(n, k) is None
+    for rows, epilogue in itertools.product((1, 2, 4, 8, 16), (integer_gemm.ADD, integer_gemm.SILU)):
+        outputs = n // 2 if epilogue == integer_gemm.SILU else n
+        shape = integer_gemm.Shape(rows, outputs, k, bits, group, True, epilogue)
+        config = integer_gemm.choose(shape)
+        assert config is not None or rows > 8, shape
+        if config is not None:
+            made = integer_gemm.plan(shape, config)
+            assert made is not None
+            assert config.resident * (made.shared + 1024) <= integer_gemm.SHARED
+            assert made.shared > rows * made.x_row
+            assert shape.columns(config) <= outputs
+            assert (made.grid % config.slices, -(-shape.blocks // config.unit) >= config.slices) == (0, True)

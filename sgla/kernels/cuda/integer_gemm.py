@@ -4,53 +4,56 @@ stands before and after them."""
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.build import SHARED, Kernel, processors
-from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, MAX_ROWS, SILU, STORE
+from sgla.kernels.cuda.build import Kernel, processors
+from sgla.kernels.cuda.skinny_gemm import ADD, FLOAT32, GELU, SILU, STORE
 from sgla.kernels.integers import BLOCK, Integers
 
-__all__ = ["ADD", "FLOAT32", "GELU", "MAX_ROWS", "SILU", "STORE"]  # EPILOGUE, and the most rows of x
+__all__ = ["ADD", "FLOAT32", "GELU", "SILU", "STORE"]  # EPILOGUE
+MAX_ROWS = 16  # of x
 WARPS = 8  # of a block
 ALIGNED = 8  # channels that x is read by
-X_ROOM = 36 << 10  # bytes of x in shared memory, so that enough of the weights are on their way beside it
-X_STEP = 4 << 10  # in which that is counted, so that there are few kernels
-STAGES = 6  # at most
+STAGES = 5  # at most
+SHARED = 228 << 10  # bytes of a multiprocessor, of which each block takes 1 KiB more than it asks for
 P = ctypes.c_void_p
 
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out", "sums", "counts")),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("blocks", "slices", "x_row")),
+        *((name, P) for name in ("x", "w", "constants", "norm", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "x_stride", "out_stride", "blocks", "x_row")),
         ("eps", ctypes.c_float),
     )
 
 
 class Config(NamedTuple):
-    """``tiles`` of 16 weight rows share a load of x; ``slices`` of k are added up at the end; ``per_sm``
-    blocks on a multiprocessor."""
+    """How the work is cut. ``tiles`` of 16 weight rows are a warp's, 1 or 2, whose k ``warps`` of a block
+    share, and ``slices`` blocks; a warp loads ``unit`` blocks of channels at a time, 2 or 4. ``per_sm``
+    blocks of a kernel are on a multiprocessor, which has room for ``resident``: those of the next kernel
+    fetch weights there."""
 
     tiles: int
+    warps: int
     slices: int = 1
+    unit: int = 2
     per_sm: int = 2
+    resident: int = 2
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for. ``epilogue``: of ``skinny_gemm``; ``split``: there are several slices;
-    ``groups``: of 8 rows of x."""
+    """A product as kernels see it: ``n`` output columns; ``rows``: of x, ``padded``."""
 
+    rows: int
+    n: int
+    k: int
     bits: int
     group: int
-    groups: int
-    tiles: int
     norm: bool
-    split: bool
     epilogue: int
 
     @property
@@ -58,64 +61,95 @@ class Shape(NamedTuple):
         return self.epilogue in (SILU, GELU)
 
     @property
-    def columns(self) -> int:
+    def blocks(self) -> int:
+        return -(-self.k // BLOCK)
+
+    def weight_rows(self, config: Config) -> int:
+        """Of a tile."""
+        return WARPS // config.warps * config.tiles * 16
+
+    def columns(self, config: Config) -> int:
         """Of the result, of a tile."""
-        return self.tiles * (8 if self.gated else 16)
+        return self.weight_rows(config) // (2 if self.gated else 1)
 
-    @property
-    def floats(self) -> int:
-        """That a block leaves of a tile."""
-        return self.groups * 8 * (self.tiles * 16 + 1)
 
-    @property
-    def sums(self) -> int:
-        """Bytes of the sums of a block of x."""
-        return BLOCK // self.group * self.groups * 8 * 4
+class Plan(NamedTuple):
+    """What is compiled and launched for a shape."""
 
-    @property
-    def stage(self) -> int:
-        """Bytes that the warps load at a time."""
-        return WARPS * self.tiles * 16 * (BLOCK * self.bits // 8 + BLOCK // self.group * 4)
-
-    def stages(self, x: int) -> int:
-        """How many are on their way, beside ``x`` bytes of x, if two blocks fit on a multiprocessor."""
-        sums = (2 if self.groups == 1 else 1) * WARPS * self.floats * 4 + WARPS * self.groups * 32
-        return max(2, min(STAGES, (SHARED[1] - 1024 - sums - x) // self.stage))
-
-    def defines(self, stages: int) -> dict[str, int]:
-        names = {"BITS": self.bits, "GROUP": self.group, "NT": self.groups, "MT": self.tiles}
-        return names | {
-            "NORM": int(self.norm),
-            "SPLIT": int(self.split),
-            "EPILOGUE": self.epilogue,
-            "STAGES": stages,
-        }
+    defines: dict[str, int]
+    shared: int
+    x_row: int
+    grid: int
 
 
 def refuses(n: int, k: int) -> str | None:
     """Why a weight with ``n`` output columns cannot be multiplied, or None."""
     if k % ALIGNED:
         return f"its input width is no multiple of {ALIGNED}"
+    if k > 1 << 15:
+        return f"its input width is more than {1 << 15}"
     return "its output width is less than 32" if n < 32 else None
 
 
-def choose(m: int, n: int, k: int, gated: bool, bits: int = 4) -> Config:
-    """An estimate for ``n`` output columns: slices of x must fit, and blocks should be as many as there is
-    room for, with as many tiles each."""
-    tiles, blocks, most = 1 if m <= 2 or bits == 8 else 2, -(-k // BLOCK), 2 * processors()
-    slices = min(blocks, -(-m * _x_row(blocks, 1) // X_ROOM))
-    units = -(-n // (tiles * (8 if gated else 16)))
-    if slices > 1:
-        return Config(tiles, min(range(slices, min(blocks, 2 * slices) + 1), key=lambda s: _rounds(units, s)))
-    while 2 * units * slices <= most and blocks >= 2 * slices * WARPS:
-        slices *= 2
-    return Config(tiles, slices)
+def padded(m: int) -> int:
+    """Rows of x that ``m`` share their kernels with: the next power of two."""
+    return 1 << (m - 1).bit_length()
 
 
-def _rounds(units: int, slices: int) -> float:
-    """How long the block that does most is at work, in tiles of whole rows."""
-    parts = min(units, max(1, 2 * processors() // slices))
-    return -(-units // parts) / slices
+def plan(shape: Shape, config: Config) -> Plan | None:
+    """None: it does not fit."""
+    groups, per, units = -(-shape.rows // 8), BLOCK // shape.group, -(-shape.blocks // config.unit)
+    if config.slices > units or shape.columns(config) > shape.n:
+        return None
+    here = -(-units // config.slices) * config.unit  # blocks of k
+    x_row = here * BLOCK * 2 + 16  # bytes; the last ones are there so that rows lie in different banks
+    alone = config.warps == config.slices == 1
+    sums = 0 if alone else 8 * config.warps * shape.rows * (shape.weight_rows(config) + 4)
+    x = shape.rows * x_row + sums + here * (per * groups * 32 + shape.rows * 2)
+    stage = WARPS * config.tiles * 16 * config.unit * (16 * shape.bits + 4 * per)
+    stages = min(STAGES, (SHARED // config.resident - 2048 - x) // stage)
+    if stages < 2:
+        return None
+    own, loaded = shape.blocks * per, config.unit * per  # words of constants
+    tiles = -(-shape.n // shape.columns(config))
+    defines = {
+        "BITS": shape.bits,
+        "GROUP": shape.group,
+        "NT": groups,
+        "MT": config.tiles,
+        "WK": config.warps,
+        "SLICES": config.slices,
+        "UNIT": config.unit,
+        "WIDTH": next(4 * w for w in (4, 2, 1) if own % w == loaded % w == 0),
+        "STAGES": stages,
+        "RESIDENT": config.resident,
+        "NORM": int(shape.norm),
+        "EPILOGUE": shape.epilogue,
+    }
+    parts = min(tiles, max(1, processors() * config.per_sm // config.slices))
+    return Plan(defines, -(-(stages * stage + x) // 1024) * 1024, x_row, parts * config.slices)
+
+
+WIDE = 1 << 13  # channels of a wide x
+MOST = tuple(Config(1, warps, slices, 2, 1, 1) for warps, slices in ((8, 1), (8, 2), (4, 4), (2, 8)))
+
+
+@lru_cache(1 << 14)
+def choose(shape: Shape) -> Config | None:
+    """The first that fits, of those that were fastest with the layers of Qwen3-8B on an H200
+    (``bench/gpu_integers.py``); None: so many rows do not, and half of them would."""
+    wide = shape.k > WIDE
+    best: tuple[Config, ...]
+    if shape.rows <= 2:
+        best = (Config(1, 8, 1, 4), Config(1, 4)) if wide else (Config(1, 4, 1, 4), Config(1, 8))
+    elif shape.rows <= 8:
+        best = (Config(1, 4, 2), Config(1, 8, 2)) if wide else (Config(1, 2, 2, 4), Config(1, 4, 1, 4))
+    else:
+        many = shape.n * (1 + shape.gated) > 4 * shape.k
+        best = (Config(1, 1, 8), Config(1, 2, 8)) if wide else (Config(1, 1, 4), Config(1, 2, 4))
+        best = (Config(2, 2, 2, 2, 1, 1), *best) if many and not wide else best
+    large = tuple(config._replace(per_sm=1, resident=1) for config in best)
+    return next((config for config in (*best, *large, *MOST) if plan(shape, config) is not None), None)
 
 
 def linear(
@@ -129,43 +163,36 @@ def linear(
     out: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= 16; see ``refuses``, and
+    """``epilogue(norm(x) @ weight.T + bias)``: x bf16 ``[m, k]`` with m <= ``MAX_ROWS``; see ``refuses``, and
     ``skinny_gemm.linear`` for the rest."""
     m, k = x.shape
-    gated = epilogue in (SILU, GELU)
-    n = weight.n // 2 if gated else weight.n
+    n = weight.n // 2 if epilogue in (SILU, GELU) else weight.n
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    config = config or choose(m, n, k, gated, weight.bits)
-    shape = Shape(
-        weight.bits, weight.group, -(-m // 8), config.tiles, norm is not None, config.slices > 1, epilogue
-    )
-    blocks, tiles = -(-k // BLOCK), -(-n // shape.columns)
-    x_row = _x_row(blocks, config.slices)
-    sums, counts = _left(tiles * config.slices * shape.floats, tiles) if shape.split else (None, None)
-    tensors = x, weight.tensors[0], weight.tensors[1], norm, bias, out, sums, counts
+    shape = Shape(padded(m), n, k, weight.bits, weight.group, norm is not None, epilogue)
+    config = config or choose(shape)
+    if config is None:
+        half = shape.rows // 2
+        for part in (slice(half), slice(half, m)):
+            linear(x[part], weight, norm=norm, eps=eps, bias=bias, epilogue=epilogue, out=out[part])
+        return out
+    kernel, made = _kernel(shape, config)
+    tensors = x, *weight.tensors, norm, bias, out
     params = _Params(
         *(None if t is None else t.data_ptr() for t in tensors),
-        m, n, k, x.stride(0), out.stride(0), blocks, config.slices, x_row, eps,
+        m, n, k, x.stride(0), out.stride(0), shape.blocks, made.x_row, eps,
     )  # fmt: skip
-    parts = min(tiles, max(1, processors() * config.per_sm // config.slices))
-    x_bytes = m * x_row + -(-blocks // config.slices) * shape.sums
-    _kernel(shape, -(-x_bytes // X_STEP) * X_STEP).launch(parts * config.slices, 32 * WARPS, params)
+    kernel.launch(made.grid, 32 * WARPS, params)
     return out
 
 
-def _x_row(blocks: int, slices: int) -> int:
-    """Bytes of a row of x in shared memory; 16 more than there are, so that rows lie in different banks."""
-    return -(-blocks // slices) * BLOCK * 2 + 16
+@cache
+def _kernel(shape: Shape, config: Config) -> tuple[Kernel, Plan]:
+    made = plan(shape, config)
+    assert made is not None, f"{config} does not fit {shape}"
+    return _compiled(tuple(made.defines.items()), made.shared, config.slices), made
 
 
 @cache
-def _kernel(shape: Shape, x: int) -> Kernel:
-    stages = shape.stages(x)
-    return Kernel("integer_gemm.cu", "integer_gemm", shape.defines(stages), stages * shape.stage + x)
-
-
-@cache
-def _left(floats: int, tiles: int) -> tuple[Tensor, Tensor]:
-    """Where blocks leave sums, and how many have. Kept: it belongs to no graph's memory."""
-    return torch.empty(floats, device="cuda"), torch.zeros(tiles, dtype=torch.int32, device="cuda")
+def _compiled(defines: tuple[tuple[str, int], ...], shared: int, slices: int) -> Kernel:
+    return Kernel("integer_gemm.cu", "integer_gemm", dict(defines), shared, slices)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgla.kernels.cuda import integer_gemm
+from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node
 from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.integers import Integers, are_integers
@@ -99,9 +100,11 @@ def sizes(weights: list[Any], most: int) -> list[int]:
     """Numbers of rows up to ``most`` with which products by these take every kernel that they take."""
     shapes = {(w.n, w.k) for w in weights if are_integers(w)}
     first: dict[Any, int] = {}
+    few = integer_gemm.MAX_ROWS if this_device().wgmma else 0
     for m in range(1, min(most, LONG) + 1) if shapes else ():
         for n, k in shapes:
-            first.setdefault((n, k, integers.choose(m, n, k, 2)), m)
+            chosen = integer_gemm.padded(m) if m <= few else integers.choose(m, n, k, 2)
+            first.setdefault((n, k, chosen), m)
     if shapes and most >= LONG:
         first["long"] = LONG
     return sorted(set(first.values()))

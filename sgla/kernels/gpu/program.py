@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import lora, ops
-from sgla.kernels.cuda import batch_gemm, skinny_gemm
+from sgla.kernels.cuda import batch_gemm, integer_gemm, skinny_gemm
 from sgla.kernels.cuda.router import MAX_ROWS as ROUTED
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu import adapters, integers, mixture
@@ -220,7 +220,8 @@ class RecordedForward:
             return None
         if m <= skinny_gemm.MAX_ROWS:
             return m
-        limits = m <= mixture.OURS, m <= ROUTED, m < integers.LONG, batch_gemm.choose_draw(m) is None
+        bounds = integer_gemm.MAX_ROWS, mixture.OURS, ROUTED, integers.LONG - 1
+        limits = *(m <= bound for bound in bounds), batch_gemm.choose_draw(m) is None
         reduced = False
         if record.ranks is not None:
             like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")
