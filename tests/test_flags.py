@@ -18,7 +18,19 @@ import pytest
 from test_config import sample
 
 from sgla.cli import args, flags_page
-from sgla.cli.aliases import ALIASES, COMMANDS, REFUSED, SHORT, VALUES, Always, Fields, Switch, Word, refusal
+from sgla.cli.aliases import (
+    ALIASES,
+    COMMANDS,
+    REFUSED,
+    SHORT,
+    VALUES,
+    Alias,
+    Always,
+    Fields,
+    Switch,
+    Word,
+    refusal,
+)
 from sgla.cli.args import parse
 from sgla.cli.settings import kinds, load_config
 from sgla.config import SECRETS, Config
@@ -633,6 +645,18 @@ def test_mistakes_name_the_variable(variable: str, text: str, message: str) -> N
 def test_the_page_is_what_the_tables_are() -> None:
     text = (HERE.parent / "docs" / "flags.md").read_text()
     assert text == flags_page.page(), "run: python -m sgla.cli.flags_page docs/flags.md"
+
+
+def test_the_page_for_those_who_come_says_what_the_tables_say() -> None:
+    text = (HERE.parent / "docs" / "migrating.md").read_text()
+    rows = [re.findall(r"`--([\w-]+)`", row) for row in re.findall(r"^\| `--.*\|$", text, re.M)]
+    assert len(rows) > 10
+    for *theirs, ours in rows:
+        field = ours.removeprefix("no-").replace("-", "_")
+        assert field in Config.__struct_fields__
+        for name in theirs:
+            alias = ALIASES.get(name)
+            assert name == ours or (isinstance(alias, Alias | Switch) and alias.field == field), name
 
 
 def test_commands_of_peers_are_named_as_ours() -> None:
