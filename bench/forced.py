@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """A worker on a GPU of whose guesses a given share is right, whatever the model draws, so that what they cost
 and save can be measured with random weights. The text is none.
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from sgla.worker.start_gpu import cuda_runner
@@ -18,27 +20,35 @@ from sgla.worker.verify import Verify
 SHARE = "SGLA_BENCH_ACCEPT"  # the environment's variable
 
 
+@triton.jit(
+    do_not_specialize=["count", "step"], do_not_specialize_on_alignment=["ids", "out", "slots", "ends"]
+)
+def _force(ids, out, slots, ends, table, stride, count, step, share, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    live = i < count - 1
+    end, slot = tl.load(ends + i, mask=live, other=0), tl.load(slots + i, mask=live, other=0)
+    behind, other = tl.load(ends + i + 1, mask=live, other=0), tl.load(slots + i + 1, mask=live, other=0)
+    follows = live & (behind == end + 1) & (slot == other) & (behind > 0)
+    guess, drawn = tl.load(ids + i + 1, mask=live, other=0), tl.load(out + i, mask=live, other=0)
+    wrong = tl.where(drawn == guess, guess ^ 1, drawn)
+    token = tl.where(tl.rand(step, i) < share, guess, wrong)
+    tl.store(out + i, token, mask=follows)
+    tl.store(table + slot.to(tl.int64) * stride + end, token, mask=follows)
+
+
 def runner(*args: Any) -> Any:
-    share, noise = float(os.environ[SHARE]), torch.Generator("cuda")
-    noise.manual_seed(0)
-    accept = Verify.accept
+    share, accept = float(os.environ[SHARE]), Verify.accept
+    steps = iter(range(1 << 30))
 
     def forced(self: Any, out: Tensor) -> None:
         """Each guess is right with the probability ``share``, if those before it are."""
         if self.guesses:
-            force(self, out, share, noise)
+            table = self._state.tokens
+            _force[(1,)](
+                self._ids, out, self._where, self._ends, table, table.stride(0), self._leading, next(steps),
+                share, BLOCK=64, num_warps=1,
+            )  # fmt: skip
         accept(self, out)
 
     Verify.accept = forced  # type: ignore[method-assign]
     return cuda_runner(*args)
-
-
-def force(verify: Any, out: Tensor, share: float, noise: torch.Generator) -> None:
-    """Make ``out`` int32[*] what the guesses behind are, or something else."""
-    ids, ends, slots = (column[: verify._leading] for column in (verify._ids, verify._ends, verify._where))
-    guess, drawn = ids[1:], out[: verify._leading - 1]
-    follows = (ends[1:] == ends[:-1] + 1) & (slots[1:] == slots[:-1]) & (ends[1:] > 0)
-    right = torch.rand(len(guess), generator=noise, device="cuda") < share
-    wrong = torch.where(drawn == guess, guess ^ 1, drawn)
-    drawn.copy_(torch.where(follows, torch.where(right, guess, wrong), drawn))
-    verify._state.tokens[slots[:-1].long(), ends[:-1].long()] = drawn

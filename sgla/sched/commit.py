@@ -31,6 +31,8 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
         collect_prompt(step.rows, result.logprobs)
     if result.hidden:
         _collect_states(step, result.hidden)
+    for request in step.counted:
+        request.ahead -= 1
     deltas: list[Delta] = []
     ended: list[Request] = []
     broken, faults = _fail(step, result, ended) if result.failed else ([], 0)

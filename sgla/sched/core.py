@@ -154,7 +154,8 @@ class Core:
 
     def _plan_decodes(self, step: Step) -> list[Request]:
         """One token for each row that has one to compute;
-        returns the rows that have more, or prompt, to compute."""
+        returns the rows that have more, or prompt, to compute. Of rows that may guess in other steps it is
+        certain where they begin."""
         prefills: list[Request] = []
         rows: list[Request] = []
         slots: list[int] = []
@@ -177,6 +178,8 @@ class Core:
             request.planned = planned + 1
             request.known = planned + 2
             request.last_step = number
+        if self.limits.drafts:
+            step.count(rows)
         step.set_decodes(rows, slots, starts)
         return prefills
 
@@ -186,6 +189,8 @@ class Core:
         running = list(islice(self._queues.running, self._taking_part()))
         room = min(VERIFIED, self.limits.step_tokens) // max(len(running), 1)
         most = min(self.limits.drafts, max(room - 1, 0))
+        if not most and self.limits.padded_drafts and not any(request.loose for request in running):
+            return self._plan_decodes(step)
         for request in running:
             if request.state is not State.RUNNING or request.planned >= request.goal:
                 continue

@@ -25,6 +25,7 @@ class Step:
         "_state_reads",
         "copies",
         "decodes",
+        "counted",
         "drafts",
         "ends",
         "number",
@@ -44,6 +45,7 @@ class Step:
         self.ends: list[Request] = []
         self.decodes = 0  # rows
         self.drafts: list[int] = []  # of decode rows, -1: it never has any; [] where no row may guess
+        self.counted: list[Request] = []  # rows of one token each that count as ahead
         self.tokens = 0
         self.work = 0
         self.plan_bytes = 0  # of the requests that take their slots in this step
@@ -71,6 +73,12 @@ class Step:
         self._flags = bytearray((SAMPLE,)) * n
         self.decodes = self.tokens = n
         self.work = sum(starts) + n
+
+    def count(self, rows: list[Request]) -> None:
+        """``rows`` of one token may guess in other steps, which have to know of this one."""
+        self.counted = [request for request in rows if request.drafting]
+        for request in self.counted:
+            request.ahead += 1
 
     def add_verify(self, request: Request, drafts: int, goal: int) -> None:
         """A decode row that may guess so many tokens, with pages for them, before all prefills. It moves

@@ -86,8 +86,9 @@ def _load_head(
     """The head, and what makes its logits."""
     eagle = eagle_of(config, source, target.spec)
     if eagle is None:
-        return load_predictor(source, target, dtype, config.quantization, report, seed), target.lm_head
+        quantization = config.quantization or target.spec.quantization
+        return load_predictor(source, target, dtype, quantization, report, seed), target.lm_head
     assert source.draft is not None
-    quantization = config.speculative_quantization
-    head = load_eagle(source.draft, target, eagle, dtype, quantization, target.positions, report, seed)
+    kind, length = config.speculative_quantization, target.positions
+    head = load_eagle(source.draft, target, eagle, dtype, kind, length, report, seed)
     return head, head.logits if isinstance(head, Eagle3) else target.lm_head

@@ -57,6 +57,7 @@ class Chains:
         self.pairs = [pair for size, before in zip(ROWS, (0, *ROWS)) for pair in self._counts(size, before)]
         room = max(READS[-1], *(size * self._width(count) for size, count in self.pairs))
         self._columns = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
+        self._sent = np.zeros(0, np.int32)  # what the columns hold
         # Of each slot: before this token nothing can be read again.
         self._floors = torch.zeros(self._padding + 1, dtype=torch.int32, device="cuda")
         self._look = torch.zeros(2, READS[-1], dtype=torch.int32, device="cuda")
@@ -175,7 +176,9 @@ class Chains:
         host = np.zeros((2, ROWS[-1]), np.int32)
         host[0] = self._padding
         host[:, : len(slots)] = slots, most
-        self._columns.copy_(upload(host))
+        if not np.array_equal(host, self._sent):
+            self._columns.copy_(upload(host))
+            self._sent = host
         self._unread[slots] = self._left(most)
         pair = size, count
         if pair in self._graphs:

@@ -25,7 +25,7 @@ class Told:
     def __init__(
         self, target: Decoder, layers: Sequence[int], tokens: int, slots: int, most: int, dtype: torch.dtype
     ) -> None:
-        self._width = target.spec.hidden
+        self._width, self.layers = target.spec.hidden, layers
         width = self._width * max(len(layers), 1)
         size = max(REACH, 1 << (2 * most + 2).bit_length())
         self.reach = size - most - 2  # a step may have overwritten the others

@@ -151,7 +151,7 @@ def wanted(case: str) -> list[Submit]:
     if case in HEADS:
         return few()
     if case == "model":
-        return [submit("free", [5, 9, 2], 8), submit("warm", [7] * 9, 4, temperature=0.7, seed=3)]
+        return [submit("free", [5, 9, 2], 7), submit("warm", [7] * 9, 3, temperature=0.7, seed=3)]
     return texts() if case in MODELS else requests()
 
 

@@ -122,10 +122,26 @@ CASES = {
     "another guesses": (
         "qwen3-8b",
         DENSE,
-        {"speculative_algorithm": "draft_model", "speculative_num_draft_tokens": 4},
+        {
+            "speculative_algorithm": "draft_model",
+            "speculative_num_draft_tokens": 4,
+            "kv_cache_bytes": 256 << 20,
+        },
+    ),
+    "a head guesses": (
+        "qwen3-8b",
+        {"num_hidden_layers": 8, "vocab_size": 3000},
+        {
+            "speculative_algorithm": "eagle3",
+            "speculative_num_draft_tokens": 5,
+            "kv_cache_bytes": 256 << 20,
+        },
     ),
 }
-DRAFTS = {"another guesses": ("qwen3-0.6b", DENSE | {"num_hidden_layers": 3})}
+DRAFTS = {
+    "another guesses": ("qwen3-0.6b", DENSE | {"num_hidden_layers": 3}),
+    "a head guesses": ("../heads/qwen3-8b", {"vocab_size": 3000, "draft_vocab_size": 2048}),
+}
 
 
 def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
