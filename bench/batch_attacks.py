@@ -82,6 +82,8 @@ class User:
             batch = await self.call("GET", f"{BATCHES}/{uid}")
             if batch.get("status") in ENDED or not batch:
                 return batch
+            if time.monotonic() > end + SLOW:
+                raise TimeoutError(f"batch {uid} does not end: {batch}")
             if time.monotonic() > end:
                 await self.call("POST", f"{BATCHES}/{uid}/cancel")
             await asyncio.sleep(0.05)
@@ -101,7 +103,8 @@ async def beside(target: Target, attack: Callable[[User], Awaitable[None]]) -> O
     attacking = asyncio.ensure_future(attack(user))
     try:
         file = await other.upload(b"".join(line(i) for i in range(3)))
-        await user.begun.wait()
+        begun = asyncio.ensure_future(user.begun.wait())
+        await asyncio.wait([begun, attacking], return_when=asyncio.FIRST_COMPLETED)
         began = time.monotonic()
         uid = await other.begin(file)
         batch = await other.wait(uid, SLOW) if uid else {}

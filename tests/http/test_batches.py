@@ -831,6 +831,20 @@ async def test_a_large_line_is_not_passed_for_ever(monkeypatch: pytest.MonkeyPat
         turn.cancel()
 
 
+async def test_a_place_is_given_to_nobody_who_goes() -> None:
+    """It comes free when the one who waits is cancelled, and does not know that yet."""
+    batch: Any = SimpleNamespace(client=Client("a"), running=0, number=0)
+    served = turns.Turns()
+    served.open(1)
+    (first, _), (gone, going), (next_, _) = admissions(served, batch, 1, 1, 1)
+    await asyncio.sleep(0)
+    assert first.held
+    going.cancel()
+    served.release(first)
+    await asyncio.sleep(0)
+    assert (gone.held, next_.held, going.cancelled()) == (False, True, True)
+
+
 async def test_choices_take_places() -> None:
     batch: Any = SimpleNamespace(client=Client("a"), running=0, number=0)
     served = turns.Turns()

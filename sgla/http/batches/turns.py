@@ -82,10 +82,13 @@ class Turns:
     def _hand_out(self) -> None:
         while self._free > 0 and (admission := self._next()) is not None:
             self._waiting_longer(admission)
+            turn = self._waiting.pop(admission)
+            if turn.cancelled():  # whoever waits for it does not know yet
+                continue
             admission.held, admission.passed = True, 0
             self._bytes += admission.bytes
             self._count(admission, admission.choices)
-            self._waiting.pop(admission).set_result(None)
+            turn.set_result(None)
 
     def _next(self) -> Admission | None:
         small = min(
