@@ -1,6 +1,7 @@
 """What it takes to sleep and wake, and to have a long prefix back from a tier: one JSON line a measurement.
 
     python bench/tiers.py --model bench/models/qwen3-8b --parts sleep,prefix [--tokens 32768] [--repeat 3]
+        [--disk FOLDER]
 
 ``sleep``: seconds of each level, and of the wakes behind them, with the GiB that the GPU has free meanwhile;
 the tokens of a request are the same before and after. ``prefix``: seconds to the first token of a prompt of
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--model", default="bench/models/qwen3-8b")
     parser.add_argument("--parts", default="sleep,prefix")
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--disk", help="a folder: measure prefixes that lie there, not in the host's memory")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--extra", default="{}", help="more settings, as JSON")
     args = parser.parse_args()
@@ -96,17 +98,20 @@ def prefix(args: argparse.Namespace) -> None:
     token = 4 * spec["num_hidden_layers"] * spec["num_key_value_heads"] * spec["head_dim"]
     draw = random.Random(1)
     settings = {"kv_cache_bytes": (args.tokens + 2048) * token, "context_length": args.tokens + 64}
-    settings["kv_host_bytes"] = 4 * args.tokens * token
+    if args.disk is None:
+        settings["kv_host_bytes"] = 4 * args.tokens * token
+    else:
+        settings["kv_disk"] = f"{args.disk}:{4 * args.tokens * token}"
     with engine_of(args, **settings) as engine:
         first_token(engine, [draw.randrange(10000) for _ in range(args.tokens)])
         for repeat in range(args.repeat):
             prompts = [[draw.randrange(10000) for _ in range(args.tokens)] for _ in range(2)]
             cold, _ = first_token(engine, prompts[0] + [1] * 16)
             tree, in_tree = first_token(engine, prompts[0] + [2] * 16)
-            time.sleep(1)
+            wait(engine)
             tree_again, _ = first_token(engine, prompts[0] + [4] * 16)
             other, _ = first_token(engine, prompts[1])
-            time.sleep(1)
+            wait(engine)
             host, in_host = first_token(engine, prompts[0] + [3] * 16)
             cached = [output.usage.cached_tokens for output in (in_tree, in_host)]
             fields: dict[str, Any] = {
@@ -169,6 +174,14 @@ def weights_of(config: dict[str, Any]) -> dict[str, Any]:
         return ones.normal_(std=size[-1] ** -0.5) if len(size) > 1 else ones
 
     return {f"{name}.weight": made(size) for name, size in named.items()}
+
+
+def wait(engine: Any) -> None:
+    """Until nothing is copied any more."""
+    saved = -1
+    while saved != (now := engine.stats().tiers[0].saved):
+        saved = now
+        time.sleep(1)
 
 
 def plain_copy(nbytes: int) -> float:

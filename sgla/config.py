@@ -293,14 +293,14 @@ class EngineSettings(ModelSettings, kw_only=True):
         str | None,
         Doc(
             description="PATH:BYTES: keep prefixes in files of this folder, too, which survive eviction and "
-            "restarts, such as /var/cache/sgla:100G (CPU)"
+            "restarts, such as /var/cache/sgla:100G"
         ),
     ] = None
     kv_store: Annotated[
         str | None,
         Doc(
             description="folder or address that fsspec knows (s3://, gs://, file://), where servers of the "
-            "same model keep prefixes for each other (CPU; needs sgla[remote])"
+            "same model keep prefixes for each other (needs sgla[remote])"
         ),
     ] = None
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None

@@ -109,7 +109,7 @@ PLATFORMS = {
     "cpu": Platform("sgla.worker.start_cpu:cpu_runner", lacks=("kv_host_bytes",)),
     "cuda": Platform(
         "sgla.worker.start_gpu:cuda_runner",
-        lacks=("kv_disk", "kv_store", "logits_processors"),
+        lacks=("logits_processors",),
         place="sgla.worker.place:Gpu",
     ),
 }

@@ -360,8 +360,8 @@ REFUSED: list[tuple[str, str]] = [
         "hicache-* enable-hicache enable-hierarchical-cache radix-cache-backend *lmcache* *flexkv* "
         "*hisparse* hierarchical-sparse-* *external-linker* enable-linker-* kv-offloading-* kv-canary* "
         "enable-session-radix-cache",
-        "--kv-host-bytes 64G keeps prefixes of a GPU in the host's memory, --kv-disk PATH:BYTES those of a "
-        "CPU on a disk",
+        "--kv-host-bytes 64G keeps prefixes of a GPU in the host's memory, --kv-disk PATH:BYTES keeps them "
+        "on a disk",
     ),
     (
         "mm-* *-mm-* *multimodal* media-* allowed-media-domains allowed-local-media-path image-* *-image-* "

@@ -41,7 +41,7 @@ from sgla.worker.rewind import Rewind
 from sgla.worker.runner import Runner
 from sgla.worker.state import SlotTables
 from sgla.worker.store import open_store
-from sgla.worker.tiers import FileTier
+from sgla.worker.tiers import FileTier, HostMemory
 
 SLOTS, STEP_TOKENS = 32, 512  # where the configuration leaves them open
 LOGIT_ROWS = 64  # rows of logits that exist at a time, at least
@@ -131,8 +131,9 @@ class CpuSetup(Runner):
         self._tiers: dict[str, FileTier] = {}
         if config.kv_disk is None and config.kv_store is None:
             return {}
-        memory = [[tensor.numpy() for tensor in found] for found in memory_of(self.kv, len(groups))]
-        layout = [[tensor.shape[1] for tensor in found] for found in memory]
+        tensors = memory_of(self.kv, len(groups))
+        memory = [HostMemory([tensor.numpy() for tensor in found]) for found in tensors]
+        layout = [[tensor.shape[1] for tensor in found] for found in tensors]
         self.identity = partial(identity_of, config, source, layout, long)
         identity = self.begun_as = self.identity()
         place, tiers, found = (self.shard.rank, self.shard.size), list[Tier](), list[list[bytes]]()

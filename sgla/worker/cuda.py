@@ -8,6 +8,7 @@ StepResult.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,16 @@ from sgla.messages import SAMPLE, Moved, StepPlan, StepResult
 from sgla.worker.batch import state_columns
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
+from sgla.worker.gpu_adapters import AdapterCopies
 from sgla.worker.gpu_steps import Launched, eager_order
+from sgla.worker.gpu_tiers import HostTier
 from sgla.worker.gpu_weights import GpuWeights
 from sgla.worker.head_chains import HeadChains
 from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
 from sgla.worker.prompt_graphs import prompts_last
 from sgla.worker.state import column
+from sgla.worker.tiers import FileTier
 from sgla.worker.verify import DeviceDrafts, Verify
 
 DECODE_FLAGS = bytes([SAMPLE])
@@ -36,9 +40,11 @@ class CudaRunner(GpuWeights):
     def launch(self, plan: StepPlan) -> Flight | Computed:
         """Queue the step on the GPU. Waits for nothing."""
         for copy in plan.copies:
-            tier = self.copies if copy.source == "adapters" else self.host
-            assert tier is not None, "copies for a runner without places or tiers"
-            tier.begin(copy)
+            if copy.source == "adapters":
+                assert self.copies is not None, "copies for a runner without places"
+                self.copies.begin(copy)
+            else:
+                self.tiers[copy.source if copy.target in ("", "device") else copy.target].begin(copy)
         if not plan.slots:
             return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
         begin = torch.cuda.Event(enable_timing=True)
@@ -111,11 +117,17 @@ class CudaRunner(GpuWeights):
 
     @property
     def copying(self) -> bool:
-        return any(place.under_way for place in (self.copies, self.host) if place is not None)
+        return any(place.under_way for place in self._places())
 
     @torch.inference_mode()
     def moved(self) -> list[Moved]:
-        return [moved for place in (self.copies, self.host) if place is not None for moved in place.ended()]
+        return [moved for place in self._places() for moved in place.ended()]
+
+    def _places(self) -> Iterator[AdapterCopies | HostTier | FileTier]:
+        """What copies go to and come from."""
+        if self.copies is not None:
+            yield self.copies
+        yield from self.tiers.values()
 
     def _extend(self, plan: StepPlan, slots: Any, starts: Any, verify: Verify | None) -> Launched:
         """A step with prompt tokens, or one that brings hidden states."""

@@ -77,12 +77,18 @@ class UnitFile:
 
 
 def open_disk(
-    setting: str, identity: str, groups: Sequence[CacheGroup], memory: list[Memory], rank: int, size: int
+    setting: str,
+    identity: str,
+    groups: Sequence[CacheGroup],
+    memory: Sequence[Memory],
+    rank: int,
+    size: int,
+    abreast: int = 1,
 ) -> tuple[FileTier, Tier, list[bytes]]:
     """The tier of ``--kv-disk``, of which each rank has its part, and the keys of what it holds. Files of
-    another ``identity`` begin anew. Raises ConfigError."""
+    another ``identity`` begin anew. ``abreast``: see ``FileTier``. Raises ConfigError."""
     folder, room = folder_and_size(setting)
-    nbytes = [sum(tensor.shape[1] for tensor in tensors) for tensors in memory]
+    nbytes = [units.nbytes for units in memory]
     pages = [group.pages for group in groups]
     units = tier_units(room / size, pages, [n + ENTRY for n in nbytes])
     if not all(units):
@@ -102,7 +108,7 @@ def open_disk(
             f"--kv-disk {folder}: {error.strerror or error}; name a folder that this user may write to",
             param="kv_disk",
         ) from error
-    return FileTier("--kv-disk", files, memory), Tier("disk", units, lasting=True), keys
+    return FileTier("--kv-disk", files, memory, abreast=abreast), Tier("disk", units, lasting=True), keys
 
 
 def _claim(folder: Path, rank: int, size: int) -> int:

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from sgla.config import Config
-from sgla.errors import OutOfMemory
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.rehearsal import compilers, rehearsing
 from sgla.loading.load import load_model
 from sgla.loading.offload import Offload, copying
 from sgla.loading.pooled import load_decoder
-from sgla.messages import CacheGroup, Facts, Progress, StepCost, Tier
+from sgla.messages import CacheGroup, Facts, Progress, StepCost
 from sgla.model.base import CausalLM
 from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.read import read_decoder
@@ -28,22 +27,25 @@ from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.adapters import AdapterStore, places_of
 from sgla.worker.chain_setup import load_chains, told_of
 from sgla.worker.chains import Chains
+from sgla.worker.disk import identity_of
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
 from sgla.worker.forward import compiling
 from sgla.worker.gpu_adapters import AdapterCopies
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
 from sgla.worker.gpu_memory import FEWER_ROWS, FEWER_TOKENS, Budget, graph_bytes, within_memory
+from sgla.worker.gpu_places import Places, open_places
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
 from sgla.worker.gpu_tiers import STAGED, HostTier
 from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
 from sgla.worker.kv import memory_of
-from sgla.worker.memory import cache_groups, mib, tier_units
+from sgla.worker.memory import cache_groups, mib
 from sgla.worker.place import Gpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
-from sgla.worker.region import Region, gpu_memory
+from sgla.worker.region import Region, gpu_memory, let_go
 from sgla.worker.runner import Runner
+from sgla.worker.tiers import FileTier
 from sgla.worker.warm_up import measure, rehearse, wake_triton, warm_up
 
 STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
@@ -69,7 +71,7 @@ class GpuSetup(Runner):
     place: Gpu
     regions: Regions | None = None
     copies: AdapterCopies | None = None
-    host: HostTier | None = None
+    tiers: dict[str, HostTier | FileTier]
     chains: Chains | None = None
     steps: GpuSteps
 
@@ -80,6 +82,7 @@ class GpuSetup(Runner):
         sizes = choose_sizes(config, spec, self.pooling)
         kernels, self.notes = choose_kernels(config, spec, self.place, sizes)
         self.notes += self.place.notes
+        let_go()
         if (memory := gpu_memory(self.shard.rank)) is not None:
             self.regions = Regions(*(Region(memory, self.place.usage()["total"]) for _ in range(2)))
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
@@ -93,6 +96,7 @@ class GpuSetup(Runner):
         if places is not None:
             self.adapters = AdapterStore(places, self._pin)
             self.copies = AdapterCopies(self.adapters)
+        self._staging = None
         if config.kv_host_bytes:
             self._staging = torch.empty(2, STAGED, dtype=torch.uint8, device="cuda")
         kept, before = draft_state(guessing), torch.cuda.memory_allocated()
@@ -113,6 +117,7 @@ class GpuSetup(Runner):
             ("an 8-bit KV cache, whose scales are those of the old ones", config.kv_cache_dtype == "fp8"),
             ("what guesses", guessing is not None),
             ("a head for vectors", self.pooling is not None),
+            ("what guesses", config.speculative_algorithm is not None),
             ("modules of transformers", self.steps.model.declared is None),
         )
         self.fixed = next((what for what, there in beside if there), "")
@@ -243,6 +248,8 @@ class GpuSetup(Runner):
                 f"context cut from {steps.context_len} to {context_len} tokens, what the KV cache holds"
             )
         groups = cache_groups(pool, pages)
+        places = self._open_places(config, groups, context_len)
+        self.tiers = places.by_name
         self.facts = Facts(
             groups=groups,
             page_size=config.page_size,
@@ -257,32 +264,25 @@ class GpuSetup(Runner):
             ledger=self.budget.ledger,
             adapters=0 if self.adapters is None else self.adapters.adapters.places,
             notes=self.notes,
-            tiers=self._host_tier(config, groups),
+            tiers=places.told,
+            found=places.found,
             **answer_facts(config, steps.model.spec, self.pooling),
         )
 
-    def _host_tier(self, config: Config, groups: list[CacheGroup]) -> list[Tier]:
-        """What ``Facts`` tell of it. Raises OutOfMemory."""
-        if not config.kv_host_bytes:
-            return []
-        memory = memory_of(self.steps.kv, len(groups))
-        nbytes = [sum(tensor.shape[1] for tensor in tensors) for tensors in memory]
-        room = config.kv_host_bytes // self.shard.size
-        units = tier_units(room, [group.pages for group in groups], nbytes)
-        if not all(units):
-            raise OutOfMemory(
-                f"--kv-host-bytes {config.kv_host_bytes} has no room for one page; raise it, or leave it out",
-                param="kv_host_bytes",
-            )
-        try:
-            self.host = HostTier(memory, units, self._staging)
-        except RuntimeError as error:  # of pages that cannot be locked
-            raise OutOfMemory(
-                f"the host's memory ran out while {mib(room)} for prefixes were taken ({error}); lower "
-                "--kv-host-bytes",
-                param="kv_host_bytes",
-            ) from error
-        return [Tier("host", units)]
+    def _open_places(self, config: Config, groups: list[CacheGroup], context_len: int) -> Places:
+        """Places that keep prefixes. Raises ConfigError and OutOfMemory."""
+        tensors = memory_of(self.steps.kv, len(groups))
+        layers = self.steps.model.spec.attention
+        long = [layer.rope is not None and layer.rope.long(context_len) for layer in layers]
+        layout = "cuda", [[tensor.shape[1] for tensor in found] for found in tensors], self.steps.scales
+        self.identity = partial(identity_of, config, self.source, layout, long)
+        self.begun_as = self.identity()
+        return open_places(config, self.place, groups, tensors, self.begun_as, self._staging)
+
+    def close(self) -> None:
+        for tier in self.tiers.values():
+            if isinstance(tier, FileTier):
+                tier.close()
 
     def _graph_bytes(self, prompts: int) -> int:
         """What graphs are going to take. ``prompts``: what the largest step takes beside weights and KV."""

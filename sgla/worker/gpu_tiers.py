@@ -1,11 +1,14 @@
-"""A tier in the host's memory, for what the prefix tree loses on a GPU."""
+"""What the prefix tree loses on a GPU: a tier in the host's memory, and what tiers of files need."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,18 +152,22 @@ class HostTier:
                 host[place : place + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _parts(self, g: int, rows: Tensor) -> list[Tensor]:
-        """Views of uint8[n, bytes of a unit]: those of each tensor."""
-        parts, at = [], 0
-        for tensor in self._memory[g]:
-            width = tensor.shape[1] * tensor.shape[2] * tensor.itemsize
-            parts.append(rows[:, at : at + width].view(tensor.dtype).view(len(rows), *tensor.shape[1:]))
-            at += width
-        return parts
+        return parts_of(rows, self._memory[g])
 
     def ended(self) -> list[Moved]:
         """The copies that have ended since the last call."""
         done = self._in.go_on(self._load) + self._out.go_on(self._save)
         return [Moved(transfer, ok=True) for transfer in done]
+
+
+def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of uint8[n, bytes of a unit]: those of each tensor [units, parts, width]."""
+    parts, at = [], 0
+    for tensor in tensors:
+        width = tensor.shape[1] * tensor.shape[2] * tensor.itemsize
+        parts.append(rows[:, at : at + width].view(tensor.dtype).view(len(rows), *tensor.shape[1:]))
+        at += width
+    return parts
 
 
 def _runs(places: list[int]) -> Iterator[tuple[int, int, int]]:
@@ -209,3 +216,47 @@ def _follows(tensor: Tensor, run: list[Tensor]) -> bool:
     before = last.data_ptr() - run[-2].data_ptr() if len(run) > 1 else gap
     same = tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
     return same and gap == before > 0 and (tensor.shape, tensor.stride()) == (last.shape, last.stride())
+
+
+class GpuMemory:
+    """Units of one cache group, ``nbytes`` each, for threads that bring them to files and back."""
+
+    def __init__(self, tensors: Sequence[Tensor], begin_thread: Callable[[], None]) -> None:
+        """``tensors``: see ``HostTier``; ``begin_thread``: of one that uses the GPU."""
+        self._tensors, self._begin = _joined(_wide(tensors)), begin_thread
+        self.nbytes = sum(tensor.shape[1] for tensor in tensors)
+        self._own = threading.local()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    @torch.inference_mode()
+    def read(self, unit: int) -> bytes:
+        with self._row() as (row, parts):
+            for tensor, part in zip(self._tensors, parts):
+                part.copy_(tensor[unit], non_blocking=True)
+        return row.numpy().tobytes()
+
+    @torch.inference_mode()
+    def write(self, unit: int, data: bytes) -> None:
+        with self._row() as (row, parts):
+            row.numpy()[:] = np.frombuffer(data, np.uint8)
+            for tensor, part in zip(self._tensors, parts):
+                tensor[unit].copy_(part, non_blocking=True)
+
+    @contextmanager
+    def _row(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """This thread's room for a unit, on the host, and its parts; what is done with it is done then."""
+        own = self._own
+        if not hasattr(own, "stream"):
+            self._begin()
+            own.stream = torch.cuda.Stream()
+            own.row = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(own.stream):
+            yield own.row, [part[0] for part in parts_of(own.row[None], self._tensors)]
+        own.stream.synchronize()

@@ -12,7 +12,6 @@ from torch import Tensor
 from sgla.errors import ConfigError, OutOfMemory, UnsupportedField
 from sgla.hub.source import ModelSource
 from sgla.model.base import Refills
-from sgla.worker.disk import identity_of
 from sgla.worker.gpu_memory import Advice, within_memory
 from sgla.worker.gpu_setup import GpuSetup
 from sgla.worker.memory import available_bytes, mib
@@ -46,7 +45,6 @@ class GpuWeights(ChangingRunner, GpuSetup):
                 )
             if weights == "files" and not (self.fixed or self.brought):
                 self._kept, self._whole = None, False
-                self._begun_as = identity_of(self.config, self.source, [])
             elif not self._whole:
                 self._copy(region)
             region.unmap()
@@ -78,6 +76,7 @@ class GpuWeights(ChangingRunner, GpuSetup):
             raise OutOfMemory(f"{error}; raise ulimit -l, or POST /sleep?level=2", param="level") from error
 
     def _wake(self, kv: bool, weights: bool) -> None:
+        """What is copied and set to zero is there for the next step, which is launched behind it."""
         if self.regions is None:
             return
         with within_memory("waking", lambda: OTHERS):
@@ -86,7 +85,6 @@ class GpuWeights(ChangingRunner, GpuSetup):
             if kv and not self.regions.kv.mapped:
                 for start, stop in self.regions.kv.map():
                     self.regions.kv.part(start, stop).zero_()
-        torch.cuda.synchronize()
 
     def _weights_again(self, region: Region) -> None:
         if self._whole:
@@ -103,10 +101,10 @@ class GpuWeights(ChangingRunner, GpuSetup):
             raise
 
     def _read_again(self) -> None:
-        if self.host is not None and identity_of(self.config, self.source, []) != self._begun_as:
+        if self.tiers and self.identity() != self.begun_as:
             raise ConfigError(
-                "the model's files have changed, and --kv-host-bytes has prefixes of the old ones; put these "
-                "back, or start a server anew",
+                "the model's files have changed, and tiers have prefixes of the old ones; put these back, or "
+                "start a server anew",
                 param="model",
             )
         self._take(self.source, sound=False)

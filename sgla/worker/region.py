@@ -10,6 +10,7 @@ holds its lock.
 from __future__ import annotations
 
 import ctypes
+import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint64
@@ -43,11 +44,24 @@ class Memory(Protocol):
 
     def unmap(self, at: int, size: int, handle: int) -> None: ...
 
-    def free(self, at: int, size: int) -> None: ...
+    def free(self, at: int, size: int) -> None:
+        """Of addresses where nothing is mapped."""
+
+    def wait(self) -> None:
+        """Until nothing that has been launched reads or writes it."""
 
     def view(self, at: int, size: int, owner: object) -> Tensor:
         """uint8[size], which keeps its ``owner``."""
         ...
+
+
+_alive: weakref.WeakSet[Region] = weakref.WeakSet()
+
+
+def let_go() -> None:
+    """Free the regions of a runner before in this process: later it might be while graphs are captured."""
+    if _alive:
+        gc.collect()
 
 
 class Piece(NamedTuple):
@@ -67,6 +81,7 @@ class Region:
         self._used = self.size = 0
         given = memory, self._base, self._limit, self._pieces
         weakref.finalize(self, _free, *given).atexit = False
+        _alive.add(self)
 
     @property
     def mapped(self) -> bool:
@@ -122,6 +137,7 @@ def _unmap(memory: Memory, pieces: list[Piece]) -> None:
 
 
 def _free(memory: Memory, base: int, limit: int, pieces: list[Piece]) -> None:
+    memory.wait()
     _unmap(memory, pieces)
     memory.free(base, limit)
 
@@ -180,6 +196,9 @@ class CudaMemory:
 
     def free(self, at: int, size: int) -> None:
         check(driver().cuMemAddressFree(c_uint64(at), c_size_t(size)), "giving addresses back")
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
 
     def view(self, at: int, size: int, owner: object) -> Tensor:
         told = {"shape": (size,), "typestr": "|u1", "data": (at, False), "version": 2}

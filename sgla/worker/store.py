@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -67,9 +68,15 @@ def _tried(function: Any, *args: Any) -> Any:
 
 
 def open_store(
-    url: str, identity: str, memory: list[Memory], page_size: int, rank: int, size: int
+    url: str,
+    identity: str,
+    memory: Sequence[Memory],
+    page_size: int,
+    rank: int,
+    size: int,
+    abreast: int = 1,
 ) -> tuple[FileTier, Tier]:
-    """The tier of ``--kv-store``. Raises ConfigError."""
+    """The tier of ``--kv-store``. ``abreast``: see ``FileTier``. Raises ConfigError."""
     try:
         import fsspec
 
@@ -86,4 +93,4 @@ def open_store(
     threads = ThreadPoolExecutor(ASKING, "kv-ask")
     kept = [Objects(fs, f"{path}/{g}", not g, threads) for g in range(len(memory))]
     tier = Tier("store", [0] * len(memory), shared=True, least=max(1, ASKED // page_size))
-    return FileTier("--kv-store", kept, memory, COPYING), tier
+    return FileTier("--kv-store", kept, memory, COPYING, abreast), tier

@@ -1,4 +1,4 @@
-"""Tiers that threads read and write: copies of what the prefix tree has, beside a CPU's steps.
+"""Tiers that threads read and write: copies of what the prefix tree has, beside steps.
 
 Nothing that goes wrong here is an error of a request. What cannot be written is not kept; what cannot be
 read, or is not what was written, is computed.
@@ -7,8 +7,8 @@ read, or is not what was written, is computed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from hashlib import blake2b
 from threading import Lock
 from typing import NamedTuple, Protocol
@@ -22,7 +22,6 @@ from sgla.worker.state import column
 
 SUM = 16  # bytes of a checksum
 PATIENCE = 30.0  # seconds that a copy may take
-Memory = list[NDArray[np.uint8]]  # [units, bytes] of each tensor of a cache group
 log = logging.getLogger(__name__)
 
 
@@ -31,6 +30,46 @@ def checksum(key: bytes, data: bytes) -> bytes:
     made = blake2b(key, digest_size=SUM)
     made.update(data)
     return made.digest()
+
+
+class Memory(Protocol):
+    """Units of one cache group on the device, which threads read and write: ``nbytes`` each."""
+
+    nbytes: int
+
+    def mark(self) -> object:
+        """Of the steps that have been launched, for ``wait``."""
+        ...
+
+    def wait(self, mark: object) -> None:
+        """Until those are done."""
+        ...
+
+    def read(self, unit: int) -> bytes: ...
+
+    def write(self, unit: int, data: bytes) -> None: ...
+
+
+class HostMemory:
+    """Of a CPU, whose steps are done when they have been launched."""
+
+    def __init__(self, tensors: Sequence[NDArray[np.uint8]]) -> None:
+        """[units, bytes] of each tensor"""
+        self._tensors = tensors
+        self.nbytes = sum(tensor.shape[1] for tensor in tensors)
+
+    def mark(self) -> None: ...
+
+    def wait(self, mark: object) -> None: ...
+
+    def read(self, unit: int) -> bytes:
+        return b"".join(tensor[unit].data for tensor in self._tensors)
+
+    def write(self, unit: int, data: bytes) -> None:
+        values, at = np.frombuffer(data, np.uint8), 0
+        for tensor in self._tensors:
+            tensor[unit] = values[at : at + tensor.shape[1]]
+            at += tensor.shape[1]
 
 
 class Units(Protocol):
@@ -67,12 +106,16 @@ class Job(NamedTuple):
 
 class FileTier:
     """``kept``: each cache group's units; ``memory``: those on the device. ``flag`` names it in warnings.
-    There are threads for each direction, so that what is read does not wait for what is written."""
+    There are threads for each direction, so that what is read does not wait for what is written. ``abreast``:
+    units of a copy that are on their way at a time, where there are cores to spare."""
 
-    def __init__(self, flag: str, kept: Sequence[Units], memory: list[Memory], threads: int = 1) -> None:
+    def __init__(
+        self, flag: str, kept: Sequence[Units], memory: Sequence[Memory], threads: int = 1, abreast: int = 1
+    ) -> None:
         self._flag, self._kept, self._memory = flag, kept, memory
         self._reader = ThreadPoolExecutor(threads, "kv-read")
         self._writer = ThreadPoolExecutor(threads, "kv-write")
+        self._abreast = ThreadPoolExecutor(abreast, "kv-unit") if abreast > 1 else None
         self._under_way: list[Job] = []
         self._failed: list[Moved] = []
         self._stuck: list[Job] = []  # that nobody waits for any more
@@ -91,7 +134,7 @@ class FileTier:
         if copy.target != "device":
             threads, work = (self._writer, self._save) if copy.target else (self._reader, self._look)
         lock, wanted = Lock(), [True]
-        done = threads.submit(work, copy, lock, wanted)
+        done = threads.submit(work, copy, lock, wanted, self._memory[0].mark())
         self._under_way.append(Job(copy.transfer, clock.now() + PATIENCE, lock, wanted, done))
 
     def ended(self) -> list[Moved]:
@@ -110,39 +153,42 @@ class FileTier:
         failed, self._failed = self._failed, []
         return failed + [_ended(job) for job in over]
 
-    def _load(self, copy: Copy, lock: Lock, wanted: list[bool]) -> list[bytes]:
+    def _load(self, copy: Copy, lock: Lock, wanted: list[bool], mark: object) -> list[bytes]:
+        def load(kept: Units, memory: Memory, place: int, unit: int, key: bytes) -> None:
+            data = kept.read(place, key)
+            with lock:
+                if wanted[0]:
+                    memory.write(unit, data)
+
         try:
-            for kept, memory, places, units, keys in self._columns(copy):
-                for place, unit, key in zip(places, units, keys):
-                    data, at = np.frombuffer(kept.read(place, key), np.uint8), 0
-                    with lock:
-                        for tensor in memory if wanted[0] else ():
-                            tensor[unit] = data[at : at + tensor.shape[1]]
-                            at += tensor.shape[1]
+            self._memory[0].wait(mark)
+            self._each(load, copy)
         except OSError as error:
             self._warn("be read; what it holds is computed", error)
             raise
         return []
 
-    def _save(self, copy: Copy, lock: Lock, wanted: list[bool]) -> list[bytes]:
+    def _save(self, copy: Copy, lock: Lock, wanted: list[bool], mark: object) -> list[bytes]:
+        def save(kept: Units, memory: Memory, unit: int, place: int, key: bytes) -> None:
+            with lock:
+                data = memory.read(unit) if wanted[0] else None
+            if data is not None:
+                kept.write(place, key, data)
+
         try:
             if not copy.source:
                 for kept, targets in zip(self._kept, copy.targets):
                     for place in column(targets).tolist():
                         kept.erase(place)
                 return []
-            for kept, memory, units, places, keys in self._columns(copy):
-                for unit, place, key in zip(units, places, keys):
-                    with lock:
-                        data = b"".join(tensor[unit].data for tensor in memory) if wanted[0] else None
-                    if data is not None:
-                        kept.write(place, key, data)
+            self._memory[0].wait(mark)
+            self._each(save, copy)
         except OSError as error:
             self._warn("be written; what it lacks is computed again", error)
             raise
         return []
 
-    def _look(self, copy: Copy, lock: Lock, wanted: list[bool]) -> list[bytes]:
+    def _look(self, copy: Copy, lock: Lock, wanted: list[bool], mark: object) -> list[bytes]:
         """Of each cache group and key, whether it is there. Where the first group ends, nothing is of use."""
         try:
             first, *others = [_parted(keys) for keys in copy.keys]
@@ -156,10 +202,20 @@ class FileTier:
             self._warn("be read; what it holds is computed", error)
             raise
 
-    def _columns(self, copy: Copy) -> list[tuple[Units, Memory, list[int], list[int], list[bytes]]]:
+    def _each(self, work: Callable[..., None], copy: Copy) -> None:
+        """Of each unit; the last of them is done when this is, whatever is raised."""
         sources, targets = ([column(c).tolist() for c in columns] for columns in (copy.sources, copy.targets))
         keys = [_parted(names) for names in copy.keys]
-        return list(zip(self._kept, self._memory, sources, targets, keys, strict=True))
+        groups = zip(self._kept, self._memory, sources, targets, keys, strict=True)
+        units = [(kept, memory, *ends) for kept, memory, *columns in groups for ends in zip(*columns)]
+        if self._abreast is None:
+            for unit in units:
+                work(*unit)
+            return
+        begun = [self._abreast.submit(work, *unit) for unit in units]
+        wait(begun)
+        for one in begun:
+            one.result()
 
     def _warn(self, what: str, error: OSError) -> None:
         """Once of its kind."""
@@ -171,7 +227,7 @@ class FileTier:
         """Another server may have the files."""
         for job in self._under_way:
             job.give_up()
-        for threads in (self._reader, self._writer):
+        for threads in filter(None, (self._reader, self._writer, self._abreast)):
             threads.shutdown(wait=not self._stuck, cancel_futures=True)
         for kept in self._kept:
             kept.close()

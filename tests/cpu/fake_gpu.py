@@ -119,6 +119,8 @@ class HostMemory:
 
     def free(self, at: int, size: int) -> None: ...
 
+    def wait(self) -> None: ...
+
     def view(self, at: int, size: int, owner: object) -> torch.Tensor:
         return torch.frombuffer(self._mapped, dtype=torch.uint8, count=size, offset=at)
 

@@ -44,7 +44,7 @@ from sgla.loading import drafter, load
 from sgla.messages import Control, Submit
 from sgla.model import registry
 from sgla.model.generic_spec import FACTS
-from sgla.worker import gpu_setup
+from sgla.worker import gpu_setup, place
 from sgla.worker.gpu_memory import Peak
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
@@ -85,6 +85,7 @@ def become_gpu() -> None:
         del LOWERINGS[op]
     gpu_setup.measure, gpu_setup.warm_up = (lambda *args: Peak(0, 0)), (lambda *args: None)
     OnCpu().__enter__()
+    place.Gpu.begin_thread = lambda self: OnCpu().__enter__()  # type: ignore[assignment, method-assign, return-value]
 
 
 def text() -> list[Submit]:
@@ -393,6 +394,8 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
     "prefixes on the host": (DECODER, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
+    "prefixes on a disk": (DECODER, "", by_turns, ONE, {"kv_disk": "{}/disk:1M", **TORCH}),
+    "states in a store": (STATES_KEPT, "", by_turns, ONE, {"kv_store": "{}/store", **TORCH}),
     "after a sleep": (DECODER, "", short_text, {}, {"kv_host_bytes": 1 << 20, **TORCH}),
     "states on the host": (STATES_KEPT, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
     "encoder": (ENCODER, "mean_tokens", inputs, {"context_length": 64}, {}),
@@ -448,7 +451,7 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
         for number, rank in ((1, 6), (2, 1), (3, 3)):
             invent(runner, number, rank)
     if case == "prefixes on the host" and "device" in settings:
-        assert len(runner.host._memory[0]) == 1, "one kernel for all layers"
+        assert len(runner.tiers["host"]._memory[0]) == 1, "one kernel for all layers"
     if case == "after a sleep" and "device" in settings:
         for weights in ("host", "host", "files"):
             sleep_and_wake(runner, weights)
@@ -461,7 +464,7 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
         assert [group.window for group in facts.groups] == [0, WINDOW]
         poison(runner, core)
     answered = shown(run(runner, requests(), core))
-    for tier in core.stats().tiers if case.endswith("on the host") else []:
+    for tier in core.stats().tiers if "prefixes" in case or "states o" in case else []:
         assert tier.loaded > 12, tier
     return answered
 
@@ -478,7 +481,8 @@ def main() -> None:
         found = {case: {"cpu": answers(cpu_runner, case, sources[case])} for case in cases}
         become_gpu()
         for case in cases:
-            found[case]["gpu"] = answers(cuda_runner, case, sources[case], device="cuda", **CASES[case][-1])
+            settings = {k: v.format(name) if isinstance(v, str) else v for k, v in CASES[case][-1].items()}
+            found[case]["gpu"] = answers(cuda_runner, case, sources[case], device="cuda", **settings)
     print(json.dumps(found))
 
 

@@ -236,7 +236,6 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, folder: str, size: str, w
 @pytest.mark.parametrize(
     ("changes", "vectors", "words"),
     [
-        ({"device": "cuda"}, False, "by --device cuda"),
         ({}, True, "answers with vectors"),
         ({"prefix_cache": False}, False, "no-prefix-cache"),
         ({"executor": "fake"}, False, "--executor fake"),

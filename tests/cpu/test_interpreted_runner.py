@@ -16,6 +16,7 @@ CASES = {
     "weights on the host": {"logprobs"},
     "adapters": {"logprobs"},
     "prefixes on the host": {"logprobs"},
+    "prefixes on a disk": {"logprobs"},
     "after a sleep": {"logprobs"},
     "pages of int8": {"logprobs"},
     "toy family": {"logprobs"},

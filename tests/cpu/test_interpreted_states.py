@@ -18,6 +18,7 @@ CASES = {
     "one part in each layer": {"logprobs"},
     "scans alone": {"logprobs"},
     "states on the host": {"logprobs"},
+    "states in a store": {"logprobs"},
 }
 
 

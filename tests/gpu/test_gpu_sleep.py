@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_gpu_moe import TINY as MIXTURE
-from test_gpu_runner import TINY, generate, make, prompt
+from test_gpu_runner import TINY, generate, ints, make, prompt
 
 from sgla.errors import OutOfMemory
-from sgla.messages import Control
+from sgla.messages import KEY, Control, Copy, StepPlan
 from sgla.worker.region import Region, gpu_memory
 
 PROMPTS = {slot: prompt(slot, 20 + 13 * slot) for slot in range(8)}
@@ -49,6 +50,37 @@ def test_graphs_go_on_after_a_sleep(model: dict[str, Any], settings: dict[str, A
         runner.control(wake())
         assert abs(torch.cuda.mem_get_info()[0] - before) < 64 << 20
         assert generate(runner, PROMPTS, 12, True) == first
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_prefixes_come_back_from_where_they_were_saved(tier: str, tmp_path: Path) -> None:
+    """Pages that others have written meanwhile are what they were."""
+    settings: dict[str, Any] = {"host": {"kv_host_bytes": 64 << 20}, "disk": {"kv_disk": f"{tmp_path}:64M"}}
+    runner = make(**settings[tier])
+    first = generate(runner, {0: PROMPTS[0]}, 12, True)
+    count = -(-len(PROMPTS[0]) // runner.facts.page_size)
+    pages, places = ints(*range(1, count + 1)), ints(*range(3, count + 3))
+    keys = [bytes(range(KEY)) * count]
+
+    def copy(source: str, target: str, sources: bytes, targets: bytes) -> None:
+        told = Copy(1, source, target, [sources], [targets], keys)
+        empty = StepPlan(step=0, slots=b"", starts=b"", q_lens=b"", flags=b"", new=[], copies=[told])
+        runner.launch(empty)
+        moved: list[Any] = []
+        while not moved:
+            moved = runner.moved()
+        assert moved[0].ok
+        assert not runner.copying
+
+    before = [layer.k[1 : count + 1].clone() for layer in runner.steps.kv]
+    copy("device", tier, pages, places)
+    for layer in runner.steps.kv:
+        layer.k[1 : count + 1] = float("nan")
+    copy(tier, "device", places, pages)
+    for layer, had in zip(runner.steps.kv, before):
+        assert torch.equal(layer.k[1 : count + 1], had)
+    assert generate(runner, {0: PROMPTS[0]}, 12, True) == first
+    runner.close()
 
 
 def test_a_runner_that_finds_no_memory_sleeps_on() -> None:
