@@ -75,7 +75,7 @@ def sleep(args: argparse.Namespace) -> None:
     with engine_of(args) as engine:
         before = engine.generate(prompt, params).tokens
         for repeat in range(args.repeat):
-            for level in (1, 2):
+            for level in (1, 1, 2):
                 had = free()
                 away, slept = timed(partial(engine.sleep, level))
                 assert slept
