@@ -46,7 +46,7 @@ def runner(*args: Any) -> Any:
             table = self._state.tokens
             _force[(1,)](
                 self._ids, out, self._where, self._ends, table, table.stride(0), self._leading, next(steps),
-                share, BLOCK=64, num_warps=1,
+                share, BLOCK=512, num_warps=4,
             )  # fmt: skip
         accept(self, out)
 
