@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.attention import DeviceBatch
@@ -32,6 +33,7 @@ from sgla.worker.verify import DeviceDrafts
 from sgla.worker.warm_up import SIZES as PROMPTS
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)  # that guess in a step: each verifies two tokens at least
+COUNTS = (*range(1, 9), 12, 16, 24, 32, 48)  # guesses of a row: one that may make another number is padded
 READS = (8, 32, 64)  # tokens that graphs read
 RARE = 4  # steps that plan guesses, which are few where none were right (``Facts.padded_drafts``)
 AGAIN = 2  # tokens that a chain begins with: the pending one, and the last guess, which nobody has read
@@ -57,7 +59,7 @@ class Chains:
         self.pairs = [pair for size, before in zip(ROWS, (0, *ROWS)) for pair in self._counts(size, before)]
         room = max(READS[-1], *(size * self._width(count) for size, count in self.pairs))
         self._columns = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
-        self._sent = np.zeros(0, np.int32)  # what the columns hold
+        self._sent: NDArray[np.int32] = np.zeros((0, 0), np.int32)  # what the columns hold
         # Of each slot: before this token nothing can be read again.
         self._floors = torch.zeros(self._padding + 1, dtype=torch.int32, device="cuda")
         self._look = torch.zeros(2, READS[-1], dtype=torch.int32, device="cuda")
@@ -84,7 +86,12 @@ class Chains:
     def _counts(self, size: int, before: int) -> list[tuple[int, int]]:
         """Of chains with more than ``before`` rows, ``size`` at most: with how many guesses there are any."""
         most = min(self._most, VERIFIED // (before + 1) - 1)
-        return [(size, count) for count in range(1, most + 1)]
+        return [(size, count) for count in COUNTS if count < most] + [(size, most)] * (most > 0)
+
+    def _pair(self, slots: Int32s, most: Int32s) -> tuple[int, int]:
+        """Which chain guesses for these rows."""
+        size, count = next(size for size in ROWS if size >= len(slots)), int(most.max())
+        return next(pair for pair in self.pairs if pair[0] == size and pair[1] >= count)
 
     def take(self, kv: list[Layer]) -> None:
         """The pages of its layers."""
@@ -96,6 +103,8 @@ class Chains:
         for new in plan.new:
             self._unread[new.slot] = 0
             self._pace.admit(new.slot)
+        if plan.new:
+            self._admit(plan)
         most = column(plan.drafts) if plan.drafts else np.zeros(0, np.int32)
         rows = np.flatnonzero(most > 0)
         if not len(rows):
@@ -104,6 +113,9 @@ class Chains:
         slots = column(plan.slots)[rows]
         best = self._pace.most(slots, int(most.max()), int(alone.sum()))
         return replace(plan, drafts=np.minimum(most, best).astype(np.int32).tobytes())
+
+    def _admit(self, plan: StepPlan) -> None:
+        """The plan has new rows."""
 
     def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
         """Of so many guesses in each slot so many were right."""
@@ -119,9 +131,10 @@ class Chains:
         others = ~(prompts | guessing)
         self._unread[slots[others]] += 1
         if guessing.any():
-            count = int(most.max())
-            self._catch_up(slots[guessing], starts[guessing], self._width(count))
-            self._guess(slots[guessing], most[guessing], count)
+            rows = slots[guessing], most[guessing]
+            pair = self._pair(*rows)
+            self._catch_up(slots[guessing], starts[guessing], self._width(pair[1]))
+            self._guess(*rows, pair)
 
     def _read_on(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
         """Read ``q_lens`` tokens of ``slots`` from ``starts`` on, and those before that are unread."""
@@ -171,8 +184,7 @@ class Chains:
         else:
             self._reader(size)
 
-    def _guess(self, slots: Int32s, most: Int32s, count: int) -> None:
-        size = next(size for size in ROWS if size >= len(slots))
+    def _guess(self, slots: Int32s, most: Int32s, pair: tuple[int, int]) -> None:
         host = np.zeros((2, ROWS[-1]), np.int32)
         host[0] = self._padding
         host[:, : len(slots)] = slots, most
@@ -180,7 +192,6 @@ class Chains:
             self._columns.copy_(upload(host))
             self._sent = host
         self._unread[slots] = self._left(most)
-        pair = size, count
         if pair in self._graphs:
             self._graphs[pair].replay()
         else:

@@ -17,13 +17,14 @@ from sgla.kernels.gpu import RecordedForward
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
 from sgla.layers.vocab import LMHead
+from sgla.messages import StepPlan
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.predictor import Head
 from sgla.model.spec import ModelSpec
 from sgla.worker.chains import ROWS, Chains, Drawn
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_steps import GpuSteps
-from sgla.worker.state import Int32s
+from sgla.worker.state import Int32s, column
 from sgla.worker.told import Told
 from sgla.worker.verify import DeviceDrafts
 
@@ -116,6 +117,13 @@ class HeadChains(Chains):
 
     def _left(self, most: Int32s) -> Int32s:
         return most
+
+    def _admit(self, plan: StepPlan) -> None:
+        """The target tells nothing of what new rows find in the prefix tree."""
+        slots = column(plan.slots)
+        rows = np.isin(slots, [new.slot for new in plan.new])
+        places, starts = upload(np.stack([slots[rows], column(plan.starts)[rows]]))
+        self._floors.index_copy_(0, places.long(), starts)
 
     def _read_on(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
         """Prompts are read behind their step; what is unread before that is left out."""

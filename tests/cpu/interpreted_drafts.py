@@ -174,8 +174,8 @@ class Guesses(dict[str, list[int]]):
     def of_gpu(self, runner: Any) -> None:
         state, guess = runner.steps.drafts, runner.chains._guess
 
-        def spied(slots: Any, most: Any, count: int) -> None:
-            guess(slots, most, count)
+        def spied(slots: Any, most: Any, pair: tuple[int, int]) -> None:
+            guess(slots, most, pair)
             for slot, n in zip(slots.tolist(), most.tolist()):
                 known = int(state.computed[slot]) + 1
                 self._note(state.tokens[slot], known, min(n, int(state.limits[slot]) - known - 1))
