@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from test_gpu_moe import TINY as MIXTURE
 from test_gpu_runner import TINY, generate, make, prompt
 from test_gpu_sleep import sleep, wake
 from torch import Tensor
+from trainer_process import tensors_of as tensors_sent
 
 from sgla.actors.resting import in_memory
 from sgla.errors import InvalidField
@@ -79,3 +83,41 @@ def test_weights_that_come_are_those_of_a_new_runner(
         with pytest.raises(InvalidField):
             bring(runner, save({name: tensor.contiguous() for name, tensor in (two | wrong).items()}))
         assert generate(runner, PROMPTS, 12, True) == expected
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("kind", ["pickle", "nccl"])
+def test_another_process_sends_tensors_of_a_gpu(tmp_path: Path, kind: str) -> None:
+    if kind == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL wants two GPUs")
+    runner = make()
+    shapes = {name: list(slot.shape) for name, slot in runner.steps.model.declared.build.table.items()}
+    where = str(tmp_path / "tensors") if kind == "pickle" else str(free_port())
+    script = str(Path(__file__).parent / "trainer_process.py")
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process: Any = subprocess.Popen([sys.executable, script, kind, where], **pipes)
+    with process as trainer:
+        trainer.stdin.write(json.dumps(shapes) + "\n")
+        trainer.stdin.flush()
+        if kind == "pickle":
+            assert trainer.stdout.readline() == "sent\n"
+            runner.control(Control(verb="weights_receive", args={"paths": [where]}))
+        else:
+            place = {"master_address": "127.0.0.1", "master_port": int(where), "rank_offset": 1}
+            more = {"world_size": 2, "group": "g", "backend": "nccl"}
+            runner.control(Control(verb="trainer_join", args=place | more)).result(60)
+            told = [(name, shape, "bfloat16") for name, shape in shapes.items()]
+            args = {"group": "g", "tensors": told}
+            runner.control(Control(verb="weights_receive", args=args)).result(60)
+        runner.control(Control(verb="weights_take", args={"keep": True}))
+        if kind == "nccl":
+            runner.control(Control(verb="trainer_leave", args={"group": "g"}))
+        trainer.stdin.write("end\n")
+    found = generate(runner, PROMPTS, 12, True)
+    bring(runner, save({name: tensor.cpu() for name, tensor in tensors_sent(shapes).items()}))
+    assert generate(runner, PROMPTS, 12, True) == found
