@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from sgla import Engine, SamplingParams
 from sgla.actors.ingress import Ingress, Sink
@@ -221,3 +222,33 @@ def test_a_request_that_is_refused_ends_its_batch(engine: Engine) -> None:
         engine.generate(["x", "y"], SamplingParams(max_tokens=2, ignore_eos=True))[1].usage.completion_tokens
         == 2
     )
+
+
+def test_an_engine_takes_other_weights_beside_paused_requests(tiny_model: Path, tmp_path: Path) -> None:
+    """From tensors and from a folder; a later request is answered as by an engine of these weights."""
+    greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    settings: dict[str, Any] = {"device": "cpu", "executor": "inline", "threads": 1, "dtype": "float32"}
+    named = load_file(tiny_model / "model.safetensors")
+    other = {name: tensor.flip(0) if tensor.dim() > 1 else tensor for name, tensor in named.items()}
+    for path in tiny_model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    save_file({name: tensor.contiguous() for name, tensor in other.items()}, tmp_path / "model.safetensors")
+    with Engine(str(tmp_path), **settings) as engine:
+        expected = engine.generate("abcd" * 8, greedy).tokens
+    with Engine(str(tiny_model), **settings) as engine:
+        before = engine.generate("abcd" * 8, greedy).tokens
+        assert before != expected
+        stream = engine.stream("abcd" * 8, SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
+        told = list(next(stream).tokens)
+        assert not engine.update_weights_from_tensor(other.items()), "requests run"
+        engine.pause_generation()
+        assert engine.update_weights_from_tensor(other.items(), weight_version="2")
+        with pytest.raises(SglaError, match="unexpected"):
+            engine.update_weights_from_tensor([("x", named["model.norm.weight"])])
+        engine.continue_generation()
+        told += [token for event in stream for token in event.tokens]
+        assert len(told) == 200
+        assert engine.generate("abcd" * 8, greedy).tokens == expected
+        assert engine.update_weights_from_disk(str(tiny_model))
+        assert engine.generate("abcd" * 8, greedy).tokens == before
+        assert engine.get_weights_by_name("model.norm.weight", 2) == named["model.norm.weight"][:2].tolist()
