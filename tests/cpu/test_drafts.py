@@ -62,6 +62,7 @@ def alone() -> Transcript:
         {"drafts": 1, "depth": 1},
         {"drafts": 4},
         {"drafts": 4, "padded_drafts": True},
+        {"drafts": 4, "padded_drafts": True, "step_tokens": 11, "depth": 3},
         {"drafts": 30, "depth": 3, "step_tokens": 40},
         {"drafts": 5, "pages": 12, "reserve": 0.0},
     ],

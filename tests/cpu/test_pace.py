@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgla.worker.pace import RARE, TIMED, Line, Pace
+from sgla.worker.pace import RARE, TIMED, Curve, Line, Pace
 
 SLOTS = np.arange(4, dtype=np.int32)
 
@@ -78,3 +78,13 @@ def test_a_line_follows_what_comes() -> None:
     for x in (4, 8, 16) * 30:
         line.add(x, 1.0 + 0.5 * x)
     assert line.at(np.array([10, 20])) == pytest.approx([6.0, 11.0], rel=1e-3)
+
+
+@pytest.mark.parametrize(("guess", "expected"), [(0.01, 8), (0.3, 2), (50.0, 0)])
+def test_costs_that_are_known_at_the_start(guess: float, expected: int) -> None:
+    """Before any step: the share of right guesses is the one that requests begin with."""
+    pace = Pace(8, adaptive=True, rare=1000)
+    target = Curve([1, 2, 16], [1.0, 1.01, 1.02])
+    pace.know(target, Curve([1, 8], [guess, guess]), Curve([1, 8], [guess, guess]))
+    pace.step(4, 99.0)
+    assert pace.most(SLOTS[:1], 8, 1) == expected
