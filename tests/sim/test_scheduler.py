@@ -807,3 +807,24 @@ def test_prompts_with_other_media_do_not_share_what_comes_behind() -> None:
     found = {rid: simulation.deltas[rid][0].cached_tokens for rid, _ in media}
     assert found == {"cat": 0, "dog": 4, "later": 4, "none": 4, "two": 12, "again": 20, "both": 20}
     simulation.verify()
+
+
+def test_after_a_renewal_nobody_finds_what_was_before() -> None:
+    """Requests that run go on; who waits, and who comes, computes all of its prompt."""
+    simulation = Simulation(make_limits())
+    simulation.offer(make_submit("runs", PROMPT, max_new=30))
+    for _ in range(5):
+        simulation.step()
+    assert not simulation.core.renew(), "a step is in flight"
+    while simulation.flights:  # and none is planned in a pause
+        result = simulation.model.execute(simulation.flights.popleft())
+        simulation.take(simulation.core.retire(result, simulation.now))
+    assert simulation.core.renew()
+    before = simulation.core.stats().hit_tokens
+    for rid in ("first", "again"):
+        simulation.offer(make_submit(rid, PROMPT, max_new=2))
+        simulation.run()
+        if rid == "first":
+            assert simulation.core.stats().hit_tokens == before
+    assert simulation.core.stats().hit_tokens > before
+    simulation.core.check()

@@ -42,6 +42,8 @@ def play(random: Random, steps: int) -> Recorded:
             simulation.cancel(random.choice(list(simulation.submits)), random.choice(("client", "stop")))
         if random.random() < 0.02:
             simulation.core.flush_cache()
+        if random.random() < 0.02:
+            simulation.core.renew()
         if random.random() < 0.2:
             simulation.end_a_hold(random)
         if random.random() < 0.2:
