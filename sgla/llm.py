@@ -261,6 +261,13 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         return self.engine.flush_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: 1: the KV cache, and what weights take of a GPU; 2: the weights, too."""
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.engine.wake_up(tags)
+
     def start_profile(self) -> None:
         """Record what the workers do, until ``stop_profile``; the trace goes to ``profile_folder``."""
         self.engine.start_profile()

@@ -144,6 +144,15 @@ def test_defaults_may_be_changed(llm: LLM) -> None:
     assert len(llm.generate("abc", params)[0].outputs[0].token_ids) == 3
 
 
+def test_it_sleeps_and_wakes(llm: LLM) -> None:
+    llm.sleep(level=2)
+    assert llm.engine.is_sleeping
+    llm.wake_up(tags=["weights"])
+    assert llm.engine.is_sleeping
+    llm.wake_up()
+    assert not llm.engine.is_sleeping
+
+
 def test_what_is_not_set_is_the_models_default_or_vllms(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's with ``Engine``, vLLM's in a script that was written for its class."""
     values = {
