@@ -31,6 +31,7 @@ from sgla.worker.pace import Curve, Pace
 from sgla.worker.state import Int32s, column
 from sgla.worker.verify import DeviceDrafts
 from sgla.worker.warm_up import SIZES as PROMPTS
+from sgla.worker.warm_up import layers_of_all_kinds
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32)  # that guess in a step: each verifies two tokens at least
 COUNTS = (*range(1, 9), 12, 16, 24, 32, 48)  # guesses of a row: one that may make another number is padded
@@ -202,9 +203,15 @@ class Chains:
         return np.minimum(most, AGAIN - 1)
 
     def rehearse(self) -> None:
-        """Every step there is, to ask for its kernels."""
+        """Every step there is, to ask for its kernels; a few of the layers stand for all."""
         if not self._captures:
             return
+        kept = self.steps.kv
+        self.take(kept[: layers_of_all_kinds(self.steps.model.spec)])
+        self._rehearse()
+        self.take(kept)
+
+    def _rehearse(self) -> None:
         self.prepare()
         most, one = self.steps.step_tokens, np.array([self._padding], np.int32)
         sizes = {*self._sizes(most), *(n for n in (*PROMPTS, *TILES) if n < most), most}
