@@ -137,12 +137,19 @@ class DeviceSampler:
         into ``out`` and the token table. Capturable."""
         self._draw(logits, slots, positions, out, self._shard.range(self._vocab).start, landing=landing)
 
+    def guess(self, logits: Tensor, slots: Tensor, positions: Tensor, out: Tensor) -> None:
+        """``draw`` by temperature, top-k, top-p and min-p, from the whole vocabulary. Capturable."""
+        thresholds = fast.find_thresholds(
+            logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps
+        )
+        self._draw(logits, slots, positions, out, 0, thresholds)
+
     def fused_draw(self, slots: Tensor, positions: Tensor, keys: Tensor, plain: Tensor) -> DrawInputs:
         """What the output layer needs to draw instead of ``draw``; then ``land`` does the rest."""
         first = self._shard.range(self._vocab).start
         return DrawInputs(slots, positions, self.seeds, self.temperatures, keys, plain, first)
 
-    def land(self, draw: DrawInputs, out: Tensor, landing: sampling.Landing | None = None) -> None:
+    def land(self, draw: DrawInputs, out: Tensor, landing: sampling.Landing) -> None:
         sampling.follow(
             draw.keys, draw.slots, draw.positions, self._tokens, out, self._best_of_ranks, landing
         )

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from sgla.attention import DeviceBatch
 from sgla.kernels.cuda.batch_gemm import ROWS as TILES
-from sgla.kernels.cuda.batch_gemm import DrawInputs
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
-from sgla.kernels.triton.sampling import WORST
 from sgla.messages import VERIFIED, StepPlan
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_memory import GRAPH_LAYER
@@ -38,7 +36,6 @@ COUNTS = (*range(1, 9), 12, 16, 24, 32, 48)  # guesses of a row: one that may ma
 READS = (8, 32, 64)  # tokens that graphs read
 RARE = 4  # steps that plan guesses, which are few where none were right (``Facts.padded_drafts``)
 AGAIN = 2  # tokens that a chain begins with: the pending one, and the last guess, which nobody has read
-Drawn = tuple[Tensor, bool]  # logits, and whether they were drawn from
 
 
 class Chains:
@@ -75,8 +72,6 @@ class Chains:
         widths = {self._width(count) for _, count in self.pairs}
         self._last = {width: self._q_start[width - 1 : -1 : width].clone() for width in widths}
         self._ends, self._out = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
-        self._keys = torch.full((ROWS[-1],), WORST, dtype=torch.int64, device="cuda")
-        self._plain = torch.ones(1, dtype=torch.int32, device="cuda")
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._readers: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -287,30 +282,17 @@ class Chains:
             rows, most, state.computed, state.limits, self._floors, ahead, self.shift, slots, starts, ends,
             self._padding,
         )  # fmt: skip
-        draw = sampler.fused_draw(rows, ends, self._keys[:size], self._plain)
         batch, out = self._batch(slots, starts), self.steps.logits[:size]
-        logits, drawn = (
-            self._further(batch, out, draw) if ahead else self._first(batch, self._last[width][:size], out)
-        )
-        if drawn:
-            sampler.land(draw, self._out[:size])
-        else:
-            sampler.draw(self._of_target(logits), rows, ends, self._out[:size])
+        logits = self._further(batch, out) if ahead else self._first(batch, self._last[width][:size], out)
+        sampler.guess(self._of_target(logits), rows, ends, self._out[:size])
 
-    def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Drawn:
+    def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Tensor:
         """Logits of the tokens ``last`` int32[S] of a chain's first step, if possible in ``out``."""
-        return self.steps.forward.step(batch, last, out)
+        return self.steps.forward.step(batch, last, out).logits
 
-    def _further(self, batch: DeviceBatch, out: Tensor, draw: DrawInputs) -> Drawn:
+    def _further(self, batch: DeviceBatch, out: Tensor) -> Tensor:
         """Of a step behind it, whose rows are of different slots: so they may store k and v themselves."""
-        drawing = draw if self._draws else None
-        return self.steps.forward.step(batch, None, out, drawing, self.steps.attention.decode.fused)
-
-    @property
-    def _draws(self) -> bool:
-        """Whether the layer that computes logits may draw from them."""
-        steps = self.steps
-        return steps.forward.draws and len(steps.model.lm_head.own) <= self._target.model.spec.vocab
+        return self.steps.forward.step(batch, None, out, decode=self.steps.attention.decode.fused).logits
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """Those of tokens of the target."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from sgla.attention import DeviceBatch
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.cuda.batch_gemm import DrawInputs
 from sgla.kernels.gpu import RecordedForward
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
@@ -21,7 +20,7 @@ from sgla.messages import StepPlan
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.predictor import Head
 from sgla.model.spec import ModelSpec
-from sgla.worker.chains import ROWS, Chains, Drawn
+from sgla.worker.chains import ROWS, Chains
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.state import Int32s, column
@@ -108,10 +107,6 @@ class HeadChains(Chains):
     def _sizes(self, most: int) -> list[int]:
         return self._reading.sizes(most)
 
-    @property
-    def _draws(self) -> bool:
-        return self._ids_of is None and super()._draws
-
     def _width(self, count: int) -> int:
         return count + 1
 
@@ -158,13 +153,13 @@ class HeadChains(Chains):
         self._hand.given = self._taken[: batch.tokens]
         drafts.take(self._hand.given, self._told.ring, batch.slots, batch.positions)
 
-    def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Drawn:
+    def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Tensor:
         self._take(batch)
-        return self._reading.step(batch, last, out)
+        return self._reading.step(batch, last, out).logits
 
-    def _further(self, batch: DeviceBatch, out: Tensor, draw: DrawInputs) -> Drawn:
+    def _further(self, batch: DeviceBatch, out: Tensor) -> Tensor:
         self._hand.given = self._hand.kept
-        return super()._further(batch, out, draw)
+        return super()._further(batch, out)
 
     def _of_target(self, logits: Tensor) -> Tensor:
         if self._ids_of is None:

@@ -23,7 +23,8 @@ from tiny import VOCAB, Transcript, make_core, run, submit, tiny_config
 
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
-from sgla.kernels.triton import attention
+from sgla.kernels.cuda import thresholds
+from sgla.kernels.triton import attention, sampling
 from sgla.messages import Control, Grammar, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
 from sgla.worker import chains, gpu_setup
@@ -94,6 +95,7 @@ def texts() -> list[Submit]:
     return [
         submit("free", [5, 9, 2], 12),
         submit("warm", [7] * 9, 8, temperature=0.7, seed=3),
+        submit("cut", [7] * 3, 5, temperature=1.0, seed=3, top_k=9, top_p=0.9),
         submit("ruled", [5], 5, allowed=[8, 9], temperature=1.0, seed=1),
         submit("prompt", list(range(20)), 3, prompt_logprobs=1),
         submit("grammar", [5, 9], 4, grammar=REGEX, temperature=1.0, seed=6),
@@ -230,6 +232,7 @@ def main() -> None:
     gpu_setup.rehearse, gpu_setup.Capture = (lambda *args: None), Capture  # type: ignore[assignment, misc]
     chains.Chains.rehearse = chains.Chains.time = lambda *args: None  # type: ignore[method-assign, assignment]
     attention.splits_for = lambda *args: 1
+    thresholds.find_thresholds = sampling.find_thresholds
     for case, (_, _, own, _) in CASES.items():
         algorithm = MODELS[case][0] if case in MODELS else "ngram"
         guessing = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": DRAFTS}

@@ -41,7 +41,7 @@ def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any], case: st
     assert gpu["verifies"] + sum(gpu["right"]) < sum(map(len, cpu["tokens"].values()))
 
 
-@pytest.mark.parametrize(("case", "right"), [("model", 1), ("itself", 12)])
+@pytest.mark.parametrize(("case", "right"), [("model", 1), ("itself", 15)])
 def test_text_is_that_of_a_cpu_where_a_model_guesses(answers: dict[str, Any], case: str, right: int) -> None:
     """One with fewer layers is right at times, one that guesses for itself wherever no rule is in the way:
     so it has read all that its target has."""
