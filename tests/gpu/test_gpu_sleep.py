@@ -48,10 +48,11 @@ def test_graphs_go_on_after_a_sleep(model: dict[str, Any], settings: dict[str, A
         assert given >= 0.9 * least
         runner.control(wake(kv=False))
         runner.control(wake())
-        assert abs(torch.cuda.mem_get_info()[0] - before) < 64 << 20
+        assert torch.cuda.mem_get_info()[0] > before - (64 << 20)
         assert generate(runner, PROMPTS, 12, True) == first
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_prefixes_come_back_from_where_they_were_saved(tier: str, tmp_path: Path) -> None:
     """Pages that others have written meanwhile are what they were."""
