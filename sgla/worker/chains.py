@@ -207,7 +207,6 @@ class Chains:
         self.take(kept)
 
     def _rehearse(self) -> None:
-        self.prepare()
         most, one = self.steps.step_tokens, np.array([self._padding], np.int32)
         sizes = {*self._sizes(most), *(n for n in (*PROMPTS, *TILES) if n < most), most}
         for size in sorted(sizes):
@@ -231,15 +230,10 @@ class Chains:
         steps = len(READS) + sum(count for _, count in self.pairs)
         return steps * self.steps.model.spec.layers * GRAPH_LAYER
 
-    def prepare(self) -> None:
-        """What cannot happen while a graph is captured."""
-        self.steps.forward.prepare(self.steps.attention.decode.fused)
-
     def capture(self, capture: Capture) -> None:
         """Once the pages are there, and all slots free."""
         if not self._captures:
             return
-        self.prepare()
         for size in reversed(READS):
             self._readers[size] = capture(partial(self._reader, size))
         for pair in reversed(self.pairs):
