@@ -59,6 +59,7 @@ def _decode(
     INT8: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    none: tl.constexpr = 0 if INT8 else 0.0
     length = tl.load(kv_len + row)
     slot = tl.load(slots + row).to(tl.int64)
     first = 0
@@ -86,7 +87,7 @@ def _decode(
         page = tl.load(pages + n // page_size, mask=live, other=0).to(tl.int64)
         place = page * s_page + (n % page_size) * s_token + head * s_head
         there = live[None, :] & inside[:, None]
-        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0).to(query.dtype)
+        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=none).to(query.dtype)
         s = tl.dot(query, keys, input_precision="ieee")
         if INT8:
             z = page * z_page + (n % page_size) * z_token + head * z_head
@@ -102,7 +103,7 @@ def _decode(
             p = p * tl.load(v_scales + z, mask=live, other=0.0)[None, :]
         there = live[:, None] & within[None, :]
         place = page * v_page + (n % page_size) * v_token + head * v_head
-        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=0).to(query.dtype)
+        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=none).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if splits == 1:
@@ -153,6 +154,7 @@ def _extend(
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
+    none: tl.constexpr = 0 if INT8 else 0.0
     slot = tl.load(tile).to(tl.int64)
     begin = tl.load(tile + 1)
     start_at = tl.load(tile + 2)
@@ -181,7 +183,7 @@ def _extend(
         place = page * s_page + (n % page_size) * s_token + head * s_head
         known = (n >= oldest) & (n < end)
         there = known[None, :] & inside[:, None]
-        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=0).to(query.dtype)
+        keys = tl.load(k + place[None, :] + d[:, None], mask=there, other=none).to(query.dtype)
         s = tl.dot(query, keys, input_precision="ieee")
         if INT8:
             z = page * z_page + (n % page_size) * z_token + head * z_head
@@ -199,7 +201,7 @@ def _extend(
             p = p * tl.load(v_scales + z, mask=known, other=0.0)[None, :]
         there = known[:, None] & within[None, :]
         place = page * v_page + (n % page_size) * v_token + head * v_head
-        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=0).to(query.dtype)
+        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=none).to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if SINKS:
