@@ -229,7 +229,7 @@ def run(rank: int, args: argparse.Namespace, folder: str) -> None:
         model=args.model,
         device="cuda",
         load_format="dummy",
-        context_length=8192,
+        context_length=max(8192, args.context + 1024),
         attention_backend=args.backend,
         **json.loads(args.extra),
         quantization=args.quantization,
