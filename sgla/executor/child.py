@@ -55,6 +55,10 @@ def main() -> None:
     os._exit(code)
 
 
+# Runners stay until the process ends: their last steps may still be under way in the memory that they have.
+_kept: list[Any] = []
+
+
 def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> int:
     """Exit code of the process."""
     begun = clock.now()
@@ -87,6 +91,7 @@ def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> 
     except SglaError as error:
         pipe.send(("error", error))
         return 2
+    _kept.append(worker)
     worker.facts.timings = timings | worker.facts.timings
     give_back_memory()
     pipe.send(("facts", worker.facts))

@@ -9,6 +9,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sgla.config import Config
@@ -46,6 +47,10 @@ class StubRunner:
             ledger={"pid": os.getpid()},
             notes=notes,
         )
+
+    def __del__(self) -> None:
+        if (gone := getattr(self, "trouble", {}).get("gone")) is not None:
+            Path(gone).touch()
 
     def misbehave(self, when: str) -> None:
         match self.trouble.get(when):

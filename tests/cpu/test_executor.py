@@ -122,6 +122,14 @@ async def test_plans_go_in_and_results_come_out_in_order(make: Make, kind: Make)
         await executor.control(Control(verb="signals"))
 
 
+async def test_a_runner_is_there_until_its_process_ends(make: Make, tmp_path: Path) -> None:
+    """What it has launched last may still be under way."""
+    executor = make(ProcsExecutor, {"gone": str(tmp_path / "gone")})
+    await executor.start(lambda progress: None)
+    await executor.close()
+    assert not (tmp_path / "gone").exists()
+
+
 async def test_every_rank_gets_every_plan_and_one_death_ends_all(make: Make, capfd: Any) -> None:
     executor = make(ProcsExecutor, {"rank": 1, "at": 3, "step": "kill"}, tp=2)
     deaths: list[WorkerDied] = []
