@@ -37,7 +37,7 @@ def eagle_of(config: Config, source: ModelSource, target: ModelSpec) -> EagleSpe
 
 def told_of(config: Config, source: ModelSource, target: CausalLM, sizes: Sizes) -> Told | None:
     """What ``target`` is to tell a head, which it does from its next recording on."""
-    if config.speculative_algorithm not in ("mtp", "eagle", "eagle3"):
+    if config.speculative_algorithm not in ("mtp", "eagle", "eagle3") or not drafts_of(config):
         return None
     assert isinstance(target, Decoder)
     eagle, dtype = eagle_of(config, source, target.spec), DTYPES[dtype_of(config)]

@@ -28,7 +28,7 @@ from sgla.worker.adapters import AdapterStore, places_of
 from sgla.worker.chain_setup import load_chains, told_of
 from sgla.worker.chains import Chains
 from sgla.worker.disk import identity_of
-from sgla.worker.facts import answer_facts
+from sgla.worker.facts import answer_facts, drafts_of
 from sgla.worker.flights import Flights
 from sgla.worker.forward import compiling
 from sgla.worker.gpu_adapters import AdapterCopies
@@ -87,7 +87,9 @@ class GpuSetup(Runner):
             self.regions = Regions(*(Region(memory, self.place.usage()["total"]) for _ in range(2)))
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
         self._states = config.enable_return_hidden_states
-        guessing = read_guessing(config, None if source.draft is None else source.draft.config, spec)
+        guessing = None
+        if drafts_of(config):
+            guessing = read_guessing(config, None if source.draft is None else source.draft.config, spec)
         weights = weights_of(config, spec, self.place)
         weights = weights._replace(beside=draft_bytes(config, guessing, dtype_of(config)))
         self.budget = Budget(weights, sizes.step_tokens, sizes.slots)
