@@ -20,7 +20,7 @@ LONGEST = 1 << 20  # tokens of a request, its answer included
 def int32(values: Sequence[int]) -> bytes:
     """A column of integers: six times as fast as an ``array`` made of a list.
     Raises struct.error for what is no int32."""
-    return struct.pack(f"<{len(values)}i", *values)
+    return struct.pack(f"<{len(values)}i", *values) if values else b""
 
 
 class Grammar(msgspec.Struct, kw_only=True, frozen=True):
@@ -466,7 +466,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, gc=False):
     asked: Pairs | Sequence[tuple[int, float]] = ()  # of SamplingParams.logprob_token_ids
 
 
-class Delta(msgspec.Struct, kw_only=True, gc=False):
+class Delta(msgspec.Struct, gc=False):
     """What one step (or a refusal) brought for one child.
     ``finish``: None | stop | length | repetition | abort | error."""
 
@@ -481,27 +481,20 @@ class Delta(msgspec.Struct, kw_only=True, gc=False):
     vector: bytes | None = None  # float32[*], with finish == "stop": the answer to a request with ``pool``
     # float32[*, width]: hidden states of the tokens before the last one of ``tokens``.
     hidden: list[bytes] | None = None
-    verifies: int = 0  # steps so far that brought tokens where it may guess
-    guessed: int = 0  # tokens, in these
-    right: int = 0  # of those
+    # Steps so far that brought tokens where it may guess, the tokens guessed in these, and the right ones.
+    guesses: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def bare(self) -> bool:
         """It has tokens, and maybe how they end, but nothing that belongs to one of them."""
         return self.logprobs is None and self.hidden is None and self.vector is None and self.error is None
 
-    @property
-    def guesses(self) -> tuple[int, int, int]:
-        """``verifies``, ``guessed`` and ``right``, which grow together."""
-        return self.verifies, self.guessed, self.right
-
     def merge(self, later: Delta) -> None:
         """Append a later one of the same child, which is ``bare``."""
         self.tokens += later.tokens
         self.finish, self.matched = later.finish, later.matched
         self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
-        guesses = max(self.guesses, later.guesses)
-        self.verifies, self.guessed, self.right = guesses
+        self.guesses = max(self.guesses, later.guesses)
 
 
 class Deltas(msgspec.Struct):
@@ -514,7 +507,7 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    verifies: int = 0  # see Delta
+    verifies: int = 0  # see Delta.guesses
     guessed: int = 0
     right: int = 0
 

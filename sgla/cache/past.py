@@ -17,16 +17,22 @@ class Past:
     def __init__(self) -> None:
         self._spans: dict[bytes, None] = {}
 
-    def add(self, namespace: str, tokens: bytes) -> None:
-        """The tree has had all of ``tokens`` but the last span."""
+    def add(self, namespace: str, tokens: bytes, begin: int) -> None:
+        """The tree has had all of ``tokens``. It had the first ``begin`` of them before, so that their whole
+        spans are known already, as far as they are remembered: without one more nothing is hashed."""
+        if len(tokens) // TOKEN_BYTES // SPAN * SPAN <= begin:
+            return
         for key in reversed(_spans(namespace, tokens)):
             self._spans.pop(key, None)
             self._spans[key] = None
         while len(self._spans) > MOST:
             del self._spans[next(iter(self._spans))]
 
-    def known(self, namespace: str, tokens: bytes) -> int:
-        """With how many tokens of these, whole spans, a text began that it has had."""
+    def known(self, namespace: str, tokens: bytes, begin: int) -> int:
+        """With how many tokens of these, whole spans, a text began that it has had. 0 without hashing where
+        this can be no more than the first ``begin``, which the tree has now."""
+        if len(tokens) // TOKEN_BYTES // SPAN * SPAN <= begin:
+            return 0
         count = 0
         for key in _spans(namespace, tokens):
             if key not in self._spans:

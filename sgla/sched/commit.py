@@ -64,20 +64,20 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
 def _commit_singles(
     step: Step, result: StepResult, deltas: list[Delta], ended: list[Request], now: float
 ) -> None:
-    tokens = array("i", result.tokens)
+    tokens = array("I", result.tokens)
     assert len(tokens) == len(step.samples), "one token for each SAMPLE row"
     for request, token in zip(step.samples, tokens):
         if request.finish is not None:
             continue
-        delta = Delta(rid=request.rid, tokens=[token])
+        delta = Delta(request.rid, [token])
         deltas.append(delta)
         if request.first_token is None:
             _first(request, delta, now)
-        outputs = request.tokens
-        outputs.append(token)
-        # Most tokens are not the last: asking that here takes a seventh off the time of this loop.
+        request.tokens.append(token)
+        # Most tokens are not the last: asking that here takes a seventh off the time of this loop. The row of
+        # the last possible one has been planned when ``planned`` is at the goal.
         if (
-            token in request.stop_ids or len(outputs) >= request.limit or request.loop is not None
+            token in request.stop_ids or request.planned >= request.goal or request.loop is not None
         ) and request.ends(token, delta):
             ended.append(request)
 
@@ -88,7 +88,7 @@ def _commit_runs(
     """For each row the tokens that it brought; returns how many of them a grammar forced, and
     ``Outcome.verified``. Forced ones are planned like a prompt's next part. Of rows with drafts it is known
     now how far they have got."""
-    tokens = array("i", result.tokens)
+    tokens = array("I", result.tokens)
     counts = array("i", result.counts) if result.counts else array("i", [1]) * len(tokens)
     assert len(counts) == len(step.samples), "a count for each SAMPLE row"
     assert sum(counts) == len(tokens), "counts and tokens disagree"
@@ -112,10 +112,9 @@ def _commit_runs(
             if drafts < 0:
                 forced += len(delta.tokens) - 1
             else:
-                request.verifies += 1
-                request.guessed += guessed[i]
-                request.right += min(guessed[i], count - 1)
-                delta.verifies, delta.guessed, delta.right = request.verifies, request.guessed, request.right
+                verifies, drafted, right = request.guesses
+                right += min(guessed[i], count - 1)
+                request.guesses = delta.guesses = verifies + 1, drafted + guessed[i], right
                 verified.append((guessed[i], count))
                 if drafts:
                     request.misses = 0 if count > 1 else request.misses + 1

@@ -6,7 +6,7 @@ then ``plan`` until it returns ``None``. Nothing here waits, reads a clock or dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from msgspec.structs import replace
@@ -137,7 +137,8 @@ class Core:
             self._prefill.plan(step, prefills, budget)
             if queues.waiting and budget.tokens > 0:
                 self._admission.admit(step, budget, now)
-        if not (step.rows or memory.beginning):
+        step.copies = memory.begin_copies()
+        if not (step.rows or step.copies):
             busy = queues.flights or memory.copying
             assert busy or not (queues.running or queues.waiting), "requests wait for nothing"
             return None
@@ -146,7 +147,6 @@ class Core:
         if memory.recurrent is not None:
             self._checkpoint_outputs(step, memory.recurrent)
         step.zeroed, memory.spoiled = memory.spoiled, []
-        step.copies = memory.begin_copies()
         queues.steps += 1
         queues.flights.append(step)
         self._last = step
@@ -161,7 +161,7 @@ class Core:
         slots: list[int] = []
         starts: list[int] = []
         number = step.number
-        for request in islice(self._queues.running, self._taking_part()):  # grow may remove later ones
+        for request in self._taking_part():  # grow may remove later ones
             planned = request.planned
             if planned >= request.goal:
                 continue
@@ -186,7 +186,7 @@ class Core:
     def _plan_verifies(self, step: Step) -> list[Request]:
         """``_plan_decodes`` where rows may guess."""
         prefills: list[Request] = []
-        running = list(islice(self._queues.running, self._taking_part()))
+        running = list(self._taking_part())
         room = min(VERIFIED, self.limits.step_tokens) // max(len(running), 1)
         most = min(self.limits.drafts, max(room - 1, 0))
         if not most and self.limits.padded_drafts and not any(request.loose for request in running):
@@ -220,22 +220,22 @@ class Core:
         end = min(request.planned + 1 + drafts, request.goal)
         return -(-(end - request.allocated) // self.limits.page_size)
 
-    def _taking_part(self) -> int | None:
-        """How many of the running requests the step is for; None: all. Those that yield are the last: none of
-        them while another request waits or reads its prompt, beside decode rows as many as make the step
-        little longer, and one at least."""
+    def _taking_part(self) -> Iterable[Request]:
+        """The running requests that the step is for. Those that yield are the last: none of them while
+        another request waits or reads its prompt, beside decode rows as many as make the step little longer,
+        and one at least."""
         running, waiting = self._queues.running, self._queues.waiting
         if not running or not running[-1].yields:
-            return None
+            return running
         others = before_yielding(running)
         if waiting and not waiting[0].yields:
-            return others
+            return islice(running, others)
         if not others:
-            return None
+            return running
         if any(request.known - request.planned != 1 for request in running[:others]):
-            return others
+            return islice(running, others)
         lengths = [request.planned for request in running]
-        return others + max(1, self._costs.more_rows(lengths[:others], lengths[others:]))
+        return islice(running, others + max(1, self._costs.more_rows(lengths[:others], lengths[others:])))
 
     def _checkpoint_outputs(self, step: Step, recurrent: Recurrent) -> None:
         for request in step.rows[: step.decodes]:

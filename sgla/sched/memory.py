@@ -128,7 +128,7 @@ class Memory:
             request.reach = -1
         else:
             request.reach = max(request.branch, request.planned)
-            request.past = self._past.known(request.namespace, request.data)
+            request.past = self._past.known(request.namespace, request.data, request.reach)
 
     def adapter(self, request: Request) -> str:
         """What the request is to wait for before it can have its adapter: ``Adapters.awaited``."""
@@ -150,11 +150,6 @@ class Memory:
     def copies(self) -> bool:
         """Some copy is to begin."""
         return bool(self.transfers.copies or self.transfers.later or self.adapters.copies)
-
-    @property
-    def beginning(self) -> bool:
-        """Some copy begins with the plan being made."""
-        return bool(self.transfers.copies or self.adapters.copies)
 
     @property
     def copying(self) -> bool:
@@ -303,8 +298,9 @@ class Memory:
         self.cache.unlock(request.node)
         if self.recurrent is not None:
             self.recurrent.release(request, last * self.page_size)
-        if request.planned > request.borrowed * self.page_size:
-            self._past.add(request.namespace, request.tokens[: last * self.page_size].tobytes())
+        borrowed = request.borrowed * self.page_size
+        if request.planned > borrowed:
+            self._past.add(request.namespace, request.tokens[: last * self.page_size].tobytes(), borrowed)
             self.transfers.save(request, last)
         self._forget(request)
 

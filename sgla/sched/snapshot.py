@@ -74,7 +74,7 @@ def _node(pages: bytes, windows: list[bytes], *values: Any) -> Node:
 
 def _request(submit: bytes, tokens: bytes, state: str, *values: Any) -> Request:
     request = Request.__new__(Request)
-    request.submit, request.tokens, request.state = _decode(submit), array("i", tokens), State(state)
+    request.submit, request.tokens, request.state = _decode(submit), array("I", tokens), State(state)
     for name, value in zip(_REQUEST, values):
         setattr(request, name, value)
     return request

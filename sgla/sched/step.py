@@ -6,6 +6,8 @@ from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, Copy, NewRow, StepPlan,
 from sgla.sched.budget import pairs
 from sgla.sched.request import Request
 
+ONE = int32((1,))
+
 
 class Step:
     """Columns of the plan in row order. ``samples``: requests of the SAMPLE rows; ``ends``: requests without
@@ -53,7 +55,7 @@ class Step:
         self.zeroed: list[list[int]] = []  # pages of each group, or nothing
         self._slots: list[int] = []
         self._starts: list[int] = []
-        self._q_lens: list[int] = []
+        self._q_lens = bytearray()  # int32
         self._drafts: list[int] = []
         self._flags = bytearray()
         self._page_slots: list[int] = []
@@ -69,7 +71,7 @@ class Step:
         n = len(rows)
         self.rows, self._slots, self._starts = rows, slots, starts
         self.samples = rows.copy()
-        self._q_lens = [1] * n
+        self._q_lens = bytearray(ONE) * n
         self._flags = bytearray((SAMPLE,)) * n
         self.decodes = self.tokens = n
         self.work = sum(starts) + n
@@ -89,7 +91,7 @@ class Step:
         self.samples.append(request)
         self._slots.append(request.slot)
         self._starts.append(start)
-        self._q_lens.append(1 + drafts)
+        self._q_lens += int32((1 + drafts,))
         self._flags.append(SAMPLE)
         self.drafts.append(drafts if request.drafting else -1)
         request.planned = min(start + 1 + drafts, goal)
@@ -123,7 +125,7 @@ class Step:
         self.rows.append(request)
         self._slots.append(request.slot)
         self._starts.append(start)
-        self._q_lens.append(count)
+        self._q_lens += int32((count,))
         self._flags.append(flags)
         request.planned = end
         request.last_step = self.number
@@ -183,14 +185,14 @@ class Step:
             step=self.number,
             slots=int32(self._slots),
             starts=int32(self._starts),
-            q_lens=int32(self._q_lens),
+            q_lens=bytes(self._q_lens),
             flags=bytes(self._flags),
             drafts=self._encoded_drafts(),
             page_slots=int32(self._page_slots),
             page_counts=int32(self._page_counts),
             page_ids=[int32(ids) for ids in self._page_ids],
-            state_reads=int32(self._state_reads) if self._state_reads else b"",
-            checkpoints=int32(self._checkpoints) if self._checkpoints else b"",
+            state_reads=int32(self._state_reads),
+            checkpoints=int32(self._checkpoints),
             new=self._new,
             copies=self.copies,
             zeroed=[int32(pages) for pages in self.zeroed],

@@ -121,7 +121,7 @@ def test_a_wrong_guess_that_breaks_changes_nothing(
     monkeypatch.setattr(sampler, "guess", guess)
     monkeypatch.setattr(guessing._drafter, "propose", lambda _, most: np.full(max(most, 0), POISON), False)
     found = run(guessing, good() + bad()[:3], make_core(guessing.facts, drafts=4))
-    assert sum(delta.guessed for request in good() for delta in found[request.rid]) > 20
+    assert sum(delta.guesses[1] for request in good() for delta in found[request.rid]) > 20
     assert found.tokens() == expected | {request.rid: [] for request in bad()[:3]}
 
 

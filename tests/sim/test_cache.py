@@ -8,8 +8,10 @@ from random import Random
 import pytest
 
 from sgla.cache.pages import PagePool
+from sgla.cache.past import SPAN, Past
 from sgla.cache.radix import Match, NullCache, RadixCache
 from sgla.cache.tree import Node, marks_from
+from sgla.messages import int32
 
 EVICTIONS = ("lru", "lfu", "fifo", "mru")
 
@@ -229,3 +231,16 @@ def test_double_free_is_caught() -> None:
         pool.free(page)
     with pytest.raises(AssertionError):
         pool.alloc(4)
+
+
+def test_who_computes_the_last_token_of_a_span_brings_it_to_the_past() -> None:
+    """Texts grow by parts of a span, as chats do: each begins with all that the one before had."""
+    past, text = Past(), int32(range(3 * SPAN + 10))
+    had = 0
+    for length in (100, SPAN - 1, SPAN, SPAN + 50, 3 * SPAN + 10):
+        past.add("", text[: 4 * length], had)
+        had = length
+        assert past.known("", text, 0) == length // SPAN * SPAN
+    assert past.known("", text, 2 * SPAN) == 3 * SPAN
+    assert past.known("", text, 3 * SPAN) == 0
+    assert past.known("other", text, 0) == 0
