@@ -180,6 +180,7 @@ def test_explain_says_which_kernels_layers_take(tmp_path: Path) -> None:
     assert "not 'tiles' (" in out
 
 
+@pytest.mark.slow
 def test_explain_says_which_kernels_integers_take(tmp_path: Path) -> None:
     flags = ["--load-format", "dummy", "--kernels", "--tp", "1", "--quantization", "int4"]
     code, out, err = run("explain", tiny_model(tmp_path), *flags)

@@ -58,7 +58,7 @@ def test_the_two_commands_are_in_the_readme_and_ci_runs_the_second() -> None:
     assert os.access(script, os.X_OK)
     lines = [line.strip() for line in script.read_text().splitlines()]
     assert "pip install --quiet -e '.[test]' || exit 1" in lines
-    assert lines[-1] == "wait $! && ((${#failed[@]} == 0))"
+    assert lines[-1] == "wait $tests && ((${#failed[@]} == 0))"
     assert {"check ruff check .", "check ruff format --check .", "check mypy"} <= set(lines)
     subprocess.run(["bash", "-n", str(script)], check=True)
 
@@ -350,6 +350,7 @@ def test_the_source_distribution_has_every_file(tmp_path: Path) -> None:
     assert {name for name in tracked() if (ROOT / name).exists()} - links <= {*map(os.path.normpath, listed)}
 
 
+@pytest.mark.slow
 def test_a_wheel_has_all_files_and_kernels_that_are_found_without_a_compiler(tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\nwhile [ $1 != -o ]; do shift; done\necho library > $2\n")

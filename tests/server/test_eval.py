@@ -110,6 +110,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / f"tests/eval/{name}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_results_are_those_of_transformers(
     server: ServerProcess,
     tiny_model: Path,

@@ -94,6 +94,7 @@ async def settled(server: ServerProcess) -> None:
     assert stats["pages_evictable"] == stats["pages_cached"]
 
 
+@pytest.mark.slow
 async def test_soak_on_a_tiny_model(tiny_model: Path) -> None:
     with serving("--model", str(tiny_model), "--kv-cache-bytes", "2M") as server:
         outcomes = await soak(server, 400, seed=1)
