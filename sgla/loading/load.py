@@ -207,8 +207,6 @@ class Declared:
     def load(self, source: ModelSource, on_progress: OnProgress | None = None, sound: bool = False) -> None:
         """All of them, in place. ``sound``: whatever is no number is an error, of which others may have been
         stored before; not of numbers that are packed. Raises WeightError."""
-        if sound and self.tied and has_own_head(source):
-            raise WeightError("the weights have an output layer of their own, which those before had not")
         load_weights(
             source,
             self.build,
@@ -224,6 +222,8 @@ class Declared:
 
     def look(self, source: ModelSource) -> None:
         """Read all of them, and store nothing. Raises WeightError."""
+        if self.tied and has_own_head(source):
+            raise WeightError("the weights have an output layer of their own, which those before had not")
         tensors = _stream(source, self.build, self.seed, self.rename, self.mend)
         found = _fitting(self.build.table, tensors, self.architecture, self.tied, self.ignored)
         jobs: dict[str, SourceTensor] = {name: Sound(tensor) for name, tensor in found.items()}

@@ -328,6 +328,21 @@ def test_a_fault_that_nobody_knows_leaves_the_old_weights(
     assert answer(runner) == before
 
 
+def test_old_weights_stay_beside_an_output_layer_that_they_lack(tmp_path: Path) -> None:
+    """Where their files have gone meanwhile."""
+    for name in ("served", "next"):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name, seed=1, tie_word_embeddings=True)
+    path = tmp_path / "served" / "model.safetensors"
+    save_file({name: x for name, x in load_file(path).items() if name != "lm_head.weight"}, path)
+    runner = of(tmp_path / "served")
+    before = answer(runner)
+    path.unlink()
+    with pytest.raises(InvalidField, match="an output layer of their own.*; the old weights stay"):
+        runner.control(update(tmp_path / "next"))
+    assert answer(runner) == before
+
+
 def test_old_weights_stay_although_their_files_have_gone(tmp_path: Path) -> None:
     for name in ("served", "next"):
         (tmp_path / name).mkdir()
