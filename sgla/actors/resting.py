@@ -54,7 +54,7 @@ class Resting(ABC):
         False if requests are open (nothing is given back then). Raises UnsupportedField and OutOfMemory."""
         return await self._whole(self._sleep(kv, weights))
 
-    async def wake(self, parts: Sequence[str] = PARTS) -> None:
+    async def wake(self, parts: Collection[str] = PARTS) -> None:
         """Have these again. Raises what loading does: then it still sleeps."""
         await self._whole(self._wake(parts))
 
@@ -130,7 +130,7 @@ class Resting(ABC):
             raise
         self.asleep |= parts
 
-    async def _wake(self, parts: Sequence[str]) -> None:
+    async def _wake(self, parts: Collection[str]) -> None:
         if self.phase == "sleeping":
             assert self._control is not None
             await self._control(_waking(self.asleep.intersection(parts)))
@@ -207,6 +207,13 @@ class Resting(ABC):
                 return True
             await asyncio.sleep(TRY)
         return False
+
+
+def named_parts(tags: Collection[str] | None) -> Collection[str]:
+    """``PARTS`` that clients name; none means all. Raises InvalidField."""
+    if unknown := set(tags or ()) - set(PARTS):
+        raise InvalidField(f"tags are weights and kv_cache, not {min(unknown)[:40]!r}", param="tags")
+    return tags or PARTS
 
 
 def _waking(parts: Collection[str]) -> Control:

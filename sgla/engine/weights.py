@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sgla.actors.resting import GROUP, PARTS, announced
+from sgla.actors.resting import GROUP, announced, named_parts
 from sgla.engine.loop import EngineLoop
 from sgla.errors import InvalidField
 from sgla.messages import Control
@@ -23,11 +23,11 @@ class WeightCalls(EngineLoop):
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Have what ``tags`` say again (``weights``, ``kv_cache``; None: both)."""
-        self._call(self._ready().ingress.wake(_parts(tags)))
+        self._call(self._ready().ingress.wake(named_parts(tags)))
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> bool:
         """False while requests are running."""
-        parts = _parts(tags)
+        parts = named_parts(tags)
         return self._call(
             self._ready().ingress.sleep("kv_cache" in parts, "either" if "weights" in parts else "")
         )
@@ -101,9 +101,3 @@ class WeightCalls(EngineLoop):
     @property
     def is_sleeping(self) -> bool:
         return self._ready().ingress.phase == "sleeping"
-
-
-def _parts(tags: Sequence[str] | None) -> Sequence[str]:
-    if unknown := set(tags or ()) - set(PARTS):
-        raise InvalidField(f"tags are weights and kv_cache, not {min(unknown)[:40]!r}", param="tags")
-    return tags or PARTS

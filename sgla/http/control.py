@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from sgla.actors.resting import PARTS, announced
+from sgla.actors.resting import PARTS, announced, named_parts
 from sgla.errors import InvalidField, NotFound
 from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
@@ -159,19 +159,16 @@ async def _sleep(request: web.Request, kv: bool, weights: str) -> None:
 
 async def wake_up(request: web.Request) -> web.Response:
     """vLLM's ``tags``; none means all. Requests are accepted when all is there."""
-    tags = request.query.getall("tags", [])
-    if unknown := set(tags) - set(PARTS):
-        raise InvalidField(f"tags are weights and kv_cache, not {min(unknown)[:40]!r}", param="tags")
-    return await _wake(request, tags)
+    return await _wake(request, named_parts(request.query.getall("tags", [])))
 
 
 async def resume_memory(request: web.Request) -> web.Response:
     """SGLang's ``tags``; none means all."""
-    return await _wake(request, (await optional_intake(request, MEMORY, resting=True)).tags)
+    return await _wake(request, (await optional_intake(request, MEMORY, resting=True)).tags or PARTS)
 
 
-async def _wake(request: web.Request, tags: Sequence[str] | None) -> web.Response:
-    await request.app[SERVER].ingress.wake(tags or PARTS)
+async def _wake(request: web.Request, parts: Collection[str]) -> web.Response:
+    await request.app[SERVER].ingress.wake(parts)
     return json_response({"success": True})
 
 

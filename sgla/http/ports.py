@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,7 +97,7 @@ class Ingress(Protocol):
         """Give memory back; False: requests are open."""
         ...
 
-    async def wake(self, parts: Sequence[str] = ...) -> None: ...
+    async def wake(self, parts: Collection[str] = ...) -> None: ...
 
     async def update_weights(self, folder: str, version: str | None) -> bool:
         """False: requests are open."""
