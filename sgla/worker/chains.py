@@ -23,7 +23,7 @@ from sgla.kernels.triton import drafts
 from sgla.messages import VERIFIED, StepPlan
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_memory import GRAPH_LAYER
-from sgla.worker.gpu_steps import GpuSteps
+from sgla.worker.gpu_steps import GpuSteps, eager_order
 from sgla.worker.graphs import Capture, DecodeGraphs, seconds_of
 from sgla.worker.pace import Curve, Pace
 from sgla.worker.state import Int32s, column
@@ -145,8 +145,8 @@ class Chains:
             slots, starts, q_lens = (column[q_lens > 0] for column in (slots, starts, q_lens))
 
     def _extend(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
-        """In the order that ``GpuSteps.extend_batch`` wants, without rows of no tokens."""
-        order = np.lexsort((starts == 0, q_lens > 1))
+        """Without rows of no tokens."""
+        order = eager_order(starts, q_lens)
         order = order[q_lens[order] > 0]
         batch = self.steps.extend_batch(slots[order], starts[order], q_lens[order])
         self._within(batch.ids)

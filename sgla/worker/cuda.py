@@ -141,10 +141,11 @@ class CudaRunner(GpuWeights):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
-            launched, order = Launched(out, count, [], pending, None), prompts_last(q_lens, flags)
+            launched, in_graph = Launched(out, count, [], pending, None), True
         else:
-            launched, order = self.steps.run_eagerly(plan, verify), eager_order(starts, q_lens)
+            launched, in_graph = self.steps.run_eagerly(plan, verify), False
         if isinstance(self.chains, HeadChains):
+            order = prompts_last(q_lens, flags) if in_graph else eager_order(starts, q_lens)
             first = np.empty_like(q_lens)
             first[order] = q_lens[order].cumsum() - q_lens[order]
             prompts = (q_lens > 1) | ((flags & SAMPLE) == 0)

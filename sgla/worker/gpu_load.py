@@ -89,7 +89,7 @@ def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> li
             frozenset(layer.window for layer in layers),
             max(layer.softcap for layer in layers),
             sizes.rows,
-            kv_dtype=config.kv_cache_dtype if config.kv_cache_dtype in ("fp8", "int8") else "",
+            kv_dtype="" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             deterministic=config.deterministic,
             context_len=sizes.context_len + 1,
             v_dim=key.v_dim,

@@ -117,7 +117,6 @@ class GpuSetup(Runner):
         beside = (
             ("adapters", self.adapters is not None),
             ("an 8-bit KV cache, whose scales are those of the old ones", config.kv_cache_dtype == "fp8"),
-            ("what guesses", guessing is not None),
             ("a head for vectors", self.pooling is not None),
             ("what guesses", config.speculative_algorithm is not None),
             ("modules of transformers", self.steps.model.declared is None),

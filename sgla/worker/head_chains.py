@@ -22,7 +22,7 @@ from sgla.model.predictor import Head
 from sgla.model.spec import ModelSpec
 from sgla.worker.chains import ROWS, Chains
 from sgla.worker.device_state import upload
-from sgla.worker.gpu_steps import GpuSteps
+from sgla.worker.gpu_steps import GpuSteps, eager_order
 from sgla.worker.state import Int32s, column
 from sgla.worker.told import Told
 from sgla.worker.verify import DeviceDrafts
@@ -135,13 +135,13 @@ class HeadChains(Chains):
         at, d_slots, positions = upload(np.stack([last, slots, starts + q_lens - 1]))
         self._told.keep(d_slots, positions, at.long())
         self._floors.index_copy_(0, d_slots.long(), positions)
-        order = np.lexsort((starts == 0, q_lens > 1))
+        order = eager_order(starts, q_lens)
         at = np.concatenate([np.arange(first[i], first[i] + q_lens[i]) for i in order])
         self._hand.given = self._told.latest[upload(at).long()]
         self._extend(slots, starts, q_lens)
 
     def _extend(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
-        order = np.lexsort((starts == 0, q_lens > 1))
+        order = eager_order(starts, q_lens)
         batch = self.steps.extend_batch(slots[order], starts[order], q_lens[order], shift=self.shift)
         self._reading.hidden(batch, self._q_start[:1])
 
