@@ -17,6 +17,7 @@ import lines
 import numpy as np
 import torch
 from gpu_kernels import time_us
+from limits import READ
 from torch import Tensor
 
 from sgla.attention import DeviceBatch
@@ -29,7 +30,6 @@ from sgla.kernels.triton import delta
 from sgla.kernels.triton.conv import Rows
 from sgla.worker.device_state import upload, upload_columns
 
-BANDWIDTH = 4.34e12
 K, EPS = 4, 1e-6
 BF16 = torch.bfloat16
 
@@ -134,7 +134,7 @@ def decoding(shape: Shape, rows: int) -> Iterator[dict[str, Any]]:
             "decode": name,
             "rows": rows,
             "us": round(us, 2),
-            "floor_us": round(nbytes / BANDWIDTH * 1e6, 2),
+            "floor_us": round(nbytes / READ * 1e6, 2),
         }
 
 
@@ -167,7 +167,7 @@ def reading(shape: Shape, lengths: list[int]) -> Iterator[dict[str, Any]]:
             "prompts": name,
             "lengths": lengths,
             "us": round(us, 2),
-            "floor_us": round(nbytes / BANDWIDTH * 1e6, 2),
+            "floor_us": round(nbytes / READ * 1e6, 2),
         }
 
 

@@ -30,7 +30,8 @@ class Limits:
     def of(cls, folder: str, settings: dict[str, Any]) -> Limits:
         """``settings``: of the engine."""
         spec = read_decoder(json.loads((Path(folder) / "config.json").read_text()))
-        kv_dtype = settings.get("kv_cache_dtype") or "bfloat16"
+        kv_dtype = settings.get("kv_cache_dtype", "auto")
+        kv_dtype = "bfloat16" if kv_dtype == "auto" else kv_dtype
         return cls(spec, settings.get("quantization") or spec.quantization, kv_dtype)
 
     @cached_property
@@ -61,8 +62,11 @@ class Limits:
 
     def step(self, contexts: Sequence[int]) -> float:
         """Seconds of one with a row behind each of these."""
-        read = (self.weights(len(contexts)) + sum(map(self.history, contexts))) / READ
-        return max(read, self.prompt(len(contexts)))
+        return max(self.read(contexts), self.prompt(len(contexts)))
+
+    def read(self, contexts: Sequence[int]) -> float:
+        """Seconds in which it reads what it must."""
+        return (self.weights(len(contexts)) + sum(map(self.history, contexts))) / READ
 
     def prompt(self, tokens: int) -> float:
         """Seconds of the matrices' products for so many tokens; attention is left out."""

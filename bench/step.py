@@ -28,7 +28,8 @@ import numpy as np
 import timeline
 import torch
 import torch.multiprocessing as mp
-from timeline import BANDWIDTH, Load
+from limits import Limits
+from timeline import Load
 
 from sgla.config import Config
 from sgla.loading.source import open_source
@@ -102,21 +103,15 @@ def measure(
             gaps.append(runner.finish(flights.pop(0)).gap)
     runner.finish(flights.pop(0))
     step_ms = (time.perf_counter() - begun) / steps * 1e3
-    spec = runner.steps.model.spec
-    inner = float(spec.intermediate)
-    if spec.moe:  # experts that some row needs, on average
-        experts = spec.moe.experts
-        inner = spec.moe.intermediate * experts * (1 - (1 - spec.moe.routing.top_k / experts) ** rows)
-    products = sum(layer.weights(spec.hidden) + 3 * spec.hidden * inner for layer in spec.attention)
-    weights = 2 * (products + spec.vocab * spec.hidden)
-    kv = 4 * rows * context * sum(layer.kv_heads * layer.head_dim for layer in spec.attention)
+    spec, config = runner.steps.model.spec, runner.config
+    limits = Limits(spec, config.quantization or spec.quantization, config.kv_dtype("bfloat16"))
     return {
         "bs": rows,
         "graph_ms": round(graph_ms, 4),
         "step_ms": round(step_ms, 4),
         "step_gap_ms": round(sorted(gaps)[len(gaps) // 2] * 1e3, 4),
         "launch_us": round(host / steps * 1e6, 1),
-        "floor_ms": round((weights + kv) / runner.shard.size / BANDWIDTH * 1e3, 4),
+        "floor_ms": round(limits.read([context] * rows) / runner.shard.size * 1e3, 4),
     }
 
 

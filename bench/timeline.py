@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from limits import PRODUCTS, READ
 
 from sgla.model.spec import ModelSpec
-
-BANDWIDTH, RATE = 4.34e12, 795e12  # bytes and bf16 FLOPs a second that an H200 reaches
 
 KINDS = {  # by the kernel's name, the first that fits
     "all layers and the output layer": r"^(decode|mixture)_step",
@@ -114,7 +113,7 @@ def floors(spec: ModelSpec, load: Load) -> dict[str, float]:
     FLOPs."""
 
     def least(size: float, flops: float = 0.0) -> float:
-        return max(size / BANDWIDTH, flops / RATE) * 1e6
+        return max(size / READ, flops / PRODUCTS) * 1e6
 
     def linear(n: int, k: float, tokens: int) -> float:
         return least(2 * n * k, 2 * tokens * n * k)
