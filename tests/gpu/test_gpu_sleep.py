@@ -52,7 +52,6 @@ def test_graphs_go_on_after_a_sleep(model: dict[str, Any], settings: dict[str, A
         assert generate(runner, PROMPTS, 12, True) == first
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_prefixes_come_back_from_where_they_were_saved(tier: str, tmp_path: Path) -> None:
     """Pages that others have written meanwhile are what they were."""
