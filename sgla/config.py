@@ -480,7 +480,7 @@ class Config(AdapterSettings, kw_only=True):
         Doc(
             description="log one line a request: tokens, prefix cache hits, time to the first token; no text"
         ),
-    ] = False
+    ] = True
     log_interval: Annotated[
         float, Doc(description="seconds between log lines with the throughput while requests run; 0 = none")
     ] = 10.0

@@ -199,6 +199,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "enable-log-requests": Switch("log_requests", True),
     "no-enable-log-requests": Switch("log_requests", False),
     "disable-log-requests": Switch("log_requests", False),
+    "disable-uvicorn-access-log": Switch("log_requests", False),
     "disable-log-stats": Switch("log_interval", 0.0),
     "enable-metrics": Always("/metrics is always there"),
     "metrics": Always("/metrics is always there"),

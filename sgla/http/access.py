@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from typing import Any
 
 from aiohttp import web
 
@@ -14,8 +16,7 @@ from sgla.messages import Event, Rejected, Usage
 
 log = logging.getLogger(__name__)
 
-# Routes that are asked again and again, by the page and by whoever watches the server, and the page's files:
-# only what goes wrong is told.
+# Routes that are asked again and again, by the page and by whoever watches the server, and the page's files.
 POLLED = {
     "/metrics",
     "/health",
@@ -35,17 +36,11 @@ class Tally:
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self._usages: dict[int, Usage] = {}
+        self.usages: dict[int, Usage] = {}  # by choice
         self.first: float | None = None  # when its first token came
 
-    def see(self, message: Event | Rejected) -> None:
-        if isinstance(message, Event):
-            self._usages[message.index] = message.usage
-            if self.first is None and message.tokens:
-                self.first = clock.now()
-
     def fields(self, began: float) -> dict[str, float]:
-        usage = total_usage(self._usages.items(), self._n)
+        usage = total_usage(self.usages.items(), self._n)
         counts: dict[str, float] = {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
@@ -55,28 +50,39 @@ class Tally:
 
 
 class Tallied:
-    """A sink whose messages are counted on their way."""
+    """A sink whose messages are counted on their way: one call a token, so all of it stands in ``push``."""
 
     def __init__(self, sink: Sink, tally: Tally) -> None:
-        self._sink = sink
+        self._push = sink.push
         self._tally = tally
 
     def push(self, message: Event | Rejected) -> None:
-        self._tally.see(message)
-        self._sink.push(message)
+        if type(message) is Event:
+            tally = self._tally
+            tally.usages[message.index] = message.usage
+            if tally.first is None and message.tokens:
+                tally.first = clock.now()
+        self._push(message)
 
 
 TALLY: web.RequestKey[Tally | None] = web.RequestKey("tally", Tally)
 
 
+def worth_telling(route: str, status: int, loading: bool) -> bool:
+    """Of what is polled only errors are; that a model which is being loaded is not ready is none."""
+    return route not in POLLED or (status >= 400 and not (loading and status == 503))
+
+
 def log_access(request: web.Request, route: str, status: int, began: float, rid: str) -> None:
-    """``began``: on ``clock.now()``."""
-    if route in POLLED and status < 400:
-        return
+    """``began``: on ``clock.now()``. The line is written once the answer is, so that this does not wait."""
     millis = round(1000 * (clock.now() - began), 1)
     line = (request[ADDRESS], request.method, route[:100], status, millis, rid)
-    fields = dict(zip(("client", "method", "route", "status", "ms", "request_id"), line))
     tally = request.get(TALLY)
     counts = {} if tally is None else tally.fields(began)
+    asyncio.get_running_loop().call_soon(_write, line, counts)
+
+
+def _write(line: tuple[Any, ...], counts: dict[str, float]) -> None:
+    fields = dict(zip(("client", "method", "route", "status", "ms", "request_id"), line))
     shown = "".join(f" {name}={value}" for name, value in counts.items())
     log.info("%s %s %s %d %.1f ms %s%s", *line, shown, extra={"fields": fields | counts})

@@ -13,7 +13,7 @@ from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError, Unauthorized
 from sgla.http import admin, control, invocations, ollama, openapi, page
-from sgla.http.access import log_access
+from sgla.http.access import log_access, worth_telling
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.batches import routes as batches
 from sgla.http.batches import upload
@@ -264,7 +264,8 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
         server.metrics.http_finished(*named, status)
         if server.metrics.tracing is not None and TRACE in request:
             server.metrics.tracing.end(request[TRACE], status)
-        if server.config.log_requests:
+        loading = server.ingress.facts is None
+        if server.config.log_requests and worth_telling(route, status, loading):
             log_access(request, route, status, began, request[RID])
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import select
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -69,11 +72,35 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str).translate(JSON_UNSAFE)
 
 
+class LineHandler(logging.StreamHandler[TextIO]):
+    """Writes lines to ``stream``. Where it is a pipe or a terminal that is full, since nobody reads it, lines
+    are left out rather than waited for; the next one says how many. Errors wait."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._left_out = 0
+        self._full: Callable[[], bool] = lambda: False
+        with contextlib.suppress(OSError):  # no file, which is never full
+            room = select.poll()
+            room.register(stream.fileno(), select.POLLOUT)
+            self._full = lambda: not room.poll(0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.ERROR and self._full():
+            self._left_out += 1
+            return
+        if self._left_out:
+            text = f"{self._left_out} lines are missing here: nobody read the log"
+            self._left_out = 0
+            super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))
+        super().emit(record)
+
+
 def setup_logging(level: str = "info", form: str = "text", stream: TextIO | None = None) -> None:
     """Send the logs of the whole process to ``stream`` (default stderr).
     Other packages are heard from warning on."""
     stream = stream or sys.stderr
-    handler = logging.StreamHandler(stream)
+    handler = LineHandler(stream)
     colours = stream.isatty() and "NO_COLOR" not in os.environ
     handler.setFormatter(JsonFormatter() if form == "json" else LineFormatter(colours))
     root = logging.getLogger()

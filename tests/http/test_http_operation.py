@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import io
 import json
 import logging
@@ -30,7 +31,7 @@ from sgla.hub.remote import files_of
 from sgla.hub.source import ModelSource
 from sgla.messages import MOST_PROFILED
 from sgla.observe import requests
-from sgla.observe.log import JsonFormatter, LineFormatter
+from sgla.observe.log import JsonFormatter, LineFormatter, LineHandler
 from sgla.observe.requests import RequestDump, read_dump
 
 FILES = ("/weights", "/weights/{id}")
@@ -443,9 +444,17 @@ async def test_what_is_polled_is_not_logged_unless_it_fails(
     serve: Serve, access: Callable[[], list[Any]]
 ) -> None:
     site = await serve(log_requests=True)
-    for path in ("/metrics", "/health", "/v1/models"):
+    facts = site.ingress.facts
+    for path, there, status in (
+        ("/metrics", facts, 200),
+        ("/health", facts, 200),
+        ("/health", None, 503),
+        ("/v1/models", facts, 200),
+    ):
+        site.ingress.facts = there
+        site.ingress.phase = "load" if there is None else "ready"
         async with site.http.get(path) as response:
-            assert response.status == 200
+            assert response.status == status
     site.ingress.phase = "draining"
     async with site.http.get("/health") as response:
         assert response.status == 503
@@ -467,6 +476,25 @@ async def test_the_access_log_as_json(serve: Serve, access: Callable[[], list[An
         "request_id": "abc",
     }
     assert line["time"].endswith("Z")
+
+
+def test_a_log_that_nobody_reads_holds_up_nobody() -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    with os.fdopen(reading) as reader, os.fdopen(writing, "w") as stream:
+        handler = LineHandler(stream)
+        handler.setFormatter(LineFormatter(colours=False))
+        for number in range(100):
+            record = logging.LogRecord(
+                "sgla.x", logging.WARNING, "", 0, f"line {number} {'x' * 80}", None, None
+            )
+            handler.emit(record)
+        early = os.read(reader.fileno(), 1 << 16).decode().splitlines()
+        handler.emit(record)
+        missing, last = os.read(reader.fileno(), 1 << 16).decode().splitlines()
+    assert 0 < len(early) < 100
+    assert f"{100 - len(early)} lines are missing here" in missing
+    assert "line 99 x" in last
 
 
 def test_a_traceback_stays_in_its_json_line() -> None:
