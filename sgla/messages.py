@@ -100,7 +100,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     ``temperature == 0`` is greedy. ``top_k <= 0`` and ``min_p == 0`` are off. ``seed`` makes a request
     repeatable whatever else is in the batch; choice ``i`` of ``n`` uses a seed derived from ``(seed, i)``.
     ``logprobs`` is the number of top alternatives per output token (0: only the chosen one; ``None``: off);
-    ``prompt_logprobs`` the same for prompt tokens (-1: the whole vocabulary); ``logprob_token_ids``: tokens
+    ``prompt_logprobs`` the same for prompt tokens (-1: the whole vocabulary), from the one at
+    ``logprob_start`` on, in front of which a cached prefix is read; ``logprob_token_ids``: tokens
     whose logprobs come in addition, wherever there are any. ``max_tokens=None`` means: up to the context
     length. ``stop_regex``: regular expressions that end an output like the strings of ``stop``; see
     ``text.regex``. ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed.
@@ -133,6 +134,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
     spaces_between_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_start: int = 0
     logprob_token_ids: list[int] = []
     n: int = 1
     grammar: Grammar | None = None
@@ -284,6 +286,7 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     thinking: ThinkLimit | None = None
     logprobs: int = -1  # -1 off, 0 chosen only, k top alternatives
     prompt_logprobs: int = -1
+    logprob_start: int = 0
     logprob_ids: list[int] = []  # SamplingParams.logprob_token_ids
     grammar: str = ""  # compiled source (grammar/source.py), which the worker makes a matcher of
     grammar_after: tuple[str, ...] = ()  # Grammar.after

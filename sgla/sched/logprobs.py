@@ -36,9 +36,11 @@ def collect_prompt(rows: Sequence[Request], blocks: Sequence[LogprobBlock]) -> N
     for block in blocks:
         request = rows[block.row]
         if block.prompt and request.finish is None and request.prompt_logprobs is not None:
-            assert block.start == len(request.prompt_logprobs), "prompt logprobs out of order"
+            skipped = len(request.prompt_logprobs) - block.start  # in front of the first that it wants
+            assert skipped >= 0, "prompt logprobs out of order"
             count = len(block.values) // BYTES
-            request.prompt_logprobs += _entries(block, request.tokens[block.start : block.start + count])
+            entries = _entries(block, request.tokens[block.start : block.start + count])
+            request.prompt_logprobs += entries[skipped:]
 
 
 def attach(rows: Sequence[Request], blocks: Sequence[LogprobBlock], deltas: Sequence[Delta]) -> None:

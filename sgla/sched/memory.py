@@ -103,8 +103,7 @@ class Memory:
         ``STEP``, which can begin with more of it. Its adapter is there."""
         assert request.node is None
         assert not request.pages
-        limit = request.known - 1 if request.reads_cache else 0
-        match = self.cache.match(request.namespace, request.data, limit, request.marks)
+        match = self.cache.match(request.namespace, request.data, request.cacheable, request.marks)
         if match.soon:
             return STEP
         self.cache.lock(match.node)
@@ -124,7 +123,7 @@ class Memory:
 
     def remember(self, request: Request) -> None:
         """What there was, and has ever been, of a request that begins."""
-        if not request.reads_cache or isinstance(self.cache, NullCache):
+        if not request.cacheable or isinstance(self.cache, NullCache):
             request.reach = -1
         else:
             request.reach = max(request.branch, request.planned)
@@ -171,10 +170,10 @@ class Memory:
         """Lock pages that others have computed below the request's own, and skip their tokens; returns how
         many pages. None: the next step can skip some."""
         at = request.planned
-        if at != request.shared * self.page_size or at != request.allocated or not request.reads_cache:
+        if at != request.shared * self.page_size or at != request.allocated or not request.cacheable:
             return 0
         assert request.node is not None
-        limit = len(request.data) // TOKEN_BYTES - 1
+        limit = min(len(request.data) // TOKEN_BYTES - 1, request.cacheable)
         match = self.cache.extend(request.node, request.namespace, request.data, at, limit, request.marks)
         if match.soon:
             return None

@@ -91,8 +91,7 @@ def _probe(request: Request, cache: RadixCache) -> tuple[Node, int]:
     """Where the request's prefix ends in the tree; remembered while the tree stays the same."""
     version, node, length = request.probed
     if version != cache.version or node is None:
-        limit = request.known - 1 if request.reads_cache else 0
-        node, length = cache.probe(request.namespace, request.data, limit, request.marks)
+        node, length = cache.probe(request.namespace, request.data, request.cacheable, request.marks)
         request.probed = (cache.version, node, length)
     return node, length
 

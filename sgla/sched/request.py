@@ -212,9 +212,7 @@ class Request:
         self.reach = 0  # tokens that the first cache group had of it when it first began; -1: it reads none
         self.past = 0  # tokens that it had ever had
         self.preemptions = 0
-        self.prompt_logprobs: list[TokenLogprob | None] | None = (
-            [None] if submit.sampling.prompt_logprobs >= 0 else None
-        )
+        self.prompt_logprobs = self._unknown()
         self.states = States() if submit.sampling.hidden else None
         self.scheduled: float | None = None
         self.first_token: float | None = None
@@ -237,10 +235,23 @@ class Request:
         return len(self.data) + self.submit.sampling_bytes
 
     @property
-    def reads_cache(self) -> bool:
-        """Prompt logprobs and hidden states need the tokens computed,
-        so a request that owes them reads no cached prefix."""
-        return self.prompt_logprobs is None and self.states is None
+    def cacheable(self) -> int:
+        """How many tokens of a cached prefix it can read: the last one must be computed to have a successor,
+        and hidden states and the logprobs of prompts that it owes need the tokens in front of them
+        computed."""
+        if self.states is not None:
+            return 0
+        most = self.known - 1
+        return most if self.prompt_logprobs is None else min(most, self.first_logprob - 1)
+
+    @property
+    def first_logprob(self) -> int:
+        """The first token of its prompt whose logprob it wants, if any; that of the first of all is none."""
+        return min(max(1, self.submit.sampling.logprob_start), self.prompt_len)
+
+    def _unknown(self) -> list[TokenLogprob | None] | None:
+        """The logprobs of its prompt, of which none has been computed."""
+        return [None] * self.first_logprob if self.submit.sampling.prompt_logprobs >= 0 else None
 
     def chain(self, page_size: int, count: int) -> list[bytes]:
         """Keys of its first ``count`` pages, which are of committed tokens."""
@@ -329,7 +340,7 @@ class Request:
         self.data = self.tokens.tobytes()
         self.probed = (-1, None, 0)
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = self._unknown()
         if self.states is not None:
             self.states.restart()
 

@@ -111,7 +111,11 @@ class Step:
         start = request.planned
         end = start + count
         flags = 0
-        if request.prompt_logprobs is not None and start + 1 < request.prompt_len:
+        if (
+            request.prompt_logprobs is not None
+            and start + 1 < request.prompt_len
+            and end >= request.first_logprob
+        ):
             flags |= PROMPT_LOGPROBS
         if request.pools:
             flags |= POOL

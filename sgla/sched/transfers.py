@@ -126,9 +126,9 @@ class Transfers:
         """Have what follows behind the pages that the request found in the tree copied to the device, from
         the tier that has most of it, and hold the request until that is there. False: there is nothing, or no
         room for it."""
-        if not self.active or not request.reads_cache:
+        if not self.active or not request.cacheable:
             return False
-        first, last = request.shared, (request.known - 1) // self._page_size
+        first, last = request.shared, request.cacheable // self._page_size
         if last <= first:
             return False
         keys = request.chain(self._page_size, last)

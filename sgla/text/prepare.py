@@ -511,6 +511,7 @@ def row_sampling(
         allowed=sorted(set(sampling.allowed_token_ids or ())),
         logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
         prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
+        logprob_start=sampling.logprob_start,
         logprob_ids=sampling.logprob_token_ids,
         processors=sampling.processors,
         hidden=sampling.hidden_states,

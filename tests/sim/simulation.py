@@ -342,6 +342,7 @@ def random_submits(random: Random, count: int, longest: int = 24, end: float = 6
             logprobs=random.choice((-1, -1, 0, 2)),
             grammar=random.choice(("", "", "in turn")),
             prompt_logprobs=random.choice((-1, -1, -1, 0, 1)),
+            logprob_start=random.choice((0, 0, 3, 12)),
         )
         submits.append(
             make_submit(

@@ -292,6 +292,25 @@ def test_echo_alone_ends_after_the_prompt_with_its_logprobs() -> None:
     )
 
 
+def test_logprobs_from_a_place_on_keep_the_cached_prefix_in_front_of_it() -> None:
+    simulation = Simulation(make_limits(step_tokens=8))
+    start = len(PROMPT) - 3
+    wish = RowSampling(prompt_logprobs=1, logprob_start=start)
+    found = []
+    for rid in ("cold", "warm"):
+        simulation.offer(make_submit(rid, PROMPT, max_new=0, sampling=wish))
+        simulation.run()
+        (delta,) = simulation.deltas[rid]
+        found.append((delta.prompt_logprobs, delta.cached_tokens))
+    assert found[0][0] == found[1][0]
+    assert [count for _, count in found] == [0, (start - 1) // 4 * 4]
+    simulation.offer(make_submit("all", PROMPT, max_new=0, sampling=RowSampling(prompt_logprobs=1)))
+    simulation.run()
+    whole = simulation.deltas["all"][0].prompt_logprobs
+    assert whole is not None
+    assert found[0][0] == [None] * start + whole[start:]
+
+
 def test_prompts_with_very_many_logprobs_are_read_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits_of_steps, "ALTERNATIVES", 3 * 301)
     simulation = Simulation(make_limits())

@@ -56,8 +56,9 @@ def verify_logprobs(simulation: Simulation) -> None:
         if submit.sampling.prompt_logprobs >= 0 and (rid not in simulation.cut or simulation.tokens(rid)):
             assert len(prompts) == 1
             assert prompts[0] is not None
-            assert prompts[0][0] is None
-            assert [entry.token for entry in prompts[0][1:] if entry] == submit.tokens[1:]
+            first = min(max(1, submit.sampling.logprob_start), len(submit.tokens))
+            assert prompts[0][:first] == [None] * first
+            assert [entry.token for entry in prompts[0][first:] if entry] == submit.tokens[first:]
         else:
             assert len(prompts) <= (submit.sampling.prompt_logprobs >= 0)
 

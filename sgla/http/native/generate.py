@@ -176,6 +176,7 @@ def native_sampling(
         asked,
         logprobs=top,
         prompt_logprobs=top if start >= 0 else None,
+        logprob_start=max(0, start),
         logprob_token_ids=ids,
         hidden_states=bool(spread("return_hidden_states", fields.return_hidden_states, count)[i]),
     )
