@@ -48,6 +48,7 @@ def main() -> None:
         answers.flush()
         if max(size, len(data)) > LARGE:
             del data
+            gc.collect()  # errors that a template ran into hold the task that they came in
             give_back()
 
 

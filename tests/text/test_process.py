@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sgla.errors import BadRequest, ConfigError, InvalidField
 from sgla.text import process
-from sgla.text.process import BoundedTemplate, Parse, parse
+from sgla.text.process import NOTHING, BoundedTemplate, Parse, Render, parse, pickled
 from sgla.text.template import ChatTemplate
 from sgla.text.tools.families import BY_NAME
 from sgla.text.tools.parser import parser_of
@@ -115,6 +117,28 @@ def test_a_killed_process_is_replaced() -> None:
     for idle in process._models.idle:
         idle._popen.kill()
     assert template.render(CHAT) == "<user>hé<assistant>ho"
+
+
+def test_large_values_do_not_stay_behind_errors_of_the_template() -> None:
+    """A new process compiles a template with the first task, and finds out what it refuses."""
+    worker = process.Process()
+    try:
+        worker.start()
+        before = resident(worker)
+        source = {"default": "{% for m in messages %}{{ 'text: ' + m.content }}{% endfor %}"}
+        values = {"values": [float(i) for i in range(300_000)]}
+        task = Render(tuple(source.items()), {}, [{"role": "user", "content": "a"}], values)
+        assert worker.ask(pickled(task)).text == "text: a"
+        worker.ask(NOTHING)  # memory is given back between two tasks
+        assert resident(worker) < before + (8 << 20)
+    finally:
+        worker.kill()
+
+
+def resident(worker: process.Process) -> int:
+    """Bytes in memory."""
+    fields = Path(f"/proc/{worker._popen.pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_texts_are_parsed_as_here() -> None:
