@@ -14,6 +14,7 @@ import pty
 import re
 import select
 import shlex
+import socket
 import struct
 import subprocess
 import sys
@@ -103,6 +104,10 @@ def test_version() -> None:
     assert run("--version") == (0, f"sgla {sgla.__version__}\n", "")
 
 
+def test_nothing_asks_for_help() -> None:
+    assert run() == run("--help")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -119,8 +124,8 @@ def test_version() -> None:
         (["bench", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
         (["chat", "--url", "http://127.0.0.1:9"], "start one with 'sgla serve'"),
         (["chat", "--url", "ftp://nonsense"], "write http://HOST:PORT"),
-        (["chat", "--url", "127.0.0.1:9/v1"], "no answer from http://127.0.0.1:9:"),
-        (["bench", "--url", "127.0.0.1:9"], "no server at http://127.0.0.1:9:"),
+        (["chat", "--url", "127.0.0.1:9/v1"], "no answer from http://127.0.0.1:9: Connection refused;"),
+        (["bench", "--url", "127.0.0.1:9"], "no server at http://127.0.0.1:9: Connection refused;"),
         (["help"], "use 'sgla --help'"),
         (["serve", "--executor", "fake", "--host", "256.0.0.1"], "choose another --host"),
         (["serve", ""], "--model and --served-model-name cannot be empty"),
@@ -131,6 +136,14 @@ def test_mistakes_get_one_line_and_exit_code_2(argv: list[str], message: str) ->
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        said = f"sgla: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
+        assert run("serve", "--executor", "fake", "--port", port) == (2, "", said)
 
 
 # explain, doctor

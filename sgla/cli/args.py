@@ -136,14 +136,15 @@ class GiveAlias(Give):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse; ``flags`` holds the fields of Config that were given, and ``hints`` how other servers' flags
-    were understood, where a command takes them. Exits with 2 on a wrong flag."""
-    parser = build(argv[0] if argv else None)
-    if argv and argv[0] in COMMANDS:
+    were understood, where a command takes them. Exits with 2 on a wrong flag. Nothing means ``--help``."""
+    argv = argv or ["--help"]
+    parser = build(argv[0])
+    if argv[0] in COMMANDS:
         parser.error(f"there is no command '{argv[0]}'; use 'sgla {COMMANDS[argv[0]]}'")
-    if argv and argv[0] not in BUILT and (close := difflib.get_close_matches(argv[0], BUILT, n=1)):
+    if argv[0] not in BUILT and (close := difflib.get_close_matches(argv[0], BUILT, n=1)):
         parser.error(f"there is no command '{argv[0]}'; did you mean 'sgla {close[0]}'?")
     behind: list[str] = []
-    if argv and argv[0] == "launch" and "--" in argv:
+    if argv[0] == "launch" and "--" in argv:
         at = argv.index("--")
         argv, behind = argv[:at], [*argv[at + 1 :]]
     args, unknown = parser.parse_known_args([_long(word) for word in argv])

@@ -17,6 +17,7 @@ import aiohttp
 from sgla.bench import load, workloads
 from sgla.bench.report import summarize
 from sgla.cli.chat import error_text
+from sgla.cli.settings import reason
 from sgla.engine.progress import Bar
 from sgla.errors import ConfigError
 from sgla.observe.machine import detect
@@ -130,7 +131,7 @@ async def describe(url: str, key: str | None = None) -> dict[str, Any]:
             async with client.get(f"{url}/version") as response:
                 version = (await response.json(content_type=None)) if response.status == 200 else {}
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ConfigError(f"no server at {url}: {error}; start one with 'sgla serve'") from error
+            raise ConfigError(f"no server at {url}: {reason(error)}; start one with 'sgla serve'") from error
         except ValueError as error:
             raise ConfigError(f"{url} is no OpenAI-style server: {error}") from error
     if not listed.get("data"):

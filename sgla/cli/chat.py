@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgla.cli.conversation import Backend, Conversation, Leave, Messages
 from sgla.cli.progress import ProgressPrinter
-from sgla.cli.settings import complain, load_config
+from sgla.cli.settings import complain, load_config, reason
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
 from sgla.hub.demo import about, with_demo
@@ -70,7 +70,7 @@ class Remote:
             raise SglaError(f"{self.url}: {error_text(error.read()) or error.reason}") from error
         except urllib.error.URLError as error:
             raise ConfigError(
-                f"no answer from {self.url}: {error.reason}; start one with 'sgla serve'"
+                f"no answer from {self.url}: {reason(error.reason)}; start one with 'sgla serve'"
             ) from error
         except ValueError as error:
             raise ConfigError(f"--url {self.url}: {error}") from error

@@ -60,6 +60,14 @@ def parse_url(text: str) -> str:
     raise ValueError(f"'{text}' is no server's address; write http://HOST:PORT")
 
 
+def reason(error: Exception | str) -> str:
+    """Why a server could not be asked, in the system's words where it has some."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    number = error.errno if isinstance(error, OSError) else None
+    return os.strerror(number) if number and number > 0 else str(error)
+
+
 def parse_list(name: str, text: str) -> list[str]:
     """Values between commas, or a JSON list. An API key may hold commas, so it is one value."""
     if text.startswith("["):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import signal
 import ssl
 import sys
@@ -178,9 +179,10 @@ async def _listen(runner: web.AppRunner, config: Config, waiting: int) -> str:
     try:
         await Site(runner, config.host, config.port, tls, waiting).start()
     except OSError as error:
-        flag = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+        known = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        why, flag = (os.strerror(error.errno or 0), "port") if known else (error.strerror, "host")
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --{flag}"
+            f"cannot listen on {config.host}:{config.port}: {why}; choose another --{flag}"
         ) from error
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     return f"{'https' if tls else 'http'}://{host}:{runner.addresses[0][1]}"

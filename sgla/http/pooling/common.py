@@ -22,7 +22,7 @@ ENTRY = 16  # values that an entry of an answer costs beside its own
 WINDOW = 256  # inputs of one request that are open at a time: a long list leaves room in the queue for others
 
 NEEDS = {
-    "embed": "an embedding model, for example --model sentence-transformers/all-MiniLM-L6-v2",
+    "embed": "an embedding model, for example --model minilm",
     "classify": "a sequence-classification model, for example --model cross-encoder/ms-marco-MiniLM-L6-v2",
 }
 
