@@ -38,8 +38,6 @@ class OtherGroups:
         """No pages of each window."""
         return [[] for _ in self._windows]
 
-    # --- reading
-
     def served(self, node: Node, length: int, start: int) -> tuple[int, bool]:
         """The longest prefix of ``length`` tokens, which ends in ``node``, of which every window has its
         pages and which has a state, or ``start`` tokens. And whether there will be a longer one when the plan
@@ -110,8 +108,6 @@ class OtherGroups:
             if self._states is not None and self._states.readable(node.state):
                 found.states[len(found.pages)] = self._states.page(node.state)
         return found
-
-    # --- writing
 
     def put(self, node: Node, windows: Sequence[Sequence[int]], held: bool) -> None:
         """The tree takes over units of a new node; the caller goes on to hold them if they are ``held``."""

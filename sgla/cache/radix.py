@@ -60,8 +60,6 @@ class RadixCache(RadixTree):
         self._kept = 0  # pages
         self._ends: list[tuple[float, int, Node]] = []  # a heap: when nodes are not kept any more
 
-    # --- reading
-
     def match(self, namespace: str, tokens: bytes, limit: int, marks: Marks = NO_MARKS) -> Match:
         """The longest cached prefix of ``tokens[:limit]``.
         Splits a node where the match ends. Takes no lock."""
@@ -110,8 +108,6 @@ class RadixCache(RadixTree):
             node = node.parent
         self._offer(leaf)
 
-    # --- holding
-
     def lock(self, node: Node, above: Node | None = None) -> None:
         """Keep ``node`` and its ancestors. ``above``: an ancestor this caller has locked already; only what
         is below it is locked now, and its one ``unlock`` moves to ``node``."""
@@ -134,8 +130,6 @@ class RadixCache(RadixTree):
             assert node.parent is not None
             node = node.parent
         self._offer(leaf)
-
-    # --- writing
 
     def adopt(
         self,
@@ -216,8 +210,6 @@ class RadixCache(RadixTree):
         """What stands in the tree down to ``node``."""
         return self._groups.units(path(node, self.root))
 
-    # --- keeping
-
     def keep(self, node: Node, until: float) -> None:
         """What is down to ``node`` goes after all that is not kept, until that time; unless more than half of
         the pages would be kept. Time passes with ``expire``."""
@@ -245,8 +237,6 @@ class RadixCache(RadixTree):
     def _end(self, node: Node) -> None:
         self._clock += 1
         heappush(self._ends, (node.kept, self._clock, node))
-
-    # --- eviction
 
     def evict(self, n: int) -> int:
         """Free ``n`` pages, or all that are evictable; returns how many.
@@ -310,8 +300,6 @@ class RadixCache(RadixTree):
         self._leaves.push(node)
         if len(self._leaves) > 4 * self.nodes + 64:
             self._leaves.renew(leaf for leaf in self.walk() if leaf.is_leaf)
-
-    # --- checking
 
     def check(self) -> None:
         """Counters, keys, locks and heap agree with the tree. O(nodes)."""

@@ -50,8 +50,6 @@ class Core:
         self._paged = len(limits.groups) - limits.recurrent
         self._last = Step(0)
 
-    # --- requests come and go
-
     def offer(self, submit: Submit, now: float) -> None:
         """Take a request. ``max_new`` is cut to what the context and the pool can hold. How many may wait is
         not decided here: whoever admits requests has done so.
@@ -114,8 +112,6 @@ class Core:
     def next_deadline(self) -> float | None:
         """When ``expire`` may have something to do."""
         return self._queues.next_deadline
-
-    # --- planning
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or ``None``: nothing can run, or ``depth`` steps are in flight."""
@@ -243,8 +239,6 @@ class Core:
                 step.add_checkpoints(request, recurrent.checkpoint_output(request))
         recurrent.pool.planned()
 
-    # --- results
-
     def retire(self, result: StepResult, now: float) -> list[Delta]:
         """Commit the tokens of the oldest step in flight. Tokens of requests that have ended are dropped."""
         self._now = now
@@ -262,8 +256,6 @@ class Core:
         self._ledger.verified(outcome.verified)
         self._queues.conclude(outcome.ended, step.number, now)
         return outcome.deltas
-
-    # --- the rest
 
     @property
     def idle(self) -> bool:

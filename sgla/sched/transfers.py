@@ -120,8 +120,6 @@ class Transfers:
         self._coming: dict[bytes, int] = {}  # keys of pages, and the transfers that bring them
         self._leaving = [0] * len(tiers)  # pages on their way to each
 
-    # --- to the device
-
     def load(self, request: Request) -> bool:
         """Have what follows behind the pages that the request found in the tree copied to the device, from
         the tier that has most of it, and hold the request until that is there. False: there is nothing, or no
@@ -267,8 +265,6 @@ class Transfers:
         else:
             pools.states.free((arrival.state,))
 
-    # --- to the tiers
-
     def save(self, request: Request, count: int) -> None:
         """Have what the tree has of the request's first ``count`` pages copied to each tier that lacks it.
         Steps that have been planned compute it; the tree has all pages."""
@@ -332,8 +328,6 @@ class Transfers:
         if self._told[tier].lasting and any(places):
             number = self._begin(Transfer(tier, []))
             self.later.append(Copy(number, "", self._told[tier].name, [], _columns(places)))
-
-    # --- both
 
     def _begin(self, transfer: Transfer) -> int:
         number = self._numbers.take()

@@ -95,8 +95,6 @@ def test_max(count: int) -> None:
         assert all(torch.equal(k, expected) for k in keys)
 
 
-# --- several GPUs
-
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -103,8 +103,6 @@ async def test_a_response_in_the_background_fails_with_the_server(tiny_model: Pa
             assert "shut down" in answer["error"]["message"]
 
 
-# --- what never ends
-
 NEVER = {
     "threads": "threading.Thread(target=stuck).start(), ThreadPoolExecutor().submit(stuck)",
     "a thread of the loop": "loop.run_in_executor(None, stuck)",

@@ -349,9 +349,6 @@ def test_prompt_logprobs_do_not_depend_on_chunks() -> None:
     assert values[0] == values[1]
 
 
-# --- refusals, cancels, deadlines
-
-
 def test_refusals() -> None:
     simulation = Simulation(make_limits(slots=1))
     with pytest.raises(ContextTooLong, match="maximum context length is 96 tokens"):
@@ -436,9 +433,6 @@ def test_a_deadline_ends_waiting_and_running_requests_with_an_error() -> None:
     assert simulation.tokens("a")
     assert not simulation.tokens("b")
     simulation.verify()
-
-
-# --- order and fairness
 
 
 def first_steps(simulation: Simulation) -> dict[str, float]:
@@ -754,9 +748,6 @@ def test_short_prompts_do_not_wait_for_a_very_long_one() -> None:
     simulation.verify()
     order = [item.rid for item in simulation.core.drain_finished()]
     assert order[-1] == "long"
-
-
-# --- bookkeeping
 
 
 def test_stats_count_what_happened() -> None:
