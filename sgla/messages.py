@@ -564,11 +564,8 @@ class Rejected(msgspec.Struct, kw_only=True):
 
 
 class Control(msgspec.Struct, kw_only=True):
-    """Executor control command, out of the step path; answered.
-
-    ``verb``: memory | profile_start | profile_stop | vocabulary | grammar
-    (the last two: see ``grammar/matcher.py``).
-    """
+    """Executor control command, out of the step path; answered. Verbs: ``worker/runner.py: Runner._commands``
+    has those of all runners, ``worker/weights.py`` those of memory and weights."""
 
     verb: str
     args: dict[str, Any] = {}

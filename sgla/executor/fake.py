@@ -569,6 +569,8 @@ class FakeRunner:
     def control(self, command: Control) -> dict[str, Any]:
         return control(self.facts, command)
 
+    def close(self) -> None: ...
+
 
 def control(facts: Facts, command: Control) -> dict[str, Any]:
     """The control commands of a worker without a model."""

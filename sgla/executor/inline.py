@@ -23,6 +23,7 @@ from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
+    from sgla.worker.loop import Runs
 
 Command = tuple[Control, "asyncio.Future[dict[str, Any]]"]
 
@@ -70,8 +71,8 @@ class InlineExecutor:
         self._settle(ready, runner.facts)
         self._serve(runner)
 
-    def _serve(self, runner: Any) -> None:
-        from sgla.worker.loop import AtOnce, answer
+    def _serve(self, runner: Runs) -> None:
+        from sgla.worker.loop import AtOnce, answer, may_copy
 
         steps = AtOnce(runner)
         while (item := self._next(runner)) is not None:
@@ -85,28 +86,28 @@ class InlineExecutor:
                 continue
             try:
                 self._results.put(steps.launch(item).result)
-                self._tell_copies(runner)
+                if may_copy(runner.facts):
+                    self._tell_copies(runner)
             except BaseException as error:
                 traceback.print_exc()
                 died = WorkerDied(f"a model step failed: {type(error).__name__}: {error}")
                 self._loop.call_soon_threadsafe(self._died, died)
                 return
+        runner.close()
 
-        getattr(runner, "close", lambda: None)()
-
-    def _next(self, runner: Any) -> StepPlan | Command | None:
+    def _next(self, runner: Runs) -> StepPlan | Command | None:
         """What is to be done next. While copies are under way their ends are told."""
-        from sgla.worker.loop import COPYING, Copies
+        from sgla.worker.loop import COPYING, may_copy
 
-        while isinstance(runner, Copies) and runner.copying:
+        while may_copy(runner.facts) and runner.copying:
             try:
                 return self._inbox.get(timeout=COPYING)
             except Empty:
                 self._tell_copies(runner)
         return self._inbox.get()
 
-    def _tell_copies(self, runner: Any) -> None:
-        for moved in getattr(runner, "moved", list)():
+    def _tell_copies(self, runner: Runs) -> None:
+        for moved in runner.moved():
             self._results.put(moved)
 
     def _settle_later(self, future: asyncio.Future[Any], done: Future[dict[str, Any]]) -> None:

@@ -67,3 +67,7 @@ class ModelSpec:
     def recurrent(self) -> bool:
         """Some layers keep states."""
         return any(layer.unit(int) for layer in self.attention)
+
+    def long_ropes(self, context_len: int) -> list[bool]:
+        """Of each layer, whether its positions are rotated otherwise with a context of this length."""
+        return [layer.rope is not None and layer.rope.long(context_len) for layer in self.attention]

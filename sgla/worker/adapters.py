@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -16,7 +16,7 @@ from sgla.errors import InvalidField
 from sgla.kernels.batch import ForwardBatch
 from sgla.layers.adapters import Adapters
 from sgla.loading.adapter import Piece, read_adapter
-from sgla.messages import Control, Copy, Moved
+from sgla.messages import Copy, Moved
 from sgla.worker.state import Int32s, SlotTables, column
 
 READERS = 2  # adapters that are read at a time
@@ -43,18 +43,19 @@ class AdapterStore:
         self._host: dict[int, list[Piece]] = {}
         self._threads: ThreadPoolExecutor | None = None
 
-    def control(self, command: Control) -> Future[dict[str, Any]] | dict[str, Any]:
-        """``adapter_load`` reads the adapter of the folder ``path`` under a ``number``, in a thread, so that
-        steps go on; ``adapter_drop`` forgets it. Raises InvalidField, the future InvalidAdapter."""
-        number = command.args["number"]
-        if command.verb == "adapter_drop":
-            self._host.pop(number, None)
-            return {}
+    def drop(self, args: dict[str, Any]) -> None:
+        """Forget the adapter ``number``."""
+        self._host.pop(args["number"], None)
+
+    def load(self, args: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Read the adapter of the folder ``path`` under a ``number``, in a thread, so that steps go on.
+        Raises InvalidField, the future InvalidAdapter."""
+        number = args["number"]
         if number in self._host:
             raise InvalidField(f"there is an adapter {number}", param="number")
         if self._threads is None:
             self._threads = ThreadPoolExecutor(READERS, "adapter")
-        return self._threads.submit(self._load, number, Path(command.args["path"]))
+        return self._threads.submit(self._load, number, Path(args["path"]))
 
     def _load(self, number: int, folder: Path) -> dict[str, Any]:
         with torch.inference_mode():
@@ -114,7 +115,22 @@ def token_places(places: Int32s, slots: Int32s, q_start: Int32s) -> Int32s:
     return np.repeat(places[slots], np.diff(q_start))
 
 
-def bring_adapters(store: AdapterStore | None, copies: Sequence[Copy]) -> list[Moved]:
-    """Copies that have ended at once."""
-    assert store is not None, "adapters for a runner without places"
-    return [Moved(copy.transfer, store.bring(copy) is not None) for copy in copies]
+class DirectCopies:
+    """Copies of adapters on a CPU, which have ended when they have begun."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+        self._ended: list[Moved] = []
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._ended)
+
+    def begin(self, copy: Copy) -> None:
+        self._ended.append(Moved(copy.transfer, self._store.bring(copy) is not None))
+
+    def ended(self) -> list[Moved]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None: ...

@@ -9,12 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from sgla import clock
-from sgla.messages import SAMPLE, Moved, NewRow, RowSampling, StepPlan, StepResult
+from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, StepResult
 from sgla.sampling import Samples, faults
 from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
 from sgla.sampling.runs import ragged
-from sgla.worker.adapters import bring_adapters
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.cpu_weights import CpuWeights
 from sgla.worker.drafts import verify
@@ -85,19 +84,7 @@ class CpuRunner(CpuWeights):
         self.tables.apply(plan)
         if plan.zeroed:
             zero_pages(self.kv, [places(p) for p in plan.zeroed])
-        for copy in plan.copies:
-            if copy.source == "adapters":
-                self._moved += bring_adapters(self.adapters, [copy])
-                continue
-            self._tiers[copy.source if copy.target in ("", "device") else copy.target].begin(copy)
-
-    @property
-    def copying(self) -> bool:
-        return bool(self._moved) or any(tier.under_way for tier in self._tiers.values())
-
-    def moved(self) -> list[Moved]:
-        moved, self._moved = self._moved, []
-        return moved + [ended for tier in self._tiers.values() for ended in tier.ended()]
+        self.copies.begin(plan.copies)
 
     def _sample(
         self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None

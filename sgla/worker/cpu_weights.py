@@ -19,6 +19,7 @@ class CpuWeights(ChangingRunner, CpuSetup):
     """Its weights are in the host's memory, so to give them back is to read them again."""
 
     _awake = True  # the weights are there
+    refilled = True  # or made anew
 
     def _sleep(self, kv: bool, weights: str) -> None:
         drops = weights not in ("", "host") and not self.brought
@@ -36,13 +37,11 @@ class CpuWeights(ChangingRunner, CpuSetup):
         if not weights or self._awake:
             return
         self._load_again(self.source)
-        if self._tiers and self.identity() != self.begun_as:
+        try:
+            self._check_files()  # once they have been read, since they may have changed meanwhile
+        except ConfigError:
             self._drop()
-            raise ConfigError(
-                "the model's files have changed, and --kv-disk and --kv-store have prefixes of the old "
-                "ones; put these back, or start a server anew",
-                param="model",
-            )
+            raise
 
     def _load_again(self, source: ModelSource) -> None:
         if self._awake:

@@ -8,26 +8,22 @@ StepResult.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from sgla.messages import SAMPLE, Moved, StepPlan, StepResult
+from sgla.messages import SAMPLE, StepPlan, StepResult
 from sgla.worker.batch import state_columns
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
-from sgla.worker.gpu_adapters import AdapterCopies
 from sgla.worker.gpu_steps import Launched, eager_order
-from sgla.worker.gpu_tiers import HostTier
 from sgla.worker.gpu_weights import GpuWeights
 from sgla.worker.head_chains import HeadChains
 from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
 from sgla.worker.prompt_graphs import prompts_last
 from sgla.worker.state import column
-from sgla.worker.tiers import FileTier
 from sgla.worker.verify import DeviceDrafts, Verify
 
 DECODE_FLAGS = bytes([SAMPLE])
@@ -39,12 +35,7 @@ class CudaRunner(GpuWeights):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight | Computed:
         """Queue the step on the GPU. Waits for nothing."""
-        for copy in plan.copies:
-            if copy.source == "adapters":
-                assert self.copies is not None, "copies for a runner without places"
-                self.copies.begin(copy)
-            else:
-                self.tiers[copy.source if copy.target in ("", "device") else copy.target].begin(copy)
+        self.copies.begin(plan.copies)
         if not plan.slots:
             return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
         begin = torch.cuda.Event(enable_timing=True)
@@ -90,7 +81,7 @@ class CudaRunner(GpuWeights):
             and plan.flags == DECODE_FLAGS * rows
             and len(plan.q_lens) == 4 * rows
             and int(column(plan.q_lens).max()) == 1
-            and not (self._states and self._brings_states(plan))
+            and not self._brings_states(plan)
         )
 
     @torch.inference_mode()
@@ -115,20 +106,6 @@ class CudaRunner(GpuWeights):
             self.release(flight)
         return self.finish(flight)
 
-    @property
-    def copying(self) -> bool:
-        return any(place.under_way for place in self._places())
-
-    @torch.inference_mode()
-    def moved(self) -> list[Moved]:
-        return [moved for place in self._places() for moved in place.ended()]
-
-    def _places(self) -> Iterator[AdapterCopies | HostTier | FileTier]:
-        """What copies go to and come from."""
-        if self.copies is not None:
-            yield self.copies
-        yield from self.tiers.values()
-
     def _extend(self, plan: StepPlan, slots: Any, starts: Any, verify: Verify | None) -> Launched:
         """A step with prompt tokens, or one that brings hidden states."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
@@ -137,7 +114,7 @@ class CudaRunner(GpuWeights):
         graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
         if self.steps.adapted is not None and self.steps.adapted.any(slots):
             graphs = False
-        if self._states and self._brings_states(plan):
+        if self._brings_states(plan):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
@@ -154,4 +131,6 @@ class CudaRunner(GpuWeights):
         return launched
 
     def _brings_states(self, plan: StepPlan) -> bool:
-        return bool(self.steps.tables.host.hidden[column(plan.slots)].any())
+        """It has rows of which hidden states are wanted."""
+        wanted = self.config.enable_return_hidden_states
+        return wanted and bool(self.steps.tables.host.hidden[column(plan.slots)].any())

@@ -86,3 +86,5 @@ class AdapterCopies:
         self._under_way = [entry for entry in self._under_way if entry not in done]
         failed, self._failed = self._failed, []
         return failed + [Moved(copy.transfer, ok=True) for copy, *_ in done]
+
+    def close(self) -> None: ...

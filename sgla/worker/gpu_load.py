@@ -14,6 +14,7 @@ from sgla.kernels.gpu import GpuOps
 from sgla.layers.linear import split_heads
 from sgla.layers.spec import AttentionSpec
 from sgla.messages import LONGEST, VERIFIED, Pooling
+from sgla.model.drafting import draft_bytes
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.sizes import experts_kind
 from sgla.model.spec import ModelSpec
@@ -102,7 +103,8 @@ def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> li
     ]
 
 
-def weights_of(config: Config, spec: ModelSpec, place: Gpu) -> Weights:
+def weights_of(config: Config, spec: ModelSpec, place: Gpu, guessing: ModelSpec | None) -> Weights:
+    """``guessing``: the shape of what guesses for the model, if it has weights."""
     whole = config.deterministic or isinstance(spec, GenericSpec)
     return Weights(
         spec,
@@ -112,4 +114,5 @@ def weights_of(config: Config, spec: ModelSpec, place: Gpu) -> Weights:
         place.device.fp8 and not whole,
         () if whole else splits(spec, torch.cuda.device_count()),
         config.cpu_offload_gb * GIB,
+        draft_bytes(config, guessing, dtype_of(config)),
     )

@@ -12,13 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.messages import Copy, Moved
+from sgla.config import Config
+from sgla.errors import OutOfMemory
+from sgla.messages import CacheGroup, Copy, Moved, Tier
 from sgla.worker.device_state import upload
+from sgla.worker.memory import mib, tier_units
 from sgla.worker.pinned import Pinned
 from sgla.worker.state import Int32s, column
 
 STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece, in each direction
 AHEAD = 3  # pieces that are queued
+ABREAST = 8  # units of a copy that threads read or write at a time
+
+
+def staging() -> Tensor:
+    """Where what crosses is gathered, for both directions: uint8[2, STAGED]"""
+    return torch.empty(2, STAGED, dtype=torch.uint8, device="cuda")
 
 
 class Chunk(NamedTuple):
@@ -158,6 +167,36 @@ class HostTier:
         """The copies that have ended since the last call."""
         done = self._in.go_on(self._load) + self._out.go_on(self._save)
         return [Moved(transfer, ok=True) for transfer in done]
+
+    def close(self) -> None: ...
+
+
+def open_host(
+    config: Config,
+    ranks: int,
+    groups: Sequence[CacheGroup],
+    tensors: Sequence[Sequence[Tensor]],
+    staging: Tensor,
+) -> tuple[Tier, HostTier]:
+    """The tier of ``--kv-host-bytes``, of which each of ``ranks`` has its part. ``tensors``: of each cache
+    group (``kv.memory_of``); ``staging``: see ``HostTier``. Raises OutOfMemory."""
+    assert config.kv_host_bytes is not None
+    nbytes = [sum(tensor.shape[1] for tensor in found) for found in tensors]
+    room = config.kv_host_bytes // ranks
+    units = tier_units(room, [group.pages for group in groups], nbytes)
+    if not all(units):
+        raise OutOfMemory(
+            f"--kv-host-bytes {config.kv_host_bytes} has no room for one page; raise it, or leave it out",
+            param="kv_host_bytes",
+        )
+    try:
+        return Tier("host", units), HostTier(tensors, units, staging)
+    except RuntimeError as error:  # of pages that cannot be locked
+        raise OutOfMemory(
+            f"the host's memory ran out while {mib(room)} for prefixes were taken ({error}); lower "
+            "--kv-host-bytes",
+            param="kv_host_bytes",
+        ) from error
 
 
 def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

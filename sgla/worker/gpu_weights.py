@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sgla.errors import ConfigError, OutOfMemory, UnsupportedField
+from sgla.errors import OutOfMemory, UnsupportedField
 from sgla.hub.source import ModelSource
 from sgla.model.base import Refills
 from sgla.worker.gpu_memory import Advice, within_memory
@@ -28,6 +28,10 @@ class GpuWeights(ChangingRunner, GpuSetup):
 
     _kept: Pinned | None = None  # weights, or room for them
     _whole = False  # and they are those that there are
+
+    @property
+    def refilled(self) -> bool:
+        return self.steps.model.declared is not None
 
     def _sleep(self, kv: bool, weights: str) -> None:
         if self.regions is None:
@@ -101,12 +105,7 @@ class GpuWeights(ChangingRunner, GpuSetup):
             raise
 
     def _read_again(self) -> None:
-        if self.tiers and self.identity() != self.begun_as:
-            raise ConfigError(
-                "the model's files have changed, and tiers have prefixes of the old ones; put these back, or "
-                "start a server anew",
-                param="model",
-            )
+        self._check_files()
         self._take(self.source, sound=False)
 
     def _take(self, source: ModelSource, sound: bool = True) -> None:

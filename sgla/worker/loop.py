@@ -19,8 +19,7 @@ LOOK = 0.01  # seconds between looks at the pipe while steps are on their way
 COPYING = 0.001  # and at copies, while there is nothing else
 
 
-# To a command: what came of it, at once or later.
-Answer = dict[str, Any] | Future[dict[str, Any]]
+Answer = dict[str, Any] | Future[dict[str, Any]]  # of a command: what came of it, at once or later
 
 
 class Ring(Protocol):
@@ -45,6 +44,14 @@ class Runs(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult: ...
     def control(self, command: Control) -> Answer: ...
+    def close(self) -> None: ...
+
+    @property
+    def copying(self) -> bool:
+        """Some copy has not been told of by ``moved``."""
+
+    def moved(self) -> list[Moved]:
+        """The copies that have ended since the last call."""
 
 
 class Flight(Protocol):
@@ -74,17 +81,9 @@ class Launches(Protocol):
     def finish(self, flight: Any) -> StepResult: ...
     def control(self, command: Control) -> Answer: ...
 
-
-@runtime_checkable
-class Copies(Protocol):
-    """A runner that honours ``StepPlan.copies``, if its ``facts`` have tiers or adapters."""
-
     @property
-    def copying(self) -> bool:
-        """Some copy has not been told of by ``moved``."""
-
-    def moved(self) -> list[Moved]:
-        """The copies that have ended since the last call."""
+    def copying(self) -> bool: ...
+    def moved(self) -> list[Moved]: ...
 
 
 class Computed(msgspec.Struct):
@@ -102,12 +101,12 @@ class AtOnce:
 
     def __init__(self, runner: Runs) -> None:
         self.facts, self.control = runner.facts, runner.control
-        self._execute = runner.execute
+        self._runner = runner
         self._free = clock.now()
 
     def launch(self, plan: StepPlan) -> Computed:
         started = clock.now()
-        result = self._execute(plan)
+        result = self._runner.execute(plan)
         ended = clock.now()
         result.gap, result.seconds = started - self._free, ended - started
         self._free = ended
@@ -119,6 +118,13 @@ class AtOnce:
     def finish(self, flight: Computed) -> StepResult:
         return flight.result
 
+    @property
+    def copying(self) -> bool:
+        return self._runner.copying
+
+    def moved(self) -> list[Moved]:
+        return self._runner.moved()
+
 
 def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Connection, spin: float) -> bool:
     """Run until the main process closes ``pipe`` (True) or a step fails (False; the traceback is on stderr).
@@ -128,8 +134,7 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
     before sleeping.
     """
     device: Launches = runner if isinstance(runner, Launches) else AtOnce(runner)
-    may_copy = runner.facts.tiers or runner.facts.adapters
-    copies = runner if may_copy and isinstance(runner, Copies) else None
+    copies = device if may_copy(runner.facts) else None
     replies = Replies(device, pipe)
     decode, encode = msgspec.msgpack.Decoder(StepPlan).decode, msgspec.msgpack.Encoder().encode
     commands = select.poll()
@@ -175,6 +180,11 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
         traceback.print_exc()
         publish(StepResult(step=step, tokens=b"", error=f"{type(error).__name__}: {error}"))
         return False
+
+
+def may_copy(facts: Facts) -> bool:
+    """Whether plans may have ``copies``."""
+    return bool(facts.tiers or facts.adapters)
 
 
 def _sleep(plans: Ring, inputs: list[Any], spin: float, limit: float | None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,25 @@ from sgla.config import Config
 from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
-from sgla.messages import Control, Facts, Pooling, Progress, StepPlan, StepResult
+from sgla.messages import Control, Facts, Moved, Pooling, Progress, StepPlan, StepResult
 from sgla.worker.adapters import AdapterStore
+from sgla.worker.copies import Copies
+from sgla.worker.loop import Answer
 from sgla.worker.place import Place, take_place
 from sgla.worker.profile import Profiler
+
+Command = Callable[[dict[str, Any]], Answer | None]  # None: there is nothing to say
+# Verbs of what becomes of memory and weights, which not all runners honour (``ChangingRunner``).
+CHANGES = (
+    "sleep",
+    "wake",
+    "weights_update",
+    "weights_receive",
+    "weights_take",
+    "weights_show",
+    "trainer_join",
+    "trainer_leave",
+)
 
 
 class Runner(ABC):
@@ -28,7 +43,8 @@ class Runner(ABC):
     Raises ConfigError and its kin.
 
     ``pooling``: of a model that answers with vectors. ``matchers``: of a rank that samples, for a model whose
-    outputs may have a grammar. ``adapters``: None where rows cannot have any.
+    outputs may have a grammar. ``adapters``: None where rows cannot have any. ``copies``: what plans copy to
+    and from.
     """
 
     facts: Facts
@@ -46,6 +62,7 @@ class Runner(ABC):
         pooling: Pooling | None = None,
     ) -> None:
         self.pooling = pooling
+        self.copies = Copies()
         self._seconds: dict[str, float] = {}
         self._report = report
         self.profiler = Profiler(rank)
@@ -76,30 +93,51 @@ class Runner(ABC):
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the step."""
 
-    def close(self) -> None:  # noqa: B027  (most have nothing)
-        """Give back what others may want to have. No step runs."""
+    @property
+    def copying(self) -> bool:
+        """Some copy has not been told of by ``moved``."""
+        return self.copies.under_way
 
-    def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
-        """An answer, which may come later. Verbs: ``memory``; ``profile_start`` with ``folder`` and
-        ``steps``; ``profile_stop``; those of ``AdapterStore``; those of ``grammar/matcher.py``, for models
-        that generate; those of ``ChangingRunner``. Raises UnsupportedField, InvalidField."""
-        match command.verb:
-            case "memory":
-                return {"ledger": self.facts.ledger | self.place.usage()}
-            case "profile_start":
-                return self.profiler.start(command.args)
-            case "profile_stop":
-                return self.profiler.stop()
-            case "sleep" | "wake" | "weights_update" | "weights_receive" | "weights_take" | "weights_show":
-                raise UnsupportedField(
-                    f"memory and weights of such a model cannot be changed or shown on --device "
-                    f"{self.place.device.kind}"
-                )
-            case "adapter_load" | "adapter_drop" if self.adapters is not None:
-                return self.adapters.control(command)
-            case "vocabulary" | "grammar" if self.facts.grammars:
-                return self.matchers.control(command.verb, command.args) if self.matchers else {}
-        raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
+    @torch.inference_mode()
+    def moved(self) -> list[Moved]:
+        """The copies that have ended since the last call."""
+        return self.copies.ended()
+
+    def close(self) -> None:
+        """Give back what others may want to have. No step runs."""
+        self.copies.close()
+
+    def control(self, command: Control) -> Answer:
+        """An answer, which may come later. Raises UnsupportedField, InvalidField."""
+        run = self._commands().get(command.verb)
+        if run is None:
+            raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")
+        return run(command.args) or {}
+
+    def _commands(self) -> dict[str, Command]:
+        """What is done by verb: ``memory``; ``profile_start`` with ``folder`` and ``steps``;
+        ``profile_stop``; those of ``AdapterStore``; those of ``grammar/matcher.py``, for models that
+        generate; ``CHANGES``."""
+        found: dict[str, Command] = {
+            "memory": lambda args: {"ledger": self.facts.ledger | self.place.usage()},
+            "profile_start": self.profiler.start,
+            "profile_stop": lambda args: self.profiler.stop(),
+        }
+        found |= dict.fromkeys(CHANGES, self._stay)
+        if self.adapters is not None:
+            found |= {"adapter_load": self.adapters.load, "adapter_drop": self.adapters.drop}
+        if self.facts.grammars:
+            found |= {verb: partial(self._match, verb) for verb in ("vocabulary", "grammar")}
+        return found
+
+    def _match(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
+        return self.matchers.control(verb, args) if self.matchers else {}
+
+    def _stay(self, args: dict[str, Any]) -> None:
+        raise UnsupportedField(
+            "memory and weights of such a model cannot be changed or shown on --device "
+            f"{self.place.device.kind}"
+        )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

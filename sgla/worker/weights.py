@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,14 +16,13 @@ from torch import Tensor
 
 from sgla.config import Config
 from sgla.dist.trainer import Place
-from sgla.errors import InvalidField, SglaError, UnsupportedField, WeightError
+from sgla.errors import ConfigError, InvalidField, SglaError, UnsupportedField, WeightError
 from sgla.hub.source import ModelSource
 from sgla.loading.checkpoint import stored_tensors
 from sgla.loading.source import configured_source
 from sgla.loading.tensors import received
-from sgla.messages import Control
 from sgla.model.read import read_decoder
-from sgla.worker.runner import Runner
+from sgla.worker.runner import CHANGES, Command, Runner
 from sgla.worker.trainers import Trainers
 
 MOST_VALUES = 1 << 20  # of a tensor that is shown
@@ -31,16 +30,18 @@ MOST_VALUES = 1 << 20  # of a tensor that is shown
 
 class ChangingRunner(Runner):
     """No step runs while it does what a command says, and no request has anything. ``source``: where its
-    weights are from; ``fixed``: what they cannot be changed beside, or ""."""
+    weights are from. With tiers ``identity`` tells what their KV depends on, ``begun_as`` what it was at the
+    start."""
 
     config: Config
     source: ModelSource
-    fixed: str
+    identity: Callable[[], str]
+    begun_as: str
     brought = False  # some weights have come as tensors, and are in no file
     _received: Mapping[str, Tensor] = MappingProxyType({})  # and is not taken yet
     _before: ModelSource | None = None  # that of the weights which the latest ones came in place of
 
-    def control(self, command: Control) -> dict[str, Any] | Future[dict[str, Any]]:
+    def _commands(self) -> dict[str, Command]:
         """Beside those of all runners: ``sleep`` gives memory back, with ``kv`` that of the KV cache, which
         is empty, and with ``weights`` theirs: they go to the ``host``'s memory, if that is another one; are
         read again from the ``files``; or ``either``, whichever there is. ``wake`` has ``kv`` and ``weights``
@@ -49,27 +50,18 @@ class ChangingRunner(Runner):
         ``group``, and looks whether they fit; then ``weights_take`` takes them, or drops them.
         ``weights_show`` has the first ``rows`` of the tensor ``name``. ``trainer_join`` and ``trainer_leave``
         a group."""
-        args = command.args
-        match command.verb:
-            case "sleep":
-                self._sleep(args["kv"], args["weights"])
-            case "wake":
-                self._wake(args["kv"], args["weights"])
-            case "weights_update":
-                self._update(args["path"])
-            case "weights_receive":
-                return self._receive(args)
-            case "weights_take":
-                self._bring(args["keep"])
-            case "trainer_join":
-                return self._join(args)
-            case "trainer_leave":
-                self.trainers.leave(args["group"])
-            case "weights_show":
-                return {"values": self._show(args["name"], args["rows"])}
-            case _:
-                return super().control(command)
-        return {}
+        changes: dict[str, Command] = {
+            "sleep": lambda args: self._sleep(args["kv"], args["weights"]),
+            "wake": lambda args: self._wake(args["kv"], args["weights"]),
+            "weights_update": lambda args: self._update(args["path"]),
+            "weights_receive": self._receive,
+            "weights_take": lambda args: self._bring(args["keep"]),
+            "weights_show": lambda args: {"values": self._show(args["name"], args["rows"])},
+            "trainer_join": self._join,
+            "trainer_leave": lambda args: self.trainers.leave(args["group"]),
+        }
+        assert changes.keys() == set(CHANGES)
+        return super()._commands() | changes
 
     @abstractmethod
     def _sleep(self, kv: bool, weights: str) -> None:
@@ -93,6 +85,33 @@ class ChangingRunner(Runner):
         """These in place of the others of the same names, or only ``look`` whether they fit. Raises
         WeightError: then nothing has changed."""
 
+    @property
+    @abstractmethod
+    def refilled(self) -> bool:
+        """Other weights can come where those are that there are."""
+
+    @property
+    def fixed(self) -> str:
+        """What the weights cannot be changed beside, or ""."""
+        config = self.config
+        beside = (
+            ("adapters", self.adapters is not None),
+            ("an 8-bit KV cache, whose scales are those of the old ones", config.kv_cache_dtype == "fp8"),
+            ("a head for vectors", self.pooling is not None),
+            ("what guesses", config.speculative_algorithm is not None),
+            ("modules of transformers", not self.refilled),
+        )
+        return next((what for what, there in beside if there), "")
+
+    def _check_files(self) -> None:
+        """Raises ConfigError where weights that are to be read again are not those of the tiers' KV."""
+        if self.facts.tiers and self.identity() != self.begun_as:
+            raise ConfigError(
+                "the model's files have changed, and tiers have prefixes of the old ones; put these back, or "
+                "start a server anew",
+                param="model",
+            )
+
     def _check_changes(self) -> None:
         """Raises UnsupportedField where weights cannot become others."""
         if self.fixed or self.facts.tiers:
@@ -112,7 +131,7 @@ class ChangingRunner(Runner):
         where = args["master_address"], args["master_port"], rank, args["world_size"]
         return self.trainers.join(Place(*where, args["group"], args["backend"]))
 
-    def _receive(self, args: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+    def _receive(self, args: dict[str, Any]) -> Future[dict[str, Any]] | None:
         """Raises InvalidField, at once or later."""
         self._check_changes()
         if self.source.kind == "gguf":
@@ -128,7 +147,7 @@ class ChangingRunner(Runner):
         except WeightError as error:
             raise InvalidField(error.message, param=param) from error
         self._look_at(param, found)
-        return {}
+        return None
 
     def _look_at(self, param: str, tensors: dict[str, Tensor]) -> None:
         """Raises InvalidField."""

@@ -39,7 +39,7 @@ from sgla.kernels.cuda import build, tensor_map
 from sgla.kernels.rehearsal import under_way
 from sgla.loading import drafter, load
 from sgla.messages import SAMPLE, StepPlan
-from sgla.worker import gpu_setup
+from sgla.worker import gpu_model
 from sgla.worker.chains import Chains
 from sgla.worker.cuda import CudaRunner
 
@@ -190,7 +190,7 @@ def pretend(name: str = "H200") -> None:
     for name in ("cuda", "pin_memory"):
         setattr(torch.Tensor, name, lambda self, *args, **kwargs: self)
     build.driver = tensor_map.driver = Nothing
-    gpu_setup.gpu_memory = HostMemory  # type: ignore[assignment]
+    gpu_model.gpu_memory = HostMemory  # type: ignore[assignment]
     triton.runtime.driver.set_active(Driver())
     load.load_weights = drafter.load_weights = lambda *args, **kwargs: LOADED.append(True)
     load._device = lambda: GPU  # so storages are those of GPUs
@@ -311,7 +311,7 @@ def plan(rows: list[tuple[int, int, int]]) -> StepPlan:
 
 
 def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
-    rehearse, asked = gpu_setup.rehearse, set()
+    rehearse, asked = gpu_model.rehearse, set()
 
     def walk(*args: Any) -> None:
         with OnCpu():  # modes belong to a thread
@@ -326,7 +326,7 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
         walk_chains(chains)
         asked.update(launches.seen - before)
 
-    gpu_setup.rehearse, Chains.rehearse = walk, rehearse_chains  # type: ignore[method-assign]
+    gpu_model.rehearse, Chains.rehearse = walk, rehearse_chains  # type: ignore[method-assign]
     settings = {
         "step_tokens": 1024,
         "context_length": 1024,
@@ -350,7 +350,7 @@ def check(case: dict[str, Any], launches: Launches) -> dict[str, Any]:
             for step in steps(runner, case.get("sizes", [])):
                 runner.execute(step)
     finally:
-        gpu_setup.rehearse, Chains.rehearse = rehearse, walk_chains  # type: ignore[method-assign]
+        gpu_model.rehearse, Chains.rehearse = rehearse, walk_chains  # type: ignore[method-assign]
     facts = runner.facts
     kernels = shared(launches, case["card"]) if case.get("compile") else {}
     return {

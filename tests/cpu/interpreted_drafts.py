@@ -27,7 +27,7 @@ from sgla.kernels.cuda import thresholds
 from sgla.kernels.triton import attention, sampling
 from sgla.messages import Control, Grammar, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
-from sgla.worker import chains, gpu_setup
+from sgla.worker import chains, gpu_model, gpu_setup
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
 from sgla.worker.state import column
@@ -229,7 +229,7 @@ def main() -> None:
             run(runner, wanted(case), depth=1, drafts=DRAFTS)
             found[case]["guesses of a cpu"] = guesses
     become_gpu()
-    gpu_setup.rehearse, gpu_setup.Capture = (lambda *args: None), Capture  # type: ignore[assignment, misc]
+    gpu_model.rehearse, gpu_setup.Capture = (lambda *args: None), Capture  # type: ignore[assignment, misc]
     chains.Chains.rehearse = chains.Chains.time = lambda *args: None  # type: ignore[method-assign, assignment]
     attention.splits_for = lambda *args: 1
     thresholds.find_thresholds = sampling.find_thresholds

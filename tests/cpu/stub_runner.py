@@ -75,6 +75,8 @@ class StubRunner:
         self.executed += 1
         return StepResult(step=plan.step, tokens=tokens.tobytes())
 
+    def close(self) -> None: ...
+
     def control(self, command: Control) -> dict[str, Any]:
         if command.verb == "signals":
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -334,7 +334,7 @@ def test_a_store_that_hangs_is_left_alone(
     assert play(runner, core) == (eight, [0, 0, 0])
     answers.set()
     monkeypatch.undo()
-    for job in runner._tiers["store"]._stuck:
+    for job in runner.copies._sources["store"]._stuck:
         job.done.exception()
     assert play(runner, few(runner)) == (eight, [96, 96, 96])
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,16 @@ from tiny import LLAMA, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.actors.ingress import Ingress
 from sgla.config import Config
+from sgla.device import Device
 from sgla.errors import ConfigError, Forbidden, InvalidField, Loading, UnsupportedField
 from sgla.executor.fake import fake_facts
 from sgla.loading.source import open_source
 from sgla.memory import resident
 from sgla.messages import Control
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.encoder import EncoderRunner
+from sgla.worker.profile import Profiler
+from sgla.worker.runner import CHANGES
 
 TEXT = [(7 * i) % 300 for i in range(100)]
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "head_dim": 128}
@@ -82,7 +87,7 @@ def test_prefixes_on_a_disk_stay(tmp_path: Path) -> None:
     first = run(runner, [submit("r", TEXT, 5)])
     runner.control(SLEEP)
     runner.control(WAKE)
-    keys = [file.keys() for file in runner._tiers["disk"]._kept]
+    keys = [file.keys() for file in runner.copies._sources["disk"]._kept]
     runner.facts.found = [keys]
     again = run(runner, [submit("r", TEXT, 5)])
     assert again.tokens() == first.tokens()
@@ -404,3 +409,12 @@ async def test_the_ingress_takes_weights_of_its_folders_alone(folders: dict[str,
         await ingress.update_weights(str(folders["one"]), "third")
     assert told == [str(folders["one"]), ""], "ranks that have taken them go back"
     assert (ingress.weight_version, ingress.ready) == ("second", True)
+
+
+@pytest.mark.parametrize("verb", CHANGES)
+def test_an_encoder_says_why_nothing_changes(verb: str) -> None:
+    runner: Any = EncoderRunner.__new__(EncoderRunner)
+    runner.facts, runner.profiler = SimpleNamespace(grammars=False), Profiler(0)
+    runner.place = SimpleNamespace(device=Device("cpu", "cpu"))
+    with pytest.raises(UnsupportedField, match="memory and weights of such a model cannot be changed"):
+        runner.control(Control(verb=verb))

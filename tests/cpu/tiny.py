@@ -19,7 +19,6 @@ from sgla.hub.source import ModelSource
 from sgla.messages import Delta, Facts, Moved, RowSampling, StepPlan, StepResult, Submit
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
-from sgla.worker.loop import Copies
 
 VOCAB = 331
 LLAMA = {
@@ -96,13 +95,10 @@ class Synchronous:
 
     def drain(self) -> list[StepResult | Moved]:
         if self.plans:
-            return [self.runner.execute(self.plans.popleft()), *self._moved()]
-        while not (moved := self._moved()):  # everybody waits for a copy
+            return [self.runner.execute(self.plans.popleft()), *self.runner.moved()]
+        while not (moved := self.runner.moved()):  # everybody waits for a copy
             time.sleep(0.0005)
         return list(moved)
-
-    def _moved(self) -> list[Moved]:
-        return self.runner.moved() if isinstance(self.runner, Copies) else []
 
 
 class Transcript(dict[str, list[Delta]]):
