@@ -573,17 +573,19 @@ NO_BIASES = Biases()
 
 
 def route(logits: Tensor, routing: Routing, biases: Biases = NO_BIASES) -> tuple[Tensor, Tensor]:
-    """The experts of each token: logits [T, E] -> weights float32 [T, top_k] and ids int64 [T, top_k], with a
-    column more for a shared expert. Runs without a look at values on the host."""
+    """The experts of each token: logits [T, E] -> weights float32 [T, top_k] and ids int64 [T, top_k], with
+    more columns for a shared expert. Runs without a look at values on the host."""
     if routing.shared:
-        count, others = routing.experts(logits.shape[1]) - 1, replace(routing, shared="")
+        parts = routing.common
+        count, others = routing.experts(logits.shape[1]) - parts, replace(routing, shared="", parts=1)
         weights, ids = route(logits[:, :count], others, biases)
         own = (
             logits[:, count:].float().sigmoid()
             if routing.shared == "gated"
             else weights.new_ones(len(ids), 1)
         )
-        return torch.cat([weights, own], 1), torch.cat([ids, ids.new_full((len(ids), 1), count)], 1)
+        last = torch.arange(count, count + parts, device=ids.device).expand(len(ids), -1)
+        return torch.cat([weights, own.expand(-1, parts)], 1), torch.cat([ids, last], 1)
     logits, choice = logits.float(), biases.choice
     if biases.logits is not None:
         logits = logits + biases.logits

@@ -21,7 +21,8 @@ class Routing:
     multiplied then.
 
     ``shared``: one more expert, the last, is every token's (arXiv 2401.06066), with the weight 1, or
-    (``gated``) with the sigmoid of a logit that stands behind those of the others.
+    (``gated``) with the sigmoid of a logit that stands behind those of the others. One that is ``parts``
+    times as wide as the others is as many experts.
 
     ``sparsemixer`` (arXiv 2409.12136): the two experts with the highest logits; the weight of each is its
     share of a softmax over the experts that are not left out: those chosen before it, and those whose logit
@@ -40,11 +41,17 @@ class Routing:
     least: float = 0.0
     scale: float = 1.0
     shared: Literal["", "always", "gated"] = ""
+    parts: int = 1
     jitter: float = 0.0
 
     def experts(self, logits: int) -> int:
         """How many there are, of so many logits."""
-        return logits + (self.shared == "always")
+        return logits - (self.shared == "gated") + self.common
+
+    @property
+    def common(self) -> int:
+        """How many of them every token has."""
+        return self.parts if self.shared else 0
 
     @cached_property
     def plain(self) -> bool:

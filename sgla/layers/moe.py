@@ -25,9 +25,9 @@ class MoE:
     and ``down [E * d, f]``. Ranks split every expert's f. ``bias``: of the router and both products;
     ``choice``: of the scores (``ops.Biases``). A file has the tensors of each expert, or all stacked as
     transformers 5 keeps them in memory, or (``crossed``) stacked as gpt-oss has them, ``[input, output]``
-    with gate and up in turn, or (``halves``) one behind the other. A shared expert of the same width may be
-    the last one (``Routing.shared``). With the activation relu2 there is no gate. ``routed``: width of what
-    the router sees, if that is not x.
+    with gate and up in turn, or (``halves``) one behind the other. A shared expert may be the last one, or
+    as many as it is wider (``Routing.shared``). With the activation relu2 there is no gate. ``routed``: width
+    of what the router sees, if that is not x.
     """
 
     def __init__(
@@ -51,21 +51,26 @@ class MoE:
         self.own, self.experts = build.shard.range(intermediate, GROUP), experts
         self.hidden, self.intermediate = hidden, intermediate
         modules = [f"{name}.experts.{e}" for e in range(experts)]
-        modules += [f"{name}.shared_experts"] if routing.shared else []
         self.parts = ("up",) if activation == "relu2" else ("gate", "up")
         inputs = [f"{module}.{which}_proj" for module in modules for which in self.parts]
         outputs = [f"{module}.down_proj" for module in modules]
+        common = f"{name}.shared_experts"
+        also = [f"{common}.{which}_proj" for which in self.parts] * routing.common
         seen = routed or hidden
         self.router = build.empty_plain(experts + (routing.shared == "gated"), seen)
         stacks = [f"{name}.experts.{which}_proj" for which in ("gate_up", "down")] if crossed else []
-        self.gate_up = build.empty(len(inputs) * len(self.own), hidden, *(stacks[:1] or inputs))
-        self.down = build.empty(len(outputs) * hidden, len(self.own), *(stacks[1:] or outputs))
+        rows, count = len(inputs) + len(also), experts + routing.common
+        self.gate_up = build.empty(rows * len(self.own), hidden, *(stacks[:1] or inputs + also))
+        behind = [f"{common}.down_proj"] * routing.common
+        self.down = build.empty(count * hidden, len(self.own), *(stacks[1:] or outputs + behind))
         take = partial(_fill, self.router, 0, range(experts), None)
         build.declare(f"{name}.gate.weight", (experts, seen), take)
         if crossed:
             self._declare_crossed(build, f"{name}.experts", halves)
         else:
             self._declare_each(build, f"{name}.experts", inputs, outputs)
+        if routing.shared:
+            self._declare_shared(build, common)
         if routing.shared == "gated":
             last = partial(_fill, self.router, experts, range(1), None)
             build.declare(f"{name}.shared_expert_gate.weight", (1, hidden), last)
@@ -88,18 +93,33 @@ class MoE:
         halves, each = (range(f), range(f, 2 * f)), len(self.parts)
         build.stacks[f"{name}.{'_'.join(self.parts)}_proj"] = (
             (self.experts, each * f, d),
-            [
-                Part(f"{part}.weight", i // each, halves[i % each])
-                for i, part in enumerate(inputs[: each * self.experts])
-            ],
+            [Part(f"{part}.weight", i // each, halves[i % each]) for i, part in enumerate(inputs)],
         )
         build.stacks[f"{name}.down_proj"] = (
             (self.experts, d, f),
-            [Part(f"{part}.weight", e, range(d)) for e, part in enumerate(outputs[: self.experts])],
+            [Part(f"{part}.weight", e, range(d)) for e, part in enumerate(outputs)],
         )
-        for e in range(self.experts, len(outputs)):  # the shared one
-            parts = [Part(f"{inputs[2 * e + i]}.weight", None, halves[i]) for i in (0, 1)]
-            build.stacks[f"{outputs[e].removesuffix('.down_proj')}.gate_up_proj.weight"] = (2 * f, d), parts
+
+    def _declare_shared(self, build: Build, name: str) -> None:
+        """A shared expert, whose channels are those of the last experts, one behind the other."""
+        d, f, own, each = self.hidden, self.intermediate, self.own, len(self.parts)
+        wide, size = f * self.routing.common, len(own)
+        owns = [range(f * i + own.start, f * i + own.stop) for i in range(self.routing.common)]
+
+        def take_input(part: int, source: Share) -> None:
+            for i, rows in enumerate(owns):
+                fill(self.gate_up, ((self.experts + i) * each + part) * size, source, rows)
+
+        def take_output(source: Share) -> None:
+            for i, columns in enumerate(owns):
+                fill(self.down, (self.experts + i) * d, source, range(d), columns)
+
+        for part, which in enumerate(self.parts):
+            build.declare(f"{name}.{which}_proj.weight", (wide, d), partial(take_input, part))
+        build.declare(f"{name}.down_proj.weight", (d, wide), take_output)
+        halves = range(wide), range(wide, 2 * wide)
+        both = [Part(f"{name}.{which}_proj.weight", None, rows) for which, rows in zip(self.parts, halves)]
+        build.stacks[f"{name}.gate_up_proj.weight"] = (each * wide, d), both
 
     def _declare_crossed(self, build: Build, name: str, halves: bool) -> None:
         d, f, own, size = self.hidden, self.intermediate, self.own, len(self.own)

@@ -25,6 +25,7 @@ from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
 
 JOINED = 1024  # experts, at most, with a shared one that is one of them: their numbers are 10 bits in kernels
+EACH = 9  # of a token, at most, where it is several: kernels sort as many pairs for 256 tokens
 
 
 class Refills(Protocol):
@@ -164,7 +165,8 @@ class Decoder(CausalLM):
             return GatedMLP(build, name, spec.hidden, spec.intermediate, spec.activation, spec.mlp_bias)
         shared, routing = None, moe.routing
         if self._joins(build, name):
-            routing = replace(routing, shared="gated" if moe.shared_gate else "always")
+            parts = moe.shared // moe.intermediate
+            routing = replace(routing, shared="gated" if moe.shared_gate else "always", parts=parts)
         elif moe.shared:
             mlp = GatedMLP(
                 build, f"{name}.shared_experts", spec.hidden, moe.shared, spec.activation, spec.mlp_bias
@@ -186,9 +188,12 @@ class Decoder(CausalLM):
         )
 
     def _joins(self, build: Build, name: str) -> bool:
-        """Whether the shared expert of a mixture becomes one of the others."""
+        """Whether the shared expert of a mixture becomes one of the others, or several."""
         spec, moe = self.spec, self.spec.moe
-        if moe is None or moe.shared != moe.intermediate or moe.experts >= JOINED:
+        if moe is None or not moe.shared or moe.shared % moe.intermediate:
+            return False
+        parts = moe.shared // moe.intermediate
+        if moe.experts + parts > JOINED or (parts > 1 and moe.routing.top_k + parts > EACH):
             return False
         if moe.crossed or moe.bias or moe.clamped or spec.mlp_bias:
             return False

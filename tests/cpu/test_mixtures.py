@@ -363,14 +363,17 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
         load_model(source)
 
 
-@pytest.mark.parametrize("name", ["glm-4.7-flash", "qwen2"])
+@pytest.mark.parametrize(
+    ("name", "parts"), [("glm-4.7-flash", 1), ("qwen2", 1), ("qwen2", 3), ("deepseek-v2", 2)]
+)
 @torch.no_grad()
 def test_a_shared_expert_is_one_of_the_others(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where its width is theirs, on GPUs; with and without a gate."""
+    """Or several, where its width is a multiple of theirs, on GPUs; with and without a gate; and each rank
+    has its share of each."""
     model_type, changes = FAMILIES[name]
-    same = {"shared_expert_intermediate_size": 40} if name == "qwen2" else {}
+    same = {"shared_expert_intermediate_size": 40 * parts} if name == "qwen2" else {}
     hf = save_checkpoint(tmp_path, model_type, **changes | same)
     ids = PROMPTS[2]
     expected = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -379,7 +382,7 @@ def test_a_shared_expert_is_one_of_the_others(
     joined = load_model(open_source(tmp_path))
     mixture = joined.blocks[-1].mlp
     assert (mixture.shared, apart.blocks[-1].mlp.shared is None) == (None, False)
-    assert mixture.gate_up.n == apart.blocks[-1].mlp.gate_up.n + 2 * mixture.intermediate
+    assert mixture.gate_up.n == apart.blocks[-1].mlp.gate_up.n + 2 * parts * mixture.intermediate
     torch.testing.assert_close(Eager(joined).prompt_logprobs([ids]), expected, rtol=0, atol=2e-4)
 
 

@@ -49,6 +49,8 @@ ROUTINGS = {  # and experts, bias of the logits, bias of the choice
         False,
         False,
     ),
+    "DeepSeek-V2-Lite with its shared expert": (Routing(6, shared="always", parts=2), 24, False, False),
+    "one with a gate, five times as wide": (Routing(4, shared="gated", parts=5), 16, False, False),
     "Llama 4": (Routing(1, "sigmoid"), 16, False, False),
 }
 

@@ -106,7 +106,7 @@ def run(
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
     count, (tokens, d) = routing.experts(router.n), x.shape
-    pairs = tokens * (routing.top_k + bool(routing.shared))
+    pairs = tokens * (routing.top_k + routing.common)
     apart = activation not in _GATED or not (biases.gate_up is biases.down is None)
     one_kernel = down.kind == "bf16" and x.dtype == torch.bfloat16 and this_device().wgmma
     one_kernel = one_kernel and tokens > FEW and not apart

@@ -121,8 +121,8 @@ def _route(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, LEAST: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the best experts of BT tokens; equal ones go to the lower number. SHARED: and one more,
-    with the sigmoid of the logit behind the others' if it is GATED. The first program clears
+    """One program: the best experts of BT tokens; equal ones go to the lower number. SHARED: and so many
+    more, with the sigmoid of the logit behind the others' if they are GATED. The first program clears
     ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE."""
     _begin(PDL)
     if PLACES > 0 and tl.program_id(0) == 0:
@@ -186,8 +186,8 @@ def _route(
         own = tl.zeros([BT], tl.float32) + 1
         if GATED:
             own = tl.sigmoid(tl.load(logits + t * s_logits + experts, mask=t < tokens, other=0.0))
-        chosen = tl.where(column == top_k, experts, chosen)
-        p = tl.where(column == top_k, own[:, None], p)
+        chosen = tl.where(column >= top_k, experts + column - top_k, chosen)
+        p = tl.where(column >= top_k, own[:, None], p)
     pair = t[:, None] * width + column
     mask = live & (column < width)
     tl.store(ids + pair, chosen, mask=mask)
@@ -450,7 +450,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``. ``done`` int32[n]
     becomes zeros."""
-    tokens, shared = logits.shape[0], bool(routing.shared)
+    tokens, shared = logits.shape[0], routing.common
     experts, width = routing.experts(logits.shape[1]) - shared, routing.top_k + shared
     ids = _indices(tokens, width, device=logits.device)
     probabilities = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
