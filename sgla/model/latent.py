@@ -25,8 +25,9 @@ EPS = 1e-6  # of the latents' norms, whatever the model's is
 
 class LatentAttention:
     """``[T, d] -> [T, Hq * value]``, which ``out`` brings back to the width. Ranks split the heads; each has
-    the whole latent. ``interleaved``: as in ``SelfAttention``. In the paper's letters ``q_down`` and ``q_up``
-    are W^DQ and W^UQ with W^QR, ``kv_down`` is W^DKV with W^KR, ``k_up`` W^UK, ``v_up`` W^UV, ``out`` W^O."""
+    the whole latent. ``interleaved``: as in ``SelfAttention``. In the paper's letters ``down`` is W^DQ, or
+    W^Q if queries have no latent, and W^DKV with W^KR, ``q_up`` is W^UQ with W^QR, ``k_up`` W^UK, ``v_up``
+    W^UV, ``out`` W^O."""
 
     def __init__(
         self, build: Build, name: str, hidden: int, layer: LatentSpec, cos_sin: Tensor, interleaved: bool
@@ -40,15 +41,16 @@ class LatentAttention:
 
         rows = range(own.start * width, own.stop * width)
         latent = (f"{name}.kv_a_proj_with_mqa", layer.head_dim, range(layer.head_dim))
-        parts, orders, self.q_norm, source = [latent], behind(layer.v_dim), None, "q_proj"
+        queries = (f"{name}.{'q_b_proj' if layer.q_rank else 'q_proj'}", layer.heads * width, rows)
+        self.q_norm: RMSNorm | None = None
+        self.q_up: MergedColumnLinear | None = None
+        first, orders = queries, behind(layer.nope) + behind(layer.v_dim)
         if layer.q_rank:
-            parts = [(f"{name}.q_a_proj", layer.q_rank, range(layer.q_rank)), latent]
-            orders = (None, *orders) if orders else ()
             self.q_norm = RMSNorm(build, f"{name}.q_a_layernorm", layer.q_rank, EPS)
-            source = "q_b_proj"
-        self.down = MergedColumnLinear(build, hidden, parts, orders=orders)
-        queries = (f"{name}.{source}", layer.heads * width, rows)
-        self.q_up = MergedColumnLinear(build, layer.q_rank or hidden, [queries], orders=behind(layer.nope))
+            self.q_up = MergedColumnLinear(build, layer.q_rank, [queries], orders=orders[:1])
+            first, orders = (f"{name}.q_a_proj", layer.q_rank, range(layer.q_rank)), (None, *orders[1:])
+        self.first = len(first[2])
+        self.down = MergedColumnLinear(build, hidden, [first, latent], orders=orders)
         self.kv_norm = RMSNorm(build, f"{name}.kv_a_layernorm", layer.v_dim, EPS)
         dtype = torch.float32 if build.plain == "f32" else torch.bfloat16
         self.k_up = torch.zeros(len(own), layer.nope, layer.v_dim, dtype=dtype)
@@ -68,14 +70,13 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         down, narrow = self.down(x), x
-        if self.q_norm is not None:
-            rank = self.layer.q_rank
-            narrow = down[:, :rank]
-            narrow = self.q_norm(narrow if down.shape[1] % 8 == 0 else narrow.contiguous())
-            down = down[:, rank:]
+        q, latent = down[:, : self.first], down[:, self.first :]
+        if self.q_up is not None and self.q_norm is not None:
+            narrow = self.q_norm(q if down.shape[1] % 8 == 0 else q.contiguous())
+            q = self.q_up(narrow)
         q = ops.latent_queries(
-            self.q_up(narrow),
-            down,
+            q,
+            latent,
             self.k_up,
             self.kv_norm.weight,
             EPS,
