@@ -174,6 +174,7 @@ def _triton(shape: AttentionShape) -> Portable:
 
 def _decode(asked: Preference, shape: AttentionShape, device: Device) -> tuple[Decode, list[str]]:
     from sgla.attention.flex_ops import FlexDecode
+    from sgla.attention.latent_ops import NativeLatentDecode
     from sgla.attention.native import NativeDecode
     from sgla.attention.torch_ops import TorchDecode
 
@@ -183,7 +184,7 @@ def _decode(asked: Preference, shape: AttentionShape, device: Device) -> tuple[D
             raise asked.refused(NO_DECODE)
         notes = [f"flashinfer is for prefill alone: {NO_DECODE}"]
     kinds: dict[str, BackendType[Decode]] = {
-        "native": NativeDecode,
+        "native": NativeLatentDecode if shape.latent else NativeDecode,
         "triton": _triton(shape).decode,
         "torch": TorchDecode,
         "flex": FlexDecode,

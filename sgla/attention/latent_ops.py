@@ -1,4 +1,4 @@
-"""Multi-head latent attention by Triton kernels: what ``triton_ops.py`` is to other heads."""
+"""Multi-head latent attention: what ``triton_ops.py`` is to other heads, and decode rows by a CUDA kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from sgla.attention.base import AttentionShape, DeviceBatch
 from sgla.attention.triton_ops import TritonExtend
 from sgla.device import Device
+from sgla.kernels.cuda import latent_attention
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton import attention, latent
 
@@ -46,6 +47,34 @@ class LatentDecode:
             attention.splits_for(n, blocks, self._device.multiprocessors),
             kv.k_scale,
             self._device.shared,
+        )
+
+
+class NativeLatentDecode:
+    name, captured, grows, cascades, fused = "native", True, False, False, None
+
+    def __init__(self, shape: AttentionShape, device: Device) -> None:
+        self._device = device
+
+    @staticmethod
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
+        if shape.kv_dtype:
+            return f"the KV cache is {shape.kv_dtype}"
+        return refuses(shape) or latent_attention.refuses(
+            device, shape.dtype, shape.head_dim, shape.v_dim, shape.page_size
+        )
+
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
+        n, heads = batch.decode_rows, q.shape[1] // kv.k.shape[3]
+        return latent_attention.decode(
+            q,
+            kv.k,
+            kv.v.shape[3],
+            batch.pages(kv.group),
+            batch.slots[:n],
+            batch.kv_len[:n],
+            scoring.scale,
+            latent_attention.splits_for(n, heads, self._device.multiprocessors),
         )
 
 

@@ -194,9 +194,11 @@ def test_latent_attention_needs_no_memory_that_grows() -> None:
     """Prompts behind a prefix read the latents of their pages."""
     latent = SHAPE._replace(kv_heads=1, head_dim=576, v_dim=512, latent=True)
     backend, _ = attention.choose("auto", [latent])
-    assert backend.name == "triton decode, triton prefill"
+    assert backend.name == "native decode, triton prefill"
     assert backend.captures
     assert not backend.grows
+    for other in (latent._replace(kv_dtype="fp8"), latent._replace(page_size=8), latent._replace(v_dim=500)):
+        assert attention.choose("auto", [other])[0].name == "triton decode, triton prefill"
 
 
 def test_sinks_are_for_those_who_know_them() -> None:

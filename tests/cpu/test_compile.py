@@ -177,6 +177,7 @@ def test_every_file_of_cuda_compiles() -> None:
         "decode_attention.cu": [{"GROUP": 7, "SHARE": 2, "LACK": 1, "FUSED": fused} for fused in (0, 1)],
         "skinny_gemm.cu": [{"EPILOGUE": 4}],
         "experts.cu": [{"GELU": 1}],
+        "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}, {"HEADS": 32}],
     }
     for file, cases in apart.items():
         for defines in cases:

@@ -176,6 +176,26 @@ def test_decode(
         assert relative(out, expected) < 1e-2
 
 
+@pytest.mark.parametrize("name", ["auto", "triton"])
+@pytest.mark.parametrize(("heads", "content"), [(3, 512), (16, 512), (20, 512), (40, 256)])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_decode_over_latents(lengths: str, heads: int, content: int, name: str) -> None:
+    """Of rows without a history nothing is seen."""
+    kv_lens = [*LENGTHS[lengths], 0]
+    width, scale = content + 64, 0.06
+    q, kv, batch = paged([1] * len(kv_lens), kv_lens, heads, 1, width)
+    kv = kv.latent(content)
+    shape = attention.AttentionShape(heads, 1, width, 16, BF16, frozenset({0}), 0.0, 300)
+    shape = shape._replace(scale=scale, v_dim=content, latent=True)
+    attend, _ = attention.choose(name, [shape])
+    assert attend.decode.name == ("native" if name == "auto" else "triton")
+    out = attend(q, kv, batch, Scoring(scale))
+    assert not out[-1].any()
+    batch.rows = batch.decode_rows = batch.tokens = len(kv_lens) - 1
+    clean = KVLayer(kv.k.float().nan_to_num(), kv.v.float().nan_to_num())
+    assert relative(out[:-1], ops.attention(q[:-1].float(), clean, batch, scale)) < 0.01
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "window", "softcap"), CASES)

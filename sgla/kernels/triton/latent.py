@@ -312,11 +312,20 @@ def decode(
         num_warps=8 if cut.m > 16 else 4, num_stages=_ahead(cut), **_pdl(),
     )  # fmt: skip
     if splits > 1:
-        _merge[(rows * heads, triton.cdiv(content, 128))](
-            part, part_ml, out, splits, k_scale, C=content, BC=128, SPLITS=triton.next_power_of_2(splits),
-            num_warps=4, **_pdl(),
-        )  # fmt: skip
+        merge(part, part_ml, out, rows * heads, k_scale)
     return out
+
+
+def merge(part: Tensor, part_ml: Tensor, out: Tensor, count: int, k_scale: float = 1.0) -> None:
+    """What ``count`` heads of rows have seen of all shares of their histories -> ``out``. Of each share
+    ``part`` float32 ``[count * splits, content]`` is a sum under weights, and ``part_ml`` the largest score,
+    times log2(e), by which they were divided, and the sum of the weights."""
+    splits, content = len(part) // count, part.shape[1]
+    shares = triton.next_power_of_2(splits)
+    own = min(padded(content), max(128, 2048 // shares))
+    _merge[(count, triton.cdiv(content, own))](
+        part, part_ml, out, splits, k_scale, C=content, BC=own, SPLITS=shares, num_warps=4, **_pdl()
+    )
 
 
 def extend(
