@@ -59,7 +59,7 @@ class Cut(NamedTuple):
     warps: int
 
 
-GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 2048, 2)  # of DOWN: k of a token's experts together
+GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 4096, 2)  # of DOWN: k of a token's experts together, at most
 
 
 @triton.jit
@@ -583,7 +583,7 @@ def few_down(
     _few_down[(tokens, triton.cdiv(d, DOWN.n))](
         x, w, w_scale if w_scale is not None else x, ids, total, d, TOP_K=top_k, ADD=out is not None,
         SCALED=w_scale is not None, F=f, K=triton.next_power_of_2(top_k), BN=DOWN.n,
-        BK=min(DOWN.k // triton.next_power_of_2(top_k), triton.next_power_of_2(f)),
+        BK=min(DOWN.k // triton.next_power_of_2(top_k), triton.next_power_of_2(triton.cdiv(f, 3))),
         num_warps=DOWN.warps, **_pdl(),
     )  # fmt: skip
     return total
