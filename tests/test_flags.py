@@ -645,6 +645,8 @@ def test_mistakes_name_the_variable(variable: str, text: str, message: str) -> N
 def test_the_page_is_what_the_tables_are() -> None:
     text = (HERE.parent / "docs" / "flags.md").read_text()
     assert text == flags_page.page(), "run: python -m sgla.cli.flags_page docs/flags.md"
+    text = (HERE.parent / "docs" / "router.md").read_text()
+    assert text == flags_page.with_route_table(text), "run: python -m sgla.cli.flags_page docs/router.md"
 
 
 def test_the_page_for_those_who_come_says_what_the_tables_say() -> None:

@@ -31,6 +31,8 @@ from sgla.cli.settings import (
 from sgla.config import SECRETS, Config
 from sgla.errors import ConfigError
 from sgla.messages import MOST_PROFILED
+from sgla.route.config import SECRETS as ROUTE_SECRETS
+from sgla.route.config import RouteConfig
 from sgla.version import __version__
 
 GROUPS = {
@@ -50,6 +52,7 @@ ARGUMENTS = {
     "completion": "SHELL",
     "debug": "{dump,compare} [MODEL] [options]",
     "quantize": "MODEL OUT [options]",
+    "route": "--worker URL [--worker URL ...] [options]",
     "launch": "AGENT [options] [-- ARGUMENTS OF THE AGENT]",
 }
 AGENTS = ("claude", "codex", "opencode", "qwen", "pi")  # that launch.py knows
@@ -620,9 +623,32 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     add("--texts", type=int, default=64, metavar="N", help="how many pieces of 512 tokens of it are used")
 
 
+def _add_route(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of RouteConfig; keys may come from variables."""
+    hints = typing.get_type_hints(RouteConfig, include_extras=True)
+    for field in msgspec.structs.fields(RouteConfig):
+        kind, doc = typing.get_args(hints[field.name])
+        kind = next((each for each in typing.get_args(kind) if each is not type(None)), kind)
+        options: dict[str, Any] = {"default": argparse.SUPPRESS}
+        if isinstance(kind, str):
+            options["choices"] = typing.get_args(typing.get_args(hints[field.name])[0])
+        elif kind is bool:
+            options["action"] = "store_true"
+        elif field.default_factory is list:
+            options |= {"action": "extend", "nargs": "+"}
+        else:
+            options["type"] = reads(parse_bytes) if field.name.endswith("_bytes") else kind
+        if field.name in ROUTE_SECRETS and (keys := os.environ.get(f"SGLA_{field.name.upper()}", "").split()):
+            options["default"] = keys if field.default_factory is list else keys[0]
+        default = None if field.default is msgspec.NODEFAULT else field.default
+        names = [f"--{field.name.replace('_', '-')}", *(["--worker-urls"] if field.name == "worker" else [])]
+        parser.add_argument(*names, dest=field.name, help=_help(doc.description, default), **options)
+
+
 # What each command is for, and what adds its flags.
 BUILT: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "serve": ("serve a model over the OpenAI API", _add_config),
+    "route": ("pass requests on to several servers, each to the one that answers soonest", _add_route),
     "chat": ("talk to a model in the terminal, in this process or through a server", _add_chat),
     "bench": ("load a server and measure it; one JSON object a line", _add_bench),
     "eval": ("measure a model on tasks of lm_eval", _add_eval),

@@ -1,14 +1,18 @@
 """``docs/flags.md``: where settings come from, and other servers' flags.
-``python -m sgla.cli.flags_page docs/flags.md`` writes it."""
+``python -m sgla.cli.flags_page docs/flags.md`` writes it, and with ``docs/router.md`` the router's flags."""
 
 from __future__ import annotations
 
 import sys
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from sgla.cli.aliases import ALIASES, REFUSED, SHORT, VALUES, VARIABLES, Alias, Always, Fields, Switch, Word
 from sgla.cli.settings import spelled
+from sgla.route.config import RouteConfig
 
 HEAD = """# Flags, variables and files
 
@@ -29,6 +33,8 @@ key does not begin without one. A variable `SGLA_...` that is no setting is name
 bench`, `sgla replay` and `sgla chat --url` send `SGLA_API_KEY` too. Keys are never printed. `SGLA_CPU_ISA`
 limits the instruction sets of the CPU kernels (`avx2`, `avx512`, ...).
 
+The flags of `sgla route` are [on its page](router.md#flags).
+
 ## Flags of other servers
 
 Names of vLLM, SGLang, llama.cpp, TGI and LMDeploy that are understood, as flags and as keys of a file:
@@ -42,6 +48,8 @@ What is refused, and what to do instead (`*` stands for any text):
 | there | here |
 |---|---|
 """
+BEGIN = "<!-- flags of sgla route: python -m sgla.cli.flags_page docs/router.md -->\n"
+END = "<!-- end of flags -->"
 WORDS = """
 Values that other servers write differently, in small or large letters:
 
@@ -102,5 +110,26 @@ def _patterns(patterns: str) -> str:
     return ", ".join(f"`--{pattern}`" for pattern in patterns.split())
 
 
+def route_table() -> str:
+    """The flags of ``sgla route``, for ``docs/router.md``."""
+    hints = typing.get_type_hints(RouteConfig, include_extras=True)
+    rows = ["| flag | default | meaning |", "|---|---|---|"]
+    for field in msgspec.structs.fields(RouteConfig):
+        default = field.default if field.default not in (None, msgspec.NODEFAULT) else ""
+        text = typing.get_args(hints[field.name])[1].description
+        rows.append(
+            f"| `--{field.name.replace('_', '-')}` | {f'`{default}`' if default != '' else ''} | {text} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def with_route_table(text: str) -> str:
+    """``docs/router.md`` with that table between its marks."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    return head + begin + route_table() + end + tail
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(page())
+    target = Path(sys.argv[1])
+    target.write_text(with_route_table(target.read_text()) if target.name == "router.md" else page())

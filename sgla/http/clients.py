@@ -84,12 +84,15 @@ class Proxies:
             ) from error
 
     def client(self, request: web.Request) -> str:
-        """The address that the request comes from: the last one that no trusted proxy has."""
-        client = request.remote or ""
+        """The address that the request comes from."""
+        return self.address(request.remote or "", ",".join(request.headers.getall("X-Forwarded-For", ())))
+
+    def address(self, client: str, forwarded: str) -> str:
+        """The last address that no trusted proxy has: ``client`` is the connection's, ``forwarded`` what
+        X-Forwarded-For says."""
         if (not self._networks and not self._all) or not self._trusts(address_of(client)):
             return client
-        hops = ",".join(request.headers.getall("X-Forwarded-For", ())).split(",")
-        for hop in islice(reversed(hops), HOPS):
+        for hop in islice(reversed(forwarded.split(",")), HOPS):
             address = address_of(hop)
             if address is None:
                 break

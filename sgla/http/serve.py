@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import signal
-import ssl
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from sgla.errors import ConfigError, NotDownloaded, SglaError
 from sgla.http.accepting import Site
 from sgla.http.app import make_app
 from sgla.http.connections import Runner, backlog, connection_limit, raise_file_limit
+from sgla.http.tls import tls_context
 from sgla.leaving import LastResort
 from sgla.memory import return_memory_early
 from sgla.messages import Facts, Progress
@@ -186,22 +186,6 @@ async def _listen(runner: web.AppRunner, config: Config, waiting: int) -> str:
         ) from error
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     return f"{'https' if tls else 'http'}://{host}:{runner.addresses[0][1]}"
-
-
-def tls_context(config: Config) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError for files that cannot be used."""
-    if config.ssl_certfile is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-        if config.ssl_ca_certs is not None:
-            context.load_verify_locations(config.ssl_ca_certs)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except OSError as error:
-        files = ", ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)))
-        raise ConfigError(f"the TLS files cannot be used ({files}): {error}", param="ssl_certfile") from error
-    return context
 
 
 async def _supervise(system: System, signals: Signals, ready: Callable[[Facts], object]) -> int:

@@ -1,0 +1,301 @@
+"""The one owner of what the router knows: it places requests on workers, and hears how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+
+from sgla import clock
+from sgla.errors import ModelNotFound, NotFound, NotReady, Overloaded, SglaError
+from sgla.observe.histogram import LATENCY, Histogram
+from sgla.route import policies
+from sgla.route.asked import Asked
+from sgla.route.config import RouteConfig, check_url
+from sgla.route.limits import Bucket, Turns
+from sgla.route.workers import TOKEN, Look, Worker
+
+REMEMBERED = 65536  # sessions, and ids of what workers keep, those used last
+RETRY_AFTER = 1.0  # seconds, for clients of a router without workers
+
+
+class Ticket:
+    """A request of a client that is placed, or waits for its turn. ``done`` is called once: with None when
+    ``worker`` is there, or with the error that refuses it. ``unread``: bytes of its prompt that count as the
+    worker's."""
+
+    def __init__(self, asked: Asked, key: str, done: Callable[[SglaError | None], None]) -> None:
+        self.asked, self.key, self.done = asked, key, done
+        self.worker: Worker | None = None
+        self.unread = 0
+        self.since = clock.now()
+        self.timer: asyncio.TimerHandle | None = None  # while it waits
+
+
+class Recent(OrderedDict[str, str]):
+    """Which worker a name belongs to."""
+
+    def set(self, name: str, url: str) -> None:
+        self[name] = url
+        self.move_to_end(name)
+        if len(self) > REMEMBERED:
+            self.popitem(last=False)
+
+
+class Balancer:
+    """``on_down`` is told of workers that went down, ``on_change`` that there are others."""
+
+    def __init__(self, config: RouteConfig, seed: int | None = None) -> None:
+        self.config = config
+        self.workers: dict[str, Worker] = {}
+        self.on_down: list[Callable[[str], None]] = []
+        self.on_change: list[Callable[[], None]] = []
+        self.on_fault: Callable[[str], None] = lambda url: None  # look at it at once
+        self.statuses: Counter[int] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.retries = 0
+        self.first_byte = Histogram(LATENCY)
+        self._rng = random.Random(seed)
+        self._sent = 0
+        self._sessions, self._stored = Recent(), Recent()
+        self._requests = Bucket(config.rpm_limit) if config.rpm_limit else None
+        self._tokens = Bucket(config.tpm_limit) if config.tpm_limit else None
+        self._waiting: dict[str, Turns[Ticket]] = {}  # by model
+        self.draining = False
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    # workers
+
+    def add(self, url: str) -> None:
+        """From now on it is looked at. One that drains comes back."""
+        url = check_url(url, ("http", "https"))
+        if url in self.workers:
+            self.workers[url].draining = False
+        else:
+            self.workers[url] = Worker(url, self.config)
+            self._changed()
+
+    def remove(self, url: str) -> None:
+        """It gets no more requests, and is forgotten when those that it has are done. Raises NotFound."""
+        worker = self.workers.get(url.rstrip("/"))
+        if worker is None:
+            raise NotFound(f"there is no worker {url[:200]}; /workers lists them")
+        worker.draining = True
+        self._forget_drained(worker)
+
+    def saw(self, url: str, look: Look) -> None:
+        """A look at a worker found this."""
+        worker = self.workers.get(url)
+        if worker is None:
+            return
+        if worker.saw(look, clock.now()):
+            for tell in self.on_down:
+                tell(url)
+        self._serve_waiting()
+
+    def _forget_drained(self, worker: Worker) -> None:
+        if worker.draining and not worker.running and self.workers.get(worker.url) is worker:
+            del self.workers[worker.url]
+            self._changed()
+
+    def _changed(self) -> None:
+        for tell in self.on_change:
+            tell()
+
+    # requests
+
+    def place(
+        self, asked: Asked, key: str, tried: Sequence[str], done: Callable[[SglaError | None], None]
+    ) -> Ticket:
+        """Place a request on a worker that is not among ``tried``; a ``Ticket``, whose ``done`` may have been
+        called. Whoever has it calls ``close``. Raises ModelNotFound, NotReady, Overloaded."""
+        try:
+            if not tried:
+                self._check_rates(asked, key)
+            usable = self._usable(asked, tried)
+            ticket = Ticket(asked, key, done)
+            room = usable if tried else self._with_room(usable)
+            if room:
+                self._send(ticket, room)
+            else:
+                self._wait(ticket)
+        except SglaError as error:
+            self.refused[error.code] += 1
+            raise
+        if tried:
+            self.retries += 1
+        elif self._requests or self._tokens:
+            self._take_rates(asked, key)
+        return ticket
+
+    def began(self, ticket: Ticket) -> None:
+        """The first byte of the answer came: the prompt has been read."""
+        if ticket.worker is not None:
+            self.first_byte.observe(clock.now() - ticket.since)
+            ticket.worker.unread -= ticket.unread
+            ticket.unread = 0
+
+    def close(self, ticket: Ticket, status: int, fault: bool) -> None:
+        """It ended: with this status of the worker, 0 if there was none; ``fault``: by a fault of the worker
+        or of the way to it."""
+        worker = ticket.worker
+        if worker is None:
+            self._leave(ticket)
+            return
+        ticket.worker = None
+        worker.running -= 1
+        worker.unread -= ticket.unread
+        worker.outcomes["fault" if fault else str(status) if status else "gone"] += 1
+        self.statuses[status] += 1
+        if fault:
+            worker.breaker.failure(clock.now())
+            self.on_fault(worker.url)
+        elif status:
+            worker.breaker.success()
+        else:
+            worker.breaker.neither()
+        if ticket.asked.stored and 0 < status < 400:
+            self._stored.set(ticket.asked.stored, worker.url)
+        self._forget_drained(worker)
+        self._serve_waiting()
+
+    def _usable(self, asked: Asked, tried: Sequence[str]) -> list[Worker]:
+        if self.draining:
+            raise NotReady("the router is shutting down", retry_after=RETRY_AFTER)
+        able = [worker for worker in self.workers.values() if worker.takes(asked.model)]
+        if not able and self.workers:
+            names = sorted({name for worker in self.workers.values() for name in worker.names or ()})
+            raise ModelNotFound(
+                f"model {asked.model[:200]!r} does not exist; the workers have {', '.join(names[:20])}",
+                param="model",
+            )
+        now = clock.now()
+        usable = [worker for worker in able if worker.usable(now) and worker.url not in tried]
+        if not usable:
+            what = "no other worker is left to try" if tried else "no worker is up"
+            raise NotReady(f"{what}; retry later", retry_after=RETRY_AFTER)
+        return usable
+
+    def _with_room(self, workers: list[Worker]) -> list[Worker]:
+        most = self.config.worker_max_requests
+        return workers if most is None else [worker for worker in workers if worker.running < most]
+
+    def _send(self, ticket: Ticket, workers: list[Worker]) -> None:
+        asked = ticket.asked
+        worker = self._choose(asked, workers)
+        matched = worker.tree.match(asked.path)
+        worker.tree.insert(asked.path)
+        worker.prompt_bytes += asked.size
+        worker.matched_bytes += matched
+        ticket.worker, ticket.unread = worker, max(0, asked.size - matched)
+        self._sent += 1
+        worker.last = self._sent
+        worker.running += 1
+        worker.unread += ticket.unread
+        worker.breaker.began()
+        ticket.done(None)
+
+    def _choose(self, asked: Asked, workers: list[Worker]) -> Worker:
+        keeper = self._stored.get(asked.stored) if asked.stored else None
+        for worker in workers:
+            if worker.url == keeper:
+                return worker
+        return workers[0] if len(workers) == 1 else workers[self._by_policy(asked, workers)]
+
+    def _by_policy(self, asked: Asked, workers: list[Worker]) -> int:
+        policy = self.config.policy
+        if policy == "cache_aware":
+            matches = [worker.view(worker.tree.match(asked.path)) for worker in workers]
+            return policies.cache_aware(matches, asked.size, self.config.load_weight)
+        views = [worker.view() for worker in workers]
+        if policy == "round_robin":
+            return policies.round_robin(views)
+        if policy == "power_of_two":
+            return policies.power_of_two(views, self._rng.getrandbits(30), self._rng.getrandbits(30))
+        if policy == "consistent_hashing" and asked.session:
+            return policies.consistent_hashing(views, asked.session)
+        if policy == "session" and asked.session:
+            urls = [worker.url for worker in workers]
+            known = self._sessions.get(asked.session)
+            chosen = urls.index(known) if known in urls else policies.least_load(views)
+            self._sessions.set(asked.session, urls[chosen])
+            return chosen
+        return policies.least_load(views)
+
+    # limits
+
+    def _check_rates(self, asked: Asked, key: str) -> None:
+        now = clock.now()
+        for bucket, amount, what, flag in (
+            (self._requests, 1, "requests", "rpm-limit"),
+            (self._tokens, asked.size // TOKEN, "tokens of prompts", "tpm-limit"),
+        ):
+            if bucket is not None and (seconds := bucket.wait(key, amount, now)) > 0:
+                raise Overloaded(
+                    f"you may send {bucket.size:.0f} {what} a minute; retry later, or raise --{flag}",
+                    retry_after=seconds,
+                )
+
+    def _take_rates(self, asked: Asked, key: str) -> None:
+        now = clock.now()
+        if self._requests is not None:
+            self._requests.take(key, 1, now)
+        if self._tokens is not None:
+            self._tokens.take(key, asked.size // TOKEN, now)
+
+    def _wait(self, ticket: Ticket) -> None:
+        if self.waiting >= self.config.queue_size:
+            raise Overloaded(
+                f"{self.waiting} requests wait for a worker, which is the limit; retry later, or raise "
+                "--queue-size or --worker-max-requests",
+                retry_after=RETRY_AFTER,
+            )
+        self._waiting.setdefault(ticket.asked.model, Turns()).push(ticket.key, ticket)
+        loop = asyncio.get_running_loop()
+        ticket.timer = loop.call_later(self.config.queue_timeout_secs, self._waited_long, ticket)
+
+    def _waited_long(self, ticket: Ticket) -> None:
+        self._leave(ticket)
+        self.refused[Overloaded.code] += 1
+        seconds = self.config.queue_timeout_secs
+        ticket.done(
+            Overloaded(f"no worker had room for {seconds:.0f} s; retry later", retry_after=RETRY_AFTER)
+        )
+
+    def _leave(self, ticket: Ticket) -> None:
+        """It waits no longer; no effect if it does not."""
+        if ticket.timer is not None:
+            ticket.timer.cancel()
+            ticket.timer = None
+            model = ticket.asked.model
+            self._waiting[model].remove(ticket.key, ticket)
+            if not self._waiting[model]:
+                del self._waiting[model]
+
+    def _serve_waiting(self) -> None:
+        """Send as many of those who wait as there is room for. Nobody waits for workers that are down."""
+        for model, queue in list(self._waiting.items()):
+            while queue:
+                error: SglaError | None = None
+                room: list[Worker] = []
+                try:
+                    room = self._with_room(self._usable(Asked(model=model), ()))
+                except SglaError as refused:
+                    error = refused
+                if not room and error is None:
+                    break
+                ticket = queue.pop()
+                assert ticket.timer is not None
+                ticket.timer.cancel()
+                ticket.timer = None
+                if error is None:
+                    self._send(ticket, room)
+                else:
+                    self.refused[error.code] += 1
+                    ticket.done(error)
+            if not queue:
+                self._waiting.pop(model, None)

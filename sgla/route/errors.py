@@ -1,0 +1,23 @@
+"""Errors of the router in the bodies of the servers behind it."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from sgla.errors import SglaError
+from sgla.route.reply import Reply
+
+
+def body_of(error: SglaError, path: str = "") -> bytes:
+    """OpenAI's, or for its paths Anthropic's."""
+    what = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    if path.startswith("/v1/messages"):
+        return msgspec.json.encode({"type": "error", "error": {"type": error.type, "message": error.message}})
+    return msgspec.json.encode({"error": what})
+
+
+def error_reply(error: SglaError, path: str = "") -> Reply:
+    wait = max(1, math.ceil(error.retry_after or 1.0)) if error.status in (429, 503) else 0
+    return Reply(error.status, "application/json", body_of(error, path), wait)

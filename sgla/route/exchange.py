@@ -1,0 +1,256 @@
+"""One request of a client on its way to a worker, and the answer back.
+
+As long as the client has got nothing, what fails on one worker is tried on another. An answer that has begun
+is the client's: if its worker dies, the client is told, and the connection ends.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+from urllib.parse import unquote
+
+from sgla.errors import NotReady, SglaError, UnsupportedField
+from sgla.http.ids import random_id
+from sgla.route import asked
+from sgla.route.config import RouteConfig
+from sgla.route.errors import body_of
+from sgla.route.owner import Owner, Placed
+from sgla.route.upstream import Pool, Sink, Upstream, WorkerLost
+from sgla.route.wire import CHUNKED, UNTIL_CLOSE, Answer, Request
+
+RETRIED = frozenset((429, 502, 503, 504))  # another worker may answer better
+MOST_LOST = 2  # workers that may end while they have a request: it may be what ends them
+COLLECTED = 4 << 20  # bytes of an answer that is compared with others
+SAFE_ID = re.compile(rb"[\x21-\x7e]{1,200}")
+# What runs twice if it is sent twice.
+ONCE = re.compile(r"/v1/(?:files|batches)(?:/|$)")
+# What changes a server is for all of them; the worst answer is passed on.
+EVERYWHERE = frozenset(
+    (
+        "/abort_request",
+        "/continue_generation",
+        "/flush_cache",
+        "/load_lora_adapter",
+        "/pause",
+        "/pause_generation",
+        "/release_memory_occupation",
+        "/reset_prefix_cache",
+        "/resume",
+        "/resume_memory_occupation",
+        "/sleep",
+        "/start_profile",
+        "/stop_profile",
+        "/unload_lora_adapter",
+        "/update_weights_from_disk",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/wake_up",
+    )
+)
+ONE_BY_ONE = frozenset(
+    (
+        "/destroy_weights_update_group",
+        "/init_weights_update_group",
+        "/update_weights_from_distributed",
+        "/update_weights_from_tensor",
+    )
+)
+
+
+class Client(Sink, Protocol):
+    """The connection of a client. ``started``: bytes of the answer have been sent to it."""
+
+    started: bool
+    address: str
+
+    def attach(self, upstream: Upstream, tunnel: bool) -> None:
+        """The answer comes from there from now on."""
+        ...
+
+    def break_off(self, event: bytes) -> None:
+        """The answer ends here; a stream of events with this one, if it is between two."""
+        ...
+
+
+class Collected:
+    """A sink that keeps an answer."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > COLLECTED:
+            raise SglaError("a worker's answer is too long to compare it with the others'")
+        self.parts.append(data)
+
+
+class Exchange:
+    """``key``: whose request it is."""
+
+    def __init__(
+        self,
+        config: RouteConfig,
+        owner: Owner,
+        pool: Pool,
+        client: Client,
+        request: Request,
+        body: bytes,
+        key: str,
+    ) -> None:
+        self._config, self._owner, self._pool = config, owner, pool
+        self._client, self._request, self._key = client, request, key
+        given = request.get(b"x-request-id")
+        self.rid = given if SAFE_ID.fullmatch(given) else random_id().encode()
+        hops = b", ".join([*request.all(b"x-forwarded-for"), client.address.encode()])
+        more = [b"X-Request-Id: " + self.rid, b"X-Forwarded-For: " + hops]
+        self._bytes = request.forwarded(body, more)
+        session = request.text(config.session_header.lower().encode())[:200]
+        self._asked = asked.read(
+            request.target, request.text(b"content-type"), body, session, config.policy == "cache_aware"
+        )
+        self._once = request.method != "GET" and bool(ONCE.match(request.path))
+        self._lost = 0
+        self._streams = False
+        self._refusal: tuple[Upstream, Answer] | None = None
+
+    async def run(self) -> None:
+        """Raises SglaError if the client has got nothing, and is to be told this."""
+        path = unquote(self._request.path)
+        if path in ONE_BY_ONE:
+            raise UnsupportedField(
+                f"{path} is not passed on, since each worker needs its own; ask them one by one"
+            )
+        try:
+            if path in EVERYWHERE:
+                await self._ask_all()
+            else:
+                await self._ask_one()
+        finally:
+            self._drop_refusal()
+
+    async def _ask_one(self) -> None:
+        tried: list[str] = []
+        while True:
+            try:
+                if len(tried) > self._config.retry_max_retries:
+                    raise NotReady("no worker has answered; retry later", retry_after=1.0)
+                placed = await self._owner.place(self._asked, self._key, tried)
+            except NotReady:
+                if self._refusal is None:
+                    raise
+                await self._deliver(*self._refusal)
+                return
+            tried.append(placed.url)
+            if await self._try(placed):
+                return
+
+    async def _try(self, placed: Placed) -> bool:
+        """Whether the client has its answer; else another worker may be asked."""
+        status, fault, upstream = 0, False, None
+        try:
+            upstream, answer = await self._ask(placed.url)
+            self._owner.began(placed)
+            status = answer.status
+            if status in RETRIED or (status == 404 and self._asked.stored):
+                self._drop_refusal()
+                self._refusal, upstream = (upstream, answer), None
+                return False
+            self._drop_refusal()
+            await self._deliver(upstream, answer)
+            return True
+        except (WorkerLost, OSError) as error:
+            fault = True
+            self._failed(placed.url, error)
+            return self._client.started
+        finally:
+            self._owner.close(placed, status, fault)
+            if upstream is not None:
+                upstream.release()
+
+    def _failed(self, url: str, error: Exception) -> None:
+        """Raises NotReady if nothing else may be tried."""
+        why = NotReady(f"the worker {url} was lost: {error}; retry later", retry_after=1.0)
+        why.code = "worker_died"
+        if self._client.started:
+            name = b"event: error\n" if self._request.path.startswith("/v1/messages") else b""
+            event = name + b"data: " + body_of(why, self._request.path) + b"\n\n"
+            self._client.break_off(event if self._streams else b"")
+            return
+        if isinstance(error, WorkerLost):
+            self._lost += 1
+            if self._once or self._lost >= MOST_LOST:
+                raise why
+
+    async def _ask(self, url: str) -> tuple[Upstream, Answer]:
+        """Raises WorkerLost, OSError."""
+        fresh = self._once or self._request.upgrades
+        while True:
+            upstream = await self._pool.take(url, fresh)
+            try:
+                return upstream, await upstream.ask(self._request.method, self._bytes)
+            except BaseException as error:
+                upstream.release()
+                if not isinstance(error, WorkerLost) or not upstream.used or not error.stale:
+                    raise
+                fresh = True  # the worker had closed a connection that was idle
+
+    async def _deliver(self, upstream: Upstream, answer: Answer) -> None:
+        more = []
+        if not answer.get(b"x-request-id"):
+            more.append(b"x-request-id: " + self.rid)
+        if answer.status != 101 and (self._request.closes or answer.size == UNTIL_CLOSE):
+            more.append(b"Connection: close")
+        self._streams = answer.size == CHUNKED and answer.get(b"content-type").startswith(
+            b"text/event-stream"
+        )
+        self._client.attach(upstream, answer.status == 101)
+        await upstream.deliver(answer.forwarded(more), self._client)
+
+    def _drop_refusal(self) -> None:
+        if self._refusal is not None:
+            self._refusal[0].release()
+            self._refusal = None
+
+    async def _ask_all(self) -> None:
+        """Ask every worker that is up, one after the other."""
+        tried: list[str] = []
+        worst = 0, b""
+        while True:
+            try:
+                placed = await self._owner.place(self._asked, self._key, tried)
+            except NotReady:
+                break
+            tried.append(placed.url)
+            worst = max(worst, await self._collect(placed), key=lambda found: found[0])
+        if not worst[0]:
+            raise NotReady("no worker is up; retry later", retry_after=1.0)
+        self._client.started = True
+        self._client.write(worst[1])
+
+    async def _collect(self, placed: Placed) -> tuple[int, bytes]:
+        """Status and bytes of a worker's answer. Raises NotReady if it has none."""
+        status, fault, upstream, kept = 0, False, None, Collected()
+        try:
+            upstream, answer = await self._ask(placed.url)
+            status = answer.status
+            more = [b"Connection: close"] if self._request.closes or answer.size == UNTIL_CLOSE else []
+            await upstream.deliver(answer.forwarded(more), kept)
+            return status, b"".join(kept.parts)
+        except (WorkerLost, OSError) as error:
+            fault = True
+            raise NotReady(
+                f"{placed.url} did not answer: {error}; others may have done what was asked", retry_after=1.0
+            ) from error
+        finally:
+            self._owner.close(placed, status, fault)
+            if upstream is not None:
+                upstream.release()
+
+
+def key_of(request: Request) -> bytes:
+    """The API key that came with a request, a bearer token or Anthropic's x-api-key; b"" if there is none."""
+    scheme, _, given = request.get(b"authorization").partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else request.get(b"x-api-key")

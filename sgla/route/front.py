@@ -1,0 +1,411 @@
+"""Connections of clients: bytes in, requests out, answers back. One ``Front`` a process."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import cast
+
+from sgla.errors import BadRequest, Forbidden, NotReady, Overloaded, SglaError, TooLarge, Unauthorized
+from sgla.http.clients import Proxies, without_key
+from sgla.http.ids import random_id
+from sgla.route import routes
+from sgla.route.config import RouteConfig
+from sgla.route.errors import error_reply
+from sgla.route.exchange import SAFE_ID, Exchange, key_of
+from sgla.route.owner import Owner
+from sgla.route.reply import Reply
+from sgla.route.upstream import Pool, Upstream
+from sgla.route.wire import CHUNKED, HEAD_END, Chunks, Request
+
+log = logging.getLogger(__name__)
+
+HEADER_BYTES = 64 << 10  # of all headers of a request
+READ_BYTES = 64 << 10  # of a request that waits behind another one
+HEADER_SECONDS = 30.0  # for the header of a request, and for each further piece of a body
+IDLE_SECONDS = 75.0  # between requests
+UNREAD_SECONDS = 120.0  # that a client may read nothing of an answer
+LINGER_SECONDS = 5.0  # that the rest of a refused body is read, so that the client sees the answer
+HANDSHAKE_SECONDS = 10.0  # of TLS
+SPARE = 64  # connections beyond the limit, for health and metrics
+SWEEP = 1.0  # seconds
+SEND_BYTES = 256 << 10  # that the system may hold of an answer for a client that does not read
+SLASHES = re.compile("/{2,}")
+
+
+def among(key: bytes, known: Sequence[bytes]) -> bool:
+    """Compared in constant time with all of them."""
+    return sum(hmac.compare_digest(key, each) for each in known) > 0
+
+
+class Memory:
+    """What the bodies of all requests take."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+
+    def take(self, size: int) -> None:
+        """Raises Overloaded."""
+        if self._taken + size > self._limit:
+            raise Overloaded(
+                "the bodies of all requests together are too large now; retry later, or raise "
+                "--request-memory-bytes",
+                retry_after=1.0,
+            )
+        self._taken += size
+
+    def give(self, size: int) -> None:
+        self._taken -= size
+
+
+class Front:
+    """``share``: the part of the settings' limits that this process has, one in so many."""
+
+    def __init__(self, config: RouteConfig, owner: Owner, share: int = 1) -> None:
+        self.config, self.owner = config, owner
+        self.pool = Pool(config.request_timeout_secs)
+        self.memory = Memory(max(config.max_body_bytes, config.request_memory_bytes // share))
+        self.limit = max(1, config.max_connections // share)
+        self.connections: set[Connection] = set()
+        self.draining = False
+        self._proxies = Proxies(config.forwarded_allow_ips)
+        self._keys = [key.encode() for key in (*config.api_key, *config.admin_api_key)]
+        self._admins = [key.encode() for key in config.admin_api_key]
+        self._servers: list[asyncio.Server] = []
+        self._sweeping = [asyncio.ensure_future(self._sweep()), asyncio.ensure_future(self.pool.sweep())]
+        owner.on_down = self.pool.down
+
+    async def listen(self, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None) -> None:
+        loop = asyncio.get_running_loop()
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)  # accepted ones, too
+            seconds = HANDSHAKE_SECONDS if tls else None
+            server = await loop.create_server(
+                lambda: Connection(self), sock=each, ssl=tls, ssl_handshake_timeout=seconds, backlog=1024
+            )
+            self._servers.append(server)
+
+    async def drain(self) -> None:
+        """Take nothing new; return when the last answer has been given."""
+        self.draining = True
+        for server in self._servers:
+            server.close()
+        for connection in list(self.connections):
+            connection.leave()
+        while self.connections:
+            await asyncio.sleep(0.02)
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for task in self._sweeping:
+            task.cancel()
+        for connection in list(self.connections):
+            connection.abort()
+        self.pool.close()
+
+    def check(self, request: Request, path: str) -> None:
+        """Raise Unauthorized or Forbidden unless the request's key may do this."""
+        if routes.for_admins(path):
+            if not self._admins:
+                raise Forbidden(
+                    "who adds workers sees all prompts; start the router with --admin-api-key to do so"
+                )
+            known = self._admins
+        elif self.config.api_key and path not in routes.OPEN and request.method != "OPTIONS":
+            known = self._keys
+        else:
+            return
+        key = key_of(request)
+        if not key:
+            raise Unauthorized("no API key was given; send the header 'Authorization: Bearer KEY'")
+        if not among(key, known):
+            if known is self._admins and among(key, self._keys):
+                raise Forbidden("workers are added and removed with an admin key")
+            raise Unauthorized("the API key is wrong")
+
+    def owner_of(self, request: Request, peer: str) -> str:
+        """Whose request it is, for limits and turns: a digest of the key, or the address."""
+        key = key_of(request)
+        if key:
+            return hashlib.blake2s(key, digest_size=12).hexdigest()
+        return without_key(self._proxies.address(peer, request.text(b"x-forwarded-for"))).name
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP)
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.connections):
+                connection.look(now)
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection: a request is answered before the next one is read. ``since``: when it began to
+    wait for what it waits for."""
+
+    def __init__(self, front: Front) -> None:
+        self.started = False
+        self.address = ""
+        self._front = front
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._buffer = b""
+        self._request: Request | None = None
+        self._body = bytearray()
+        self._left = 0  # bytes of the body
+        self._chunks: Chunks | None = None
+        self._taken = 0  # of the front's memory
+        self._task: asyncio.Task[None] | None = None
+        self._upstream: Upstream | None = None
+        self._tunnel: Upstream | None = None
+        self._since = self._loop.time()
+        self._unread: float | None = None
+        self._lingers = self._spare = False
+        self._last = b""  # piece of the answer
+        self._served = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if peer else ""
+        held = len(self._front.connections)
+        self._spare = held >= self._front.limit
+        self._front.connections.add(self)
+        if held >= self._front.limit + SPARE:
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._front.connections.discard(self)
+        if self._task is not None:
+            self._task.cancel()
+        elif self._taken:
+            self._front.memory.give(self._taken)
+            self._taken = 0
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def leave(self) -> None:
+        """Close it if no request is on it; else it closes behind that one."""
+        if self._task is None and self._transport is not None:
+            self._transport.close()
+
+    def look(self, now: float) -> None:
+        """Close it if its client keeps it waiting for too long."""
+        if self._unread is not None and now > self._unread + UNREAD_SECONDS:
+            log.warning("a connection is dropped: the client has read nothing for %d s", UNREAD_SECONDS)
+            self.abort()
+        elif self._task is None:
+            idle = self._served and not self._buffer and self._request is None and not self._lingers
+            seconds = LINGER_SECONDS if self._lingers else IDLE_SECONDS if idle else HEADER_SECONDS
+            if now > self._since + seconds:
+                self.abort()
+
+    # what comes
+
+    def data_received(self, data: bytes) -> None:
+        if self._lingers:
+            return
+        if self._tunnel is not None:
+            self._tunnel.tunnel(data)
+            return
+        if not self._buffer and self._request is None:
+            self._since = self._loop.time()
+        self._buffer += data
+        if self._task is None:
+            self._read()
+        elif len(self._buffer) > READ_BYTES and self._transport is not None:
+            self._transport.pause_reading()
+
+    def _read(self) -> None:
+        """Take in what has come of a request, and have it answered when it is complete."""
+        try:
+            if self._request is None and not self._read_head():
+                return
+            if not self._read_body():
+                self._since = self._loop.time()
+                return
+        except SglaError as error:
+            self._refuse(error)
+            return
+        self._task = self._loop.create_task(self._serve())
+
+    def _read_head(self) -> bool:
+        if not self._buffer:
+            return False
+        end = self._buffer.find(HEAD_END, 0, HEADER_BYTES + len(HEAD_END))
+        if end < 0:
+            if len(self._buffer) > HEADER_BYTES:
+                error = BadRequest(f"the headers have more than {HEADER_BYTES} bytes")
+                error.status = 431
+                raise error
+            if self._buffer[:2] == b"\r\n":  # some clients send one behind a body
+                self._buffer = self._buffer[2:]
+            return False
+        request = Request(self._buffer[:end])
+        self._buffer = self._buffer[end + len(HEAD_END) :]
+        self._request = request
+        path = SLASHES.sub("/", request.path)
+        if self._spare and path not in routes.OPEN:
+            raise NotReady(
+                f"{self._front.limit} connections are open, which is the limit; retry later", retry_after=1.0
+            )
+        self._front.check(request, path)
+        self._left = request.length(0)
+        self._chunks = Chunks(self._body) if self._left == CHUNKED else None
+        self._take_memory(max(0, self._left))
+        expects = request.words(b"expect")
+        if expects - {b"100-continue"}:
+            raise BadRequest("Expect takes 100-continue alone")
+        if expects and self._left and self._transport is not None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return True
+
+    def _take_memory(self, size: int) -> None:
+        most = self._front.config.max_body_bytes
+        if size > most:
+            raise TooLarge(f"the body has more than {most} bytes; send less, or raise --max-body-bytes")
+        if size > self._taken:
+            self._front.memory.take(size - self._taken)
+            self._taken = size
+
+    def _read_body(self) -> bool:
+        """Whether it is complete."""
+        if self._chunks is not None:
+            end = self._chunks.feed(self._buffer)
+            self._take_memory(len(self._body))
+            self._buffer = b"" if end is None else self._buffer[end:]
+            return end is not None
+        piece = self._buffer[: self._left]
+        if piece:
+            self._body += piece
+            self._buffer = self._buffer[len(piece) :]
+            self._left -= len(piece)
+        return not self._left
+
+    # what is answered
+
+    async def _serve(self) -> None:
+        request, body = self._request, bytes(self._body)
+        assert request is not None
+        self._body = bytearray()
+        self.started, self._last = False, b""
+        try:
+            await self._answer(request, body)
+        except SglaError as error:
+            self._send(error_reply(error, request.path), request)
+        except Exception:
+            log.exception("a request failed")
+            if self.started:
+                self.abort()
+            self._send(error_reply(SglaError("internal error; the router's log has the details")), request)
+        finally:
+            self._front.memory.give(self._taken)
+            self._taken = 0
+            self._upstream = self._tunnel = self._task = None
+        self._next(request)
+
+    async def _answer(self, request: Request, body: bytes) -> None:
+        path = SLASHES.sub("/", request.path)
+        front = self._front
+        if routes.own(request.method, path):
+            query = request.target.partition("?")[2]
+            reply = await front.owner.reply(request.method, f"{path}?{query}", body)
+            self._send(reply, request)
+            return
+        key = front.owner_of(request, self.address)
+        await Exchange(front.config, front.owner, front.pool, self, request, body, key).run()
+
+    def _next(self, request: Request) -> None:
+        """Go on with the next request, or end."""
+        if self._transport is None:
+            return
+        if request.closes or self._spare or self._front.draining or self._transport.is_closing():
+            self._transport.close()
+            return
+        self._request, self._body, self._chunks = None, bytearray(), None
+        self._since = self._loop.time()
+        self._served += 1
+        self._transport.resume_reading()
+        self._read()
+
+    def _send(self, reply: Reply, request: Request | None, close: bool = False) -> None:
+        """An answer of the router's own, unless another one has begun."""
+        if self.started or self._transport is None:
+            return
+        self.started = True
+        lines = [
+            f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}",
+            f"Content-Type: {reply.kind}",
+            f"Content-Length: {len(reply.body)}",
+        ]
+        given = request.get(b"x-request-id") if request is not None else b""
+        lines.append(f"x-request-id: {given.decode() if SAFE_ID.fullmatch(given) else random_id()}")
+        if reply.retry_after:
+            lines.append(f"Retry-After: {reply.retry_after}")
+        if reply.status == 401:
+            lines.append("WWW-Authenticate: Bearer")
+        if close or request is None or request.closes or self._spare:
+            lines.append("Connection: close")
+        body = b"" if request is not None and request.method == "HEAD" else reply.body
+        self._transport.write("\r\n".join(lines).encode() + HEAD_END + body)
+
+    def _refuse(self, error: SglaError) -> None:
+        """Answer a request that is not read to its end, and end the connection."""
+        self.started = False
+        request = self._request
+        self._send(error_reply(error, request.path if request is not None else ""), request, close=True)
+        self._front.memory.give(self._taken)
+        self._taken, self._buffer, self._body = 0, b"", bytearray()
+        self._lingers, self._since = True, self._loop.time()
+        if self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    # as the exchange's client
+
+    def attach(self, upstream: Upstream, tunnel: bool) -> None:
+        self._upstream = upstream
+        if tunnel:
+            self._tunnel = upstream
+            upstream.on_tunnel_pause = self._pause_reading
+            if self._buffer:
+                upstream.tunnel(self._buffer)
+                self._buffer = b""
+        if self._unread is not None:
+            upstream.pause(True)
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self.started, self._last = True, data
+            self._transport.write(data)
+
+    def break_off(self, event: bytes) -> None:
+        if self._transport is None:
+            return
+        if event and self._last.endswith((b"\n\n\r\n", b"\r\n\r\n\r\n")):  # between two chunks and two events
+            self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+        self._transport.close()
+
+    def _pause_reading(self, whether: bool) -> None:
+        if self._transport is not None:
+            (self._transport.pause_reading if whether else self._transport.resume_reading)()
+
+    def pause_writing(self) -> None:
+        self._unread = self._loop.time()
+        if self._upstream is not None:
+            self._upstream.pause(True)
+
+    def resume_writing(self) -> None:
+        self._unread = None
+        if self._upstream is not None:
+            self._upstream.pause(False)

@@ -1,0 +1,135 @@
+"""Looks at workers: whether they are ready, which models they have, and whether they make steps.
+
+A port that answers shows that a process lives, not that anything comes out of it: of servers whose metrics
+count steps, these are watched. Other engines are taken at the word of their ``/health``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from typing import Any
+
+import aiohttp
+
+from sgla.route.balancer import Balancer
+from sgla.route.workers import Look
+
+log = logging.getLogger(__name__)
+
+MOST = 8 << 20  # bytes of an answer that are read
+STEPS = re.compile(r"^sgla:steps_total(?:\{[^}]*\})? (\S+)$", re.M)
+RUNNING = re.compile(r"^sgla:num_running_reqs(?:\{[^}]*\})? (\S+)$", re.M)
+TOKENS = re.compile(r"^(?:sgla|sglang):max_total_num_tokens(?:\{[^}]*\})? (\S+)$", re.M)
+BLOCKS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.M)
+
+
+class Watch:
+    """A task for each worker, as long as the balancer has it."""
+
+    def __init__(self, balancer: Balancer) -> None:
+        self._balancer = balancer
+        self._config = balancer.config
+        headers = {}
+        if self._config.worker_api_key:
+            headers["Authorization"] = f"Bearer {self._config.worker_api_key}"
+        timeout = aiohttp.ClientTimeout(total=self._config.health_check_timeout_secs)
+        self._session = aiohttp.ClientSession(timeout=timeout, headers=headers)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._hurry: dict[str, asyncio.Event] = {}
+        balancer.on_change.append(self._follow)
+        balancer.on_fault = self._look_now
+        self._follow()
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._session.close()
+
+    def _follow(self) -> None:
+        for url in self._tasks.keys() - self._balancer.workers.keys():
+            self._tasks.pop(url).cancel()
+            del self._hurry[url]
+        for url in self._balancer.workers.keys() - self._tasks.keys():
+            self._hurry[url] = asyncio.Event()
+            self._tasks[url] = asyncio.ensure_future(self._keep_looking(url, self._hurry[url]))
+
+    def _look_now(self, url: str) -> None:
+        if url in self._hurry:
+            self._hurry[url].set()
+
+    async def _keep_looking(self, url: str, hurry: asyncio.Event) -> None:
+        before: str | None = None
+        while True:
+            look = await self.look(url)
+            self._balancer.saw(url, look)
+            trouble = self._balancer.workers[url].trouble if url in self._balancer.workers else before
+            if trouble != before:
+                log.log(
+                    *(
+                        (logging.WARNING, "worker %s is down: %s")
+                        if trouble
+                        else (logging.INFO, "%s is up%s")
+                    ),
+                    url,
+                    trouble,
+                )
+                before = trouble
+            hurry.clear()
+            try:
+                await asyncio.wait_for(hurry.wait(), self._config.health_check_interval_secs)
+            except TimeoutError:
+                pass
+
+    async def look(self, url: str) -> Look:
+        """One look; what fails is ``trouble``."""
+        try:
+            status, text = await self._get(f"{url}/health")
+            if status != 200:
+                return Look(trouble=f"/health says {status} {text[:200].strip()}")
+            status, text = await self._get(f"{url}/v1/models")
+            cards = cards_of(text) if status == 200 else None
+            status, text = await self._get(f"{url}/metrics")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return Look(trouble=f"{type(error).__name__}: {error}"[:300])
+        return read_metrics(text if status == 200 else "")._replace(cards=cards)
+
+    async def _get(self, url: str) -> tuple[int, str]:
+        async with self._session.get(url, allow_redirects=False) as response:
+            body = bytearray()
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > MOST:
+                    raise aiohttp.ClientPayloadError(f"{url} answers with more than {MOST} bytes")
+            return response.status, body.decode(errors="replace")
+
+
+def cards_of(text: str) -> list[dict[str, Any]] | None:
+    """Models in OpenAI's list; None if it is none."""
+    try:
+        data = json.loads(text)["data"]
+        return [card for card in data if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def read_metrics(text: str) -> Look:
+    """Steps and the size of the KV cache, where Prometheus' text has them."""
+    steps, running, tokens = (number(pattern, text) for pattern in (STEPS, RUNNING, TOKENS))
+    if tokens is None and (found := BLOCKS.search(text)):
+        labels = dict(re.findall(r'(\w+)="(\d+)"', found[1]))
+        tokens = float(labels.get("block_size", 0)) * float(labels.get("num_gpu_blocks", 0))
+    return Look(steps=steps, busy=bool(running), tokens=int(tokens or 0))
+
+
+def number(pattern: re.Pattern[str], text: str) -> float | None:
+    """What the pattern's group is; None if it is not there, or not finite."""
+    found = pattern.search(text)
+    try:
+        value = float(found[1]) if found else None
+    except ValueError:
+        return None
+    return value if value is not None and abs(value) < 1e18 else None

@@ -1,0 +1,135 @@
+"""A worker as the router knows it: whether it takes requests, what it has of them, what it keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from sgla.route.config import RouteConfig
+from sgla.route.policies import View
+from sgla.route.prefix import PrefixTree
+
+TOKEN = 4  # bytes of a prompt that are a token, about
+
+
+class Breaker:
+    """A circuit breaker: after ``threshold`` failures in a row nothing is sent for ``timeout`` seconds, then
+    one request, whose end closes it or opens it again."""
+
+    def __init__(self, threshold: int, timeout: float) -> None:
+        self._threshold, self._timeout = threshold, timeout
+        self._failures = 0
+        self._opened: float | None = None
+        self._trying = False
+
+    @property
+    def open(self) -> bool:
+        return self._opened is not None
+
+    def allows(self, now: float) -> bool:
+        return self._opened is None or (not self._trying and now >= self._opened + self._timeout)
+
+    def began(self) -> None:
+        """A request was sent that ``allows`` let through."""
+        self._trying = self.open
+
+    def success(self) -> None:
+        self._failures, self._opened, self._trying = 0, None, False
+
+    def failure(self, now: float) -> None:
+        self._failures += 1
+        if self.open or self._failures >= self._threshold:
+            self._opened, self._trying = now, False
+
+    def neither(self) -> None:
+        """A request ended before it showed anything."""
+        self._trying = False
+
+
+class Look(NamedTuple):
+    """What a look at a worker found. ``trouble``: why it takes no requests, or "". ``cards``: its models as
+    it lists them; None: it does not tell. ``steps``: how many it has made, ``busy``: whether it has requests
+    to make steps for; None and False where it does not tell. ``tokens`` of its KV cache; 0: it does not tell.
+    """
+
+    trouble: str = ""
+    cards: Sequence[dict[str, Any]] | None = None
+    steps: float | None = None
+    busy: bool = False
+    tokens: int = 0
+
+
+class Worker:
+    """``cards``: None if it takes any model's name. ``running``, ``unread`` and ``last``: as ``View`` has
+    them."""
+
+    def __init__(self, url: str, config: RouteConfig) -> None:
+        self.url = url
+        self.trouble = "it has not been looked at yet"
+        self.draining = False
+        self.cards: Sequence[dict[str, Any]] | None = None
+        self.names: frozenset[str] | None = None
+        self.running = 0
+        self.unread = 0
+        self.last = 0
+        self.tree = PrefixTree(config.max_tree_size)
+        self.breaker = Breaker(config.cb_failure_threshold, config.cb_timeout_duration_secs)
+        self.outcomes: Counter[str] = Counter()
+        self.prompt_bytes = self.matched_bytes = 0
+        self._stuck_secs = config.stuck_secs
+        self._steps: float | None = None
+        self._stepped = 0.0  # when that number was new, or there was nothing to do
+
+    def usable(self, now: float) -> bool:
+        return not self.trouble and not self.draining and self.breaker.allows(now)
+
+    def takes(self, model: str) -> bool:
+        """Ollama's clients add ``:latest``."""
+        return (
+            self.names is None
+            or not model
+            or model in self.names
+            or model.removesuffix(":latest") in self.names
+        )
+
+    def view(self, matched: int = 0) -> View:
+        return View(self.url, self.running, self.unread, matched, self.tree.size, self.last)
+
+    def saw(self, look: Look, now: float) -> bool:
+        """Take in what a look found; whether the worker is down since."""
+        trouble = look.trouble or self._stuck(look, now)
+        down = bool(trouble) and not self.trouble
+        if trouble and (down or self.tree.size):
+            self.tree.clear()  # it may come back as another process
+        self.trouble = trouble
+        if not trouble:
+            self.cards = look.cards
+            names = None if look.cards is None else frozenset(str(card.get("id")) for card in look.cards)
+            self.names = names or None
+            if look.tokens:
+                self.tree.capacity = look.tokens * TOKEN
+        return down
+
+    def _stuck(self, look: Look, now: float) -> str:
+        """A worker that makes no steps for its requests is down, whatever its port says."""
+        if look.steps != self._steps or not look.busy:
+            self._steps, self._stepped = look.steps, now
+        seconds = now - self._stepped
+        if look.steps is None or seconds < self._stuck_secs:
+            return ""
+        return f"it has requests, and has made no step for {seconds:.0f} s"
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """For ``/workers``."""
+        state = "draining" if self.draining else "down" if self.trouble else "up"
+        return {
+            "url": self.url,
+            "state": state,
+            "is_healthy": self.usable(now),
+            "trouble": self.trouble or ("the circuit breaker is open" if self.breaker.open else None),
+            "models": None if self.names is None else sorted(self.names),
+            "load": self.running,
+            "unread_bytes": self.unread,
+            "tree_bytes": self.tree.size,
+        }

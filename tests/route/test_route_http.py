@@ -1,0 +1,396 @@
+"""What clients see through the router."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import FormData, web
+from route_fakes import FakeWorker, Route, Router
+
+from sgla.route.workers import Look
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello!"}]}
+ADMIN = {"Authorization": "Bearer admin"}
+
+
+async def until(true: Any) -> None:
+    async with asyncio.timeout(5):
+        while not true():
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_requests_and_answers_pass_unchanged(route: Route, remote: bool) -> None:
+    router = await route(1, remote)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=418, body=b"\x00tea", headers={"X-Odd": "1", "Content-Type": "a/b"})
+
+    router.workers[0].answer = answer
+    headers = {
+        "Authorization": "Bearer k",
+        "X-Request-Id": "mine",
+        "X-Forwarded-For": "9.9.9.9",
+        "Trailer": "x",
+    }
+    async with router.session.put(
+        f"{router.url}/any//path?q=%20", data=b"\xff\x00" * 9, headers=headers
+    ) as response:
+        assert (response.status, await response.read()) == (418, b"\x00tea")
+        assert (response.headers["X-Odd"], response.headers["x-request-id"]) == ("1", "mine")
+    [(path, body, seen)] = router.workers[0].seen
+    assert (path, body) == ("/any//path?q=%20", b"\xff\x00" * 9)
+    assert (seen["Authorization"], seen["X-Request-Id"]) == ("Bearer k", "mine")
+    assert seen["X-Forwarded-For"] == "9.9.9.9, 127.0.0.1"
+    assert "Trailer" not in seen
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_streams_pass_as_they_come(route: Route, remote: bool) -> None:
+    router = await route(1, remote)
+    async with router.session.post(
+        f"{router.url}/v1/chat/completions", json=CHAT | {"stream": True}
+    ) as response:
+        for token in "abc":
+            router.workers[0].queue.put_nowait(token)
+            assert await response.content.readuntil(b"\n\n") == f"data: {token}\n\n".encode()
+        router.workers[0].queue.put_nowait("[DONE]")
+        assert await response.content.read() == b"data: [DONE]\n\n"
+    [worker] = router.balancer.workers.values()
+    await until(lambda: not worker.running)
+    assert worker.unread == 0
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_a_killed_worker_loses_only_what_had_begun(route: Route, remote: bool) -> None:
+    router = await route(2, remote, policy="round_robin")
+    dying, living = router.workers
+    living.go.set()
+    begun = asyncio.ensure_future(
+        router.raw(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n" + b'{"stream":true}')
+    )
+    await until(lambda: dying.seen)
+    dying.queue.put_nowait("a")
+    waiting = [asyncio.ensure_future(router.post(CHAT | {"wait": True})) for _ in range(8)]
+    await until(lambda: len(dying.seen) == 5)
+    dying.kill()
+    answers = await asyncio.gather(*waiting)
+    assert [(status, body["url"]) for status, body, _ in answers] == [(200, living.url)] * 8
+    stream = (await begun).partition(b"data: a\n\n\r\n")[2]
+    size, _, event = stream.partition(b"\r\n")
+    assert len(event) == int(size, 16) + 2, "the last chunk is whole, and the body has no end"
+    assert b'"code":"worker_died"' in event
+    assert (await router.post(CHAT))[0] == 200
+
+
+async def test_without_workers_clients_are_told_to_come_back(route: Route) -> None:
+    router = await route(2)
+    for worker in router.workers:
+        worker.kill()
+    status, body, headers = await router.post(CHAT)
+    assert (status, headers["Retry-After"], body["error"]["code"]) == (503, "1", "not_ready")
+    for worker in router.workers:
+        router.balancer.saw(worker.url, Look(trouble="gone"))
+    for path in ("/health", "/v1/models/x"):
+        status, _, headers = await router.get(path)
+        assert status == (503 if path == "/health" else 404)
+    assert (await router.post(CHAT))[0] == 503
+    assert (await router.get("/health/live"))[0] == 200
+
+
+async def test_a_request_that_ends_workers_ends_two_of_them(route: Route) -> None:
+    router = await route(3)
+
+    async def die(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    for worker in router.workers:
+        worker.answer = die
+    status, body, _ = await router.post(CHAT)
+    assert (status, body["error"]["code"]) == (503, "worker_died")
+    assert sum(len(worker.seen) for worker in router.workers) == 2
+
+
+async def test_a_worker_that_refuses_is_passed_over(route: Route) -> None:
+    router = await route(2, policy="round_robin")
+
+    async def busy(request: web.Request) -> web.Response:
+        return web.json_response({"why": "full"}, status=429, headers={"Retry-After": "7"})
+
+    router.workers[0].answer = busy
+    assert [(await router.post(CHAT))[0] for _ in range(4)] == [200] * 4
+    router.workers[1].answer = busy
+    status, body, headers = await router.post(CHAT)
+    assert (status, body, headers["Retry-After"]) == (429, {"why": "full"}, "7")
+    assert all(not worker.running for worker in router.balancer.workers.values())
+
+
+async def test_what_one_worker_keeps_is_found(route: Route) -> None:
+    router = await route(3, policy="round_robin")
+
+    async def nothing(request: web.Request) -> web.Response:
+        return web.json_response({}, status=404)
+
+    for worker in router.workers[:2]:
+        worker.answer = nothing
+    for _ in range(2):
+        status, body, _ = await router.get("/v1/responses/resp_1")
+        assert (status, body["url"]) == (200, router.workers[2].url)
+    assert [len(worker.seen) for worker in router.workers] == [1, 1, 2]
+    assert (await router.post({"previous_response_id": "resp_1"}, "/v1/responses"))[0] == 200
+    router.workers[2].answer = nothing
+    assert (await router.get("/v1/files/file-1"))[0] == 404
+
+
+async def test_models_choose_workers(route: Route) -> None:
+    router = await route(2)
+    router.balancer.saw(router.workers[1].url, Look(cards=[{"id": "other"}]))
+    for name, worker in (("other", 1), ("m", 0), ("other:latest", 1)):
+        status, body, _ = await router.post(CHAT | {"model": name})
+        assert (status, body["url"]) == (200, router.workers[worker].url)
+    status, body, _ = await router.post(CHAT | {"model": "none"})
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+    listed = (await router.get("/v1/models"))[1]["data"]
+    assert [card["id"] for card in listed] == ["m", "other"]
+    assert (await router.get("/v1/models/other"))[1] == {"id": "other"}
+
+
+async def test_workers_come_and_go(route: Route) -> None:
+    router = await route(1, admin_api_key=["admin"], api_key=["user"])
+    [first] = router.workers
+    second = FakeWorker()
+    await second.start()
+    try:
+        assert (await router.get("/workers"))[0] == 401
+        assert (await router.get("/workers", headers={"x-api-key": "user"}))[0] == 403
+        for url, status in (("ftp://x", 400), ("http://x/y", 400), (second.url, 200)):
+            assert (await router.post({"url": url}, "/workers", headers=ADMIN))[0] == status
+        router.balancer.saw(second.url, Look(cards=[{"id": "m"}]))
+        running = asyncio.ensure_future(router.post(CHAT | {"wait": True}, headers=ADMIN))
+        await until(lambda: first.seen)
+        assert (await router.post({}, f"/remove_worker?url={first.url}", headers=ADMIN))[0] == 200
+        for _ in range(3):
+            assert (await router.post(CHAT, headers=ADMIN))[1]["url"] == second.url
+        assert len((await router.get("/list_workers", headers=ADMIN))[1]["urls"]) == 2
+        first.go.set()
+        assert (await running)[1]["url"] == first.url
+        assert (await router.get("/list_workers", headers=ADMIN))[1] == {"urls": [second.url]}
+        assert (await router.post({}, f"/add_worker?url={first.url}", headers=ADMIN))[0] == 200
+        assert (await router.post({}, "/remove_worker?url=http://no:1", headers=ADMIN))[0] == 404
+    finally:
+        await second.stop()
+
+
+async def test_nobody_adds_workers_without_an_admin_key(route: Route) -> None:
+    router = await route(1)
+    assert (await router.post({}, "/add_worker?url=http://127.0.0.1:1"))[0] == 403
+    assert len(router.balancer.workers) == 1
+
+
+async def test_keys_of_the_router(route: Route) -> None:
+    router = await route(1, api_key=["user"])
+    assert (await router.post(CHAT))[0] == 401
+    assert (await router.post(CHAT, headers={"x-api-key": "wrong"}))[0] == 401
+    assert (await router.post(CHAT, headers={"Authorization": "Bearer user"}))[0] == 200
+    assert (await router.get("/metrics"))[0] == (await router.get("/health"))[0] == 200
+
+
+async def test_a_key_has_its_limit(route: Route) -> None:
+    router = await route(1, rpm_limit=2)
+    keys = [{"Authorization": f"Bearer {key}"} for key in "ab"]
+    assert [(await router.post(CHAT, headers=keys[0]))[0] for _ in range(3)] == [200, 200, 429]
+    _, body, headers = await router.post(CHAT, headers=keys[0])
+    assert (body["error"]["code"], int(headers["Retry-After"]) in range(25, 31)) == ("overloaded", True)
+    assert (await router.post(CHAT, headers=keys[1]))[0] == 200
+    tokens = await route(1, tpm_limit=100)
+    assert [(await tokens.post({"prompt": "x" * 1000}))[0] for _ in range(2)] == [200, 429]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_those_who_wait_have_turns(route: Route, remote: bool) -> None:
+    router = await route(1, remote, worker_max_requests=1, queue_size=5)
+    [worker] = router.workers
+    first = asyncio.ensure_future(router.post(CHAT | {"wait": True}))
+    await until(lambda: worker.seen)
+    rest = []
+    for n, key in enumerate("aaaab"):
+        headers = {"Authorization": f"Bearer {key}"}
+        rest.append(asyncio.ensure_future(router.post(CHAT | {"n": n}, headers=headers)))
+        await until(lambda: router.balancer.waiting == len(rest))
+    assert (await router.post(CHAT))[0] == 429
+    rest[3].cancel()
+    await until(lambda: router.balancer.waiting == 4)
+    worker.go.set()
+    assert {status for status, _, _ in await asyncio.gather(first, *rest[:3], rest[4])} == {200}
+    assert [seen[2]["Authorization"][-1:] for seen in worker.seen[1:]] == list("abaa")
+
+
+async def test_what_changes_a_server_goes_to_all(route: Route) -> None:
+    router = await route(3)
+
+    async def fail(request: web.Request) -> web.Response:
+        return web.json_response({"no": 1}, status=409)
+
+    assert (await router.post({}, "/flush_cache"))[0] == 200
+    router.workers[1].answer = fail
+    assert (await router.post({}, "/flush_cache"))[:2] == (409, {"no": 1})
+    assert [len(worker.seen) for worker in router.workers] == [2, 2, 2]
+    assert (await router.post({}, "/init_weights_update_group"))[0] == 400
+
+
+async def test_a_client_that_leaves_frees_the_worker(route: Route) -> None:
+    router = await route(1)
+    [worker] = router.workers
+    asking = asyncio.ensure_future(router.post(CHAT | {"wait": True}))
+    await until(lambda: worker.seen)
+    asking.cancel()
+    await until(lambda: worker.cancelled)
+    [known] = router.balancer.workers.values()
+    assert (known.running, known.unread, known.breaker.open) == (0, 0, False)
+
+
+async def test_websockets_pass(route: Route) -> None:
+    router = await route(1)
+
+    async def echo(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            await socket.send_str(message.data.upper())
+        return socket
+
+    router.workers[0].answer = echo
+    async with router.session.ws_connect(f"{router.url}/v1/realtime") as socket:
+        for text in ("a", "b" * 100_000):
+            await socket.send_str(text)
+            assert await socket.receive_str(timeout=5) == text.upper()
+    await until(lambda: not router.front.pool.active)
+
+
+async def test_forms_and_chunked_bodies_pass(route: Route) -> None:
+    router = await route(1)
+    form = FormData()
+    form.add_field("file", b"{}\n" * 9, filename="in.jsonl")
+    async with router.session.post(f"{router.url}/v1/files", data=form) as response:
+        assert response.status == 200
+
+    async def pieces() -> Any:
+        for _ in range(20):
+            yield b"x" * 10_000
+
+    async with router.session.post(f"{router.url}/odd", data=pieces()) as response:
+        assert response.status == 200
+    assert [len(body) for _, body, _ in router.workers[0].seen[1:]] == [200_000]
+
+
+HOST = b"Host: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\n" + HOST + b"\r\n", 400),
+        (b"GET http://x/ HTTP/1.1\r\n" + HOST + b"\r\n", 400),
+        (
+            b"POST / HTTP/1.1\r\n"
+            + HOST
+            + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: +1\r\n\r\na", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length : 1\r\n\r\na", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"X: a\r\n b\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"X: a\nY: b\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nab\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n0x1\r\na\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 99999\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\n" + HOST + b"X: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+        (b"GET / HTTP/1.0\r\n\r\n", 200),
+        (b"HEAD /health HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n", 200),
+    ],
+)
+async def test_what_can_be_read_in_two_ways_is_refused(route: Route, request_: bytes, status: int) -> None:
+    router = await route(1, max_body_bytes=10_000)
+    answer = await router.raw(request_)
+    assert answer.startswith(b"HTTP/1.1 %d " % status) or answer.startswith(b"HTTP/1.0 %d " % status)
+    assert len(router.workers[0].seen) == (b"GET / HTTP/1.0" in request_)
+
+
+async def test_requests_on_one_connection_keep_their_order(route: Route) -> None:
+    router = await route(2)
+    one = b"POST /%d HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n{}"
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = await router.raw(b"".join(one % n for n in range(5)) + last)
+    assert answer.count(b"HTTP/1.1 200 OK") == 6
+    assert answer.count(b"HTTP/1.1 100 Continue\r\n\r\n") == 5
+    assert sorted(path for worker in router.workers for path, _, _ in worker.seen) == [
+        f"/{n}" for n in range(5)
+    ]
+
+
+async def test_a_slow_reader_slows_its_worker(route: Route) -> None:
+    """What a client does not read stays with the worker, but for what buffers hold."""
+    router = await route(1)
+    sent = 0
+
+    async def flood(request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(400):
+            await response.write(b"x" * 100_000)
+            sent += 100_000
+        return response
+
+    router.workers[0].answer = flood
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port, limit=4096)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    before = -1
+    while before != sent:
+        before = sent
+        await asyncio.sleep(0.1)
+    assert sent < 30_000_000
+    total = 0
+    while piece := await reader.read(1 << 20):
+        total += len(piece)
+    assert total > 40_000_000
+    writer.close()
+
+
+async def test_a_drain_ends_behind_the_last_answer(route: Route) -> None:
+    router = await route(1)
+    [worker] = router.workers
+    running = asyncio.ensure_future(router.post(CHAT | {"wait": True}))
+    await until(lambda: worker.seen)
+    draining = asyncio.ensure_future(router.front.drain())
+    await asyncio.sleep(0.01)
+    assert not draining.done()
+    worker.go.set()
+    assert (await running)[0] == 200
+    await asyncio.wait_for(draining, 5)
+
+
+async def test_a_front_that_is_gone_gives_back_what_it_had(route: Route) -> None:
+    router = await route(1, remote=True)
+    running = asyncio.ensure_future(router.post(CHAT | {"wait": True}))
+    [known] = router.balancer.workers.values()
+    await until(lambda: known.running)
+    router.desk.close()
+    await until(lambda: not known.running)
+    running.cancel()
+
+
+async def test_metrics_tell_where_requests_went(route: Route) -> None:
+    router: Router = await route(1)
+    for _ in range(3):
+        await router.post(CHAT)
+    text = (await router.get("/metrics"))[1]
+    assert f'sgla_router:requests_total{{outcome="200",worker="{router.workers[0].url}"}} 3.0' in text
