@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import chain
 from typing import Any
 
 from aiohttp import web
@@ -36,11 +37,23 @@ class Tally:
 
     def __init__(self, n: int) -> None:
         self._n = n
-        self.usages: dict[int, Usage] = {}  # by choice
+        self._turns: list[dict[int, Usage]] = []  # by choice; a request that goes on has several
         self.first: float | None = None  # when its first token came
 
+    def begin(self) -> dict[int, Usage]:
+        """For the usages of what is opened now."""
+        self._turns.append({})
+        return self._turns[-1]
+
+    def settle(self, usages: dict[int, Usage], n: int) -> None:
+        """The request had these usages, whatever was opened for it."""
+        self._turns, self._n = [usages], n
+
     def fields(self, began: float) -> dict[str, float]:
-        usage = total_usage(self.usages.items(), self._n)
+        """Nothing for a request that had no output."""
+        if not any(self._turns):
+            return {}
+        usage = total_usage(chain.from_iterable(turn.items() for turn in self._turns), self._n)
         counts: dict[str, float] = {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
@@ -50,18 +63,19 @@ class Tally:
 
 
 class Tallied:
-    """A sink whose messages are counted on their way: one call a token, so all of it stands in ``push``."""
+    """A sink whose messages are counted on their way, in ``usages``: one call a token, so all of it stands in
+    ``push``."""
 
-    def __init__(self, sink: Sink, tally: Tally) -> None:
+    def __init__(self, sink: Sink, tally: Tally, usages: dict[int, Usage]) -> None:
         self._push = sink.push
         self._tally = tally
+        self._usages = usages
 
     def push(self, message: Event | Rejected) -> None:
         if type(message) is Event:
-            tally = self._tally
-            tally.usages[message.index] = message.usage
-            if tally.first is None and message.tokens:
-                tally.first = clock.now()
+            self._usages[message.index] = message.usage
+            if message.tokens and self._tally.first is None:
+                self._tally.first = clock.now()
         self._push(message)
 
 

@@ -184,7 +184,8 @@ class Server:
         """Admit all jobs or none of them; raises the SglaError that refuses them."""
         sinks: list[Sink] = [PromptOnly(sink) if prompt_only else sink for prompt_only in work.prompt_only]
         if work.tally is not None:
-            sinks = [Tallied(counted, work.tally) for counted in sinks]
+            usages = work.tally.begin()
+            sinks = [Tallied(counted, work.tally, usages) for counted in sinks]
         self.ingress.open_all(list(zip(work.jobs, sinks)))
         self.register(work, sink)
 

@@ -80,14 +80,19 @@ async def test_beams_equal_those_of_transformers(model: tuple[Path, Any]) -> Non
     assert ends > 5
 
 
-async def test_several_prompts_and_fewer_answers_than_beams(model: tuple[Path, Any]) -> None:
+async def test_several_prompts_and_fewer_answers_than_beams(
+    model: tuple[Path, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     folder, hf = model
+    caplog.set_level("INFO", "sgla.http.access")
     async with serving(folder) as (site, _):
         for more in ({"best_of": 4}, {"beam_width": 4}):
             choices = await search(site, PROMPTS, max_tokens=6, n=2, **more)
             expected = [row for prompt in PROMPTS for row in beams_of(hf, prompt, 4, 6)[0][:2]]
             assert [choice["token_ids"] for choice in choices] == expected
             assert [choice["index"] for choice in choices] == [*range(6)]
+            logged = caplog.records[-1].__dict__["fields"]
+            assert (logged["prompt_tokens"], logged["output_tokens"]) == (13, sum(map(len, expected)))
         (echoed,) = await search(site, PROMPTS[0], max_tokens=3, echo=True, logprobs=0, prompt_logprobs=1)
         assert echoed["prompt_token_ids"] == PROMPTS[0]
         assert len(echoed["logprobs"]["tokens"]) == 7

@@ -463,9 +463,13 @@ async def test_what_is_polled_is_not_logged_unless_it_fails(
 
 async def test_the_access_log_as_json(serve: Serve, access: Callable[[], list[Any]]) -> None:
     site = await serve(log_requests=True)
+    body = {"prompt": "abc", "max_tokens": 1 << 30}
+    async with site.http.post("/v1/completions", json=body) as response:
+        assert response.status == 400
     async with site.http.get("/v1/models/nothing", headers={"X-Request-Id": "abc"}) as response:
         assert response.status == 404
-    (line,) = access()
+    refused, line = access()
+    assert "prompt_tokens" not in refused
     assert line["client"] == "127.0.0.1"
     assert {name: line[name] for name in ("level", "logger", "method", "route", "status", "request_id")} == {
         "level": "info",

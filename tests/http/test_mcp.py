@@ -136,7 +136,8 @@ async def respond(site: Site, **body: Any) -> Any:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_call_is_made_and_the_model_goes_on(start: Start) -> None:
+async def test_a_call_is_made_and_the_model_goes_on(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "sgla.http.access")
     site = start("I add." + call("add", a=2, b=3), "It is 5.")
     response = await respond(site)
     listed, said, made, last = response.output
@@ -155,6 +156,9 @@ async def test_a_call_is_made_and_the_model_goes_on(start: Start) -> None:
     prompts = [len(site.ingress.prompt(job)) for job in site.ingress.jobs]
     assert response.usage.input_tokens == sum(prompts)
     assert response.usage.output_tokens == len("I add." + call("add", a=2, b=3) + "It is 5.")
+    logged = caplog.records[-1].__dict__["fields"]
+    assert logged["prompt_tokens"] == response.usage.input_tokens
+    assert logged["output_tokens"] == response.usage.output_tokens
     site.ingress.check()
     more = await respond(site, previous_response_id=response.id)
     assert [item.type for item in more.output] == ["message"]  # the tools were listed before

@@ -70,6 +70,8 @@ async def collect(
         for choice in found:
             choice.index += i * wanted
         choices += found
+    if work.tally is not None:
+        work.tally.settle({choice.index: choice.usage for choice in choices}, wanted)
     return work, choices
 
 
