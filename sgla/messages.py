@@ -94,7 +94,7 @@ class Processor(msgspec.Struct, array_like=True, frozen=True):
     arguments: dict[str, Any] = {}
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, frozen=True):
+class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, weakref=True):
     """How to choose the tokens of one request. The defaults are OpenAI's.
 
     ``temperature == 0`` is greedy. ``top_k <= 0`` and ``min_p == 0`` are off. ``seed`` makes a request

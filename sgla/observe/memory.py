@@ -9,17 +9,19 @@ import time
 from sgla import clock, memory
 
 INTERVAL = 0.5  # seconds between looks
-LONGEST = 64.0  # seconds between two returns at most
+LONGEST = 16.0  # seconds between two returns at most
 SLACK = 4 << 20  # bytes that are not worth the while
+CREPT = 2 * SLACK  # bytes of slow growth that are
 IDLE = 0.05  # of a core
 FEW = 50_000  # objects that are looked through in 20 ms
 
 
 class MemoryWatch:
-    """What is freed goes back to the system, in a thread: soon after each growth, then ever more rarely while
-    the process is larger than at its smallest, since what was in use at first may be freed later. Failed
-    requests leave objects that refer to each other, and perhaps to large ones, so those are collected first,
-    the oldest only if they are few and the loop has nothing to do. On the running loop until ``close``."""
+    """What is freed goes back to the system, in a thread: soon after each growth, sudden or slow, then ever
+    more rarely while the process is larger than at its smallest, since what was in use at first may be freed
+    later. Failed requests leave objects that refer to each other, and perhaps to large ones, so those are
+    collected first, the oldest only if they are few and the loop has nothing to do. On the running loop until
+    ``close``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -28,7 +30,7 @@ class MemoryWatch:
         self._pause = 1  # looks until the next
         self._since = clock.now(), time.thread_time()  # the last return
         if memory.CAN:
-            self._least = self._last = memory.resident()
+            self._least = self._last = self._left = memory.resident()
             self._wait()
 
     def _wait(self) -> None:
@@ -39,6 +41,10 @@ class MemoryWatch:
         self._looks += 1
         if now > self._last + SLACK:  # it still grows
             self._looks, self._pause = 0, 1
+        elif self._looks == 1:
+            self._left = now  # of the last return
+        elif now > self._left + CREPT:
+            self._pause = 1
         self._least, self._last = min(self._least, now), now
         if now > self._least + SLACK and self._looks >= self._pause:
             self._looks, self._pause = 0, min(2 * self._pause, int(LONGEST / INTERVAL))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -30,6 +31,15 @@ MISSES = 4  # rows without a right guess after which a request guesses in every 
 RAREST = 4  # doublings at most: in one of 16 steps
 
 
+class Size(NamedTuple):
+    """How large the latest step was. The step itself would keep what its requests brought."""
+
+    rows: int = 0
+    decodes: int = 0
+    tokens: int = 0
+    work: int = 0
+
+
 class Core:
     """Puts steps together out of what its parts say: ``Queues`` which requests there are, ``Memory`` which
     units they have, ``Pressure`` who gives some up, ``Prefill`` how much of a prompt is read, ``Admission``
@@ -48,7 +58,7 @@ class Core:
         self._admission = Admission(*shared, self._prefill, self._ledger)
         self._now = 0.0  # the latest time told
         self._paged = len(limits.groups) - limits.recurrent
-        self._last = Step(0)
+        self._last = Size()
 
     def offer(self, submit: Submit, now: float) -> None:
         """Take a request. ``max_new`` is cut to what the context and the pool can hold. How many may wait is
@@ -145,7 +155,7 @@ class Core:
         step.zeroed, memory.spoiled = memory.spoiled, []
         queues.steps += 1
         queues.flights.append(step)
-        self._last = step
+        self._last = Size(len(step.rows), step.decodes, step.tokens, step.work)
         return step.encode()
 
     def _plan_decodes(self, step: Step) -> list[Request]:
@@ -319,7 +329,7 @@ class Core:
             finished=dict(self._ledger.counts.finished),
             right_at=list(self._ledger.counts.right_at),
             steps=queues.steps,
-            last_rows=len(last.rows),
+            last_rows=last.rows,
             last_decodes=last.decodes,
             last_tokens=last.tokens,
             last_predicted=self._costs.predict(last.tokens, last.work) if self.limits.itl_target else 0.0,

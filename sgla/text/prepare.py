@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, SupportsIndex
+from weakref import ref
 
 import numpy as np
 from msgspec.structs import replace
@@ -68,6 +69,24 @@ class Common(NamedTuple):
     sampling: RowSampling
 
 
+class Latest:
+    """What was made of the latest parameters, as long as these are there: it may be large. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[ref[SamplingParams], Common] | None = None
+
+    def of(self, sampling: SamplingParams) -> Common | None:
+        kept = self._kept
+        return kept[1] if kept is not None and kept[0]() is sampling else None
+
+    def keep(self, sampling: SamplingParams, common: Common) -> None:
+        self._kept = ref(sampling, self._forget), common
+
+    def _forget(self, gone: ref[SamplingParams]) -> None:
+        if (kept := self._kept) is not None and kept[0] is gone:
+            self._kept = None
+
+
 class ModelFacts(Protocol):
     """What of ``Facts`` matters here."""
 
@@ -94,7 +113,7 @@ class Preparer:
         self.rng = rng
         self.grammars = grammars
         self.processors = processors
-        self._latest: tuple[SamplingParams, Common] | None = None
+        self._latest = Latest()
 
     def __call__(self, job: Job) -> list[Submit]:
         """Of a grammar only that the sampler honours one is looked at."""
@@ -143,10 +162,8 @@ class Preparer:
     def _common(self, job: Job) -> Common:
         """Made once for all prompts of a request, whose jobs come one behind the other."""
         infill = job.suffix is not None
-        if self._latest is not None:
-            sampling, common = self._latest
-            if sampling is job.sampling and common.infill == infill:
-                return common
+        if (known := self._latest.of(job.sampling)) is not None and known.infill == infill:
+            return known
         stop_ids = self._stop_ids(job.sampling)
         if infill:
             stop_ids |= self._infill.ends
@@ -170,7 +187,7 @@ class Preparer:
         if job.sampling.prompt_logprobs == -1:
             row = replace(row, prompt_logprobs=self.limits.vocab_size)
         common = Common(infill, stop_ids, row)
-        self._latest = job.sampling, common
+        self._latest.keep(job.sampling, common)
         return common
 
     def _processors(self, processors: Sequence[Processor]) -> list[Processor]:

@@ -3,6 +3,7 @@ edge."""
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,10 @@ def test_nothing_else_changes_a_state(state: State) -> None:
         request.state = state
         with pytest.raises(AssertionError, match=f"r: {event} while {state.value}"):
             request._on(event)
+
+
+def test_nothing_of_a_request_stays_behind_it() -> None:
+    simulation = Simulation(make_limits())
+    simulation.offer(make_submit("a request alone", [1, 2, 3]))
+    simulation.run()
+    assert not [each for each in gc.get_objects() if type(each) is Request and each.rid == "a request alone"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +118,20 @@ def test_prompts_share_what_is_made_of_their_parameters(
     ]
     assert [one.tokens for one in submits] == [byte_level.encode(text) for text in "abcde"]
     assert submits[0].sampling_bytes > 0
+
+
+def test_nothing_of_a_request_stays_behind_it(byte_level: Tokenizer) -> None:
+    prepared = preparer(byte_level)
+    for text in "ab":
+        asked = job(text=text, sampling={"allowed_token_ids": [7, 5, 6]})
+        (made,) = prepared(asked)
+        assert prepared._latest._kept is not None
+    held, before = weakref.ref(asked.sampling), sys.getrefcount(made.sampling.allowed)
+    del asked
+    after = sys.getrefcount(made.sampling.allowed)
+    assert held() is None
+    assert prepared._latest._kept is None
+    assert after < before
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 + 5])
