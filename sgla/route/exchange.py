@@ -141,11 +141,17 @@ class Exchange:
             except NotReady:
                 if self._refusal is None:
                     raise
-                await self._deliver(*self._refusal)
+                await self._pass_refusal(*self._refusal)
                 return
             tried.append(placed.url)
             if await self._try(placed):
                 return
+
+    async def _pass_refusal(self, upstream: Upstream, answer: Answer) -> None:
+        try:
+            await self._deliver(upstream, answer)
+        except WorkerLost as error:
+            self._failed(upstream.url, error)
 
     async def _try(self, placed: Placed) -> bool:
         """Whether the client has its answer; else another worker may be asked."""

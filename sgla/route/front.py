@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 HEADER_BYTES = 64 << 10  # of all headers of a request
 READ_BYTES = 64 << 10  # of a request that waits behind another one
-HEADER_SECONDS = 30.0  # for the header of a request, and for each further piece of a body
+HEADER_SECONDS = 30.0  # for a request to come, and more for its body by
+BODY_RATE = 16 << 10  # bytes a second
 IDLE_SECONDS = 75.0  # between requests
 UNREAD_SECONDS = 120.0  # that a client may read nothing of an answer
 LINGER_SECONDS = 5.0  # that the rest of a refused body is read, so that the client sees the answer
@@ -207,8 +208,8 @@ class Connection(asyncio.Protocol):
             self.abort()
         elif self._task is None:
             idle = self._served and not self._buffer and self._request is None and not self._lingers
-            seconds = LINGER_SECONDS if self._lingers else IDLE_SECONDS if idle else HEADER_SECONDS
-            if now > self._since + seconds:
+            coming = HEADER_SECONDS + len(self._body) / BODY_RATE
+            if now > self._since + (LINGER_SECONDS if self._lingers else IDLE_SECONDS if idle else coming):
                 self.abort()
 
     # what comes
@@ -233,7 +234,6 @@ class Connection(asyncio.Protocol):
             if self._request is None and not self._read_head():
                 return
             if not self._read_body():
-                self._since = self._loop.time()
                 return
         except SglaError as error:
             self._refuse(error)
@@ -263,7 +263,7 @@ class Connection(asyncio.Protocol):
         self._front.check(request, path)
         self._left = request.length(0)
         self._chunks = Chunks(self._body) if self._left == CHUNKED else None
-        self._take_memory(max(0, self._left))
+        self._check_size(self._left)
         expects = request.words(b"expect")
         if expects - {b"100-continue"}:
             raise BadRequest("Expect takes 100-continue alone")
@@ -271,19 +271,23 @@ class Connection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return True
 
-    def _take_memory(self, size: int) -> None:
+    def _check_size(self, size: int) -> None:
         most = self._front.config.max_body_bytes
         if size > most:
             raise TooLarge(f"the body has more than {most} bytes; send less, or raise --max-body-bytes")
-        if size > self._taken:
-            self._front.memory.take(size - self._taken)
-            self._taken = size
+
+    def _take_memory(self) -> None:
+        """For what has come of the body."""
+        size = len(self._body)
+        self._check_size(size)
+        self._front.memory.take(size - self._taken)
+        self._taken = size
 
     def _read_body(self) -> bool:
         """Whether it is complete."""
         if self._chunks is not None:
             end = self._chunks.feed(self._buffer)
-            self._take_memory(len(self._body))
+            self._take_memory()
             self._buffer = b"" if end is None else self._buffer[end:]
             return end is not None
         piece = self._buffer[: self._left]
@@ -291,6 +295,7 @@ class Connection(asyncio.Protocol):
             self._body += piece
             self._buffer = self._buffer[len(piece) :]
             self._left -= len(piece)
+            self._take_memory()
         return not self._left
 
     # what is answered

@@ -5,7 +5,7 @@ they came, and are looked through only to know where they end."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sgla.errors import BadRequest
 
@@ -40,29 +40,29 @@ UNTIL_CLOSE, CHUNKED = -1, -2  # lengths that are no number
 class Headers:
     """Of a request or an answer. ``lines`` are (lower-case name, line without its end), in order."""
 
-    __slots__ = ("first", "lines")
+    __slots__ = ("_values", "first", "lines")
 
     def __init__(self, head: bytes) -> None:
         """``head``: without the empty line. Raises BadRequest."""
         self.first, *rest = head.split(b"\r\n")
         self.lines: list[tuple[bytes, bytes]] = []
+        self._values: dict[bytes, list[bytes]] = {}
         if CONTROL.search(head.replace(b"\r\n", b"")):
             raise BadRequest("a header has control characters")
         for line in rest:
-            name, colon, _ = line.partition(b":")
+            name, colon, value = line.partition(b":")
             if not colon or not NAME.fullmatch(name):
                 raise BadRequest("a header's line is malformed")
-            self.lines.append((name.lower(), line))
+            low = name.lower()
+            self.lines.append((low, line))
+            self._values.setdefault(low, []).append(value.strip(b" \t"))
 
-    def all(self, name: bytes) -> list[bytes]:
-        return [line[len(name) + 1 :].strip(b" \t") for known, line in self.lines if known == name]
+    def all(self, name: bytes) -> Sequence[bytes]:
+        return self._values.get(name, ())
 
     def get(self, name: bytes) -> bytes:
         """The first value; b"" if there is none."""
-        for known, line in self.lines:
-            if known == name:
-                return line[len(name) + 1 :].strip(b" \t")
-        return b""
+        return self._values[name][0] if name in self._values else b""
 
     def text(self, name: bytes) -> str:
         return self.get(name).decode("latin-1")
