@@ -2,12 +2,14 @@
 
     python bench/route.py speed --processes 2 --pin-router 0,1 --pin-rest 2-7
     python bench/route.py cache --policies cache_aware,round_robin
+    python bench/route.py kill
 
 ``speed``: tiny bodies, answered at once, first by a worker and then through the router: requests a second,
 the median time that the router adds, and the CPU time that its processes take for a request, which a busy
 machine changes least. ``cache``: conversations that begin with one of a few system prompts, on one worker
 with all the memory, and on several behind the router: the share of prompt tokens that was cached, and
-requests a second. A token is four bytes of a prompt. Workers, router and clients are processes of their own.
+requests a second. ``kill``: one of several workers is killed while all have requests; how many of these their
+clients lose. A token is four bytes of a prompt. Workers, router and clients are processes of their own.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import tempfile
 import time
 import urllib.request
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +136,21 @@ class Client(asyncio.Protocol):
         self._transport.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         return await self._answer
 
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionResetError())
+
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         head, found, body = self._buffer.partition(b"\r\n\r\n")
         if not found or len(body) < int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]):
             return
         self._buffer = b""
-        assert head.startswith(b"HTTP/1.1 200"), (head, body)
         assert self._answer is not None
-        self._answer.set_result(body)
+        if head.startswith(b"HTTP/1.1 200"):
+            self._answer.set_result(body)
+        else:
+            self._answer.set_exception(ConnectionError(head + body))
 
 
 async def connect(port: int) -> Client:
@@ -215,6 +224,28 @@ async def talk(port: int, talks: list[list[bytes]], concurrency: int) -> dict[st
     return {"hit_rate": round(cached / tokens, 4), "requests/s": round(rate, 2), "seconds": round(seconds, 2)}
 
 
+async def lose(port: int, connections: int, seconds: float, kill: Callable[[], None]) -> dict[str, float]:
+    """``kill`` in the middle; answers, what broke, and the longest answer, seconds."""
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 400}]}).encode()
+    until, count, lost, longest = time.perf_counter() + seconds, 0, 0, 0.0
+
+    async def repeat() -> None:
+        nonlocal count, lost, longest
+        client = await connect(port)
+        while (began := time.perf_counter()) < until:
+            try:
+                await asyncio.wait_for(client.ask(body + b" " * (count % 7)), 10)
+                count += 1
+            except OSError:
+                lost += 1
+                client = await connect(port)
+            longest = max(longest, time.perf_counter() - began)
+
+    asyncio.get_running_loop().call_later(seconds / 2, kill)
+    await asyncio.gather(*(repeat() for _ in range(connections)))
+    return {"requests": count, "lost": lost, "longest_s": round(longest, 3)}
+
+
 class Workers:
     """Fake workers in processes of their own."""
 
@@ -228,6 +259,9 @@ class Workers:
             process.start()
         for port in self.ports:
             wait(port)
+
+    def kill_one(self) -> None:
+        self._processes[0].kill()
 
     def __enter__(self) -> Workers:
         return self
@@ -336,10 +370,20 @@ def cache(args: argparse.Namespace, cores: set[int], rest: set[int]) -> None:
         )
 
 
+def kill(args: argparse.Namespace, cores: set[int], rest: set[int]) -> None:
+    with (
+        Workers(args.workers, 0, args.token_us / 1e6, rest) as workers,
+        Router(workers.ports, args.policies, args.processes, cores) as router,
+    ):
+        found = uvloop.run(lose(router.port, args.connections, args.seconds, workers.kill_one))
+    what = {"bench": "route-kill", "policy": args.policies, "workers": args.workers}
+    lines.emit(what | {"load_before": round(args.load, 2)} | found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("what", choices=("speed", "cache"))
+    add("what", choices=("speed", "cache", "kill"))
     add("--processes", type=int, default=2, help="of the router")
     add("--workers", type=int, default=4)
     add("--policies", default="cache_aware")
@@ -360,7 +404,7 @@ def main() -> None:
     args.load = os.getloadavg()[0]
     cores, rest = cores_of(args.pin_router), cores_of(args.pin_rest)
     os.sched_setaffinity(0, rest)
-    (speed if args.what == "speed" else cache)(args, cores, rest)
+    {"speed": speed, "cache": cache, "kill": kill}[args.what](args, cores, rest)
 
 
 if __name__ == "__main__":
