@@ -591,11 +591,55 @@ VARIABLES = {
 }
 
 
-def refusal(name: str) -> str | None:
+# No server's flags, but what somebody may try.
+TRIED = (("dp router", "start a server for each replica, and 'sgla route' in front of them"),)
+# The same of routers' flags, for ``sgla route``.
+REFUSED_BY_ROUTER = (
+    (
+        "pd-disaggregation prefill decode prefill-* decode-* bootstrap-* mini-lb vllm-pd-*",
+        "each worker reads prompts and generates; give all of them as --worker",
+    ),
+    (
+        "cache-threshold balance-* eviction-interval* bucket-* assignment-* max-idle-secs block-size",
+        "cache_aware weighs what is to be done, by --load-weight and --max-tree-size",
+    ),
+    ("routing-logic", "it is --policy"),
+    ("session-key", "it is --session-header"),
+    ("static-backends static-models backends", "it is --worker; models are found by themselves"),
+    ("k8s-*", "pods are found by --service-discovery, --selector, --service-discovery-port and -namespace"),
+    ("max-payload-size", "it is --max-body-bytes, in bytes or as 16M"),
+    ("tls-* *-ca-cert* client-cert-*", "certificates are --ssl-certfile, --ssl-keyfile and --ssl-ca-certs"),
+    (
+        "disable-retries retry-* max-retries",
+        "retries go to another worker at once: --retry-max-retries, 0 for none",
+    ),
+    (
+        "disable-circuit-breaker cb-*",
+        "a circuit breaker has --cb-failure-threshold and --cb-timeout-duration-secs",
+    ),
+    (
+        "health-* worker-startup-* disable-health-check remove-unhealthy-*",
+        "workers are looked at every --health-check-interval-secs, with --health-check-timeout-secs",
+    ),
+    (
+        "max-concurrent-requests rate-limit-*",
+        "limits are --worker-max-requests, and for each key --rpm-limit and --tpm-limit",
+    ),
+    ("prometheus-* otlp-* enable-trace", "metrics are at /metrics, on the router's own port"),
+    ("log-dir log-json request-id-headers", "a request's id is X-Request-Id; the log goes to stderr"),
+    (
+        "model-path tokenizer-path chat-template tool-call-parser reasoning-parser backend history-* "
+        "enable-igw dp-aware mcp-* oracle-* postgres-* redis-*",
+        "requests pass unchanged, and nothing of them is kept; the workers do that",
+    ),
+)
+
+
+def refusal(name: str, router: bool = False) -> str | None:
     """What to do instead of a peer's flag ``name`` (no hyphens before it;
     ``compilation-config.mode`` is ``compilation-config``)."""
     name = name.split(".")[0].removeprefix("no-") or name
-    for patterns, hint in REFUSED:
+    for patterns, hint in REFUSED_BY_ROUTER if router else (*TRIED, *REFUSED):
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             return hint
     return None

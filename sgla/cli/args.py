@@ -345,7 +345,8 @@ def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> typing.NoRet
     flags = [option for action in parser._actions for option in action.option_strings]
     found = []
     for name in dict.fromkeys(names):
-        instead = refusal(name.lstrip("-").replace("_", "-")) if name.startswith("--") else None
+        router, bare = parser.prog.endswith(" route"), name.lstrip("-").replace("_", "-")
+        instead = refusal(bare, router) if name.startswith("--") else None
         close = difflib.get_close_matches(name.replace("_", "-"), flags, n=1, cutoff=0.93 if instead else 0.6)
         if close:
             found.append(f"unknown argument {name}; did you mean {close[0]}?")

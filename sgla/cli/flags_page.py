@@ -10,7 +10,19 @@ from pathlib import Path
 
 import msgspec
 
-from sgla.cli.aliases import ALIASES, REFUSED, SHORT, VALUES, VARIABLES, Alias, Always, Fields, Switch, Word
+from sgla.cli.aliases import (
+    ALIASES,
+    REFUSED,
+    REFUSED_BY_ROUTER,
+    SHORT,
+    VALUES,
+    VARIABLES,
+    Alias,
+    Always,
+    Fields,
+    Switch,
+    Word,
+)
 from sgla.cli.settings import spelled
 from sgla.route.config import RouteConfig
 
@@ -111,7 +123,7 @@ def _patterns(patterns: str) -> str:
 
 
 def route_table() -> str:
-    """The flags of ``sgla route``, for ``docs/router.md``."""
+    """The flags of ``sgla route``, and those of others, for ``docs/router.md``."""
     hints = typing.get_type_hints(RouteConfig, include_extras=True)
     rows = ["| flag | default | meaning |", "|---|---|---|"]
     for field in msgspec.structs.fields(RouteConfig):
@@ -120,6 +132,9 @@ def route_table() -> str:
         rows.append(
             f"| `--{field.name.replace('_', '-')}` | {f'`{default}`' if default != '' else ''} | {text} |"
         )
+    rows += ["", "Flags of other routers that are refused, and what to do instead:", ""]
+    rows += ["| there | here |", "|---|---|"]
+    rows += [f"| {_patterns(patterns)} | {hint} |" for patterns, hint in REFUSED_BY_ROUTER]
     return "\n".join(rows) + "\n"
 
 

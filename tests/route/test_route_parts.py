@@ -409,6 +409,23 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.policy, config.api_key) == ("session", ["a", "b"])
 
 
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("route --worker http://a:1 --cache-threshold 0.5", "--load-weight"),
+        ("route --worker http://a:1 --pd-disaggregation", "as --worker"),
+        ("route --worker http://a:1 --retry-initial-backoff-ms 5", "--retry-max-retries"),
+        ("serve --dp 2 --router", "'sgla route'"),
+    ],
+)
+def test_flags_of_others_are_refused_with_what_to_use(
+    words: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(words.split())
+    assert instead in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     first = serve.bind(RouteConfig(port=0), 2)
     port = first[0][0].getsockname()[1]
