@@ -9,6 +9,7 @@ SglaError
   Overloaded 429            retryable
   NotReady 503              Loading, Draining, WorkerDied, WorkerStuck   (retryable)
   DeadlineExceeded 408
+  BackendFailed 502         a server that a program of sgla.lang asks is out of reach
   StorageFailed 507         what clients store is out of reach; requests that store nothing go on
   InvalidLogits 500         the model's logits or vectors are no numbers; other requests go on
   ConfigError               wrong flags or files: the command line prints it and exits 2
@@ -168,6 +169,13 @@ class DeadlineExceeded(SglaError):
 
 class InvalidLogits(SglaError):
     code = "invalid_logits"
+
+
+class BackendFailed(SglaError):
+    """What a program of ``sgla.lang`` asks does not answer, or not as it should."""
+
+    status = 502
+    code = "backend_failed"
 
 
 class StorageFailed(SglaError):

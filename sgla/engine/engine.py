@@ -18,7 +18,7 @@ from sgla.engine.params import SamplingParams
 from sgla.engine.progress import Bar
 from sgla.engine.vectors import VectorCalls
 from sgla.engine.weights import WeightCalls
-from sgla.errors import SglaError
+from sgla.errors import InvalidField, SglaError
 from sgla.messages import MOST_PROFILED, Event, Job, Rejected
 
 T = TypeVar("T")
@@ -162,6 +162,24 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         """The sampling that the model's files recommend, with ``fields`` in its place: to look at and to
         change. ``SamplingParams`` mean the same where they set nothing else."""
         return SamplingParams(**{**self._defaults.values, **fields})
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The text that a conversation becomes by the model's chat template. Raises BadRequest kinds."""
+        template = self._ready().ingress.template
+        if template is None:
+            raise InvalidField("the model has no chat template; give a text", param="messages")
+        messages = conversation_fields(messages)["messages"]
+        text: str = template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+        return text
 
     @property
     def chat_params(self) -> dict[str, Any]:

@@ -121,6 +121,10 @@ async def test_prompt_only(site: Site) -> None:
     assert (reply["text"], reply["output_ids"], reply["meta_info"]["completion_tokens"]) == ("", [], 0)
     assert len(reply["meta_info"]["input_token_logprobs"]) == 3
     assert reply["meta_info"]["output_token_logprobs"] == []
+    del body["logprob_start_len"]  # as SGLang's client asks for the likelihood of a text alone
+    assert (await site.post("/generate", body))[1]["meta_info"]["input_token_logprobs"] == reply["meta_info"][
+        "input_token_logprobs"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,9 @@ def native_sampling(
     """Of prompt ``i`` of ``count``. ``asked``: by its sampling_params; ``ids``: whose logprobs, too."""
     wanted = spread("return_logprob", fields.return_logprob, count)[i]
     top = (spread("top_logprobs_num", fields.top_logprobs_num, count)[i] or 0) if wanted else None
-    start = first(spread("logprob_start_len", fields.logprob_start_len, count)[i], -1)
+    # Where nothing is generated, who names no start can only mean the prompt: SGLang's client does.
+    usual = 0 if asked.max_tokens == 0 else -1
+    start = first(spread("logprob_start_len", fields.logprob_start_len, count)[i], usual)
     ids = ids if wanted else []
     check_ids("token_ids_logprob", ids, MAX_LOGPROB_IDS)
     return msgspec.structs.replace(

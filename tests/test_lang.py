@@ -1,0 +1,263 @@
+"""Programs of ``sgla.lang`` over a backend that answers at once, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+import sgla.lang as sgl
+from sgla.errors import BackendFailed, ConfigError, InvalidField, UnsupportedField
+from sgla.lang.backends.base import Backend, Conversation, Piece, Prompt
+from sgla.lang.backends.client import refusal
+from sgla.lang.choices import Scored
+from sgla.lang.sampling import Sampling
+
+
+class Echo(Backend):
+    """Writes how many prompts it has had, and finds later choices more probable. ``broken``: a text in the
+    prompts that it fails at. ``gate``: how many must ask before any of them is answered."""
+
+    def __init__(self, broken: str = "\0", gate: int = 1) -> None:
+        self.prompts: list[Prompt] = []
+        self.asked: list[Sampling] = []
+        self.kept: list[Prompt] = []
+        self._broken = broken
+        self._gate = threading.Barrier(gate)
+
+    def generate(self, prompt: Prompt, sampling: Sampling) -> list[Piece]:
+        self._gate.wait(10)
+        if self._broken in str(prompt):
+            raise BackendFailed("no answer")
+        self.prompts.append(prompt)
+        self.asked.append(sampling)
+        return [(f"<{len(self.prompts)}.{i}>", {"prompt_tokens": 7}) for i in range(sampling.n or 1)]
+
+    def stream(self, prompt: Prompt, sampling: Sampling) -> Iterator[Piece]:
+        [(text, meta)] = self.generate(prompt, sampling)
+        yield from ((letter, meta) for letter in text)
+
+    def score(self, prompt: Prompt, choices: Sequence[str], alone: bool) -> list[Scored]:
+        self.prompts.append(prompt)
+        return [Scored([i], [float(i)], [0.0]) for i, _ in enumerate(choices)]
+
+    def cache_prefix(self, prompt: Prompt) -> None:
+        self.kept.append(prompt)
+
+
+@sgl.function
+def two_turns(s: Any, first: str, second: str = "And then?") -> str:
+    s += sgl.system("Be brief.")
+    s += sgl.user(first)
+    s += sgl.assistant(sgl.gen("a", max_tokens=5))
+    with s.user():
+        s += second
+    s += sgl.assistant_begin() + "So " + sgl.gen("b", temperature=0) + sgl.assistant_end()
+    return "done"
+
+
+@sgl.function
+def plain(s: Any, word: str) -> None:
+    s += "One " + word + ": " + sgl.gen("a", stop="\n") + "; "
+    s += sgl.select("b", ["x", "y"]) + "."
+
+
+def test_prompts_are_what_the_program_wrote() -> None:
+    backend = Echo()
+    state = plain.run("more", backend=backend, temperature=0.5, max_new_tokens=9)
+    assert state.text() == "One more: <1.0>; y."
+    assert backend.prompts == ["One more: ", "One more: <1.0>; "]
+    assert (state["a"], state["b"], "c" in state) == ("<1.0>", "y", False)
+    assert backend.asked == [Sampling(stop="\n", temperature=0.5, max_tokens=9)]
+    assert state.get_meta_info("a") == {"prompt_tokens": 7}
+    assert state.get_meta_info("b")["normalized_prompt_logprobs"] == [0.0, 1.0]
+
+
+def test_roles_become_messages() -> None:
+    backend = Echo()
+    state = two_turns.run(first="Why?", backend=backend)
+    begun = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    rest = [{"role": "assistant", "content": "<1.0>"}, {"role": "user", "content": "And then?"}]
+    assert backend.prompts == [Conversation(begun), Conversation([*begun, *rest], True, "So ")]
+    assert state.messages() == [*begun, *rest, {"role": "assistant", "content": "So <2.0>"}]
+    assert state.text().splitlines()[1:3] == ["user: Why?", "assistant: <1.0>"]
+    assert (state.ret_value, [one.max_tokens for one in backend.asked]) == ("done", [5, None])
+
+
+def test_python_decides_between_calls() -> None:
+    @sgl.function
+    def tool(s: Any, n: int) -> None:
+        s += "Use" + sgl.gen("tool", choices=[" a", " b"])
+        if s["tool"] == " b":
+            with s.var_scope("all"):
+                s += " with" + sgl.gen("times", n=n)
+
+    state = tool.run(n=2, backend=Echo())  # the program's own argument, not that of sampling
+    assert (state["times"], state["all"]) == (["<2.0>", "<2.1>"], " with<2.0>")
+
+
+def test_branches_run_side_by_side_and_come_back() -> None:
+    backend = Echo(gate=3)  # it answers none of them before all have asked
+
+    @sgl.function
+    def branches(s: Any) -> None:
+        s += "Head."
+        forks = s.fork(3)
+        forks += lambda i: f" {i}:"
+        forks += sgl.gen("x")
+        forks.join()
+        forks.join("concate_and_append")
+
+    state = branches.run(backend=backend)
+    assert sorted(map(str, backend.prompts)) == [f"Head. {i}:" for i in range(3)]
+    assert sorted(state["x"]) == ["<1.0>", "<2.0>", "<3.0>"]
+    assert state.text() == "Head." + "".join(f" {i}:{x}" for i, x in enumerate(state["x"]))
+
+
+def test_a_failing_branch_ends_the_program() -> None:
+    @sgl.function
+    def branches(s: Any) -> None:
+        forks = s.fork(2)
+        forks += ["fine", "bad"]
+        forks += sgl.gen("x")
+        forks.join()
+
+    with pytest.raises(BackendFailed):
+        branches.run(backend=Echo("bad"))
+
+
+def test_batches_keep_their_order_and_errors_apart() -> None:
+    backend = Echo("bad")
+    states = plain.run_batch([{"word": "a"}, ("bad",), {"word": "b"}], backend=backend)
+    assert [state.text()[:5] for state in states[::2]] == ["One a", "One b"]
+    assert isinstance(states[1].error(), BackendFailed)
+    assert states[0].error() is None
+    with pytest.raises(BackendFailed):
+        states[1]["a"]
+    words = ({"word": str(i)} for i in range(100))
+    found = plain.run_batch(list(words), backend=backend, generator_style=True)
+    assert [state.text()[:6] for state in found][::33] == ["One 0:", "One 33", "One 66", "One 99"]
+
+
+def test_streams() -> None:
+    state = two_turns.run("Why?", backend=Echo(), stream=True)
+    assert list(state.text_iter("b")) == list("<2.0>")
+    assert "".join(state.text_iter()) == state.text()
+
+    async def read() -> list[Any]:
+        state = plain.run("more", backend=Echo(), stream=True)
+        found = [pair async for pair in state.text_async_iter("a", return_meta_data=True)]
+        return [*found, *[text async for text in state.text_async_iter("b")]]
+
+    assert asyncio.run(read()) == [*((letter, {"prompt_tokens": 7}) for letter in "<1.0>"), "y"]
+    broken = plain.run("bad", backend=Echo("bad"), stream=True)
+    for name in (None, "a"):
+        with pytest.raises(BackendFailed):
+            list(broken.text_iter(name))
+
+
+def test_without_threads_all_is_done_where_it_is_appended() -> None:
+    @sgl.function
+    def program(s: Any) -> int:
+        s += sgl.gen("a")
+        return len(s._variables)
+
+    assert program.run(backend=Echo(), use_thread=False).ret_value == 1
+
+
+def test_traces_end_where_a_program_looks() -> None:
+    @sgl.function
+    def asks(s: Any, word: str) -> None:
+        s += "Head. " + sgl.user_begin() if word == "chat" else "Head. "
+        raise AssertionError("the trace went on")
+
+    trace = two_turns.trace()
+    assert trace.complete
+    assert trace.prefix() == Conversation([{"role": "system", "content": "Be brief."}], replying=False)
+    assert plain.trace().prefix() == "One "
+    assert plain.trace(word="more").prefix() == plain.bind(word="more").trace().prefix() == "One more: "
+    assert (asks.trace().complete, asks.trace().parts) == (False, [])
+    backend = Echo()
+    plain.cache(backend)
+    asks.cache(backend)
+    assert backend.kept == ["One "]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    sgl.set_default_backend(None)
+    with pytest.raises(ConfigError, match="set_default_backend"):
+        plain.run("x")
+    for wrong in (
+        lambda: sgl.gen("x", temprature=1),
+        lambda: sgl.gen(dtype=list),
+        lambda: sgl.select("x", []),
+        lambda: sgl.select("x", ["a"], temperature=1.0),
+        lambda: plain.bind(words="x"),
+        lambda: plain.run("x", backend=Echo(), temprature=1),
+        lambda: sgl.user("a") + 5,  # type: ignore[operator]
+        lambda: sgl.RuntimeEndpoint("localhost:30000"),
+    ):
+        with pytest.raises(InvalidField):
+            wrong()
+    for absent in (lambda: sgl.image("a.png"), lambda: sgl.video("a.mp4", 4), lambda: sgl.function(None, 5)):
+        with pytest.raises(UnsupportedField):
+            absent()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        sgl.user("a") + "between",
+        "before" + sgl.user("a"),
+        sgl.user_begin() + sgl.system("a"),
+        sgl.user_begin() + sgl.gen("x"),
+        sgl.user_end(),
+    ],
+)
+def test_roles_in_disorder_are_refused(parts: Any) -> None:
+    @sgl.function
+    def program(s: Any) -> None:
+        s += parts
+
+    with pytest.raises(InvalidField):
+        program.run(backend=Echo())
+
+
+def test_a_variable_that_there_is_not() -> None:
+    @sgl.function
+    def program(s: Any) -> None:
+        s += sgl.gen("a")
+        s["b"]
+
+    with pytest.raises(KeyError):
+        program.run(backend=Echo())
+    with pytest.raises(KeyError):
+        list(program.run(backend=Echo(), stream=True).text_iter())
+
+
+def test_methods_choose_as_their_names_say() -> None:
+    choices = [
+        Scored([1, 2], [-1.0, -3.0], [None, -1.0]),
+        Scored([1, 3, 4], [-1.0000001, -2.0, -5.0], [None, -9.0, -9.0]),  # a bit of noise in what is shared
+        Scored([5], [-1.5], [-1.5]),
+    ]
+    assert sgl.token_length_normalized.pick(choices)[0] == 2
+    assert sgl.greedy_token_selection.pick(choices)[0] == 1
+    assert sgl.unconditional_likelihood_normalized.pick(choices)[0] == 1
+
+
+def test_types_are_grammars() -> None:
+    asked: Any = sgl.gen_int("n", stop=".")
+    assert asked.sampling.regex.startswith("[+-]?")
+    assert asked.sampling.stop == [".", " ", "\n"]
+    schema: Any = sgl.gen("x", json_schema={"type": "object"})
+    assert schema.sampling.json_schema == '{"type": "object"}'
+
+
+def test_refusals_of_servers_keep_their_kind() -> None:
+    error = refusal(400, {"error": {"message": "no", "code": "invalid_value", "param": "top_p"}})
+    assert (type(error), error.param) == (InvalidField, "top_p")
+    assert (refusal(418, "tea").status, refusal(418, "tea").message) == (418, "tea")
