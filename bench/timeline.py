@@ -20,9 +20,9 @@ from sgla.model.spec import ModelSpec
 
 KINDS = {  # by the kernel's name, the first that fits
     "all layers and the output layer": r"^(decode|mixture)_step",
-    "attention of decode rows": r"^decode_attention|^_decode|^_attend|^_tokens|^_merge",
+    "attention of decode rows": r"^(decode|latent)_attention|^_decode|^_attend|^_tokens|^_merge",
     "attention of prompts": r"^prompt_attention|^_extend|flash|Prefill|Ragged|Paged",
-    "experts": r"^experts|^grouped_gemm|^_experts|^_few",
+    "experts": r"^(packed_)?experts|^grouped_gemm|^_experts|^_few",
     "router, sort and sum of the experts": r"^router|^_norm_router|^_route|^_count|^_group|^_weight|^_combine",  # noqa: E501
     "part of a product": r"splitKreduce",
     "linear": r"gemm|nvjet|cutlass|cublas|^_linear",

@@ -59,7 +59,7 @@ class Cut(NamedTuple):
     warps: int
 
 
-GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 4096, 2)  # of DOWN: k of a token's experts together, at most
+GATE_UP, DOWN = Cut(4, 2048, 4), Cut(2, 2048, 2)  # of DOWN: k of a token's experts together
 
 
 @triton.jit
@@ -580,10 +580,12 @@ def few_down(
     ``[T, d]``; with ``out`` added to that in place."""
     (tokens, top_k), f = ids.shape, x.shape[1]
     total = torch.empty(tokens, d, dtype=x.dtype, device=x.device) if out is None else out
+    places = triton.next_power_of_2(top_k)
+    k = min(DOWN.k // places, triton.next_power_of_2(f))
+    if top_k < places and f >= 6 * k:  # as much is on its way although some places are empty
+        k *= 2
     _few_down[(tokens, triton.cdiv(d, DOWN.n))](
         x, w, w_scale if w_scale is not None else x, ids, total, d, TOP_K=top_k, ADD=out is not None,
-        SCALED=w_scale is not None, F=f, K=triton.next_power_of_2(top_k), BN=DOWN.n,
-        BK=min(DOWN.k // triton.next_power_of_2(top_k), triton.next_power_of_2(triton.cdiv(f, 3))),
-        num_warps=DOWN.warps, **_pdl(),
+        SCALED=w_scale is not None, F=f, K=places, BN=DOWN.n, BK=k, num_warps=DOWN.warps, **_pdl(),
     )  # fmt: skip
     return total
