@@ -55,7 +55,7 @@ class Cluster:
         self._tls = tls
 
     async def find(self) -> set[str]:
-        """URLs of the ready pods. Raises OSError, aiohttp.ClientError, TimeoutError, ValueError."""
+        """URLs of the ready pods. Raises whatever goes wrong."""
         headers = {"Authorization": f"Bearer {self._token.read_text().strip()}"}  # it is renewed
         timeout = aiohttp.ClientTimeout(total=10)
         async with (
@@ -118,8 +118,8 @@ class Discovery:
         while True:
             try:
                 found = await find()
-            except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
-                log.warning("workers cannot be found: %s", error)
+            except Exception as error:  # whatever a server may answer with
+                log.warning("workers cannot be found: %s: %s", type(error).__name__, error)
             else:
                 self.apply(known, found)
                 known = found

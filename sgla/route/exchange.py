@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from typing import Protocol
-from urllib.parse import unquote
 
 from sgla.errors import NotReady, SglaError, UnsupportedField
 from sgla.http.ids import random_id
@@ -118,7 +117,7 @@ class Exchange:
 
     async def run(self) -> None:
         """Raises SglaError if the client has got nothing, and is to be told this."""
-        path = unquote(self._request.path)
+        path = self._request.path
         if path in ONE_BY_ONE:
             raise UnsupportedField(
                 f"{path} is not passed on, since each worker needs its own; ask them one by one"

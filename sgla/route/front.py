@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -38,7 +37,6 @@ HANDSHAKE_SECONDS = 10.0  # of TLS
 SPARE = 64  # connections beyond the limit, for health and metrics
 SWEEP = 1.0  # seconds
 SEND_BYTES = 256 << 10  # that the system may hold of an answer for a client that does not read
-SLASHES = re.compile("/{2,}")
 
 
 def among(key: bytes, known: Sequence[bytes]) -> bool:
@@ -243,19 +241,19 @@ class Connection(asyncio.Protocol):
     def _read_head(self) -> bool:
         if not self._buffer:
             return False
+        if self._buffer.startswith(b"\r\n"):  # some clients send one behind a body
+            self._buffer = self._buffer[2:]
         end = self._buffer.find(HEAD_END, 0, HEADER_BYTES + len(HEAD_END))
         if end < 0:
             if len(self._buffer) > HEADER_BYTES:
                 error = BadRequest(f"the headers have more than {HEADER_BYTES} bytes")
                 error.status = 431
                 raise error
-            if self._buffer[:2] == b"\r\n":  # some clients send one behind a body
-                self._buffer = self._buffer[2:]
             return False
         request = Request(self._buffer[:end])
         self._buffer = self._buffer[end + len(HEAD_END) :]
         self._request = request
-        path = SLASHES.sub("/", request.path)
+        path = request.path
         if self._spare and path not in routes.OPEN:
             raise NotReady(
                 f"{self._front.limit} connections are open, which is the limit; retry later", retry_after=1.0
@@ -321,11 +319,9 @@ class Connection(asyncio.Protocol):
         self._next(request)
 
     async def _answer(self, request: Request, body: bytes) -> None:
-        path = SLASHES.sub("/", request.path)
         front = self._front
-        if routes.own(request.method, path):
-            query = request.target.partition("?")[2]
-            reply = await front.owner.reply(request.method, f"{path}?{query}", body)
+        if routes.own(request.method, request.path):
+            reply = await front.owner.reply(request.method, request.target, body)
             self._send(reply, request)
             return
         key = front.owner_of(request, self.address)

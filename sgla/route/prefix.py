@@ -24,7 +24,7 @@ def _edges(most: int) -> list[int]:
     return places
 
 
-EDGES = _edges(1 << 30)  # places at which prompts are cut, bytes
+EDGES = _edges(4 << 20)  # places at which prompts are cut, bytes; what is behind the last is not looked at
 SIZES = [place - before for before, place in zip([0, *EDGES], EDGES)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
@@ -14,6 +14,7 @@ from sgla.route.balancer import RETRY_AFTER, Balancer
 from sgla.route.errors import error_reply
 from sgla.route.metrics import METRICS_TYPE, text
 from sgla.route.reply import Reply
+from sgla.route.wire import plain
 
 HEALTH = frozenset(
     ("/health", "/health/ready", "/ready", "/readyz", "/readiness", "/ping", "/health_generate")
@@ -24,11 +25,11 @@ ADMIN = frozenset(("/add_worker", "/remove_worker", "/list_workers", "/workers")
 MODELS = "/v1/models"
 _encode = msgspec.json.Encoder().encode
 _MODEL = re.compile(r"/v1/models/(.+)")
-_WORKER = re.compile(r"/workers/(.+)")
+_WORKER = re.compile(r"/+workers/+(.+)")
 
 
 def own(method: str, path: str) -> bool:
-    """Whether the router answers it itself. ``path``: without doubled slashes."""
+    """Whether the router answers it itself. ``path``: as ``wire.plain`` makes it."""
     if path in ADMIN or _WORKER.fullmatch(path):
         return True
     return method in ("GET", "HEAD") and (path in OPEN or path == MODELS or bool(_MODEL.fullmatch(path)))
@@ -40,10 +41,11 @@ def for_admins(path: str) -> bool:
 
 def reply(balancer: Balancer, method: str, target: str, body: bytes) -> Reply:
     """The answer to a request that is the router's ``own``."""
-    parts = urlsplit(target)
-    query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+    query = {name: values[0] for name, values in parse_qs(target.partition("?")[2]).items()}
     try:
-        return _reply(balancer, method, parts.path, query, body)
+        if found := _WORKER.fullmatch(target.partition("?")[0]):
+            return _worker(balancer, method, unquote(found[1]))
+        return _reply(balancer, method, plain(target), query, body)
     except SglaError as error:
         return error_reply(error)
 
@@ -58,10 +60,9 @@ def _reply(balancer: Balancer, method: str, path: str, query: dict[str, str], bo
     if path == MODELS:
         return _json({"object": "list", "data": list(_cards(balancer).values())})
     if found := _MODEL.fullmatch(path):
-        name = unquote(found[1])
-        card = _cards(balancer).get(name)
+        card = _cards(balancer).get(found[1])
         if card is None:
-            raise ModelNotFound(f"model {name[:200]!r} does not exist", param="model")
+            raise ModelNotFound(f"model {found[1][:200]!r} does not exist", param="model")
         return _json(card)
     return _workers(balancer, method, path, query, body)
 
@@ -104,14 +105,15 @@ def _workers(balancer: Balancer, method: str, path: str, query: dict[str, str], 
         return _add(balancer, url if isinstance(url, str) else "")
     if path == "/remove_worker" and method == "POST":
         return _remove(balancer, query.get("url", ""))
-    found = _WORKER.fullmatch(path)
-    if found and method == "DELETE":
-        return _remove(balancer, unquote(found[1]))
-    if found and method == "GET" and unquote(found[1]) in balancer.workers:
-        return _json(balancer.workers[unquote(found[1])].describe(clock.now()))
-    raise NotFound(
-        f"there is no {method} {path[:200]} of workers; the documentation of the router lists them"
-    )
+    raise NotFound(f"there is no {method} {path[:200]}; the documentation of the router lists its routes")
+
+
+def _worker(balancer: Balancer, method: str, url: str) -> Reply:
+    if method == "DELETE":
+        return _remove(balancer, url)
+    if method != "GET" or url not in balancer.workers:
+        raise NotFound(f"there is no {method} of a worker {url[:200]}; /workers lists them")
+    return _json(balancer.workers[url].describe(clock.now()))
 
 
 def _add(balancer: Balancer, url: str) -> Reply:

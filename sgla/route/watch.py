@@ -93,7 +93,7 @@ class Watch:
             status, text = await self._get(f"{url}/v1/models")
             cards = cards_of(text) if status == 200 else None
             status, text = await self._get(f"{url}/metrics")
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except Exception as error:  # whatever a server may answer with
             return Look(trouble=f"{type(error).__name__}: {error}"[:300])
         return read_metrics(text if status == 200 else "")._replace(cards=cards)
 

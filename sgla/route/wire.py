@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from urllib.parse import unquote
 
 from sgla.errors import BadRequest
 
@@ -93,10 +94,18 @@ class Headers:
         return int(lengths[0])
 
 
-class Request(Headers):
-    """The head of a request."""
+def plain(target: str) -> str:
+    """The path of a request as servers find their routes by it: decoded, with single slashes."""
+    path = target.partition("?")[0]
+    if "%" in path:
+        path = unquote(path)
+    return "/" + "/".join(filter(None, path.split("/"))) if "//" in path or path[-1:] == "/" else path
 
-    __slots__ = ("method", "minor", "target")
+
+class Request(Headers):
+    """The head of a request. ``path``: as ``plain`` makes it."""
+
+    __slots__ = ("method", "minor", "path", "target")
 
     def __init__(self, head: bytes) -> None:
         super().__init__(head)
@@ -104,14 +113,11 @@ class Request(Headers):
         if not found:
             raise BadRequest("the request's first line is malformed; HTTP/1.1 is spoken here")
         self.method, self.target, self.minor = found[1].decode(), found[2].decode(), int(found[3])
+        self.path = plain(self.target)
         if self.minor == 1 and len(self.all(b"host")) != 1:
             raise BadRequest("a request needs one Host header")
         if self.minor == 0 and self.all(b"transfer-encoding"):
             raise BadRequest("HTTP/1.0 has no Transfer-Encoding")
-
-    @property
-    def path(self) -> str:
-        return self.target.partition("?")[0]
 
     @property
     def upgrades(self) -> bool:

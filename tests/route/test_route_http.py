@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from aiohttp import FormData, web
 from route_fakes import FakeWorker, Route, Router
+from yarl import URL
 
 from sgla.route.workers import Look
 
@@ -181,6 +183,13 @@ async def test_workers_come_and_go(route: Route) -> None:
         assert (await router.get("/list_workers", headers=ADMIN))[1] == {"urls": [second.url]}
         assert (await router.post({}, f"/add_worker?url={first.url}", headers=ADMIN))[0] == 200
         assert (await router.post({}, "/remove_worker?url=http://no:1", headers=ADMIN))[0] == 404
+        quoted = URL(f"{router.url}/workers/{quote(second.url, safe='')}", encoded=True)
+        for method, status in (("GET", 200), ("DELETE", 200), ("GET", 404)):
+            async with router.session.request(method, quoted, headers=ADMIN) as response:
+                assert response.status == status
+        for path in ("/%77orkers", "//workers/", "/workers/x"):
+            async with router.session.get(URL(router.url + path, encoded=True)) as response:
+                assert response.status == 401
     finally:
         await second.stop()
 
