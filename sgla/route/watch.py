@@ -10,16 +10,17 @@ import asyncio
 import json
 import logging
 import re
-from typing import Any
 
 import aiohttp
 
+from sgla import clock
 from sgla.route.balancer import Balancer
-from sgla.route.workers import Look
+from sgla.route.workers import Cards, Look
 
 log = logging.getLogger(__name__)
 
 MOST = 8 << 20  # bytes of an answer that are read
+MODELS_SECONDS = 10.0  # between two times that a worker is asked for its models
 STEPS = re.compile(r"^sgla:steps_total(?:\{[^}]*\})? (\S+)$", re.M)
 RUNNING = re.compile(r"^sgla:num_running_reqs(?:\{[^}]*\})? (\S+)$", re.M)
 TOKENS = re.compile(r"^(?:sgla|sglang):max_total_num_tokens(?:\{[^}]*\})? (\S+)$", re.M)
@@ -63,8 +64,12 @@ class Watch:
 
     async def _keep_looking(self, url: str, hurry: asyncio.Event) -> None:
         before: str | None = None
+        cards, listed = None, -MODELS_SECONDS
         while True:
-            look = await self.look(url)
+            fresh = before != "" or clock.now() >= listed + MODELS_SECONDS
+            look = await self.look(url, None if fresh else cards)
+            if fresh:
+                cards, listed = look.cards, clock.now()
             self._balancer.saw(url, look)
             trouble = self._balancer.workers[url].trouble if url in self._balancer.workers else before
             if trouble != before:
@@ -84,14 +89,15 @@ class Watch:
             except TimeoutError:
                 pass
 
-    async def look(self, url: str) -> Look:
-        """One look; what fails is ``trouble``."""
+    async def look(self, url: str, cards: Cards | None = None) -> Look:
+        """One look; what fails is ``trouble``. ``cards``: its models, if they need not be asked."""
         try:
             status, text = await self._get(f"{url}/health")
             if status != 200:
                 return Look(trouble=f"/health says {status} {text[:200].strip()}")
-            status, text = await self._get(f"{url}/v1/models")
-            cards = cards_of(text) if status == 200 else None
+            if cards is None:
+                status, text = await self._get(f"{url}/v1/models")
+                cards = cards_of(text) if status == 200 else None
             status, text = await self._get(f"{url}/metrics")
         except Exception as error:  # whatever a server may answer with
             return Look(trouble=f"{type(error).__name__}: {error}"[:300])
@@ -107,7 +113,7 @@ class Watch:
             return response.status, body.decode(errors="replace")
 
 
-def cards_of(text: str) -> list[dict[str, Any]] | None:
+def cards_of(text: str) -> Cards | None:
     """Models in OpenAI's list; None if it is none."""
     try:
         data = json.loads(text)["data"]

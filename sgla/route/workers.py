@@ -10,6 +10,7 @@ from sgla.route.config import RouteConfig
 from sgla.route.policies import View
 from sgla.route.prefix import PrefixTree
 
+Cards = Sequence[dict[str, Any]]
 TOKEN = 4  # bytes of a prompt that are a token, about
 
 
@@ -54,7 +55,7 @@ class Look(NamedTuple):
     """
 
     trouble: str = ""
-    cards: Sequence[dict[str, Any]] | None = None
+    cards: Cards | None = None
     steps: float | None = None
     busy: bool = False
     tokens: int = 0
@@ -68,7 +69,7 @@ class Worker:
         self.url = url
         self.trouble = "it has not been looked at yet"
         self.draining = False
-        self.cards: Sequence[dict[str, Any]] | None = None
+        self.cards: Cards | None = None
         self.names: frozenset[str] | None = None
         self.running = 0
         self.unread = 0

@@ -87,6 +87,20 @@ async def test_a_killed_worker_loses_only_what_had_begun(route: Route, remote: b
     assert (await router.post(CHAT))[0] == 200
 
 
+@pytest.mark.parametrize("remote", [False, True])
+async def test_what_waits_at_a_worker_that_is_down_is_asked_of_another(route: Route, remote: bool) -> None:
+    """A worker that is stuck, or whose host is gone, closes no connection."""
+    router = await route(2, remote, policy="round_robin")
+    stuck, living = router.workers
+    living.go.set()
+    waiting = asyncio.ensure_future(router.post(CHAT | {"wait": True}))
+    await until(lambda: stuck.seen)
+    router.balancer.saw(stuck.url, Look(trouble="it makes no steps"))
+    status, body, _ = await waiting
+    assert (status, body["url"]) == (200, living.url)
+    assert stuck.cancelled == 1
+
+
 async def test_without_workers_clients_are_told_to_come_back(route: Route) -> None:
     router = await route(2)
     for worker in router.workers:
