@@ -12,7 +12,7 @@ import msgspec
 
 Doc = msgspec.Meta
 
-SECRETS = ("api_key", "admin_api_key")  # settings that are never shown
+SECRETS = ("api_key", "admin_api_key", "kv_transfer_secret")  # settings that are never shown
 # With a label of ``tool_server``: the variable that has the bearer token for that MCP server.
 TOOL_TOKEN = "SGLA_TOOL_TOKEN_"
 
@@ -303,6 +303,37 @@ class EngineSettings(ModelSettings, kw_only=True):
             "same model keep prefixes for each other (needs sgla[remote])"
         ),
     ] = None
+    role: Annotated[
+        Literal["both", "prefill", "decode", "encode"],
+        Doc(
+            description="prefill: read prompts for decode servers; decode: have prompts read by the server "
+            "of --prefill-url; both: do all alone"
+        ),
+    ] = "both"
+    prefill_url: Annotated[
+        str | None,
+        Doc(description="the prefill server of --role decode, as tcp://HOST:PORT, its --kv-transfer-port"),
+    ] = None
+    kv_transfer_port: Annotated[
+        int, Doc(description="port where --role prefill waits for decode servers; 0 picks one")
+    ] = 8998
+    kv_transfer_secret: Annotated[
+        str | None,
+        Doc(
+            description="what servers with a role know in common; the variable SGLA_KV_TRANSFER_SECRET keeps "
+            "it out of lists of processes"
+        ),
+    ] = None
+    kv_transfer_bytes: Annotated[
+        int | None,
+        Doc(
+            description="host memory for KV on its way, of all ranks together; as much as the KV cache of "
+            "--role prefill, 1G a rank of --role decode"
+        ),
+    ] = None
+    kv_transfer_backend: Annotated[
+        Literal["tcp", "nixl", "mooncake"], Doc(description="how KV gets from server to server")
+    ] = "tcp"
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None
 
 

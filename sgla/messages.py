@@ -340,16 +340,21 @@ class Copy(msgspec.Struct, array_like=True, frozen=True):
     sources: list[bytes]  # int32[*], of each cache group
     targets: list[bytes]  # int32[*], of each cache group
     keys: list[bytes] = []  # KEY bytes a unit, of each cache group: what they hold
+    # Of a question to a ``Tier`` that computes: the text, int32[*], and the namespace that its keys have.
+    tokens: bytes = b""
+    namespace: str = ""
 
 
 class Moved(msgspec.Struct, array_like=True, frozen=True):
     """Workers -> schedule, at any time: a ``Copy`` has ended. Every rank tells; the executor hands on that
     all have. If one has failed, what the targets hold means nothing. ``there``: uint8[*] of each cache group,
-    which keys of a Copy without target were found."""
+    which keys of a Copy without target were found; where a tier has computed them, ``cached`` tokens of
+    the text had been there before."""
 
     transfer: int
     ok: bool
     there: list[bytes] = []
+    cached: int = 0
 
 
 class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
@@ -622,13 +627,17 @@ class CacheGroup(msgspec.Struct, frozen=True):
 class Tier(msgspec.Struct, frozen=True):
     """A place beside the device that keeps copies of what the prefix tree has: ``units`` of each cache group,
     whose numbers begin with 1. ``lasting``: it outlives the server. ``shared``: others write to it, too; its
-    units have keys and no numbers, and what it has is asked for (``Copy``), if it may be ``least`` pages."""
+    units have keys and no numbers, and what it has is asked for (``Copy``), if it may be ``least`` pages.
+    ``computes``: such a one reads prompts when asked to; nothing is saved to it, and it has each unit once.
+    ``early``: prompts are saved to it while they are read, for others wait for them."""
 
-    name: str  # host | disk | store
+    name: str  # host | disk | store | prefill | peers
     units: list[int]
     lasting: bool = False
     shared: bool = False
     least: int = 0
+    computes: bool = False
+    early: bool = False
 
 
 class StepCost(msgspec.Struct, kw_only=True, frozen=True):
@@ -676,6 +685,8 @@ class Facts(msgspec.Struct, kw_only=True):
     # of their numbers, zeros for none; or b"".
     found: list[list[bytes]] = []
     adapters: int = 0  # places for adapters on the device; 0: NewRow.place is not honoured
+    peer_ports: list[int] = []  # where each rank of a prefill server hands out units
+    identity: dict[str, str] = {}  # peers.Identity of a server that has a role
 
 
 class Progress(msgspec.Struct, kw_only=True):

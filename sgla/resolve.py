@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -206,6 +207,7 @@ def check_features(config: Config, machine: Machine, device: str, vectors: bool,
         )
     check_guesses(config, device)
     check_tiers(config, machine)
+    check_role(config, vectors)
     if config.deterministic:
         check_deterministic(config, device)
 
@@ -393,6 +395,56 @@ def check_tiers(config: Config, machine: Machine) -> None:
         )
 
 
+def check_role(config: Config, vectors: bool) -> None:
+    """Raise ConfigError for settings of servers that hand KV to each other."""
+    flag, backend = f"--role {config.role}", config.kv_transfer_backend
+    if config.role == "encode":
+        raise ConfigError(f"{flag} is for models that take media, of which there are none yet", param="role")
+    if backend != "tcp":
+        extra = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}[backend]
+        raise ConfigError(
+            f"--kv-transfer-backend {backend} is not built in: pip install {extra} brings its library, but "
+            "nothing here uses it yet; leave it out, which means tcp",
+            param="kv_transfer_backend",
+        )
+    if config.role == "both":
+        if config.prefill_url is not None:
+            raise ConfigError("--prefill-url needs --role decode", param="prefill_url")
+        return
+    obstacle = None
+    if not config.prefix_cache:
+        obstacle = "--no-prefix-cache, which keeps no prefixes"
+    elif config.executor == "fake":
+        obstacle = "--executor fake"
+    elif vectors:
+        obstacle = "a model that answers with vectors"
+    elif config.speculative_algorithm not in (None, "ngram"):
+        obstacle = "a model that guesses, whose own KV is not handed over"
+    if obstacle is not None:
+        raise ConfigError(f"{flag} cannot be honoured with {obstacle}; leave one out", param="role")
+    if not config.kv_transfer_secret:
+        raise ConfigError(
+            f"{flag} needs a secret that the servers share: set SGLA_KV_TRANSFER_SECRET",
+            param="kv_transfer_secret",
+        )
+    parts = urlsplit(config.prefill_url or "")
+    if config.role == "decode" and not (parts.scheme == "tcp" and parts.hostname and _port_of(parts)):
+        raise ConfigError(
+            "--role decode needs --prefill-url tcp://HOST:PORT, the host and the --kv-transfer-port of a "
+            f"server with --role prefill, got {config.prefill_url!r}",
+            param="prefill_url",
+        )
+    if config.role == "prefill" and config.prefill_url is not None:
+        raise ConfigError("--prefill-url needs --role decode", param="prefill_url")
+
+
+def _port_of(parts: SplitResult) -> int | None:
+    try:
+        return parts.port
+    except ValueError:
+        return None
+
+
 def check_recurrent(config: Config, device: str) -> None:
     """Raise ConfigError for what layers that keep a state cannot do: to sum up alike however a prompt is cut,
     and, but on CPUs, to go back behind a wrong guess."""
@@ -555,6 +607,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_lora_rank": (1, 256),
     "max_cpu_loras": (1, math.inf),
     "torch_compile_max_bs": (1, 65536),
+    "kv_transfer_bytes": (1, math.inf),
+    "kv_transfer_port": (0, 65535),
     "context_length": (1, LONGEST),
     "tp": (1, MOST_RANKS),
     "threads": (1, 4096),

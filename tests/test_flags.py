@@ -254,6 +254,8 @@ def words_of(name: str) -> list[str]:
     value = {
         "task": "embed",
         "policy": "lpm",
+        "role": "prefill",
+        "kv_transfer_backend": "tcp",
         "speculative_algorithm": "ngram",
         "speculative_quantization": "int8",
         "eviction": "lfu",

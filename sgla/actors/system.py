@@ -16,6 +16,7 @@ from sgla import clock
 from sgla.actors.base import in_thread
 from sgla.actors.detokenize import Detokenize
 from sgla.actors.ingress import Ingress
+from sgla.actors.prefilling import Prefilling
 from sgla.actors.schedule import Schedule
 from sgla.actors.tokenize import Tokenize
 from sgla.actors.watchdog import Watchdog
@@ -67,6 +68,7 @@ class System:
         self._schedule: Schedule | None = None
         self._core: Core | None = None
         self._watchdog: Watchdog | None = None
+        self.prefilling: Prefilling | None = None  # of a server that reads prompts for others
         self._inquest: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[dict[str, Any]]] = set()  # to commands
 
@@ -102,6 +104,8 @@ class System:
         if config.lora_modules:
             await self.ingress.adapters.begin(self._executor.control)
         self._connect(config, facts, source, tokenizer, template)
+        if config.role == "prefill":
+            self.prefilling = Prefilling(config, facts, self.ingress)
         tune_interpreter()
         return facts
 
@@ -262,6 +266,8 @@ class System:
 
     async def close(self) -> None:
         """Stop the actors and the workers; idempotent."""
+        if self.prefilling is not None:
+            self.prefilling.close()
         if self._watchdog is not None:
             self._watchdog.close()
         if self._schedule is not None:

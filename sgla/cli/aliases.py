@@ -113,6 +113,11 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "cuda-memory-fraction": Alias("memory_fraction"),
     "kv-cache-memory-bytes": Alias("kv_cache_bytes"),
     "block-size": Alias("page_size"),
+    "disaggregation-mode": Alias("role", {"null": "both"}),
+    "disaggregation-bootstrap-port": Alias("kv_transfer_port"),
+    "disaggregation-transfer-backend": Alias("kv_transfer_backend"),
+    "disaggregation-enable-kv-checksum": Always("KV on its way has checksums"),
+    "disaggregation-decode-enable-radix-cache": Always("decode servers have a prefix cache"),
     "swap-space": Always("requests that lose their KV cache are computed again", ("0", "0.0", "4", "4.0")),
     "kv-offloading-size": Alias("kv_host_bytes", {"0": None, "0.0": None}, 1 << 30),
     "hicache-size": Alias("kv_host_bytes", {"0": None}, 10**9),
@@ -346,14 +351,20 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "*kv-transfer-config",
-        "one server reads prompts and generates; --kv-host-bytes, --kv-disk and --kv-store keep prefixes",
+        "--role prefill and --role decode share prompts and answers out; --kv-host-bytes, --kv-disk and "
+        "--kv-store keep prefixes",
     ),
     (
-        "disaggregation-* *pdmux* sm-group-num num-reserved-decode-tokens "
+        "disaggregation-*",
+        "of disaggregation there are --role, --prefill-url, --kv-transfer-port, --kv-transfer-secret, "
+        "--kv-transfer-bytes and --kv-transfer-backend; leave this out",
+    ),
+    (
+        "*pdmux* sm-group-num num-reserved-decode-tokens "
         "optimistic-prefill-attempts enable-pd-role-switch ec-* encoder-* *-dispatch-to-encoder tokens-only "
         "prefill-decode-interval* prefill-delayer-* enable-prefill-delayer prefill-schedule-interval",
         (
-            "one server reads prompts and generates; leave it out, "
+            "steps read prompts and generate; leave it out, "
             "--itl-target-ms bounds how long a prompt holds up answers"
         ),
     ),

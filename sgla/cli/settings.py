@@ -294,7 +294,7 @@ def _variable(variable: str, name: str, text: str, say: Say) -> Any:
     if name in SECRETS:
         if not text.split():
             raise ConfigError(f"{variable} is empty; unset it to serve without a key", param=name)
-        return text.split()
+        return text.split() if typing.get_origin(kinds()[name]) is list else text
     try:
         return value_of(name, text, say)
     except ValueError as error:

@@ -262,6 +262,7 @@ class ProcsExecutor:
         facts[0].groups = [min(groups, key=lambda group: group.pages) for groups in same]
         facts[0].context_len = min(f.context_len for f in facts)
         facts[0].tiers, facts[0].found = _common_tiers(facts)
+        facts[0].peer_ports = [port for f in facts for port in f.peer_ports]
         return facts[0]
 
     def _on_stderr(self, rank: Rank) -> None:
@@ -400,7 +401,8 @@ class ProcsExecutor:
 def _common_end(told: Sequence[Moved]) -> Moved:
     """What all ranks can say of a copy."""
     there = [bytes(map(min, zip(*columns))) for columns in zip(*(moved.there for moved in told))]
-    return Moved(told[0].transfer, all(moved.ok for moved in told), there)
+    cached = min(moved.cached for moved in told)
+    return Moved(told[0].transfer, all(moved.ok for moved in told), there, cached)
 
 
 def _common_tiers(facts: Sequence[Facts]) -> tuple[list[Tier], list[list[bytes]]]:

@@ -37,7 +37,11 @@ TIERS = (
     ("tier_loaded_tokens", "Tokens copied from a tier", "loaded", "counter", True),
     ("tier_saved_tokens", "Tokens copied to a tier", "saved", "counter", True),
     ("tier_failed_copies", "Copies that failed", "failed", "counter", False),
+    ("num_decode_transfer_queue_reqs", "Requests waiting for KV", "asking", "gauge", False),
+    ("num_transfer_reqs", "Prompts that were asked for", "asked", "counter", False),
+    ("num_transfer_failed_reqs", "Those of which not all has come", "unanswered", "counter", False),
 )
+ASKED = ("asking", "asked", "unanswered")  # of these, those that a prefill server has
 
 
 def labelled(names: Sequence[str], counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
@@ -311,7 +315,8 @@ class Metrics(Collector):
 
     def _tiers(self, tiers: Sequence[TierStats], page_size: int) -> Iterator[Metric]:
         for name, text, field, make, tokens in TIERS:
-            values = {(tier.name,): getattr(tier, field) * (page_size if tokens else 1) for tier in tiers}
+            of = [tier for tier in tiers if field not in ASKED or tier.name == "prefill"]
+            values = {(tier.name,): getattr(tier, field) * (page_size if tokens else 1) for tier in of}
             yield (self._gauge if make == "gauge" else self._counter)(name, text, values, ["tier"])
 
     def _scheduler(self, stats: Stats) -> Iterator[Metric]:

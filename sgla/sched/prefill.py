@@ -140,6 +140,7 @@ class Prefill:
         step.add_prefill(request, count)
         self._ledger.counts.prefilled_tokens += count
         self._memory.share(request)
+        self._memory.transfers.save_early(request)
         if (recurrent := self._memory.recurrent) is not None:
             if request.read:
                 recurrent.pin(request)
@@ -152,10 +153,15 @@ class Prefill:
     def count_hit(self, request: Request, pages: int) -> None:
         """The request has found ``pages`` in the tree."""
         if request.preemptions == 0:
-            request.cached += pages * self._limits.page_size
-            self._ledger.counts.hit_tokens += pages * self._limits.page_size
-            place, most = request.brought
-            hits, there = self._ledger.counts.hits, min(pages, most)
-            for name, count in ((place, there), ("device", pages - there)):
-                hits[name] = hits.get(name, 0) + count * self._limits.page_size
+            size, (place, most) = self._limits.page_size, request.brought
+            here = pages - min(pages, most)
+            cached = pages * size
+            if request.most_cached is not None:
+                cached = max(0, min(cached, request.most_cached - request.cached))
+            request.cached += cached
+            counts = self._ledger.counts
+            counts.hit_tokens += cached
+            own = min(here * size, cached)
+            for name, count in ((place, cached - own), ("device", own)):
+                counts.hits[name] = counts.hits.get(name, 0) + count
             request.brought = ("device", 0)

@@ -93,6 +93,7 @@ class Request:
         "borrowed",
         "branch",
         "brought",
+        "most_cached",
         "cached",
         "data",
         "drafting",
@@ -209,6 +210,7 @@ class Request:
 
         self.cached = 0
         self.brought = ("device", 0)  # a place, and how many pages it has had copied from there
+        self.most_cached: int | None = None  # most tokens that were cached; others have been computed for it
         self.reach = 0  # tokens that the first cache group had of it when it first began; -1: it reads none
         self.past = 0  # tokens that it had ever had
         self.preemptions = 0

@@ -46,6 +46,9 @@ class TierStats(msgspec.Struct, kw_only=True):
     loaded: int = 0  # counter: copied to the device
     saved: int = 0  # counter: copied there
     failed: int = 0  # counter: copies, of any number of pages, that failed
+    asking: int = 0  # prompts that it is to compute
+    asked: int = 0  # counter: prompts that it was to compute
+    unanswered: int = 0  # counter: of these, those of which not all has come
 
 
 class Stats(msgspec.Struct, kw_only=True):

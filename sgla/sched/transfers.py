@@ -70,6 +70,8 @@ class Transfer:
     arrival: Arrival | None = None
     keys: list[list[bytes]] = field(default_factory=list)  # of what leaves, or is asked for
     waiters: list[str] = field(default_factory=list)
+    asker: Request | None = None  # whose prompt the tier computes
+    had: int = 0  # tokens of it that the tree had
 
 
 class Pools:
@@ -150,13 +152,30 @@ class Transfers:
         for tier, told in enumerate(self._told):
             if not told.shared or request.looked or len(keys) - end < told.least:
                 continue
+            if told.computes and (request.adapter or request.marks or request.outputs):
+                continue
             request.looked = True
             asked = keys[request.shared :]
             named = [asked] * self._pools.count
+            if told.computes:
+                self._ask(tier, request, keys)
+                return True
             number = self._begin(Transfer(tier, [], keys=named, waiters=[request.rid]))
             self.copies.append(Copy(number, told.name, "", [], [], _joined(named)))
             return True
         return False
+
+    def _ask(self, tier: int, request: Request, keys: list[bytes]) -> None:
+        """Have a tier compute what the tree lacks of a prompt, as far as steps will read it."""
+        first, last, size = request.shared, len(keys), self._page_size
+        named = [keys[first:]]
+        named += [keys[max(first, pool.first(last * size)) :] for pool in self._pools.windows]
+        if self._pools.states is not None:
+            named.append(keys[-1:])
+        asked = Transfer(tier, [], keys=named, waiters=[request.rid], asker=request, had=first * size)
+        number = self._begin(asked)
+        tokens, name = request.data[: last * self._width + TOKEN_BYTES], self._told[tier].name
+        self.copies.append(Copy(number, name, "", [], [], _joined(named), tokens, request.namespace))
 
     def _end(self, tier: Sequence[TierPool | StorePool], keys: list[bytes], first: int, there: Beside) -> int:
         """How many pages are served by what the tree has and the tier beside it, or ``first``."""
@@ -279,15 +298,28 @@ class Transfers:
         units = [dict(enumerate(there.pages)), *there.windows]
         if self._pools.states is not None:
             units.append({end - 1: unit for end, unit in there.states.items()})
-        for tier in range(len(self.tiers)):
-            self._save(tier, node, keys, units)
+        for tier, told in enumerate(self._told):
+            if not told.computes:
+                self._save(tier, node, keys, units)
+
+    def save_early(self, request: Request) -> None:
+        """Have the pages of whole histories that the tree has of a prompt copied to tiers where others wait
+        for them, beside the steps that read its rest."""
+        early = [tier for tier, told in enumerate(self._told) if told.early]
+        if not early or not request.shared or request.node is None:
+            return
+        keys = request.chain(self._page_size, request.shared)
+        pages = dict(enumerate(self._cache.units(request.node).pages))
+        for tier in early:
+            self._save(tier, request.node, keys, [pages, *[{}] * (self._pools.count - 1)])
 
     def _save(self, tier: int, node: Node, keys: list[bytes], there: list[dict[int, int]]) -> None:
         named: list[list[bytes]] = []
         units, places = list[list[int]](), list[list[int]]()
         total = self._pools.pages.total
         leaving = self._leaving[tier]
-        room = max(total // LEAVING - leaving, 0) if leaving else total
+        few = leaving and not self._told[tier].early
+        room = max(total // LEAVING - leaving, 0) if few else total
         for pool, found in zip(self.tiers[tier], there):
             pool.use(keys)
             wanted = [i for i in sorted(found) if pool.lacks(keys[i])][:room]
@@ -324,8 +356,9 @@ class Transfers:
             self._erase(tier, [pool.flush() for pool in pools])
 
     def _erase(self, tier: int, places: list[list[int]]) -> None:
-        """Places hold nothing any more that may be found after a restart."""
-        if self._told[tier].lasting and any(places):
+        """Places hold nothing any more that may be found after a restart, or by others."""
+        told = self._told[tier]
+        if (told.lasting or told.early) and any(places):
             number = self._begin(Transfer(tier, []))
             self.later.append(Copy(number, "", self._told[tier].name, [], _columns(places)))
 
@@ -355,7 +388,7 @@ class Transfers:
             self._coming = {key: n for key, n in self._coming.items() if n != moved.transfer}
             self._erase(transfer.tier, [pool.leave(places) for pool, places in columns])
             stats.loaded += moved.ok * len(transfer.places[0])
-            if not moved.ok:
+            if not moved.ok or self._told[transfer.tier].computes:
                 self._forget(transfer.tier, arrival.keys)
         elif transfer.node is not None:
             self._leaving[transfer.tier] -= len(transfer.places[0])
@@ -363,6 +396,10 @@ class Transfers:
             stats.saved += moved.ok * len(transfer.places[0])
         if transfer.keys and moved.ok:
             self._seen(transfer, moved.there)
+        if (asker := transfer.asker) is not None:
+            asker.most_cached = max(transfer.had, moved.cached)
+            stats.asked += 1
+            stats.unanswered += not (moved.ok and all(map(all, moved.there)))
         return transfer.waiters
 
     def _seen(self, transfer: Transfer, there: Sequence[bytes]) -> None:
@@ -379,7 +416,11 @@ class Transfers:
     def told(self) -> list[TierStats]:
         """What to tell of each tier."""
         now = zip(self.stats, self.tiers)
-        return [replace(stats, cached=pools[0].cached) for stats, pools in now]
+        asking = [t.tier for t in self.under_way.values() if t.asker is not None]
+        return [
+            replace(stats, cached=pools[0].cached, asking=asking.count(tier))
+            for tier, (stats, pools) in enumerate(now)
+        ]
 
     def owned(self, group: int) -> list[int]:
         """Units of the device that belong to transfers."""

@@ -9,6 +9,7 @@ from sgla.config import Config
 from sgla.dist import Shard
 from sgla.messages import CacheGroup, Copy, Moved, Tier
 from sgla.worker.disk import open_disk
+from sgla.worker.peering import open_peer
 from sgla.worker.store import open_store
 from sgla.worker.tiers import Memory
 
@@ -30,12 +31,14 @@ class Source(Protocol):
 
 
 class Copies:
-    """Those of a rank. ``tiers`` and ``found``: as in ``Facts``."""
+    """Those of a rank. ``tiers``, ``found``, ``peer_ports`` and ``identity``: as in ``Facts``."""
 
     def __init__(self) -> None:
         self._sources: dict[str, Source] = {}
         self.tiers: list[Tier] = []
         self.found: list[list[bytes]] = []
+        self.peer_ports: list[int] = []
+        self.identity: dict[str, str] = {}
 
     def add(self, name: str, source: Source) -> None:
         """``name``: that which a ``Copy`` has."""
@@ -86,3 +89,19 @@ def open_files(
             config.kv_store, identity, memory, config.page_size, shard.rank, shard.size, abreast
         )
         copies.add_tier(tier, store, [b""] * len(groups))
+
+
+def open_peers(
+    copies: Copies,
+    config: Config,
+    shard: Shard,
+    identity: dict[str, str],
+    groups: Sequence[CacheGroup],
+    memory: Sequence[Memory],
+    abreast: int = 1,
+) -> None:
+    """Add what a server with a role has for the other one. ``identity``: what the two are to have in common
+    (``peering.peer_identity``); see ``open_files``. Raises ConfigError."""
+    peer = open_peer(config, identity, groups, memory, shard.rank, shard.size, abreast)
+    copies.add_tier(peer.told, peer.tier, [b""] * len(groups))
+    copies.peer_ports, copies.identity = peer.ports, identity

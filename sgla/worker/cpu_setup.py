@@ -26,13 +26,14 @@ from sgla.sampling.native import find_draw
 from sgla.sampling.processors import Factory, declared
 from sgla.sampling.processors import load as load_processors
 from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
-from sgla.worker.copies import open_files
+from sgla.worker.copies import open_files, open_peers
 from sgla.worker.cpu_kv import take_kv
 from sgla.worker.disk import identity_of
 from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
 from sgla.worker.kv import memory_of
+from sgla.worker.peering import peer_identity
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.runner import Runner
@@ -91,13 +92,15 @@ class CpuSetup(Runner):
             guided_drafts=True,
             tiers=self.copies.tiers,
             found=self.copies.found,
+            peer_ports=self.copies.peer_ports,
+            identity=self.copies.identity,
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
 
     def _open_tiers(self, groups: list[CacheGroup], long: list[bool]) -> None:
         """Raises ConfigError."""
         config = self.config
-        if config.kv_disk is None and config.kv_store is None:
+        if config.kv_disk is None and config.kv_store is None and config.role == "both":
             return
         tensors = memory_of(self.kv, len(groups))
         memory = [HostMemory([tensor.numpy() for tensor in found]) for found in tensors]
@@ -105,6 +108,9 @@ class CpuSetup(Runner):
         self.identity = partial(identity_of, config, self.source, layout, long)
         self.begun_as = self.identity()
         open_files(self.copies, config, self.shard, self.begun_as, groups, memory)
+        if config.role != "both":
+            told = peer_identity(config, self.source, ("cpu", layout), long, self.shard.size)
+            open_peers(self.copies, config, self.shard, told, groups, memory)
 
     def _open_adapters(self, dtype: str) -> Adapters | None:
         """The places that there are for them."""

@@ -14,7 +14,7 @@ from sgla.kernels.rehearsal import rehearsing
 from sgla.messages import CacheGroup, Facts, Progress, StepCost
 from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
-from sgla.worker.copies import open_files
+from sgla.worker.copies import open_files, open_peers
 from sgla.worker.disk import identity_of
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
@@ -26,6 +26,7 @@ from sgla.worker.gpu_tiers import ABREAST, GpuMemory, open_host
 from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
 from sgla.worker.kv import memory_of
 from sgla.worker.memory import cache_groups, mib
+from sgla.worker.peering import peer_identity
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
 from sgla.worker.warm_up import measure, warm_up
 
@@ -109,6 +110,8 @@ class GpuSetup(GpuModel):
             notes=self.notes,
             tiers=self.copies.tiers,
             found=self.copies.found,
+            peer_ports=self.copies.peer_ports,
+            identity=self.copies.identity,
             **answer_facts(config, steps.model.spec, self.pooling),
         )
 
@@ -124,6 +127,9 @@ class GpuSetup(GpuModel):
             self.copies.add_tier(*host, [b""] * len(groups))
         memory = [GpuMemory(found, self.place.begin_thread) for found in tensors]
         open_files(self.copies, config, self.shard, self.begun_as, groups, memory, ABREAST)
+        if config.role != "both":
+            told = peer_identity(config, self.source, layout, long, self.shard.size)
+            open_peers(self.copies, config, self.shard, told, groups, memory, ABREAST)
 
     def _graph_bytes(self, prompts: int) -> int:
         """What graphs are going to take. ``prompts``: what the largest step takes beside weights and KV."""

@@ -1,0 +1,335 @@
+"""How servers that hand KV to each other talk: who may, and messages with checksums over TCP.
+
+A frame is its sizes, a keyed hash, a message in msgpack, and bytes beside it. The key follows from the shared
+secret and from what both sides have drawn for this connection; the hash covers the number of the frame, so
+that nothing can be changed, left out or said again. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from hashlib import blake2b
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from sgla.version import __version__
+
+PROTOCOL = 1
+SUM = 32  # bytes of a hash
+NONCE = 32
+PATIENCE = 5.0  # seconds for a handshake
+GREETING = 1 << 10  # bytes of what may be said before it is known who says it
+MESSAGE = 64 << 20  # bytes: the token ids of a prompt
+STRANGERS = 32  # that a listener talks to at a time
+_SIZES = struct.Struct("<IQ")
+
+
+class PeerRefused(Exception):
+    """The other side has said, or shown, that the two do not belong together."""
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True):
+    """Both, first."""
+
+    protocol: int
+    version: str
+    nonce: bytes
+
+
+class Identity(msgspec.Struct, tag=True, array_like=True):
+    """Who connects tells what its KV depends on, by names that people understand."""
+
+    told: dict[str, str]
+
+
+class Accepted(msgspec.Struct, tag=True, array_like=True):
+    """``ports``: where each rank of a prefill server hands out its units."""
+
+    ports: list[int]
+
+
+class Refused(msgspec.Struct, tag=True, array_like=True):
+    why: str
+
+
+class Ask(msgspec.Struct, tag=True, array_like=True):
+    """Decode -> prefill server: compute a prompt. ``tokens``: int32[*]."""
+
+    number: int
+    namespace: str
+    tokens: bytes
+
+
+class Leave(msgspec.Struct, tag=True, array_like=True):
+    """Nobody waits for the prompt any more."""
+
+    number: int
+
+
+class Done(msgspec.Struct, tag=True, array_like=True):
+    """Prefill -> decode server: the prompt has been computed, of which ``cached`` tokens were cached before;
+    or it has not, since ``error``."""
+
+    number: int
+    cached: int = 0
+    error: str = ""
+
+
+class Want(msgspec.Struct, tag=True, array_like=True):
+    """Decode -> a rank of the prefill server: send these units as soon as they are there, or not any more
+    (``drop``). ``keys``: KEY bytes a unit, of each cache group."""
+
+    keys: list[bytes]
+    drop: bool = False
+
+
+class Unit(msgspec.Struct, tag=True, array_like=True):
+    """A rank of the prefill -> decode server; what it holds is beside the message."""
+
+    group: int
+    key: bytes
+
+
+Message = Hello | Identity | Accepted | Refused | Ask | Leave | Done | Want | Unit
+Frame = tuple[Message, bytes]
+
+
+class Channel:
+    """A connection. Without keys, as at first, frames have plain checksums."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._most, self._longest = sock, 0, GREETING
+        self._keys = b"", b""  # of what is sent, and received
+        self._sent = self._received = 0
+        self._decode = msgspec.msgpack.Decoder(Message).decode
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def use(self, secret: str, mine: bytes, theirs: bytes) -> None:
+        """From here on each side shows with each frame that it knows the ``secret``."""
+        key = blake2b(secret.encode(), digest_size=SUM).digest()
+        self._keys = blake2b(mine + theirs, key=key).digest(), blake2b(theirs + mine, key=key).digest()
+
+    def trust(self, most: int) -> None:
+        """The greeting is over: messages may be long, and have ``most`` bytes beside them."""
+        self._most, self._longest = most, MESSAGE
+        self._socket.settimeout(None)
+
+    def send(self, message: Message, beside: bytes = b"") -> None:
+        """Raises OSError."""
+        body = msgspec.msgpack.encode(message)
+        sizes = _SIZES.pack(len(body), len(beside))
+        made = self._sum(self._keys[0], self._sent, sizes, body, beside)
+        self._sent += 1
+        self._socket.sendall(sizes + made + body)
+        if beside:
+            self._socket.sendall(beside)
+
+    def receive(self) -> Frame:
+        """Raises OSError, also where something is not what was sent."""
+        head = self._read(_SIZES.size + SUM)
+        length, more = _SIZES.unpack_from(head)
+        if length > self._longest or more > self._most:
+            raise OSError(f"a message of {length} and {more} bytes is too long")
+        body, beside = self._read(length), self._read(more)
+        made = self._sum(self._keys[1], self._received, head[: _SIZES.size], body, beside)
+        if not hmac.compare_digest(made, bytes(head[_SIZES.size :])):
+            raise WrongSum("a message is not what was sent, or the secret is another")
+        self._received += 1
+        try:
+            return self._decode(body), bytes(beside)
+        except msgspec.MsgspecError as error:
+            raise OSError(f"a message that nobody knows: {error}") from error
+
+    def _sum(self, key: bytes, number: int, *parts: bytes | bytearray) -> bytes:
+        made = blake2b(number.to_bytes(8, "little"), key=key, digest_size=SUM)
+        for part in parts:
+            made.update(part)
+        return made.digest()
+
+    def _read(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        at = 0
+        while at < count:
+            got = self._socket.recv_into(view[at:])
+            if not got:
+                raise ConnectionResetError("the other side has closed the connection")
+            at += got
+        return data
+
+    def close(self) -> None:
+        """Whoever sends or receives now gets an OSError."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class WrongSum(OSError):
+    """Of a frame."""
+
+
+def connect(
+    host: str, port: int, secret: str, told: Mapping[str, str], most: int = 0
+) -> tuple[Channel, list[int]]:
+    """A channel to a prefill server, and ``Accepted.ports``. ``told``: ``Identity``. Raises PeerRefused, or
+    OSError if nobody is there."""
+    channel = Channel(socket.create_connection((host, port), PATIENCE))
+    try:
+        nonce = os.urandom(NONCE)
+        channel.send(Hello(PROTOCOL, __version__, nonce))
+        hello = _expect(channel, Hello)
+        channel.use(secret, nonce, hello.nonce)
+        channel.send(Identity(dict(told)))
+        try:
+            accepted = _expect(channel, Accepted)
+        except WrongSum:
+            raise PeerRefused("it has another secret (--kv-transfer-secret)") from None
+        channel.trust(most)
+        return channel, accepted.ports
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _expect(channel: Channel, kind: type[Any]) -> Any:
+    message, _ = channel.receive()
+    if isinstance(message, Refused):
+        raise PeerRefused(message.why)
+    if not isinstance(message, kind):
+        raise PeerRefused("it answers with something else")
+    return message
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """What two peers have not in common; "" if they belong together."""
+    other = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
+    return "; ".join(f"{name}: {ours.get(name)} here, {theirs.get(name)} there" for name in other)
+
+
+class Link:
+    """A channel with a thread for each direction. ``take`` gets what comes, in one thread; ``gone`` is called
+    once, when nothing comes any more."""
+
+    def __init__(self, channel: Channel, take: Callable[[Message, bytes], None], gone: Callable[[], None]):
+        self._channel, self._take, self._gone = channel, take, gone
+        self._outbox: SimpleQueue[Message | Callable[[], Frame | None] | None] = SimpleQueue()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._write)]
+
+    def begin(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def post(self, message: Message | Callable[[], Frame | None]) -> None:
+        """Send it when what was posted before has been sent; a function makes it then, or nothing."""
+        self._outbox.put(message)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._take(*self._channel.receive())
+        except OSError:
+            pass
+        finally:
+            self.close()
+            self._gone()
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                frame = message() if callable(message) else (message, b"")
+                if frame is not None:
+                    self._channel.send(*frame)
+        except OSError:
+            pass
+        finally:
+            self._channel.close()
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._channel.close()
+
+
+class Listener:
+    """Lets those in that know the secret and have the same identity: ``joined`` gets their channels, in a
+    thread of each. ``ports``: what they are told."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        told: Mapping[str, str],
+        joined: Callable[[Channel], None],
+        ports: list[int] | None = None,
+    ) -> None:
+        """Raises OSError if the port cannot be had."""
+        self._secret, self._told, self._joined, self._ports = secret, told, joined, ports or []
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        self.port: int = self._socket.getsockname()[1]
+        self._strangers = threading.BoundedSemaphore(STRANGERS)
+        self._thread = threading.Thread(target=self._listen, name="kv-listen", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._socket.accept()
+            except OSError:
+                return
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._greet, args=(sock,), name="kv-greet", daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(PATIENCE)
+            channel = Channel(sock)
+            try:
+                self._welcome(channel)
+            except OSError:
+                channel.close()
+                return
+            channel.trust(0)
+        finally:
+            self._strangers.release()
+        self._joined(channel)
+
+    def _welcome(self, channel: Channel) -> None:
+        """Raises OSError if it does not belong to us."""
+        hello, _ = channel.receive()
+        if not isinstance(hello, Hello):
+            raise OSError("no greeting")
+        if (hello.protocol, hello.version) != (PROTOCOL, __version__):
+            self._refuse(channel, f"it is sgla {__version__}, and this is {hello.version}; install the same")
+        nonce = os.urandom(NONCE)
+        channel.send(Hello(PROTOCOL, __version__, nonce))
+        channel.use(self._secret, nonce, hello.nonce)
+        try:
+            identity, _ = channel.receive()
+        except WrongSum:
+            self._refuse(channel, "")
+        if not isinstance(identity, Identity):
+            raise OSError("no identity")
+        if other := differences(identity.told, self._told):
+            self._refuse(channel, other)
+        channel.send(Accepted(self._ports))
+
+    def _refuse(self, channel: Channel, why: str) -> None:
+        channel.send(Refused(why[: GREETING // 2]))
+        raise OSError(why)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()

@@ -1,0 +1,97 @@
+"""What a server with a role opens: a prefill server's units for others, a decode server's way to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.hub.source import ModelSource
+from sgla.messages import CacheGroup, Tier
+from sgla.version import __version__
+from sgla.worker.memory import tier_units
+from sgla.worker.offer import HostUnits, Offer
+from sgla.worker.remote import RemoteTier
+from sgla.worker.tiers import Memory
+
+SAMPLES, SAMPLE = 256, 4096  # pieces of a file of weights, and their bytes
+LEAST = 1  # pages that a prompt must have before others read it
+ROOM = 1 << 30  # bytes of units on their way to a rank, if nobody says how many
+
+
+class Peering(NamedTuple):
+    """``ports``: ``Facts.peer_ports``"""
+
+    tier: Offer | RemoteTier
+    told: Tier
+    ports: list[int]
+
+
+def open_peer(
+    config: Config,
+    identity: dict[str, str],
+    groups: Sequence[CacheGroup],
+    memory: Sequence[Memory],
+    rank: int,
+    size: int,
+    abreast: int = 1,
+) -> Peering:
+    """Of ``--role prefill`` or ``decode``. ``abreast``: see ``FileTier``. Raises ConfigError."""
+    if config.role == "decode":
+        room = ROOM if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
+        remote = RemoteTier(config, identity, memory, rank, room, abreast)
+        told = Tier("prefill", [0] * len(memory), shared=True, least=LEAST, computes=True)
+        return Peering(remote, told, [])
+    pages, nbytes = [group.pages for group in groups], [units.nbytes for units in memory]
+    own = sum(count * n for count, n in zip(pages, nbytes))
+    room = own if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
+    units = tier_units(room, pages, nbytes)
+    if not all(units):
+        raise ConfigError(
+            f"--kv-transfer-bytes {config.kv_transfer_bytes} has no room for one page; raise it, or leave it "
+            "out",
+            param="kv_transfer_bytes",
+        )
+    kept = [HostUnits(count, n) for count, n in zip(units, nbytes)]
+    offer = Offer(config, identity, kept, memory, rank, abreast)
+    return Peering(offer, Tier("peers", units, early=True), [offer.port])
+
+
+def peer_identity(
+    config: Config, source: ModelSource, layout: object, long: Sequence[bool], size: int
+) -> dict[str, str]:
+    """What KV depends on beside the text: of weights a part of their bytes, so that copies on two hosts are
+    alike. ``layout`` and ``long``: see ``disk.identity_of``."""
+    beside = sorted([*source.folder.glob("*.json"), *source.folder.glob("*.py")])
+    seed = config.random_seed if source.kind == "dummy" else None
+    model = [source.kind, source.config, seed, [_content(path) for path in (*source.files, *beside)]]
+    names = ("dtype", "kv_cache_dtype", "quantization", "load_format", "model_impl", "page_size")
+    settings = {name: getattr(config, name) for name in (*names, "deterministic")}
+    return {
+        "version": __version__,
+        "model": _digest(model),
+        "settings": ", ".join(f"{name}={value}" for name, value in settings.items()),
+        "layout": _digest([layout, long]),
+        "ranks": str(size),
+    }
+
+
+def _digest(value: object) -> str:
+    told = json.dumps(value, sort_keys=True, default=msgspec.to_builtins)
+    return blake2b(told.encode(), digest_size=8).hexdigest()
+
+
+def _content(path: Path) -> list[object]:
+    """The file's name, size, and a hash of pieces from all parts of it."""
+    size, made = path.stat().st_size, blake2b(digest_size=16)
+    with path.open("rb") as file:
+        for i in range(SAMPLES if size > SAMPLES * SAMPLE else 1):
+            file.seek(i * (size - SAMPLE) // (SAMPLES - 1))
+            made.update(file.read(SAMPLE if size > SAMPLES * SAMPLE else size))
+    return [path.name, size, made.hexdigest()]

@@ -1,0 +1,329 @@
+"""A server that reads prompts and one that answers, over TCP: what comes is what one server computes,
+whatever becomes of the other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_cases import deepseek, gemma3, qwen3_next
+from tiny import LLAMA, VOCAB
+from tokenizers import Tokenizer, models
+
+from sgla.engine import Engine
+from sgla.engine.params import SamplingParams
+from sgla.errors import ConfigError
+from sgla.peers import Ask, Channel, Done, Hello, Message, Unit, Want
+from sgla.worker import remote
+from sgla.worker.offer import HostUnits
+
+SECRET = {"kv_transfer_secret": "between us"}
+TEXTS = [[(a * i + a) % 300 for i in range(150)] for a in (7, 11, 13)]
+ASKED = [TEXTS[0], [*TEXTS[0][:100], *TEXTS[1][:40]], TEXTS[0], TEXTS[2][:9], TEXTS[2]]
+MODELS: dict[str, dict[str, Any]] = {
+    "pages": LLAMA,
+    "windows": gemma3(sliding_window=32, vocab_size=VOCAB),
+    "latent": deepseek(3, vocab_size=VOCAB),
+    "states": qwen3_next(vocab_size=VOCAB),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, model in MODELS.items():
+        folder = made[name] = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(model | {"max_position_embeddings": 256}))
+        words = {f"<{i}>": i for i in range(VOCAB)}
+        Tokenizer(models.WordLevel(words, unk_token="<0>")).save(str(folder / "tokenizer.json"))
+    return made
+
+
+def begin(folder: Path, **changes: Any) -> Engine:
+    config = {"device": "cpu", "dtype": "float32", "threads": 1, "executor": "inline", "random_seed": 1}
+    config |= {"load_format": "dummy", "native_kernels": False, "kv_cache_bytes": 2 << 20}
+    return Engine(str(folder), **config | {"step_tokens": 64, "max_running_requests": 4} | changes)
+
+
+def prefilling(folder: Path, **changes: Any) -> Engine:
+    return begin(folder, **{"role": "prefill", "kv_transfer_port": 0} | SECRET | changes)
+
+
+def port_of(engine: Engine) -> int:
+    assert engine._system is not None
+    assert engine._system.prefilling is not None
+    return engine._system.prefilling.port
+
+
+def decoding(folder: Path, port: int, **changes: Any) -> Engine:
+    role = {"role": "decode", "prefill_url": f"tcp://127.0.0.1:{port}"} | SECRET
+    return begin(folder, **role | changes)
+
+
+def tell(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+    """Tokens, usage, finish and logprobs of each prompt, one after the other. Sums depend on how a text is
+    cut, in their last bits."""
+    wanted = SamplingParams(**{"temperature": 0.7, "seed": 5, "max_tokens": 4, "logprobs": 2} | sampling)
+    told = []
+    for prompt in prompts:
+        out = engine.generate(prompt, wanted)
+        entries = [entry for entry in [*(out.prompt_logprobs or ()), *out.logprobs] if entry is not None]
+        values = [x for entry in entries for x in (entry.logprob, *(value for _, value in entry.top))]
+        told.append((out.tokens, out.usage, out.finish, pytest.approx(values, abs=1e-4)))
+    return told
+
+
+def same(told: list[Any], others: list[Any]) -> bool:
+    for (*first, values), (*second, wanted) in zip(told, others, strict=True):
+        assert first == second
+        assert list(values.expected) == wanted
+    return True
+
+
+def stats(engine: Engine) -> Any:
+    assert engine._system is not None
+    found = engine._system.ingress.stats()
+    assert found is not None
+    return found
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing is held, nor on its way; no page is lost."""
+    assert engine._system is not None
+    core = engine._system._core
+    assert core is not None
+    core.check()
+    assert core.idle
+    assert not core._memory.transfers.under_way
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path]) -> list[Any]:
+    with begin(folders["pages"]) as engine:
+        return tell(engine, ASKED)
+
+
+@pytest.fixture(scope="module")
+def prefill(folders: dict[str, Path]) -> Iterator[Engine]:
+    with prefilling(folders["pages"]) as engine:
+        yield engine
+
+
+@pytest.fixture
+def pair(folders: dict[str, Path], prefill: Engine) -> Iterator[tuple[Engine, Engine]]:
+    """A prefill server that has seen nothing, and a decode server."""
+    prefill._call(flush(prefill))
+    prefill.generate([1, 2], SamplingParams(max_tokens=1))  # a plan, so that workers forget, too
+    with decoding(folders["pages"], port_of(prefill)) as decode:
+        yield prefill, decode
+
+
+async def flush(engine: Engine) -> None:
+    assert engine._system is not None
+    assert engine._system._core is not None
+    engine._system._core.flush_cache()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_one_server(folders: dict[str, Path], name: str) -> None:
+    folder = folders[name]
+    with begin(folder) as one, prefilling(folder) as first, decoding(folder, port_of(first)) as second:
+        assert same(tell(second, ASKED), tell(one, ASKED))
+        [tier] = stats(second).tiers
+        assert (tier.asked, tier.unanswered, tier.failed) == (3, 0, 0)
+        assert tier.loaded > 12
+        assert stats(second).prefilled_tokens < 100
+        check_idle(second)
+        check_idle(first)
+
+
+class Dies:
+    """The prefill server's side of all connections ends in front of its ``count``th message of a kind, once;
+    with ``changed``, that message has another byte."""
+
+    def __init__(self, kind: type[Message], count: int, changed: bool, patch: pytest.MonkeyPatch) -> None:
+        self.kind, self.left, self.changed, self.happened = kind, count, changed, False
+        self._send = Channel.send
+        patch.setattr(Channel, "send", lambda channel, *frame: self.send(channel, *frame))
+
+    def send(self, channel: Channel, message: Message, beside: bytes = b"") -> None:
+        self.left -= isinstance(message, self.kind)
+        if isinstance(message, self.kind) and self.left == 0:
+            self.happened = True
+            if not self.changed:
+                channel.close()
+            else:
+                made = channel._sum
+                channel._sum = lambda *parts: made(*parts)[:-1] + b"?"  # type: ignore[method-assign]
+        self._send(channel, message, beside)
+
+
+def test_what_the_peer_had_cached_counts(folders: dict[str, Path], pair: tuple[Engine, Engine]) -> None:
+    first, second = pair
+    with begin(folders["pages"]) as one:
+        for engine in (one, first):
+            tell(engine, [TEXTS[0]])
+        assert same(tell(second, ASKED), tell(one, ASKED))
+    assert stats(second).hits["prefill"] == 144
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [(Ask, 1), (Want, 1), (Unit, 1), (Unit, 5), (Unit, 9), (Done, 1), (Done, 2)]
+)
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_peer_that_dies_costs_time_alone(
+    pair: tuple[Engine, Engine],
+    alone: list[Any],
+    kind: type[Message],
+    count: int,
+    changed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = pair
+    monkeypatch.setattr(remote, "AGAIN", 0.01)
+    dies = Dies(kind, count, changed, monkeypatch)
+    assert same_text(tell(second, ASKED), alone)
+    assert dies.happened
+    assert "is gone; prompts are read here" in caplog.text
+    wait_until(lambda: "answers" in caplog.text)
+    assert same_text(tell(second, [TEXTS[1]]), tell(second, [TEXTS[1]]))
+    check_idle(second)
+    wait_until(lambda: not first._system.ingress.open_requests)  # type: ignore[union-attr]
+    check_idle(first)
+
+
+def same_text(told: list[Any], others: list[Any]) -> bool:
+    """But for what was cached: what a peer has lost is computed again."""
+    return same([(t, f, v) for t, _, f, v in told], [(t, f, v) for t, _, f, v in others])
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20) -> None:
+    wait, waited = threading.Event(), 0.0
+    while not true():
+        assert waited < seconds
+        wait.wait(0.01)
+        waited += 0.01
+
+
+def test_memory_that_changes_is_not_handed_out(
+    pair: tuple[Engine, Engine], alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = HostUnits.write
+
+    def spoil(units: HostUnits, unit: int, key: bytes, data: bytes) -> None:
+        write(units, unit, key, data)
+        units._data[unit - 1, 3] ^= 1
+
+    monkeypatch.setattr(HostUnits, "write", spoil)
+    monkeypatch.setattr(remote, "STALLED", 0.1)
+    _, second = pair
+    assert same_text(tell(second, ASKED), alone)
+    [tier] = stats(second).tiers
+    assert (tier.loaded, tier.unanswered) == (0, 3)
+
+
+def test_a_prefill_server_that_refuses_is_no_error(
+    pair: tuple[Engine, Engine], alone: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = pair
+    assert first._system is not None
+    first._system.ingress.phase = "draining"
+    assert same_text(tell(second, ASKED), alone)
+    first._system.ingress.phase = "ready"
+    assert "shutting down" in caplog.text
+    assert stats(second).tiers[0].unanswered == 3
+
+
+def test_requests_that_leave_are_not_read_on(pair: tuple[Engine, Engine]) -> None:
+    first, second = pair
+    assert first._system is not None
+    first._system._schedule.pause(True)  # type: ignore[union-attr]
+    stream = second.stream(TEXTS[0])
+    thread = threading.Thread(target=lambda: next(iter(stream), None), daemon=True)
+    thread.start()
+    wait_until(lambda: first._system.ingress.open_requests == 1)  # type: ignore[union-attr]
+    second.shutdown()
+    wait_until(lambda: not first._system.ingress.open_requests)  # type: ignore[union-attr]
+    first._system._schedule.pause(False)  # type: ignore[union-attr]
+    thread.join()
+
+
+def test_prompt_logprobs_are_computed_here(pair: tuple[Engine, Engine], folders: dict[str, Path]) -> None:
+    _, second = pair
+    with begin(folders["pages"]) as one:
+        wanted = {"prompt_logprobs": 1, "temperature": 0.0}
+        assert same(tell(second, ASKED[:2], **wanted), tell(one, ASKED[:2], **wanted))
+    assert stats(second).tiers[0].asked == 0
+
+
+def test_small_memory_costs_time_alone(folders: dict[str, Path], prefill: Engine, alone: list[Any]) -> None:
+    """There is room for a third of a prompt on its way, and on the device for one."""
+    sizes = {"kv_transfer_bytes": 32 << 10, "kv_cache_bytes": 256 << 10, "context_length": 200}
+    with decoding(folders["pages"], port_of(prefill), **sizes) as second:
+        wanted = SamplingParams(temperature=0.7, seed=5, max_tokens=4)
+        outputs = second.generate(ASKED * 2, wanted)
+        assert [out.tokens for out in outputs] == [tokens for tokens, *_ in alone] * 2
+        check_idle(second)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_transfer_secret": "another"}, "another secret"),
+        ({"random_seed": 2}, "model: "),
+        ({"page_size": 8}, "settings: .*page_size=16"),
+    ],
+)
+def test_strangers_are_refused(
+    folders: dict[str, Path], prefill: Engine, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--prefill-url tcp://.*{words}"):
+        decoding(folders["pages"], port_of(prefill), **changes)
+
+
+def test_other_versions_are_refused(
+    folders: dict[str, Path], prefill: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Channel.send
+
+    def older(channel: Channel, message: Message, beside: bytes = b"") -> None:
+        if isinstance(message, Hello):
+            message.version = "0.0.1"
+        send(channel, message, beside)
+
+    monkeypatch.setattr(Channel, "send", older)
+    with pytest.raises(ConfigError, match="and this is 0.0.1; install the same"):
+        decoding(folders["pages"], port_of(prefill))
+
+
+def test_who_sends_nonsense_is_not_let_in(prefill: Engine) -> None:
+    for noise in (b"GET / HTTP/1.1\r\n\r\n" * 9, b"\xff" * 99, bytes(99)):
+        with socket.create_connection(("127.0.0.1", port_of(prefill)), 5) as sock:
+            sock.sendall(noise)
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(99) == b""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"role": "encode"}, "models that take media"),
+        ({"role": "prefill"}, "SGLA_KV_TRANSFER_SECRET"),
+        ({"role": "decode", **SECRET}, "--prefill-url tcp://HOST:PORT"),
+        ({"role": "decode", "prefill_url": "http://a:1", **SECRET}, "--prefill-url tcp://HOST:PORT"),
+        ({"prefill_url": "tcp://a:1"}, "needs --role decode"),
+        ({"role": "prefill", "prefix_cache": False, **SECRET}, "--no-prefix-cache"),
+        ({"kv_transfer_backend": "nixl"}, "pip install nixl"),
+        ({"kv_transfer_backend": "mooncake"}, "pip install mooncake-transfer-engine"),
+    ],
+)
+def test_what_cannot_be_is_refused(folders: dict[str, Path], changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        begin(folders["pages"], **changes)
