@@ -91,9 +91,6 @@ __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, in
   else
     copy_2d(to, map, bar, k, row, policy);
 }
-__device__ __forceinline__ void consumers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-}
 
 // A tile of x, of BN rows from `row` on, and of w, and a pass over them. Those that are worked on at the same
 // time share rows in the L2 cache.
@@ -258,7 +255,7 @@ __device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N]
                                           const Columns& columns, int tile, int n, int row,
                                           float* warp_squares) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  consumers_sync();  // those before have been read
+  meet_at<CONSUMERS>(1);  // those before have been read
 #pragma unroll
   for (int j = 0; j < N; j += 4) {
     const int at = row + j * 2 + g;
@@ -284,7 +281,7 @@ __device__ __forceinline__ void store_add(const Params& p, const float (&sum)[N]
       if (g == 0) warp_squares[warp * DONE_ROWS + j * 2 + t * 2 + i] = squares[i];
     }
   }
-  consumers_sync();
+  meet_at<CONSUMERS>(1);
   for (int i = threadIdx.x; i < DONE_ROWS && row + i < p.m; i += CONSUMERS) {
     float total = 0.f;
     for (int w = 0; w < CONSUMERS / 32; ++w) total += warp_squares[w * DONE_ROWS + i];
@@ -308,7 +305,7 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
   };
   auto from = [&](int i, int j) { return inbox + ((i - 1) * (SHARE / 4) + j / 4) * (CONSUMERS * 16); };
   // All have set up their barriers.
-  if (CLUSTER) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  if (CLUSTER) cluster_wait_aligned();
 #pragma unroll
   for (int to = 0; to < SPLIT; ++to)
 #pragma unroll
@@ -328,7 +325,7 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
       }
     }
   if (GLOBAL) {
-    consumers_sync();
+    meet_at<CONSUMERS>(1);
     if (threadIdx.x == 0) {
       u32 old, now;
       asm volatile("fence.acq_rel.gpu;\natom.add.relaxed.gpu.global.u32 %0, [%1], 1;"
@@ -339,7 +336,7 @@ __device__ __forceinline__ void exchange(const Params& p, const float (&acc)[ACC
       do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(p.counts + e.index) : "memory");
       while (int(now - goal) < 0);
     }
-    consumers_sync();
+    meet_at<CONSUMERS>(1);
   } else {
     barrier_wait(e.delivered, 0);
   }
@@ -450,7 +447,7 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
       if (draws.least[threadIdx.x] < least) draws.least[threadIdx.x] = least;
     }
     draw_tile(sum, draws, p.first + n, p.n - n);
-    consumers_sync();
+    meet_at<CONSUMERS>(1);
     if (threadIdx.x < p.m) {
       const long long best = *const_cast<volatile long long*>(&draws.best[threadIdx.x]);
       if (best > told.given) atomicMax(p.draw.keys + threadIdx.x, told.given = best);
@@ -468,7 +465,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& work, const
     pdl_wait();
     told.draws = *p.draw.plain;
     begin_draw(p.draw, *shared.draws, p.m);
-    consumers_sync();
+    meet_at<CONSUMERS>(1);
   }
   Slot<STAGES> slot;
   for (int at = work.begin; at < work.total; at += work.step) {

@@ -104,6 +104,34 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
   asm volatile("{\n.reg .pred done;\nwaiting:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done "
                "bra passed;\nbra waiting;\npassed:\n}" ::"r"(bar), "r"(parity) : "memory");
 }
+// Until COUNT threads of the block have come to this barrier of the hardware's; 0 is that of __syncthreads.
+template <int COUNT>
+__device__ __forceinline__ void meet_at(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(COUNT) : "memory");
+}
+// Until all threads of a cluster have arrived: what they wrote before is seen behind the wait. `aligned`: a
+// warp's threads do so together.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_aligned() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait_aligned() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Between plain accesses and those of the copy engine: of all memory, and of the block's shared memory.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ __forceinline__ void fence_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
 __device__ __forceinline__ u64 policy_once() {  // weights are read once
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

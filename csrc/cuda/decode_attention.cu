@@ -544,7 +544,7 @@ __device__ __forceinline__ void complete_tile(u32 kt, u32 vt, const unsigned cha
     store((i < CHUNKS ? kt : vt) + in_tile_at(last, i % CHUNKS), row[i]);
   for (int i = (last + 1) * CHUNKS + lane; i < TILE * CHUNKS; i += 32)
     store(vt + in_tile_at(i / CHUNKS, i % CHUNKS), {});
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine writes there next
+  fence_shared();  // the copy engine writes there next
   __syncwarp();
 }
 
@@ -700,7 +700,7 @@ struct Sum {
 __device__ __forceinline__ void merge(const Params& p, const Memory& memory, const Shares& shares) {
   __shared__ bool last;
   const int thread = threadIdx.x - WARPS * 32;
-  auto sync = [&]() { asm volatile("bar.sync 1, %0;" ::"n"(MERGING) : "memory"); };
+  auto sync = [&]() { meet_at<MERGING>(1); };
   auto place = [&](int j) { return (j * MERGING + thread) * 4; };
   if (FUSED) pdl_wait();
   for (int u = 0;; ++u) {

@@ -176,11 +176,7 @@ __device__ __forceinline__ void supply(const Params& p, Shared& s, Self self) {
     }
     const u32 full = self.full + self.place * 8;
     barrier_expect(full, PIECE_BYTES);
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            self.ring + self.place * PIECE_BYTES),
-        "l"(from), "n"(PIECE_BYTES), "r"(full)
-        : "memory");
+    copy_bytes(self.ring + self.place * PIECE_BYTES, from, PIECE_BYTES, full);
     if (++self.place == DEPTH) self.place = 0;
     ++n;
   }
@@ -259,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   for (int i = self.tid; i < WARPS * DEPTH; i += THREADS + 32) piece_init(smem_addr(&s.full[0][0]) + i * 8);
   if (self.tid < WARPS) s.taken[self.tid] = 0;
   if (self.warp < WARPS) list_pieces(s, self);
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_copies();
   __syncthreads();
   if (self.warp == WARPS) return supply(p, s, self);
 

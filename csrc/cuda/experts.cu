@@ -55,15 +55,6 @@ __device__ __forceinline__ void foresee(const TensorMap& map, int k, int tile, i
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %2, %3, %4}];"
                ::"l"(&map), "r"(k), "r"(0), "r"(tile * (BM / 16)), "r"(expert) : "memory");
 }
-__device__ __forceinline__ void copy_row(u32 to, const bf16* from, int bytes, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
-}
-// Between plain accesses and those of the copy engine, of global and shared memory.
-__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-__device__ __forceinline__ void consumers_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-}
 
 // What the sort leaves behind.
 struct Sorted {
@@ -88,7 +79,7 @@ __device__ __forceinline__ void sort(const Params& p, Sorted& sorted, u16* count
   for (int b = 0; b < BATCHES; ++b)
     expert[b] = b < batches && first + b * 32 < p.pairs ? p.ids[first + b * 32] : -1;
   for (int i = threadIdx.x; i < WARPS * EXPERTS; i += CONSUMERS) counts[i] = 0;
-  consumers_sync();
+  meet_at<CONSUMERS>(1);
   counts += warp * EXPERTS;
 #pragma unroll
   for (int b = 0; b < BATCHES; ++b) {
@@ -102,7 +93,7 @@ __device__ __forceinline__ void sort(const Params& p, Sorted& sorted, u16* count
     __syncwarp();
   }
   counts -= warp * EXPERTS;
-  consumers_sync();
+  meet_at<CONSUMERS>(1);
   for (int e = threadIdx.x; e < EXPERTS; e += CONSUMERS) {
     int sum = 0;
 #pragma unroll
@@ -113,7 +104,7 @@ __device__ __forceinline__ void sort(const Params& p, Sorted& sorted, u16* count
     }
     start[e] = sum;
   }
-  consumers_sync();
+  meet_at<CONSUMERS>(1);
   if (warp == 0) {
     int n[EACH];
     u32 sum = 0;  // pairs, places << 16
@@ -139,7 +130,7 @@ __device__ __forceinline__ void sort(const Params& p, Sorted& sorted, u16* count
       pair += n[i];
     }
   }
-  consumers_sync();
+  meet_at<CONSUMERS>(1);
 #pragma unroll
   for (int b = 0; b < BATCHES; ++b)
     if (expert[b] >= 0)
@@ -308,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) experts(const __grid_co
         if (m >= X_STAGES) barrier_wait(x_empty + s * 8, (m / X_STAGES - 1) & 1);
         if (lane == 0) barrier_expect(x_full + s * 8, rows * bytes);
         __syncwarp();
-        if (lane < rows) copy_row(xs + s * X_BYTES + lane * PITCH, from + at, bytes, x_full + s * 8);
+        if (lane < rows) copy_bytes(xs + s * X_BYTES + lane * PITCH, from + at, bytes, x_full + s * 8);
       }
     });
   } else {

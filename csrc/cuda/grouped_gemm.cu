@@ -150,7 +150,7 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, const f
       else
         stmatrix_trans(buffer + at(row, warp * 2 + (lane >> 3 & 1)), pack2(d[0], d[1]), pack2(d[2], d[3]));
     }
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+    meet_at<128>(group + 1);
 #pragma unroll
     for (int i = 0; i < PIECE / LINES; ++i) {
       u32 v[4];
@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Tile& tile, u32 
     const u32 stage = ring + slot.stage * STAGE_BYTES;
     barrier_wait(full + slot.stage * 8, slot.parity);
     // X was not brought by the copy engine.
-    if (GATED) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (GATED) fence_shared();
     const u64 w = tile_at(stage + group * (64 * BK * 2)), x = tile_at(stage + W_BYTES);
     wgmma_fence();
 #pragma unroll

@@ -109,12 +109,6 @@ __device__ __forceinline__ float lds_of(u32 addr, int rank) {
                  "[there];\n}" : "=f"(r) : "r"(addr), "r"(rank) : "memory");
   return r;
 }
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
 // a - b, two of bfloat16.
 __device__ __forceinline__ u32 sub2(u32 a, u32 b) {
   u32 r;

@@ -561,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
   for (int i = self.tid; i < p.count * int(sizeof(Layer) / 8); i += THREADS)
     reinterpret_cast<u64*>(s.layers)[i] = reinterpret_cast<const u64*>(p.layers)[i];
   for (int i = self.tid; i < WARPS * DEPTH; i += THREADS) piece_init(smem_addr(&s.full[0][0]) + i * 8);
-  asm volatile("fence.proxy.async;" ::: "memory");
+  fence_copies();
   __syncthreads();
   if (self.lane < DEPTH) fill_first(p, s, self, 0, self.lane, self.lane);
   __syncwarp();

@@ -122,7 +122,7 @@ __device__ __forceinline__ void piece_wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 // The threads of all warps that attend and multiply.
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void meet() { meet_at<THREADS>(1); }
 
 __device__ __forceinline__ bool piece_there(u32 barrier, u32 parity) {
   u32 done;

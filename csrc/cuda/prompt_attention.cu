@@ -224,7 +224,7 @@ struct Rows {
   __device__ __forceinline__ void step(const Work& work, const Work& before, int block) {
     barrier_wait(shared.k_full + k.stage * 8, k.parity);
     barrier_wait(shared.v_full + v.stage * 8, v.parity);
-    asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+    meet_at<256>(1 + group);
     wgmma_fence();
     multiply();
     weigh();
@@ -323,8 +323,8 @@ struct Rows {
                    "r"(0)
                    : "memory");
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("bar.sync %0, 128;" ::"r"(3 + group) : "memory");
+    fence_shared();
+    meet_at<128>(3 + group);
   }
 
   __device__ __forceinline__ void store(const Work& work, const Softmax& done) {

@@ -59,7 +59,8 @@ __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, in
                : "memory");
 }
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 // A stage is free, as the first threads of a group tell every block that writes there.
 __device__ __forceinline__ void release(u32 bar) {

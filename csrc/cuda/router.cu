@@ -36,12 +36,6 @@ struct Params {
   float eps;
 };
 
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 __device__ __forceinline__ void store_to(const void* place, int rank, float v) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 "
                "[there], %2;\n}"
@@ -104,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) router(const Params p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int rank = blockIdx.x % CLUSTER, row0 = blockIdx.x / CLUSTER * ROWS;
   constexpr int D = COLS * CLUSTER;
-  cluster_arrive();
+  cluster_arrive_aligned();
   uint4 w[PIECES][2];
   const bf16* mine = p.router + (warp * 16 + g) * D + rank * COLS + t * 8;
 #pragma unroll
@@ -121,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) router(const Params p) {
     scales[i][0] = from[0];
     scales[i][1] = from[1];
   }
-  cluster_wait();  // all blocks run
+  cluster_wait_aligned();  // all blocks run
   pdl_wait();
   if (blockIdx.x == 0)
     for (int i = threadIdx.x; i < p.places; i += THREADS) p.done[i] = 0;
@@ -146,8 +140,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) router(const Params p) {
 #pragma unroll
     for (int o = PER_ROW / 2; o; o /= 2) square += __shfl_xor_sync(~0u, square, o);
     for (int to = part; to < CLUSTER; to += PER_ROW) store_to(&squares[rank][r], to, square);
-    cluster_arrive();
-    cluster_wait();
+    cluster_arrive_aligned();
+    cluster_wait_aligned();
     float total = 0.f;
 #pragma unroll
     for (int i = 0; i < CLUSTER; ++i) total += squares[i][r];
@@ -179,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) router(const Params p) {
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       store_to(&partial[rank][e & 1][warp * 16 + g + (e >= 2 ? 8 : 0)], j * 4 + t, acc[j][e]);
-  cluster_arrive();
-  cluster_wait();
+  cluster_arrive_aligned();
+  cluster_wait_aligned();
   const int chosen = row0 + rank * 2 + warp;
   if (warp < 2 && chosen < p.m) {
     float v[EACH] = {};
