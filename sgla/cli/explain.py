@@ -18,7 +18,7 @@ from sgla.config import SECRETS, Config
 from sgla.defaults import Defaults, find_defaults
 from sgla.device import H200, platform
 from sgla.errors import ConfigError
-from sgla.hub.demo import choose
+from sgla.hub.demo import choose_model
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource
 from sgla.loading.source import configured_source, drafting
@@ -34,7 +34,7 @@ from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, host_bytes, kv_pool, re
 
 
 def run(args: argparse.Namespace) -> int:
-    config = choose(load_config(args.flags, args.config), complain, ask=False)
+    config = choose_model(load_config(args.flags, args.config), complain, ask=False)
     machine = detect()
     if args.kernels:
         return kernels(config, machine)

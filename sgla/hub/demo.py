@@ -45,7 +45,7 @@ CANDIDATES = (
 )
 
 
-def choose(config: Config, say: Callable[[str], None], ask: bool = True) -> Config:
+def choose_model(config: Config, say: Callable[[str], None], ask: bool = True) -> Config:
     """``config``, with the hub's model in place of ``demo`` if that is what is to be served; ``say`` is told
     in a line what was chosen. A demo that is on this disk stays what it is. ``ask``: the hub may be asked,
     for two seconds. Raises ConfigError where ``--demo hub`` cannot be had."""
@@ -85,7 +85,7 @@ def choose(config: Config, say: Callable[[str], None], ask: bool = True) -> Conf
 def with_demo(config: Config, say: Callable[[str], None], start: Callable[[Config], T]) -> T:
     """What ``start`` returns for the model that ``choose`` takes. Where the hub does not bring it, and
     nobody asked for the hub's, ``say`` is told why, and ``start`` is called again, with the packaged one."""
-    chosen = choose(config, say)
+    chosen = choose_model(config, say)
     try:
         return start(chosen)
     except NotDownloaded as error:
