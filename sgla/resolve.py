@@ -254,7 +254,7 @@ def check_offload(
 
 def host_bytes(config: Config, spec: ModelSpec, dtype: str) -> int:
     """Of the weights that all ranks together keep there."""
-    quantization, nbytes = config.quantization or spec.quantization, config.cpu_offload_gb * GIB
+    quantization, nbytes = spec.quantized(config.quantization, "cuda"), config.cpu_offload_gb * GIB
     return offloaded(spec, dtype, quantization, config.tp, nbytes).host * config.tp
 
 

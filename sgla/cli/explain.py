@@ -108,11 +108,11 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
         weights = weight_bytes(spec, config.dtype, config.quantization, config.tp)
         return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
     kind = "cuda" if config.device == "cuda" else "cpu"
-    quantization = config.quantization or (spec.quantization if config.device == "cuda" else None)
+    quantization = spec.quantized(config.quantization, kind)
     weights = weight_bytes(spec, config.dtype, quantization, config.tp, kind) * config.tp
     dtype = config.kv_dtype(config.dtype)
     guessing = read_guessing(config, draft, spec)
-    weights += draft_bytes(config, guessing, config.dtype)
+    weights += draft_bytes(config, guessing, config.dtype, kind)
     states = [with_draft(state_of(spec, config.tp, rank), draft_state(guessing)) for rank in range(config.tp)]
     rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}
     if spec.recurrent:

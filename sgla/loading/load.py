@@ -82,8 +82,7 @@ def load_model(
         spec = replace(spec, tied=False)
     if source.kind == "gguf" and spec.moe is not None:
         spec = replace(spec, moe=replace(spec.moe, crossed=False))  # the file has gate and up apart
-    if _device().type == "cuda":
-        quantization = quantization or spec.quantization
+    quantization = spec.quantized(quantization, _device().type)
     rename = renaming(spec.architecture)
     build = decoder_build(source, spec, dtype, quantization, shard or Shard(), rename)
     if context_len is not None and context_len > spec.context_len:

@@ -201,12 +201,13 @@ def _unfit(why: str) -> ConfigError:
     return ConfigError(f"--speculative-model cannot guess for this model: {why}", param="speculative_model")
 
 
-def draft_bytes(config: Config, draft: ModelSpec | None, dtype: str) -> int:
-    """Of the weights of what guesses."""
+def draft_bytes(config: Config, draft: ModelSpec | None, dtype: str, device: str = "cpu") -> int:
+    """Of the weights of what guesses, on this kind of device."""
     if draft is None:
         return 0
     own = config.speculative_algorithm not in OTHER_FILES
-    return weight_bytes(draft, dtype, config.quantization if own else config.speculative_quantization, 1)
+    asked = config.quantization if own else config.speculative_quantization
+    return weight_bytes(draft, dtype, draft.quantized(asked, device), 1, device)
 
 
 def draft_state(draft: ModelSpec | None) -> list[LayerState]:

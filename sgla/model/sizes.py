@@ -63,8 +63,9 @@ def kinds_of(
 def experts_kind(spec: ModelSpec, dtype: str, quantization: str | None) -> str | None:
     """In which storage GPUs keep the experts of a mixture; None for a model without. Raises ConfigError as
     ``kinds_of``."""
-    kinds = kinds_of(dtype, quantization or spec.quantization, spec.method, "cuda") if spec.moe else None
-    return kinds.linear if kinds else None
+    if spec.moe is None:
+        return None
+    return kinds_of(dtype, spec.quantized(quantization, "cuda"), spec.method, "cuda").linear
 
 
 class Parameters(NamedTuple):

@@ -58,6 +58,11 @@ class ModelSpec:
         """The checkpoint's method, if GPUs keep what it holds."""
         return self.method.name if self.method is not None and "cuda" in self.method.devices else None
 
+    def quantized(self, asked: str | None, device: str) -> str | None:
+        """What linear layers are kept in on this kind of device: as ``asked``, else as GPUs keep what the
+        checkpoint has; None: in floating point."""
+        return asked or (self.quantization if device == "cuda" else None)
+
     @property
     def windows(self) -> tuple[int, ...]:
         """Sliding windows of the layers; 0: full attention."""

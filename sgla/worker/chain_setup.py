@@ -86,7 +86,7 @@ def _load_head(
     """The head, and what makes its logits."""
     eagle = eagle_of(config, source, target.spec)
     if eagle is None:
-        quantization = config.quantization or target.spec.quantization
+        quantization = target.spec.quantized(config.quantization, "cuda")
         return load_predictor(source, target, dtype, quantization, report, seed), target.lm_head
     assert source.draft is not None
     kind, length = config.speculative_quantization, target.positions

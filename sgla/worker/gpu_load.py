@@ -109,10 +109,10 @@ def weights_of(config: Config, spec: ModelSpec, place: Gpu, guessing: ModelSpec 
     return Weights(
         spec,
         dtype_of(config),
-        config.quantization or spec.quantization,
+        spec.quantized(config.quantization, "cuda"),
         place.shard.size,
         place.device.fp8 and not whole,
         () if whole else splits(spec, torch.cuda.device_count()),
         config.cpu_offload_gb * GIB,
-        draft_bytes(config, guessing, dtype_of(config)),
+        draft_bytes(config, guessing, dtype_of(config), "cuda"),
     )

@@ -101,7 +101,7 @@ class _Attention:
 def forward_of(config: Config, source: ModelSource) -> gpu.RecordedForward:
     """The forward pass of a model without weights, which can be recorded and rewritten."""
     spec, dtype = read_decoder(source.config), dtype_of(config)
-    quantization = config.quantization or spec.quantization
+    quantization = spec.quantized(config.quantization, "cuda")
     with torch.device("meta"):
         build = decoder_build(source, spec, dtype, quantization, Shard(0, config.tp))
         model = model_of(spec, build, CONTEXT)

@@ -22,7 +22,9 @@ from sgla.errors import ConfigError, OutOfMemory
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.layers.spec import StateTensor
+from sgla.model.drafting import draft_bytes
 from sgla.model.read import read_decoder
+from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, KVGroup, LayerState, Pool, kv_groups
 from sgla.worker import gpu_memory
@@ -48,6 +50,18 @@ def test_the_pool_gets_what_is_free() -> None:
     assert size_pool(1000 * MIB + 5, POOL, None, None, no_advice) == [1000]
     assert size_pool(1000 * MIB, POOL, 10 * MIB, None, no_advice) == [10]
     assert size_pool(1000 * MIB, POOL, None, 999 * 16, no_advice) == [1000]  # page 0 is the dummy
+
+
+def test_what_guesses_takes_as_much_as_a_gpu_keeps_of_it() -> None:
+    config = json.loads((MODELS / "qwen3-0.6b/config.json").read_text())
+    plain = read_decoder(config)
+    stored = read_decoder(config | {"quantization_config": {"quant_method": "fp8"}})
+    asked = Config(speculative_algorithm="draft_model", speculative_quantization="int4")
+    own = Config(speculative_algorithm="draft_model")
+    for kind, draft, settings in (("fp8", stored, own), ("int4", plain, asked), ("int4", stored, asked)):
+        whole = weight_bytes(draft, "bfloat16", kind, 1, "cuda")
+        assert draft_bytes(settings, draft, "bfloat16", "cuda") == whole
+        assert whole < draft_bytes(own, draft, "bfloat16")
 
 
 def test_states_alone_get_what_is_free() -> None:
