@@ -11,13 +11,20 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from sgla import messages
-from sgla.defaults import REPETITION, SAMPLING, number
+from sgla.defaults import REPETITION, SAMPLING, TOKENS, Range, number
 from sgla.engine.inputs import kind
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import MAX_GRAMMAR, STRUCTURED_OUTPUTS, Grammar, whitespace_of
 from sgla.validation import fault, root
 
 WITH_DEFAULTS = (*SAMPLING, REPETITION)  # fields that a model or the user may have defaults for
+COUNTS = {
+    "n": TOKENS,
+    "min_tokens": Range(0),
+    "logprobs": Range(0),
+    "prompt_logprobs": Range(-1),
+    "logprob_start": Range(0),
+}
 VLLMS = messages.SamplingParams()
 MISSING = ("logits_processors", "extra_args", "best_of", "truncate_prompt_tokens", "thinking_token_budget")
 
@@ -160,7 +167,12 @@ def resolved(
                 fields[name] = number(name, fields[name])
             except ValueError as error:
                 raise InvalidField(f"{name} {error}", param=name) from None
-    return convert(fields, messages.SamplingParams, None)
+    found: messages.SamplingParams = convert(fields, messages.SamplingParams, None)
+    for name, fits in COUNTS.items():
+        value = getattr(found, name)
+        if value is not None and value not in fits:
+            raise InvalidField(f"{name} must be an integer {fits}, not {value}", param=name)
+    return found
 
 
 def convert(value: Any, kind: Any, param: str | None) -> Any:

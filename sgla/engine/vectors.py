@@ -120,7 +120,9 @@ class VectorCalls(EngineLoop):
     def _pools(self, *tasks: str) -> Pooling:
         pooling = self._pooling()
         if pooling is None or pooling.task not in tasks:
-            raise UnsupportedTask(f"this call needs a model for the task {' or '.join(tasks)}")
+            needed = " or ".join(tasks)
+            hint = ", for example 'minilm'" if "embed" in tasks else ""
+            raise UnsupportedTask(f"this call needs a model for the task {needed}{hint}")
         return pooling
 
 
