@@ -69,7 +69,7 @@ def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
 
 
 NOTEBOOKS = {"experiments.md", "performance-cpu.md"}  # notes of measurements
-MOST_WORDS = 45
+MOST_WORDS, COLUMNS = 45, 110
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - NOTEBOOKS))
@@ -80,6 +80,14 @@ def test_sentences_are_short(page: str) -> None:
     prose = [" ".join(one.split()) for one in paragraphs if not one.lstrip().startswith(("|", "#", "<"))]
     sentences = [one for paragraph in prose for one in re.split(r"(?<=[.;:?])\s+", paragraph)]
     assert [one for one in sentences if len(one.split()) > MOST_WORDS] == []
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_lines_are_short(page: str) -> None:
+    """Those outside of tables and code, links not counted."""
+    text = re.sub(r"^ *```.*?^ *```", "", PAGES[page], flags=re.M | re.S)
+    lines = re.sub(r"\]\(\S*", "]", text).splitlines()
+    assert [one for one in lines if len(one) > COLUMNS and not one.lstrip().startswith("|")] == []
 
 
 def kinds_of_errors(kind: type[errors.SglaError] = errors.SglaError) -> set[type[errors.SglaError]]:
