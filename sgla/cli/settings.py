@@ -60,7 +60,7 @@ def parse_url(text: str) -> str:
     raise ValueError(f"'{text}' is no server's address; write http://HOST:PORT")
 
 
-def reason(error: Exception | str) -> str:
+def reason(error: BaseException | str) -> str:
     """Why a server could not be asked, in the system's words where it has some."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
