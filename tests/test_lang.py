@@ -117,6 +117,22 @@ def test_branches_run_side_by_side_and_come_back() -> None:
     assert state.text() == "Head." + "".join(f" {i}:{x}" for i, x in enumerate(state["x"]))
 
 
+def test_branches_of_a_message_are_appended_to_it() -> None:
+    @sgl.function
+    def branches(s: Any, ends: bool) -> None:
+        s += sgl.user("Why?") + sgl.assistant_begin() + "So"
+        forks = s.fork(2)
+        forks += [" a", " b"]
+        if ends:
+            forks += sgl.assistant_end()
+        forks.join("concate_and_append")
+        s += sgl.assistant_end()
+
+    assert branches.run(False, backend=Echo()).messages()[1]["content"] == "So a b"
+    with pytest.raises(InvalidField, match="end a message"):
+        branches.run(True, backend=Echo())
+
+
 def test_a_failing_branch_ends_the_program() -> None:
     @sgl.function
     def branches(s: Any) -> None:

@@ -69,6 +69,17 @@ class Written:
     def copy(self) -> Written:
         return copy.deepcopy(self)
 
+    def behind(self, earlier: Written) -> str:
+        """What has come to the text, or to the open message, since it was ``earlier``. Raises InvalidField
+        where a message has ended since."""
+        if len(self.messages) > len(earlier.messages):
+            raise InvalidField(
+                "branches that end a message cannot be appended; leave out the mode, and their variables "
+                "come back as lists",
+                param="mode",
+            )
+        return self.content[len(earlier.content) :] if self.chat else self.text[len(earlier.text) :]
+
 
 class State:
     """What ``function`` gives a program as its first argument. Texts are appended at once; what the model
@@ -370,7 +381,7 @@ class Forks:
     def __init__(self, source: State, states: list[State]) -> None:
         self._source = source
         self._states = states
-        self._begun = len(source._written.text), set(source._variables)
+        self._begun = source._written.copy(), set(source._variables)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -408,10 +419,10 @@ class Forks:
         errors = [state.error() for state in self._states]
         for error in filter(None, errors):
             raise error
-        length, names = self._begun
+        written, names = self._begun
         if mode == "concate_and_append":
             for state in self._states:
-                self._source.append(Text(state._written.text[length:]))
+                self._source.append(Text(state._written.behind(written)))
             return
         found: dict[str, list[Any]] = {}
         for state in self._states:
