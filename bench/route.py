@@ -397,7 +397,7 @@ def main() -> None:
     add("--turn-tokens", type=int, default=100, help="of each message")
     add("--systems", type=int, default=8)
     add("--system-tokens", type=int, default=1000)
-    add("--token-us", type=float, default=50.0, help="time of a token that is not cached")
+    add("--token-us", type=float, default=200.0, help="time of a token that is not cached")
     add("--cache-tokens", type=int, default=200_000, help="of each worker")
     add("--seed", type=int, default=0)
     args = parser.parse_args()
