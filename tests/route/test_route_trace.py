@@ -14,7 +14,7 @@ from sgla.route.balancer import Balancer
 from sgla.route.config import RouteConfig
 from sgla.route.workers import Look
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
 from route import Cache, conversations
 
 TRACE = {"conversations": 48, "turns": 6, "turn_tokens": 100, "systems": 8, "system_tokens": 1000, "seed": 0}
