@@ -502,6 +502,21 @@ class Config(AdapterSettings, kw_only=True):
         dict[str, Any],
         Doc(description="sampling defaults that go before those, such as '{\"temperature\": 0.5}'"),
     ] = {}
+    models: Annotated[
+        list[str],
+        Doc(
+            description="several models in one server, which requests choose by model: NAME=MODEL for each, "
+            "or a YAML file with the flags of each, or a folder, whose models are loaded when somebody asks "
+            "for them"
+        ),
+    ] = []
+    sleep_idle: Annotated[
+        float,
+        Doc(
+            description="seconds after which a model that nobody uses gives its memory back, until somebody "
+            "asks for it; 0 = never"
+        ),
+    ] = 0.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Doc(description="log level")] = "info"
     log_format: Annotated[
         Literal["text", "json"], Doc(description="lines for people, or one JSON object a line")

@@ -100,6 +100,7 @@ def resolve(
     """
     machine = machine or detect()
     check(config)
+    check_one(config)
     spec = read_spec(model) if model is not None else None
     encoder = isinstance(spec, EncoderSpec)
     filling = Filling(by_our_names(config))
@@ -185,6 +186,12 @@ def settle_quantization(
         reason = "as the file is, so that a step reads no more; none gives --dtype"
         filling.filled["quantization"] = method.name if method.name in OF_CHECKPOINTS else "checkpoint"
         filling.reasons["quantization"] = reason
+
+
+def check_one(config: Config) -> None:
+    """Raise ConfigError for several models where there can be one."""
+    if config.models:
+        raise ConfigError("several models (--models) are for sgla serve and sgla explain", param="models")
 
 
 def check_features(config: Config, machine: Machine, device: str, vectors: bool, encoder: bool) -> None:
@@ -629,6 +636,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "sink_limit_bytes": (1, math.inf),
     "tool_timeout": (0.1, 86400),
     "drain_timeout": (0, math.inf),
+    "sleep_idle": (0, math.inf),
     "watchdog_timeout": (0, math.inf),
     "sse_keepalive": (0, math.inf),
     "state_bytes": (1 << 20, math.inf),

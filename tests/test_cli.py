@@ -430,7 +430,7 @@ class StandIn(http.server.BaseHTTPRequestHandler):
         known["/get_model_info"] = {"model_path": "demo", "chat_params": self.chat_params}
         if not self.chat_params:
             del known["/get_model_info"]
-        found = known.get(self.path)
+        found = known.get(self.path.partition("?")[0])
         self._send(200 if found else 404, json.dumps(found or {"error": {"message": "no route"}}).encode())
 
     def do_POST(self) -> None:

@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgla.cli.args import parse
-from sgla.cli.explain import as_text, ledger
+from sgla.cli.explain import as_text
 from sgla.cli.settings import load_config, parse_bytes
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.device import PLATFORMS, Device, nvidia
 from sgla.errors import ConfigError
+from sgla.ledger import ledger
 from sgla.model.read import read_decoder
 from sgla.model.sizes import offloaded
 from sgla.observe.machine import Machine, detect

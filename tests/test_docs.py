@@ -15,6 +15,7 @@ import yaml
 from sgla import census, errors, messages
 from sgla.actors import lanes
 from sgla.cli.args import parse
+from sgla.cli.several import values_of
 from sgla.config import Config
 from sgla.grammar import compiler, matcher, notations, sandbox, schema
 from sgla.http import accepting, bodies, connections
@@ -142,7 +143,9 @@ def test_commands_parse() -> None:
 
 
 def test_commands_of_compositions_parse() -> None:
-    [compose, _, manifest] = [yaml.safe_load(block) for block in blocks("yaml")]
+    [compose, _, manifest, models] = [yaml.safe_load(block) for block in blocks("yaml")]
+    for name, flags in models.items():
+        values_of(Path("models.yaml"), name, flags, lambda hint: None)
     parse(shlex.split(compose["services"]["sgla"]["command"]))
     pod = manifest["spec"]["template"]["spec"]
     [user] = re.findall(r"^USER (\d+)$", (DOCS.parent / "Dockerfile").read_text(), re.M)

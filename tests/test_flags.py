@@ -570,12 +570,21 @@ def test_a_list_takes_no_model_away(name: str) -> None:
     assert flags_of(flag, "v=1", "w=2", "--model", "a/b") == {"model": "a/b", name: ["v=1", "w=2"]}
     assert flags_of(flag, "v=1", flag, "w=2") == {name: ["v=1", "w=2"]}
     assert flags_of(flag, '["v=1", "w=2"]') == {name: ["v=1", "w=2"]}
-    for words in (("v=1", "w=2"), ("v=1", "w=2", "a/b"), ("v=1", "a/b", flag, "w=2", "c/d")):
+    named = name == "models"  # whose words are no MODEL
+    for words in (("v=1", "w=2"), ("v=1", "w=2", "a/b"), ("v=1", "a/b", flag, "w=2", "c/d"))[named:]:
         text = refused(flag, *words)
         assert f"is the last word behind {flag} the MODEL? Write MODEL before the flags" in text
         assert "w=2" not in text
+    if named:
+        assert flags_of(flag, "v=1", "w=2") == {name: ["v=1", "w=2"]}
     parted = ["v=1,w=2"] if name in SECRETS else ["v=1", "w=2"]
     assert flags_of(flag, "v=1,w=2", "a/b")[name] == parted
+
+
+def test_models_with_names_are_several() -> None:
+    assert flags_of("--model", "a=x", "--model", "b=org/y") == {"models": ["a=x", "b=org/y"]}
+    assert flags_of("--model", "a=x") == {"model": "a=x"}
+    assert flags_of("--model", "x", "--model", "b=y") == {"model": "b=y"}
 
 
 def test_a_model_may_stand_behind_other_flags() -> None:

@@ -82,7 +82,7 @@ class Ingress(Resting):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        # starting | download | spawn | compile | load | warmup | ready | draining | dead
+        # unloaded | starting | download | spawn | compile | load | warmup | ready | draining | dead
         self.phase = "starting"
         self.progress = Progress(phase="starting")
         self._progressed = clock.now()  # when it was told
@@ -141,7 +141,8 @@ class Ingress(Resting):
     @property
     def ready(self) -> bool:
         """True while requests are accepted and no step is overdue."""
-        return self.phase == "ready" and not self._trouble()
+        waits = self.phase == "unloaded" or (self.phase == "sleeping" and self.dozing)
+        return waits or (self.phase == "ready" and not self._trouble())
 
     @property
     def trouble(self) -> str:

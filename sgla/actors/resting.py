@@ -6,18 +6,21 @@ import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sgla import clock
 from sgla.actors.adapters import inside
 from sgla.actors.works import Done, Works
 from sgla.config import Config
-from sgla.errors import InvalidField, SglaError
+from sgla.errors import InvalidField, SglaError, UnsupportedField
 from sgla.hub.remote import files_of
 from sgla.loading.source import configured_source
 from sgla.messages import Control
+
+Room = Callable[[], AbstractAsyncContextManager[Any]]
 
 RESTS = {"updating": "weights are being updated", "sleeping": "the server sleeps; POST /wake_up wakes it"}
 PARTS = "weights", "kv_cache"  # as SGLang and vLLM call them
@@ -28,7 +31,8 @@ TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds betwe
 
 class Resting(ABC):
     """A part of the ingress. ``weight_version``: whose weights the answers are of; ``asleep``: what a server
-    that sleeps has given back, of ``PARTS``."""
+    that sleeps has given back, of ``PARTS``; ``dozing``: it does so because nobody came, and wakes for
+    whoever does."""
 
     config: Config
     phase: str
@@ -42,16 +46,49 @@ class Resting(ABC):
 
     def __init__(self) -> None:
         self.asleep: set[str] = set()
+        self.dozing = False
+        self.used = clock.now()  # when somebody last came or left
+        self._users = 0  # who wants something of the model now, and may not have opened a request yet
+        # Of a model that is not loaded before somebody comes; and what makes room for what wakes.
+        self.load: Callable[[], Awaitable[None]] | None = None
+        self.make_room: Room = nullcontext
         self._one = asyncio.Lock()  # of works, one after the other
         self._works = Works()
 
     @abstractmethod
     def require_ready(self, resting: bool = False) -> None: ...
 
+    def enter(self) -> None:
+        """Somebody comes, and leaves by ``leave``; meanwhile the model does not doze."""
+        self._users += 1
+        self.used = clock.now()
+
+    def leave(self) -> None:
+        self._users -= 1
+        self.used = clock.now()
+
+    @property
+    def idle(self) -> bool:
+        """Loaded, and nobody wants anything of it."""
+        return self.phase == "ready" and not (self._users or self._open or self.paused)
+
+    async def awake(self) -> None:
+        """Return when the model can do something, if it waits for somebody to come. Raises what loading
+        does, and Overloaded where there is no room."""
+        if self.phase == "unloaded" and self.load is not None:
+            await self.load()
+        elif self.dozing:
+            await self.wake()
+
+    async def doze(self) -> bool:
+        """``sleep`` until somebody comes. False if somebody is there."""
+        return await self._whole(self._doze())
+
     async def sleep(self, kv: bool, weights: str) -> bool:
         """Give back the memory of the KV cache, and of the weights; until all of it is there again no request
         is accepted. ``weights``: "" if they stay; else where they come from later, see ``ChangingRunner``.
         False if requests are open (nothing is given back then). Raises UnsupportedField and OutOfMemory."""
+        self.dozing = False
         return await self._whole(self._sleep(kv, weights))
 
     async def wake(self, parts: Collection[str] = PARTS) -> None:
@@ -105,6 +142,19 @@ class Resting(ABC):
 
         return await self._works.whole(alone())
 
+    async def _doze(self) -> bool:
+        if not self.idle:
+            return False
+        self.dozing = True  # who comes from now on waits behind this
+        try:
+            self.dozing = await self._sleep(True, "either") and self.dozing
+        except UnsupportedField:  # weights that cannot be read again
+            self.dozing = await self._sleep(True, "") and self.dozing
+        except BaseException:
+            self.dozing = False
+            raise
+        return self.phase == "sleeping"
+
     async def _sleep(self, kv: bool, weights: str) -> bool:
         sleeps = self.phase == "sleeping"
         if not sleeps:
@@ -133,9 +183,11 @@ class Resting(ABC):
     async def _wake(self, parts: Collection[str]) -> None:
         if self.phase == "sleeping":
             assert self._control is not None
-            await self._control(_waking(self.asleep.intersection(parts)))
+            async with self.make_room():
+                await self._control(_waking(self.asleep.intersection(parts)))
             self.asleep.difference_update(parts)
             if not self.asleep:
+                self.dozing = False
                 self._leave_phase("sleeping")
 
     async def _changed(self, change: Callable[[], Awaitable[None]]) -> bool:

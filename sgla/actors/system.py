@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from sgla.executor.base import Executor
     from sgla.executor.procs import ProcsExecutor
     from sgla.hub.source import ModelSource
+    from sgla.resolve import Resolved
     from sgla.text.process import BoundedTemplate
     from sgla.text.tokenizer import Tokenizer
 
@@ -293,6 +294,15 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
 
     Raises ConfigError.
     """
+    found, source = look_up(config, report)
+    defaults = find_defaults(config, source)
+    for note in (*source.notes, *found.notes, *defaults.notes):
+        log.warning("%s", note)
+    return found.config, source, defaults
+
+
+def look_up(config: Config, report: Callable[[Progress], None]) -> tuple[Resolved, ModelSource]:
+    """The model's files, downloaded if need be, and its settings. Blocks. Raises ConfigError."""
     from sgla.hub.fetch import resolve_model
     from sgla.loading.source import configured_source, drafting
     from sgla.model.pooling import read_pooling
@@ -302,13 +312,9 @@ def find_model(config: Config, report: Callable[[Progress], None]) -> tuple[Conf
     if config.speculative_model is not None:
         other = drafting(config)
         source = dataclasses.replace(source, draft=configured_source(resolve_model(other, report), other))
-    defaults = find_defaults(config, source)
     pooled = read_pooling(source, config.task) is not None
     draft = None if source.draft is None else source.draft.config
-    found = resolve(config, model=source.config, pooled=pooled, draft=draft)
-    for note in (*source.notes, *found.notes, *defaults.notes):
-        log.warning("%s", note)
-    return found.config, source, defaults
+    return resolve(config, model=source.config, pooled=pooled, draft=draft), source
 
 
 def settle_device(config: Config) -> Config:

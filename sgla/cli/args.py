@@ -63,6 +63,9 @@ EPILOG = (
 )
 
 
+NAMED_MODEL = re.compile(r"[\w.:@+-]+=\S.*")
+
+
 class Parser(argparse.ArgumentParser):
     """No abbreviated flags, and errors of one line instead of the whole usage."""
 
@@ -184,7 +187,8 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
         model, given = _behind_list(parser, given)
     fields: dict[str, Any] = {}
     flags: dict[str, str] = {}
-    for flag, name, value in [*([Given("MODEL", "model", model)] if model is not None else []), *given]:
+    given = [*([Given("MODEL", "model", model)] if model is not None else []), *given]
+    for flag, name, value in _named_models(given):
         if isinstance(value, list):
             fields.setdefault(name, []).extend(part for word in value for part in parse_list(name, word))
         elif flags.setdefault(name, flag) == flag or fields[name] == value:
@@ -198,10 +202,20 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
     return fields
 
 
+def _named_models(given: Sequence[Given]) -> Sequence[Given]:
+    """``--model NAME=MODEL``, more than once, is ``--models``."""
+    models = [one for one in given if one.name == "model"]
+    if len(models) < 2 or not all(NAMED_MODEL.fullmatch(one.value) for one in models):
+        return given
+    return [one._replace(name="models", value=[one.value]) if one in models else one for one in given]
+
+
 def _behind_list(parser: argparse.ArgumentParser, given: Sequence[Given]) -> tuple[str | None, list[Given]]:
     """MODEL, if the last word behind the only flag with two values is one, as in ``--served-model-name NAME
     MODEL``; and what else was given. Exits with 2 where it may be one more value just as well."""
-    several = [one for one in given if isinstance(one.value, list) and len(one.value) > 1]
+    several = [
+        one for one in given if isinstance(one.value, list) and len(one.value) > 1 and not _names_models(one)
+    ]
     if not several:
         return None, [*given]
     one = several[0]
@@ -213,6 +227,11 @@ def _behind_list(parser: argparse.ArgumentParser, given: Sequence[Given]) -> tup
     return one.value[1], [
         given_ if given_ is not one else one._replace(value=one.value[:1]) for given_ in given
     ]
+
+
+def _names_models(one: Given) -> bool:
+    """Whether it is ``--models NAME=MODEL NAME=MODEL``."""
+    return one.name == "models" and all(NAMED_MODEL.fullmatch(word) for word in one.value)
 
 
 def could_be_model(word: str) -> bool:

@@ -53,7 +53,7 @@ class Remote:
     def _info(self) -> dict[str, Any]:
         """What a server of this kind tells of itself; nothing of another one."""
         try:
-            with self._open("/get_model_info") as response:
+            with self._open(f"/get_model_info?model={urllib.parse.quote(self.name)}") as response:
                 info = json.load(response)
         except ConfigError:
             raise

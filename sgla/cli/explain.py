@@ -13,6 +13,7 @@ import msgspec
 
 from sgla.cli.args import descriptions
 from sgla.cli.settings import complain, load_config
+from sgla.cli.several import is_on_demand, models_of
 from sgla.cli.show import table
 from sgla.config import SECRETS, Config
 from sgla.defaults import Defaults, find_defaults
@@ -21,21 +22,22 @@ from sgla.errors import ConfigError
 from sgla.hub.demo import choose_model
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource
+from sgla.ledger import check_fits, ledger, need_of, room_of, size_text, table_of
 from sgla.loading.source import configured_source, drafting
-from sgla.model.drafting import draft_bytes, draft_state, read_guessing
-from sgla.model.encoder import EncoderSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_spec
-from sgla.model.sizes import Parameters, parameters, short_count, weight_bytes
-from sgla.model.state import state_of, token_bytes, unit_bytes, with_draft
+from sgla.model.sizes import Parameters, parameters, short_count
 from sgla.observe.machine import Machine, detect
 from sgla.processes import tied
-from sgla.resolve import GIB, MIB, MOST_RANKS, Resolved, host_bytes, kv_pool, resolve
+from sgla.resolve import MOST_RANKS, Resolved, resolve
 
 
 def run(args: argparse.Namespace) -> int:
-    config = choose_model(load_config(args.flags, args.config), complain, ask=False)
+    config = load_config(args.flags, args.config)
     machine = detect()
+    if config.models:
+        return several(config, machine, args.json)
+    config = choose_model(config, complain, ask=False)
     if args.kernels:
         return kernels(config, machine)
     source = model_source(config)
@@ -54,6 +56,30 @@ def run(args: argparse.Namespace) -> int:
         print(summary(resolved, rows, machine, defaults, counts))
     else:
         print(as_text(resolved, rows, machine, defaults, counts))
+    return 0
+
+
+def several(config: Config, machine: Machine, as_json: bool) -> int:
+    """Print the ledger of several models. Raises OutOfMemory where they do not fit, unless they are loaded
+    when somebody asks for them: then for one that does not fit alone."""
+    needs = {}
+    for each in models_of(config):
+        name = each.served_model_name[0]
+        if (source := model_source(each)) is None:
+            print(f"{name}: {each.model} is not on this disk yet, so its memory is unknown", file=sys.stderr)
+            continue
+        draft = draft_config(each)
+        pooled = read_pooling(source, each.task) is not None
+        resolved = resolve(each, machine, source.config, pooled, draft)
+        needs[name] = need_of(name, resolved.config, source.config, draft)
+    room = room_of(machine)
+    if as_json:
+        rows = {name: need._asdict() for name, need in needs.items()}
+        print(json.dumps({"models": rows, "room": room}, indent=2))
+    else:
+        print(table_of(needs, room))
+    for group in ({name: need} for name, need in needs.items()) if is_on_demand(config) else (needs,):
+        check_fits(group, room)
     return 0
 
 
@@ -100,35 +126,6 @@ def draft_config(config: Config) -> dict[str, Any] | None:
     return None if source is None else source.config
 
 
-def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None = None) -> dict[str, int]:
-    """Bytes by purpose for all ranks together, and what the KV cache holds, unless it gets what a GPU has
-    left. Weights are estimated from the shape. ``draft``: see ``resolve``."""
-    spec = read_spec(model)
-    if isinstance(spec, EncoderSpec):
-        weights = weight_bytes(spec, config.dtype, config.quantization, config.tp)
-        return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
-    kind = "cuda" if config.device == "cuda" else "cpu"
-    quantization = spec.quantized(config.quantization, kind)
-    weights = weight_bytes(spec, config.dtype, quantization, config.tp, kind) * config.tp
-    dtype = config.kv_dtype(config.dtype)
-    guessing = read_guessing(config, draft, spec)
-    weights += draft_bytes(config, guessing, config.dtype, kind)
-    states = [with_draft(state_of(spec, config.tp, rank), draft_state(guessing)) for rank in range(config.tp)]
-    rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}
-    if spec.recurrent:
-        rows["state_bytes"] = sum(unit_bytes(state, dtype) for state in states)
-    if config.kv_cache_bytes is None:
-        if config.cpu_offload_gb:
-            rows["weights_on_host"] = host_bytes(config, spec, config.dtype)
-        return rows
-    pool = kv_pool(config, spec, dtype, guessing)
-    pages = pool.tokens(config.kv_cache_bytes) // config.page_size
-    rows |= {"kv_cache": config.kv_cache_bytes * config.tp, "kv_pages": pages}
-    if spec.recurrent:
-        rows["states"] = pool.split(config.kv_cache_bytes)[-1]
-    return rows | {"kv_tokens": pages * config.page_size}
-
-
 def settings(resolved: Resolved) -> list[list[str]]:
     """Name, value and reason of every setting."""
     return [
@@ -161,16 +158,18 @@ def summary(
     lines = []
     if rows:
         lines += ["", *([parameters_line(counts)] if counts else [])]
-        lines += [f"weights    {size(rows['weights']):>10}  estimated from the model's shape"]
+        lines += [f"weights    {size_text(rows['weights']):>10}  estimated from the model's shape"]
         if "weights_on_host" in rows:
             lines += [host_line(rows["weights_on_host"], resolved.config.tp)]
         lines += [kv_line(rows)]
         if resolved.config.device == "cuda":
             memory = sum(gpu.memory for gpu in machine.gpus[: resolved.config.tp])
-            lines.append(f"GPUs       {size(memory):>10}")
+            lines.append(f"GPUs       {size_text(memory):>10}")
         else:
             total = rows["weights"] + rows["kv_cache"]
-            lines.append(f"together   {size(total):>10}  of {size(machine.memory_available)} available")
+            lines.append(
+                f"together   {size_text(total):>10}  of {size_text(machine.memory_available)} available"
+            )
     else:
         lines += ["", "the model is not on this disk yet, so its memory is unknown"]
     lines.append(f"sampling   {defaults}")
@@ -186,18 +185,18 @@ def host_line(nbytes: int, ranks: int) -> str:
     """What of the weights stays in the host's memory, and what that costs."""
     fast, slow = (nbytes / ranks / rate * 1e3 for rate in (50e9, 25e9))
     cost = f"{fast:.0f} ms by PCIe 5, {slow:.0f} ms by PCIe 4"
-    return f"- on host  {size(nbytes):>10}  copied in every step: {cost}"
+    return f"- on host  {size_text(nbytes):>10}  copied in every step: {cost}"
 
 
 def kv_line(rows: dict[str, int]) -> str:
     tokens = f"of {rows['kv_bytes_per_token']} bytes"
     if "state_bytes" in rows:
         count = f"{rows['states']} " if "states" in rows else ""
-        tokens += f", {count}states of {size(rows['state_bytes'])}"
+        tokens += f", {count}states of {size_text(rows['state_bytes'])}"
     if "kv_cache" not in rows:
         return f"KV cache   {'the rest':>10}  less what the largest steps take; tokens {tokens}"
     return (
-        f"KV cache   {size(rows['kv_cache']):>10}  {rows['kv_pages']} "
+        f"KV cache   {size_text(rows['kv_cache']):>10}  {rows['kv_pages']} "
         f"pages, {rows['kv_tokens']} tokens {tokens}"
     )
 
@@ -230,13 +229,9 @@ def shown(name: str, value: Any) -> str:
     if name in SECRETS:
         return "(set)"
     if name.endswith("_bytes"):
-        return size(value)
+        return size_text(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
         return json.dumps(value)
     return ", ".join(value) if isinstance(value, list) else str(value)
-
-
-def size(value: int) -> str:
-    return f"{value / GIB:.1f} GiB" if value >= 4 * GIB else f"{value / MIB:.1f} MiB"

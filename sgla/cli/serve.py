@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import complain, load_config
+from sgla.cli.several import is_on_demand, models_of
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.executor.procs import spawn_early
@@ -25,23 +27,27 @@ from sgla.resolve import check, resolve
 def run(args: argparse.Namespace) -> int:
     config = load_config(args.flags, args.config)
     check(config)
+    if config.models:
+        return _serve(config, models_of(config))
     return with_demo(config, complain, _serve)
 
 
-def _serve(config: Config) -> int:
+def _serve(config: Config, models: Sequence[Config] = ()) -> int:
+    """``models``: several, instead of the one of ``config``."""
     setup_logging(config.log_level, config.log_format)
-    if config.executor == "procs":  # the workers import torch while this process imports the HTTP layer
+    if config.executor == "procs" and not models:
+        # The workers import torch while this process imports the HTTP layer.
         spawn_early(msgspec.structs.replace(config, device=resolve(config).config.device))
     from sgla.http.serve import run as serve
 
     progress = ProgressPrinter()
 
-    def ready(facts: Facts, defaults: Defaults, url: str, seconds: float) -> None:
+    def ready(config: Config, facts: Facts, defaults: Defaults, url: str, seconds: float) -> None:
         progress.close()
         print(ready_text(config, facts, defaults, url, seconds, find_local(config)), flush=True)
 
     try:
-        return serve(config, progress, ready)
+        return serve(config, progress, ready, models, is_on_demand(config))
     finally:
         progress.close()
 

@@ -13,7 +13,8 @@ from aiohttp import web
 from sgla.config import SECRETS
 from sgla.errors import InvalidField
 from sgla.http.clients import CLIENT
-from sgla.http.server import PATH_ID, SERVER, Server
+from sgla.http.models import MODELS, Models, state_of
+from sgla.http.server import ASKED, PATH_ID, Server
 from sgla.http.wire import json_response
 from sgla.hub.demo import about
 from sgla.sched.stats import Stats
@@ -26,29 +27,26 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 async def models(request: web.Request) -> web.Response:
     """In Anthropic's shape for its clients, which send the version of its API."""
-    server = request.app[SERVER]
-    server.ingress.require_ready()
+    models = request.app[MODELS]
+    models.require_listed()
     if ANTHROPIC_VERSION in request.headers:
-        return json_response(model_page(server, request.query))
-    return json_response({"object": "list", "data": [card(server, name) for name in all_names(server)]})
-
-
-def all_names(server: Server) -> list[str]:
-    """Of the base, and of its adapters."""
-    return [*server.ingress.model_names, *server.ingress.adapters.loaded]
+        return json_response(model_page(models, request.query))
+    cards = [card(server, name) for server in models.servers for name in server.names()]
+    return json_response({"object": "list", "data": cards})
 
 
 async def model(request: web.Request) -> web.Response:
-    server = request.app[SERVER]
-    server.ingress.require_ready()
+    models = request.app[MODELS]
+    models.require_listed()
+    server = models.find(request[PATH_ID])
     shape = anthropic_card if ANTHROPIC_VERSION in request.headers else card
     return json_response(shape(server, server.model(request[PATH_ID])))
 
 
-def model_page(server: Server, query: Mapping[str, str]) -> dict[str, Any]:
+def model_page(models: Models, query: Mapping[str, str]) -> dict[str, Any]:
     """A page of Anthropic's list: ``limit`` models behind ``after_id``, or before ``before_id``.
     Raises InvalidField."""
-    names, limit = all_names(server), query.get("limit", "20")
+    names, limit = models.names(), query.get("limit", "20")
     if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= MAX_PAGE:
         raise InvalidField(f"limit must be from 1 to {MAX_PAGE}", param="limit")
     for name in ("after_id", "before_id"):
@@ -61,7 +59,7 @@ def model_page(server: Server, query: Mapping[str, str]) -> dict[str, Any]:
         rest = names[names.index(query["after_id"]) + 1 :] if "after_id" in query else names
         page = rest[: int(limit)]
     return {
-        "data": [anthropic_card(server, name) for name in page],
+        "data": [anthropic_card(models.find(name), name) for name in page],
         "first_id": page[0] if page else None,
         "last_id": page[-1] if page else None,
         "has_more": len(rest) > len(page),
@@ -93,38 +91,46 @@ def card(server: Server, name: str) -> dict[str, Any]:
         "root": server.config.model if adapter is None else adapter.folder,
         "parent": None if adapter is None else names[0],
         "max_model_len": facts.context_len if facts is not None else None,
+        "state": state_of(server),
     }
 
 
 async def live(request: web.Request) -> web.Response:
-    """200 while the process can recover by itself; 503 once the engine is dead."""
-    phase = request.app[SERVER].ingress.phase
-    return json_response(
-        {"status": "dead" if phase == "dead" else "alive", "phase": phase}, 503 if phase == "dead" else 200
-    )
+    """200 while the process can recover by itself; 503 once the engine of a model is dead."""
+    servers = request.app[MODELS].servers
+    dead = any(server.ingress.phase == "dead" for server in servers)
+    phase = "dead" if dead else servers[0].ingress.phase
+    return json_response({"status": "dead" if dead else "alive", "phase": phase}, 503 if dead else 200)
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while requests are accepted; else the typed 503 with the phase."""
-    ingress = request.app[SERVER].ingress
-    if ingress.ready:
-        return json_response({"status": "ready", "phase": ingress.phase})
-    progress = ingress.progress
+    """200 while requests are accepted, of every model; else the typed 503 with the phase of the first that
+    accepts none, and the state of each of several."""
+    models = request.app[MODELS]
+    several = {"models": {server.names()[0]: state_of(server) for server in models.servers}}
+    more: dict[str, Any] = several if models.several else {}
+    away = [server for server in models.servers if not server.ingress.ready]
+    if not away:
+        return json_response({"status": "ready", "phase": "ready", **more})
+    ingress = away[0].ingress
+    named = [f"{server.names()[0]}: {server.ingress.trouble}" for server in away]
     body = {
         "status": "not_ready",
         "phase": ingress.phase,
-        "message": ingress.trouble,
-        "done": progress.done,
-        "total": progress.total,
+        "message": "; ".join(named) if models.several else ingress.trouble,
+        "done": ingress.progress.done,
+        "total": ingress.progress.total,
+        **more,
     }
     return json_response(body, 503, {"Retry-After": "1"})
 
 
 async def health_generate(request: web.Request) -> web.Response:
     """200 if one token, or one vector, comes out of the engine."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     try:
-        await server.probe.check()
+        for each in request.app[MODELS].servers:
+            await each.probe.check()
     finally:  # thousands may have waited for the same answer
         await server.door.enter(request[CLIENT].name)
     return json_response({"status": "ready"})
@@ -135,8 +141,8 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def model_info(request: web.Request) -> web.Response:
-    server = request.app[SERVER]
-    server.ingress.require_ready()
+    request.app[MODELS].require_listed()
+    server = request[ASKED]
     config, facts = server.config, server.ingress.facts
     return json_response(
         {
@@ -158,7 +164,7 @@ async def model_info(request: web.Request) -> web.Response:
 async def server_info(request: web.Request) -> web.Response:
     """Settings (no secrets), what the workers have,
     and the scheduler's counters as ``internal_states[0]``."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     settings = msgspec.to_builtins(server.config)
     settings |= dict.fromkeys(SECRETS)
     stats = server.ingress.stats()
@@ -175,7 +181,7 @@ async def server_info(request: web.Request) -> web.Response:
 
 async def tokenizer_info(request: web.Request) -> web.Response:
     """What lm-eval's remote tokenizer needs, in vLLM's shape."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     server.ingress.require_ready()
     tokenizer, facts = server.ingress.tokenizer, server.ingress.facts
     return json_response(
@@ -196,7 +202,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
 
 async def load(request: web.Request) -> web.Response:
     """What a router compares servers by, cheaply: vLLM's ``server_load`` and what it consists of."""
-    stats = current(request.app[SERVER])
+    stats = current(request[ASKED])
     used = stats.pages_total - stats.pages_free - stats.pages_evictable
     return json_response(
         {
@@ -210,7 +216,7 @@ async def load(request: web.Request) -> web.Response:
 
 async def get_load(request: web.Request) -> web.Response:
     """SGLang's list, with one entry for each data-parallel rank."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     stats, facts = current(server), server.ingress.facts
     used = stats.pages_total - stats.pages_free - stats.pages_evictable
     entry = {
@@ -229,4 +235,4 @@ def current(server: Server) -> Stats:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    return web.Response(body=request.app[SERVER].metrics_text(), headers={"Content-Type": METRICS_TYPE})
+    return web.Response(body=request.app[MODELS].metrics_text(), headers={"Content-Type": METRICS_TYPE})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
 
@@ -24,7 +24,18 @@ from sgla.http.clients import ADDRESS, CLIENT, Client, without_key
 from sgla.http.connections import answer_begins, check_spare, is_last, request_begins, why_cancelled
 from sgla.http.conversations import routes as conversations
 from sgla.http.errors import MethodNotAllowed, error_response
-from sgla.http.middleware import CLIENT_GONE, GATE, OPEN, PAGES, Gate, add_headers, identify, preflight
+from sgla.http.middleware import (
+    CLIENT_GONE,
+    GATE,
+    OPEN,
+    PAGES,
+    Gate,
+    add_headers,
+    identify,
+    is_of_administrators,
+    preflight,
+)
+from sgla.http.models import MODELS, Choice, Handler, Models, chosen
 from sgla.http.native import generate as native
 from sgla.http.native import parsing, sessions, tokens
 from sgla.http.openai import chat as openai_chat
@@ -36,16 +47,15 @@ from sgla.http.ports import Ingress
 from sgla.http.realtime import session as realtime
 from sgla.http.responses import compact
 from sgla.http.responses import routes as responses
-from sgla.http.server import PATH_ID, RID, SERVER, TRACE, Server
+from sgla.http.server import ASKED, PATH_ID, RID, SERVER, TRACE, Server
 from sgla.http.wire import in_pieces
 from sgla.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-MODELS = "/v1/models"
+LISTED = "/v1/models"
 LIVE = "/health/live"
+NAMES = "model", "name"  # fields that name the model; the second is Ollama's
 ASSETS = "/page"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"})
 
@@ -96,8 +106,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/classify": {"POST": classify.classify},
     "/v1/moderations": {"POST": moderations.moderations},
     "/encode": {"POST": embeddings.encode, "PUT": embeddings.encode},
-    MODELS: {"GET": admin.models},
-    f"{MODELS}/{{id}}": {"GET": admin.model},
+    LISTED: {"GET": admin.models},
+    f"{LISTED}/{{id}}": {"GET": admin.model},
     "/generate": {"POST": native.generate, "PUT": native.generate},
     f"{ollama.PREFIX}/chat": {"POST": ollama.chat},
     f"{ollama.PREFIX}/generate": {"POST": ollama.generate},
@@ -173,7 +183,9 @@ PATTERNS = [
     (
         re.compile(
             re.sub(
-                r"\\{\w+\\}", "(.+)" if route.startswith((MODELS, ASSETS)) else "([^/]+)", re.escape(route)
+                r"\\{\w+\\}",
+                "(.+)" if route.startswith((LISTED, ASSETS)) else "([^/]+)",
+                re.escape(route),
             )
         ),
         route,
@@ -193,8 +205,13 @@ def match(path: str) -> tuple[str, str]:
     return path, ""
 
 
-def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Application:
-    """The server's application.
+def make_app(
+    ingress: Ingress,
+    config: Config,
+    metrics: Metrics,
+    beside: Sequence[tuple[Ingress, Config, Metrics]] = (),
+) -> web.Application:
+    """The server's application, with the models ``beside`` the first one.
     It may listen before the model is loaded: requests get a typed 503 until then.
 
     Run it with ``connections.Runner``: its connections leave bodies compressed.
@@ -202,6 +219,7 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     upload.ignore_warnings()
     app = web.Application(client_max_size=config.max_body_bytes)
     server = app[SERVER] = Server(ingress, config, metrics)
+    app[MODELS] = Models([server, *(server.beside(*other) for other in beside)], choices())
     app[openapi.TABLE] = ROUTES
     app[realtime.SOCKETS] = set()
     app[GATE] = Gate(config.api_key, config.admin_api_key, server.database.salt)
@@ -218,6 +236,21 @@ def make_app(ingress: Ingress, config: Config, metrics: Metrics) -> web.Applicat
     server.shelves.append(app[RUNNER].store.shelf)
     app.cleanup_ctx.extend((keep_state, keep_tools, run_batches))
     return app
+
+
+def choices() -> dict[Handler, Choice]:
+    """How each handler comes by its model. Those that change the server do not wake one."""
+    found: dict[Handler, Choice] = {realtime.realtime: Choice(wakes=True)}
+    for route, methods in ROUTES.items():
+        wakes = not is_of_administrators(route)
+        for handler in methods.values():
+            operation = openapi.OPERATIONS[handler]
+            if operation.body is not None and not operation.form:
+                names = NAMES if route.startswith(f"{ollama.PREFIX}/") else NAMES[:1]
+                found[handler] = Choice(
+                    [name for name in names if name in operation.body.__struct_fields__], wakes
+                )
+    return found
 
 
 async def keep_state(app: web.Application) -> AsyncIterator[None]:
@@ -239,7 +272,7 @@ async def keep_tools(app: web.Application) -> AsyncIterator[None]:
 
 async def dispatch(request: web.Request) -> web.StreamResponse:
     """Answer with JSON whatever happens; count and log it."""
-    server = request.app[SERVER]
+    server = request[ASKED] = request.app[SERVER]
     began = clock.now()
     path = "/" + "/".join(filter(None, request.path.split("/")))
     route, request[PATH_ID] = match(path)
@@ -262,9 +295,9 @@ async def dispatch(request: web.Request) -> web.StreamResponse:
         if SHARE in request and not large:  # that of a large answer is held until it is read
             request[SHARE].close()
         server.metrics.http_finished(*named, status)
-        if server.metrics.tracing is not None and TRACE in request:
-            server.metrics.tracing.end(request[TRACE], status)
-        loading = server.ingress.facts is None
+        if TRACE in request and (tracing := request[ASKED].metrics.tracing) is not None:
+            tracing.end(request[TRACE], status)
+        loading = request[ASKED].ingress.facts is None
         if server.config.log_requests and worth_telling(route, status, loading):
             log_access(request, route, status, began, request[RID])
 
@@ -277,9 +310,11 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
         check_spare(request, may=path.split("/")[1] in OPEN - PAGES)
         request[CLIENT] = await checked(request, path)
         request_begins(request, request[CLIENT].name)
-        await request.app[SERVER].door.enter(LIVE if route == LIVE else request[CLIENT].name)
-        request[SHARE] = Share(request.app[SERVER].memory, request[CLIENT].name)
-        return await find(request.method, route)(request)
+        await request[ASKED].door.enter(LIVE if route == LIVE else request[CLIENT].name)
+        request[SHARE] = Share(request[ASKED].memory, request[CLIENT].name)
+        handler = find(request.method, route)
+        async with chosen(request, handler):
+            return await handler(request)
     except SglaError as error:
         return refusal(request, route, error)
     except asyncio.CancelledError:
@@ -306,12 +341,12 @@ async def checked(request: web.Request, path: str) -> Client:
 
 async def anonymous(request: web.Request) -> None:
     """Through the door as one of those who come from the same address."""
-    await request.app[SERVER].door.enter(without_key(request[ADDRESS]).name)
+    await request[ASKED].door.enter(without_key(request[ADDRESS]).name)
 
 
 def refusal(request: web.Request, route: str, error: SglaError) -> web.Response:
     """The error in the shape of the route's API."""
-    lists = route.startswith(MODELS) and admin.ANTHROPIC_VERSION in request.headers
+    lists = route.startswith(LISTED) and admin.ANTHROPIC_VERSION in request.headers
     if route.startswith(anthropic.PREFIX) or lists:
         return anthropic.error_response(error, request[RID])
     if route.startswith(f"{ollama.PREFIX}/"):

@@ -17,6 +17,7 @@ from sgla.actors.resting import PARTS, announced, named_parts
 from sgla.errors import InvalidField, NotFound
 from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
+from sgla.http.models import MODELS
 from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.schema import (
     AbortRequest,
@@ -35,7 +36,7 @@ from sgla.http.request.schema import (
     WeightChange,
     unsupported,
 )
-from sgla.http.server import PATH_ID, SERVER, Server
+from sgla.http.server import ASKED, PATH_ID, TAKEN, Server
 from sgla.http.wire import json_response
 from sgla.messages import MOST_PROFILED, Control
 
@@ -55,7 +56,7 @@ KEEPING = ("in_place", "keep")  # SGLang's and vLLM's word
 
 
 async def flush_cache(request: web.Request) -> web.Response:
-    if not await request.app[SERVER].ingress.flush_cache():
+    if not await request[ASKED].ingress.flush_cache():
         raise Busy("requests are running, so the cache was not flushed; try again when they are done")
     return json_response({"success": True, "message": "the prefix cache is empty"})
 
@@ -66,13 +67,15 @@ async def abort_request(request: web.Request) -> web.Response:
     fields = await intake(request, ABORT)
     if not fields.rid and not fields.abort_all:
         raise InvalidField("give rid, or abort_all: true", param="rid")
-    aborted = await request.app[SERVER].abort(None if fields.abort_all else fields.rid, request[CLIENT])
+    rid = None if fields.abort_all else fields.rid
+    every = (request[ASKED],) if request.pop(TAKEN, None) is None else request.app[MODELS].servers
+    aborted = sum([await server.abort(rid, request[CLIENT]) for server in every])
     return json_response({"success": True, "aborted": aborted})
 
 
 async def pause(request: web.Request) -> web.Response:
     """Stop generating. Running requests are aborted, or wait with ``mode: in_place``; new ones wait."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await optional_intake(request, PAUSE)
     mode = fields.mode or request.query.get("mode") or "abort"
     if mode not in ("abort", *KEEPING):
@@ -83,7 +86,7 @@ async def pause(request: web.Request) -> web.Response:
 
 
 async def resume(request: web.Request) -> web.Response:
-    request.app[SERVER].ingress.pause(False)
+    request[ASKED].ingress.pause(False)
     return json_response({"status": "running", "success": True})
 
 
@@ -99,7 +102,7 @@ async def load_adapter_text(request: web.Request) -> web.Response:
 
 
 async def _load(request: web.Request) -> str:
-    server = request.app[SERVER]
+    server = request[ASKED]
     server.ingress.require_ready()
     fields = await intake(request, LOAD)
     if fields.load_inplace:
@@ -120,7 +123,7 @@ async def unload_adapter_text(request: web.Request) -> web.Response:
 
 
 async def _unload(request: web.Request) -> str:
-    server = request.app[SERVER]
+    server = request[ASKED]
     server.ingress.require_ready()
     fields = await intake(request, UNLOAD)
     await server.ingress.adapters.unload(fields.lora_name)
@@ -128,12 +131,12 @@ async def _unload(request: web.Request) -> str:
 
 
 def _adapters(request: web.Request) -> dict[str, Any]:
-    loaded = request.app[SERVER].ingress.adapters.loaded
+    loaded = request[ASKED].ingress.adapters.loaded
     return {"success": True, "loaded_adapters": {name: loaded[name].folder for name in loaded}}
 
 
 async def is_paused(request: web.Request) -> web.Response:
-    return json_response({"is_paused": request.app[SERVER].ingress.paused})
+    return json_response({"is_paused": request[ASKED].ingress.paused})
 
 
 async def sleep(request: web.Request) -> web.Response:
@@ -153,7 +156,7 @@ async def release_memory(request: web.Request) -> web.Response:
 
 
 async def _sleep(request: web.Request, kv: bool, weights: str) -> None:
-    if not await request.app[SERVER].ingress.sleep(kv, weights):
+    if not await request[ASKED].ingress.sleep(kv, weights):
         raise Busy("requests are open, so no memory was given back; try again when they are done")
 
 
@@ -168,17 +171,17 @@ async def resume_memory(request: web.Request) -> web.Response:
 
 
 async def _wake(request: web.Request, parts: Collection[str]) -> web.Response:
-    await request.app[SERVER].ingress.wake(parts)
+    await request[ASKED].ingress.wake(parts)
     return json_response({"success": True})
 
 
 async def is_sleeping(request: web.Request) -> web.Response:
-    return json_response({"is_sleeping": request.app[SERVER].ingress.phase == "sleeping"})
+    return json_response({"is_sleeping": request[ASKED].ingress.phase == "sleeping"})
 
 
 async def update_weights(request: web.Request) -> web.Response:
     """Other weights of the same model, from a folder; the prefix cache is empty then."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, UPDATE, resting=True)
     for name in ("load_format", "is_async", "keep_pause", "recapture_cuda_graph", "torch_empty_cache"):
         if getattr(fields, name):
@@ -191,7 +194,7 @@ async def update_weights(request: web.Request) -> web.Response:
 
 async def update_tensors(request: web.Request) -> web.Response:
     """Other weights of the same model, some or all, that the request has, or that lie on this GPU."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, TENSORS, resting=True)
     payloads = [await asyncio.to_thread(_unarmored, text) for text in fields.serialized_named_tensors]
     return await _changed(server, fields, server.ingress.take_tensors(payloads, fields.weight_version))
@@ -199,7 +202,7 @@ async def update_tensors(request: web.Request) -> web.Response:
 
 async def update_from_trainer(request: web.Request) -> web.Response:
     """What the trainer of a group broadcasts, in the order of the names."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, FROM_TRAINER, resting=True)
     tensors = announced(fields.names, fields.dtypes, fields.shapes)
     change = server.ingress.take_from_trainer(fields.group_name, tensors, fields.weight_version)
@@ -210,13 +213,13 @@ async def join_trainer(request: web.Request) -> web.Response:
     fields = await intake(request, JOIN, resting=True)
     where = {"master_address": fields.master_address, "master_port": fields.master_port}
     where |= {"rank_offset": fields.rank_offset, "world_size": fields.world_size, "backend": fields.backend}
-    await request.app[SERVER].ingress.join_trainer(fields.group_name, **where)
+    await request[ASKED].ingress.join_trainer(fields.group_name, **where)
     return json_response({"success": True, "message": f"joined the group {fields.group_name}"})
 
 
 async def leave_trainer(request: web.Request) -> web.Response:
     fields = await optional_intake(request, LEAVE, resting=True)
-    await request.app[SERVER].ingress.leave_trainer(fields.group_name)
+    await request[ASKED].ingress.leave_trainer(fields.group_name)
     return json_response({"success": True, "message": f"left the group {fields.group_name}"})
 
 
@@ -243,7 +246,7 @@ async def show_weights(request: web.Request) -> web.Response:
     """The first rows of a tensor, by its name in the model's files."""
     fields = await intake(request, SHOW)
     args = {"name": fields.name, "rows": fields.truncate_size}
-    told = await request.app[SERVER].ingress.control(Control(verb="weights_show", args=args))
+    told = await request[ASKED].ingress.control(Control(verb="weights_show", args=args))
     return json_response(told["ranks"][0]["values"])
 
 
@@ -255,7 +258,7 @@ def resolved(folder: str) -> Path:
 async def start_profile(request: web.Request) -> web.Response:
     """Record what the workers do, until ``/stop_profile`` or for ``num_steps``. The traces go to a folder
     that the server's owner chose, or into one inside of it."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await optional_intake(request, PROFILE)
     owned = resolved(server.config.profile_folder)
     folder = (owned / fields.output_dir).resolve() if fields.output_dir else owned
@@ -270,20 +273,20 @@ async def start_profile(request: web.Request) -> web.Response:
 
 async def stop_profile(request: web.Request) -> web.Response:
     """Write the traces."""
-    return json_response(await request.app[SERVER].ingress.control(Control(verb="profile_stop")))
+    return json_response(await request[ASKED].ingress.control(Control(verb="profile_stop")))
 
 
 async def weights(request: web.Request) -> web.Response:
     """A page of links to the model's files, as ``--load-format remote-instance`` of another server reads
     it."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     server.ingress.require_ready()
     links = "".join(f'<a href="{quote(name)}">{escape(name)}</a>\n' for name in sorted(server.ingress.files))
     return web.Response(text=f"<!doctype html><title>weights</title>\n{links}", content_type="text/html")
 
 
 async def weight_file(request: web.Request) -> web.FileResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     server.ingress.require_ready()
     path = server.ingress.files.get(request[PATH_ID])
     if path is None:
@@ -293,7 +296,7 @@ async def weight_file(request: web.Request) -> web.FileResponse:
 
 async def step_log(request: web.Request) -> web.Response:
     """The scheduler's last steps, for ``sgla replay``. They hold everybody's prompts."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     server.ingress.require_ready()
     if server.ingress.step_log is None:
         raise NotFound("the server keeps no steps; start it with --step-log 1000")

@@ -11,7 +11,7 @@ from sgla.errors import BadRequest
 from sgla.http.openai import chat, text
 from sgla.http.pooling import classify, embeddings, pooling, rerank, score
 from sgla.http.request.intake import looked_at
-from sgla.http.server import SERVER
+from sgla.http.server import ASKED
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -22,6 +22,7 @@ Value = msgspec.Raw | msgspec.UnsetType
 class InvocationRequest(msgspec.Struct, kw_only=True):
     """The fields that tell what is asked for; the others are those of its route."""
 
+    model: Value = msgspec.UNSET
     messages: Value = msgspec.UNSET
     prompt: Value = msgspec.UNSET
     input: Value = msgspec.UNSET
@@ -35,7 +36,7 @@ class InvocationRequest(msgspec.Struct, kw_only=True):
 
 async def invocations(request: web.Request) -> web.StreamResponse:
     fields = await looked_at(request)
-    facts = request.app[SERVER].ingress.facts
+    facts = request[ASKED].ingress.facts
     task = facts.pooling.task if facts is not None and facts.pooling is not None else ""
     return await asked(fields, task)(request)
 

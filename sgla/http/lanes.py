@@ -10,7 +10,7 @@ from aiohttp import web
 
 from sgla.actors.lanes import INLINE_SIZE
 from sgla.http.clients import CLIENT
-from sgla.http.server import SERVER
+from sgla.http.server import ASKED
 from sgla.http.turns import pause
 from sgla.http.wire import encode
 
@@ -24,7 +24,7 @@ async def beside(request: web.Request, size: int, work: Callable[[], T], inline:
     Raises Overloaded, with what ``work`` raises."""
     if size <= inline:
         return work()
-    return await request.app[SERVER].ingress.lanes.run(request[CLIENT].runs_as, size, work)
+    return await request[ASKED].ingress.lanes.run(request[CLIENT].runs_as, size, work)
 
 
 async def sliced(items: Sequence[Any], shape: Callable[[Any], Any] | None = None, size: int = SLICE) -> Any:

@@ -12,7 +12,7 @@ from sgla.errors import Forbidden, Unauthorized
 from sgla.http.clients import ADDRESS, Client, with_key, without_key
 from sgla.http.ids import random_id
 from sgla.http.request.schema import header_value
-from sgla.http.server import IGNORED_FIELDS, RID, SERVER, UID, unique
+from sgla.http.server import IGNORED_FIELDS, RID, SERVER, TAKEN, UID, unique
 
 PAGES = frozenset({"", "docs", "page"})  # first parts of paths
 OPEN = PAGES | {"health", "health_generate", "metrics", "ready", "readyz", "ping"}
@@ -56,7 +56,7 @@ ADMIN = frozenset(
 )
 ADMIN_OF_V1 = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's paths
 CLIENT_GONE = 499  # nginx's number, for metrics and logs only
-EXPOSED = "x-request-id, request-id, x-ignored-fields, x-should-retry, Retry-After"
+EXPOSED = "x-request-id, request-id, x-model, x-ignored-fields, x-should-retry, Retry-After"
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,200}")
 _PRINTABLE = re.compile(r"[\x20-\x7e]{1,1000}")
 
@@ -68,6 +68,15 @@ def identify(request: web.Request) -> None:
         request[RID], request[UID] = asked, unique(asked)
     else:
         request[RID] = request[UID] = random_id()
+
+
+def part_of(path: str) -> str:
+    """That tells who may use it."""
+    return path.split("/")[2 if path in ADMIN_OF_V1 else 1]
+
+
+def is_of_administrators(path: str) -> bool:
+    return part_of(path) in ADMIN | OWN
 
 
 class Gate:
@@ -82,9 +91,7 @@ class Gate:
     def check(self, request: web.Request, path: str) -> Client:
         """Who asks. Raises Unauthorized unless the path is open or the key is right: a bearer token, or
         Anthropic's x-api-key. Raises Forbidden for a route of administrators, where the key is another."""
-        first = path.split("/")[1]
-        if path in ADMIN_OF_V1:
-            first = path.split("/")[2]
+        first = part_of(path)
         if first in ADMIN or (first in OWN and not self._all):
             return self._administrator(request, first)
         if not self._all or first in OPEN:
@@ -139,6 +146,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         if origin in allowed:
             headers["Access-Control-Allow-Origin"] = origin
     headers["Access-Control-Expose-Headers"] = EXPOSED
+    if _PRINTABLE.fullmatch(taken := request.get(TAKEN, "")):
+        headers["x-model"] = taken
     if ignored := header_value(request.get(IGNORED_FIELDS, [])):
         headers["x-ignored-fields"] = ignored
 

@@ -19,6 +19,7 @@ from sgla.http.answer.parts import PlainReader, Reader
 from sgla.http.answer.reading import Reading, server_dialect
 from sgla.http.answer.whole import answered
 from sgla.http.errors import Aborted, error_headers
+from sgla.http.models import LATEST, MODELS, state_of
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
 from sgla.http.request.chat import check_messages, check_tool_list, checked_effort
@@ -31,7 +32,7 @@ from sgla.http.request.schema import (
     Schema,
     unsupported,
 )
-from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
+from sgla.http.server import ABORTED, ASKED, Server, Work, make_work, raise_aborted
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage
 from sgla.model.sizes import short_count
@@ -40,7 +41,6 @@ from sgla.version import __version__
 
 PREFIX = "/api"
 NEVER = "9999-12-31T23:59:59+00:00"  # when a model is unloaded
-LATEST = ":latest"  # what Ollama's clients put behind a name
 
 
 class Options(msgspec.Struct, kw_only=True):
@@ -100,7 +100,7 @@ SHOW = Schema(OllamaShowRequest)
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, CHAT)
     check_tool_list(fields.tools)
     if not fields.messages:
@@ -114,7 +114,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, GENERATE)
     if fields.images:
         raise unsupported("images", ": the model takes text only")
@@ -319,23 +319,28 @@ def now() -> str:
 
 
 async def tags(request: web.Request) -> web.Response:
-    server = request.app[SERVER]
-    server.ingress.require_ready()
-    return json_response({"models": [card(server, name) for name in server.ingress.model_names]})
+    models = request.app[MODELS]
+    models.require_listed()
+    cards = [card(server, name) for server in models.servers for name in server.ingress.model_names]
+    return json_response({"models": cards})
 
 
 async def running(request: web.Request) -> web.Response:
     """The same as loaded: for ever, with the bytes that the model takes of a GPU."""
-    server = request.app[SERVER]
-    server.ingress.require_ready()
-    facts = server.ingress.facts
-    assert facts is not None
-    more = {
-        "expires_at": NEVER,
-        "size_vram": sum(facts.ledger.values()) if facts.device != "cpu" else 0,
-        "context_length": facts.context_len,
-    }
-    return json_response({"models": [card(server, name) | more for name in server.ingress.model_names]})
+    models = request.app[MODELS]
+    models.require_listed()
+    cards = []
+    for server in models.servers:
+        facts = server.ingress.facts
+        if facts is None or state_of(server) != "loaded":
+            continue
+        more = {
+            "expires_at": NEVER,
+            "size_vram": sum(facts.ledger.values()) if facts.device != "cpu" else 0,
+            "context_length": facts.context_len,
+        }
+        cards += [card(server, name) | more for name in server.ingress.model_names]
+    return json_response({"models": cards})
 
 
 def card(server: Server, name: str) -> dict[str, Any]:
@@ -352,8 +357,8 @@ def card(server: Server, name: str) -> dict[str, Any]:
 
 def details(server: Server) -> dict[str, Any]:
     facts, model, asked = server.ingress.facts, server.ingress.model, server.config.quantization
-    assert facts is not None
-    assert model is not None
+    if facts is None or model is None:  # not loaded yet
+        return {"parent_model": "", "format": "sgla", "family": "", "families": []}
     return {
         "parent_model": "",
         "format": "sgla",
@@ -365,7 +370,7 @@ def details(server: Server) -> dict[str, Any]:
 
 
 async def show(request: web.Request) -> web.Response:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SHOW)
     server.ingress.require_ready()
     known(server, fields.model or fields.name or "")

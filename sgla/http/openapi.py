@@ -66,7 +66,7 @@ from sgla.http.request.schema import (
 from sgla.http.responses import compact
 from sgla.http.responses import routes as responses
 from sgla.http.responses.input import ResponsesRequest
-from sgla.http.server import SERVER
+from sgla.http.server import ASKED
 from sgla.http.wire import encode
 from sgla.text.template import TEXT_PARTS
 from sgla.version import __version__
@@ -284,7 +284,7 @@ TABLE: web.AppKey[Any] = web.AppKey("routes", dict)
 
 async def openapi_json(request: web.Request) -> web.Response:
     """Made once, beside the loop, since that takes 0.2 s; nothing in it changes."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     if server.openapi is None:
         table, names = request.app[TABLE], server.ingress.model_names
         server.openapi = asyncio.ensure_future(asyncio.to_thread(lambda: encode(document(table, names))))

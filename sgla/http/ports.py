@@ -88,6 +88,18 @@ class Ingress(Protocol):
     async def flush_cache(self) -> bool: ...
 
     @property
+    def dozing(self) -> bool:
+        """Whether it sleeps until somebody comes."""
+
+    def enter(self) -> None:
+        """Somebody comes, who leaves by ``leave``; meanwhile the model does not begin to doze."""
+
+    def leave(self) -> None: ...
+
+    async def awake(self) -> None:
+        """Return when a model that dozes, or is not loaded before somebody comes, can do something."""
+
+    @property
     def paused(self) -> bool: ...
 
     def pause(self, paused: bool) -> None:

@@ -31,7 +31,9 @@ class Probe:
         self._counter = itertools.count()
 
     async def check(self) -> None:
-        """Raise the SglaError that says why nothing comes."""
+        """Raise the SglaError that says why nothing comes. A model that waits for somebody stays as it is."""
+        if self._ingress.dozing or self._ingress.phase == "unloaded":
+            return
         self._ingress.require_ready()
         if self._task is None or (self._task.done() and clock.now() > self._holds):
             self._task = asyncio.ensure_future(self._look())

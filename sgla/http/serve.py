@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -17,6 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from sgla import clock
 from sgla.actors.base import in_thread
 from sgla.actors.system import System
+from sgla.actors.systems import Systems
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import ConfigError, NotDownloaded, SglaError
@@ -29,13 +30,14 @@ from sgla.memory import return_memory_early
 from sgla.messages import Facts, Progress
 from sgla.observe.loop import LoopWatch
 from sgla.observe.memory import MemoryWatch
-from sgla.observe.metrics import Metrics
 from sgla.observe.throughput import Throughput
 
 if TYPE_CHECKING:
     from sgla.observe.tracing import Tracing
 
 log = logging.getLogger(__name__)
+
+OnReady = Callable[[Config, Facts, Defaults, str, float], None]
 
 EXIT_OK, EXIT_DIED, EXIT_CONFIG = 0, 1, 2
 LINGER = 1.0  # seconds that clients get to read their 503 after a worker has died
@@ -46,13 +48,17 @@ REST = 10.0  # the same where the process may serve another model
 def run(
     config: Config,
     on_progress: Callable[[Progress], None] | None = None,
-    on_ready: Callable[[Facts, Defaults, str, float], None] | None = None,
+    on_ready: OnReady | None = None,
+    models: Sequence[Config] = (),
+    on_demand: bool = False,
 ) -> int:
     """Serve until a signal or a failure; returns the process's exit code.
     What then does not end in time ends with the process.
     Raises NotDownloaded where a hub does not give the model; ``run`` may be called again then.
 
-    ``on_ready(facts, defaults of sampling, url, seconds)`` is called once requests are accepted.
+    ``on_ready(settings, facts, defaults of sampling, url, seconds)`` is called for each model once it accepts
+    requests. ``models``: several, each with all its settings, instead of the one of ``config``;
+    ``on_demand``: they are loaded when somebody asks for them.
     """
     try:
         import uvloop
@@ -60,29 +66,32 @@ def run(
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     except ImportError:  # not on every platform
         runner = asyncio.Runner()
-    return runner.run(_serve(config, on_progress, on_ready))  # not closed: that waits for the loop's threads
+    serving = _serve(config, on_progress, on_ready, models or (config,), on_demand)
+    return runner.run(serving)  # not closed: that waits for the loop's threads
 
 
 async def _serve(
     config: Config,
     on_progress: Callable[[Progress], None] | None,
-    on_ready: Callable[[Facts, Defaults, str, float], None] | None,
+    on_ready: OnReady | None,
+    models: Sequence[Config],
+    on_demand: bool,
 ) -> int:
     started = clock.now()
     return_memory_early()
-    system = System(config, on_progress)
-    last_resort = LastResort(system.abandon)
-    signals = Signals(system, last_resort)
-    system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
+    systems = Systems(models, on_progress, on_demand, config.sleep_idle)
+    last_resort = LastResort(systems.abandon)
+    signals = Signals(systems, config.drain_timeout, last_resort)
+    for system in systems.all:
+        system.metrics.tracing = start_tracing(config, system.ingress.model_names[0])
     logging.getLogger("aiohttp.server").addFilter(shorten_parse_error)
-    watches = (
-        LoopWatch(system.metrics.loop_lag.observe),
-        MemoryWatch(),
-        Throughput(system.ingress.stats, config.log_interval),
-    )
+    metrics = systems.first.metrics
+    loop, memory = LoopWatch(metrics.loop_lag.observe), MemoryWatch()
+    throughput = [Throughput(system.ingress.stats, config.log_interval) for system in systems.all]
     files = raise_file_limit()
+    first, *others = [(system.ingress, system.config, system.metrics) for system in systems.all]
     runner = Runner(
-        make_app(system.ingress, config, system.metrics),
+        make_app(*first, others),
         connection_limit(files, config.max_connections),
         shutdown_timeout=1.0,
     )
@@ -92,11 +101,12 @@ async def _serve(
         url = await _listen(runner, config, backlog(files))
         print(f"listening on {url} (503 until the model is loaded)", flush=True)
 
-        def ready(facts: Facts) -> None:
+        def ready(system: System, facts: Facts) -> None:
             if on_ready is not None:
-                on_ready(facts, system.ingress.default_sampling, url, clock.now() - started)
+                defaults = system.ingress.default_sampling
+                on_ready(system.config, facts, defaults, url, clock.now() - started)
 
-        code = await _supervise(system, signals, ready)
+        code = await _supervise(systems, signals, ready)
     except NotDownloaded:
         leave = REST
         raise
@@ -105,20 +115,23 @@ async def _serve(
         code = EXIT_CONFIG
     finally:
         last_resort.within(leave, code)
-        await asyncio.gather(system.close(), runner.cleanup(), _write_rest(system.metrics))
-        for watch in watches:
-            watch.close()
+        await asyncio.gather(systems.close(), runner.cleanup(), _write_rest(systems.all))
+        loop.close()
+        memory.close()
+        for each in throughput:
+            each.close()
         last_resort.stand_down()
     return code
 
 
-async def _write_rest(metrics: Metrics) -> None:
+async def _write_rest(systems: Sequence[System]) -> None:
     """What is on its way to a collector or a file gets ``LINGER`` seconds."""
     writing = []
-    if metrics.tracing is not None:
-        writing.append(in_thread(metrics.tracing.close))
-    if metrics.dump is not None:
-        writing.append(in_thread(metrics.dump.flush, LINGER))
+    for metrics in (system.metrics for system in systems):
+        if metrics.tracing is not None:
+            writing.append(in_thread(metrics.tracing.close))
+        if metrics.dump is not None:
+            writing.append(in_thread(metrics.dump.flush, LINGER))
     if writing:
         await asyncio.wait(writing, timeout=LINGER)
 
@@ -128,24 +141,25 @@ class Signals:
     server that hangs is ended by ``last_resort``. Handlers are Python's, not the loop's, which may be what
     hangs."""
 
-    def __init__(self, system: System, last_resort: LastResort) -> None:
+    def __init__(self, systems: Systems, drain_timeout: float, last_resort: LastResort) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._system = system
+        self._systems = systems
+        self.drain_timeout = drain_timeout
         self.last_resort = last_resort
         self._count = 0
         numbers = (signal.SIGINT, signal.SIGTERM)
         for number in numbers:
             signal.signal(number, self._handle)
-        last_resort.guard(numbers, system.config.drain_timeout + LEAVE)
+        last_resort.guard(numbers, drain_timeout + LEAVE)
 
     def _handle(self, number: int, frame: object) -> None:
         self._count += 1
-        if self._count > 2 or self._system.died.done():
+        if self._count > 2 or self._systems.died.done():
             return
-        drains = self._count == 1 and self._system.ingress.phase == "ready"
-        self.last_resort.within((self._system.config.drain_timeout if drains else 0.0) + LEAVE, EXIT_OK)
+        drains = self._count == 1 and self._systems.running
+        self.last_resort.within((self.drain_timeout if drains else 0.0) + LEAVE, EXIT_OK)
         self._loop.call_soon_threadsafe((self.stop if self._count == 1 else self.hurry).set)
 
 
@@ -188,35 +202,34 @@ async def _listen(runner: web.AppRunner, config: Config, waiting: int) -> str:
     return f"{'https' if tls else 'http'}://{host}:{runner.addresses[0][1]}"
 
 
-async def _supervise(system: System, signals: Signals, ready: Callable[[Facts], object]) -> int:
+async def _supervise(systems: Systems, signals: Signals, ready: Callable[[System, Facts], object]) -> int:
     """Start, serve until a signal or death, drain. A second signal during the drain ends it at once."""
-    starting = asyncio.ensure_future(system.start())
+    starting = asyncio.ensure_future(systems.start(ready))
     stopping = asyncio.ensure_future(signals.stop.wait())
-    await first(starting, stopping, system.died)
+    await first(starting, stopping, systems.died)
     if not starting.done():
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        return _exit_code(system)
+        return _exit_code(systems)
     try:
-        facts = starting.result()
+        starting.result()
     except SglaError as error:
         stopping.cancel()
         if isinstance(error, ConfigError):
             raise
-        system.ingress.fail(error)
+        systems.fail(error)
         log.error("start failed: %s", error.message)
         return EXIT_DIED
-    ready(facts)
-    await first(stopping, system.died)
+    await first(stopping, systems.died)
     stopping.cancel()
-    if not system.died.done():
+    if not systems.died.done():
         hurrying = asyncio.ensure_future(signals.hurry.wait())
-        draining = asyncio.ensure_future(system.drain(system.config.drain_timeout))
-        await first(draining, hurrying, system.died)
+        draining = asyncio.ensure_future(systems.drain(signals.drain_timeout))
+        await first(draining, hurrying, systems.died)
         hurrying.cancel()
         draining.cancel()
-        system.end_requests()
-    return await _linger(system, signals.last_resort)
+        systems.end_requests()
+    return await _linger(systems, signals.last_resort)
 
 
 async def first(*futures: asyncio.Future[Any]) -> None:
@@ -224,16 +237,16 @@ async def first(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _linger(system: System, last_resort: LastResort) -> int:
-    code = _exit_code(system)
+async def _linger(systems: Systems, last_resort: LastResort) -> int:
+    code = _exit_code(systems)
     if code != EXIT_OK:
         last_resort.within(LINGER + LEAVE, code)
         await asyncio.sleep(LINGER)
     return code
 
 
-def _exit_code(system: System) -> int:
-    if not system.died.done():
+def _exit_code(systems: Systems) -> int:
+    if not systems.died.done():
         return EXIT_OK
-    log.error("stopping: %s", system.died.result().message)
+    log.error("stopping: %s", systems.died.result().message)
     return EXIT_DIED

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import msgspec
@@ -55,7 +56,6 @@ SCHEMAS = (
     batches.SCHEMA,
 )  # in the order in which they refer to each other
 SWEEP = 60.0  # seconds
-SCRAPES = 20  # so a twentieth of the loop's time goes to metrics at most
 
 
 class Work(msgspec.Struct, kw_only=True):
@@ -86,7 +86,8 @@ class EndableSink(Sink, Protocol):
 
 
 class Server:
-    """The object behind ``app[SERVER]``."""
+    """What handlers have: a model, and beside it all that the models of a server share. ``app[SERVER]`` is
+    that of the first one, ``request[ASKED]`` that of the one which the request is for."""
 
     def __init__(self, ingress: Ingress, config: Config, metrics: Metrics) -> None:
         self.ingress = ingress
@@ -116,10 +117,15 @@ class Server:
         self.probe = Probe(ingress)
         # The description of the API, once somebody has asked.
         self.openapi: asyncio.Future[bytes] | None = None
-        self._metrics_text = b""
-        self._metrics_hold = 0.0  # until then
-        self._live: dict[str, tuple[Work, EndableSink]] = {}
+        self._live: dict[str, tuple[Work, EndableSink, Ingress]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    def beside(self, ingress: Ingress, config: Config, metrics: Metrics) -> Server:
+        """The same server with another model."""
+        other = copy(self)
+        other.ingress, other.config, other.metrics = ingress, config, metrics
+        other.probe, other.openapi = Probe(ingress), None
+        return other
 
     async def sweep(self) -> None:
         """Remove what is too old, whether or not something new comes."""
@@ -131,13 +137,22 @@ class Server:
 
     # facts
 
+    def names(self) -> list[str]:
+        """Of the base, and of its adapters."""
+        return [*self.ingress.model_names, *self.ingress.adapters.loaded]
+
+    def knows(self, name: str) -> bool:
+        """Whether the model, or an adapter of it, has this name."""
+        names = self.ingress.model_names
+        return name in names or self.ingress.adapters.find(name, names) is not None
+
     def model(self, asked: str | None) -> str:
         """The model name to answer with, that of an adapter or of the base.
         Raises ModelNotFound; an empty or missing name means the first model."""
         names, adapters = self.ingress.model_names, self.ingress.adapters
         if not asked:
             return names[0]
-        if asked not in names and adapters.find(asked, names) is None:
+        if not self.knows(asked):
             there = ", ".join([*names, *list(adapters.loaded)[:20]])
             raise ModelNotFound(
                 f"model {asked[:200]!r} does not exist; this server has {there}", param="model"
@@ -163,20 +178,13 @@ class Server:
     def sampling_defaults(self) -> Defaults:
         return self.ingress.default_sampling
 
-    def metrics_text(self) -> bytes:
-        """Prometheus' text. Open without a key, and some milliseconds of the loop:
-        one that took t is shown for ``SCRAPES`` times t."""
-        began = clock.now()
-        if began >= self._metrics_hold:
-            facts, stats = self.ingress.facts, self.ingress.stats()
-            if facts is not None:
-                self.metrics.started(facts, facts.timings)
-            if stats is not None:
-                self.metrics.gauges(stats)
-            self._metrics_text = self.metrics.text()
-            ended = clock.now()
-            self._metrics_hold = ended + SCRAPES * (ended - began)
-        return self._metrics_text
+    def observe(self) -> None:
+        """Bring what the metrics show of the engine up to date."""
+        facts, stats = self.ingress.facts, self.ingress.stats()
+        if facts is not None:
+            self.metrics.started(facts, facts.timings)
+        if stats is not None:
+            self.metrics.gauges(stats)
 
     # running requests
 
@@ -191,13 +199,13 @@ class Server:
 
     def register(self, work: Work, sink: EndableSink) -> None:
         """From now on ``abort`` finds ``work`` by its ids, though it may be opened later."""
-        self._live[work.uid] = (work, sink)
+        self._live[work.uid] = (work, sink, self.ingress)
 
     def close(self, work: Work, reason: str = "client") -> None:
         """Cancel what is still running of ``work``; idempotent."""
-        if self._live.pop(work.uid, None) is not None:
+        if (live := self._live.pop(work.uid, None)) is not None:
             for job in work.jobs:
-                self.ingress.cancel(job.rid, reason)
+                live[2].cancel(job.rid, reason)
 
     def drop_slow(self, work: Work) -> None:
         """The client of a stream does not read."""
@@ -205,12 +213,13 @@ class Server:
         self.close(work, "slow")
 
     async def abort(self, rid: str | None, client: Client | None = None) -> int:
-        """End the running requests with this id, or all of them for None; those of ``client`` alone, if it is
-        given and no admin. Returns how many there were."""
+        """End the running requests of the model with this id, or all of them for None; those of ``client``
+        alone, if it is given and no admin. Returns how many there were."""
         found = [
             work.uid
-            for work, _ in self._live.values()
-            if (rid is None or rid in (work.rid, work.uid))
+            for work, _, ingress in self._live.values()
+            if ingress is self.ingress
+            and (rid is None or rid in (work.rid, work.uid))
             and (client is None or client.admin or client.owner == work.client.owner)
         ]
         await paced(map(self.end, found))
@@ -219,7 +228,7 @@ class Server:
     def end(self, uid: str) -> None:
         """End one running request; no effect on one that has ended."""
         if uid in self._live:
-            work, sink = self._live[uid]
+            work, sink, _ = self._live[uid]
             self.close(work)
             sink.abort()
 
@@ -244,11 +253,15 @@ class Server:
         """Run something that no handler waits for; then call ``done``, however it ends."""
         task = asyncio.ensure_future(running)
         self._tasks.add(task)
+        self.ingress.enter()
+        task.add_done_callback(lambda _: self.ingress.leave())
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: done())
 
 
 SERVER = web.AppKey("server", Server)
+ASKED = web.RequestKey("asked", Server)
+TAKEN = web.RequestKey("taken", str)  # the model that answers a request which names none, of several
 IGNORED_FIELDS = web.RequestKey("ignored_fields", list[str])  # for the x-ignored-fields header
 RID = web.RequestKey("rid", str)  # the id that the client sees
 UID = web.RequestKey("uid", str)  # its unique form
@@ -281,11 +294,11 @@ async def make_work(
     uid = request[UID] if rid is None else unique(rid)
     common["deadline"] = None if fields.timeout is None else clock.now() + fields.timeout
     client = request[CLIENT]
-    owner = client.owner if request.app[SERVER].config.isolate_keys else ""
+    owner = client.owner if request[ASKED].config.isolate_keys else ""
     space = "\0".join(filter(None, (owner, fields.cache_salt, fields.extra_key)))
     named = getattr(fields, "lora_path", None)
     adapters = [
-        request.app[SERVER].adapter(fields.model, named[i] if isinstance(named, list) else named)
+        request[ASKED].adapter(fields.model, named[i] if isinstance(named, list) else named)
         for i in range(len(prompts))
     ]
     jobs = await paced(
@@ -298,7 +311,7 @@ async def make_work(
             index_base=i * n,
             client=client.runs_as,
             size=request[SHARE].body,
-            namespace=request.app[SERVER].ingress.adapters.namespace(space, adapter),
+            namespace=request[ASKED].ingress.adapters.namespace(space, adapter),
             adapter=adapter,
             cache_ttl=cache_ttl(fields),
             **prompt,
@@ -306,13 +319,13 @@ async def make_work(
         )
         for i, (prompt, params, adapter) in enumerate(zip(prompts, each, adapters))
     )
-    limit_logprobs(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
-    limit_hidden_states(jobs, request.app[SERVER].ingress.facts, MAX_LOGPROBS)
+    limit_logprobs(jobs, request[ASKED].ingress.facts, MAX_LOGPROBS)
+    limit_hidden_states(jobs, request[ASKED].ingress.facts, MAX_LOGPROBS)
     tell_ignored(request, each)
     trace(request, rid or request[RID], jobs)
     if YIELDS in request:
         request[YIELDS](len(jobs) * n)
-    tally = request[TALLY] = Tally(n) if request.app[SERVER].config.log_requests else None
+    tally = request[TALLY] = Tally(n) if request[ASKED].config.log_requests else None
     if len(jobs) > MANY:
         await pause()
     return Work(
@@ -425,7 +438,7 @@ def most_tokens(job: Job, context: int) -> int:
 
 def trace(request: web.Request, rid: str, jobs: Sequence[Job]) -> None:
     """Let the jobs' phases become part of the request's trace, if there are traces."""
-    tracing = request.app[SERVER].metrics.tracing
+    tracing = request[ASKED].metrics.tracing
     if tracing is None:
         return
     if TRACE not in request:

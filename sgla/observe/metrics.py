@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from sgla.observe.tracing import Tracing
 
 PREFIX = "sgla:"
+# Begin of the names of what the models of a server have together.
+OF_SERVER = tuple(PREFIX + name for name in ("http_", "loop_lag_", "stored_", "unstored_", "undumped_"))
 FINISHES = ("stop", "length", "repetition", "abort", "error")
 
 MISSES = ("unread", "tail", "parts", "evicted", "new")  # Ledger.missed
@@ -42,6 +44,36 @@ TIERS = (
     ("num_transfer_failed_reqs", "Those of which not all has come", "unanswered", "counter", False),
 )
 ASKED = ("asking", "asked", "unanswered")  # of these, those that a prefill server has
+
+
+class Page(Collector):
+    """The metrics of several models: each family once, with the samples of all. Those of the server as a
+    whole are the first one's."""
+
+    def __init__(self, first: Metrics, *others: Metrics) -> None:
+        self._first, self._others = first, others
+
+    def collect(self) -> Iterator[Metric]:
+        families = {family.name: family for family in self._first.collect()}
+        for metrics in self._others:
+            for family in metrics.collect():
+                if family.name.startswith(OF_SERVER):
+                    continue
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+
+
+def text_of(metrics: Sequence[Metrics]) -> bytes:
+    """Prometheus' text of one model, or of several."""
+    if len(metrics) == 1:
+        return metrics[0].text()
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Page(*metrics))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
 
 
 def labelled(names: Sequence[str], counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:

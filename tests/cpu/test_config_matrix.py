@@ -33,10 +33,10 @@ from config_cases import (
 )
 from tiny import make_core, run, submit, tiny_config
 
-from sgla.cli.explain import ledger
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource, open_source
 from sgla.layers.rope import rope_table
+from sgla.ledger import ledger
 from sgla.loading.load import load_model
 from sgla.model.config_keys import HARMLESS
 from sgla.model.families import FAMILIES

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from tiny import check_draws, make_core, over_two_ranks, run, submit, tiny_config
 
-from sgla.cli.explain import ledger
 from sgla.config import Config
 from sgla.device import H200
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource, open_source
 from sgla.kernels.ops import StateLayer
+from sgla.ledger import ledger
 from sgla.loading import load
 from sgla.loading.load import load_model
 from sgla.messages import StepPlan, Submit

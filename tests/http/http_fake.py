@@ -129,6 +129,7 @@ class FakeIngress:
         self.pace = pace
         self.manual = manual
         self.flushable = True
+        self.users = 0
         self.paused = False
         self.slept: list[bool | None] = []  # whether with the weights; None: woken
         self.jobs: list[Job] = []
@@ -140,6 +141,17 @@ class FakeIngress:
     @property
     def ready(self) -> bool:
         return self.phase == "ready"
+
+    dozing = False
+
+    def enter(self) -> None:
+        self.users += 1
+
+    def leave(self) -> None:
+        self.users -= 1
+
+    async def awake(self) -> None:
+        pass
 
     def require_ready(self, resting: bool = False) -> None:
         if not self.ready and not (resting and self.phase == "sleeping"):

@@ -25,6 +25,7 @@ from sgla.http.batches.reading import BOM, Lines
 from sgla.http.batches.runner import RUNNER, Runner
 from sgla.http.batches.store import BatchStore
 from sgla.http.clients import Client
+from sgla.http.models import MODELS
 from sgla.http.openai import chat as chat_module
 from sgla.http.server import SERVER
 from sgla.http.state.shelf import ENTRY, Bounds, one
@@ -247,7 +248,7 @@ async def test_a_batch_answers_as_its_route_does(site: Site, endpoint: Any, text
     assert (await client.files.retrieve(batch.output_file_id)).purpose == "batch_output"
     assert (
         b'sgla:batch_lines_total{model_name="fake",outcome="completed"} 100'
-        in site.app[SERVER].metrics_text()
+        in site.app[MODELS].metrics_text()
     )
 
 

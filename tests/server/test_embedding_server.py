@@ -3,16 +3,13 @@ everything."""
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
-import torch
 from server_process import serving
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from sgla import Engine
 from sgla.actors.system import find_model
@@ -20,32 +17,6 @@ from sgla.config import Config
 from sgla.device import nvidia
 from sgla.errors import UnsupportedTask
 from sgla.observe.machine import Machine
-
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(20))]
-
-
-@pytest.fixture(scope="module")
-def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import BertConfig, BertModel
-
-    folder = tmp_path_factory.mktemp("tiny-bert")
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    BertModel(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
 
 
 def test_server_and_engine_give_the_same_vectors(tiny_bert: Path) -> None:

@@ -23,7 +23,7 @@ from sgla.http.native.tokens import MAX_CHARS, check_size, render
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
 from sgla.http.request.intake import intake
-from sgla.http.server import ABORTED, SERVER, Server, raise_aborted
+from sgla.http.server import ABORTED, ASKED, Server, raise_aborted
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
@@ -45,7 +45,7 @@ STARTS = {
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, MESSAGES)
     model = served_model(server, fields.model)
     chat = chat_request(fields)
@@ -68,7 +68,7 @@ def thinking_budget(fields: CountTokensRequest) -> int | None:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """What the request would have as its prompt, in tokens; nothing is computed."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, COUNT_TOKENS)
     served_model(server, fields.model)
     chat = chat_request(fields)

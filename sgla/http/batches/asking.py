@@ -19,8 +19,9 @@ from sgla.errors import NotReady, Overloaded, SglaError, TooLarge
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import ADDRESS, CLIENT, Client
 from sgla.http.errors import Busy, error_response
+from sgla.http.models import chosen
 from sgla.http.request.intake import BODY
-from sgla.http.server import IGNORED_FIELDS, RID, SERVER, TRACE, UID, YIELDS
+from sgla.http.server import ASKED, IGNORED_FIELDS, RID, SERVER, TRACE, UID, YIELDS
 
 log = logging.getLogger(__name__)
 
@@ -121,11 +122,12 @@ async def ask(
         choices,
     )
     request[RID] = request[UID] = rid
+    request[ASKED] = server
     share.body = len(body)
     try:
         status, answer, later = await answered(handler, request, writer)
-        if server.metrics.tracing is not None and TRACE in request:
-            server.metrics.tracing.end(request[TRACE], status)
+        if TRACE in request and (tracing := request[ASKED].metrics.tracing) is not None:
+            tracing.end(request[TRACE], status)
         return Answer(status, answer, list(dict.fromkeys(request.get(IGNORED_FIELDS, []))), later)
     finally:
         share.close()
@@ -137,7 +139,8 @@ async def answered(handler: Handler, request: web.Request, writer: Kept) -> tupl
     later = False
     try:
         request[SHARE].take(request[SHARE].body)
-        response = await handler(request)
+        async with chosen(request, handler):
+            response = await handler(request)
         if not isinstance(response, web.Response):
             return response.status, b"".join(writer.pieces), later
         assert isinstance(response.body, bytes)

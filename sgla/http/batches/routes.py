@@ -24,7 +24,7 @@ from sgla.http.request.intake import intake
 from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import Schema
 from sgla.http.responses.output import new_id
-from sgla.http.server import PATH_ID, SERVER
+from sgla.http.server import ASKED, PATH_ID
 from sgla.http.state.shelf import UNREAD, Row
 from sgla.http.wire import encode, json_response
 
@@ -66,7 +66,7 @@ CREATE = Schema(BatchRequest)
 async def file_list(request: web.Request) -> web.Response:
     """A page of the client's files, newest first, or oldest first with ``order=asc``;
     with ``purpose`` those alone."""
-    files, client, query = request.app[SERVER].files, request[CLIENT], request.query
+    files, client, query = request[ASKED].files, request[CLIENT], request.query
     limit, ascending = page_of(request, default=MAX_FILES, most=MAX_FILES)
     after = None
     if "after" in query:
@@ -122,7 +122,7 @@ async def file_content(request: web.Request) -> web.StreamResponse:
 
 async def found(request: web.Request) -> tuple[Files, Row]:
     """The store, and the file in the path. Raises FileNotFound."""
-    files, uid = request.app[SERVER].files, request[PATH_ID]
+    files, uid = request[ASKED].files, request[PATH_ID]
     row = await files.find(uid, request[CLIENT])
     if row is None:
         raise FileNotFound(f"there is no file {uid[:100]!r}")
@@ -148,7 +148,7 @@ async def create(request: web.Request) -> web.Response:
         {"anchor": after and after.anchor, "seconds": after and after.seconds}, "output_expires_after"
     )
     runner, now = request.app[RUNNER], int(time.time())
-    seen = batch_object(fields, request.app[SERVER].model(None), now, now + 3600 * int(window[1]))
+    seen = batch_object(fields, request[ASKED].model(None), now, now + 3600 * int(window[1]))
     batch = await runner.store.create(request[CLIENT], seen, kept)
     runner.add(batch)
     return json_response(batch.shown())

@@ -39,12 +39,14 @@ from sgla.http.batches.lines import (
 from sgla.http.batches.reading import Lines, Numbered, TooManyLines
 from sgla.http.batches.store import Batch, BatchStore
 from sgla.http.batches.turns import Admission, Turns
+from sgla.http.models import MODELS
 from sgla.http.openai import chat, text
 from sgla.http.pooling import embeddings, moderations, rerank, score
 from sgla.http.request.intake import counted
 from sgla.http.responses import routes as responses
 from sgla.http.server import SERVER
 from sgla.http.turns import Desk
+from sgla.messages import Facts
 
 log = logging.getLogger(__name__)
 
@@ -117,11 +119,15 @@ class Runner:
                 self._works[batch].cancel()
 
     async def _open(self) -> None:
-        """Hand out places once the model is loaded."""
-        ingress = self._server.ingress
-        while ingress.facts is None:
+        """Hand out places once a model is loaded."""
+        while (facts := self._facts()) is None:
             await asyncio.sleep(LOOK)
-        self._turns.open(ingress.facts.slots)
+        self._turns.open(facts.slots)
+
+    def _facts(self) -> Facts | None:
+        """Of the first model that is loaded."""
+        found = (server.ingress.facts for server in self._app[MODELS].servers)
+        return next((facts for facts in found if facts is not None), None)
 
     # one batch
 
@@ -175,6 +181,8 @@ class Runner:
         return "completed"
 
     async def _work(self, batch: Batch) -> None:
+        if self._facts() is None:
+            await self._server.ingress.awake()
         await self._until_loaded()
         if batch.seen["status"] == "validating":
             async with self._checking.turn(batch.client.name):
@@ -275,7 +283,7 @@ class Runner:
             error.custom_id = None if text is None else name_of(text)
             raise
         await others(text)
-        check_request(line, ROUTES if batch.local else (batch.seen["endpoint"],), self._server.model)
+        check_request(line, ROUTES if batch.local else (batch.seen["endpoint"],), self._app[MODELS].check)
         await others(text)
         return line
 

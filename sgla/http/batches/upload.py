@@ -18,7 +18,7 @@ from sgla.errors import BadRequest, InvalidField, TooLarge, UnsupportedField
 from sgla.http.batches.files import PIECE, PURPOSE, TTL, Files, file_object
 from sgla.http.bodies import SHARE, BodyTimeout, UnsupportedEncoding
 from sgla.http.clients import CLIENT, Client
-from sgla.http.server import SERVER
+from sgla.http.server import ASKED
 
 PURPOSES = ("assistants", "batch_output", "evals", "fine-tune", "user_data", "vision")  # OpenAI's others
 SECONDS = 3600  # that an upload may take
@@ -52,7 +52,7 @@ def ignore_warnings() -> None:
 
 
 async def create(request: web.Request) -> web.Response:
-    files = request.app[SERVER].files
+    files = request[ASKED].files
     # aiohttp's ``content_type`` is parsed by Python's e-mail package, which takes 0.1 s for a long one.
     if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "multipart/form-data":
         raise BadRequest("a file comes as multipart/form-data with the fields purpose and file")

@@ -21,7 +21,7 @@ from sgla.http.responses.conversation import in_conversation, own_items, to_keep
 from sgla.http.responses.input import chat_messages
 from sgla.http.responses.items import Item
 from sgla.http.responses.output import new_id
-from sgla.http.server import PATH_ID, SERVER
+from sgla.http.server import ASKED, PATH_ID
 from sgla.http.wire import encode, json_response
 
 PREFIX = "/v1/conversations"
@@ -64,7 +64,7 @@ CREATE, UPDATE, ITEMS = Schema(ConversationCreate), Schema(ConversationUpdate), 
 def asked(request: web.Request) -> tuple[ConversationStore, Client, str, str]:
     """The store; the client who asks; the ids of the conversation and of the item in the path."""
     uid, _, item = request[PATH_ID].partition("/")
-    return request.app[SERVER].conversations, request[CLIENT], uid, item
+    return request[ASKED].conversations, request[CLIENT], uid, item
 
 
 async def create(request: web.Request) -> web.Response:
@@ -72,7 +72,7 @@ async def create(request: web.Request) -> web.Response:
     uid = new_id("conv")
     body = conversation(uid, int(time.time()), fields.metadata)
     items = await given_items(request, fields.items or [])
-    store = request.app[SERVER].conversations
+    store = request[ASKED].conversations
     await store.create(request[CLIENT], uid, body, await to_keep(items, request[SHARE]))
     return shown(request, body)
 
@@ -156,7 +156,7 @@ async def given_items(request: web.Request, items: list[Item]) -> list[Item]:
     """Items as conversations have them, with stored ones in place of references. Raises InvalidField and
     UnsupportedField for what no response could go on from."""
     check_count("items", items, MAX_ADDED)
-    server = request.app[SERVER]
+    server = request[ASKED]
     limit, share = server.config.max_body_bytes, request[SHARE]
     try:
         own = await own_items(items, server.responses, request[CLIENT], limit, share)

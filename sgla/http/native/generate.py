@@ -37,7 +37,7 @@ from sgla.http.request.schema import (
 )
 from sgla.http.server import (
     ABORTED,
-    SERVER,
+    ASKED,
     Server,
     Work,
     check_sizes,
@@ -57,7 +57,7 @@ Show = Callable[[int, TokenLogprob | None], Any]  # of a token's logprobs
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SCHEMA)
     server.model(fields.model)
     prompts, many = native_prompts(fields)

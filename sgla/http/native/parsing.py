@@ -17,7 +17,7 @@ from sgla.http.lanes import beside
 from sgla.http.request.chat import check_tool_list
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
-from sgla.http.server import SERVER, Server
+from sgla.http.server import ASKED, Server
 from sgla.http.wire import json_response
 from sgla.text.process import Parse, parse
 from sgla.text.tools.cursor import CALL, CONTENT, REASONING, Piece
@@ -41,7 +41,7 @@ SEPARATE = Schema(SeparateRequest)
 
 
 async def parse_function_call(request: web.Request) -> web.Response:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, CALLS)
     check_tool_list(fields.tools)
     family = chosen(server, fields.tool_call_parser, "tool_call_parser")
@@ -62,7 +62,7 @@ def calls_and_text(pieces: list[Piece]) -> dict[str, Any]:
 
 async def separate_reasoning(request: web.Request) -> web.Response:
     """A text that only closes reasoning is taken for one whose prompt has opened it."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SEPARATE)
     family = chosen(server, fields.reasoning_parser, "reasoning_parser")
     think = family.think

@@ -8,7 +8,7 @@ from sgla.http.clients import CLIENT
 from sgla.http.native.session_store import CloseSessionRequest, OpenSessionRequest
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
-from sgla.http.server import SERVER
+from sgla.http.server import ASKED
 from sgla.http.wire import json_response
 
 OPEN = Schema(OpenSessionRequest)
@@ -17,10 +17,10 @@ CLOSE = Schema(CloseSessionRequest)
 
 async def open_session(request: web.Request) -> web.Response:
     fields = await intake(request, OPEN)
-    return json_response(request.app[SERVER].sessions.open(fields, request[CLIENT]))
+    return json_response(request[ASKED].sessions.open(fields, request[CLIENT]))
 
 
 async def close_session(request: web.Request) -> web.Response:
     fields = await intake(request, CLOSE)
-    request.app[SERVER].sessions.close(fields.session_id, request[CLIENT].owner)
+    request[ASKED].sessions.close(fields.session_id, request[CLIENT].owner)
     return json_response({"success": True})

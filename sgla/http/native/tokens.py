@@ -13,7 +13,7 @@ from sgla.http.lanes import beside, sliced, sliced_lists, total
 from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import ChatRequest, DetokenizeRequest, Schema, TokenizeRequest
-from sgla.http.server import SERVER, Server
+from sgla.http.server import ASKED, Server
 from sgla.http.wire import json_response
 from sgla.text.detokenize import make_detokenizer
 
@@ -27,7 +27,7 @@ IDS_SLICE = 4096  # ids that are made text without a pause for other threads
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, TOKENIZE)
     server.model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
@@ -56,7 +56,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 async def apply_template(request: web.Request) -> web.Response:
     """The text that messages become; llama.cpp's shape."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, TOKENIZE)
     server.model(fields.model)
     if fields.messages is None:
@@ -112,7 +112,7 @@ async def render(request: web.Request, server: Server, fields: ChatRequest | Tok
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, DETOKENIZE)
     server.model(fields.model)
     facts, tokenizer = server.ingress.facts, server.ingress.tokenizer

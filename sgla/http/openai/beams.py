@@ -12,7 +12,7 @@ from sgla.errors import ContextTooLong, InvalidField, UnsupportedField
 from sgla.http.answer.collect import Choice
 from sgla.http.lanes import beside
 from sgla.http.request.schema import ChatRequest, CompletionRequest
-from sgla.http.server import SERVER, Server, Work, raise_aborted
+from sgla.http.server import ASKED, Server, Work, raise_aborted
 from sgla.messages import Job, SamplingParams, Usage
 from sgla.text.beams import MAX_WIDTH, BeamSearch, Finished, one_token
 from sgla.text.output import OutputStream
@@ -96,7 +96,7 @@ def check(fields: ChatRequest | CompletionRequest, work: Work, width: int, wante
 async def best_beams(
     request: web.Request, work: Work, job: Job, fields: ChatRequest | CompletionRequest, width: int
 ) -> list[Choice]:
-    server = request.app[SERVER]
+    server = request[ASKED]
     tokenizer, facts, sampling = server.ingress.tokenizer, server.ingress.facts, job.sampling
     assert facts is not None
     ends = {*([] if sampling.ignore_eos else tokenizer.eos_ids), *sampling.stop_token_ids}

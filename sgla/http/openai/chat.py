@@ -34,7 +34,7 @@ from sgla.http.request.chat import checked_messages, prompt_flags, template_kwar
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import first, sampling_params
 from sgla.http.request.schema import ChatRequest, Schema, unsupported
-from sgla.http.server import ABORTED, SERVER, Server, Work, make_work, raise_aborted
+from sgla.http.server import ABORTED, ASKED, Server, Work, make_work, raise_aborted
 from sgla.http.turns import MANY, pause
 from sgla.http.wire import encode
 from sgla.messages import Event, SamplingParams, TokenLogprob, Usage
@@ -46,7 +46,7 @@ ROLE = {"role": "assistant", "content": ""}
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     functions = as_tools(fields)

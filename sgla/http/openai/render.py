@@ -22,7 +22,7 @@ from sgla.http.openai.text import SCHEMA as TEXT
 from sgla.http.openai.text import text_work
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import OpenAIFields
-from sgla.http.server import SERVER, Server
+from sgla.http.server import ASKED, Server
 from sgla.http.wire import encode
 from sgla.messages import Job, Submit
 from sgla.text.prepare import Preparer
@@ -32,7 +32,7 @@ VALUE = 8  # bytes of them that cost as much as an id
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, CHAT)
     fields.model = server.model(fields.model)
     as_tools(fields)
@@ -42,7 +42,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 
 async def text(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, TEXT)
     fields.model = server.model(fields.model)
     jobs = (await text_work(request, server, fields)).jobs

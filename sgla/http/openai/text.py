@@ -32,7 +32,7 @@ from sgla.http.openai.common import (
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import are_ids, first, sampling_params
 from sgla.http.request.schema import MAX_CHOICES, CompletionRequest, Schema, check_count
-from sgla.http.server import ABORTED, SERVER, Server, Work, limit_logprobs, make_work, raise_aborted
+from sgla.http.server import ABORTED, ASKED, Server, Work, limit_logprobs, make_work, raise_aborted
 from sgla.http.turns import paced
 from sgla.http.wire import encode
 from sgla.messages import Event, Job, SamplingParams, TokenLogprob
@@ -47,7 +47,7 @@ NULLS = dict.fromkeys(("token_ids", "prompt_token_ids", "prompt_logprobs"))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     work = await text_work(request, server, fields)

@@ -28,9 +28,15 @@ async function connect() {
   const chosen = $("model").value;
   $("model").replaceChildren(...data.map(({ id }) => make("option", { textContent: id })));
   if (data.some(({ id }) => id === chosen)) $("model").value = chosen;
-  tell(await (await call("get_model_info")).json());
+  await ask();
   link = "up";
   state("up", "ready");
+}
+
+// What the chosen model is.
+async function ask() {
+  const name = encodeURIComponent($("model").value);
+  tell(await (await call(`get_model_info?model=${name}`)).json());
 }
 
 async function seen(phase) {
@@ -132,6 +138,7 @@ async function take() {
 
 $("import").onclick = () => $("files").click();
 $("files").onchange = take;
+$("model").onchange = () => ask().catch(lost);
 
 // --- controls
 

@@ -12,7 +12,7 @@ from sgla.http.pooling.common import ENTRY, PooledFields, head, inputs, pooling_
 from sgla.http.pooling.embeddings import ROWS, native_result, prompts
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
-from sgla.http.server import RID, SERVER, UID
+from sgla.http.server import ASKED, RID, UID
 from sgla.http.wire import json_response
 from sgla.text.vectors import raw, scores
 
@@ -31,7 +31,7 @@ SCHEMA = Schema(ClassifyRequest)
 
 
 async def classify(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     pooling = pooling_of(server, "classify")

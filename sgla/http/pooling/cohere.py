@@ -16,7 +16,7 @@ from sgla.http.pooling.embeddings import ROWS
 from sgla.http.pooling.score import text_of
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import MAX_CHOICES, Schema, check_count, unsupported
-from sgla.http.server import IGNORED_FIELDS, SERVER, UID
+from sgla.http.server import ASKED, IGNORED_FIELDS, UID
 from sgla.text.vectors import Floats, check_dimensions, embedding
 
 Form = Literal["float", "binary", "ubinary", "base64"]
@@ -41,7 +41,7 @@ SCHEMA = Schema(CohereEmbedRequest)
 
 async def embed(request: web.Request) -> web.StreamResponse:
     """``input_type`` has no effect, and the response's headers say so: models here know no prompts for it."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SCHEMA)
     server.model(fields.model)
     texts = given(fields)

@@ -13,7 +13,7 @@ from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, ru
 from sgla.http.request.chat import checked_messages
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
-from sgla.http.server import RID, SERVER
+from sgla.http.server import ASKED, RID
 from sgla.http.wire import json_response
 from sgla.text.vectors import check_dimensions, embedding, raw
 
@@ -41,7 +41,7 @@ ENCODE = Schema(EncodeRequest)
 
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, EMBEDDINGS)
     model = server.model(fields.model)
     pooling = pooling_of(server, "embed")
@@ -74,7 +74,7 @@ def prompts(value: Any, messages: list[dict[str, Any]] | None) -> list[dict[str,
 
 async def encode(request: web.Request) -> web.StreamResponse:
     """Embeddings, or the logits of a classification or reward model."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, ENCODE)
     server.model(fields.model)
     pooling = pooling_of(server, "embed", "classify")

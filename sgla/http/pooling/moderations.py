@@ -12,7 +12,7 @@ from sgla.http.answer.whole import answered, each
 from sgla.http.pooling.common import PooledFields, inputs, pooling_of, run, vector
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import MAX_PARTS, Schema, check_count
-from sgla.http.server import SERVER, UID
+from sgla.http.server import ASKED, UID
 from sgla.text.vectors import scores
 
 CATEGORIES = (
@@ -61,7 +61,7 @@ SCHEMA = Schema(ModerationRequest)
 
 
 async def moderations(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     pooling = pooling_of(server, "classify")

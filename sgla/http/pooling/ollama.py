@@ -15,7 +15,7 @@ from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, ru
 from sgla.http.pooling.embeddings import ROWS
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
-from sgla.http.server import SERVER
+from sgla.http.server import ASKED
 from sgla.http.wire import json_response
 from sgla.text.vectors import check_dimensions, embedding
 
@@ -49,7 +49,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
     choices = await vectors(
         request, fields.model, fields.input, fields.truncate is not False, fields.dimensions
     )
-    pooling = pooling_of(request.app[SERVER], "embed")
+    pooling = pooling_of(request[ASKED], "embed")
 
     def row(i: int) -> list[float]:
         values: list[float] = embedding(vector(choices[i]), pooling, fields.dimensions, True).tolist()
@@ -71,7 +71,7 @@ async def embeddings(request: web.Request) -> web.Response:
     """The older route: one embedding as the model makes it."""
     fields = await intake(request, EMBEDDINGS)
     (choice,) = await vectors(request, fields.model, fields.prompt, True, None)
-    pooling = pooling_of(request.app[SERVER], "embed")
+    pooling = pooling_of(request[ASKED], "embed")
     row = embedding(vector(choice), pooling, None, False)
     return json_response({"embedding": row.tolist()})
 
@@ -79,7 +79,7 @@ async def embeddings(request: web.Request) -> web.Response:
 async def vectors(
     request: web.Request, model: str, given: str | list[str], cut: bool, dimensions: int | None
 ) -> list[Choice]:
-    server = request.app[SERVER]
+    server = request[ASKED]
     known(server, model)
     check_dimensions(pooling_of(server, "embed"), dimensions)
     fields = PooledFields(truncate_prompt_tokens=-1 if cut else None)

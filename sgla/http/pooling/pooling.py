@@ -14,7 +14,7 @@ from sgla.http.pooling.embeddings import ROWS, prompts
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import first
 from sgla.http.request.schema import Schema
-from sgla.http.server import SERVER, UID
+from sgla.http.server import ASKED, UID
 from sgla.text.vectors import check_dimensions, embedding, scores
 
 ALIASES = {"score": "classify"}
@@ -40,7 +40,7 @@ SCHEMA = Schema(PoolingRequest)
 
 
 async def pooling(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     made = pooling_of(server, "embed", "classify")

@@ -12,7 +12,7 @@ from sgla.http.pooling.common import ENTRY, text_prompt, usage
 from sgla.http.pooling.score import PairFields, similarities
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import MAX_CHOICES, Schema, check_count
-from sgla.http.server import SERVER, UID
+from sgla.http.server import ASKED, UID
 
 
 class RerankRequest(PairFields, kw_only=True):
@@ -28,7 +28,7 @@ CHARACTERS = 16  # of a document that cost as much as a value
 
 async def rerank(request: web.Request) -> web.StreamResponse:
     """The documents, the most relevant first."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     text_prompt(fields.query, "query")

@@ -16,7 +16,7 @@ from sgla.http.bodies import SHARE
 from sgla.http.pooling.common import ENTRY, PooledFields, head, pooling_of, run, text_prompt, usage, vector
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import MAX_CHOICES, Schema, as_list, check_count
-from sgla.http.server import SERVER, UID, Server
+from sgla.http.server import ASKED, UID, Server
 from sgla.text import reranking
 from sgla.text.vectors import cosine, raw, scores, softmax
 
@@ -66,7 +66,7 @@ GENERATIVE = Schema(GenerativeScoringRequest)
 
 
 async def score(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, SCHEMA)
     model = server.model(fields.model)
     if fields.query is not None or (fields.items is not None and fields.queries is None):
@@ -91,7 +91,7 @@ async def score(request: web.Request) -> web.StreamResponse:
 
 async def generative_scoring(request: web.Request) -> web.StreamResponse:
     """For each item the probability of the first label as the token behind it."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, GENERATIVE)
     model = server.model(fields.model)
     pooled = {name: getattr(fields, name) for name in PooledFields.__struct_fields__}

@@ -33,7 +33,7 @@ from sgla.http.realtime.events import (
 from sgla.http.request.intake import decoded
 from sgla.http.responses.input import ResponsesRequest, chat_request, check_item
 from sgla.http.responses.output import OutputItems, new_id
-from sgla.http.server import SERVER, Server, Work
+from sgla.http.server import ASKED, Server, Work
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, Usage
 from sgla.text.tools.cursor import REASONING
@@ -50,7 +50,7 @@ SOCKETS: web.AppKey[set[web.WebSocketResponse]] = web.AppKey("sockets", set)
 
 
 async def realtime(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     server.ingress.require_ready()
     model = server.model(request.query.get("model"))
     socket = web.WebSocketResponse(
@@ -122,7 +122,7 @@ class Session:
 
     def __init__(self, request: web.Request, socket: web.WebSocketResponse, model: str) -> None:
         self._request = request
-        self._server: Server = request.app[SERVER]
+        self._server: Server = request[ASKED]
         self._socket = socket
         self._model = model
         self._uid = new_id("sess")

@@ -373,6 +373,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
     lora_name: str
     lora_path: str
     pinned: bool | None = None
@@ -380,11 +381,13 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
     lora_name: str
     lora_int_id: int | None = None  # vLLM's number, which its clients may leave out
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
     rid: str | None = None
     abort_all: bool | None = None
     abort_message: str | None = None
@@ -393,12 +396,14 @@ class AbortRequest(msgspec.Struct, kw_only=True):
 class PauseRequest(msgspec.Struct, kw_only=True):
     """``mode``: what becomes of running requests: abort, or in_place (vLLM: keep)."""
 
+    model: str | None = None
     mode: str | None = None
 
 
 class MemoryRequest(msgspec.Struct, kw_only=True):
     """``tags``: whose memory is given back; None: all."""
 
+    model: str | None = None
     tags: list[Literal["weights", "kv_cache"]] | None = None
 
 
@@ -406,6 +411,7 @@ class WeightChange(msgspec.Struct, kw_only=True):
     """What SGLang's requests that bring weights have in common. The prefix cache is emptied, whatever
     ``flush_cache`` says: KV of old weights is of no use."""
 
+    model: str | None = None
     weight_version: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None = None
     abort_all_requests: bool | None = None
     flush_cache: bool | None = None
@@ -430,6 +436,7 @@ class UpdateTensorsRequest(WeightChange, kw_only=True):
 class JoinTrainerRequest(msgspec.Struct, kw_only=True):
     """``rank_offset``: of our first rank; the trainer has 0."""
 
+    model: str | None = None
     master_address: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
     master_port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
     rank_offset: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
@@ -439,6 +446,7 @@ class JoinTrainerRequest(msgspec.Struct, kw_only=True):
 
 
 class LeaveTrainerRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
     group_name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = GROUP
 
 
@@ -451,6 +459,7 @@ class UpdateFromTrainerRequest(WeightChange, kw_only=True):
 
 
 class ShowWeightsRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
     name: str
     truncate_size: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 100
 
@@ -458,6 +467,7 @@ class ShowWeightsRequest(msgspec.Struct, kw_only=True):
 class ProfileRequest(msgspec.Struct, kw_only=True):
     """``output_dir``: a folder inside of ``--profile-folder``. SGLang's other fields are ignored."""
 
+    model: str | None = None
     num_steps: Annotated[int, msgspec.Meta(ge=1, le=MOST_PROFILED)] | None = None
     output_dir: Annotated[str, msgspec.Meta(max_length=MAX_NAME, pattern=r"^[^\x00]*$")] | None = None
 

@@ -24,7 +24,7 @@ from sgla.http.responses.conversation import gather
 from sgla.http.responses.input import RESPONSES, Item, chat_request, check_fields, sealed
 from sgla.http.responses.items import listed
 from sgla.http.responses.output import new_id
-from sgla.http.server import SERVER, raise_aborted
+from sgla.http.server import ASKED, raise_aborted
 from sgla.http.wire import json_response
 from sgla.text.tools.cursor import CONTENT
 
@@ -38,7 +38,7 @@ TASK = (
 
 async def asked(request: web.Request) -> tuple[list[Item], ChatRequest]:
     """The items of the whole conversation, and the chat that they are."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, RESPONSES)
     fields.model = server.model(fields.model)
     check_fields(fields)
@@ -52,7 +52,7 @@ async def asked(request: web.Request) -> tuple[list[Item], ChatRequest]:
 
 async def input_tokens(request: web.Request) -> web.Response:
     """What the request would have as its prompt, in tokens; nothing is computed."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     _, chat = await asked(request)
     (job,) = (await chat_work(request, server, chat, Reading(server, chat))).jobs
     prepare = preparer(server)
@@ -63,7 +63,7 @@ async def input_tokens(request: web.Request) -> web.Response:
 async def compact(request: web.Request) -> web.StreamResponse:
     """The messages of the user, and in place of the rest one item with the model's summary. A conversation
     that is too long for the model is summarized without its oldest turns."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     items, chat = await asked(request)
     facts = server.ingress.facts
     assert facts is not None

@@ -48,7 +48,7 @@ from sgla.http.responses.input import (
 )
 from sgla.http.responses.items import listed
 from sgla.http.responses.store import END, Found, Place, Stored
-from sgla.http.server import PATH_ID, SERVER, Server, Work, limit_logprobs
+from sgla.http.server import ASKED, PATH_ID, Server, Work, limit_logprobs
 from sgla.http.state.shelf import UNREAD
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, TokenLogprob
@@ -63,7 +63,7 @@ class ResponseNotFound(NotFound):
 
 
 async def create(request: web.Request) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     fields = await intake(request, RESPONSES)
     fields.model = server.model(fields.model)
     check_fields(fields)
@@ -89,7 +89,7 @@ async def create(request: web.Request) -> web.StreamResponse:
 async def respond(
     request: web.Request, fields: ResponsesRequest, context: Context, stored: bool
 ) -> web.StreamResponse:
-    server, store, share = request.app[SERVER], request.app[SERVER].responses, request[SHARE]
+    server, store, share = request[ASKED], request[ASKED].responses, request[SHARE]
     items = [*context.past, *context.own]
     offers = await mcp.offers(fields, server.tools)
     approved = mcp.approved(items, offers)
@@ -139,7 +139,7 @@ def make_agent(
     offers: Mapping[str, mcp.Offer],
 ) -> Agent:
     """The sink of a response whose tools this server calls. Its events are recorded if they are streamed."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     agent = Agent(server, work, request[SHARE], fields, chat, answer, offers)
     if fields.stream:
         encoder = ResponseStream(answer)
@@ -166,7 +166,7 @@ async def send(
     if fields.stream:
         assert isinstance(sink, Agent)
         return await stream_turns(request, work, answer, entry, sink)
-    server = request.app[SERVER]
+    server = request[ASKED]
     if (error := await finish(server, work, sink, answer)) and not answer.called:
         answer.forget()
         raise error
@@ -175,7 +175,7 @@ async def send(
 
 
 async def stream(request: web.Request, work: Work, answer: Answer, entry: Stored) -> web.StreamResponse:
-    server = request.app[SERVER]
+    server = request[ASKED]
     try:
         if answer.response["store"]:
             server.responses.begin(entry)
@@ -193,7 +193,7 @@ async def stream_turns(
     request: web.Request, work: Work, answer: Answer, entry: Stored, agent: Agent
 ) -> web.StreamResponse:
     """``stream`` of many turns, which is recorded, since the answer cannot wait for a slow reader."""
-    server = request.app[SERVER]
+    server = request[ASKED]
     assert agent.recorder is not None
     running = asyncio.ensure_future(agent.run())
     try:
@@ -215,7 +215,7 @@ async def stream_turns(
 async def in_background(
     request: web.Request, work: Work, answer: Answer, entry: Stored, sink: Taker | Recorder | Agent
 ) -> web.StreamResponse:
-    server, share = request.app[SERVER], request[SHARE]
+    server, share = request[ASKED], request[SHARE]
     entry.stop = partial(server.end, work.uid)
     queued = shown(entry) if entry.recorder is None else None
     # The memory is held until the response has ended and nobody reads it, not as long as its request.
@@ -285,7 +285,7 @@ def not_found(uid: str) -> ResponseNotFound:
 
 async def find(request: web.Request) -> Stored | Found:
     uid, client = request[PATH_ID], request[CLIENT]
-    store = request.app[SERVER].responses
+    store = request[ASKED].responses
     entry = store.live(uid, client.owner) or await store.find(uid, client)
     if entry is None:
         raise not_found(uid)
@@ -322,7 +322,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     if isinstance(entry, Found):
         return await play_again(request, entry, int(after) + 1)
     assert entry.recorder is not None
-    keepalive = request.app[SERVER].config.sse_keepalive
+    keepalive = request[ASKED].config.sse_keepalive
     return await entry.recorder.play(request, keepalive, int(after) + 1)
 
 
@@ -332,7 +332,7 @@ async def play_again(request: web.Request, entry: Found, start: int) -> web.Stre
     request[SHARE].take(len(entry.row.json) + UNREAD)
     response = web.StreamResponse(headers=HEADERS)
     await response.prepare(request)
-    async for data in request.app[SERVER].responses.events(request[CLIENT], entry, start):
+    async for data in request[ASKED].responses.events(request[CLIENT], entry, start):
         start += data.count(END)
         await response.write(data)
     if entry.lost:
@@ -343,7 +343,7 @@ async def play_again(request: web.Request, entry: Found, start: int) -> web.Stre
 
 async def delete(request: web.Request) -> web.Response:
     uid = request[PATH_ID]
-    if not await request.app[SERVER].responses.delete(uid, request[CLIENT]):
+    if not await request[ASKED].responses.delete(uid, request[CLIENT]):
         raise not_found(uid)
     return json_response({"id": uid, "object": "response", "deleted": True})
 
@@ -352,12 +352,12 @@ async def cancel(request: web.Request) -> web.Response:
     """End a response that is still in progress; one that has ended stays as it is."""
     entry = await find(request)
     if isinstance(entry, Stored) and entry.uid is not None:
-        request.app[SERVER].end(entry.uid)
+        request[ASKED].end(entry.uid)
         for _ in range(100):  # whoever runs it sees the end in the loop's next turns
             if entry.uid is None:
                 break
             await asyncio.sleep(0)
-        await request.app[SERVER].responses.settled(entry.client)
+        await request[ASKED].responses.settled(entry.client)
     return shown_again(request, entry)
 
 
@@ -366,7 +366,7 @@ async def input_list(request: web.Request) -> web.Response:
     newest first as OpenAI lists it, or oldest first with ``order=asc``."""
     limit, ascending = page_of(request)
     uid, client, share = request[PATH_ID], request[CLIENT], request[SHARE]
-    store, after = request.app[SERVER].responses, request.query.get("after")
+    store, after = request[ASKED].responses, request.query.get("after")
     if (entry := store.live(uid, client.owner)) is not None:
         await store.put(entry)
     found = await store.page(uid, client, limit, after, ascending)
