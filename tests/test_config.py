@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sgla.cli.args import parse
 from sgla.cli.explain import as_text
 from sgla.cli.settings import load_config, parse_bytes
+from sgla.cli.several import is_on_demand, models_of
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.device import PLATFORMS, Device, nvidia
@@ -564,3 +565,49 @@ def test_this_machine_is_plausible() -> None:
     assert 1 <= machine.physical_cores <= machine.cores
     assert 0 < machine.memory_available <= machine.memory_total
     assert machine.torch
+
+
+def test_each_of_several_models_has_settings_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text("chat:\n  model: demo\n  kv-cache-bytes: 2M\nembed: minilm\n")
+    chat, embed = models_of(Config(models=[str(file)], threads=2, demo="packaged"))
+    assert (chat.model, chat.served_model_name, chat.kv_cache_bytes) == ("demo", ["chat"], 2 << 20)
+    assert (embed.model, embed.served_model_name, embed.kv_cache_bytes) == ("minilm", ["embed"], None)
+    assert (chat.threads, embed.threads) == (2, 2)
+    assert not is_on_demand(Config(models=[str(file)]))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").touch()
+    (tmp_path / "b.gguf").touch()
+    found = Config(models=[str(tmp_path)])
+    assert is_on_demand(found)
+    assert [model.served_model_name for model in models_of(found)] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "param"),
+    [
+        ("a: minilm", {"model": "org/b"}, "model"),
+        ("a: minilm", {"tp": 2}, "tp"),
+        ("a: minilm", {"role": "prefill"}, "role"),
+        ("a: minilm", {"served_model_name": ["x"]}, "served_model_name"),
+        ("a: minilm\nb: minilm", {"kv_disk": "/x:1M"}, "kv_disk"),
+        ("a: {model: minilm, port: 1}", {}, "port"),
+        ("a: {model: minilm, speed: 1}", {}, "speed"),
+        ("a: {threads: 1}", {}, "models"),
+        ("a: minilm\na: minilm", {}, "models"),
+        ("a: {model: minilm, served-model-name: x}\nx: minilm", {}, "served_model_name"),
+    ],
+)
+def test_what_several_models_cannot_have_is_refused_by_name(
+    lines: str, settings: dict[str, Any], param: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(lines)
+    with pytest.raises(ConfigError) as caught:
+        models_of(Config(models=[str(file)], **settings))
+    assert caught.value.param == param
+
+
+def test_several_models_are_for_servers() -> None:
+    with pytest.raises(ConfigError, match="are for sgla serve"):
+        resolve(Config(models=["a=minilm"]), LAPTOP)

@@ -158,6 +158,12 @@ def check_together(models: list[Config]) -> None:
                 "it in a server of its own",
                 param="tp",
             )
+        if model.role != "both":
+            raise ConfigError(
+                f"model {first}: several models in one server do all alone; leave --role out, or serve it in "
+                "a server of its own",
+                param="role",
+            )
         if twice := names & {*model.served_model_name}:
             raise ConfigError(f"two models are named {min(twice)}", param="served_model_name")
         names |= {*model.served_model_name}
