@@ -4,6 +4,7 @@ transformers is imported only for folders without tokenizer.json."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
     from sgla.text.process import BoundedTemplate
 
+UNUSED = re.compile("unused|reserved", re.IGNORECASE)  # in the names of pieces that are there for later
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 Templates = str | dict[str, str] | None
 PROBES = (
@@ -323,6 +325,7 @@ def _from_folder(folder: Path, cache: Path | None, eos_ids: Iterable[int]) -> To
     backend, own = _load_backend(folder, settings, cache)
     with readable(f"{file} cannot be read"):
         named = own | _named_tokens(settings, more)
+        backend = _with_names(backend, settings)
         _add_listed(backend, settings, [*named.values(), *_extra_tokens(settings, more)])
         # Whether texts that are special tokens are read as ordinary text.
         backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
@@ -383,6 +386,27 @@ def _extra_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> list
         mapped = None if "added_tokens_decoder" in settings else special_map.get(old)
         found = settings.get(old) or mapped or []
     return [token["content"] if isinstance(token, dict) else token for token in found]
+
+
+def _with_names(backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    """With the names that tokenizer_config.json gives to pieces which the vocabulary has for later:
+    InternLM2's ``[UNUSED_TOKEN_145]`` is ``<|im_end|>``."""
+    names = {}
+    for token, entry in settings.get("added_tokens_decoder", {}).items():
+        piece, text = backend.id_to_token(int(token)), entry["content"]
+        if piece is not None and UNUSED.search(piece) and backend.token_to_id(text) is None:
+            names[int(token)] = text
+    if not names:
+        return backend
+    parts = json.loads(backend.to_str())
+    vocabulary = parts["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        parts["model"]["vocab"] = {names.get(token, piece): token for piece, token in vocabulary.items()}
+    else:
+        parts["model"]["vocab"] = [
+            [names.get(i, piece), score] for i, (piece, score) in enumerate(vocabulary)
+        ]
+    return tokenizers.Tokenizer.from_str(json.dumps(parts))
 
 
 def _add_listed(backend: tokenizers.Tokenizer, settings: dict[str, Any], special: list[str]) -> None:

@@ -34,6 +34,14 @@ VERSION = "3.7.2"
 # wants custom code.
 BY_FILE = ("gpt4", "gpt4o", "internlm2", "yi")
 NAMES = ("deepseek_v3", "gpt2", "mistral_nemo", "qwen1_5", "qwen2_5", "qwen3", *BY_FILE)
+INTERNLM2 = (
+    "<|plugin|>",
+    "<|interpreter|>",
+    "<|action_end|>",
+    "<|action_start|>",
+    "<|im_end|>",
+    "<|im_start|>",
+)
 TEMPLATES = ("deepseek_v3", "internlm2", "mistral_nemo", "qwen1_5", "qwen2_5", "qwen3")
 
 TOOLS = [
@@ -113,13 +121,23 @@ def folder_of(name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(request: pytest.FixtureRequest) -> tuple[Tokenizer, Any]:
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
     """Our tokenizer and HF's; tests of one tokenizer follow each other, since loading takes longest."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = folder_of(request.param)
+    ours = load_tokenizer(folder)
+    if (
+        request.param == "internlm2"
+    ):  # its own code names pieces of the vocabulary; PreTrainedTokenizerFast does not
+        folder = shutil.copytree(folder, tmp_path_factory.mktemp("named") / "internlm2")
+        text = (folder / "tokenizer.json").read_text()
+        for number, name in enumerate(INTERNLM2, 141):
+            text = text.replace(f'"[UNUSED_TOKEN_{number}]"', f'"{name}"')
+        (folder / "tokenizer.json").write_text(text)
+        assert [ours.backend.token_to_id(name) for name in INTERNLM2] == [*range(92538, 92544)]
     theirs = PreTrainedTokenizerFast if request.param in BY_FILE else AutoTokenizer
-    return load_tokenizer(folder), theirs.from_pretrained(folder)
+    return ours, theirs.from_pretrained(folder)
 
 
 def hard_texts(ours: Tokenizer) -> list[str]:

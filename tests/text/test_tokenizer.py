@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizers as tiny
+import tokenizers
 
 from sgla.config import Config
 from sgla.errors import ConfigError
@@ -122,6 +123,18 @@ def test_ids_that_end_a_generation(files: dict[str, object], expected: set[int],
     folder = tiny.save_folder(tiny.byte_level(), tmp_path, tokenizer_config=json.dumps(CONFIG), **written)
     assert load_tokenizer(folder).eos_ids == expected
     assert load_tokenizer(folder, eos_ids=[11]).eos_ids == expected | {11}
+
+
+def test_the_config_names_pieces_that_the_vocabulary_has_for_later(tmp_path: Path) -> None:
+    parts = json.loads(tiny.byte_level().to_str())
+    number = max(parts["model"]["vocab"].values(), default=0) + 1
+    parts["model"]["vocab"]["[UNUSED_TOKEN_1]"] = number
+    listed = {str(number): {"content": "<|plugin|>", "special": True}}
+    backend = tokenizers.Tokenizer.from_str(json.dumps(parts))
+    settings = json.dumps({"added_tokens_decoder": listed})
+    tokenizer = load_tokenizer(tiny.save_folder(backend, tmp_path, tokenizer_config=settings))
+    assert tokenizer.encode("the dog<|plugin|>")[-1] == number
+    assert tokenizer.encode("the dog<|plugin|>")[:-1] == backend.encode("the dog").ids
 
 
 def test_special_tokens_map_fills_what_the_config_leaves_out(tmp_path: Path) -> None:
