@@ -87,9 +87,12 @@ __device__ __forceinline__ void load(const Params& p, const Shared& shared, cons
   int page = page_of(share.begin);  // of this lane's piece
   pdl_wait();
   if (share.begin >= share.end) return;
-  if (lane == 0) barrier_expect(shared.q_full, TILES * Q_TILE);
+  if (lane == 0) {  // one lane copies: each of several would do so in its turn
+    barrier_expect(shared.q_full, TILES * Q_TILE);
+    for (int i = 0; i < TILES; ++i)
+      copy_3d(shared.q + i * Q_TILE, p.q, shared.q_full, i * 64, share.head, share.row);
+  }
   __syncwarp();
-  if (lane < TILES) copy_3d(shared.q + lane * Q_TILE, p.q, shared.q_full, lane * 64, share.head, share.row);
   Slot<STAGES> slot;
   for (int from = share.begin; from < share.end; from += TOKENS, slot.next()) {
     const int next = page_of(from + TOKENS);
@@ -97,13 +100,11 @@ __device__ __forceinline__ void load(const Params& p, const Shared& shared, cons
     barrier_wait(shared.empty + slot.stage * 8, slot.parity ^ 1);
     const u32 full = shared.full + slot.stage * 8, to = shared.keys + slot.stage * KEYS;
     if (lane == 0) barrier_expect(full, pieces * TILES * (PIECE * 128));
-    __syncwarp();
-    for (int i = lane; i < (pieces * TILES + 31) / 32 * 32; i += 32) {
-      const int piece = i / TILES, tile = i % TILES;
-      const int at = __shfl_sync(~0u, page, min(piece, TOKENS / PIECE - 1));
-      if (piece < pieces)
-        copy_3d(to + tile * TILE + piece * (PIECE * 128), p.k, full, tile * 64,
-                (from + piece * PIECE) % p.page_size, at);
+    for (int piece = 0; piece < pieces; ++piece) {
+      const int at = __shfl_sync(~0u, page, piece), token = (from + piece * PIECE) % p.page_size;
+      if (lane == 0)
+        for (int i = 0; i < TILES; ++i)
+          copy_3d(to + i * TILE + piece * (PIECE * 128), p.k, full, i * 64, token, at);
     }
     page = next;
   }

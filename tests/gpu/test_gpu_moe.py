@@ -151,11 +151,12 @@ def test_grouped_products_equal_the_oracle(f: int, skew: bool) -> None:
 
 
 @pytest.mark.parametrize("shared", ["gated", "always"])
-@pytest.mark.parametrize(("others", "top_k"), [(256, 8), (512, 10)])
-def test_a_shared_expert_behind_all_others(others: int, top_k: int, shared: Any) -> None:
-    """As Qwen3.6 and Qwen3-Next have it: numbers of more than 8 bits, and an expert of all tokens."""
-    d, f, count = 256, 64, others + 1
-    routing = Routing(top_k, normalize=True, shared=shared)
+@pytest.mark.parametrize(("others", "top_k", "parts"), [(256, 8, 1), (512, 10, 1), (64, 6, 2)])
+def test_a_shared_expert_behind_all_others(others: int, top_k: int, parts: int, shared: Any) -> None:
+    """As Qwen3.6 and Qwen3-Next have it: numbers of more than 8 bits, and an expert of all tokens; or, as
+    DeepSeek-V2-Lite has it, two."""
+    d, f, count = 256, 64, others + parts
+    routing = Routing(top_k, normalize=True, shared=shared, parts=parts)
     shapes = [(others + (shared == "gated"), d), (count * 2 * f, d), (count * d, f)]
     weights = [pack(torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5, "bf16") for n, k in shapes]
     norm = torch.rand(d, device="cuda") + 0.5
