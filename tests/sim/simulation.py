@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise, takewhile
@@ -10,7 +11,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sgla.executor.fake import FakeModel
+from sgla.cache.tier import chain
+from sgla.executor.fake import FakeModel, mix
+from sgla.executor.fake_tiers import keys_in
 from sgla.messages import (
     CacheGroup,
     Delta,
@@ -134,9 +137,32 @@ class Simulation:
     def end_a_copy(self, random: Random, failures: float = 0.0) -> None:
         if self.copies:
             transfer = self.copies.pop(random.randrange(len(self.copies)))
+            self._prefill(transfer, random)
             self.core.moved(self.model.move(transfer, ok=random.random() >= failures))
             if self.check:
                 self.core.check()
+
+    def _prefill(self, transfer: int, random: Random) -> None:
+        """What a prefill server brings of a prompt, if one is asked: all, or what it had before it died."""
+        copy, _ = self.model.tiers._copying.get(transfer, (None, None))
+        if copy is None or not copy.tokens:
+            return
+        size, width = self.limits.page_size, 4 * self.limits.page_size
+        tokens, state, hashes = array("I", copy.tokens), 0, list[int]()
+        for token in tokens:
+            state = mix(state, token)
+            hashes.append(state)
+        names = chain([], copy.namespace, copy.tokens, width, len(tokens) // size)
+        brings = random.choice((1.0, 1.0, 0.7))
+        for g, keys in enumerate(copy.keys):
+            there = self.model.tiers.there[copy.source][g]
+            for key in keys_in(keys):
+                assert key in names, "the text is not that of the keys"
+                end = (names.index(key) + 1) * size
+                whole = self.limits.groups[g].every
+                content = (end, hashes[end - 1]) if whole else hashes[end - size : end]
+                if random.random() < brings:
+                    there[key] = key, content
 
     def evict(self) -> None:
         """The device loses all that nobody holds, and the host keeps its copies."""

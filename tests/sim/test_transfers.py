@@ -298,10 +298,15 @@ def play(random: Random) -> list[Simulation]:
         pages=random.choice((10, 14, 20)),
         windows=beside,
         tiers=[
-            Tier("host", [random.choice((5, 20)) for _ in range(1 + len(beside))]),
+            Tier(
+                "host",
+                [random.choice((5, 20)) for _ in range(1 + len(beside))],
+                early=random.choice((False, True)),
+            ),
             Tier("disk", [random.choice((5, 20, 60)) for _ in range(1 + len(beside))], lasting=True),
             Tier("store", [0] * (1 + len(beside)), shared=True, least=random.choice((1, 3))),
-        ][random.choice((0, 1, 2)) :],
+            Tier("prefill", [0] * (1 + len(beside)), shared=True, least=1, computes=True),
+        ][random.choice((0, 1, 2, 3)) :],
         slots=random.choice((1, 2, 4)),
         depth=random.randint(1, 3),
         drafts=random.choice((0, 3)),
@@ -351,7 +356,7 @@ def test_text_is_the_same_whatever_becomes_of_copies() -> None:
         counts = Counter[object]()
         for key, count in loaded.items():
             counts[key[part]] += count
-        assert len(counts) == (2, 3, 3)[part]
+        assert len(counts) == (2, 4, 3)[part]
         assert min(counts.values()) > 5, "too little was loaded to tell"
 
 
