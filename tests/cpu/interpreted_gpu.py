@@ -309,6 +309,7 @@ WIDER = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
 SMALL_STEPS = {"page_size": 2, "step_tokens": 8}
 ONE = {"max_running_requests": 1, "page_size": 4, "step_tokens": 24}
 TORCH = {"attention_backend": "torch"}
+PREFILL = {"role": "prefill", "kv_transfer_port": 0, "kv_transfer_secret": "s", "kv_transfer_bytes": 1 << 20}
 STATES = {"enable_return_hidden_states": True}
 # Model, pooling, requests, settings, those of the GPU alone.
 CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
@@ -395,6 +396,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     ),
     "prefixes on the host": (DECODER, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
     "prefixes on a disk": (DECODER, "", by_turns, ONE, {"kv_disk": "{}/disk:1M", **TORCH}),
+    "prefixes for others": (DECODER, "", by_turns, ONE, {**PREFILL, **TORCH}),
     "states in a store": (STATES_KEPT, "", by_turns, ONE, {"kv_store": "{}/store", **TORCH}),
     "after a sleep": (DECODER, "", short_text, {}, {"kv_host_bytes": 1 << 20, **TORCH}),
     "states on the host": (STATES_KEPT, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),

@@ -8,17 +8,20 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from config_cases import deepseek, gemma3, qwen3_next
+from forked import CONTEXT
 from tiny import LLAMA, VOCAB
 from tokenizers import Tokenizer, models
 
 from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, SglaError
 from sgla.peers import Ask, Channel, Done, Hello, Message, Unit, Want
 from sgla.worker import remote
 from sgla.worker.offer import HostUnits
@@ -173,10 +176,17 @@ def test_what_the_peer_had_cached_counts(folders: dict[str, Path], pair: tuple[E
     assert stats(second).hits["prefill"] == 144
 
 
+MOMENTS = [(Ask, 1), (Want, 1), (Unit, 1), (Unit, 5), (Unit, 9), (Done, 1), (Done, 2)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "count"), [(Ask, 1), (Want, 1), (Unit, 1), (Unit, 5), (Unit, 9), (Done, 1), (Done, 2)]
+    ("kind", "count", "changed"),
+    [
+        *((*moment, False) for moment in MOMENTS),
+        (Unit, 5, True),
+        *(pytest.param(*moment, True, marks=pytest.mark.slow) for moment in MOMENTS),
+    ],
 )
-@pytest.mark.parametrize("changed", [False, True])
 def test_a_peer_that_dies_costs_time_alone(
     pair: tuple[Engine, Engine],
     alone: list[Any],
@@ -246,7 +256,12 @@ def test_requests_that_leave_are_not_read_on(pair: tuple[Engine, Engine]) -> Non
     assert first._system is not None
     first._system._schedule.pause(True)  # type: ignore[union-attr]
     stream = second.stream(TEXTS[0])
-    thread = threading.Thread(target=lambda: next(iter(stream), None), daemon=True)
+
+    def read() -> None:
+        with contextlib.suppress(SglaError):
+            next(iter(stream))
+
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     wait_until(lambda: first._system.ingress.open_requests == 1)  # type: ignore[union-attr]
     second.shutdown()
@@ -327,3 +342,34 @@ def test_who_sends_nonsense_is_not_let_in(prefill: Engine) -> None:
 def test_what_cannot_be_is_refused(folders: dict[str, Path], changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         begin(folders["pages"], **changes)
+
+
+def serve_until_killed(folder: str, pipe: Connection) -> None:
+    with prefilling(Path(folder)) as engine:
+        pipe.send(port_of(engine))
+        pipe.recv()
+        assert engine._system is not None
+        engine._system._schedule.pause(True)  # type: ignore[union-attr]
+        pipe.send("paused")
+        pipe.recv()
+
+
+def test_a_process_that_is_killed(folders: dict[str, Path], alone: list[Any]) -> None:
+    """While a prompt waits for it."""
+    ours, theirs = Pipe()
+    process = CONTEXT.Process(target=serve_until_killed, args=(str(folders["pages"]), theirs), daemon=True)
+    process.start()
+    theirs.close()
+    with decoding(folders["pages"], ours.recv()) as second:
+        assert same(tell(second, ASKED[:1]), alone[:1])
+        assert stats(second).tiers[0].loaded == 9
+        ours.send("pause")
+        assert ours.recv() == "paused"
+        told: list[Any] = []
+        thread = threading.Thread(target=lambda: told.extend(tell(second, [TEXTS[2]])))
+        thread.start()
+        wait_until(lambda: stats(second).tiers[0].asking == 1)
+        process.kill()
+        thread.join()
+        assert same_text(told, alone[-1:])
+        check_idle(second)

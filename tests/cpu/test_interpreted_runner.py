@@ -17,6 +17,7 @@ CASES = {
     "adapters": {"logprobs"},
     "prefixes on the host": {"logprobs"},
     "prefixes on a disk": {"logprobs"},
+    "prefixes for others": {"logprobs"},
     "after a sleep": {"logprobs"},
     "pages of int8": {"logprobs"},
     "toy family": {"logprobs"},
