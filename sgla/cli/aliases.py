@@ -195,6 +195,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "enable-prompt-tokens-details": Always("usage counts cached tokens"),
     # the server
     "hostname": Alias("host"),
+    "models-dir": Alias("models"),
+    "sleep-idle-seconds": Alias("sleep_idle"),
     "server-name": Alias("host"),
     "server-port": Alias("port"),
     "ssl-key-file": Alias("ssl_keyfile"),
