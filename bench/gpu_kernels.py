@@ -85,8 +85,18 @@ def shape_of(heads: int, kv_heads: int, rows: int) -> attention.AttentionShape:
     )
 
 
+def random_pages(pages: int, size: int, kv_heads: int, dim: int, kind: torch.dtype) -> KVLayer:
+    pool = torch.randn(2, pages, kv_heads, size, dim, dtype=BF16, device="cuda").transpose(2, 3)
+    if kind != torch.int8:
+        k, v = pool.to(kind)
+        return KVLayer(k, v)
+    scales = torch.rand(2, pages, kv_heads, size, device="cuda") / 100
+    k, v = (pool * 40).clamp(-127, 127).to(kind)
+    return KVLayer(k, v, k_scales=scales[0], v_scales=scales[1])
+
+
 def decode_batch(
-    rows: int, length: int, heads: int, kv_heads: int, dim: int
+    rows: int, length: int, heads: int, kv_heads: int, dim: int, kind: torch.dtype = BF16
 ) -> tuple[Any, list[KVLayer], DeviceBatch]:
     """Rows of equal length, and enough copies of the KV to leave the L2."""
     batch = decode_rows(torch.full((rows,), length))
@@ -94,19 +104,22 @@ def decode_batch(
     copies = max(1, min(16, (400 << 20) // (2 * pages * size * kv_heads * dim * 2)))
     layers = []
     for _ in range(copies):
-        pool = torch.randn(2, pages, kv_heads, size, dim, dtype=BF16, device="cuda").transpose(2, 3)
-        layers.append(KVLayer(pool[0], pool[1]))
+        layers.append(random_pages(pages, size, kv_heads, dim, kind))
     return torch.randn(rows, heads * dim, dtype=BF16, device="cuda"), layers, batch
 
 
 def bench_decode() -> None:
     from sgla.kernels.cuda import decode_attention
 
-    for heads, kv_heads in ((16, 8), (32, 8), (32, 4)):
-        for rows, length in ((1, 640), (1, 4096), (16, 640), (64, 640), (64, 4096), (256, 640), (256, 1024)):
-            q, layers, batch = decode_batch(rows, length, heads, kv_heads, 128)
-            bytes_ = 2 * rows * length * kv_heads * 128 * 2
+    cases = [(*heads, BF16) for heads in ((16, 8), (32, 8), (32, 4))]
+    for heads, kv_heads, kind in [*cases, (32, 8, torch.float8_e4m3fn), (32, 8, torch.int8)]:
+        long = (1, 32768), (8, 32768), (16, 8192), (256, 1024)
+        for rows, length in ((1, 640), (1, 4096), (16, 640), (64, 640), (64, 4096), (256, 640), *long):
+            q, layers, batch = decode_batch(rows, length, heads, kv_heads, 128, kind)
+            bytes_ = 2 * rows * length * kv_heads * 128 * kind.itemsize
             shape = shape_of(heads, kv_heads, rows)
+            if kind != BF16:
+                shape = shape._replace(kv_dtype="int8" if kind == torch.int8 else "fp8")
             names = ["auto", "triton"] if (heads, kv_heads) == (32, 8) else ["auto"]
             for name in names:
                 attend: Any = attention.choose(name, [shape])[0].decode
@@ -129,6 +142,7 @@ def bench_decode() -> None:
                         bench="decode",
                         kernel=attend.name,
                         config=label,
+                        kv=str(kind).removeprefix("torch."),
                         heads=heads,
                         kv_heads=kv_heads,
                         rows=rows,

@@ -4,7 +4,7 @@
 
 W1: 256 requests, random.seed(0), 100-1024 tokens in and out, temperature 0.6. W2: one request, 128 in, 512
 out, greedy. W3: 32 prompts of 4096, 1 out. W4: 256 requests, 2048 shared + 64 own in, 64 out. W5: batches of
-512 in, 256 out. W6: batches of 8192 in, 1024 out (--max-model-len 9217 at least). Weights are random
+512 in, 256 out. W6: batches of 8192 in, 1024 out (--lengths; --max-model-len 9217 at least). Weights are random
 (``load_format=dummy``), prompts are token ids, no request stops early. ``limit_``: what an H200 needs at least
 (``limits.py``).
 Llama wants a tokenizer all the same: ``--extra '{"tokenizer": "FOLDER"}'``.
@@ -108,6 +108,7 @@ class Bench:
         self.longest = args.max_model_len
         self.random, self.vocab = random.Random(1234), args.vocab
         self.batches = list(map(int, args.batches.split(",")))
+        self.lengths = [int(n) for n in args.lengths.split(",")]
         self.limits = None
         if args.engine == "sgla":  # a peer's interpreter has no sgla
             from limits import Limits
@@ -191,7 +192,7 @@ class Bench:
         self.in_batches("W5", repeat, 512, 256)
 
     def w6(self, repeat: int) -> None:
-        self.in_batches("W6", repeat, 8192, 1024)
+        self.in_batches("W6", repeat, *self.lengths)
 
     def in_batches(self, name: str, repeat: int, tokens: int, outputs: int) -> None:
         for size in self.batches:
@@ -202,6 +203,7 @@ class Bench:
                 w=name,
                 rep=repeat,
                 bs=size,
+                lengths=[tokens, outputs],
                 s=round(s, 3),
                 prefill_s=round(first, 3),
                 ms_per_step=round((s - first) / (outputs - 1) * 1e3, 3),
@@ -226,6 +228,7 @@ def main() -> None:
     parser.add_argument("--name", help="shown in the lines; default: the folder's name")
     parser.add_argument("--workloads", default="W1,W2,W3,W4,W5")
     parser.add_argument("--batches", default="1,16,64,256", help="of W5")
+    parser.add_argument("--lengths", default="8192,1024", help="of W6: tokens in, tokens out")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=100000)

@@ -24,6 +24,10 @@
 // FP8: k and v are e4m3. A byte becomes a half-precision number by moving its bits, 2^-8 times too small,
 // which the scales make good; a word then holds two numbers of even and two of odd places, so places are
 // permuted: of k's dims alike in q, of v's dims in the output.
+//
+// INT8: k and v are int8 with a scale for each token and head, and keys are turned (times a Hadamard matrix,
+// divided by HD), so q is turned here. A byte becomes bf16 with the same permutation of places. What the new
+// token's k and v are rounded to is what `turning.py` stores.
 #include "common.cuh"
 
 #ifndef HD
@@ -75,14 +79,21 @@
 #ifndef FP8
 #define FP8 0
 #endif
+#ifndef INT8
+#define INT8 0
+#endif
 
+#ifndef AT_ONCE  // tiles that are fetched together, where fetching them one by one would take longest
+#define AT_ONCE (FP8 || INT8 ? 8 : PER_SM == 1 && HD <= 128 ? 4 : 1)
+#endif
 #ifndef ROT  // FUSED: the first dims of a head, which are rotated: a multiple of 32
 #define ROT HD
 #endif
 
 constexpr int TILE = 16;
 constexpr int ALL = GROUP * SHARE - LACK;  // query heads of a kv head
-constexpr int ELEMENT = FP8 ? 1 : 2;       // bytes
+constexpr bool BYTES = FP8 || INT8;         // of k and v
+constexpr int ELEMENT = BYTES ? 1 : 2;      // bytes
 constexpr int TOKEN_BYTES = HD * ELEMENT;
 constexpr int CHUNKS = TOKEN_BYTES / 16;
 // Bytes of a token that lie together in a tile.
@@ -97,7 +108,9 @@ constexpr int BATCH = HD > 128 ? 16 : EACH > 2 ? 4 : 8;               // partial
 constexpr int UNITS = 16, QUERIES = 4, RESULTS = 2;  // that a block has room for: announced, prepared, not
                                                      // yet merged
 constexpr int PAGES = 128;  // tiles whose pages are looked up at a time
-constexpr int Q_BYTES = ACC * 256 + 2 * TOKEN_BYTES;  // fragments of q, and the new token's k and v
+constexpr int SCALES = INT8 ? 2 * TILE : 0;  // of a tile's k, then of its v
+// Fragments of q, the new token's k and v, and their scales.
+constexpr int Q_BYTES = ACC * 256 + 2 * TOKEN_BYTES + (INT8 ? 16 : 0);
 constexpr int PITCH = HD + 4, RESULT = WARPS * GROUP * PITCH + WARPS * 16;  // floats
 constexpr float NEG = -1e30f, LOG2E = 1.4426950408889634f;
 constexpr float PREFIX_UNIT = FP8 ? 1.f / 256 : 1.f;  // prefixes' results are in units of what is stored
@@ -123,7 +136,9 @@ struct Params {
   const float* prefix;    // CASCADE: [first[R], Hkv * ALL, HD] unnormalised
   const float* prefix_ml; // CASCADE: [first[R], Hkv * ALL, 2] maxima and sums
   const float* sinks;     // [Hkv * ALL] or null
-  long long page_stride, head_stride;
+  float* k_scales;        // INT8: of page p, head h, token i at p * scale_page + h * scale_head + i
+  float* v_scales;
+  long long page_stride, head_stride, scale_page, scale_head;
   int q_stride, table_stride, rows, kv_heads, window;  // kv_heads: Hkv * SHARE
   float eps;
   float scale, softcap;   // scale already times log2(e), or 1 / softcap with soft cap
@@ -147,6 +162,7 @@ enum { ANNOUNCED, PREPARED, ATTENDED, MERGED };
 
 struct Memory {  // of a block
   u32 ring, bars;
+  float* scales;           // [STAGES][SCALES]
   unsigned char* queries;  // [QUERIES][Q_BYTES]
   float* results;          // [RESULTS][RESULT]: [WARPS][GROUP][PITCH] outputs, [WARPS][8][2] maxima and sums
   Unit* units;             // [UNITS]
@@ -156,6 +172,7 @@ struct Memory {  // of a block
     extern __shared__ unsigned char smem[];
     unsigned char* at = smem + (-smem_addr(smem) & 1023);
     ring = smem_addr(at), at += STAGES * 2 * TILE_BYTES;
+    scales = reinterpret_cast<float*>(at), at += STAGES * SCALES * 4;
     queries = at, at += QUERIES * Q_BYTES;
     results = reinterpret_cast<float*>(at), at += RESULTS * RESULT * 4;
     units = reinterpret_cast<Unit*>(at), at += UNITS * sizeof(Unit);
@@ -258,6 +275,15 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
 // Bytes 0 and 2, or 1 and 3, of a word of e4m3 as fp16, 2^-8 times as large.
 __device__ __forceinline__ u32 even_halves(u32 x) { return (x << 8 & 0x80008000u) | (x << 7 & 0x3f803f80u); }
 __device__ __forceinline__ u32 odd_halves(u32 x) { return (x & 0x80008000u) | (x >> 1 & 0x3f803f80u); }
+// The same of int8 as bf16: 128 plus seven bits, less 128 or, if the eighth is set, 256.
+__device__ __forceinline__ u32 even_numbers(u32 x) {
+  u32 r;
+  asm("sub.rn.bf16x2 %0, %1, %2;"
+      : "=r"(r) : "r"((x & 0x007f007fu) | 0x43004300u), "r"((x & 0x00800080u) | 0x43004300u));
+  return r;
+}
+__device__ __forceinline__ u32 even_places(u32 x) { return INT8 ? even_numbers(x) : even_halves(x); }
+__device__ __forceinline__ u32 odd_places(u32 x) { return INT8 ? even_numbers(x >> 8) : odd_halves(x); }
 __device__ __forceinline__ unsigned short to_e4m3(float lo, float hi) {
   unsigned short r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
@@ -270,11 +296,39 @@ __device__ __forceinline__ u32 in_tile_at(int row, int chunk) {
   return chunk / 8 * (TILE * SEGMENT) + row * SEGMENT + ((chunk ^ row) & 7) * 16;
 }
 // The first of two dims that lane t holds as number j of the q fragment of 16 dims.
-__device__ __forceinline__ int q_dim(int t, int j) { return FP8 ? t * 4 + j * 2 : t * 2 + j * 8; }
+__device__ __forceinline__ int q_dim(int t, int j) { return BYTES ? t * 4 + j * 2 : t * 2 + j * 8; }
 // Its four numbers as fragment.
 __device__ __forceinline__ void q_fragment(u32 (&qf)[2], float x0, float x1, float x2, float x3) {
-  qf[0] = FP8 ? pack_operand(x0, x2) : pack_operand(x0, x1);
-  qf[1] = FP8 ? pack_operand(x1, x3) : pack_operand(x2, x3);
+  qf[0] = BYTES ? pack_operand(x0, x2) : pack_operand(x0, x1);
+  qf[1] = BYTES ? pack_operand(x1, x3) : pack_operand(x2, x3);
+}
+
+// a and b become their sum and their difference.
+__device__ __forceinline__ void cross(float& a, float& b) {
+  const float x = a;
+  a = x + b, b = x - b;
+}
+// The same with the number of the lane that differs in `bit`.
+__device__ __forceinline__ float cross_lanes(float x, int bit) {
+  const float y = __shfl_xor_sync(~0u, x, bit);
+  return threadIdx.x & bit ? y - x : y + x;
+}
+// A head of q, 4 dims of each 16 a lane, times the Hadamard matrix.
+__device__ __forceinline__ void turn_q(float (&x)[ACC][4]) {
+#pragma unroll
+  for (int i = 0; i < ACC; ++i) {
+    cross(x[i][0], x[i][1]), cross(x[i][2], x[i][3]);
+    cross(x[i][0], x[i][2]), cross(x[i][1], x[i][3]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[i][j] = cross_lanes(cross_lanes(x[i][j], 1), 2);
+  }
+#pragma unroll
+  for (int bit = 1; bit < ACC; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < ACC; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (!(i & bit)) cross(x[i][j], x[i | bit][j]);
 }
 
 // q of head `g` of the row, normalised and rotated, as the B fragments of K Q^T.
@@ -320,23 +374,73 @@ __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int po
       b[2 * j] = b0 * c.x + a0 * s.x;
       b[2 * j + 1] = b1 * c.y + a1 * s.y;
     }
-    q_fragment(qf[i], a[0], a[1], a[2], a[3]);
-    q_fragment(qf[i + FAR], b[0], b[1], b[2], b[3]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[i][j] = a[j], x[i + FAR][j] = b[j];
+  }
+  if constexpr (INT8) {
+#pragma unroll
+    for (int i = 0; i < ACC; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[i][j] = round_bf(x[i][j]);
+    turn_q(x);
   }
 #pragma unroll
-  for (int i = 2 * FAR; i < ACC; ++i) q_fragment(qf[i], x[i][0], x[i][1], x[i][2], x[i][3]);
+  for (int i = 0; i < ACC; ++i) q_fragment(qf[i], x[i][0], x[i][1], x[i][2], x[i][3]);
 }
 
 // A lane has PAIRS pairs of dims of the new token's k, which are rotated together or not at all.
 constexpr int PAIRS = HD / 64;
+static_assert(AT_ONCE <= STAGES && AT_ONCE <= 32, "lanes wait for them");
+static_assert(!INT8 || (!CASCADE && (!FUSED || ROT == HD)), "of turned keys all dims are rotated");
 __device__ __forceinline__ bool rotated(int pair) { return ROT == HD || pair < ROT / 2; }
 __device__ __forceinline__ int k_dim(int pair, int half) {
   return rotated(pair) ? pair + half * (ROT / 2) : pair + (half ? HD / 2 : ROT / 2);
 }
 
-// They are normalised and rotated, and become what is stored.
-__device__ __forceinline__ void prepare_k(const Params& p, float (&x)[2][PAIRS], int position, int lane,
-                                          bf16 (&out)[2][PAIRS]) {
+// The scale of numbers whose largest has the bits `most` without its sign; NaN where one is not finite.
+__device__ __forceinline__ float scale_of(u32 most) {
+  most = __reduce_max_sync(~0u, most);
+  return most < 0x7f800000u ? __uint_as_float(most) / 127.f : __uint_as_float(0x7fc00000u);
+}
+__device__ __forceinline__ u32 size_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+// x in units of `scale`, which is not 0, as a byte; 0 where either is not finite.
+__device__ __forceinline__ u32 to_int8(float x, float scale) {
+  const float y = x / scale;
+  return y == y ? max(-127, min(127, __float2int_rn(y))) & 0xff : 0;
+}
+__device__ __forceinline__ float divisor(float scale) { return scale == 0.f ? 1.f : scale; }
+
+// The new token's k, turned, as it is stored; its scale.
+__device__ __forceinline__ float turn_k(float (&x)[2][PAIRS], int lane, bf16 (&out)[2][PAIRS]) {
+  u32 most = 0;
+#pragma unroll
+  for (int j = 0; j < PAIRS; ++j) cross(x[0][j], x[1][j]);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int bit = 1; bit < PAIRS; bit *= 2)
+#pragma unroll
+      for (int j = 0; j < PAIRS; ++j)
+        if (!(j & bit)) cross(x[h][j], x[h][j | bit]);
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+#pragma unroll
+      for (int bit = 1; bit < 32; bit *= 2) x[h][j] = cross_lanes(x[h][j], bit);
+      x[h][j] /= HD;
+      most = max(most, size_bits(x[h][j]));
+    }
+  }
+  const float scale = scale_of(most), by = divisor(scale);
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) out[h][j] = to_int8(x[h][j], by);
+  return scale;
+}
+
+// It is normalised and rotated, and becomes what is stored; its scale.
+__device__ __forceinline__ float prepare_k(const Params& p, float (&x)[2][PAIRS], int position, int lane,
+                                           bf16 (&out)[2][PAIRS]) {
   if (p.k_norm) {
     float sum = 0.f;
 #pragma unroll
@@ -358,9 +462,15 @@ __device__ __forceinline__ void prepare_k(const Params& p, float (&x)[2][PAIRS],
     const bool turns = rotated(lane * PAIRS + j);
     const float c = turns ? table[j] : 1.f, s = turns ? table[ROT / 2 + j] : 0.f;
     const float a = x[0][j] * c - x[1][j] * s, b = x[1][j] * c + x[0][j] * s;
+    if (INT8) {
+      x[0][j] = round_bf(a), x[1][j] = round_bf(b);
+      continue;
+    }
     out[0][j] = FP8 ? to_e4m3(a * p.k_inverse, 0.f) : f2bf(a);
     out[1][j] = FP8 ? to_e4m3(b * p.k_inverse, 0.f) : f2bf(b);
   }
+  if constexpr (INT8) return turn_k(x, lane, out);
+  return 1.f;
 }
 
 // 8 numbers of v as they are stored.
@@ -370,6 +480,20 @@ __device__ __forceinline__ uint4 narrow_v(const Params& p, uint4 v) {
     return u32(to_e4m3(lo2f(a) * f, hi2f(a) * f)) | u32(to_e4m3(lo2f(b) * f, hi2f(b) * f)) << 16;
   };
   return {four(v.x, v.y), four(v.z, v.w), 0, 0};
+}
+
+// The lanes' v, 8 numbers or none each, in int8; its scale.
+__device__ __forceinline__ float narrow_v(uint4 v, uint2& to) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most = max(most, max(size_bits(lo2f(words[i])), size_bits(hi2f(words[i]))));
+  const float scale = scale_of(most), by = divisor(scale);
+  u32 halves[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) halves[i] = to_int8(lo2f(words[i]), by) | to_int8(hi2f(words[i]), by) << 8;
+  to = {halves[0] | halves[1] << 16, halves[2] | halves[3] << 16};
+  return scale;
 }
 
 // The new token as the projection left it, this lane's part; and its page.
@@ -387,11 +511,11 @@ struct Fresh {
     if (lane < HD / 8) v = *reinterpret_cast<const uint4*>(from + p.kv_heads / SHARE * HD + lane * 8);
   }
   // To the page and to shared memory.
-  __device__ __forceinline__ void store(const Params& p, const Unit& x, int lane, unsigned char* k_to,
-                                        unsigned char* v_to) {
+  __device__ __forceinline__ void store(const Params& p, const Unit& x, int lane, unsigned char* k_to) {
     const int last = x.len - 1;
+    unsigned char* v_to = k_to + TOKEN_BYTES;
     bf16 new_k[2][PAIRS];
-    prepare_k(p, k, last, lane, new_k);
+    const float k_scale = prepare_k(p, k, last, lane, new_k);
     const long long place =
         page * p.page_stride + x.head / SHARE * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
 #pragma unroll
@@ -399,12 +523,25 @@ struct Fresh {
 #pragma unroll
       for (int j = 0; j < PAIRS; ++j) {
         const int d = k_dim(lane * PAIRS + j, h);
-        if (FP8) {
+        if (BYTES) {
           k_to[d] = p.k[place + d] = (unsigned char)new_k[h][j];
         } else {
           reinterpret_cast<bf16*>(k_to)[d] = reinterpret_cast<bf16*>(p.k)[place + d] = new_k[h][j];
         }
       }
+    if constexpr (INT8) {
+      uint2 bytes;
+      const float v_scale = narrow_v(v, bytes);
+      if (lane < HD / 8)
+        *reinterpret_cast<uint2*>(v_to + lane * 8) =
+            *reinterpret_cast<uint2*>(p.v + place + lane * 8) = bytes;
+      if (lane > 0) return;
+      const long long at =
+          page * p.scale_page + x.head / SHARE * p.scale_head + last % (TILE * PAGE_TILES);
+      p.k_scales[at] = k_scale, p.v_scales[at] = v_scale;
+      *reinterpret_cast<float2*>(v_to + TOKEN_BYTES) = {k_scale, v_scale};
+      return;
+    }
     if (lane >= HD / 8) return;
     if (FP8) {
       const uint4 e = narrow_v(p, v);
@@ -435,14 +572,25 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
       Fresh fresh(p, x, memory.slot[x.row], lane);
       prepare_q(p, q, x.len - 1, t, live, qf);
       memory.wait(MERGED, u - QUERIES);
-      if (x.tile + x.count == x.tiles) fresh.store(p, x, lane, to + ACC * 256, to + ACC * 256 + TOKEN_BYTES);
+      if (x.tile + x.count == x.tiles) fresh.store(p, x, lane, to + ACC * 256);
     } else {
+      float turned[ACC][4];
 #pragma unroll
       for (int i = 0; i < ACC; ++i) {
         const u32 a = live ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, 0)) : 0;
         const u32 b = live ? *reinterpret_cast<const u32*>(q + i * 16 + q_dim(t, 1)) : 0;
-        qf[i][0] = FP8 ? pack_operand(lo2f(a), lo2f(b)) : a;
-        qf[i][1] = FP8 ? pack_operand(hi2f(a), hi2f(b)) : b;
+        if (INT8) {
+          turned[i][0] = lo2f(a), turned[i][1] = hi2f(a), turned[i][2] = lo2f(b), turned[i][3] = hi2f(b);
+        } else {
+          qf[i][0] = FP8 ? pack_operand(lo2f(a), lo2f(b)) : a;
+          qf[i][1] = FP8 ? pack_operand(hi2f(a), hi2f(b)) : b;
+        }
+      }
+      if constexpr (INT8) {
+        turn_q(turned);
+#pragma unroll
+        for (int i = 0; i < ACC; ++i)
+          q_fragment(qf[i], turned[i][0], turned[i][1], turned[i][2], turned[i][3]);
       }
       memory.wait(MERGED, u - QUERIES);
     }
@@ -459,6 +607,14 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 bar,
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;"
                ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(token), "r"(head), "r"(page), "l"(policy)
+               : "memory");
+}
+
+// Bytes that lie together in both.
+__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, u32 bar, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
+               "%2, [%3], %4;"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
                : "memory");
 }
 
@@ -516,16 +672,36 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
         held_row = row, held = base;
         __syncwarp();
       }
-      for (; tile < n; ++tile) {
-        if (lane == 0) {
-          const u32 to = memory.ring + stage * (2 * TILE_BYTES), bar = memory.full(stage);
-          const int page = memory.pages[tile - base], token = tile % PAGE_TILES * TILE;
-          barrier_wait(memory.empty(stage), parity);
-          barrier_expect(bar, 2 * TILE_BYTES);
-          copy_tile(to, p.k_map, bar, token, x.head / SHARE, page, policy);
-          copy_tile(to + TILE_BYTES, p.v_map, bar, token, x.head / SHARE, page, policy);
+      while (tile < n) {
+        const int several = min(AT_ONCE, n - tile);
+        if (lane < several) {
+          const u32 over = stage + lane >= STAGES;
+          barrier_wait(memory.empty(stage + lane - over * STAGES), parity ^ over);
         }
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        __syncwarp();
+        if (lane == 0) {  // of several lanes at once the copy engine takes wrong orders
+          int pages[AT_ONCE];
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i) pages[i] = memory.pages[min(tile + i, n - 1) - base];
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i) {
+            if (i >= several) break;
+            const int at = stage + i - (stage + i >= STAGES ? STAGES : 0);
+            const int token = (tile + i) % PAGE_TILES * TILE;
+            const u32 to = memory.ring + at * (2 * TILE_BYTES), bar = memory.full(at);
+            barrier_expect(bar, 2 * TILE_BYTES + SCALES * 4);
+            copy_tile(to, p.k_map, bar, token, x.head / SHARE, pages[i], policy);
+            copy_tile(to + TILE_BYTES, p.v_map, bar, token, x.head / SHARE, pages[i], policy);
+            if constexpr (INT8) {
+              const u32 scales = smem_addr(memory.scales + at * SCALES);
+              const long long from = pages[i] * p.scale_page + x.head / SHARE * p.scale_head + token;
+              copy_bytes(scales, p.k_scales + from, TILE * 4, bar, policy);
+              copy_bytes(scales + TILE * 4, p.v_scales + from, TILE * 4, bar, policy);
+            }
+          }
+        }
+        tile += several, stage += several;
+        if (stage >= STAGES) stage -= STAGES, parity ^= 1;
       }
       __syncwarp();
     }
@@ -533,8 +709,8 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
 }
 
 // The last tile of a row: the new token's k and v (FUSED), and zeros where v has no token yet.
-__device__ __forceinline__ void complete_tile(u32 kt, u32 vt, const unsigned char* fresh, int last,
-                                              int lane) {
+__device__ __forceinline__ void complete_tile(u32 kt, u32 vt, float* scales, const unsigned char* fresh,
+                                              int last, int lane) {
   auto store = [&](u32 to, uint4 x) {
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
@@ -544,6 +720,11 @@ __device__ __forceinline__ void complete_tile(u32 kt, u32 vt, const unsigned cha
     store((i < CHUNKS ? kt : vt) + in_tile_at(last, i % CHUNKS), row[i]);
   for (int i = (last + 1) * CHUNKS + lane; i < TILE * CHUNKS; i += 32)
     store(vt + in_tile_at(i / CHUNKS, i % CHUNKS), {});
+  if constexpr (INT8) {
+    const float2 of = *reinterpret_cast<const float2*>(fresh + 2 * TOKEN_BYTES);
+    if (FUSED && lane == last) scales[lane] = of.x, scales[TILE + lane] = of.y;
+    if (lane > last && lane < TILE) scales[TILE + lane] = 0.f;
+  }
   fence_shared();  // the copy engine writes there next
   __syncwarp();
 }
@@ -573,17 +754,19 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
         const int tile = x.first + x.tile + next - before;
         const u32 kt = memory.ring + stage * (2 * TILE_BYTES), vt = kt + TILE_BYTES;
         barrier_wait(memory.full(stage), parity);
-        if (tile == (x.len - 1) / TILE) complete_tile(kt, vt, query + ACC * 256, (x.len - 1) % TILE, lane);
+        float* scales = memory.scales + stage * SCALES;
+        if (tile == (x.len - 1) / TILE)
+          complete_tile(kt, vt, scales, query + ACC * 256, (x.len - 1) % TILE, lane);
         float s[4] = {}, s_odd[4] = {};
         const int r = lane & 15, half = lane >> 4;
 #pragma unroll
         for (int i = 0; i < CHUNKS / 2; ++i) {
           u32 a[4];
           ldmatrix(a, kt + in_tile_at(r, 2 * i + half));
-          if constexpr (FP8) {
-            multiply(s, even_halves(a[0]), even_halves(a[1]), odd_halves(a[0]), odd_halves(a[1]),
+          if constexpr (BYTES) {
+            multiply(s, even_places(a[0]), even_places(a[1]), odd_places(a[0]), odd_places(a[1]),
                      qf[2 * i][0], qf[2 * i][1]);
-            multiply(s_odd, even_halves(a[2]), even_halves(a[3]), odd_halves(a[2]), odd_halves(a[3]),
+            multiply(s_odd, even_places(a[2]), even_places(a[3]), odd_places(a[2]), odd_places(a[3]),
                      qf[2 * i + 1][0], qf[2 * i + 1][1]);
           } else {
             multiply(i % 2 ? s_odd : s, a[0], a[1], a[2], a[3], qf[i][0], qf[i][1]);
@@ -593,6 +776,7 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float y = (s[j] + s_odd[j]) * p.scale;
+          if constexpr (INT8) y *= scales[g + j / 2 * 8];
           if (SOFTCAP) {
             float capped;
             asm("tanh.approx.f32 %0, %1;" : "=f"(capped) : "f"(y));
@@ -624,16 +808,22 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
                     p3 = exp2_fast(s[3] - b1);
         l0 += p0 + p2;
         l1 += p1 + p3;
-        const u32 w0 = movmatrix(pack_operand(p0, p1)), w1 = movmatrix(pack_operand(p2, p3));
+        float v0 = 1.f, v1 = 1.f;  // what a token's v is in units of; of one that is left out it may be NaN
+        if constexpr (INT8) {
+          v0 = s[0] == NEG ? 0.f : scales[TILE + g];
+          v1 = s[2] == NEG ? 0.f : scales[TILE + g + 8];
+        }
+        const u32 w0 = movmatrix(pack_operand(p0 * v0, p1 * v0)),
+                  w1 = movmatrix(pack_operand(p2 * v1, p3 * v1));
         const int vr = (lane & 7) + (lane >> 4) * 8, vc = (lane >> 3) & 1;
 #pragma unroll
         for (int i = 0; i < CHUNKS / 2; ++i) {
           u32 a[4];
           ldmatrix_trans(a, vt + in_tile_at(vr, 2 * i + vc));
-          if constexpr (FP8) {
-            multiply(o[2 * i], even_halves(a[0]), odd_halves(a[0]), even_halves(a[2]), odd_halves(a[2]), w0,
+          if constexpr (BYTES) {
+            multiply(o[2 * i], even_places(a[0]), odd_places(a[0]), even_places(a[2]), odd_places(a[2]), w0,
                      w1);
-            multiply(o[2 * i + 1], even_halves(a[1]), odd_halves(a[1]), even_halves(a[3]), odd_halves(a[3]),
+            multiply(o[2 * i + 1], even_places(a[1]), odd_places(a[1]), even_places(a[3]), odd_places(a[3]),
                      w0, w1);
           } else {
             multiply(o[i], a[0], a[1], a[2], a[3], w0, w1);
@@ -659,7 +849,7 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
       for (int i = 0; i < ACC; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int head = t * 2 + (j & 1), d = i * 16 + (FP8 ? g * 2 + j / 2 : g + j / 2 * 8);
+          const int head = t * 2 + (j & 1), d = i * 16 + (BYTES ? g * 2 + j / 2 : g + j / 2 * 8);
           if (head < GROUP) result[(warp * GROUP + head) * PITCH + d] = o[i][j];
         }
     }

@@ -20,7 +20,7 @@ TILE = decode_attention.TILE
 
 
 class NativeDecode:
-    name, captured, grows, cascades = "native", True, False, True
+    name, captured, grows = "native", True, False
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._kernel = decode_attention.DecodeAttention(
@@ -28,14 +28,13 @@ class NativeDecode:
         )
         self._parts = cascade.workspace(shape)
         self._processors = device.multiprocessors
+        self.cascades = shape.kv_dtype != "int8"
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:
         """Why this kernel cannot be used, or None."""
         if shape.mixed:
             return shape.mixed
-        if shape.kv_dtype == "int8":
-            return "the KV cache is int8"
         return decode_attention.refuses(
             device, shape.dtype, shape.head_dim, shape.group, shape.page_size, shape.max_rows
         )
@@ -66,7 +65,7 @@ class NativeDecode:
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
             batch.cum[scoring.window],
             scoring.scale, scoring.window, scoring.softcap, projection, prefix, (kv.k_scale, kv.v_scale),
-            scoring.sinks,
+            scoring.sinks, kv.scales,
         )  # fmt: skip
 
 

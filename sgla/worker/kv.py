@@ -72,7 +72,7 @@ def _tokens(
     }
     assert made.keys() <= {"k", "v"}, "KVLayer has no other tensors"
     scales = {
-        tensor.name: zeros(pages[group], tensor.shape[0], (page_size,), DTYPES[SCALE])
+        tensor.name: zeros(pages[group], 1, (tensor.shape[0], page_size), DTYPES[SCALE])[:, 0]
         for tensor in scaled(tensors, dtype)
     }
     k = made["k"] if made else zeros(pages[group], page_size, (0, 0), DTYPES[dtype])

@@ -174,7 +174,11 @@ def test_every_file_of_cuda_compiles() -> None:
             for norm in (0, 1)
         ],
         "grouped_gemm.cu": [{"GATED": gated, "GELU": 0, "STAGES": 4} for gated in (0, 1)],
-        "decode_attention.cu": [{"GROUP": 7, "SHARE": 2, "LACK": 1, "FUSED": fused} for fused in (0, 1)],
+        "decode_attention.cu": [
+            {"GROUP": 7, "SHARE": 2, "LACK": 1, "FUSED": fused, "INT8": int8}
+            for fused in (0, 1)
+            for int8 in (0, 1)
+        ],
         "skinny_gemm.cu": [{"EPILOGUE": 4}],
         "experts.cu": [{"GELU": 1}],
         "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}, {"HEADS": 32}],

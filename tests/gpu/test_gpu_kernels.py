@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,12 +137,15 @@ LENGTHS = {
 }
 
 
-def ask_for_decode(stored: Callable[[KVLayer], KVLayer]) -> None:
-    """Compile the kernels of all ``CASES`` side by side. ``stored``: the cache as they read it."""
+Case = tuple[int, int, int, int, float]
+
+
+def ask_for_decode(stored: Callable[[KVLayer], KVLayer], cases: Sequence[Case] = CASES) -> None:
+    """Compile the kernels of all ``cases`` side by side. ``stored``: the cache as they read it."""
     from sgla.kernels.cuda.decode_attention import Projection
 
     with rehearsing():
-        for heads, kv_heads, dim, window, softcap in CASES:
+        for heads, kv_heads, dim, window, softcap in cases:
             for kv_lens in LENGTHS.values():
                 rows = len(kv_lens)
                 q, wide, batch = paged([1] * rows, kv_lens, heads, kv_heads, dim, (window,))

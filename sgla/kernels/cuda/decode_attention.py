@@ -40,6 +40,8 @@ POINTERS = [
     "prefix",
     "prefix_ml",
     "sinks",
+    "k_scales",
+    "v_scales",
 ]
 
 
@@ -48,14 +50,13 @@ class _Params(ctypes.Structure):
         ("k_map", TensorMap),
         ("v_map", TensorMap),
         *((name, P) for name in POINTERS),
-        ("page_stride", ctypes.c_longlong),
-        ("head_stride", ctypes.c_longlong),
+        *((name, ctypes.c_longlong) for name in ("page_stride", "head_stride", "scale_page", "scale_head")),
         *((name, ctypes.c_int) for name in ("q_stride", "table_stride", "rows", "kv_heads", "window")),
         *(
             (name, ctypes.c_float)
             for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")
         ),
-        ("pad", ctypes.c_int * 11),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int * 3),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -148,14 +149,15 @@ def _kernel(
     rows: int,
     fused: bool,
     cascade: bool,
-    fp8: bool,
+    kind: torch.dtype,
     rotated: int,
 ) -> Kernel:
-    token = head_dim * (1 if fp8 else 2)
-    query = head_dim * 16 + 2 * token
+    int8 = kind == torch.int8
+    token = head_dim * kind.itemsize
+    query = head_dim * 16 + 2 * token + 16 * int8
     result = cut.warps * (group.heads * (head_dim + 4) + 16) * 4
     fixed = 1024 + QUERIES * query + RESULTS * result + UNITS * 64 + 4 * PAGES + 16 * (rows + 1)
-    stage = 2 * TILE * token + 16
+    stage = 2 * TILE * token + 16 + 8 * TILE * int8
     stages = (SHARED[cut.per_sm - 1] - 64 - fixed) // stage
     assert stages >= cut.warps
     defines = {
@@ -174,17 +176,19 @@ def _kernel(
         "PAGE_TILES": page_tiles,
         "FUSED": int(fused),
         "CASCADE": int(cascade),
-        "FP8": int(fp8),
+        "FP8": int(kind == torch.float8_e4m3fn),
     }
+    defines |= {"INT8": 1} if int8 else {}
     defines |= {"ROT": rotated} if rotated != head_dim else {}
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
 
 
-def choose(head_dim: int, pairs: int) -> Cut:
-    """For so many pairs of row and KV head. Two blocks a multiprocessor do not end at the same time."""
+def choose(head_dim: int, pairs: int, narrow: bool) -> Cut:
+    """For so many pairs of row and KV head; ``narrow``: of 8-bit pages. Two blocks a multiprocessor do not
+    end at the same time, but two warps fetch, which takes longest for short tiles."""
     if head_dim > 128:
         return WIDE
-    return MANY if pairs > 3 * processors() else FEW
+    return MANY if pairs > (processors() // 2 if narrow else 3 * processors()) else FEW
 
 
 @lru_cache(1 << 12)
@@ -229,13 +233,15 @@ class DecodeAttention:
         prefix: PrefixParts | None = None,
         kv_scales: tuple[float, float] = (1.0, 1.0),
         sinks: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """q bf16 ``[R or more, Hq * hd]`` -> the same shape, R rows of it; with ``projection`` q is ``[R, (Hq
         + 2 Hkv) * hd]`` as it comes from the linear layer, and the new token's k and v are written to the
         pages. k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head are contiguous. ``cum``
         int32[R + 1] counts the 16-token tiles before each row, for this window and without those that
-        ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, or e4m3 to be
-        multiplied by ``kv_scales``."""
+        ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, e4m3 to be
+        multiplied by ``kv_scales``, or int8 with ``scales``, float32 ``[pages, Hkv, page_size]`` each, tokens
+        of one page and head contiguous."""
         _, page_size, kv_heads, dim = k.shape
         assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
@@ -247,6 +253,8 @@ class DecodeAttention:
             assert rotates(projection.cos_sin.shape[1], dim)
             extra, eps = (projection.q_norm, projection.k_norm, projection.cos_sin), projection.eps
         assert prefix is None or not window
+        assert scales is None or scales[0].stride() == scales[1].stride()
+        assert scales is None or scales[0].stride(2) == 1, "scales of one page and head must be contiguous"
         tensors = (
             q,
             k,
@@ -262,10 +270,11 @@ class DecodeAttention:
             *extra,
             *(prefix or (None, None, None, None)),
             sinks,
+            *(scales or (None, None)),
         )
         log2e = 1.4426950408889634
-        fp8, (k_scale, v_scale) = k.dtype == torch.float8_e4m3fn, kv_scales
-        unit = 256.0 if fp8 else 1.0  # what the kernel multiplies by is so much smaller
+        k_scale, v_scale = kv_scales
+        unit = 256.0 if k.dtype == torch.float8_e4m3fn else 1.0  # what is stored is read so much smaller
         scale = scale * k_scale * unit
         token = dim * k.element_size()
         strides = (k.stride(0) * k.element_size(), k.stride(2) * k.element_size())
@@ -273,12 +282,13 @@ class DecodeAttention:
         params = _Params(
             *maps,
             *(None if t is None else t.data_ptr() for t in tensors),
-            k.stride(0), k.stride(2), q.stride(0), page_table.stride(0),
+            k.stride(0), k.stride(2), *(scales[0].stride()[:2] if scales else (0, 0)),
+            q.stride(0), page_table.stride(0),
             slots.shape[0], kv_heads * group.parts,
             window, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale * unit,
         )  # fmt: skip
-        cut = self.cut or choose(dim, slots.shape[0] * kv_heads * group.parts)
+        cut = self.cut or choose(dim, slots.shape[0] * kv_heads * group.parts, k.element_size() == 1)
         kernel = _kernel(
             dim,
             group,
@@ -288,7 +298,7 @@ class DecodeAttention:
             self._rows,
             projection is not None,
             prefix is not None,
-            fp8,
+            k.dtype,
             dim if projection is None else projection.cos_sin.shape[1],
         )
         kernel.launch(processors() * cut.per_sm, cut.threads, params)

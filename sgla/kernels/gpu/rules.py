@@ -25,7 +25,9 @@ def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
     if work.asked.decode is None:
         return "not all rows are decode rows of our kernel"
     rotated, dim = heads.given["cos_sin"].shape[1], heads.given["kv"].k.shape[-1]
-    return None if rotates(rotated, dim) else f"{rotated} of the {dim} dims of heads are rotated"
+    if not rotates(rotated, dim) or (rotated < dim and heads.given["kv"].scales is not None):
+        return f"{rotated} of the {dim} dims of heads are rotated"
+    return None
 
 
 def query(work: Work, heads: Node, attention: Node) -> list[Node]:
