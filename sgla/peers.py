@@ -29,6 +29,8 @@ PATIENCE = 5.0  # seconds for a handshake
 GREETING = 1 << 10  # bytes of what may be said before it is known who says it
 MESSAGE = 64 << 20  # bytes: the token ids of a prompt
 STRANGERS = 32  # that a listener talks to at a time
+# A host that is gone without a word is found out within 11 s.
+ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
 _SIZES = struct.Struct("<IQ")
 
 
@@ -111,6 +113,10 @@ class Channel:
         self._sent = self._received = 0
         self._decode = msgspec.msgpack.Decoder(Message).decode
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in ALIVE.items():
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def use(self, secret: str, mine: bytes, theirs: bytes) -> None:
         """From here on each side shows with each frame that it knows the ``secret``."""

@@ -287,8 +287,7 @@ class RemoteTier(FileTier):
     def close(self) -> None:
         self._closing.set()
         self._lost.set()
-        links = self._links
-        for link in links or ():
-            link.close()
         self._thread.join()
+        for link in self._links or ():
+            link.close()
         super().close()
