@@ -89,7 +89,7 @@ def test_caches_and_preemption_change_nothing(tmp_path: Path) -> None:
     assert run(runner, requests, scarce).tokens() == alone
 
 
-@pytest.mark.parametrize("name", ["olmo", "granitemoe_swa"])
+@pytest.mark.parametrize("name", [pytest.param("olmo", marks=pytest.mark.slow), "granitemoe_swa"])
 async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
     """Dense, and experts with sinks and windows."""
     save_checkpoint(tmp_path, name, **MODELS[name])

@@ -17,7 +17,6 @@ CASES = {
     "a scan beside attention": {"logprobs"},
     "one part in each layer": {"logprobs"},
     "scans alone": {"logprobs"},
-    "states on the host": {"logprobs"},
     "states in a store": {"logprobs"},
 }
 
@@ -30,3 +29,9 @@ def answers() -> dict[str, Any]:
 @pytest.mark.parametrize(("case", "kinds"), CASES.items())
 def test_a_gpu_answers_as_a_cpu(answers: dict[str, Any], case: str, kinds: set[str]) -> None:
     check(answers[case], kinds)
+
+
+@pytest.mark.slow
+def test_states_on_the_host_come_back() -> None:
+    """What copies do is shown by states in a store, and by prefixes on the host."""
+    check(answers_of(["states on the host"])["states on the host"], {"logprobs"})

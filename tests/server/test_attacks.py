@@ -111,12 +111,12 @@ def test_schemas_of_tools_are_not_multiplied(tiny_model: Path) -> None:
 ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2}
 
 
-@pytest.mark.parametrize(
-    "more", [(), ("--max-connections", "8", "--executor", "fake", "--fake-step-ms", "5")]
-)
+@pytest.mark.parametrize("more", [(), ("--max-connections", "8")])
 def test_a_terminate_ends_the_process_and_tells_every_stream(tiny_model: Path, more: tuple[str, ...]) -> None:
-    """Streams longer than the drain, and a text that is being parsed. What does not fit is refused."""
-    with serving("--model", str(tiny_model), *FLAGS, *more) as server:
+    """Streams longer than the drain, and a text that is being parsed. What does not fit is refused. Ends of
+    workers are in ``test_shutdown.py``."""
+    fake = ("--executor", "fake", "--fake-step-ms", "5")
+    with serving("--model", str(tiny_model), *FLAGS, *fake, *more) as server:
         told, code = asyncio.run(terminated(server))
     assert told == [True] * 16
     assert code == 0
