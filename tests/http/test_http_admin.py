@@ -34,8 +34,8 @@ async def test_health(site: Site) -> None:
 
 
 async def test_facts(serve: Serve) -> None:
-    site = await serve(api_key=["secret"], key="secret")
-    site.http.headers["Authorization"] = "Bearer secret"
+    site = await serve(api_key=["sesame"], key="sesame")
+    site.http.headers["Authorization"] = "Bearer sesame"
     assert (await site.get("/version"))[1] == {"version": __version__}
     _, info = await site.get("/get_model_info")
     assert info["is_generation"] is True
@@ -44,7 +44,7 @@ async def test_facts(serve: Serve) -> None:
     async with site.http.get("/get_server_info") as response:
         text = await response.text()
         info = await response.json()
-    assert "secret" not in text
+    assert "sesame" not in text
     assert (info["internal_states"][0]["pages_total"], info["facts"]["slots"]) == (256, 64)
 
 
