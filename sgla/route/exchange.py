@@ -6,6 +6,7 @@ is the client's: if its worker dies, the client is told, and the connection ends
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from sgla.errors import NotReady, SglaError, UnsupportedField
 from sgla.http.ids import random_id
 from sgla.route import asked
 from sgla.route.config import RouteConfig
-from sgla.route.errors import body_of
+from sgla.route.errors import ENDS, body_of
 from sgla.route.owner import Owner, Placed
 from sgla.route.upstream import Pool, Sink, Upstream, WorkerLost
 from sgla.route.wire import CHUNKED, UNTIL_CLOSE, Answer, Request
@@ -127,6 +128,10 @@ class Exchange:
                 await self._ask_all()
             else:
                 await self._ask_one()
+        except asyncio.CancelledError:
+            if self._client.started:
+                self._client.break_off(self._event(ENDS))
+            raise
         finally:
             self._drop_refusal()
 
@@ -180,14 +185,17 @@ class Exchange:
         why = NotReady(f"the worker {url} was lost: {error}; retry later", retry_after=1.0)
         why.code = "worker_died"
         if self._client.started:
-            name = b"event: error\n" if self._request.path.startswith("/v1/messages") else b""
-            event = name + b"data: " + body_of(why, self._request.path) + b"\n\n"
-            self._client.break_off(event if self._streams else b"")
+            self._client.break_off(self._event(why))
             return
         if isinstance(error, WorkerLost):
             self._lost += 1
             if self._once or self._lost >= MOST_LOST:
                 raise why
+
+    def _event(self, error: SglaError) -> bytes:
+        """That ends a stream; b"" where the answer is none."""
+        name = b"event: error\n" if self._request.path.startswith("/v1/messages") else b""
+        return name + b"data: " + body_of(error, self._request.path) + b"\n\n" if self._streams else b""
 
     async def _ask(self, url: str) -> tuple[Upstream, Answer]:
         """Raises WorkerLost, OSError."""

@@ -17,7 +17,7 @@ from sgla.http.clients import Proxies, without_key
 from sgla.http.ids import random_id
 from sgla.route import routes
 from sgla.route.config import RouteConfig
-from sgla.route.errors import error_reply
+from sgla.route.errors import ENDS, error_reply
 from sgla.route.exchange import SAFE_ID, Exchange, key_of
 from sgla.route.owner import Owner
 from sgla.route.reply import Reply
@@ -35,6 +35,7 @@ UNREAD_SECONDS = 120.0  # that a client may read nothing of an answer
 LINGER_SECONDS = 5.0  # that the rest of a refused body is read, so that the client sees the answer
 HANDSHAKE_SECONDS = 10.0  # of TLS
 SPARE = 64  # connections beyond the limit, for health and metrics
+END_SECONDS = 0.5  # that clients have to take their last bytes
 SWEEP = 1.0  # seconds
 SEND_BYTES = 256 << 10  # that the system may hold of an answer for a client that does not read
 
@@ -101,6 +102,17 @@ class Front:
             connection.leave()
         while self.connections:
             await asyncio.sleep(0.02)
+
+    async def end(self) -> None:
+        """Tell all clients that it is over, and close."""
+        self.draining = True
+        for connection in list(self.connections):
+            connection.end()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + END_SECONDS
+        while self.connections and loop.time() < until:
+            await asyncio.sleep(0.02)
+        self.close()
 
     def close(self) -> None:
         for server in self._servers:
@@ -185,10 +197,8 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._front.connections.discard(self)
         if self._task is not None:
-            self._task.cancel()
-        elif self._taken:
-            self._front.memory.give(self._taken)
-            self._taken = 0
+            self._task.cancel()  # before it has begun, perhaps: then it gives nothing back
+        self._give_memory()
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -199,11 +209,18 @@ class Connection(asyncio.Protocol):
         if self._task is None and self._transport is not None:
             self._transport.close()
 
+    def end(self) -> None:
+        """``leave``, and end the request that is on it with an error."""
+        if self._task is not None:
+            self._task.cancel()
+        self.leave()
+
     def look(self, now: float) -> None:
         """Close it if its client keeps it waiting for too long."""
-        if self._unread is not None and now > self._unread + UNREAD_SECONDS:
-            log.warning("a connection is dropped: the client has read nothing for %d s", UNREAD_SECONDS)
-            self.abort()
+        if self._unread is not None:
+            if now > self._unread + UNREAD_SECONDS:
+                log.warning("a connection is dropped: the client has read nothing for %d s", UNREAD_SECONDS)
+                self.abort()
         elif self._task is None:
             idle = self._served and not self._buffer and self._request is None and not self._lingers
             coming = HEADER_SECONDS + len(self._body) / BODY_RATE
@@ -221,7 +238,7 @@ class Connection(asyncio.Protocol):
         if not self._buffer and self._request is None:
             self._since = self._loop.time()
         self._buffer += data
-        if self._task is None:
+        if self._task is None and self._unread is None:
             self._read()
         elif len(self._buffer) > READ_BYTES and self._transport is not None:
             self._transport.pause_reading()
@@ -281,6 +298,10 @@ class Connection(asyncio.Protocol):
         self._front.memory.take(size - self._taken)
         self._taken = size
 
+    def _give_memory(self) -> None:
+        self._front.memory.give(self._taken)
+        self._taken = 0
+
     def _read_body(self) -> bool:
         """Whether it is complete."""
         if self._chunks is not None:
@@ -307,14 +328,18 @@ class Connection(asyncio.Protocol):
             await self._answer(request, body)
         except SglaError as error:
             self._send(error_reply(error, request.path), request)
+        except asyncio.CancelledError:  # the client is gone, or the router ends
+            self._send(error_reply(ENDS, request.path), request, close=True)
+            if self._transport is not None:
+                self._transport.close()
+            raise
         except Exception:
             log.exception("a request failed")
             if self.started:
                 self.abort()
             self._send(error_reply(SglaError("internal error; the router's log has the details")), request)
         finally:
-            self._front.memory.give(self._taken)
-            self._taken = 0
+            self._give_memory()
             self._upstream = self._tunnel = self._task = None
         self._next(request)
 
@@ -337,8 +362,13 @@ class Connection(asyncio.Protocol):
         self._request, self._body, self._chunks = None, bytearray(), None
         self._since = self._loop.time()
         self._served += 1
-        self._transport.resume_reading()
-        self._read()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Read the next request, unless answers wait for the client: they would be more and more."""
+        if self._transport is not None and self._unread is None:
+            self._transport.resume_reading()
+            self._read()
 
     def _send(self, reply: Reply, request: Request | None, close: bool = False) -> None:
         """An answer of the router's own, unless another one has begun."""
@@ -366,8 +396,8 @@ class Connection(asyncio.Protocol):
         self.started = False
         request = self._request
         self._send(error_reply(error, request.path if request is not None else ""), request, close=True)
-        self._front.memory.give(self._taken)
-        self._taken, self._buffer, self._body = 0, b"", bytearray()
+        self._give_memory()
+        self._buffer, self._body = b"", bytearray()
         self._lingers, self._since = True, self._loop.time()
         if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
@@ -393,7 +423,10 @@ class Connection(asyncio.Protocol):
     def break_off(self, event: bytes) -> None:
         if self._transport is None:
             return
-        if event and self._last.endswith((b"\n\n\r\n", b"\r\n\r\n\r\n")):  # between two chunks and two events
+        last = self._last
+        between = last.endswith((b"\n\n\r\n", b"\r\n\r\n\r\n"))  # two chunks and two events
+        alone = last.startswith(b"HTTP/1.") and last.find(HEAD_END) == len(last) - len(HEAD_END)
+        if event and (between or alone):
             self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
         self._transport.close()
 
@@ -410,3 +443,6 @@ class Connection(asyncio.Protocol):
         self._unread = None
         if self._upstream is not None:
             self._upstream.pause(False)
+        elif self._task is None and not self._lingers:
+            self._since = self._loop.time()
+            self._go_on()

@@ -57,12 +57,14 @@ async def serve(start: Start, end: socket.socket, sockets: list[socket.socket]) 
     await owner.connect(end)
     front = Front(start.config, owner, start.share)
     await front.listen(sockets, tls_context(start.config))
-    ending = [asyncio.ensure_future(each.wait()) for each in (owner.draining, owner.lost)]
-    await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+    draining, hurry, lost = (
+        asyncio.ensure_future(each.wait()) for each in (owner.draining, owner.hurry, owner.lost)
+    )
+    await asyncio.wait([draining, lost], return_when=asyncio.FIRST_COMPLETED)
     if not owner.lost.is_set():
         drained = asyncio.ensure_future(front.drain())
-        await asyncio.wait([drained, ending[1]], return_when=asyncio.FIRST_COMPLETED)
-    front.close()
+        await asyncio.wait([drained, hurry, lost], return_when=asyncio.FIRST_COMPLETED)
+    await front.end()
 
 
 if __name__ == "__main__":

@@ -125,7 +125,9 @@ class Down(msgspec.Struct, tag=True):
 
 
 class Drain(msgspec.Struct, tag=True):
-    """Take nothing new, and end."""
+    """Take nothing new, and end: behind the last answer, or ``now``."""
+
+    now: bool
 
 
 Message = Ask | Began | Ended | Question | Sent | Refused | Replied | Down | Drain
@@ -190,7 +192,7 @@ class RemoteOwner:
     def __init__(self) -> None:
         self.on_down: Callable[[str], None] = lambda url: None
         self.lost = asyncio.Event()  # the owner is gone
-        self.draining = asyncio.Event()
+        self.draining, self.hurry = asyncio.Event(), asyncio.Event()
         self._channel: Channel | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -236,6 +238,8 @@ class RemoteOwner:
             return
         if isinstance(message, Drain):
             self.draining.set()
+            if message.now:
+                self.hurry.set()
             return
         assert isinstance(message, Sent | Refused | Replied)
         future = self._waiting.get(message.number)
@@ -266,8 +270,8 @@ class Desk:
         self._channel = await Channel.open(end, self._take, self._lost)
         self._balancer.on_down.append(self._tell_down)
 
-    def drain(self) -> None:
-        self._send(Drain())
+    def drain(self, now: bool = False) -> None:
+        self._send(Drain(now))
 
     def close(self) -> None:
         if self._channel is not None:

@@ -20,7 +20,7 @@ from sgla.http.tls import tls_context
 from sgla.route.balancer import Balancer
 from sgla.route.config import RouteConfig, check
 from sgla.route.discovery import Cluster, Discovery
-from sgla.route.front import Front
+from sgla.route.front import END_SECONDS, Front
 from sgla.route.front_process import Start
 from sgla.route.loop import runner
 from sgla.route.owner import SIZE, Desk, LocalOwner
@@ -109,7 +109,7 @@ async def serve(config: RouteConfig, cluster: Cluster | None, sockets: list[list
         return_when=asyncio.FIRST_COMPLETED,
     )
     draining.cancel()
-    fronts.close()
+    await fronts.end()
     discovery.close()
     await watch.close()
     return 0
@@ -128,8 +128,8 @@ class LocalFront:
     async def drain(self) -> None:
         await self._front.drain()
 
-    def close(self) -> None:
-        self._front.close()
+    async def end(self) -> None:
+        await self._front.end()
 
 
 class Fronts:
@@ -148,9 +148,13 @@ class Fronts:
     async def drain(self) -> None:
         for desk in self._desks:
             desk.drain()
-        await asyncio.gather(*self._tasks)
+        await asyncio.wait(self._tasks)  # which goes on if this is cancelled
 
-    def close(self) -> None:
+    async def end(self) -> None:
+        for desk in self._desks:
+            desk.drain(now=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=2 * END_SECONDS)
         for task in self._tasks:
             task.cancel()
         for desk in list(self._desks):

@@ -52,7 +52,7 @@ class Upstream(asyncio.Protocol):
         self._buffer = b""
         self._body: Body | None = None
         self._sink: Sink | None = None
-        self._keeps = False
+        self._keeps = self._waits = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -83,7 +83,7 @@ class Upstream(asyncio.Protocol):
         if end is not None:
             self._finish(end == len(rest))
         elif self._transport is not None:
-            self._transport.resume_reading()
+            self.pause(self._waits)
         elif self._body.until_close:
             self._finish(False)
         else:
@@ -97,6 +97,7 @@ class Upstream(asyncio.Protocol):
 
     def pause(self, whether: bool) -> None:
         """Whether the client reads no more for now."""
+        self._waits = whether
         if self._transport is not None:
             (self._transport.pause_reading if whether else self._transport.resume_reading)()
 
@@ -105,6 +106,7 @@ class Upstream(asyncio.Protocol):
         self._pool.active.discard(self)
         ended = self.done is not None and self.done.done() and not self.done.cancelled()
         if ended and self._keeps and not self.closed:
+            self.pause(False)  # the client may have the end of its answer before it
             self._pool.put(self)
         else:
             self.abort()

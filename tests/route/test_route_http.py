@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from typing import Any
 from urllib.parse import quote
 
@@ -399,6 +401,65 @@ async def test_a_drain_ends_behind_the_last_answer(route: Route) -> None:
     worker.go.set()
     assert (await running)[0] == 200
     await asyncio.wait_for(draining, 5)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_what_runs_at_the_end_is_told(route: Route, remote: bool) -> None:
+    router = await route(1, remote)
+    [worker] = router.workers
+    waiting = asyncio.ensure_future(router.post(CHAT | {"wait": True}))
+    request = b'POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 16\r\n\r\n{"stream": true}'
+    stream = asyncio.ensure_future(router.raw(request))
+    worker.queue.put_nowait("a")
+    await until(lambda: len(worker.seen) == 2 and worker.queue.empty())
+    await asyncio.sleep(0.05)
+    await router.front.end()
+    status, body, _ = await waiting
+    assert (status, body["error"]["message"]) == (503, "the router is shutting down; retry later")
+    answer = await stream
+    assert b"data: a\n\n" in answer
+    assert b'event: error\ndata: {"type":"error"' in answer
+
+
+async def test_bodies_of_clients_that_are_gone_give_their_memory_back(route: Route) -> None:
+    """Even where the connection is lost between a request and its task."""
+    router = await route(1)
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", router.port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            head = b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9000\r\n\r\n"
+            client.sendall(head + b"x" * 9000)
+    await asyncio.sleep(0.1)
+    assert not router.front.connections
+    router.front.memory.take(router.config.request_memory_bytes)
+
+
+async def test_who_reads_nothing_is_answered_no_more(route: Route) -> None:
+    """Neither are answers piled up for it, nor do others wait behind them."""
+    router = await route(1)
+    seen = 0
+
+    async def flood(request: web.Request) -> web.Response:
+        nonlocal seen
+        seen += 1
+        return web.Response(body=b"x" * 1_000_000)
+
+    router.workers[0].answer = flood
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port, limit=4096)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 40)
+    before = -1
+    while before != seen:
+        before = seen
+        await asyncio.sleep(0.1)
+    assert seen < 30
+    router.workers[0].answer = None
+    async with asyncio.timeout(5):
+        assert (await router.post(CHAT))[0] == 200
+    router.workers[0].answer = flood
+    total = 0
+    while total < 40_000_000:
+        total += len(await reader.read(1 << 20))
+    writer.close()
 
 
 async def test_a_front_that_is_gone_gives_back_what_it_had(route: Route) -> None:

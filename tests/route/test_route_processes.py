@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import re
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -18,7 +21,8 @@ CHAT = {"model": "m", "messages": []}
 
 @pytest.mark.slow
 async def test_processes_answer_die_and_drain() -> None:
-    """A front that is killed is started anew; on SIGTERM what runs is answered, and the exit code is 0."""
+    """A front that is killed is started anew; on SIGTERM what runs is answered, and at a second
+    one ended by an error; the exit code is 0."""
     worker = FakeWorker()
     await worker.start()
     words = ["-m", "sgla", "route", "--port", "0", "--processes", "2", "--worker", worker.url]
@@ -38,15 +42,27 @@ async def test_processes_answer_die_and_drain() -> None:
             waiting = asyncio.ensure_future(ask(session, url, {"wait": True}))
             while not any(b"wait" in body for _, body, _ in worker.seen):
                 await asyncio.sleep(0.01)
-            process.terminate()
-            await asyncio.sleep(0.2)
-            worker.go.set()
-            assert await waiting == 200
+            async with session.post(f"{url}/v1/completions", json={"stream": True}) as stream:
+                process.terminate()
+                await asyncio.sleep(0.2)
+                worker.go.set()
+                assert await waiting == 200
+                process.terminate()
+                last = [line async for line in lines(stream)][-1]
+                assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "not_ready"
             assert await process.wait() == 0
     finally:
         if process.returncode is None:
             process.kill()
         await worker.stop()
+
+
+async def lines(stream: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """That are not empty, until the connection ends."""
+    with contextlib.suppress(aiohttp.ClientPayloadError):
+        async for line in stream.content:
+            if line.strip():
+                yield line
 
 
 async def healthy(url: str) -> bool:
