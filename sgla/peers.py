@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
@@ -20,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from sgla import clock
 from sgla.version import __version__
 
 PROTOCOL = 1
@@ -28,7 +30,8 @@ NONCE = 32
 PATIENCE = 5.0  # seconds for a handshake
 GREETING = 1 << 10  # bytes of what may be said before it is known who says it
 MESSAGE = 64 << 20  # bytes: the token ids of a prompt
-STRANGERS = 32  # that a listener talks to at a time
+STRANGERS = 32  # that a listener talks to at a time; one more takes the place of the oldest
+RETRY = 0.1  # seconds after which a listener that lacks descriptors or threads goes on
 # A host that is gone without a word is found out within 11 s.
 ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
 _SIZES = struct.Struct("<IQ")
@@ -111,6 +114,7 @@ class Channel:
         self._socket, self._most, self._longest = sock, 0, GREETING
         self._keys = b"", b""  # of what is sent, and received
         self._sent = self._received = 0
+        self._until: float | None = clock.now() + PATIENCE  # the greeting has to be over
         self._decode = msgspec.msgpack.Decoder(Message).decode
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in ALIVE.items():
@@ -125,7 +129,7 @@ class Channel:
 
     def trust(self, most: int) -> None:
         """The greeting is over: messages may be long, and have ``most`` bytes beside them."""
-        self._most, self._longest = most, MESSAGE
+        self._most, self._longest, self._until = most, MESSAGE, None
         self._socket.settimeout(None)
 
     def send(self, message: Message, beside: bytes = b"") -> None:
@@ -165,6 +169,8 @@ class Channel:
         view = memoryview(data)
         at = 0
         while at < count:
+            if self._until is not None:
+                self._socket.settimeout(max(0.001, self._until - clock.now()))
             got = self._socket.recv_into(view[at:])
             if not got:
                 raise ConnectionResetError("the other side has closed the connection")
@@ -192,6 +198,8 @@ def connect(
         nonce = os.urandom(NONCE)
         channel.send(Hello(PROTOCOL, __version__, nonce))
         hello = _expect(channel, Hello)
+        if len(hello.nonce) != NONCE:
+            raise PeerRefused("its greeting is malformed")
         channel.use(secret, nonce, hello.nonce)
         channel.send(Identity(dict(told)))
         try:
@@ -281,39 +289,63 @@ class Listener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
         self.port: int = self._socket.getsockname()[1]
-        self._strangers = threading.BoundedSemaphore(STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._listen, name="kv-listen", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 sock, _ = self._socket.accept()
-            except OSError:
-                return
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
+            except ConnectionAbortedError:
                 continue
-            threading.Thread(target=self._greet, args=(sock,), name="kv-greet", daemon=True).start()
+            except OSError:  # it is closed, or there are no descriptors
+                time.sleep(0 if self._closed else RETRY)
+                continue
+            self._make_room(sock)
+            try:
+                threading.Thread(target=self._greet, args=(sock,), name="kv-greet", daemon=True).start()
+            except RuntimeError:  # there are no threads
+                self._forget(sock)
+                sock.close()
+                time.sleep(RETRY)
+
+    def _make_room(self, sock: socket.socket) -> None:
+        with self._lock:
+            if len(self._strangers) >= STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            self._strangers[sock] = None
+
+    def _forget(self, sock: socket.socket) -> bool:
+        """Whether it was still a stranger."""
+        with self._lock:
+            known = sock in self._strangers
+            self._strangers.pop(sock, None)
+        return known
 
     def _greet(self, sock: socket.socket) -> None:
         try:
-            sock.settimeout(PATIENCE)
             channel = Channel(sock)
-            try:
-                self._welcome(channel)
-            except OSError:
-                channel.close()
-                return
+            self._welcome(channel)
             channel.trust(0)
-        finally:
-            self._strangers.release()
-        self._joined(channel)
+        except (OSError, RecursionError):
+            self._forget(sock)
+            sock.close()
+            return
+        if self._forget(sock):
+            self._joined(channel)
+        else:
+            channel.close()
 
     def _welcome(self, channel: Channel) -> None:
         """Raises OSError if it does not belong to us."""
         hello, _ = channel.receive()
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, Hello) or len(hello.nonce) != NONCE:
             raise OSError("no greeting")
         if (hello.protocol, hello.version) != (PROTOCOL, __version__):
             self._refuse(channel, f"it is sgla {__version__}, and this is {hello.version}; install the same")
@@ -335,6 +367,7 @@ class Listener:
         raise OSError(why)
 
     def close(self) -> None:
+        self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

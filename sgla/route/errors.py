@@ -6,10 +6,10 @@ import math
 
 import msgspec
 
-from sgla.errors import NotReady, SglaError
+from sgla.errors import Draining, SglaError
 from sgla.route.reply import Reply
 
-ENDS = NotReady("the router is shutting down; retry later", retry_after=1.0)
+ENDS = Draining("the router is shutting down; retry later", retry_after=1.0)
 
 
 def body_of(error: SglaError, path: str = "") -> bytes:

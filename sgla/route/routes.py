@@ -23,6 +23,7 @@ LIVE = frozenset(("/health/live", "/liveness"))
 OPEN = HEALTH | LIVE | {"/metrics"}  # without a key
 ADMIN = frozenset(("/add_worker", "/remove_worker", "/list_workers", "/workers"))
 MODELS = "/v1/models"
+MOST_FIELDS = 16  # of a query
 _encode = msgspec.json.Encoder().encode
 _MODEL = re.compile(r"/v1/models/(.+)")
 _WORKER = re.compile(r"/+workers/+(.+)")
@@ -41,13 +42,22 @@ def for_admins(path: str) -> bool:
 
 def reply(balancer: Balancer, method: str, target: str, body: bytes) -> Reply:
     """The answer to a request that is the router's ``own``."""
-    query = {name: values[0] for name, values in parse_qs(target.partition("?")[2]).items()}
     try:
+        query = _query(target)
         if found := _WORKER.fullmatch(target.partition("?")[0]):
             return _worker(balancer, method, unquote(found[1]))
         return _reply(balancer, method, plain(target), query, body)
     except SglaError as error:
         return error_reply(error)
+
+
+def _query(target: str) -> dict[str, str]:
+    """Raises BadRequest."""
+    try:
+        fields = parse_qs(target.partition("?")[2], max_num_fields=MOST_FIELDS)
+    except ValueError as error:
+        raise BadRequest(f"the query has more than {MOST_FIELDS} fields") from error
+    return {name: values[0] for name, values in fields.items()}
 
 
 def _reply(balancer: Balancer, method: str, path: str, query: dict[str, str], body: bytes) -> Reply:

@@ -49,7 +49,7 @@ async def test_processes_answer_die_and_drain() -> None:
                 assert await waiting == 200
                 process.terminate()
                 last = [line async for line in lines(stream)][-1]
-                assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "not_ready"
+                assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "draining"
             assert await process.wait() == 0
     finally:
         if process.returncode is None:
