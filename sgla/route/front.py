@@ -14,12 +14,14 @@ from typing import cast
 
 from sgla.errors import BadRequest, Forbidden, NotReady, Overloaded, SglaError, TooLarge, Unauthorized
 from sgla.http.clients import Proxies, without_key
+from sgla.http.connections import connection_limit, raise_file_limit
 from sgla.http.ids import random_id
 from sgla.route import routes
 from sgla.route.config import RouteConfig
 from sgla.route.errors import ENDS, error_reply
 from sgla.route.exchange import SAFE_ID, Exchange, key_of
 from sgla.route.owner import Owner
+from sgla.route.places import Places
 from sgla.route.reply import Reply
 from sgla.route.upstream import Pool, Upstream
 from sgla.route.wire import CHUNKED, HEAD_END, Chunks, Request
@@ -34,7 +36,6 @@ IDLE_SECONDS = 75.0  # between requests
 UNREAD_SECONDS = 120.0  # that a client may read nothing of an answer
 LINGER_SECONDS = 5.0  # that the rest of a refused body is read, so that the client sees the answer
 HANDSHAKE_SECONDS = 10.0  # of TLS
-SPARE = 64  # connections beyond the limit, for health and metrics
 END_SECONDS = 0.5  # that clients have to take their last bytes
 SWEEP = 1.0  # seconds
 SEND_BYTES = 256 << 10  # that the system may hold of an answer for a client that does not read
@@ -73,7 +74,9 @@ class Front:
         self.config, self.owner = config, owner
         self.pool = Pool(config.request_timeout_secs)
         self.memory = Memory(max(config.max_body_bytes, config.request_memory_bytes // share))
-        self.limit = max(1, config.max_connections // share)
+        # A request has a second descriptor, of the connection to its worker.
+        most = connection_limit(raise_file_limit() // 2, max(1, config.max_connections // share))
+        self.places = Places(most)
         self.connections: set[Connection] = set()
         self.draining = False
         self._proxies = Proxies(config.forwarded_allow_ips)
@@ -187,15 +190,13 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if peer else ""
-        held = len(self._front.connections)
-        self._spare = held >= self._front.limit
+        self._spare = self._front.places.open(self)
         self._front.connections.add(self)
-        if held >= self._front.limit + SPARE:
-            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._front.connections.discard(self)
+        self._front.places.close(self)
         if self._task is not None:
             self._task.cancel()  # before it has begun, perhaps: then it gives nothing back
         self._give_memory()
@@ -270,10 +271,12 @@ class Connection(asyncio.Protocol):
         request = Request(self._buffer[:end])
         self._buffer = self._buffer[end + len(HEAD_END) :]
         self._request = request
+        self._front.places.busy(self)
         path = request.path
         if self._spare and path not in routes.OPEN:
             raise NotReady(
-                f"{self._front.limit} connections are open, which is the limit; retry later", retry_after=1.0
+                f"{self._front.places.limit} connections are open, which is the limit; retry later",
+                retry_after=1.0,
             )
         self._front.check(request, path)
         self._left = request.length(0)
@@ -361,6 +364,7 @@ class Connection(asyncio.Protocol):
             return
         self._request, self._body, self._chunks = None, bytearray(), None
         self._since = self._loop.time()
+        self._front.places.idle(self)
         self._served += 1
         self._go_on()
 

@@ -78,7 +78,8 @@ def test_a_lack_of_descriptors_passes(listener: Listener, monkeypatch: pytest.Mo
                 raise OSError(errno.EMFILE, "Too many open files")
             return real.accept()
 
-    monkeypatch.setattr(listener, "_socket", Full())
+    full = Full()
+    monkeypatch.setattr(listener, "_socket", full)
     for _ in range(3):  # the first is accepted before
         join(listener)
-    assert listener._socket.refused
+    assert full.refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from typing import Any
@@ -460,6 +461,24 @@ async def test_who_reads_nothing_is_answered_no_more(route: Route) -> None:
     while total < 40_000_000:
         total += len(await reader.read(1 << 20))
     writer.close()
+
+
+async def test_silent_connections_keep_nobody_out(route: Route) -> None:
+    router = await route(1, max_connections=2)
+    with contextlib.ExitStack() as held:
+        for _ in range(80):
+            held.enter_context(socket.create_connection(("127.0.0.1", router.port)))
+            await asyncio.sleep(0)
+        assert (await router.post(CHAT))[0] == 200
+        running = [asyncio.ensure_future(router.post(CHAT | {"wait": True})) for _ in range(2)]
+        await until(lambda: len(router.workers[0].seen) == 3)
+        for _ in range(80):
+            held.enter_context(socket.create_connection(("127.0.0.1", router.port)))
+            await asyncio.sleep(0)
+        assert (await router.get("/health"))[0] == 200
+        assert b"2 connections are open" in await router.raw(b"GET /v1/x HTTP/1.1\r\nHost: x\r\n\r\n")
+        router.workers[0].go.set()
+        assert [status for status, _, _ in await asyncio.gather(*running)] == [200, 200]
 
 
 async def test_a_front_that_is_gone_gives_back_what_it_had(route: Route) -> None:
