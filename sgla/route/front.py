@@ -8,6 +8,7 @@ import hmac
 import logging
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import cast
@@ -29,6 +30,8 @@ from sgla.route.wire import CHUNKED, HEAD_END, Chunks, Request
 log = logging.getLogger(__name__)
 
 HEADER_BYTES = 64 << 10  # of all headers of a request
+SMALL = 64 << 10  # bytes of a body that any client may send
+OPEN_BODY = 4 << 10  # bytes of a body where the others need a key
 READ_BYTES = 64 << 10  # of a request that waits behind another one
 HEADER_SECONDS = 30.0  # for a request to come, and more for its body by
 BODY_RATE = 16 << 10  # bytes a second
@@ -52,9 +55,17 @@ class Memory:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._taken = 0
+        self._of_client: Counter[str] = Counter()
 
-    def take(self, size: int) -> None:
-        """Raises Overloaded."""
+    def take(self, size: int, client: str, held: int) -> None:
+        """``held``: what the request already has. Raises Overloaded."""
+        others = self._of_client[client] - held  # the client's other requests
+        if others and held + size > SMALL and others + held + size > self._limit // 2:
+            raise Overloaded(
+                f"the bodies of your requests would take more than {self._limit // 2} bytes, the half of "
+                "--request-memory-bytes that one client may have; retry later",
+                retry_after=1.0,
+            )
         if self._taken + size > self._limit:
             raise Overloaded(
                 "the bodies of all requests together are too large now; retry later, or raise "
@@ -62,9 +73,13 @@ class Memory:
                 retry_after=1.0,
             )
         self._taken += size
+        self._of_client[client] += size
 
-    def give(self, size: int) -> None:
+    def give(self, size: int, client: str) -> None:
         self._taken -= size
+        self._of_client[client] -= size
+        if not self._of_client[client]:
+            del self._of_client[client]
 
 
 class Front:
@@ -134,7 +149,7 @@ class Front:
                     "who adds workers sees all prompts; start the router with --admin-api-key to do so"
                 )
             known = self._admins
-        elif self.config.api_key and path not in routes.OPEN and request.method != "OPTIONS":
+        elif self.config.api_key and not routes.is_open(request.method, path):
             known = self._keys
         else:
             return
@@ -153,6 +168,17 @@ class Front:
             return hashlib.blake2s(key, digest_size=12).hexdigest()
         return without_key(self._proxies.address(peer, request.text(b"x-forwarded-for"))).name
 
+    def client_of(self, request: Request, peer: str) -> str:
+        """``owner_of``, but by keys alone that have been checked."""
+        if self.config.api_key:
+            return self.owner_of(request, peer)
+        return without_key(self._proxies.address(peer, request.text(b"x-forwarded-for"))).name
+
+    def most_of(self, request: Request, path: str) -> int:
+        """Bytes of its body."""
+        free = bool(self.config.api_key) and routes.is_open(request.method, path)
+        return min(OPEN_BODY, self.config.max_body_bytes) if free else self.config.max_body_bytes
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP)
@@ -167,8 +193,9 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, front: Front) -> None:
         self.started = False
-        self.address = ""
+        self.address = self._client = ""
         self._front = front
+        self._most = 0  # bytes of the body
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
@@ -279,6 +306,8 @@ class Connection(asyncio.Protocol):
                 retry_after=1.0,
             )
         self._front.check(request, path)
+        self._client = self._front.client_of(request, self.address)
+        self._most = self._front.most_of(request, path)
         self._left = request.length(0)
         self._chunks = Chunks(self._body) if self._left == CHUNKED else None
         self._check_size(self._left)
@@ -290,19 +319,19 @@ class Connection(asyncio.Protocol):
         return True
 
     def _check_size(self, size: int) -> None:
-        most = self._front.config.max_body_bytes
-        if size > most:
-            raise TooLarge(f"the body has more than {most} bytes; send less, or raise --max-body-bytes")
+        if size > self._most:
+            what = "raise --max-body-bytes" if self._most > OPEN_BODY else "use a route that takes the key"
+            raise TooLarge(f"the body has more than {self._most} bytes; send less, or {what}")
 
     def _take_memory(self) -> None:
         """For what has come of the body."""
         size = len(self._body)
         self._check_size(size)
-        self._front.memory.take(size - self._taken)
+        self._front.memory.take(size - self._taken, self._client, self._taken)
         self._taken = size
 
     def _give_memory(self) -> None:
-        self._front.memory.give(self._taken)
+        self._front.memory.give(self._taken, self._client)
         self._taken = 0
 
     def _read_body(self) -> bool:

@@ -36,6 +36,11 @@ def own(method: str, path: str) -> bool:
     return method in ("GET", "HEAD") and (path in OPEN or path == MODELS or bool(_MODEL.fullmatch(path)))
 
 
+def is_open(method: str, path: str) -> bool:
+    """Whether it needs no key."""
+    return path in OPEN or method == "OPTIONS"
+
+
 def for_admins(path: str) -> bool:
     return path in ADMIN or bool(_WORKER.fullmatch(path))
 

@@ -432,7 +432,27 @@ async def test_bodies_of_clients_that_are_gone_give_their_memory_back(route: Rou
             client.sendall(head + b"x" * 9000)
     await asyncio.sleep(0.1)
     assert not router.front.connections
-    router.front.memory.take(router.config.request_memory_bytes)
+    router.front.memory.take(router.config.request_memory_bytes, "any", 0)
+
+
+async def test_bodies_of_one_client_leave_room(route: Route) -> None:
+    router = await route(1, max_body_bytes=300_000, request_memory_bytes=300_000, forwarded_allow_ips=["*"])
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 150000\r\n\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    writer.write(head + b"x" * 140_000)
+    await until(lambda: router.front.memory._taken == 140_000)
+    assert b"the bodies of your requests" in await router.raw(head + b"x" * 140_000)
+    other = {"X-Forwarded-For": "192.0.2.1"}
+    assert (await router.post(CHAT | {"x": "y" * 100_000}, headers=other))[0] == 200
+    writer.close()
+
+
+async def test_without_a_key_bodies_are_small(route: Route) -> None:
+    router = await route(1, api_key=["k"])
+    for line in (b"OPTIONS /v1/x", b"POST /health"):
+        answer = await router.raw(line + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"more than 4096 bytes" in answer
 
 
 async def test_who_reads_nothing_is_answered_no_more(route: Route) -> None:
