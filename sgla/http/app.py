@@ -244,8 +244,8 @@ def choices() -> dict[Handler, Choice]:
     for route, methods in ROUTES.items():
         wakes = not is_of_administrators(route)
         for handler in methods.values():
-            operation = openapi.OPERATIONS[handler]
-            if operation.body is not None and not operation.form:
+            operation = openapi.OPERATIONS.get(handler)
+            if operation is not None and operation.body is not None and not operation.form:
                 names = NAMES if route.startswith(f"{ollama.PREFIX}/") else NAMES[:1]
                 found[handler] = Choice(
                     [name for name in names if name in operation.body.__struct_fields__], wakes

@@ -15,7 +15,6 @@ CASES = {
     "text": set(KINDS),
     "weights on the host": {"logprobs"},
     "adapters": {"logprobs"},
-    "prefixes on the host": {"logprobs"},
     "prefixes on a disk": {"logprobs"},
     "prefixes for others": {"logprobs"},
     "after a sleep": {"logprobs"},
@@ -40,6 +39,12 @@ def answers() -> dict[str, Any]:
 @pytest.mark.parametrize(("case", "kinds"), CASES.items())
 def test_a_gpu_answers_as_a_cpu(answers: dict[str, Any], case: str, kinds: set[str]) -> None:
     check(answers[case], kinds)
+
+
+@pytest.mark.slow
+def test_prefixes_come_back_from_the_host() -> None:
+    """Those on a disk come back by the same memory."""
+    check(answers_of(["prefixes on the host"])["prefixes on the host"], {"logprobs"})
 
 
 def test_an_encoder_in_bfloat16_is_near(answers: dict[str, Any]) -> None:
