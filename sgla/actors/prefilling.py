@@ -16,6 +16,7 @@ from sgla.peers import Ask, Channel, Done, Leave, Link, Listener, Message
 if TYPE_CHECKING:
     from sgla.actors.ingress import Ingress
 
+ID_BYTES = 4  # of a token
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
@@ -39,6 +40,9 @@ class Asker:
             self._leave(self._rid(message.number))
         elif isinstance(message, Ask):
             rid = self._rid(message.number)
+            if len(message.tokens) % ID_BYTES:
+                self.link.post(Done(message.number, error="the prompt's bytes are no int32 ids"))
+                return
             job = Job(
                 rid=rid,
                 sampling=ONE_TOKEN,

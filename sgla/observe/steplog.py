@@ -32,7 +32,7 @@ T = TypeVar("T")
 # A snapshot takes some ms of the loop. So a chapter goes on until the scheduler is idle, unless it takes more
 # memory than this. It waits, and if need be steps are forgotten, as long as there is so much to write that it
 # would take longer than ``LONGEST``, or ``BUSY`` while requests are open.
-BYTES_KEPT = 4 << 20
+BYTES_KEPT = 2 << 20
 MOST_KEPT = 4 * BYTES_KEPT  # before they are forgotten
 MOST_LEFT = 2 * BYTES_KEPT  # of a chapter that has ended
 LONGEST, BUSY = 0.03, 0.01  # seconds

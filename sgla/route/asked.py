@@ -41,6 +41,7 @@ SESSION = ("session_id", "session_params", "conversation", "prompt_cache_key", "
 # Paths of what one worker keeps: a response, a conversation, a file, a batch.
 KEPT = re.compile(r"/v1/(?:responses|conversations|files|batches)/([\w-]{1,200})(?:[/?]|$)")
 LONGEST = 512  # bytes of a name
+MEMBERS = 1 << 18  # of objects, about: reading more would take tens of milliseconds
 _decoder = msgspec.json.Decoder(Fields)
 _id = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -62,6 +63,8 @@ def read(target: str, kind: str, body: bytes, session: str, prefixes: bool) -> A
     found = KEPT.match(target)
     stored = found[1] if found and found[1] not in ("compact", "input_tokens") else ""
     if not body or not (kind.startswith("application/json") or body[:1] == b"{"):
+        return Asked(session=session, stored=stored)
+    if body.count(b":") + body.count(b"{") > MEMBERS:
         return Asked(session=session, stored=stored)
     try:
         fields = _decoder.decode(body)

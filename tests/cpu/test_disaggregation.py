@@ -251,6 +251,19 @@ def test_a_prefill_server_that_refuses_is_no_error(
     assert stats(second).tiers[0].unanswered == 3
 
 
+def test_bytes_that_are_no_ids_cost_their_sender_alone(
+    pair: tuple[Engine, Engine],
+    alone: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(remote, "Ask", lambda number, name, tokens: Ask(number, name, tokens + b"x"))
+    _, second = pair
+    assert same_text(tell(second, ASKED), alone)
+    assert "no int32 ids" in caplog.text
+    assert stats(second).tiers[0].unanswered == 3
+
+
 def test_requests_that_leave_are_not_read_on(pair: tuple[Engine, Engine]) -> None:
     first, second = pair
     assert first._system is not None

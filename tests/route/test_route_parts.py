@@ -246,6 +246,11 @@ def test_what_a_body_tells() -> None:
     assert (found.model, found.size, found.session, found.stored) == ("m", 6, "c", "c")
     assert asked.read("/v1/responses/r_1/cancel?x=1", "", b"", "s", True)[3:] == ("s", "r_1")
     assert not asked.read("/v1/responses/input_tokens", "", b"", "", True).stored
+    for many in (
+        b'{"model":"m","prompt":[' + b"{}," * asked.MEMBERS + b"1]}",
+        b'{"model":"m"' * asked.MEMBERS,
+    ):
+        assert asked.read("/v1/x", "application/json", many, "s", True) == asked.Asked(session="s")
 
 
 async def test_prompts_go_where_they_are_cached() -> None:
