@@ -132,6 +132,12 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, 
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
+__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, u32 bar, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
+               "%2, [%3], %4;"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
+               : "memory");
+}
 __device__ __forceinline__ u64 policy_once() {  // weights are read once
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

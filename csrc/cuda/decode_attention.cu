@@ -610,14 +610,6 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 bar,
                : "memory");
 }
 
-// Bytes that lie together in both.
-__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int bytes, u32 bar, u64 policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
-               "%2, [%3], %4;"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy)
-               : "memory");
-}
-
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

@@ -21,7 +21,6 @@ from sgla.lang.api import (
     get_server_info,
     image,
     select,
-    set_default_backend,
     system,
     system_begin,
     system_end,
@@ -39,6 +38,7 @@ from sgla.lang.choices import (
     token_length_normalized,
     unconditional_likelihood_normalized,
 )
+from sgla.lang.default import set_default_backend
 
 __all__ = [
     "Backend",

@@ -8,33 +8,10 @@ from typing import Any, NoReturn
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.lang.backends.local import EngineBackend
 from sgla.lang.choices import ChoicesMethod, token_length_normalized
-from sgla.lang.default import backend_of, set_default_backend
+from sgla.lang.default import backend_of
 from sgla.lang.parts import Begin, End, Gen, Part, Select, Several, as_part
 from sgla.lang.program import Function
 from sgla.lang.sampling import Sampling, schema_text, typed
-
-__all__ = [
-    "Runtime",
-    "assistant",
-    "assistant_begin",
-    "assistant_end",
-    "flush_cache",
-    "function",
-    "gen",
-    "gen_int",
-    "gen_string",
-    "get_server_info",
-    "image",
-    "select",
-    "set_default_backend",
-    "system",
-    "system_begin",
-    "system_end",
-    "user",
-    "user_begin",
-    "user_end",
-    "video",
-]
 
 
 def function(func: Callable[..., Any] | None = None, num_api_spec_tokens: int | None = None) -> Any:
