@@ -122,7 +122,7 @@ def bench_decode() -> None:
                 shape = shape._replace(kv_dtype="int8" if kind == torch.int8 else "fp8")
             names = ["auto", "triton"] if (heads, kv_heads) == (32, 8) else ["auto"]
             for name in names:
-                attend: Any = attention.choose(name, [shape])[0].decode
+                attend: Any = attention.choose_backend(name, [shape])[0].decode
                 variants: list[tuple[str, Any]] = [(attend.name, None)]
                 if name == "auto":
                     variants = [
@@ -189,7 +189,7 @@ def bench_cascade() -> None:
         table[:, : shared // 16] = table[0, : shared // 16]
         batch.page_table = upload(table)
         shape = shape_of(heads, 8, rows)
-        attend = attention.choose("auto", [shape])[0]
+        attend = attention.choose_backend("auto", [shape])[0]
         planner = Cascade.of([shape], attend)
         assert planner is not None
         starts = np.full(rows, shared + own - 1, np.int32)
@@ -277,7 +277,7 @@ def bench_batch() -> None:
             epilogue = {"gate_up": bg.SILU, "head": bg.FLOAT32}.get(role, bg.STORE)
             for m in (16, 32, 64, 96, 128, 192, 256):
                 x = torch.randn(m, k, dtype=BF16, device="cuda")
-                chosen = bg.choose(m, n, k, role == "gate_up")
+                chosen = bg.default_config(m, n, k, role == "gate_up")
                 splits = ((1, False), (2, False), (4, False), (8, False), (4, True))
                 configs = [
                     bg.Config(t, s, b, a) for t in (64, 128, 192, 256) for s, a in splits for b in (1, 2)
@@ -339,7 +339,7 @@ def integer_cases(m: int, n: int, k: int, kind: str, role: str) -> dict[str, Cal
         given: dict[str, Any] = {"norm": norm, "eps": 1e-6} if role in ("qkv", "gate_up") else {}
         given |= {"epilogue": epilogue, "out": out}
         return {"cuda": lambda w: ig.linear(x, w, **given)}
-    tile = tiles.choose(m, n, k, 2)
+    tile = tiles.tile_for(m, n, k, 2)
     others = [tile, tile._replace(splits=max(1, tile.splits // 2))]
     others += [tile._replace(n=64, warps=4)] if m <= 64 else [tiles.Tile(64, 128, 4, 3, tile.splits)]
     found: dict[str, Callable[[Any], Any]] = {
@@ -449,7 +449,7 @@ def bench_prefill() -> None:
             batch.decode_rows, batch.tokens = 0, tokens
             flops = 4 * heads * 128 * length * length / 2 * rows
             for name in ("auto", "flashinfer"):
-                attend = attention.choose(name, [shape_of(heads, kv_heads, rows)])[0]
+                attend = attention.choose_backend(name, [shape_of(heads, kv_heads, rows)])[0]
                 attend.plan(batch)
 
                 def body(attend: Any = attend) -> None:
@@ -490,7 +490,7 @@ def bench_prompts() -> None:
             out, flops = torch.empty_like(q), 4 * heads * 128 * float((lens * (starts + lens / 2.0)).sum())
             shape = shape_of(heads, kv_heads, len(rows))
             for name in ("auto", "triton"):
-                prompts = attention.choose(name, [shape])[0].prompts
+                prompts = attention.choose_backend(name, [shape])[0].prompts
                 slots = np.arange(len(rows), dtype=np.int32)
                 tiles = torch.from_numpy(cut(slots, starts, lens, 0, prompts.tile)).cuda()
 

@@ -272,7 +272,7 @@ def decode(model: str) -> None:
     norm, pairs = torch.ones(d, device="cuda"), list(zip(layers, routers))
     for tokens in (4, 16, 64, 128, 256):
         x, residual = (torch.randn(tokens, d, dtype=BF16, device="cuda") for _ in range(2))
-        tiles = moe_tiles.choose(tokens, count, top_k, f, d, 2, True)
+        tiles = moe_tiles.tiles_for(tokens, count, top_k, f, d, 2, True)
 
         def choose(w: torch.Tensor) -> router.RoutedExperts:
             return router.route(
@@ -302,7 +302,7 @@ def prompts(model: str) -> None:
     count, f, d, gate_up, down = layer.experts, layer.f, layer.d, layer.gate_up[0], layer.down[0]
     for tokens in (1024, 2048, 4096, 8192):
         ids = layer.routings(tokens)
-        tiles = moe_tiles.choose(tokens, count, layer.top_k, f, d, 2, True)
+        tiles = moe_tiles.tiles_for(tokens, count, layer.top_k, f, d, 2, True)
         x = torch.randn(tokens, d, dtype=BF16, device="cuda")
         wide = [moe.group(i, count, grouped_gemm.ROWS) for i in ids]
         narrow = [moe.group(i, count, tiles.rows) for i in ids]

@@ -100,7 +100,7 @@ def measure(spec: ModelSpec, layers: list[Layer], rows: int) -> None:
     shape = attention.AttentionShape(
         part.heads, part.kv_heads, part.head_dim, PAGE, BF16, frozenset({0}), 0.0, MOST, scale=part.scale
     )
-    attend = attention.choose("auto", [shape])[0]
+    attend = attention.choose_backend("auto", [shape])[0]
     forward = gpu.RecordedForward(Chain(spec, layers), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     batch = mixed(rows)
 

@@ -155,7 +155,7 @@ class Model:
         shape = attention.AttentionShape(
             HEADS, KV_HEADS, DIM, PAGE, BF16, frozenset({0}), 0.0, 256, scale=SCORING.scale
         )
-        self.attend = attention.choose("auto", [shape])[0]
+        self.attend = attention.choose_backend("auto", [shape])[0]
         self.spec = SimpleNamespace(hidden=HIDDEN)
         words = torch.randn(1000, HIDDEN, dtype=BF16, device="cuda")
         self.embed = SimpleNamespace(weight=Plain(1000, HIDDEN, words))
@@ -217,7 +217,7 @@ def use(chain: str) -> None:
     """Take ``ours``, or cuBLAS (``library``), or what is ``chosen`` for the rows."""
     names = {shape: name for name, shape in SHAPES.items()}
     fixed = {
-        "ours": lambda m, product: tuning.Choice("tiles", OURS[names[product.n, product.k]]),
+        "ours": lambda m, product: tuning.Algorithm("tiles", OURS[names[product.n, product.k]]),
         "library": lambda *_: tuning.LIBRARY,
     }
     tuning.measured = fixed.get(chain, measured)

@@ -5,9 +5,9 @@
 
 Each product is timed with what its kernels do behind it (the gate, the add with its norm, the heads of
 prompts), by medians of graph replays over weights larger than the L2 cache. What is estimated is kept, unless
-another choice is faster by more than ``--gain``. DIR gets the table of the card, to be put beside the others,
-and ``tune.jsonl``: all times. Numbers of rows that people meet most come first for all models, so that little
-time gives a table, too.
+another algorithm is faster by more than ``--gain``. DIR gets the table of the card, to be put beside the
+others, and ``tune.jsonl``: all times. Numbers of rows that people meet most come first for all models, so
+that little time gives a table, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.cuda.build import processors
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.device import this_device
-from sgla.kernels.gpu.tuning import LIBRARY, PROMPT, Choice, Line, Product, estimated, file_of
+from sgla.kernels.gpu.tuning import LIBRARY, PROMPT, Algorithm, Line, Product, estimated, file_of
 from sgla.kernels.ops import AddedNorm
 from sgla.kernels.rehearsal import compilers
 from sgla.kernels.triton import elementwise
@@ -68,17 +68,17 @@ def layers_of(source: ModelSource) -> list[Layer]:
     return list(dict.fromkeys(found))
 
 
-def candidates(m: int, product: Product, behind: str, most: int = MOST) -> list[Choice]:
+def candidates(m: int, product: Product, behind: str, most: int = MOST) -> list[Algorithm]:
     """What can serve ``m`` rows, the estimate first."""
     n, k, gated, _ = product
     found = [estimated(m, product)]
     if found[0].kernel == "few rows":
-        return list(dict.fromkeys(found + [Choice("few rows", c) for c in FEW if not (gated and c.half)]))
+        return list(dict.fromkeys(found + [Algorithm("few rows", c) for c in FEW if not (gated and c.half)]))
     found.append(LIBRARY)
     if prompt_gemm.refuses(m, n, k, gated) is None:
         found.append(PROMPT)
     if batch_gemm.refuses(n, k) is None and not (gated and n % 16):
-        found += [Choice("tiles", config) for config in cuts(m, product)[:most]]
+        found += [Algorithm("tiles", config) for config in cuts(m, product)[:most]]
     return list(dict.fromkeys(found))
 
 
@@ -113,9 +113,9 @@ def fits(config: batch_gemm.Config, m: int, n: int) -> bool:
     return room and blocks > places / 3 and (blocks <= places if config.split > 1 else blocks <= 4 * places)
 
 
-def choose(times: Mapping[Choice, float], gain: float) -> Choice:
+def fastest(times: Mapping[Algorithm, float], gain: float) -> Algorithm:
     """The first, which is the estimate, or what is faster by more than ``gain``."""
-    first, best = next(iter(times)), min(times, key=lambda choice: times[choice])
+    first, best = next(iter(times)), min(times, key=lambda algorithm: times[algorithm])
     return best if times[best] < times[first] * (1 - gain) else first
 
 
@@ -130,14 +130,14 @@ def first_row(m: int, product: Product) -> int:
     return first
 
 
-def table(times: Mapping[tuple[Product, int], Mapping[Choice, float]], gain: float) -> list[Line]:
+def table(times: Mapping[tuple[Product, int], Mapping[Algorithm, float]], gain: float) -> list[Line]:
     """Times by product and rows, as lines of a table."""
     found = []
     for (product, m), timed in sorted(times.items(), key=lambda item: item[0]):
-        kernel, config = choose(timed, gain)
+        kernel, config = fastest(timed, gain)
         us: dict[str, float] = {}
-        for choice, value in timed.items():
-            us[choice.kernel] = round(min(value, us.get(choice.kernel, value)), 2)
+        for algorithm, value in timed.items():
+            us[algorithm.kernel] = round(min(value, us.get(algorithm.kernel, value)), 2)
         cut = config._asdict() if config is not None else {}
         first = first_row(m, product)
         found.append(Line(**product._asdict(), first=first, last=m, kernel=kernel, config=cut, us=us))
@@ -151,7 +151,7 @@ class Gpu:
         self._layer: Layer | None = None
         self._weights: list[torch.Tensor] = []
 
-    def __call__(self, layer: Layer, m: int, choice: Choice) -> float:
+    def __call__(self, layer: Layer, m: int, algorithm: Algorithm) -> float:
         """Microseconds."""
         n, k = layer.product[:2]
         if self._layer != layer:
@@ -160,56 +160,56 @@ class Gpu:
             self._weights = [torch.randn(n, k, dtype=BF16, device="cuda") * 0.02 for _ in range(copies)]
             self._layer = layer
         weights = self._weights[: 3 if m > 1024 else None]
-        one = body(layer, m, choice)
+        one = body(layer, m, algorithm)
         return time_us(lambda: [one(w) for w in weights], len(weights), 5)
 
 
-def body(layer: Layer, m: int, choice: Choice) -> Callable[[torch.Tensor], Any]:
+def body(layer: Layer, m: int, algorithm: Algorithm) -> Callable[[torch.Tensor], Any]:
     """The layer with what is behind it, of any weight."""
     (n, k, _, _), behind = layer
     x = torch.randn(m, k, dtype=BF16, device="cuda")
     residual, scale = torch.randn(m, n, dtype=BF16, device="cuda"), torch.ones(n, device="cuda")
-    config: Any = choice.config
-    if choice.kernel == "few rows":
+    config: Any = algorithm.config
+    if algorithm.kernel == "few rows":
         epilogue = {"gate": skinny_gemm.SILU, "logits": skinny_gemm.FLOAT32}.get(behind, skinny_gemm.STORE)
         return lambda w: skinny_gemm.linear(x, w, epilogue=epilogue, config=config)
     if behind == "heads" and m > batch_gemm.MAX_ROWS:
-        return heads(x, n, choice)
-    ours = batch_gemm if choice.kernel == "tiles" else prompt_gemm
-    more: Any = {"config": config} if choice.kernel == "tiles" else {}
+        return heads(x, n, algorithm)
+    ours = batch_gemm if algorithm.kernel == "tiles" else prompt_gemm
+    more: Any = {"config": config} if algorithm.kernel == "tiles" else {}
     if behind == "gate":
-        if choice == LIBRARY:
+        if algorithm == LIBRARY:
             return lambda w: elementwise.act_mul(torch.nn.functional.linear(x, w), "silu")
         return lambda w: ours.linear(x, w, epilogue=batch_gemm.SILU, **more)
-    if behind == "add" and choice.kernel == "tiles":
+    if behind == "add" and algorithm.kernel == "tiles":
         norm = AddedNorm(residual, scale, 1e-6)
         return lambda w: batch_gemm.linear_add(x, w, config, norm)
     if behind == "logits":
         out = torch.empty(m, n, device="cuda")
-        if choice == LIBRARY:
+        if algorithm == LIBRARY:
             return lambda w: torch.mm(x, w.t(), out_dtype=torch.float32, out=out)
         return lambda w: ours.linear(x, w, epilogue=batch_gemm.FLOAT32, out=out, **more)
     plain: Callable[[torch.Tensor], torch.Tensor] = lambda w: torch.nn.functional.linear(x, w)  # noqa: E731
-    if choice != LIBRARY:
+    if algorithm != LIBRARY:
         plain = lambda w: ours.linear(x, w, **more)  # noqa: E731
     if behind == "add":
         return lambda w: elementwise.add_rms_norm(plain(w), residual, scale, 1e-6)
     return plain
 
 
-def heads(x: torch.Tensor, n: int, choice: Choice) -> Callable[[torch.Tensor], Any]:
+def heads(x: torch.Tensor, n: int, algorithm: Algorithm) -> Callable[[torch.Tensor], Any]:
     """Projections to q, k and v in heads of 128 (half of them q), rotated and stored."""
     m, kv_heads = len(x), max(1, n // 512)
     pool = torch.zeros(2, m // 16 + 1, kv_heads, 16, 128, dtype=BF16, device="cuda").transpose(2, 3)
     cos_sin, ones = torch.randn(m, 128, device="cuda"), torch.ones(128, device="cuda")
     places = torch.arange(m, dtype=torch.int32, device="cuda")
-    if choice.kernel == "prompt tiles":
+    if algorithm.kernel == "prompt tiles":
         kv = ops.KVLayer(pool[0], pool[1])
         projection = Projection(cos_sin, ones, ones, 1e-6)
         return lambda w: prompt_gemm.linear_heads(x, w, places, projection, kv, places, False)
     product: Callable[[Any, Any], torch.Tensor] = torch.nn.functional.linear
-    if choice.kernel == "tiles":
-        config: Any = choice.config
+    if algorithm.kernel == "tiles":
+        config: Any = algorithm.config
         product = lambda x, w: batch_gemm.linear(x, w, config)  # noqa: E731
     return lambda w: elementwise.qk_norm_rope_store(
         product(x, w), places, cos_sin, ones, ones, 1e-6, pool[0], pool[1], places
@@ -223,23 +223,23 @@ def jobs(layers: Sequence[Layer], rows: Iterable[int]) -> Iterator[tuple[int, La
             yield m, layer
 
 
-Timer = Callable[[Layer, int, Choice], float]
+Timer = Callable[[Layer, int, Algorithm], float]
 
 
 def measure(
     layers: Sequence[Layer], rows: Iterable[int], timer: Timer, spent: Callable[[], bool], most: int = MOST
-) -> Iterator[tuple[Layer, int, dict[Choice, float]]]:
+) -> Iterator[tuple[Layer, int, dict[Algorithm, float]]]:
     """Times of every candidate for one layer and number of rows after the other, until the time is
     ``spent``."""
     for m, layer in jobs(layers, rows):
-        times: dict[Choice, float] = {}
-        for choice in candidates(m, *layer, most):
+        times: dict[Algorithm, float] = {}
+        for algorithm in candidates(m, *layer, most):
             if spent():
                 return
             try:
-                times[choice] = timer(layer, m, choice)
+                times[algorithm] = timer(layer, m, algorithm)
             except Exception as error:
-                print(f"{layer}, {m} rows: {choice} failed: {str(error)[:200]}", flush=True)
+                print(f"{layer}, {m} rows: {algorithm} failed: {str(error)[:200]}", flush=True)
         if times and estimated(m, layer.product) in times:
             yield layer, m, times
 
@@ -273,13 +273,17 @@ def main() -> None:
     layers = list(dict.fromkeys(layer for source in sources for layer in layers_of(source)))
     rows = [int(m) for m in args.rows.split(",")]
     compile_ahead(layers, rows, args.most)
-    times: dict[tuple[Product, int], dict[Choice, float]] = {}
+    times: dict[tuple[Product, int], dict[Algorithm, float]] = {}
     path = args.out / file_of(this_device().name).name
     with torch.inference_mode(), (args.out / "tune.jsonl").open("w") as log:
         for layer, m, found in measure(layers, rows, Gpu(), lambda: time.monotonic() > end, args.most):
             times.setdefault((layer.product, m), found)
             path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in table(times, args.gain)))
-            fields = {"behind": layer.behind, "m": m, "us": [[*choice, us] for choice, us in found.items()]}
+            fields = {
+                "behind": layer.behind,
+                "m": m,
+                "us": [[*algorithm, us] for algorithm, us in found.items()],
+            }
             print(json.dumps(layer.product._asdict() | fields), file=log, flush=True)
     compilers().shutdown(wait=False, cancel_futures=True)
     lines.emit({"bench": "tune", "measured": len(times), "of": len(list(jobs(layers, rows)))})

@@ -22,7 +22,7 @@ from sgla.errors import ConfigError
 from sgla.kernels.cuda.decode_attention import TILE
 from sgla.kernels.device import this_device
 
-__all__ = ["TILE", "Attention", "AttentionShape", "DeviceBatch", "ExtendRows", "Heads", "choose"]
+__all__ = ["TILE", "Attention", "AttentionShape", "DeviceBatch", "ExtendRows", "Heads", "choose_backend"]
 
 NARROW = "it reads no 8-bit KV cache"
 NO_DECODE = (
@@ -74,7 +74,7 @@ class Preference(NamedTuple):
         )
 
 
-def choose(
+def choose_backend(
     name: str,
     shapes: Sequence[AttentionShape],
     device: Device | None = None,

@@ -559,11 +559,11 @@ def gated(x: Tensor, kind: Gating) -> Tensor:
 
 class Biases(NamedTuple):
     """What a mixture adds, float32, for E experts: to the ``logits`` of the router [E]; to the scores
-    [E] while experts are chosen (``choice``), not to their weights (arXiv 2408.15664); to the products
+    [E] while experts are chosen (``correction``), not to their weights (arXiv 2408.15664); to the products
     ``gate_up`` [E, 2f] and ``down`` [E, d]. ``factor`` [E]: by what their weights are multiplied."""
 
     logits: Tensor | None = None
-    choice: Tensor | None = None
+    correction: Tensor | None = None
     gate_up: Tensor | None = None
     down: Tensor | None = None
     factor: Tensor | None = None
@@ -586,13 +586,13 @@ def route(logits: Tensor, routing: Routing, biases: Biases = NO_BIASES) -> tuple
         )
         last = torch.arange(count, count + parts, device=ids.device).expand(len(ids), -1)
         return torch.cat([weights, own.expand(-1, parts)], 1), torch.cat([ids, last], 1)
-    logits, choice = logits.float(), biases.choice
+    logits, correction = logits.float(), biases.correction
     if biases.logits is not None:
         logits = logits + biases.logits
     if routing.score == "sparsemixer":
         return _sparsemixer(logits, routing)
     scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1)
-    ranked = scores if choice is None else scores + choice
+    ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
         groups = ranked.unflatten(-1, (routing.groups, -1))
         best = groups.topk(2, -1).values.sum(-1) if routing.two else groups.amax(-1)

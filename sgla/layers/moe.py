@@ -23,7 +23,7 @@ class MoE:
 
     The experts lie behind each other: ``gate_up [E * 2 f, d]`` (each expert's gate rows, then its up rows)
     and ``down [E * d, f]``. Ranks split every expert's f. ``bias``: of the router and both products;
-    ``choice``: of the scores (``ops.Biases``). A file has the tensors of each expert, or all stacked as
+    ``correction``: of the scores (``ops.Biases``). A file has the tensors of each expert, or all stacked as
     transformers 5 keeps them in memory, or (``crossed``) stacked as gpt-oss has them, ``[input, output]``
     with gate and up in turn, or (``halves``) one behind the other. A shared expert may be the last one, or
     as many as it is wider (``Routing.shared``). With the activation relu2 there is no gate. ``routed``: width
@@ -41,7 +41,7 @@ class MoE:
         routing: Routing,
         activation: Gating,
         bias: bool = False,
-        choice: bool = False,
+        correction: bool = False,
         crossed: bool = False,
         halves: bool = False,
         shared: SharedExpert | None = None,
@@ -78,7 +78,7 @@ class MoE:
         build.stacks[f"{name}.gate.moe_statics.e_score_correction_bias"] = (1, experts), row
         self.biases = Biases(
             build.vector(f"{name}.gate.bias", experts) if bias else None,
-            build.vector(f"{name}.gate.e_score_correction_bias", experts) if choice else None,
+            build.vector(f"{name}.gate.e_score_correction_bias", experts) if correction else None,
             *(self._declare_biases(build, f"{name}.experts", crossed) if bias else ()),
         )
 

@@ -38,7 +38,7 @@ class MoESpec:
     layers: frozenset[int]
     clamped: Clamped | None = None  # in place of the model's activation
     bias: bool = False  # of the experts and the router
-    choice: bool = False  # a bias of the scores, which decides who is chosen and not with what weight
+    correction: bool = False  # a bias of the scores, which decides who is chosen and not with what weight
     crossed: bool = False  # a file has gpt-oss' stacks of experts
     halves: bool = False  # of those stacks: gate lies before up, and not in turn with it
     shared: int = 0  # width of an MLP that every token goes through, too; 0: there is none

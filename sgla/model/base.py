@@ -181,7 +181,7 @@ class Decoder(CausalLM):
             routing=routing,
             activation=moe.clamped or spec.activation,
             bias=moe.bias,
-            choice=moe.choice,
+            correction=moe.correction,
             crossed=moe.crossed,
             halves=moe.halves,
             shared=shared,

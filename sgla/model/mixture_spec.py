@@ -92,7 +92,7 @@ def ernie(c: Reader, layers: int) -> MoESpec:
         width,
         _routing(c, experts, key="moe_k", normalize=True, least=least),
         frozenset(i for i in range(layers) if first <= i <= last and (i + 1) % step == 0),
-        choice=True,
+        correction=True,
         shared=width * c.integer("moe_num_shared_experts", EXPERTS, 0),
     )
 
@@ -129,7 +129,7 @@ def deepseek_v3(c: Reader, layers: int) -> MoESpec:
     normalize, scale = c.flag("norm_topk_prob"), c.number("routed_scaling_factor")
     routing = _routing(c, experts, sigmoid=True, normalize=normalize, least=1e-20, scale=scale)
     routing = replace(_grouped(c, experts, routing), two=True)
-    return replace(_deepseek(c, experts, routing, _behind(c, layers)), choice=True)
+    return replace(_deepseek(c, experts, routing, _behind(c, layers)), correction=True)
 
 
 def exaone(c: Reader, layers: int) -> MoESpec:
@@ -160,7 +160,7 @@ def minimax(c: Reader, layers: int) -> MoESpec:
     experts = c.integer("num_local_experts", EXPERTS)
     routing = _routing(c, experts, sigmoid=True, normalize=True)
     width = c.integer("intermediate_size", INNER)
-    return MoESpec(experts, width, routing, frozenset(range(layers)), choice=True)
+    return MoESpec(experts, width, routing, frozenset(range(layers)), correction=True)
 
 
 def lfm2(c: Reader, layers: int) -> MoESpec:
@@ -170,7 +170,9 @@ def lfm2(c: Reader, layers: int) -> MoESpec:
     normalize, scale = c.flag("norm_topk_prob"), c.number("routed_scaling_factor")
     routing = _routing(c, experts, sigmoid=True, normalize=normalize, least=1e-6, scale=scale)
     first, width = c.integer("num_dense_layers", LAYERS, 0), c.integer("moe_intermediate_size", INNER)
-    return MoESpec(experts, width, routing, frozenset(range(first, layers)), choice=c.flag("use_expert_bias"))
+    return MoESpec(
+        experts, width, routing, frozenset(range(first, layers)), correction=c.flag("use_expert_bias")
+    )
 
 
 def hunyuan(c: Reader, layers: int) -> MoESpec:

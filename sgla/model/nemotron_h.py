@@ -69,7 +69,7 @@ class Mixture:
             experts=moe.experts,
             routing=moe.routing,
             activation="relu2",
-            choice=True,
+            correction=True,
             routed=hidden,
         )
         shared, names = f"{name}.shared_experts", ("up_proj", "down_proj")

@@ -93,7 +93,7 @@ class Chains:
         """The pages of its layers."""
         self.steps.kv = kv
 
-    def choose(self, plan: StepPlan) -> StepPlan:
+    def limit_drafts(self, plan: StepPlan) -> StepPlan:
         """The same with as many guesses as pay. New requests take their slots; what they find in the prefix
         tree was read by both models."""
         for new in plan.new:

@@ -65,7 +65,7 @@ class CudaRunner(GpuWeights):
         if plan.new:
             drafts.admit(plan.new)
         if self.chains is not None:
-            plan = self.chains.choose(plan)
+            plan = self.chains.limit_drafts(plan)
         verify = Verify(drafts, plan) if plan.drafts else None
         if verify is None:
             drafts.skip(plan)

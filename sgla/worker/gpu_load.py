@@ -55,7 +55,7 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
             param="kv_cache_dtype",
         )
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
-        backend, notes = attention.choose(
+        backend, notes = attention.choose_backend(
             config.attention_backend,
             shapes,
             place.device,

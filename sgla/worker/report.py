@@ -58,7 +58,7 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
         yield "  none: transformers' module computes it, and our kernels are attention and sampling alone"
         return
     sizes = choose_sizes(config, spec, pooling)
-    backend, notes = attention.choose(
+    backend, notes = attention.choose_backend(
         config.attention_backend,
         shapes_of(config, spec, Shard(0, config.tp), sizes),
         device,

@@ -43,7 +43,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names(name: str = "auto", shape: attention.AttentionShape = SHAPE, **parts: str) -> tuple[str, str, str]:
-    backend = attention.choose(name, [shape], **parts)[0]
+    backend = attention.choose_backend(name, [shape], **parts)[0]
     return backend.decode.name, backend.extend.name, type(backend.prompts).__name__
 
 
@@ -81,10 +81,10 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 def test_notes_say_what_was_chosen_and_whether_it_was_asked() -> None:
-    assert attention.choose("auto", [SHAPE])[1] == ["attention: native decode, native prefill"]
-    (note,) = attention.choose("auto", [SHAPE], decode="torch")[1]
+    assert attention.choose_backend("auto", [SHAPE])[1] == ["attention: native decode, native prefill"]
+    (note,) = attention.choose_backend("auto", [SHAPE], decode="torch")[1]
     assert note == "attention: torch decode, native prefill, no graphs, as asked"
-    assert "prefill alone" in attention.choose("flashinfer", [SHAPE])[1][1]
+    assert "prefill alone" in attention.choose_backend("flashinfer", [SHAPE])[1][1]
 
 
 @pytest.mark.usefixtures("flashinfer")
@@ -140,7 +140,7 @@ def test_what_a_name_cannot_serve_is_refused(
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize("parts", [{}, {"decode": "torch"}, {"prefill": "torch"}])
 def test_torch_is_not_captured(parts: dict[str, str]) -> None:
-    assert attention.choose("auto", [SHAPE], **parts)[0].captures is not bool(parts)
+    assert attention.choose_backend("auto", [SHAPE], **parts)[0].captures is not bool(parts)
 
 
 @pytest.mark.parametrize(
@@ -165,19 +165,19 @@ def test_flashinfer_missing_or_broken(
     monkeypatch.setitem(sys.modules, "flashinfer", Broken("flashinfer"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace() if error else None)
     assert names() == ("native", "native", NATIVE)
-    backend, notes = attention.choose("auto", [SHAPE], AMPERE)
+    backend, notes = attention.choose_backend("auto", [SHAPE], AMPERE)
     assert backend.name == "triton decode, triton prefill"
     (note,) = [note for note in notes if note.startswith("flashinfer prefill not used: ")]
     assert why in note
     assert "\n" not in note
     for one in ({"name": "flashinfer"}, {"name": "auto", "prefill": "flashinfer"}):
         with pytest.raises(ConfigError, match=f"attention-backend flashinfer .* for prefill: .*{why}"):
-            attention.choose(shapes=[SHAPE], device=AMPERE, **one)
+            attention.choose_backend(shapes=[SHAPE], device=AMPERE, **one)
 
 
 def test_what_no_kernel_takes_is_left_to_torch() -> None:
     """Each says why."""
-    backend, notes = attention.choose("auto", [SHAPE._replace(kv_heads=1, head_dim=576, v_dim=512)])
+    backend, notes = attention.choose_backend("auto", [SHAPE._replace(kv_heads=1, head_dim=576, v_dim=512)])
     assert backend.name == "torch decode, torch prefill"
     assert not backend.captures
     assert sum("not used: " in note for note in notes) == 6
@@ -185,7 +185,7 @@ def test_what_no_kernel_takes_is_left_to_torch() -> None:
 
 
 def test_values_of_another_width_are_for_triton() -> None:
-    backend, _ = attention.choose("auto", [SHAPE._replace(head_dim=192, v_dim=128)])
+    backend, _ = attention.choose_backend("auto", [SHAPE._replace(head_dim=192, v_dim=128)])
     assert backend.name == "triton decode, triton prefill"
     assert backend.captures
 
@@ -193,16 +193,16 @@ def test_values_of_another_width_are_for_triton() -> None:
 def test_latent_attention_needs_no_memory_that_grows() -> None:
     """Prompts behind a prefix read the latents of their pages."""
     latent = SHAPE._replace(kv_heads=1, head_dim=576, v_dim=512, latent=True)
-    backend, _ = attention.choose("auto", [latent])
+    backend, _ = attention.choose_backend("auto", [latent])
     assert backend.name == "native decode, triton prefill"
     assert backend.captures
     assert not backend.grows
     for other in (latent._replace(kv_dtype="fp8"), latent._replace(page_size=8), latent._replace(v_dim=500)):
-        assert attention.choose("auto", [other])[0].name == "triton decode, triton prefill"
+        assert attention.choose_backend("auto", [other])[0].name == "triton decode, triton prefill"
 
 
 def test_sinks_are_for_those_who_know_them() -> None:
-    backend, notes = attention.choose("auto", [SHAPE._replace(sinks=True)])
+    backend, notes = attention.choose_backend("auto", [SHAPE._replace(sinks=True)])
     assert backend.name == "native decode, triton prefill"
     assert "native prefill not used: layers have sinks" in notes
 
@@ -211,14 +211,14 @@ def test_layers_with_other_heads_have_their_own_kernels() -> None:
     """The portable ones: they know which layer it is by its pages."""
     narrow = SHAPE._replace(alone=False)
     wide = narrow._replace(head_dim=576)
-    backend, notes = attention.choose("auto", [narrow, wide])
+    backend, notes = attention.choose_backend("auto", [narrow, wide])
     assert "triton decode, triton prefill of 16 heads of 128; torch decode, torch" in backend.name
     assert not backend.captures
     assert backend.grows
     assert not backend.in_place
     assert "native decode not used: layers have several kinds of heads" in notes
     with pytest.raises(ConfigError, match="--attention-backend triton .*: heads of 576 values"):
-        attention.choose("triton", [narrow, wide])
+        attention.choose_backend("triton", [narrow, wide])
 
 
 @pytest.mark.parametrize("group", [*range(1, 17), 24])
@@ -253,7 +253,7 @@ def test_flex_is_an_oracle_of_its_own(window: int, softcap: float, v_dim: int, s
         page_size=size, sample_rows=ints([0]), decode_rows=2, extend=attention.ExtendRows(*prompts),
     )  # fmt: skip
     shape = SHAPE._replace(heads=4, kv_heads=2, head_dim=16, v_dim=v_dim)
-    backend, _ = attention.choose("flex", [shape])
+    backend, _ = attention.choose_backend("flex", [shape])
     expected = ops.attention.body(q, kv, batch, *scoring)
     torch.testing.assert_close(backend(q, kv, batch, scoring), expected, rtol=1e-5, atol=1e-5)
 
@@ -263,7 +263,7 @@ def test_each_layer_gets_its_own_attention() -> None:
     shapes = [
         SHAPE._replace(heads=h, kv_heads=2, head_dim=d, alone=False) for h, d in ((4, 16), (8, 16), (4, 8))
     ]
-    backend, _ = attention.choose("torch", shapes)
+    backend, _ = attention.choose_backend("torch", shapes)
     ints = partial(torch.tensor, dtype=torch.int32)
     for shape in shapes:
         kv = KVLayer(*torch.randn(2, 3, 16, 2, shape.head_dim))

@@ -50,7 +50,7 @@ def test_blocks_keep_to_the_rows_whose_scales_they_have(
     shapes = [(4096, 1024), (6144, 1024), (1024, 2048), (2048, 1536), (960, 2560), (6144, 4096)]
     for n, k in [*shapes, (28672, 4096)]:
         for m in range(9, batch_gemm.MAX_ROWS + 1):
-            config = batch_gemm.choose(m, n, k, gated=n > 6144)
+            config = batch_gemm.default_config(m, n, k, gated=n > 6144)
             if config is None:
                 continue
             tiles, row_tiles = batch_gemm._tiles(n, config.tile), -(-m // config.rows)
@@ -63,7 +63,7 @@ def test_blocks_keep_to_the_rows_whose_scales_they_have(
 def test_gate_and_up_keep_the_multiprocessors_busy(monkeypatch: pytest.MonkeyPatch, inner: int) -> None:
     monkeypatch.setattr(batch_gemm, "processors", lambda: 132)
     for m in range(9, batch_gemm.MAX_ROWS + 1):
-        config = batch_gemm.choose(m, 2 * inner, 4096, gated=True)
+        config = batch_gemm.default_config(m, 2 * inner, 4096, gated=True)
         assert config is not None
         waves = -(-batch_gemm._tiles(2 * inner, config.tile) // 132)
         assert 2 * inner / (132 * waves * config.tile) > 0.9

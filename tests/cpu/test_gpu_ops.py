@@ -296,7 +296,7 @@ def test_the_last_layer_goes_on_with_the_rows_that_are_wanted(
     skinny = Mock(wraps=skinny_linear)
     monkeypatch.setattr(skinny_gemm, "linear", skinny)
     monkeypatch.setattr(elementwise, "qk_norm_rope_store", store)
-    monkeypatch.setattr(batch_gemm, "choose", lambda *shape: None)
+    monkeypatch.setattr(batch_gemm, "default_config", lambda *shape: None)
     monkeypatch.setattr(prompt_gemm, "refuses", lambda *shape: "not here")
     config = shape(architecture)
     driver = Eager(load_model(ModelSource("dummy", Path("dummy"), (), config, {}), "bfloat16"))

@@ -176,7 +176,7 @@ def test_cuts_fit_the_shared_memory_of_a_program(itemsize: int, hopper: bool) ->
     room = (227 if hopper else 99) << 10
     for experts, top_k, f, d in ((128, 8, 768, 2048), (8, 2, 14336, 4096), (60, 4, 1408, 2048)):
         for tokens in (1, 5, 64, 300, 5000, 100_000):
-            tiles = moe_tiles.choose(tokens, experts, top_k, f, d, itemsize, hopper)
+            tiles = moe_tiles.tiles_for(tokens, experts, top_k, f, d, itemsize, hopper)
             for tile, factors in ((tiles.gate_up, 2), (tiles.down, 1)):
                 stage = tile.k * itemsize * (factors * tile.n + tiles.rows)
                 assert tile.stages * stage <= room

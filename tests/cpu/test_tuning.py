@@ -19,7 +19,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels import device
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
 from sgla.kernels.gpu import tuning
-from sgla.kernels.gpu.tuning import LIBRARY, PROMPT, Choice, Line, Product, Table
+from sgla.kernels.gpu.tuning import LIBRARY, PROMPT, Algorithm, Line, Product, Table
 from sgla.worker import report
 
 H200 = nvidia("NVIDIA H200", (9, 0), 132)
@@ -47,17 +47,17 @@ def write(*lines: Line) -> None:
     tuning.table_of.cache_clear()
 
 
-def before(m: int, n: int, k: int, gated: bool) -> Choice:
+def before(m: int, n: int, k: int, gated: bool) -> Algorithm:
     """What the launchers said by themselves, before there were tables."""
     if m < batch_gemm.MIN_ROWS:
-        return Choice("few rows", skinny_gemm.choose(m, n // 2 if gated else n, k, gated))
+        return Algorithm("few rows", skinny_gemm.default_config(m, n // 2 if gated else n, k, gated))
     clusters, rows = 132 // 2, -(-m // 256)
     sides = n % (64 if gated else 32) == 0 and k % 64 == 0 and k >= 512
     waves = -(-rows * -(-n // 256) // clusters)
     if m > 256 and sides and m * n > 0.9 * waves * clusters * 256 * 256:
         return PROMPT
-    config = batch_gemm.choose(m, n, k, gated)
-    return Choice("tiles", config) if config else LIBRARY
+    config = batch_gemm.default_config(m, n, k, gated)
+    return Algorithm("tiles", config) if config else LIBRARY
 
 
 def products() -> list[Product]:
@@ -82,7 +82,7 @@ def test_choices_are_those_from_before_the_tables(every: int, step: int) -> None
     for product in found:
         n, k, gated, _ = product
         expected = [before(m, n, k, gated) for m in rows]
-        assert [tuning.choose(m, product) for m in rows] == expected
+        assert [tuning.algorithm_for(m, product) for m in rows] == expected
         times = {(product, m): dict.fromkeys(tune.candidates(m, product, ""), 1.0) for m in tune.ROWS}
         table = Table(tune.table(times, 0.03))
         assert [table.find(m, product) or tuning.estimated(m, product) for m in rows] == expected
@@ -94,12 +94,12 @@ def test_a_line_counts_for_its_rows_on_its_card(monkeypatch: pytest.MonkeyPatch)
     write(line, msgspec.structs.replace(line, first=65, last=96, kernel="library", config={}))
     assert [tuning.measured(m, PRODUCT) for m in (32, 33, 64, 96, 97)] == [
         None,
-        Choice("tiles", config),
-        Choice("tiles", config),
+        Algorithm("tiles", config),
+        Algorithm("tiles", config),
         LIBRARY,
         None,
     ]
-    assert tuning.choose(96, PRODUCT) == LIBRARY != tuning.estimated(96, PRODUCT)
+    assert tuning.algorithm_for(96, PRODUCT) == LIBRARY != tuning.estimated(96, PRODUCT)
     assert tuning.measured(64, PRODUCT._replace(gated=True)) is None
     monkeypatch.setattr(device, "_this", [nvidia("NVIDIA H100 PCIe", (9, 0), 114)])
     assert tuning.measured(64, PRODUCT) is None
@@ -146,6 +146,7 @@ def test_the_report_is_of_the_attention_that_serves(
     asked = Config(dtype="bfloat16", max_running_requests=64, **settings)
     lines = list(report.report(asked, source_of(**SHAPES["qwen3-8b"] | QWEN | changes)))
     assert any(expected in line for line in lines)
+    assert not any("e4m3" in line for line in lines)  # rules for weights that there are not
     taken = [line for line in lines if " rows: " in line]
     assert len(taken) == len(report.DECODES)
     assert [NATIVE in line for line in taken] == [native] * len(taken)
@@ -163,8 +164,8 @@ def test_what_is_faster_by_little_is_not_taken() -> None:
     import tune
 
     first, other = tuning.estimated(64, PRODUCT), LIBRARY
-    assert tune.choose({first: 10.0, other: 9.8}, gain=0.03) == first
-    assert tune.choose({first: 10.0, other: 9.6}, gain=0.03) == other
+    assert tune.fastest({first: 10.0, other: 9.8}, gain=0.03) == first
+    assert tune.fastest({first: 10.0, other: 9.6}, gain=0.03) == other
 
 
 def test_the_bench_measures_in_its_order_until_its_time_is_spent() -> None:
@@ -175,11 +176,11 @@ def test_the_bench_measures_in_its_order_until_its_time_is_spent() -> None:
     assert layers[2].product == Product(2 * 12288, 4096, gated=True)
     left = iter(range(30))
 
-    def fake(layer: Any, m: int, choice: Choice) -> float:
+    def fake(layer: Any, m: int, algorithm: Algorithm) -> float:
         next(left)
-        if choice.kernel == "tiles" and choice.config.tile == 192:
+        if algorithm.kernel == "tiles" and algorithm.config.tile == 192:
             raise RuntimeError("does not compile")
-        return {"library": 5.0, "tiles": 9.0}.get(choice.kernel, 7.0)
+        return {"library": 5.0, "tiles": 9.0}.get(algorithm.kernel, 7.0)
 
     spent = lambda: left.__length_hint__() == 0  # noqa: E731
     measured = list(tune.measure(layers, (64, 1), fake, spent))
@@ -222,4 +223,4 @@ def test_tables_of_the_package_can_be_read() -> None:
         assert all(first <= last for _, first, last in spans)
         assert all(a[0] != b[0] or a[2] < b[1] for a, b in itertools.pairwise(spans))
         for line in lines:
-            assert (line.choice.config is None) == (line.kernel not in tuning.CONFIGS)
+            assert (line.algorithm.config is None) == (line.kernel not in tuning.CONFIGS)

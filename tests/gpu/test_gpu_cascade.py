@@ -62,7 +62,7 @@ def test_decode_with_shared_prefixes(
     monkeypatch.setattr(Cascade, "_gain", lambda self, rows, tokens, tiles: float(tokens * (rows - 1)))
     table, lengths = tree(np.random.default_rng(rows), rows)
     shape = attention.AttentionShape(heads, kv_heads, dim, PAGE, BF16, frozenset({0}), softcap, 256)
-    attend = attention.choose("auto", [shape._replace(scale=dim**-0.5)])[0]
+    attend = attention.choose_backend("auto", [shape._replace(scale=dim**-0.5)])[0]
     planner = Cascade.of([shape], attend)
     assert planner is not None
     slots = np.arange(rows, dtype=np.int32)

@@ -110,10 +110,10 @@ def test_prefill(heads: int, kv_heads: int, dim: int, window: int, softcap: floa
     shape = attention.AttentionShape(
         heads, kv_heads, dim, 16, BF16, frozenset({window}), softcap, 300, kv_dtype="fp8"
     )
-    attend = attention.choose("auto", [shape])[0]
+    attend = attention.choose_backend("auto", [shape])[0]
     attend.plan(batch)
     assert relative(attend(q, kv, batch, Scoring(dim**-0.5, window, softcap)), expected) < 1e-2
-    same = attention.choose("auto", [shape._replace(deterministic=True, context_len=1600)])[0]
+    same = attention.choose_backend("auto", [shape._replace(deterministic=True, context_len=1600)])[0]
     same.plan(batch)
     assert relative(same(q, kv, batch, Scoring(dim**-0.5, window, softcap)), expected) < 1e-2
 
@@ -130,7 +130,7 @@ def test_shared_prefixes(
     shape = attention.AttentionShape(
         heads, kv_heads, dim, 16, BF16, frozenset({0}), softcap, 256, kv_dtype="fp8"
     )
-    attend = attention.choose("auto", [shape])[0]
+    attend = attention.choose_backend("auto", [shape])[0]
     planner = Cascade.of([shape], attend)
     assert planner is not None
     monkeypatch.setattr(planner, "_gain", lambda rows, tokens, tiles: float(tokens * (rows - 1)))

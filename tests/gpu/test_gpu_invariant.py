@@ -60,7 +60,7 @@ def test_attention_is_invariant(heads: int, kv_heads: int, dim: int, window: int
         deterministic=True,
         context_len=1600,
     )
-    parts = attention.choose("auto", [shape])[0].decode._parts  # type: ignore[attr-defined]
+    parts = attention.choose_backend("auto", [shape])[0].decode._parts  # type: ignore[attr-defined]
 
     def attend(q: torch.Tensor, q_lens: list[int], kv_lens: list[int], slots: list[int], split: bool) -> Any:
         def upload(x: list[int]) -> torch.Tensor:

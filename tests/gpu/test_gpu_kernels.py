@@ -108,7 +108,7 @@ def backend(
         why = FlashInferExtend.refuses(shape, this_device())
         if why is not None:
             pytest.skip(why)
-    return attention.choose(name, [shape._replace(scale=scale)])[0]
+    return attention.choose_backend(name, [shape._replace(scale=scale)])[0]
 
 
 CASES = [  # heads, kv_heads, dim, window, softcap
@@ -190,7 +190,7 @@ def test_decode_over_latents(lengths: str, heads: int, content: int, name: str) 
     kv = kv.latent(content)
     shape = attention.AttentionShape(heads, 1, width, 16, BF16, frozenset({0}), 0.0, 300)
     shape = shape._replace(scale=scale, v_dim=content, latent=True)
-    attend, _ = attention.choose(name, [shape])
+    attend, _ = attention.choose_backend(name, [shape])
     assert attend.decode.name == ("native" if name == "auto" else "triton")
     out = attend(q, kv, batch, Scoring(scale))
     assert not out[-1].any()
@@ -271,7 +271,7 @@ def test_sinks(heads: int, kv_heads: int, dim: int, window: int) -> None:
             heads, kv_heads, dim, 16, BF16, frozenset({window}), 0.0, 300, sinks=True
         )
         for name, decode in (("auto", "native"), ("triton", "triton"), ("torch", "torch")):
-            attend, _ = attention.choose(name, [shape])
+            attend, _ = attention.choose_backend(name, [shape])
             assert attend.decode.name == decode
             attend.plan(batch)
             assert relative(attend(q, kv, batch, Scoring(scale, window, 0.0, sinks)), expected) < 1e-2
@@ -560,7 +560,7 @@ def chosen(m: int, down: torch.Tensor, after: torch.Tensor, wide: torch.Tensor) 
     from sgla.kernels.cuda import batch_gemm
 
     layers = (down, False), (after, False), (after, True), (wide, True)
-    configs = [batch_gemm.choose(m, *w.shape, gated) for w, gated in layers]
+    configs = [batch_gemm.default_config(m, *w.shape, gated) for w, gated in layers]
     assert all(configs)
     return configs
 
@@ -615,7 +615,7 @@ def test_rows_that_batch_gemm_does_not_have(m: int, n: int, k: int) -> None:
     result."""
     from sgla.kernels.cuda import batch_gemm
 
-    config = batch_gemm.choose(m, n, k)
+    config = batch_gemm.default_config(m, n, k)
     if config is None:
         return
     w = torch.randn(n, k, dtype=BF16, device="cuda") * k**-0.5

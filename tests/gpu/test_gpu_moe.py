@@ -86,7 +86,7 @@ def test_other_routing_and_experts_equal_the_oracle_in_graphs(experts: Any, what
     shapes = [(32,), (32, 2 * 768), (32, 2048)]
     added, up, out = (torch.randn(shape, device="cuda") * 0.1 for shape in shapes)
     clamped = what == "biases and clamps"
-    biases = ops.Biases(added, None, up, out) if clamped else ops.Biases(choice=added)
+    biases = ops.Biases(added, None, up, out) if clamped else ops.Biases(correction=added)
     activation: Any = Clamped(1.702, 1.0) if clamped else "silu"
     for tokens in (1, 3, 17, 300, 1000):
         x = torch.randn(tokens, 2048, dtype=BF16, device="cuda")

@@ -52,7 +52,7 @@ def test_the_output_layer_draws_what_is_drawn_from_its_logits(m: int, n: int, fi
     from sgla.kernels.cuda import batch_gemm
     from sgla.kernels.triton import sampling
 
-    config = batch_gemm.choose_draw(m)
+    config = batch_gemm.draw_config(m)
     assert config is not None
     weight = torch.randn(n, 1024, dtype=BF16, device="cuda") * 0.05
     x = torch.randn(m, 1024, dtype=BF16, device="cuda")
@@ -86,7 +86,7 @@ def test_the_output_layer_knows_logits_that_give_no_token(m: int, n: int, greedy
     from sgla.kernels.cuda import batch_gemm
     from sgla.kernels.triton import sampling
 
-    config = batch_gemm.choose_draw(m)
+    config = batch_gemm.draw_config(m)
     assert config is not None
     weight = torch.randn(n, 1024, dtype=BF16, device="cuda") * 0.05
     x = torch.randn(m, 1024, dtype=BF16, device="cuda")

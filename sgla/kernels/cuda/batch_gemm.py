@@ -96,7 +96,7 @@ def refuses(n: int, k: int) -> str | None:
     return None
 
 
-def choose(m: int, n: int, k: int, gated: bool = False) -> Config | None:
+def default_config(m: int, n: int, k: int, gated: bool = False) -> Config | None:
     """An estimate for ``m`` rows and a weight ``[n, k]``, from measurements on an H200; None: cuBLAS is
     faster."""
     return _choose(processors(), m, n, k, gated)
@@ -143,7 +143,7 @@ def _choose(count: int, m: int, n: int, k: int, gated: bool) -> Config | None:
     return None
 
 
-def choose_draw(m: int) -> Config | None:
+def draw_config(m: int) -> Config | None:
     """For the output layer where it draws.
     With more than 192 rows the products wait for the draw: nothing is gained."""
     return Config(192, 1, 1) if m <= 192 else None

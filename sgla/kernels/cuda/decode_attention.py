@@ -183,7 +183,7 @@ def _kernel(
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
 
 
-def choose(head_dim: int, pairs: int, narrow: bool) -> Cut:
+def default_cut(head_dim: int, pairs: int, narrow: bool) -> Cut:
     """For so many pairs of row and KV head; ``narrow``: of 8-bit pages. Two blocks a multiprocessor do not
     end at the same time, but two warps fetch, which takes longest for short tiles."""
     if head_dim > 128:
@@ -288,7 +288,7 @@ class DecodeAttention:
             window, eps, scale / softcap if softcap else scale * log2e, softcap * log2e,
             1 / k_scale, 1 / v_scale, v_scale * unit,
         )  # fmt: skip
-        cut = self.cut or choose(dim, slots.shape[0] * kv_heads * group.parts, k.element_size() == 1)
+        cut = self.cut or default_cut(dim, slots.shape[0] * kv_heads * group.parts, k.element_size() == 1)
         kernel = _kernel(
             dim,
             group,

@@ -135,7 +135,7 @@ MOST = tuple(Config(1, warps, slices, 2, 1, 1) for warps, slices in ((8, 1), (8,
 
 
 @lru_cache(1 << 14)
-def choose(shape: Shape) -> Config | None:
+def default_config(shape: Shape) -> Config | None:
     """The first that fits, of those that were fastest with the layers of Qwen3-8B on an H200
     (``bench/gpu_integers.py``); None: so many rows do not, and half of them would."""
     wide = shape.k > WIDE
@@ -170,7 +170,7 @@ def linear(
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
     shape = Shape(padded(m), n, k, weight.bits, weight.group, norm is not None, epilogue)
-    config = config or choose(shape)
+    config = config or default_config(shape)
     if config is None:
         half = shape.rows // 2
         for part in (slice(half), slice(half, m)):

@@ -80,7 +80,7 @@ def _kernel(
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, shared)
 
 
-def choose(m: int, n: int, k: int, gated: bool) -> Config:
+def default_config(m: int, n: int, k: int, gated: bool) -> Config:
     """An estimate for ``n`` output columns, from measurements on an H200 (132 multiprocessors).
     ``k`` is in two bytes of a weight."""
     if m > 8:
@@ -125,7 +125,7 @@ def linear(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    config = config or choose(m, n, k if scale is None else k // 2, gated)
+    config = config or default_config(m, n, k if scale is None else k // 2, gated)
     staged = norm is not None and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
     normed, by = norm is not None, None
     if gate is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from sgla.kernels.gpu.record import Node, Ref
-from sgla.kernels.gpu.rewrite import Work
+from sgla.kernels.gpu.rewrite import OTHER, Work
 from sgla.kernels.triton import fp8
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ NAME = "rounded norm"  # of nodes that other rules look for
 def refuses(work: Work, *chain: Node) -> str | None:
     w = chain[-1].given["w"]
     if w.kind != "fp8" or w.scale is None:
-        return "the weight is not e4m3"
+        return OTHER
     return None if w.n % 16 == w.k % 16 == 0 else "the weight's sides are no multiples of 16"
 
 
@@ -56,7 +56,9 @@ def _fp8_linear(rounded: fp8.Rounded, w: Weight, bias: Tensor | None) -> Tensor:
 
 
 def add_refuses(work: Work, total: Node) -> str | None:
-    return None if work.e4m3 and not work.few_rows(total) else "no e4m3 weight follows"
+    if not work.e4m3:
+        return OTHER
+    return "the product of few rows does the norm" if work.few_rows(total) else None
 
 
 def add(work: Work, total: Node) -> list[Node]:

@@ -12,7 +12,7 @@ from sgla.kernels import ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
-from sgla.kernels.gpu.tuning import Product, choose
+from sgla.kernels.gpu.tuning import Product, algorithm_for
 from sgla.kernels.triton import delta, elementwise
 
 NAME = "few rows"  # of nodes that other rules look for
@@ -30,8 +30,8 @@ def refuses(work: Work, *chain: Node) -> str | None:
         return f"it takes at most {skinny_gemm.MAX_ROWS} rows"
     if w.kind not in ("bf16", "fp8") or work.record.dtypes[x.number] != torch.bfloat16:
         return f"it multiplies bfloat16 with bfloat16 or e4m3, not {w.kind}"
-    if w.k % (128 if e4m3 else 64) or w.n < 64:
-        return "its tiles do not fit the weight"
+    if w.k % (step := 128 if e4m3 else 64) or w.n < 64:
+        return f"it needs an input width that is a multiple of {step}, and an output width from 64 on"
     maker = chain[0] if len(chain) == 2 else work.maker(x)
     if rows > 8 and w.data.numel() > WIDE and maker is not None and maker.op == ops.rms_norm:
         return "with more than 8 rows and a wide weight a norm apart and cuBLAS are faster"
@@ -59,7 +59,7 @@ def make(work: Work, *chain: Node) -> list[Node]:
 def _run(x: Tensor, weight: Tensor, epilogue: int, scale: Tensor | None, **given: Any) -> Tensor:
     storage = "bf16" if scale is None else "fp8"
     n, k = weight.shape
-    chosen = choose(x.shape[0], Product(n, k, epilogue in GATES.values(), storage)).config
+    chosen = algorithm_for(x.shape[0], Product(n, k, epilogue in GATES.values(), storage)).config
     config = chosen if isinstance(chosen, skinny_gemm.Config) else None
     return skinny_gemm.linear(x, weight, epilogue=epilogue, scale=scale, config=config, **given)
 

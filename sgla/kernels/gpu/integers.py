@@ -90,7 +90,9 @@ def product(
     """``ops.linear`` where no rule takes it, in ``out`` of any float type if it is given."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     if deterministic:
-        return integers.linear(x, w, bias, out, integers.choose(1, w.n, w.k, x.itemsize, deterministic=True))
+        return integers.linear(
+            x, w, bias, out, integers.tile_for(1, w.n, w.k, x.itemsize, deterministic=True)
+        )
     if out is None and is_long(x.shape[0], x.dtype):
         return _unpacked(x, w, bias)
     return integers.linear(x, w, bias, out)
@@ -103,7 +105,7 @@ def sizes(weights: list[Any], most: int) -> list[int]:
     few = integer_gemm.MAX_ROWS if this_device().wgmma else 0
     for m in range(1, min(most, LONG) + 1) if shapes else ():
         for n, k in shapes:
-            chosen = integer_gemm.padded(m) if m <= few else integers.choose(m, n, k, 2)
+            chosen = integer_gemm.padded(m) if m <= few else integers.tile_for(m, n, k, 2)
             first.setdefault((n, k, chosen), m)
     if shapes and most >= LONG:
         first["long"] = LONG

@@ -173,7 +173,7 @@ def _packed(
 ) -> Outputs:
     """Both products of packed experts, each with its biases."""
     x, probabilities, ids, _ = routed
-    tiles = e2m1.choose(ids.numel(), count, x.itemsize, this_device().wgmma)
+    tiles = e2m1.tiles_for(ids.numel(), count, x.itemsize, this_device().wgmma)
     groups = None if tiles.rows is None else moe.group(ids, count, tiles.rows)
     if activation in _GATED or isinstance(activation, Clamped):
         inner = e2m1.product(x, gate_up, biases.gate_up, down.k, ids, groups, tiles.gate_up, activation)
@@ -206,7 +206,7 @@ def _apart(
 
 def _tiles(ids: Tensor, count: int, down: Weight, d: int) -> moe.Tiles:
     size, hopper = down.data.element_size(), this_device().wgmma
-    return moe_tiles.choose(ids.shape[0], count, ids.shape[1], down.k, d, size, hopper)
+    return moe_tiles.tiles_for(ids.shape[0], count, ids.shape[1], down.k, d, size, hopper)
 
 
 def _route(

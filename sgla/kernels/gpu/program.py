@@ -18,7 +18,7 @@ from sgla.kernels.gpu.ops import LOWERINGS, GpuOps
 from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.rules import apply
-from sgla.kernels.gpu.tuning import Choice, Product, choose
+from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
 from sgla.kernels.ops import Layer
 from sgla.kernels.trace import STAND_INS, NotRecorded
 
@@ -169,7 +169,7 @@ class RecordedForward:
         shapes = _tiled(record)
         for m in range(batch_gemm.MAX_ROWS + 1, most + 1):
             for shape in shapes:
-                first.setdefault((shape, *_choices(m, *shape)), m)
+                first.setdefault((shape, *_algorithms(m, *shape)), m)
         return sorted({*first.values(), *integers.sizes(record.weights, most)})
 
     def _run(
@@ -221,12 +221,12 @@ class RecordedForward:
         if m <= skinny_gemm.MAX_ROWS:
             return m
         bounds = integer_gemm.MAX_ROWS, mixture.OURS, ROUTED, integers.LONG - 1
-        limits = *(m <= bound for bound in bounds), batch_gemm.choose_draw(m) is None
+        limits = *(m <= bound for bound in bounds), batch_gemm.draw_config(m) is None
         reduced = False
         if record.ranks is not None:
             like = torch.empty(m, self._model.spec.hidden, dtype=self._dtype, device="meta")
             reduced = record.ranks.norms(like)
-        kernels = [choice.kernel for shape in _tiled(record) for choice in _choices(m, *shape)]
+        kernels = [algorithm.kernel for shape in _tiled(record) for algorithm in _algorithms(m, *shape)]
         return tuple(kernels), limits, reduced
 
     def _record(self, what: Computes, rows: bool) -> Record | None:
@@ -284,6 +284,6 @@ def _tiled(record: Record) -> list[tuple[int, int]]:
     return [shape for shape in record.products if batch_gemm.refuses(*shape) is None]
 
 
-def _choices(m: int, n: int, k: int) -> tuple[Choice, Choice]:
+def _algorithms(m: int, n: int, k: int) -> tuple[Algorithm, Algorithm]:
     """What multiplies ``m`` rows by a weight ``[n, k]``, alone and with a gate behind."""
-    return choose(m, Product(n, k)), choose(m, Product(n, k, gated=True))
+    return algorithm_for(m, Product(n, k)), algorithm_for(m, Product(n, k, gated=True))

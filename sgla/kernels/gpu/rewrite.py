@@ -14,7 +14,7 @@ from sgla.kernels.gpu.record import Node, Record, Ref
 from sgla.kernels.lora import add_lora
 from sgla.kernels.trace import Size
 
-OTHER = "the weight is stored otherwise"  # why a rule for a storage refuses, which is not worth a word
+OTHER = "the weight is stored otherwise"  # why a rule for a storage refuses: nobody is told
 
 
 class Asked(NamedTuple):

@@ -23,7 +23,7 @@ from sgla.kernels.ops import AddedNorm, Ranks, Scoring
 
 def query_refuses(work: Work, heads: Node, attention: Node) -> str | None:
     if work.asked.decode is None:
-        return "not all rows are decode rows of our kernel"
+        return "it takes decode rows alone, and native decode attention"
     rotated, dim = heads.given["cos_sin"].shape[1], heads.given["kv"].k.shape[-1]
     if not rotates(rotated, dim) or (rotated < dim and heads.given["kv"].scales is not None):
         return f"{rotated} of the {dim} dims of heads are rotated"

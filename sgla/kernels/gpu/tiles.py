@@ -11,7 +11,7 @@ from sgla.kernels.cuda import batch_gemm, prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import Work
-from sgla.kernels.gpu.tuning import Choice, Product, choose
+from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
 from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import elementwise
 
@@ -37,14 +37,14 @@ def make(work: Work, linear: Node) -> list[Node]:
     return [Node(NAME, None, made, linear.results, linear.rows)]
 
 
-def _choice(work: Work, node: Node, gated: bool = False) -> Choice:
+def _algorithm(work: Work, node: Node, gated: bool = False) -> Algorithm:
     n, k = node.given["weight"].shape
-    return choose(work.rows(node), Product(n, k, gated))
+    return algorithm_for(work.rows(node), Product(n, k, gated))
 
 
 def _config(m: int, weight: Tensor, gated: bool = False) -> batch_gemm.Config:
     n, k = weight.shape
-    config = choose(m, Product(n, k, gated)).config
+    config = algorithm_for(m, Product(n, k, gated)).config
     assert isinstance(config, batch_gemm.Config)
     return config
 
@@ -52,7 +52,7 @@ def _config(m: int, weight: Tensor, gated: bool = False) -> batch_gemm.Config:
 def settle(work: Work, node: Node) -> None:
     """Choose the kernel, now that what stands around the layer is known. The rule takes every layer, for what
     may join it; where nothing has made the tiles faster than cuBLAS, it is a plain layer again."""
-    kernel, _ = _choice(work, node, node.given["epilogue"] in GATES.values())
+    kernel, _ = _algorithm(work, node, node.given["epilogue"] in GATES.values())
     if kernel == "prompt tiles":
         node.fn, node.rule = _run_prompt, node.rule.replace("tiles", "prompt tiles")
     elif kernel == "library":
@@ -89,7 +89,7 @@ def gate_refuses(work: Work, linear: Node, act: Node) -> str | None:
         return "the layer has a bias"
     if linear.given["weight"].shape[0] % 16:
         return "its output width is no multiple of 16"
-    return SLOWER if _choice(work, linear, gated=True).kernel == "library" else None
+    return SLOWER if _algorithm(work, linear, gated=True).kernel == "library" else None
 
 
 def gate(work: Work, linear: Node, act: Node) -> list[Node]:
@@ -100,7 +100,7 @@ def gate(work: Work, linear: Node, act: Node) -> list[Node]:
 def add_refuses(work: Work, linear: Node, add: Node) -> str | None:
     if work.mixtures or work.e4m3:
         return "the next layer begins with a kernel that does the norm"
-    if _choice(work, linear).kernel != "tiles":
+    if _algorithm(work, linear).kernel != "tiles":
         return SLOWER
     return None if work.free(add.given["residual"]) else "the residual stream is read again"
 
@@ -137,7 +137,7 @@ def heads_refuses(work: Work, linear: Node, heads: Node) -> str | None:
     given = heads.given
     if not prompt_gemm.holds_heads(projection(given), given["kv"]):
         return "it rotates whole heads of 64 or 128 dimensions of bfloat16"
-    if _choice(work, linear).kernel == "prompt tiles":
+    if _algorithm(work, linear).kernel == "prompt tiles":
         return None
     return prompt_gemm.refuses(work.rows(linear), *linear.given["weight"].shape) or SLOWER
 
@@ -158,7 +158,7 @@ def draw_refuses(work: Work, linear: Node) -> str | None:
         return "tokens are not drawn here"
     why = refuses(work, linear)
     return why or (
-        None if batch_gemm.choose_draw(work.rows(linear)) else "the products would wait for the draw"
+        None if batch_gemm.draw_config(work.rows(linear)) else "the products would wait for the draw"
     )
 
 
@@ -171,7 +171,7 @@ def logits_refuses(work: Work, linear: Node) -> str | None:
     w = linear.given["w"]
     if why := refuses(work, linear):
         return why
-    return None if choose(work.rows(linear), Product(w.n, w.k)).kernel == "tiles" else SLOWER
+    return None if algorithm_for(work.rows(linear), Product(w.n, w.k)).kernel == "tiles" else SLOWER
 
 
 def logits(work: Work, linear: Node) -> list[Node]:
@@ -188,6 +188,6 @@ def _logits(work: Work, linear: Node, epilogue: int) -> list[Node]:
 def _logits_run(x: Tensor, weight: Tensor, epilogue: int, **given: Any) -> Tensor:
     m = x.shape[0]
     draws = epilogue == batch_gemm.DRAW
-    config = batch_gemm.choose_draw(m) if draws else _config(m, weight)
+    config = batch_gemm.draw_config(m) if draws else _config(m, weight)
     assert config is not None
     return batch_gemm.linear(x.contiguous(), weight, config, epilogue=epilogue, **given)

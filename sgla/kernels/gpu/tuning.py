@@ -33,14 +33,14 @@ class Product(NamedTuple):
     storage: str = "bf16"
 
 
-class Choice(NamedTuple):
-    """``config``: how the kernel cuts the work; None: it does so by itself."""
+class Algorithm(NamedTuple):
+    """A kernel and how it cuts the work. ``config`` None: it decides that by itself."""
 
     kernel: Kernel
     config: skinny_gemm.Config | batch_gemm.Config | None = None
 
 
-LIBRARY, PROMPT = Choice("library"), Choice("prompt tiles")
+LIBRARY, PROMPT = Algorithm("library"), Algorithm("prompt tiles")
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,19 +62,19 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Product(self.n, self.k, self.gated, self.storage)
 
     @property
-    def choice(self) -> Choice:
-        return Choice(self.kernel, CONFIGS[self.kernel](**self.config) if self.config else None)
+    def algorithm(self) -> Algorithm:
+        return Algorithm(self.kernel, CONFIGS[self.kernel](**self.config) if self.config else None)
 
 
 class Table:
     """Lines by product; those of one product do not overlap."""
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
-        self._rows: dict[Product, list[tuple[int, int, Choice]]] = {}
+        self._rows: dict[Product, list[tuple[int, int, Algorithm]]] = {}
         for line in sorted(lines, key=lambda line: line.last):
-            self._rows.setdefault(line.product, []).append((line.last, line.first, line.choice))
+            self._rows.setdefault(line.product, []).append((line.last, line.first, line.algorithm))
 
-    def find(self, m: int, product: Product) -> Choice | None:
+    def find(self, m: int, product: Product) -> Algorithm | None:
         rows = self._rows.get(product)
         if rows is None:
             return None
@@ -95,24 +95,24 @@ def table_of(card: str) -> Table:
     return Table(msgspec.json.decode(line, type=Line) for line in path.read_bytes().splitlines())
 
 
-def choose(m: int, product: Product) -> Choice:
+def algorithm_for(m: int, product: Product) -> Algorithm:
     """For ``m`` rows."""
     return measured(m, product) or estimated(m, product)
 
 
-def measured(m: int, product: Product) -> Choice | None:
+def measured(m: int, product: Product) -> Algorithm | None:
     """What the table of this card says."""
     return table_of(this_device().name).find(m, product)
 
 
-def estimated(m: int, product: Product) -> Choice:
+def estimated(m: int, product: Product) -> Algorithm:
     n, k, gated, storage = product
     if m < batch_gemm.MIN_ROWS or (storage == "fp8" and m <= skinny_gemm.MAX_ROWS):
         columns, width = n // 2 if gated else n, k // 2 if storage == "fp8" else k
-        return Choice("few rows", skinny_gemm.choose(m, columns, width, gated))
+        return Algorithm("few rows", skinny_gemm.default_config(m, columns, width, gated))
     if storage != "bf16":
         return LIBRARY
     if prompt_gemm.refuses(m, n, k, gated) is None and prompt_gemm.fills(m, n):
         return PROMPT
-    config = batch_gemm.choose(m, n, k, gated)
-    return LIBRARY if config is None else Choice("tiles", config)
+    config = batch_gemm.default_config(m, n, k, gated)
+    return LIBRARY if config is None else Algorithm("tiles", config)

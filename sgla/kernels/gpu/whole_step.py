@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 def refuses(work: Work, logits: Node) -> str | None:
     if work.asked.decode is None:
-        return "not all rows are decode rows of our kernel"
+        return "it takes decode rows alone, and native decode attention"
     if any(work.asked.sizes[of] > 1 for of in ("tokens", "rows")):
         return "it computes one row"
     try:

@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-def choose(pairs: int, experts: int, itemsize: int, hopper: bool) -> Tiles:
+def tiles_for(pairs: int, experts: int, itemsize: int, hopper: bool) -> Tiles:
     """For so many pairs, as measured with gpt-oss-120b on an H200. Without the shared memory of ``hopper``,
     and for float32, cuts are small."""
     mean = pairs / experts

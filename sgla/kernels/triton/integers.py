@@ -235,7 +235,7 @@ def _unpack(
     )
 
 
-def choose(m: int, n: int, k: int, itemsize: int, deterministic: bool = False) -> Tile:
+def tile_for(m: int, n: int, k: int, itemsize: int, deterministic: bool = False) -> Tile:
     """An estimate. ``deterministic``: one for every number of rows."""
     device = this_device()
     return _choose(m, n, k, itemsize, deterministic, device.multiprocessors, device.wgmma)
@@ -270,7 +270,7 @@ def linear(
     (m, k), n = x.shape, weight.n
     if out is None:
         out = x.new_empty(m, n)
-    tile = tile or choose(m, n, k, x.itemsize)
+    tile = tile or tile_for(m, n, k, x.itemsize)
     words, constants = weight.tensors
     split, added = tile.splits > 1, bias is not None
     part = x.new_empty(tile.splits, m, n, dtype=torch.float32) if split else out

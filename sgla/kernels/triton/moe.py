@@ -114,10 +114,10 @@ def _ordered(x):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    logits, bias, choice, factor, ids, probabilities, done, tokens, experts, top_k, places, least, scale,
+    logits, bias, correction, factor, ids, probabilities, done, tokens, experts, top_k, places, least, scale,
     s_logits,
     PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
-    CHOICE: tl.constexpr, FACTOR: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
+    CORRECTION: tl.constexpr, FACTOR: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, LEAST: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -138,7 +138,7 @@ def _route(
         v += tl.load(bias + i, mask=i < experts, other=0.0)[None, :]
     ranked = v  # in the order of the scores, and finer
     scores = v
-    BY_LOGITS: tl.constexpr = not CHOICE and GROUPS == 0  # only those of the chosen ones are wanted then
+    BY_LOGITS: tl.constexpr = not CORRECTION and GROUPS == 0  # only those of the chosen ones are wanted then
     if not BY_LOGITS:
         if SIGMOID:
             scores = tl.sigmoid(v)
@@ -146,8 +146,8 @@ def _route(
             scores = tl.exp(v - tl.max(v, 1)[:, None])
             scores = scores / tl.sum(scores, 1)[:, None]
         ranked = scores
-        if CHOICE:
-            ranked += tl.load(choice + i, mask=i < experts, other=0.0)[None, :]
+        if CORRECTION:
+            ranked += tl.load(correction + i, mask=i < experts, other=0.0)[None, :]
         ranked = tl.where(there, ranked, float("-inf"))
     if GROUPS > 0:
         ranked = _best_groups(ranked, i, GROUPS, SIZE, KEPT, TWO)
@@ -159,7 +159,7 @@ def _route(
         best = tl.max(order, 1)[:, None]
         expert = tl.min(tl.where(order == best, i[None, :], E - 1), 1)[:, None]
         own = i[None, :] == expert
-        if CHOICE:
+        if CORRECTION:
             score = tl.sum(tl.where(own, scores, 0.0), 1)[:, None]
         else:
             score = tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True)
@@ -455,14 +455,14 @@ def route(
     ids = _indices(tokens, width, device=logits.device)
     probabilities = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
     each = 1 if tokens <= 512 else 4
-    vectors = (logits if b is None else b for b in (biases.logits, biases.choice, biases.factor))
+    vectors = (logits if b is None else b for b in (biases.logits, biases.correction, biases.factor))
     places = 0 if done is None else done.numel()
     _route[(triton.cdiv(tokens, each),)](
         logits, *vectors, ids, probabilities, ids if done is None else done, tokens, experts,
         routing.top_k, places, routing.least, routing.scale, logits.stride(0),
         PLACES=triton.next_power_of_2(places) if places else 0,
         NORMALIZE=routing.normalize, SIGMOID=routing.score == "sigmoid", BIAS=biases.logits is not None,
-        CHOICE=biases.choice is not None, FACTOR=biases.factor is not None,
+        CORRECTION=biases.correction is not None, FACTOR=biases.factor is not None,
         SHARED=shared, GATED=routing.shared == "gated",
         GROUPS=max(2, triton.next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
         SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two,

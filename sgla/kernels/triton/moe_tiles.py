@@ -38,7 +38,7 @@ SMALL, MEDIUM = Tile(64, 128, 4, 3, True, True), Tile(64, 128, 4, 3, True, True)
 LARGE, WIDE = Tile(128, 64, 8, 3, False, True), Tile(256, 64, 8, 3, False, True)
 
 
-def choose(tokens: int, experts: int, top_k: int, f: int, d: int, itemsize: int, hopper: bool) -> Tiles:
+def tiles_for(tokens: int, experts: int, top_k: int, f: int, d: int, itemsize: int, hopper: bool) -> Tiles:
     """For ``tokens`` tokens of a mixture; untuned shapes go by the mean number of pairs of an expert.
 
     Without the copy engine and the shared memory of ``hopper``, and for float32, cuts are small."""
