@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sgla.config import Config
 from sgla.errors import ConfigError, SglaError
 from sgla.messages import Event, Facts, Job, Rejected, SamplingParams
-from sgla.peers import Ask, Channel, Done, Leave, Link, Listener, Message
+from sgla.peers import Ask, Beside, Channel, Done, Leave, Link, Listener, Message
 
 if TYPE_CHECKING:
     from sgla.actors.ingress import Ingress
@@ -29,7 +29,7 @@ class Asker:
         self.link = Link(channel, self.take, self.gone)
         self._open: dict[str, int] = {}  # of each request, the number of its Ask
 
-    def take(self, message: Message, beside: bytes) -> None:
+    def take(self, message: Message, beside: Beside) -> None:
         self._door.call(self._handle, message)
 
     def gone(self) -> None:

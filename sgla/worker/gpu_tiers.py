@@ -282,7 +282,7 @@ class GpuMemory:
         return row.numpy().tobytes()
 
     @torch.inference_mode()
-    def write(self, unit: int, data: bytes) -> None:
+    def write(self, unit: int, data: bytes | memoryview) -> None:
         with self._row() as (row, parts):
             row.numpy()[:] = np.frombuffer(data, np.uint8)
             for tensor, part in zip(self._tensors, parts):

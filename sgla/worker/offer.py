@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.messages import KEY
-from sgla.peers import Channel, Frame, Link, Listener, Message, Unit, Want
+from sgla.peers import Beside, Channel, Frame, Link, Listener, Message, Unit, Want
 from sgla.worker.tiers import FileTier, Memory, checksum
 
 
@@ -19,34 +20,35 @@ class HostUnits:
     """Units of one cache group, whose numbers begin with 1, in this process's memory."""
 
     def __init__(self, units: int, nbytes: int) -> None:
+        self.nbytes = nbytes
         self._data = np.zeros((units, nbytes), np.uint8)
         self._entries = [b""] * (units + 1)  # key and checksum
         self._places: dict[bytes, int] = {}
         self._lock = threading.Lock()
 
     def write(self, unit: int, key: bytes, data: bytes) -> None:
+        made = checksum(key, data)
         with self._lock:
             self._drop(unit)
             self._data[unit - 1] = np.frombuffer(data, np.uint8)
-            self._entries[unit] = key + checksum(key, data)
+            self._entries[unit] = key + made
             self._places[key] = unit
 
     def read(self, unit: int, key: bytes) -> bytes:
-        with self._lock:
-            data, entry = self._data[unit - 1].tobytes(), self._entries[unit]
-        if entry != key + checksum(key, data):
-            raise OSError("memory has been changed")
-        return data
+        raise AssertionError("units are sent, not brought back")
 
     def has(self, key: bytes) -> bool:
         return key in self._places
 
-    def take(self, key: bytes) -> bytes | None:
-        """What is there under the key; None: it is not there any more."""
-        try:
-            return self.read(self._places.get(key, 0), key)
-        except OSError:
-            return None
+    def take(self, key: bytes, into: NDArray[np.uint8]) -> bytes | None:
+        """What is there under the key, and its checksum; None: it is not there any more. Whoever gets it
+        compares the two."""
+        with self._lock:
+            unit = self._places.get(key)
+            if unit is None:
+                return None
+            np.copyto(into, self._data[unit - 1])
+            return self._entries[unit][KEY:]
 
     def erase(self, unit: int) -> None:
         with self._lock:
@@ -96,7 +98,7 @@ class Offer(FileTier):
         return self._listener.port
 
     def _joined(self, channel: Channel) -> None:
-        def take(message: Message, beside: bytes) -> None:
+        def take(message: Message, beside: Beside) -> None:
             if isinstance(message, Want):
                 self._want(link, message)
 
@@ -129,9 +131,11 @@ class Offer(FileTier):
 
     def _frame(self, link: Link, group: int, key: bytes) -> Frame | None:
         """What is lost meanwhile is still wanted."""
-        data = self._units[group].take(key)
-        if data is not None:
-            return Unit(group, key), data
+        units = self._units[group]
+        room = np.empty(units.nbytes, np.uint8)
+        found = units.take(key, room)
+        if found is not None:
+            return Unit(group, key, found), room.data
         with self._lock:
             if link in self._links:
                 self._wanted.setdefault((group, key), []).append(link)

@@ -10,14 +10,15 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.messages import KEY, Copy, Moved
-from sgla.peers import Ask, Channel, Done, Leave, Link, Message, PeerRefused, Unit, Want, connect
-from sgla.worker.tiers import PATIENCE, FileTier, Memory
+from sgla.peers import Ask, Beside, Channel, Done, Leave, Link, Message, PeerRefused, Unit, Want, connect
+from sgla.worker.tiers import PATIENCE, FileTier, Memory, checksum
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,14 @@ class Asked:
     done: Done | None = None
 
 
+class Arrived(NamedTuple):
+    """A unit, and what the checksum of its bytes has to be."""
+
+    data: Beside
+    sum: bytes
+    came: float
+
+
 class Arrivals:
     """Units that have come and that nobody has taken yet, at most ``room`` bytes: then those go that came
     first. Whoever uses it holds ``lock``."""
@@ -51,26 +60,26 @@ class Arrivals:
         """``nbytes``: of a unit of each cache group"""
         self.lock = threading.Lock()
         self.nbytes, self._room, self._used = nbytes, room, 0
-        self._there: dict[Name, tuple[bytes, float]] = {}
+        self._there: dict[Name, Arrived] = {}
 
     def __contains__(self, name: Name) -> bool:
         return name in self._there
 
-    def put(self, name: Name, data: bytes, now: float) -> None:
+    def put(self, name: Name, arrived: Arrived) -> None:
         self.take(name)
-        self._there[name] = data, now
-        self._used += len(data)
+        self._there[name] = arrived
+        self._used += len(arrived.data)
         while self._used > self._room:
             self.take(next(iter(self._there)))
 
-    def take(self, name: Name) -> bytes | None:
-        data, _ = self._there.pop(name, (None, 0.0))
-        self._used -= len(data or b"")
-        return data
+    def take(self, name: Name) -> Arrived | None:
+        arrived = self._there.pop(name, None)
+        self._used -= len(arrived.data) if arrived else 0
+        return arrived
 
     def purge(self, before: float) -> None:
         """What came then goes."""
-        for name in [name for name, (_, came) in self._there.items() if came < before]:
+        for name in [name for name, arrived in self._there.items() if arrived.came < before]:
             self.take(name)
 
 
@@ -80,12 +89,14 @@ class Taken:
     def __init__(self, arrivals: Arrivals, group: int) -> None:
         self._arrivals, self._group = arrivals, group
 
-    def read(self, unit: int, key: bytes) -> bytes:
+    def read(self, unit: int, key: bytes) -> Beside:
         with self._arrivals.lock:
-            data = self._arrivals.take((self._group, key))
-        if data is None:
+            arrived = self._arrivals.take((self._group, key))
+        if arrived is None:
             raise OSError("a unit is not there any more")
-        return data
+        if checksum(key, arrived.data) != arrived.sum:
+            raise OSError("a unit is not what was computed")
+        return arrived.data
 
     def write(self, unit: int, key: bytes, data: bytes) -> None:
         raise AssertionError("nothing is saved to a prefill server")
@@ -190,14 +201,14 @@ class RemoteTier(FileTier):
                     refused = str(error)
                     log.error("--prefill-url %s: %s; prompts are read here", self._url, refused)
 
-    def _take(self, message: Message, beside: bytes) -> None:
+    def _take(self, message: Message, beside: Beside) -> None:
         now = clock.now()
         with self._guard:
             if isinstance(message, Unit):
                 name = message.group, message.key
                 waiting = [asked for asked in self._asked if name in asked.lacking]
                 if waiting and len(beside) == self._arrivals.nbytes[message.group]:
-                    self._arrivals.put(name, beside, now)
+                    self._arrivals.put(name, Arrived(beside, message.sum, now))
                 for asked in waiting:
                     asked.lacking.discard(name)
                     asked.moved = now

@@ -25,7 +25,7 @@ PATIENCE = 30.0  # seconds that a copy may take
 log = logging.getLogger(__name__)
 
 
-def checksum(key: bytes, data: bytes) -> bytes:
+def checksum(key: bytes, data: bytes | memoryview) -> bytes:
     """Of a unit and what it is."""
     made = blake2b(key, digest_size=SUM)
     made.update(data)
@@ -47,7 +47,7 @@ class Memory(Protocol):
 
     def read(self, unit: int) -> bytes: ...
 
-    def write(self, unit: int, data: bytes) -> None: ...
+    def write(self, unit: int, data: bytes | memoryview) -> None: ...
 
 
 class HostMemory:
@@ -65,7 +65,7 @@ class HostMemory:
     def read(self, unit: int) -> bytes:
         return b"".join(tensor[unit].data for tensor in self._tensors)
 
-    def write(self, unit: int, data: bytes) -> None:
+    def write(self, unit: int, data: bytes | memoryview) -> None:
         values, at = np.frombuffer(data, np.uint8), 0
         for tensor in self._tensors:
             tensor[unit] = values[at : at + tensor.shape[1]]
@@ -75,7 +75,7 @@ class HostMemory:
 class Units(Protocol):
     """Where units of one cache group are kept. All raise OSError."""
 
-    def read(self, unit: int, key: bytes) -> bytes:
+    def read(self, unit: int, key: bytes) -> bytes | memoryview:
         """What was written, or OSError."""
         ...
 
