@@ -167,9 +167,10 @@ def _apply(work: Work, rule: Rule, node: Node) -> list[Node] | None:
     chain = work.chain(node, rule.pattern)
     if chain is None:
         return None
-    why = _plain(work, node) or rule.refuses(work, *chain)
+    why = rule.refuses(work, *chain)
     if why == OTHER:
         return None
+    why = _plain(work, node) or why
     if why is not None:
         work.refused[rule.name, why] = work.refused.get((rule.name, why), 0) + 1
         return None
