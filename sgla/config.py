@@ -332,8 +332,9 @@ class EngineSettings(ModelSettings, kw_only=True):
         ),
     ] = None
     kv_transfer_backend: Annotated[
-        Literal["tcp", "nixl", "mooncake"], Doc(description="how KV gets from server to server")
-    ] = "tcp"
+        Literal["auto", "tcp", "nixl", "mooncake"],
+        Doc(description="how KV gets from server to server; auto: shared memory on one host, else tcp"),
+    ] = "auto"
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None
 
 

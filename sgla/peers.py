@@ -99,16 +99,32 @@ class Want(msgspec.Struct, tag=True, array_like=True):
     drop: bool = False
 
 
+class Lent(msgspec.Struct, tag=True, array_like=True):
+    """A rank of the prefill -> decode server: the memory in which its units are. ``fds``, ``units``: of each
+    cache group."""
+
+    pid: int
+    token: bytes
+    fds: list[int]
+    units: list[int]
+
+
+class Borrowed(msgspec.Struct, tag=True, array_like=True):
+    """Decode -> a rank of the prefill server: it reads there, no unit need be sent."""
+
+
 class Unit(msgspec.Struct, tag=True, array_like=True):
-    """A rank of the prefill -> decode server; what it holds is beside the message. ``sum``:
-    ``tiers.checksum``."""
+    """A rank of the prefill -> decode server: a unit, beside the message, with its checksum ``sum``
+    (``tiers.checksum``); or in what was borrowed, at ``place`` as long as its mark there is ``mark``."""
 
     group: int
     key: bytes
-    sum: bytes
+    sum: bytes = b""
+    place: int = -1
+    mark: int = 0
 
 
-Message = Hello | Identity | Accepted | Refused | Ask | Leave | Done | Want | Unit
+Message = Hello | Identity | Accepted | Refused | Ask | Leave | Done | Want | Lent | Borrowed | Unit
 Beside = bytes | memoryview
 Frame = tuple[Message, Beside]
 

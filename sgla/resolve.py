@@ -407,11 +407,11 @@ def check_role(config: Config, vectors: bool) -> None:
     flag, backend = f"--role {config.role}", config.kv_transfer_backend
     if config.role == "encode":
         raise ConfigError(f"{flag} is for models that take media, of which there are none yet", param="role")
-    if backend != "tcp":
+    if backend not in ("auto", "tcp"):
         extra = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}[backend]
         raise ConfigError(
             f"--kv-transfer-backend {backend} is not built in: pip install {extra} brings its library, but "
-            "nothing here uses it yet; leave it out, which means tcp",
+            "nothing here uses it yet; leave it out, which means shared memory on one host and tcp elsewhere",
             param="kv_transfer_backend",
         )
     if config.role == "both":

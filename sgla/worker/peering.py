@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -15,6 +16,7 @@ from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.messages import CacheGroup, Tier
 from sgla.version import __version__
+from sgla.worker.lent import TOKEN
 from sgla.worker.memory import tier_units
 from sgla.worker.offer import HostUnits, Offer
 from sgla.worker.remote import RemoteTier
@@ -58,8 +60,10 @@ def open_peer(
             "out",
             param="kv_transfer_bytes",
         )
-    kept = [HostUnits(count, n) for count, n in zip(units, nbytes)]
-    offer = Offer(config, identity, kept, memory, rank, abreast)
+    token = os.urandom(TOKEN)
+    kept = [HostUnits(count, n, token) for count, n in zip(units, nbytes)]
+    lent = token if config.kv_transfer_backend == "auto" else b""
+    offer = Offer(config, identity, kept, memory, rank, abreast, lent)
     return Peering(offer, Tier("peers", units, early=True), [offer.port])
 
 

@@ -13,11 +13,28 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.messages import KEY, Copy, Moved
-from sgla.peers import Ask, Beside, Channel, Done, Leave, Link, Message, PeerRefused, Unit, Want, connect
+from sgla.peers import (
+    Ask,
+    Beside,
+    Borrowed,
+    Channel,
+    Done,
+    Leave,
+    Lent,
+    Link,
+    Message,
+    PeerRefused,
+    Unit,
+    Want,
+    connect,
+)
+from sgla.worker.lent import Segment, borrow
 from sgla.worker.tiers import PATIENCE, FileTier, Memory, checksum
 
 log = logging.getLogger(__name__)
@@ -45,10 +62,10 @@ class Asked:
 
 
 class Arrived(NamedTuple):
-    """A unit, and what the checksum of its bytes has to be."""
+    """A unit. What was borrowed has no ``data`` here."""
 
     data: Beside
-    sum: bytes
+    told: Unit
     came: float
 
 
@@ -61,6 +78,7 @@ class Arrivals:
         self.lock = threading.Lock()
         self.nbytes, self._room, self._used = nbytes, room, 0
         self._there: dict[Name, Arrived] = {}
+        self.borrowed: list[Segment] = []  # of each cache group, if the prefill server lends its memory
 
     def __contains__(self, name: Name) -> bool:
         return name in self._there
@@ -77,6 +95,12 @@ class Arrivals:
         self._used -= len(arrived.data) if arrived else 0
         return arrived
 
+    def forget(self) -> None:
+        """What was borrowed cannot be read any more."""
+        for name in [name for name, arrived in self._there.items() if arrived.told.place >= 0]:
+            self.take(name)
+        self.borrowed = []
+
     def purge(self, before: float) -> None:
         """What came then goes."""
         for name in [name for name, arrived in self._there.items() if arrived.came < before]:
@@ -92,11 +116,18 @@ class Taken:
     def read(self, unit: int, key: bytes) -> Beside:
         with self._arrivals.lock:
             arrived = self._arrivals.take((self._group, key))
+            borrowed = self._arrivals.borrowed
         if arrived is None:
             raise OSError("a unit is not there any more")
-        if checksum(key, arrived.data) != arrived.sum:
+        data, told, _ = arrived
+        if told.place >= 0:
+            room = np.empty(self._arrivals.nbytes[self._group], np.uint8)
+            if not borrowed or not borrowed[self._group].read(told.place, told.mark, room):
+                raise OSError("a unit is not there any more; a larger --kv-transfer-bytes keeps it longer")
+            return room.data
+        if checksum(key, data) != told.sum:
             raise OSError("a unit is not what was computed")
-        return arrived.data
+        return data
 
     def write(self, unit: int, key: bytes, data: bytes) -> None:
         raise AssertionError("nothing is saved to a prefill server")
@@ -130,6 +161,7 @@ class RemoteTier(FileTier):
         super().__init__("--prefill-url", taken, memory, COPYING, abreast)
         self._url, self._secret = config.prefill_url or "", config.kv_transfer_secret or ""
         self._told, self._rank, self._room = told, rank, room
+        self._borrows = config.kv_transfer_backend == "auto"
         self._asked: list[Asked] = []
         self._numbers = itertools.count(1)
         self._links: tuple[Link, Link] | None = None  # for questions, and for units
@@ -175,6 +207,7 @@ class RemoteTier(FileTier):
             if self._links is None or link not in self._links:
                 return
             links, self._links = self._links, None
+            self._arrivals.forget()
             for asked in self._asked:
                 if asked.sent:
                     asked.done = asked.done or Done(asked.number)
@@ -204,11 +237,13 @@ class RemoteTier(FileTier):
     def _take(self, message: Message, beside: Beside) -> None:
         now = clock.now()
         with self._guard:
-            if isinstance(message, Unit):
+            if isinstance(message, Lent):
+                self._borrow(message)
+            elif isinstance(message, Unit):
                 name = message.group, message.key
                 waiting = [asked for asked in self._asked if name in asked.lacking]
-                if waiting and len(beside) == self._arrivals.nbytes[message.group]:
-                    self._arrivals.put(name, Arrived(beside, message.sum, now))
+                if waiting and (message.place >= 0 or len(beside) == self._arrivals.nbytes[message.group]):
+                    self._arrivals.put(name, Arrived(beside, message, now))
                 for asked in waiting:
                     asked.lacking.discard(name)
                     asked.moved = now
@@ -218,6 +253,18 @@ class RemoteTier(FileTier):
                         asked.done, asked.moved = message, now
         if isinstance(message, Done) and message.error:
             self._warn("be computed by the prefill server", OSError(message.error))
+
+    def _borrow(self, lent: Lent) -> None:
+        nbytes = self._arrivals.nbytes
+        if not self._borrows or self._links is None or not len(lent.fds) == len(lent.units) == len(nbytes):
+            return
+        found = [
+            borrow(lent.pid, fd, lent.token, units, n) for fd, units, n in zip(lent.fds, lent.units, nbytes)
+        ]
+        segments = [segment for segment in found if segment is not None]
+        if len(segments) == len(found):
+            self._arrivals.borrowed = segments
+            self._links[1].post(Borrowed())
 
     # --- copies
 

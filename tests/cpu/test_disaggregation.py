@@ -1,5 +1,5 @@
-"""A server that reads prompts and one that answers, over TCP: what comes is what one server computes,
-whatever becomes of the other."""
+"""A server that reads prompts and one that answers, over TCP or in memory that both read: what comes is what
+one server computes, whatever becomes of the other."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from config_cases import deepseek, gemma3, qwen3_next
 from forked import CONTEXT
@@ -22,8 +23,9 @@ from tokenizers import Tokenizer, models
 from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
 from sgla.errors import ConfigError, SglaError
-from sgla.peers import Ask, Channel, Done, Hello, Message, Unit, Want
+from sgla.peers import Ask, Borrowed, Channel, Done, Hello, Lent, Message, Unit, Want
 from sgla.worker import remote
+from sgla.worker.lent import TOKEN, Segment
 from sgla.worker.offer import HostUnits
 
 SECRET = {"kv_transfer_secret": "between us"}
@@ -119,12 +121,18 @@ def prefill(folders: dict[str, Path]) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def pair(folders: dict[str, Path], prefill: Engine) -> Iterator[tuple[Engine, Engine]]:
-    """A prefill server that has seen nothing, and a decode server."""
+def fresh(prefill: Engine) -> Engine:
+    """A prefill server that has seen nothing."""
     prefill._call(flush(prefill))
     prefill.generate([1, 2], SamplingParams(max_tokens=1))  # a plan, so that workers forget, too
-    with decoding(folders["pages"], port_of(prefill)) as decode:
-        yield prefill, decode
+    return prefill
+
+
+@pytest.fixture
+def pair(folders: dict[str, Path], fresh: Engine) -> Iterator[tuple[Engine, Engine]]:
+    """It, and a decode server that is sent units."""
+    with decoding(folders["pages"], port_of(fresh), kv_transfer_backend="tcp") as decode:
+        yield fresh, decode
 
 
 async def flush(engine: Engine) -> None:
@@ -229,13 +237,69 @@ def test_units_that_have_changed_are_not_used(
 
     def spoil(units: HostUnits, unit: int, key: bytes, data: bytes) -> None:
         write(units, unit, key, data)
-        units._data[unit - 1, 3] ^= 1
+        units.memory.units[unit - 1, 3] ^= 1
 
     monkeypatch.setattr(HostUnits, "write", spoil)
     _, second = pair
     assert same_text(tell(second, ASKED), alone)
     [tier] = stats(second).tiers
     assert (tier.loaded, tier.failed) == (0, 3)
+
+
+def test_memory_is_borrowed_on_one_host(
+    folders: dict[str, Path], fresh: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    send = Channel.send
+
+    def watch(channel: Channel, message: Message, beside: bytes = b"") -> None:
+        sent.append((message, len(beside)))
+        send(channel, message, beside)
+
+    monkeypatch.setattr(Channel, "send", watch)
+    with decoding(folders["pages"], port_of(fresh)) as second:
+        assert same_text(tell(second, ASKED), alone)
+        assert stats(second).tiers[0].failed == 0
+    units = [(message.place >= 0, beside) for message, beside in sent if isinstance(message, Unit)]
+    assert len(units) > 12
+    assert set(units) == {(True, 0)}
+
+
+def test_borrowed_units_that_are_overwritten_are_not_used(
+    folders: dict[str, Path], fresh: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Segment.read
+
+    def late(segment: Segment, place: int, mark: int, into: Any) -> bool:
+        return read(segment, place, mark - 2 * (place % 3 == 1), into)
+
+    monkeypatch.setattr(Segment, "read", late)
+    with decoding(folders["pages"], port_of(fresh)) as second:
+        assert same_text(tell(second, ASKED), alone)
+        assert stats(second).tiers[0].failed > 0
+        check_idle(second)
+
+
+@pytest.mark.parametrize("changes", [{"pid": 1 << 22}, {"token": b"?" * TOKEN}, {"units": [1]}, {"fds": [0]}])
+def test_what_cannot_be_borrowed_is_sent(
+    folders: dict[str, Path],
+    fresh: Engine,
+    alone: list[Any],
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send = Channel.send
+
+    def other(channel: Channel, message: Message, beside: bytes = b"") -> None:
+        assert not isinstance(message, Borrowed)
+        terms = isinstance(message, Lent)
+        send(channel, msgspec.structs.replace(message, **changes) if terms else message, beside)
+
+    monkeypatch.setattr(Channel, "send", other)
+    with decoding(folders["pages"], port_of(fresh)) as second:
+        assert same_text(tell(second, ASKED[:2]), alone[:2])
+        assert stats(second).tiers[0].loaded > 0
+        assert stats(second).tiers[0].failed == 0
 
 
 def test_a_prefill_server_that_refuses_is_no_error(
