@@ -160,6 +160,12 @@ async def prompt_logprobs(target: Target) -> Outcome:
     return await send(target, request(TEXT, body))
 
 
+def whole_vocabulary(target: Target) -> dict[str, Any]:
+    """The longest answer that there may be: hundreds of MB."""
+    prompt = [5 + i for i in range(target.many(150))]
+    return {"prompt": prompt, "prompt_logprobs": -1, "max_tokens": 1, "temperature": 0}
+
+
 def many_regexes(target: Target) -> dict[str, Any]:
     return {"prompt": "a", "n": 128, "max_tokens": 2, "stop_regex": [f"(a?){{{target.many(250)}}}b"]}
 
@@ -269,6 +275,7 @@ BEYOND: dict[str, Attack] = {
     "detokenize 10M ids": one("/detokenize", detokenized),
     "tokenize 10 MB": one("/tokenize", long_text, copies=3),
     "prompt logprobs": prompt_logprobs,
+    "whole vocabulary": one(TEXT, whole_vocabulary),
     "stop_regex, n 128": one(TEXT, many_regexes),
     "slow schemas": slow_schemas,
     "silent connections": silent_connections,

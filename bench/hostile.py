@@ -88,11 +88,11 @@ async def whole(reader: asyncio.StreamReader) -> bytes:
     headers = await reader.readuntil(b"\r\n\r\n")
     lowered = headers.lower()
     if b"transfer-encoding: chunked" in lowered:
-        body = b""
+        body = bytearray(headers)
         while size := int(await reader.readline(), 16):
             body += await reader.readexactly(size + 2)
         await reader.readexactly(2)
-        return headers + body
+        return bytes(body)
     length = (
         int(lowered.split(b"content-length:")[1].split(b"\r\n")[0]) if b"content-length:" in lowered else 0
     )

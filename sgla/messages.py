@@ -451,8 +451,11 @@ class Pairs(msgspec.Struct, frozen=True, eq=False, gc=False):
         return len(self.columns) // 8
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(*self.arrays())
+
+    def arrays(self) -> tuple[array[int], array[float]]:
         half = len(self.columns) // 2
-        return zip(array("i", self.columns[:half]), array("f", self.columns[half:]))
+        return array("i", self.columns[:half]), array("f", self.columns[half:])
 
     def __getitem__(self, index: Any) -> Any:
         return list(self)[index]

@@ -7,7 +7,8 @@ For the HTTP layer:
   the ``content`` list.
 - ``completion_logprobs(tokenizer, entries, offsets, as_ids=False) -> {text_offset, token_logprobs, tokens,
   top_logprobs}``; entry ``None`` (a prompt's first token) needs its id, so entries come beside ``tokens``.
-- ``prompt_logprobs(tokenizer, tokens, entries, k)``: vLLM's list for a prompt.
+- ``prompt_logprobs(tokenizer, tokens, entries, k)``: vLLM's list for a prompt; ``WholeVocabulary(tokenizer,
+  size)`` for one whose tokens have all alternatives that there are, ``parts(entry)`` of each.
 - ``TextOffsets(tokenizer, skip_special_tokens, start, prompt)``:
   one a text, ``feed(tokens)`` gives the offsets of its next tokens.
 - ``token_text``, ``token_name``, ``finite`` for other shapes.
@@ -19,18 +20,18 @@ did.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgla.messages import TokenLogprob
+from sgla.messages import Pairs, TokenLogprob
 from sgla.text.detokenize import continues, make_detokenizer
 
 if TYPE_CHECKING:
     from sgla.text.tokenizer import Tokenizer
 
-PART = 4096  # alternatives of one token that are encoded in one go; so many are the whole vocabulary
+PART = 4096  # alternatives of one token that are encoded in one go
 encode = msgspec.json.Encoder().encode
 NO_PROBABILITY = -9999.0  # JSON has no -inf; vLLM and SGLang send this number, clients know it
 
@@ -106,27 +107,49 @@ def _alternatives(tokenizer: Tokenizer, entry: TokenLogprob, as_ids: bool) -> di
 
 def prompt_logprobs(
     tokenizer: Tokenizer, tokens: Sequence[int], entries: Sequence[TokenLogprob | None], k: int
-) -> list[Any]:
+) -> list[dict[str, Any] | None]:
     """vLLM's ``prompt_logprobs``: for each of the prompt's ``tokens`` its ``k`` likeliest alternatives and
-    itself, by id. Where that is the whole vocabulary it is JSON already, since other threads wait for each
-    call of the encoder."""
+    itself, by id."""
 
     def one(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
 
-    def some(pairs: Iterable[tuple[int, float]], before: int) -> dict[str, Any]:
-        return {str(token): one(token, value, before + i) for i, (token, value) in enumerate(pairs, 1)}
-
-    def all_of(entry: TokenLogprob) -> Any:
-        if k > PART:
-            whole = list(entry.top)
-            parts = [encode(some(whole[at : at + PART], at)) for at in range(0, len(whole), PART)]
-            return msgspec.Raw(b"{%b}" % b",".join(part[1:-1] for part in parts))
-        top = some(entry.top[:k], 0)
+    def all_of(entry: TokenLogprob) -> dict[str, Any]:
+        top = {str(token): one(token, value, i) for i, (token, value) in enumerate(entry.top[:k], 1)}
         return {str(entry.token): one(entry.token, entry.logprob, entry.rank)} | top
 
     assert len(tokens) == len(entries)
     return [None if entry is None else all_of(entry) for entry in entries]
+
+
+class WholeVocabulary:
+    """What ``prompt_logprobs`` shows of a token with all ``size`` alternatives, as JSON. What is the same for
+    every token is written once, and the rest in bulk, which takes a thirtieth of the time."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self._tokenizer, self._size = tokenizer, size
+        self._heads: list[bytes] = []  # by id, up to the number that is the logprob
+        self._tails: list[bytes] = []  # behind it, by rank
+
+    def parts(self, entry: TokenLogprob) -> Iterator[bytes]:
+        """The members of one object, ``PART`` at a time, since other threads wait for each call of the
+        encoder."""
+        if not self._heads:
+            self._write()
+        assert isinstance(entry.top, Pairs), "alternatives that are not from a step"
+        ids, values = entry.top.arrays()
+        for at in range(0, len(ids), PART):
+            part = slice(at, min(at + PART, len(ids)))
+            columns = [b""] * (3 * (part.stop - at))
+            columns[0::3] = [self._heads[token] for token in ids[part]]
+            columns[1::3] = encode([finite(value) for value in values[part]])[1:-1].split(b",")
+            columns[2::3] = self._tails[part]
+            yield b"".join(columns)[:-1]
+
+    def _write(self) -> None:
+        texts = (encode(token_text(self._tokenizer, token)) for token in range(self._size))
+        self._heads = [b'"%d":{"decoded_token":%b,"logprob":' % pair for pair in enumerate(texts)]
+        self._tails = [b',"rank":%d},' % rank for rank in range(1, self._size + 1)]
 
 
 class TextOffsets:

@@ -12,6 +12,7 @@ from sgla.messages import Pairs, TokenLogprob
 from sgla.text.logprobs import (
     PART,
     TextOffsets,
+    WholeVocabulary,
     chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
@@ -85,12 +86,12 @@ def test_offsets_point_at_each_token_in_the_text(tokenizer: Tokenizer) -> None:
 
 
 def test_a_whole_vocabulary_is_shown_like_a_few_tokens(byte_level: Tokenizer) -> None:
-    top = [(token, -token / 7) for token in range(3 * PART + 5)]
-    entry = TokenLogprob(3, top[3][1], 4, top)
-    first, whole = prompt_logprobs(byte_level, [9, 3], [None, entry], len(top))
-    assert first is None
-    shown = msgspec.json.decode(bytes(whole))
-    assert shown.keys() == {str(token) for token, _ in top}
-    assert [entry["rank"] for entry in shown.values()] == [*range(1, len(top) + 1)]
-    (_, few) = prompt_logprobs(byte_level, [9, 3], [None, TokenLogprob(3, top[3][1], 4, top[:5])], 5)
-    assert few == {token: shown[token] for token in few}
+    size = 3 * PART + 5
+    ids, values = array("i", reversed(range(size))), array("f", [-token / 7 for token in range(size)])
+    values[-1] = -math.inf
+    top = Pairs(ids.tobytes() + values.tobytes())
+    whole = WholeVocabulary(byte_level, size)
+    for token in (3, size - 1):
+        entry = TokenLogprob(token, values[-1 - token], size - token, top)
+        written = b"{" + b",".join(whole.parts(entry)) + b"}"
+        assert [msgspec.json.decode(written)] == prompt_logprobs(byte_level, [token], [entry], size)

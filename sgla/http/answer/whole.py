@@ -25,11 +25,11 @@ _threads = ThreadPoolExecutor(2, thread_name_prefix="answers")
 
 
 class Long:
-    """A list, as the JSON of a few of its items after the other, without brackets;
-    an item may be a ``Long`` itself."""
+    """A list, or an object with such ``brackets``, as the JSON of a few of its items after the other, without
+    brackets; an item of a list may be a ``Long`` itself."""
 
-    def __init__(self, parts: Iterable[bytes | Long]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Iterable[bytes | Long], brackets: bytes = b"[]") -> None:
+        self.parts, self.brackets = parts, brackets
 
 
 def joined(value: Any) -> msgspec.Raw:
@@ -116,7 +116,7 @@ def written(value: Any) -> Iterator[bytes]:
     """The JSON of ``value``, bit by bit."""
     if isinstance(value, Long):
         yield from enclosed(
-            b"[]", (written(part) if isinstance(part, Long) else [part] for part in value.parts)
+            value.brackets, (written(part) if isinstance(part, Long) else [part] for part in value.parts)
         )
     elif isinstance(value, dict):
         yield from enclosed(b"{}", (named(name, item) for name, item in value.items()))

@@ -11,14 +11,14 @@ import numpy as np
 from sgla.errors import InvalidField, SglaError
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.encoder import Encoder
-from sgla.http.answer.whole import INLINE, encode_all, few, in_parts
+from sgla.http.answer.whole import INLINE, Long, encode_all, few, in_parts
 from sgla.http.errors import error_body
 from sgla.http.request.sampling import check_ids
 from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
 from sgla.http.server import Server, Work
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, SamplingParams, Usage
-from sgla.text.logprobs import prompt_logprobs
+from sgla.text.logprobs import PART, WholeVocabulary, prompt_logprobs
 
 MAX_LOGPROB_IDS = 128
 
@@ -87,6 +87,9 @@ def shown_prompt(tokenizer: Any, choice: Choice | Event, k: int) -> Any:
         return None
     tokens, entries = choice.prompt_tokens, choice.prompt_logprobs
     assert len(tokens) == len(entries)
+    if k > PART:  # the whole vocabulary
+        whole = WholeVocabulary(tokenizer, k)
+        return Long(b"null" if entry is None else Long(whole.parts(entry), b"{}") for entry in entries)
     return in_parts(
         len(tokens), lambda part: prompt_logprobs(tokenizer, tokens[part], entries[part], k), few(1 + k)
     )
