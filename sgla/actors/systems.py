@@ -28,6 +28,8 @@ from sgla.observe.machine import detect
 log = logging.getLogger(__name__)
 
 LOOKS = 4  # at idle models, in the seconds after which they sleep
+LOOK = 0.1  # seconds between two looks at models that may make room soon
+STAY, LONGEST_STAY = 1.0, 30.0  # times the seconds that a model took to come, and the most of it in seconds
 
 Report = Callable[[Progress], None]
 
@@ -155,6 +157,7 @@ class Memory:
         self._needs: dict[System, Need] = {}
         self._room = room_of(detect())
         self._rising: set[System] = set()
+        self._stays: dict[System, float] = {}  # until when it makes no room for others
         self._one = asyncio.Lock()
 
     async def check_all(self, report: Report) -> None:
@@ -166,26 +169,33 @@ class Memory:
     @asynccontextmanager
     async def room(self, system: System) -> AsyncIterator[None]:
         """Room for a model while it is loaded or wakes; from then on it holds what it has. Others sleep for
-        it, the one first that was used longest ago. Raises OutOfMemory if it never fits, and Overloaded while
-        the others are in use."""
+        it, the one first that was used longest ago, and none before it has been there for as long as it took
+        to come: else whoever asks for two models in turns would leave no time for anything but loading.
+        Raises OutOfMemory if it never fits, and Overloaded while the others are in use."""
         async with self._one:
             need = await self._look_up(system, lambda progress: None)
             check_fits({name_of(system): need}, self._room)
             tried = {system}
             while missing := lacking([need, *self._held(but=system)], self._room):
-                if (longest := self._longest_idle(missing, tried)) is None:
+                if (other := self._next_to_sleep(missing, tried)) is None:
                     raise Overloaded(
                         f"there is no room for model {name_of(system)} while the other models are in use: "
                         f"{size_text(max(missing.values()))} are missing; retry later",
                         retry_after=5.0,
                     )
-                tried.add(longest)
-                await put_to_sleep(longest)
+                if (rest := self._rest(other)) > 0:
+                    await asyncio.sleep(min(rest, LOOK))  # meanwhile another one may be idle
+                    continue
+                tried.add(other)
+                await put_to_sleep(other)
             self._rising.add(system)
+        began = clock.now()
         try:
             yield
         finally:
             self._rising.discard(system)
+            now = clock.now()
+            self._stays[system] = now + min(STAY * (now - began), LONGEST_STAY)
 
     async def _look_up(self, system: System, report: Report) -> Need:
         """What the model takes; its settings then say so."""
@@ -202,14 +212,19 @@ class Memory:
                 weights, cache = (0 if part in gone else size for part, size in zip(PARTS, need[1:]))
                 yield Need(need.place, weights, cache)
 
-    def _longest_idle(self, places: Iterable[str], but: set[System]) -> System | None:
-        """Of the models in these places."""
-        idle = [
+    def _next_to_sleep(self, places: Iterable[str], but: set[System]) -> System | None:
+        """Of the models in these places the one that was used longest ago; if none is idle and may go, the
+        one whose stay ends first."""
+        others = [
             system
             for system, need in self._needs.items()
-            if need.place in places and system.ingress.idle and system not in but
+            if need.place in places and system not in but and (system.ingress.idle or self._rest(system) > 0)
         ]
-        return min(idle, key=lambda system: system.ingress.used, default=None)
+        return min(others, key=lambda other: (self._rest(other), other.ingress.used), default=None)
+
+    def _rest(self, system: System) -> float:
+        """Seconds that it still stays in any case."""
+        return max(0.0, self._stays.get(system, 0.0) - clock.now())
 
 
 def settle_size(config: Config, report: Report) -> tuple[Need, Config]:

@@ -180,6 +180,26 @@ async def test_models_of_a_folder_are_loaded_on_demand_and_make_room(
         assert await site.text(model="one") == alone[0]
 
 
+async def test_a_model_that_has_come_stays_before_it_makes_room(
+    tiny_model: Path, alone: tuple[str, list[list[float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks for two models in turns has to wait, and who wants the one that is there has not."""
+    monkeypatch.setattr("sgla.actors.systems.STAY", 1e9)
+    monkeypatch.setattr("sgla.actors.systems.LONGEST_STAY", 1e9)
+    models = [named(name, tiny_model) for name in ("one", "two")]
+    async with serving(*models, on_demand=True) as site:
+        memory, one = site.systems._memory, site.systems.first
+        assert memory is not None
+        assert await site.text(model="one") == alone[0]
+        memory._room = {"cpu": memory._needs[one].bytes * 3 // 2}
+        other = asyncio.ensure_future(site.text(model="two"))
+        assert [await site.text(model="one") for _ in range(2)] == [alone[0]] * 2
+        assert not other.done()
+        memory._stays.clear()
+        assert await other == alone[0]
+        assert await site.states() == {"one": "sleeping", "two": "loaded"}
+
+
 async def test_models_that_do_not_fit_together_are_refused(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
