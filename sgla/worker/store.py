@@ -17,14 +17,16 @@ ASKED = 256  # tokens that a prompt must have beyond what is known before it is 
 
 class Objects:
     """Units of one cache group as objects below ``path``, by their keys, which are never deleted. ``whole``:
-    of whole histories, of which a text has all up to somewhere."""
+    of whole histories, of which a text has all up to somewhere. ``nbytes``: of a unit; no more is read of an
+    object, whatever others have put there."""
 
-    def __init__(self, fs: Any, path: str, whole: bool, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, fs: Any, path: str, whole: bool, nbytes: int, threads: ThreadPoolExecutor) -> None:
         self._fs, self._path, self._whole, self._threads = fs, path, whole, threads
+        self._size = SUM + nbytes
 
     def read(self, unit: int, key: bytes) -> bytes:
-        found: bytes = _tried(self._fs.cat_file, self._of(key))
-        if found[:SUM] != checksum(key, found[SUM:]):
+        found: bytes = _tried(self._fs.cat_file, self._of(key), 0, self._size + 1)
+        if len(found) != self._size or found[:SUM] != checksum(key, found[SUM:]):
             raise OSError("an object is not what was written")
         return found[SUM:]
 
@@ -91,6 +93,6 @@ def open_store(
         raise ConfigError(f"--kv-store {url}: {type(error).__name__}: {error}", param="kv_store") from error
     path = f"{root.rstrip('/')}/{identity}/{rank}of{size}"
     threads = ThreadPoolExecutor(ASKING, "kv-ask")
-    kept = [Objects(fs, f"{path}/{g}", not g, threads) for g in range(len(memory))]
+    kept = [Objects(fs, f"{path}/{g}", not g, unit.nbytes, threads) for g, unit in enumerate(memory)]
     tier = Tier("store", [0] * len(memory), shared=True, least=max(1, ASKED // page_size))
     return FileTier("--kv-store", kept, memory, COPYING, abreast), tier

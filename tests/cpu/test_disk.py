@@ -23,6 +23,7 @@ from sgla.resolve import check_features
 from sgla.sched.core import Core
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.disk import UnitFile, identity_of
+from sgla.worker.tiers import SUM, checksum
 
 TEXTS = [[(a * i + a) % 300 for i in range(100)] for a in (7, 11, 13)]
 
@@ -312,6 +313,29 @@ def test_damaged_objects_are_computed_and_written_again(
     assert play(store(tmp_path)) == (eight, [0, 0, 0])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert play(store(tmp_path)) == (eight, [96, 96, 96])
+
+
+@pytest.mark.usefixtures("asks")
+def test_no_more_of_an_object_is_read_than_a_unit_has(
+    tmp_path: Path, eight: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may write to a store, and their checksums may be right."""
+    assert play(store(tmp_path))[0] == eight
+    objects = [path for path in tmp_path.rglob("*") if path.is_file()]
+    size = objects[0].stat().st_size
+    for path in objects:
+        data = path.read_bytes()[SUM:] + bytes(1 << 20)
+        path.write_bytes(checksum(bytes.fromhex(path.name), data) + data)
+    read, sizes = LocalFileSystem.cat_file, list[int]()
+
+    def counted(*args: Any) -> bytes:
+        found: bytes = read(*args)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", counted)
+    assert play(store(tmp_path)) == (eight, [0, 0, 0])
+    assert max(sizes) == size + 1
 
 
 @pytest.mark.usefixtures("asks")
