@@ -57,7 +57,7 @@ class Asked(NamedTuple):
     stored: str = ""
 
 
-def read(target: str, kind: str, body: bytes, session: str, prefixes: bool) -> Asked:
+def read(target: str, kind: str, body: bytes | bytearray, session: str, prefixes: bool) -> Asked:
     """``kind``: the body's media type. ``session``: what a header says, which comes first. ``prefixes``:
     whether the path is wanted."""
     found = KEPT.match(target)

@@ -97,7 +97,7 @@ class Exchange:
         pool: Pool,
         client: Client,
         request: Request,
-        body: bytes,
+        body: bytes | bytearray,
         key: str,
     ) -> None:
         self._config, self._owner, self._pool = config, owner, pool
@@ -106,7 +106,7 @@ class Exchange:
         self.rid = given if SAFE_ID.fullmatch(given) else random_id().encode()
         hops = b", ".join([*request.all(b"x-forwarded-for"), client.address.encode()])
         more = [b"X-Request-Id: " + self.rid, b"X-Forwarded-For: " + hops]
-        self._bytes = request.forwarded(body, more)
+        self._head, self._body = request.forwarded(len(body), more), body
         session = request.text(config.session_header.lower().encode())[:200]
         self._asked = asked.read(
             request.target, request.text(b"content-type"), body, session, config.policy == "cache_aware"
@@ -203,7 +203,7 @@ class Exchange:
         while True:
             upstream = await self._pool.take(url, fresh)
             try:
-                return upstream, await upstream.ask(self._request.method, self._bytes)
+                return upstream, await upstream.ask(self._request.method, self._head, self._body)
             except BaseException as error:
                 upstream.release()
                 if not isinstance(error, WorkerLost) or not upstream.used or not error.stale:

@@ -217,7 +217,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if peer else ""
-        self._spare = self._front.places.open(self)
+        self._spare = self._front.places.open(self, without_key(self.address).name)
         self._front.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -281,6 +281,7 @@ class Connection(asyncio.Protocol):
         except SglaError as error:
             self._refuse(error)
             return
+        self._front.places.busy(self)
         self._task = self._loop.create_task(self._serve())
 
     def _read_head(self) -> bool:
@@ -298,7 +299,6 @@ class Connection(asyncio.Protocol):
         request = Request(self._buffer[:end])
         self._buffer = self._buffer[end + len(HEAD_END) :]
         self._request = request
-        self._front.places.busy(self)
         path = request.path
         if self._spare and path not in routes.OPEN:
             raise NotReady(
@@ -352,9 +352,8 @@ class Connection(asyncio.Protocol):
     # what is answered
 
     async def _serve(self) -> None:
-        request, body = self._request, bytes(self._body)
+        request, body, self._body = self._request, self._body, bytearray()
         assert request is not None
-        self._body = bytearray()
         self.started, self._last = False, b""
         try:
             await self._answer(request, body)
@@ -375,10 +374,10 @@ class Connection(asyncio.Protocol):
             self._upstream = self._tunnel = self._task = None
         self._next(request)
 
-    async def _answer(self, request: Request, body: bytes) -> None:
+    async def _answer(self, request: Request, body: bytearray) -> None:
         front = self._front
         if routes.own(request.method, request.path):
-            reply = await front.owner.reply(request.method, request.target, body)
+            reply = await front.owner.reply(request.method, request.target, bytes(body))
             self._send(reply, request)
             return
         key = front.owner_of(request, self.address)
@@ -393,7 +392,7 @@ class Connection(asyncio.Protocol):
             return
         self._request, self._body, self._chunks = None, bytearray(), None
         self._since = self._loop.time()
-        self._front.places.idle(self)
+        self._front.places.waits(self)
         self._served += 1
         self._go_on()
 

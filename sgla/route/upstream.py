@@ -13,6 +13,7 @@ from sgla.route.wire import HEAD_END, Answer, Body
 
 HEAD_BYTES = 64 << 10  # of an answer's headers
 HELD_BYTES = 64 << 10  # of an answer that wait for a client
+PIECE = 256 << 10  # bytes of a body that the connection gets at a time
 IDLE_SECONDS = 4.0  # servers on uvicorn close theirs after 5
 IDLE = 256  # connections to a worker that are kept for later
 CONNECT_SECONDS = 5.0
@@ -52,7 +53,8 @@ class Upstream(asyncio.Protocol):
         self._buffer = b""
         self._body: Body | None = None
         self._sink: Sink | None = None
-        self._keeps = self._waits = False
+        self._keeps = self._waits = self._full = False
+        self._rest = memoryview(b"")  # of the request, not sent yet
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -61,8 +63,9 @@ class Upstream(asyncio.Protocol):
     def closed(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 
-    async def ask(self, method: str, request: bytes) -> Answer:
-        """Send it; the head of its answer. Raises WorkerLost."""
+    async def ask(self, method: str, head: bytes, body: bytes | bytearray) -> Answer:
+        """Send a request; the head of its answer. The body is not copied but for a piece of it, as far as
+        the worker reads. Raises WorkerLost."""
         loop = asyncio.get_running_loop()
         self.head, self.done = loop.create_future(), loop.create_future()
         self._method, self._buffer, self._body, self._sink = method, b"", None, None
@@ -70,8 +73,15 @@ class Upstream(asyncio.Protocol):
         if self._transport is None:
             raise WorkerLost(CLOSED, stale=True)
         self._pool.active.add(self)
-        self._transport.write(request)
+        self._rest = memoryview(body)
+        self._transport.write(head)
+        self._send_rest()
         return await self.head
+
+    def _send_rest(self) -> None:
+        while self._rest and not self._full and self._transport is not None:
+            piece, self._rest = self._rest[:PIECE], self._rest[PIECE:]
+            self._transport.write(piece)
 
     def deliver(self, head: bytes, sink: Sink) -> asyncio.Future[None]:
         """Send ``head`` and the answer's body to ``sink``; done at its end. The future raises WorkerLost."""
@@ -105,7 +115,7 @@ class Upstream(asyncio.Protocol):
         """It is needed no more: keep it for another request, or close it if the answer has not ended."""
         self._pool.active.discard(self)
         ended = self.done is not None and self.done.done() and not self.done.cancelled()
-        if ended and self._keeps and not self.closed:
+        if ended and self._keeps and not self.closed and not self._rest:
             self.pause(False)  # the client may have the end of its answer before it
             self._pool.put(self)
         else:
@@ -175,7 +185,7 @@ class Upstream(asyncio.Protocol):
                 future.exception()  # somebody may have stopped waiting
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
+        self._transport, self._rest = None, memoryview(b"")
         self._pool.forget(self)
         if self._body is not None and self._body.until_close and self._sink is not None and exc is None:
             self._finish(False)
@@ -183,10 +193,13 @@ class Upstream(asyncio.Protocol):
             self._lose(str(exc) if exc else CLOSED, stale=self._body is None and not self._buffer)
 
     def pause_writing(self) -> None:
+        self._full = True
         if self.on_tunnel_pause is not None:
             self.on_tunnel_pause(True)
 
     def resume_writing(self) -> None:
+        self._full = False
+        self._send_rest()
         if self.on_tunnel_pause is not None:
             self.on_tunnel_pause(False)
 

@@ -129,18 +129,19 @@ class Request(Headers):
         """Whether the client wants no second request on the connection."""
         return self.minor == 0 or b"close" in self.words(b"connection")
 
-    def forwarded(self, body: bytes, more: Iterable[bytes]) -> bytes:
-        """The whole request for a worker: without the headers of the connection, with the lines ``more``."""
+    def forwarded(self, size: int, more: Iterable[bytes]) -> bytes:
+        """The head for a worker, of a body of ``size`` bytes: without the headers of the connection, with the
+        lines ``more``."""
         dropped = OF_CONNECTION | self.words(b"connection") | {b"content-length", b"expect"}
         dropped |= {line.partition(b":")[0].lower() for line in more}
         lines = [b"%b %b HTTP/1.%d" % (self.method.encode(), self.target.encode(), self.minor)]
         lines += self.without(dropped)
         lines += more
-        if body or self.method not in ("GET", "HEAD", "OPTIONS"):
-            lines.append(b"Content-Length: %d" % len(body))
+        if size or self.method not in ("GET", "HEAD", "OPTIONS"):
+            lines.append(b"Content-Length: %d" % size)
         if self.upgrades:
             lines += [b"Connection: Upgrade", b"Upgrade: websocket"]
-        return b"\r\n".join(lines) + HEAD_END + body
+        return b"\r\n".join(lines) + HEAD_END
 
 
 class Answer(Headers):

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import socket
 import struct
+import tracemalloc
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 from aiohttp import FormData, web
-from route_fakes import FakeWorker, Route, Router
+from route_fakes import CARDS, FakeWorker, Route, Router
 from yarl import URL
 
 from sgla.route.workers import Look
@@ -445,6 +446,42 @@ async def test_bodies_of_one_client_leave_room(route: Route) -> None:
     other = {"X-Forwarded-For": "192.0.2.1"}
     assert (await router.post(CHAT | {"x": "y" * 100_000}, headers=other))[0] == 200
     writer.close()
+
+
+async def test_a_body_is_there_once_while_its_worker_does_not_read(route: Route) -> None:
+    router = await route(1)
+    got = asyncio.Event()
+
+    async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await got.wait()
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        await reader.readuntil(b'"}')
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+
+    worker = await asyncio.start_server(deaf, "127.0.0.1", 0, limit=1 << 26)
+    url = f"http://127.0.0.1:{worker.sockets[0].getsockname()[1]}"
+    router.balancer.remove(router.workers[0].url)
+    router.balancer.add(url)
+    router.balancer.saw(url, Look(cards=CARDS))
+    size = 15 << 20
+    body = b'{"x":"' + b"y" * (size - 8) + b'"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    writer.write(head)
+    tracemalloc.start()
+    for at in range(0, size, 1 << 18):
+        writer.write(body[at : at + (1 << 18)])
+        await writer.drain()
+    await until(lambda: router.front.pool.active)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert router.front.memory._taken == size
+    assert peak < 1.5 * size
+    got.set()
+    assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+    writer.close()
+    worker.close()
 
 
 async def test_without_a_key_bodies_are_small(route: Route) -> None:
