@@ -22,7 +22,7 @@ GRACE = 5.0  # and for a library to find out by itself
 LOOK = 0.0005  # seconds between looks
 
 
-class Place(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where a group meets, and this process in it. ``backend``: gloo or nccl."""
 
     address: str
@@ -34,22 +34,22 @@ class Place(NamedTuple):
 
 
 class TrainerGroup:
-    def __init__(self, place: Place) -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         """Waits for all. Raises what torch does: RuntimeError and its kin, ValueError."""
         limit = timedelta(seconds=PATIENCE)
-        where = f"tcp://{place.address}:{place.port}"
-        store, rank, size = next(rendezvous(where, place.rank, place.size, timeout=limit))
+        where = f"tcp://{meeting.address}:{meeting.port}"
+        store, rank, size = next(rendezvous(where, meeting.rank, meeting.size, timeout=limit))
         store.set_timeout(limit)
-        kind = dist.Backend(place.backend)
-        self._device = "cuda" if place.backend == "nccl" else "cpu"
+        kind = dist.Backend(meeting.backend)
+        self._device = "cuda" if meeting.backend == "nccl" else "cpu"
         # NCCL's own watch ends the process: it comes long after ours.
         group, _ = c10d._new_process_group_helper(
             size,
             rank,
             [],
             kind,
-            dist.PrefixStore(place.name, store),
-            group_name=place.name,
+            dist.PrefixStore(meeting.name, store),
+            group_name=meeting.name,
             timeout=30 * limit if self._device == "cuda" else limit,
         )
         c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}

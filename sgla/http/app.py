@@ -35,7 +35,7 @@ from sgla.http.middleware import (
     is_of_administrators,
     preflight,
 )
-from sgla.http.models import MODELS, Choice, Handler, Models, chosen
+from sgla.http.models import MODELS, Handler, Lookup, Models, chosen
 from sgla.http.native import generate as native
 from sgla.http.native import parsing, sessions, tokens
 from sgla.http.openai import chat as openai_chat
@@ -219,7 +219,7 @@ def make_app(
     upload.ignore_warnings()
     app = web.Application(client_max_size=config.max_body_bytes)
     server = app[SERVER] = Server(ingress, config, metrics)
-    app[MODELS] = Models([server, *(server.beside(*other) for other in beside)], choices())
+    app[MODELS] = Models([server, *(server.beside(*other) for other in beside)], lookups())
     app[openapi.TABLE] = ROUTES
     app[realtime.SOCKETS] = set()
     app[GATE] = Gate(config.api_key, config.admin_api_key, server.database.salt)
@@ -238,16 +238,16 @@ def make_app(
     return app
 
 
-def choices() -> dict[Handler, Choice]:
+def lookups() -> dict[Handler, Lookup]:
     """How each handler comes by its model. Those that change the server do not wake one."""
-    found: dict[Handler, Choice] = {realtime.realtime: Choice(wakes=True)}
+    found: dict[Handler, Lookup] = {realtime.realtime: Lookup(wakes=True)}
     for route, methods in ROUTES.items():
         wakes = not is_of_administrators(route)
         for handler in methods.values():
             operation = openapi.OPERATIONS.get(handler)
             if operation is not None and operation.body is not None and not operation.form:
                 names = NAMES if route.startswith(f"{ollama.PREFIX}/") else NAMES[:1]
-                found[handler] = Choice(
+                found[handler] = Lookup(
                     [name for name in names if name in operation.body.__struct_fields__], wakes
                 )
     return found

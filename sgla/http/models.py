@@ -25,7 +25,7 @@ STATES = {"ready": "loaded", "updating": "loaded", "sleeping": "sleeping", "unlo
 }
 
 
-class Choice(NamedTuple):
+class Lookup(NamedTuple):
     """How a handler comes by its model: by which fields of its body, if by any; and whether one that sleeps
     until somebody comes, or is not loaded yet, has to wake for it."""
 
@@ -36,9 +36,9 @@ class Choice(NamedTuple):
 class Models:
     """The servers of all models, which share all but the model. The first is for requests that name none."""
 
-    def __init__(self, servers: Sequence[Server], choices: Mapping[Handler, Choice]) -> None:
+    def __init__(self, servers: Sequence[Server], lookups: Mapping[Handler, Lookup]) -> None:
         self.servers = servers
-        self.choices = choices
+        self.lookups = lookups
         self._metrics_text = b""
         self._metrics_hold = 0.0  # until then
 
@@ -89,13 +89,13 @@ async def chosen(request: web.Request, handler: Handler) -> AsyncIterator[None]:
     if the handler needs it, and it does not fall asleep. Raises ModelNotFound, and what a body that cannot be
     read does."""
     models = request.app[MODELS]
-    choice = models.choices.get(handler, Choice())
+    lookup = models.lookups.get(handler, Lookup())
     if models.several:
-        await _choose(request, models, choice.fields)
+        await _choose(request, models, lookup.fields)
     ingress = request[ASKED].ingress
     ingress.enter()
     try:
-        if choice.wakes:
+        if lookup.wakes:
             await ingress.awake()
         yield
     finally:

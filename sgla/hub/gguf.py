@@ -22,7 +22,7 @@ from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_blocks import LazyTensor, storage_of
 from sgla.hub.gguf_header import GGUFTensor, check_places, parse, type_name
 from sgla.hub.gguf_keys import read_sampling, read_vocabulary, token_id
-from sgla.hub.gguf_layout import Layout, Place
+from sgla.hub.gguf_layout import HFTensor, Layout
 from sgla.hub.gguf_model import GGUFModel
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT
 from sgla.hub.quantized import parts_of
@@ -217,18 +217,18 @@ class GGUFFile:
         assert self.config
         for tensor in self._tensors.values():
             if tensor.name in self._model.expected and tensor.name not in (FREQS, SHORT, LONG):
-                yield from self._placed(tensor, self._model.expected[tensor.name])
+                yield from self._renamed(tensor, self._model.expected[tensor.name])
 
-    def _placed(self, tensor: GGUFTensor, places: tuple[Place, ...]) -> Iterator[LazyTensor]:
+    def _renamed(self, tensor: GGUFTensor, targets: tuple[HFTensor, ...]) -> Iterator[LazyTensor]:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         kind = GGMLQuantizationType(tensor.type)
         block, size = GGML_QUANT_SIZES[kind]
-        shapes = [tuple(self._model.sizes[dim] for dim in place.dims) for place in places]
+        shapes = [tuple(self._model.sizes[dim] for dim in target.dims) for target in targets]
         width = 1 if len(shapes[0]) == 1 else shapes[0][-1]  # a vector has rows of one value
-        if block > 1 and width == 1 and (len(places) > 1 or self._is_permuted(places[0])):
+        if block > 1 and width == 1 and (len(targets) > 1 or self._is_permuted(targets[0])):
             raise WeightError(f"{self.path}: {tensor.name} has type {kind.name}, whose values have no order")
-        each = "{e}" in places[0].name
+        each = "{e}" in targets[0].name
         rows = prod(tensor.shape) // width
         part = self._homes[tensor.name]
         start = part.header.data + tensor.offset
@@ -236,19 +236,21 @@ class GGUFFile:
         blocks = blocks if block > 1 and width == 1 else blocks.reshape(rows, -1)
         at = 0
         for e in range(self._model.sizes["e"] if each else 1):
-            for place, shape in zip(places, shapes):
+            for target, shape in zip(targets, shapes):
                 shape = shape[1:] if each else shape
                 count = prod(shape) // width
-                own = blocks if len(places) == 1 and not each else blocks[at : at + count]
+                own = blocks if len(targets) == 1 and not each else blocks[at : at + count]
                 at += count
-                if self._is_permuted(place):
-                    own = self._halves_apart(own, "q" if place.dims[0] == "q" else "k")
+                if self._is_permuted(target):
+                    own = self._halves_apart(own, "q" if target.dims[0] == "q" else "k")
                 own = own.reshape(1, -1) if len(shape) == 1 else own
                 flat = (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
-                yield LazyTensor(place.name.replace("{e}", str(e)), kind.name, flat, own, self._shift(place))
+                yield LazyTensor(
+                    target.name.replace("{e}", str(e)), kind.name, flat, own, self._shift(target)
+                )
 
-    def _is_permuted(self, place: Place) -> bool:
-        return self.layout.permuted and (".q_proj." in place.name or ".k_proj." in place.name)
+    def _is_permuted(self, target: HFTensor) -> bool:
+        return self.layout.permuted and (".q_proj." in target.name or ".k_proj." in target.name)
 
     def _halves_apart(self, rows: NDArray[np.uint8], dim: str) -> NDArray[np.uint8]:
         """Llama files interleave the two rotary halves of each q and k head; HF keeps them apart."""
@@ -256,9 +258,9 @@ class GGUFFile:
         halves = rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2)
         return np.ascontiguousarray(halves).reshape(rows.shape)
 
-    def _shift(self, place: Place) -> float:
+    def _shift(self, target: HFTensor) -> float:
         """Gemma files hold 1 + w of HF's norm weights w."""
-        return -self.layout.shift if place.name.endswith("norm.weight") else 0.0
+        return -self.layout.shift if target.name.endswith("norm.weight") else 0.0
 
 
 def read_gguf(path: str | Path, layouts: Layouts | None = None) -> GGUFFile:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 
-class Place(NamedTuple):
+class HFTensor(NamedTuple):
     """A tensor's name in HF's class, and its dims: letters that ``GGUFFile`` has the sizes of. ``{e}``: the
     tensor is one of each expert.
 
@@ -29,11 +29,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a layer: the places that its rows have, one below the other. ``layers``: all, or those
-    without or with experts. ``flag``: the key of HF's configuration that says whether there is one.
-    ``unless``: a size without which alone there is one. ``mixer``: of layers that alone have one."""
+    """A tensor of a layer: the ``tensors`` of HF's class that its rows are, one below the other. ``layers``:
+    all, or those without or with experts. ``flag``: the key of HF's configuration that says whether there is
+    one. ``unless``: a size without which alone there is one. ``mixer``: of layers that alone have one."""
 
-    places: tuple[Place, ...]
+    tensors: tuple[HFTensor, ...]
     layers: Literal["all", "dense", "sparse"] = "all"
     flag: str = ""
     unless: str = ""
@@ -160,10 +160,10 @@ MISSING: dict[str, Any] = {
     "nextn_predict_layers": 0,
 }
 TOP = {
-    "token_embd.weight": Stored((Place("model.embed_tokens.weight", "vd"),)),
-    "output_norm.weight": Stored((Place("model.norm.weight", "d"),)),
-    "output_norm.bias": Stored((Place("model.norm.bias", "d"),)),
-    "output.weight": Stored((Place("lm_head.weight", "vd"),)),
+    "token_embd.weight": Stored((HFTensor("model.embed_tokens.weight", "vd"),)),
+    "output_norm.weight": Stored((HFTensor("model.norm.weight", "d"),)),
+    "output_norm.bias": Stored((HFTensor("model.norm.bias", "d"),)),
+    "output.weight": Stored((HFTensor("lm_head.weight", "vd"),)),
 }
 # Tensors that some files have in place of others, joined along the rows.
 JOINED = {

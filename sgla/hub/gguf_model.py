@@ -10,7 +10,7 @@ from typing import Any
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_keys import read_keys
-from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, TOP, Layout, Place, Stored
+from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, TOP, HFTensor, Layout, Stored
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
@@ -62,7 +62,7 @@ class GGUFModel:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Of the letters of ``Place.dims``."""
+        """Of the letters of ``HFTensor.dims``."""
         keys, hidden = self.keys, self.keys["embedding_length"]
         if self.layout.scans == "only":
             sizes = {"1": 1, "d": hidden, "v": self._vocab_size()}
@@ -290,7 +290,7 @@ class GGUFModel:
 
     def check_tensors(self) -> None:
         """Raises WeightError naming missing, unexpected and misshapen tensors."""
-        expected = {name: _shape(places, self.sizes) for name, places in self.expected.items()}
+        expected = {name: _shape(targets, self.sizes) for name, targets in self.expected.items()}
         absent = set() if "output.weight" in self._tensors else {"output.weight"}
         misshapen = [
             f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}"
@@ -316,36 +316,36 @@ class GGUFModel:
         return frozenset(map(str, range(self.layers, self.keys["block_count"])))
 
     @cached_property
-    def expected(self) -> dict[str, tuple[Place, ...]]:
-        """GGUF name -> the places in HF's class of every tensor that the file must have."""
-        expected = {name: stored.places for name, stored in TOP.items()}
+    def expected(self) -> dict[str, tuple[HFTensor, ...]]:
+        """The name of each tensor that the file must have -> the tensors of HF's class that it holds."""
+        expected = {name: stored.tensors for name, stored in TOP.items()}
         if "attn_norm.bias" not in self.layout.tensors:
             del expected["output_norm.bias"]
         expected[f"{self.layout.last_norm}.weight"] = expected.pop("output_norm.weight")
         if FREQS in self._tables:
-            expected[FREQS] = (Place("", "t"),)
+            expected[FREQS] = (HFTensor("", "t"),)
         if self.layout.longrope and (SHORT in self._tables or LONG in self._tables):
-            expected |= dict.fromkeys((SHORT, LONG), (Place("", "t"),))
+            expected |= dict.fromkeys((SHORT, LONG), (HFTensor("", "t"),))
         if self._has_head_bias:
-            expected["output.bias"] = (Place("lm_head.bias", "v"),)
+            expected["output.bias"] = (HFTensor("lm_head.bias", "v"),)
         for i in range(self.layers):
             expected |= {
-                f"blk.{i}.{name}": tuple(p._replace(name=f"model.layers.{i}.{p.name}") for p in places)
-                for name, places in self._expected_of(i).items()
+                f"blk.{i}.{name}": tuple(p._replace(name=f"model.layers.{i}.{p.name}") for p in targets)
+                for name, targets in self._expected_of(i).items()
             }
         return expected
 
-    def _expected_of(self, layer: int) -> dict[str, tuple[Place, ...]]:
+    def _expected_of(self, layer: int) -> dict[str, tuple[HFTensor, ...]]:
         kind = "sparse" if self._is_sparse(layer) else "dense"
         mixer = mixer_of(self.layout, self.keys, layer)
         found = {
-            name: stored.places
+            name: stored.tensors
             for name, stored in self.layout.tensors.items()
             if stored.layers in ("all", kind) and stored.mixer in ("", mixer) and self._is_there(stored)
         }
         for whole, parts in JOINED.items():
             if f"blk.{layer}.{whole}" in self._tensors and all(part in found for part in parts):
-                found[whole] = tuple(place for part in parts for place in found.pop(part))
+                found[whole] = tuple(target for part in parts for target in found.pop(part))
         halves = "attn_k_b.weight", "attn_v_b.weight"
         other = f"blk.{layer}.{halves[0]}" in self._tensors
         for name in ("attn_kv_b.weight",) if other else halves:
@@ -368,13 +368,13 @@ class GGUFModel:
             return False
         if stored.unless and self.sizes[stored.unless]:
             return False
-        return all(self.sizes[dim] for place in stored.places for dim in place.dims)
+        return all(self.sizes[dim] for tensor in stored.tensors for dim in tensor.dims)
 
 
-def _shape(places: tuple[Place, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Of a tensor with these places, one below the other."""
-    shapes = [tuple(sizes[dim] for dim in place.dims) for place in places]
-    at = 1 if "{e}" in places[0].name else 0
+def _shape(targets: tuple[HFTensor, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Of a tensor with these for targets, one below the other."""
+    shapes = [tuple(sizes[dim] for dim in target.dims) for target in targets]
+    at = 1 if "{e}" in targets[0].name else 0
     rows = sum(shape[at] for shape in shapes)
     return *shapes[0][:at], rows, *shapes[0][at + 1 :]
 

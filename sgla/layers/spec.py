@@ -46,7 +46,7 @@ class MoESpec:
     latent: int = 0  # width of what experts read and make, if a linear layer before and one behind change it
 
 
-class LayerInputs(NamedTuple):
+class PerLayerInputs(NamedTuple):
     """Of a token each layer is given ``width`` values of its own, from an embedding of ``vocab`` tokens."""
 
     width: int

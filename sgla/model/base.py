@@ -98,7 +98,7 @@ class Decoder(CausalLM):
     A family says what its ``block`` is made of; the parts come as the ``spec`` has them."""
 
     mixture: ClassVar[type[MoE]] = MoE
-    unused_places: ClassVar[int] = 0  # rows of a checkpoint's vectors of positions, before the first one's
+    unused_positions: ClassVar[int] = 0  # vectors that a checkpoint has before the first position's
     plain_names: ClassVar[tuple[str, str]] = ("up_proj", "down_proj")  # of MLPs without a gate
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
@@ -109,10 +109,12 @@ class Decoder(CausalLM):
         self.embed = VocabEmbedding(
             build, "model.embed_tokens", spec.vocab, spec.hidden, spec.embedding_scale
         )
-        self.places: PositionEmbedding | None = None
+        self.position_embed: PositionEmbedding | None = None
         if spec.learned:
             name = "model.embed_positions"
-            self.places = PositionEmbedding(build, name, spec.learned, spec.hidden, self.unused_places)
+            self.position_embed = PositionEmbedding(
+                build, name, spec.learned, spec.hidden, self.unused_positions
+            )
         self.blocks: list[Block] = [self.block(build, f"model.layers.{i}", i) for i in range(spec.layers)]
         self.norm = self.norm_of(build, "model.norm")
         tied = self.embed if spec.tied else None
@@ -201,8 +203,8 @@ class Decoder(CausalLM):
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed(batch.ids)
-        if self.places is not None:
-            x = x + self.places(batch.positions).to(x.dtype)
+        if self.position_embed is not None:
+            x = x + self.position_embed(batch.positions).to(x.dtype)
         h: Tensor | None = None
         for block, layer in zip(self.blocks, kv):
             x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)

@@ -88,8 +88,9 @@ class Experts:
         return self.after(self.moe(self.norm(h), routed))
 
 
-class Given:
-    """What a layer makes of the values that it is given of each token: ``[T, d], [T, width] -> [T, d]``."""
+class PerLayerInput:
+    """What a layer makes of the values that each token has for it alone (HF's ``per_layer_input``): ``[T, d],
+    [T, width] -> [T, d]``."""
 
     def __init__(self, model: Gemma4, build: Build, name: str, width: int) -> None:
         hidden = model.spec.hidden
@@ -98,8 +99,8 @@ class Given:
         self.out = MergedColumnLinear(build, width, [(out, hidden, range(hidden))])
         self.norm = model.norm_of(build, f"{name}.post_per_layer_input_norm")
 
-    def __call__(self, h: Tensor, given: Tensor) -> Tensor:
-        return self.norm(self.out(F.gelu(self.gate(h), approximate="tanh") * given))
+    def __call__(self, h: Tensor, values: Tensor) -> Tensor:
+        return self.norm(self.out(F.gelu(self.gate(h), approximate="tanh") * values))
 
 
 class Block:
@@ -117,7 +118,7 @@ class Block:
         if spec.moe is not None:
             self.experts = Experts(model, build, name)
             self.after_dense = model.norm_of(build, f"{name}.post_feedforward_layernorm_1")
-        self.given = Given(model, build, name, spec.inputs.width) if spec.inputs else None
+        self.per_layer = PerLayerInput(model, build, name, spec.per_layer.width) if spec.per_layer else None
         self.scale = build.vector(f"{name}.layer_scalar", 1)
 
     def __call__(
@@ -127,27 +128,28 @@ class Block:
         batch: ForwardBatch,
         kv: KVLayer,
         rows: Tensor | None,
-        given: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         x, h = self.before_attention.add(x, h)
         x = self.attention(x, batch, kv)
         if rows is not None:
             x, h = ops.gather(x, rows), ops.gather(h, rows)
-            given = None if given is None else given[rows.long()]
+            values = None if values is None else values[rows.long()]
         x = self.after_attention(self.attention.out(x))
         x, h = self.before_mlp.add(x, h)
         x = self.mlp(x)
         if self.experts is not None:
             x = self.after_dense(x) + self.experts(h)
         x = self.after_mlp(x)
-        if self.given is not None and given is not None:
+        if self.per_layer is not None and values is not None:
             h = h + x
-            x = self.given(h, given)
+            x = self.per_layer(h, values)
         return (x * self.scale).to(x.dtype), (h * self.scale).to(h.dtype)
 
 
-class Inputs:
-    """What each layer is given: ids int32 ``[T]`` and embeddings ``[T, d]`` -> ``[T, layers, width]``."""
+class PerLayerEmbedding:
+    """The values that each token has for each layer: ids int32 ``[T]`` and embeddings ``[T, d]`` -> ``[T,
+    layers, width]``."""
 
     def __init__(self, spec: ModelSpec, build: Build, width: int, vocab: int) -> None:
         whole = spec.layers * width
@@ -176,7 +178,7 @@ class Gemma4(Decoder):
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         super().__init__(spec, build, positions)
-        self.inputs = Inputs(spec, build, *spec.inputs) if spec.inputs else None
+        self.per_layer = PerLayerEmbedding(spec, build, *spec.per_layer) if spec.per_layer else None
         idle = [i for i, layer in enumerate(spec.attention) if layer.reads is not None]
         unread = (f"model.layers.{i}.self_attn.{part}" for i in idle for part in ("k_", "v_"))
         self.ignored = (*self.ignored, *unread)
@@ -186,10 +188,10 @@ class Gemma4(Decoder):
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed(batch.ids)
-        given = None if self.inputs is None else self.inputs(batch.ids, x)
+        values = None if self.per_layer is None else self.per_layer(batch.ids, x)
         h: Tensor | None = None
         for i, (block, layer) in enumerate(zip(self.blocks, kv)):
             assert isinstance(layer, KVLayer)
-            own = None if given is None else given[:, i]
+            own = None if values is None else values[:, i]
             x, h = cast(Block, block)(x, h, batch, layer, rows if layer is kv[-1] else None, own)
         return self.norm.add(x, h)[0]

@@ -9,7 +9,7 @@ from typing import Any
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
 from sgla.kernels.routing import Routing
-from sgla.layers.spec import AttentionSpec, LayerInputs, MoESpec
+from sgla.layers.spec import AttentionSpec, MoESpec, PerLayerInputs
 from sgla.model.limits import EXPERTS, HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, VOCAB
 from sgla.model.ropes import ropes
 from sgla.model.spec import ModelSpec
@@ -84,13 +84,13 @@ def _reads(c: Reader, kinds: list[bool]) -> list[int | None]:
 
 def complete(c: Reader, spec: ModelSpec) -> ModelSpec:
     """See ``Family.completed``."""
-    inputs = None
+    per_layer = None
     if width := c.integer("hidden_size_per_layer_input", INNER, 0):
-        inputs = LayerInputs(width, c.integer("vocab_size_per_layer_input", VOCAB))
+        per_layer = PerLayerInputs(width, c.integer("vocab_size_per_layer_input", VOCAB))
     inner: tuple[int, ...] = ()
     if c.flag("use_double_wide_mlp"):
         inner = tuple(spec.intermediate * (1 if a.reads is None else 2) for a in spec.attention)
-    return replace(spec, inputs=inputs, inner=inner, moe=_mixture(c, spec))
+    return replace(spec, per_layer=per_layer, inner=inner, moe=_mixture(c, spec))
 
 
 def _mixture(c: Reader, spec: ModelSpec) -> MoESpec | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from sgla.hub.gguf_layout import HF_KEYS, Layout, Place, Stored
+from sgla.hub.gguf_layout import HF_KEYS, HFTensor, Layout, Stored
 from sgla.model.family import Family
 from sgla.model.gguf_words import Gguf, one
 
@@ -67,11 +67,11 @@ def _tensors(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
 
 def _alone(stored: Stored) -> Stored:
     """A part that is a layer has its name."""
-    places = (
-        place._replace(name=re.sub(r"^(self_attn|mamba|mlp)\.", "mixer.", place.name))
-        for place in stored.places
+    tensors = (
+        tensor._replace(name=re.sub(r"^(self_attn|mamba|mlp)\.", "mixer.", tensor.name))
+        for tensor in stored.tensors
     )
-    return replace(stored, places=tuple(places))
+    return replace(stored, tensors=tuple(tensors))
 
 
 def _parts(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
@@ -137,7 +137,7 @@ def _latent() -> Iterator[tuple[str, Stored]]:
 
 
 def _convolution() -> Iterator[tuple[str, Stored]]:
-    parts = tuple(Place(f"conv.{part}.weight", "dd") for part in ("before", "behind", "x"))
+    parts = tuple(HFTensor(f"conv.{part}.weight", "dd") for part in ("before", "behind", "x"))
     yield "shortconv.in_proj.weight", Stored(parts, mixer="conv")
     yield "shortconv.conv.weight", one("conv.conv.weight", "dw", mixer="conv")
     yield "shortconv.out_proj.weight", one("conv.out_proj.weight", "dd", mixer="conv")
@@ -191,11 +191,11 @@ def _mlp(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
     held = {name: one(f"{module}.{hf}.weight", dims, layers=layers) for name, (hf, dims) in parts.items()}
     if gguf.joined:
         up = held["ffn_up"]
-        held["ffn_up"] = replace(up, places=held.pop("ffn_gate").places + up.places)
+        held["ffn_up"] = replace(up, tensors=held.pop("ffn_gate").tensors + up.tensors)
     for name, stored in held.items():
         yield f"{name}.weight", stored
         if flag and not mixture:
-            biases = tuple(Place(p.name.replace(".weight", ".bias"), p.dims[0]) for p in stored.places)
+            biases = tuple(HFTensor(p.name.replace(".weight", ".bias"), p.dims[0]) for p in stored.tensors)
             yield f"{name}.bias", Stored(biases, flag=flag)
     if not mixture:
         return

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgla.hub.gguf_layout import Place, Scans, Stored
+from sgla.hub.gguf_layout import HFTensor, Scans, Stored
 
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 POST_NORMS = {
@@ -27,7 +27,7 @@ AFTER_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_atte
 
 
 def one(name: str, dims: str, **more: Any) -> Stored:
-    return Stored((Place(name, dims),), **more)
+    return Stored((HFTensor(name, dims),), **more)
 
 
 BALANCED = {"exp_probs_b.bias": one("mlp.gate.e_score_correction_bias", "e", layers="sparse")}

@@ -64,7 +64,7 @@ class Opt(Llama):
     """OPT (arXiv 2205.01068), whose first two vectors of positions stand for padding."""
 
     plain_names = ("fc1", "fc2")
-    unused_places = 2
+    unused_positions = 2
 
 
 class Predicting(Llama):

@@ -97,8 +97,8 @@ class Mamba:
         if groups < self.layer.groups or self.shard.size == 1:
             if self.layer.norm == "behind":
                 return ops.gated_group_norm(y, z, self.norm, self.eps, groups)
-            parts = (x.unflatten(1, (groups, -1)) for x in (y, z, self.norm[None]))
-            return ops.gated_rms_norm(next(parts), next(parts), next(parts)[0], self.eps).flatten(1)
+            y, z = (x.unflatten(1, (groups, -1)) for x in (y, z))
+            return ops.gated_rms_norm(y, z, self.norm.unflatten(0, (groups, -1)), self.eps).flatten(1)
         gate = F.silu(z.float())
         f = y * gate if self.layer.norm == "behind" else y.float()
         squares = ops.all_reduce(f.square().sum(1, keepdim=True), self.shard)

@@ -156,12 +156,12 @@ def _experts(spec: ModelSpec) -> int:
 
 def _given(spec: ModelSpec) -> int:
     """Values of the embedding that gives each layer values of a token."""
-    return spec.inputs.vocab * spec.inputs.width * spec.layers if spec.inputs else 0
+    return spec.per_layer.vocab * spec.per_layer.width * spec.layers if spec.per_layer else 0
 
 
 def _giving(spec: ModelSpec) -> int:
     """Those of the matrices around it."""
-    return 3 * spec.layers * spec.inputs.width * spec.hidden if spec.inputs else 0
+    return 3 * spec.layers * spec.per_layer.width * spec.hidden if spec.per_layer else 0
 
 
 def _mlps(spec: ModelSpec, experts: int) -> int:

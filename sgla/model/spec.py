@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sgla.layers.spec import Activation, AttentionSpec, LayerInputs, MoESpec
+from sgla.layers.spec import Activation, AttentionSpec, MoESpec, PerLayerInputs
 from sgla.quant.method import Method
 
 
@@ -43,7 +43,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     moe: MoESpec | None = None
     inner: tuple[int, ...] = ()  # widths of the layers' MLPs, where they differ
-    inputs: LayerInputs | None = None
+    per_layer: PerLayerInputs | None = None
     predictors: int = 0  # layers behind the last, which guess further tokens; they are left out
     method: Method | None = field(default=None, compare=False)  # in which the checkpoint is quantized
 

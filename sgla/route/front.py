@@ -49,7 +49,7 @@ def among(key: bytes, known: Sequence[bytes]) -> bool:
     return sum(hmac.compare_digest(key, each) for each in known) > 0
 
 
-class Memory:
+class BodyMemory:
     """What the bodies of all requests take."""
 
     def __init__(self, limit: int) -> None:
@@ -88,7 +88,7 @@ class Front:
     def __init__(self, config: RouteConfig, owner: Owner, share: int = 1) -> None:
         self.config, self.owner = config, owner
         self.pool = Pool(config.request_timeout_secs)
-        self.memory = Memory(max(config.max_body_bytes, config.request_memory_bytes // share))
+        self.memory = BodyMemory(max(config.max_body_bytes, config.request_memory_bytes // share))
         # A request has a second descriptor, of the connection to its worker.
         most = connection_limit(raise_file_limit() // 2, max(1, config.max_connections // share))
         self.places = Places(most)
@@ -161,17 +161,17 @@ class Front:
                 raise Forbidden("workers are added and removed with an admin key")
             raise Unauthorized("the API key is wrong")
 
-    def owner_of(self, request: Request, peer: str) -> str:
-        """Whose request it is, for limits and turns: a digest of the key, or the address."""
+    def payer_of(self, request: Request, peer: str) -> str:
+        """Whose limits and turns it takes: a digest of the key, or the address."""
         key = key_of(request)
         if key:
             return hashlib.blake2s(key, digest_size=12).hexdigest()
         return without_key(self._proxies.address(peer, request.text(b"x-forwarded-for"))).name
 
     def client_of(self, request: Request, peer: str) -> str:
-        """``owner_of``, but by keys alone that have been checked."""
+        """``payer_of``, but by keys alone that have been checked."""
         if self.config.api_key:
-            return self.owner_of(request, peer)
+            return self.payer_of(request, peer)
         return without_key(self._proxies.address(peer, request.text(b"x-forwarded-for"))).name
 
     def most_of(self, request: Request, path: str) -> int:
@@ -380,7 +380,7 @@ class Connection(asyncio.Protocol):
             reply = await front.owner.reply(request.method, request.target, bytes(body))
             self._send(reply, request)
             return
-        key = front.owner_of(request, self.address)
+        key = front.payer_of(request, self.address)
         await Exchange(front.config, front.owner, front.pool, self, request, body, key).run()
 
     def _next(self, request: Request) -> None:

@@ -73,15 +73,10 @@ class Watch:
             self._balancer.saw(url, look)
             trouble = self._balancer.workers[url].trouble if url in self._balancer.workers else before
             if trouble != before:
-                log.log(
-                    *(
-                        (logging.WARNING, "worker %s is down: %s")
-                        if trouble
-                        else (logging.INFO, "%s is up%s")
-                    ),
-                    url,
-                    trouble,
-                )
+                if trouble:
+                    log.warning("worker %s is down: %s", url, trouble)
+                else:
+                    log.info("worker %s is up", url)
                 before = trouble
             hurry.clear()
             try:
@@ -126,7 +121,7 @@ def read_metrics(text: str) -> Look:
     """Steps and the size of the KV cache, where Prometheus' text has them."""
     steps, running, tokens = (number(pattern, text) for pattern in (STEPS, RUNNING, TOKENS))
     if tokens is None and (found := BLOCKS.search(text)):
-        labels = dict(re.findall(r'(\w+)="(\d+)"', found[1]))
+        labels = dict(re.findall(r'(\w+)="(\d{1,9})"', found[1]))
         tokens = float(labels.get("block_size", 0)) * float(labels.get("num_gpu_blocks", 0))
     return Look(steps=steps, busy=bool(running), tokens=int(tokens or 0))
 

@@ -10,7 +10,7 @@ from sgla.sched.request import Request
 PLACE = "place"  # see Adapters.awaited
 
 
-class Place:
+class AdapterPlace:
     """``adapter`` 0: it is empty. ``users``: requests with a slot that have it. ``transfer``: the copy that
     brings the adapter, while it is under way, for which ``waiters`` are held. ``used``: when somebody last
     had it, ``since``: since when it has this adapter; both count uses."""
@@ -36,8 +36,8 @@ class Adapters:
         self.copies: list[Copy] = []
         self.pinned: set[int] = set()
         self.loads = 0  # copies begun
-        self._places = [Place(number + 1) for number in range(places)]
-        self._of: dict[int, Place] = {}  # by adapter
+        self._places = [AdapterPlace(number + 1) for number in range(places)]
+        self._of: dict[int, AdapterPlace] = {}  # by adapter
         self._claims: dict[int, int] = {}  # number of a place -> the adapter that is to have it
         self._clock = 0
 
@@ -102,7 +102,7 @@ class Adapters:
                 return waiters
         return None
 
-    def _touch(self, place: Place) -> None:
+    def _touch(self, place: AdapterPlace) -> None:
         self._clock += 1
         place.used = self._clock
 
@@ -110,7 +110,7 @@ class Adapters:
         """The place that is to have the adapter when it is free; 0: none is."""
         return next((place for place, other in self._claims.items() if other == adapter), 0)
 
-    def _free(self, adapter: int) -> Place | None:
+    def _free(self, adapter: int) -> AdapterPlace | None:
         """The place to give away; None if all are in use."""
         free = [
             place
@@ -128,7 +128,7 @@ class Adapters:
         if busy:
             self._claims[min(busy, key=lambda place: place.since).number] = adapter
 
-    def _load(self, place: Place, adapter: int, transfer: int) -> None:
+    def _load(self, place: AdapterPlace, adapter: int, transfer: int) -> None:
         self._of.pop(place.adapter, None)
         self._touch(place)
         place.adapter, place.transfer, place.since = adapter, transfer, self._clock

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
-from sgla.config import Config
-from sgla.dist import Shard
-from sgla.messages import CacheGroup, Copy, Moved, Tier
-from sgla.worker.disk import open_disk
-from sgla.worker.peering import open_peer
-from sgla.worker.store import open_store
-from sgla.worker.tiers import Memory
+from sgla.messages import Copy, Moved, Tier
 
 
 class Source(Protocol):
@@ -51,6 +45,12 @@ class Copies:
         self.found.append(keys)
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of ``Facts`` that tell of tiers."""
+        names = ("tiers", "found", "peer_ports", "identity")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def under_way(self) -> bool:
         return any(source.under_way for source in self._sources.values())
 
@@ -65,43 +65,3 @@ class Copies:
     def close(self) -> None:
         for source in self._sources.values():
             source.close()
-
-
-def open_files(
-    copies: Copies,
-    config: Config,
-    shard: Shard,
-    identity: str,
-    groups: Sequence[CacheGroup],
-    memory: Sequence[Memory],
-    abreast: int = 1,
-) -> None:
-    """Add the tiers of ``--kv-disk`` and ``--kv-store``. ``identity``: what KV depends on
-    (``disk.identity_of``); ``memory``: of each cache group; ``abreast``: see ``FileTier``. Raises
-    ConfigError."""
-    if config.kv_disk is not None:
-        disk, tier, keys = open_disk(
-            config.kv_disk, identity, groups, memory, shard.rank, shard.size, abreast
-        )
-        copies.add_tier(tier, disk, keys)
-    if config.kv_store is not None:
-        store, tier = open_store(
-            config.kv_store, identity, memory, config.page_size, shard.rank, shard.size, abreast
-        )
-        copies.add_tier(tier, store, [b""] * len(groups))
-
-
-def open_peers(
-    copies: Copies,
-    config: Config,
-    shard: Shard,
-    identity: dict[str, str],
-    groups: Sequence[CacheGroup],
-    memory: Sequence[Memory],
-    abreast: int = 1,
-) -> None:
-    """Add what a server with a role has for the other one. ``identity``: what the two are to have in common
-    (``peering.peer_identity``); see ``open_files``. Raises ConfigError."""
-    peer = open_peer(config, identity, groups, memory, shard.rank, shard.size, abreast)
-    copies.add_tier(peer.told, peer.tier, [b""] * len(groups))
-    copies.peer_ports, copies.identity = peer.ports, identity

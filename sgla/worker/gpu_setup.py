@@ -3,9 +3,6 @@ pool, captures graphs and runs requests of every kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from sgla.config import Config
@@ -14,20 +11,18 @@ from sgla.kernels.rehearsal import rehearsing
 from sgla.messages import CacheGroup, Facts, Progress, StepCost
 from sgla.model.state import Demand, Pool
 from sgla.sampling.constraints import Constraints, mask_threads
-from sgla.worker.copies import open_files, open_peers
-from sgla.worker.disk import identity_of
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
 from sgla.worker.forward import compiling
 from sgla.worker.gpu_load import dtype_of
-from sgla.worker.gpu_memory import FEWER_TOKENS, graph_bytes, within_memory
+from sgla.worker.gpu_memory import FEWER_TOKENS, Peak, graph_bytes, within_memory
 from sgla.worker.gpu_model import GpuModel
 from sgla.worker.gpu_tiers import ABREAST, GpuMemory, open_host
 from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
 from sgla.worker.kv import memory_of
 from sgla.worker.memory import cache_groups, mib
-from sgla.worker.peering import peer_identity
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
+from sgla.worker.tier_setup import Units, open_tiers
 from sgla.worker.warm_up import measure, warm_up
 
 STEP_TILE = 256  # tokens of a tile of cuBLAS's fast products
@@ -38,10 +33,8 @@ MIXED, HEAVY = 512, 4 << 30
 
 class GpuSetup(GpuModel):
     """Ready to run steps: ``graphs`` of decode rows and ``prompts`` of mixed steps, if the attention
-    ``_captures``; ``flights``, which draw; ``constraints`` on the rank that samples. ``identity`` tells what
-    the KV in tiers depends on, ``begun_as`` what it was at the start."""
-
-    identity: Callable[[], str]
+    ``_captures``; ``flights``, which draw; ``constraints`` on the rank that samples; ``identity`` of the KV
+    in tiers, if there are any."""
 
     def _settle(self, config: Config) -> None:
         with self._phase("kernels"):
@@ -59,7 +52,15 @@ class GpuSetup(GpuModel):
 
     def _size(self, config: Config) -> None:
         """Run the largest step once to see what it needs, then give the rest of the memory to the KV pool."""
-        steps, vocab = self.steps, self.steps.model.spec.vocab
+        peak = self._measure(config)
+        self._make_flights()
+        groups, context_len = self._make_pool(config, peak)
+        self._open_tiers(groups, context_len)
+        self.facts = self._facts(config, groups, context_len)
+
+    def _measure(self, config: Config) -> Peak:
+        """With a KV cache of dummy pages."""
+        steps = self.steps
         dummies = [1] * len(steps.groups)
         if steps.kv_dtype == "fp8":
             stored = steps.model.cache_scales
@@ -70,6 +71,10 @@ class GpuSetup(GpuModel):
         self.graphs, self.prompts = DecodeGraphs(steps), PromptGraphs(steps)
         peak = measure(steps)
         steps.forget_rows()
+        return peak
+
+    def _make_flights(self) -> None:
+        steps, vocab = self.steps, self.steps.model.spec.vocab
         self.constraints = None
         if self.shard.rank == 0:
             self.matchers = Matchers(mask_threads())
@@ -78,9 +83,12 @@ class GpuSetup(GpuModel):
             self.constraints = Constraints(host, vocab, self.matchers, skip_forced=skip_forced, pin=True)
         labels = self.pooling is None
         self.flights = Flights(steps.tables, steps.sampler, self.constraints, labels)
-        pool = Pool(
-            steps.groups, config.page_size, Demand(steps.slots, steps.step_tokens, config.prefix_cache)
-        )
+
+    def _make_pool(self, config: Config, peak: Peak) -> tuple[list[CacheGroup], int]:
+        """The KV pool, and the context that it holds."""
+        steps = self.steps
+        demand = Demand(steps.slots, steps.step_tokens, config.prefix_cache)
+        pool = Pool(steps.groups, config.page_size, demand)
         pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts))
         with within_memory("allocating the KV cache", self.budget.smaller_pool):
             make = None if self.regions is None else self.regions.kv.empty
@@ -92,14 +100,16 @@ class GpuSetup(GpuModel):
             self.notes.append(
                 f"context cut from {steps.context_len} to {context_len} tokens, what the KV cache holds"
             )
-        groups = cache_groups(pool, pages)
-        self._open_tiers(groups, context_len)
-        self.facts = Facts(
+        return cache_groups(pool, pages), context_len
+
+    def _facts(self, config: Config, groups: list[CacheGroup], context_len: int) -> Facts:
+        steps = self.steps
+        return Facts(
             groups=groups,
             page_size=config.page_size,
             slots=steps.slots,
             context_len=context_len,
-            vocab_size=vocab,
+            vocab_size=steps.model.spec.vocab,
             step_tokens=steps.step_tokens,
             costs=self._costs(),
             padded_drafts=config.speculative_adaptive,
@@ -108,28 +118,21 @@ class GpuSetup(GpuModel):
             ledger=self.budget.ledger,
             adapters=0 if self.adapters is None else self.adapters.adapters.places,
             notes=self.notes,
-            tiers=self.copies.tiers,
-            found=self.copies.found,
-            peer_ports=self.copies.peer_ports,
-            identity=self.copies.identity,
+            **self.copies.facts,
             **answer_facts(config, steps.model.spec, self.pooling),
         )
 
     def _open_tiers(self, groups: list[CacheGroup], context_len: int) -> None:
         """Raises ConfigError and OutOfMemory."""
         config, tensors = self.config, memory_of(self.steps.kv, len(groups))
-        layout = "cuda", [[tensor.shape[1] for tensor in found] for found in tensors], self.steps.scales
-        long = self.steps.model.spec.long_ropes(context_len)
-        self.identity = partial(identity_of, config, self.source, layout, long)
-        self.begun_as = self.identity()
         if self._staging is not None:
             host = open_host(config, self.shard.size, groups, tensors, self._staging)
             self.copies.add_tier(*host, [b""] * len(groups))
         memory = [GpuMemory(found, self.place.begin_thread) for found in tensors]
-        open_files(self.copies, config, self.shard, self.begun_as, groups, memory, ABREAST)
-        if config.role != "both":
-            told = peer_identity(config, self.source, layout, long, self.shard.size)
-            open_peers(self.copies, config, self.shard, told, groups, memory, ABREAST)
+        layout = "cuda", [[tensor.shape[1] for tensor in found] for found in tensors], self.steps.scales
+        long = self.steps.model.spec.long_ropes(context_len)
+        units = Units(groups, memory, layout, long, ABREAST)
+        self.identity = open_tiers(self.copies, config, self.source, self.shard, units)
 
     def _graph_bytes(self, prompts: int) -> int:
         """What graphs are going to take. ``prompts``: what the largest step takes beside weights and KV."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgla.dist.trainer import Place, TrainerGroup
+from sgla.dist.trainer import Rendezvous, TrainerGroup
 from sgla.errors import InvalidField
 
 Wanted = dict[str, tuple[list[int], torch.dtype]]
@@ -22,11 +22,11 @@ class Trainers:
         self._groups: dict[str, TrainerGroup] = {}
         self._thread = ThreadPoolExecutor(1, "trainer", begin)
 
-    def join(self, place: Place) -> Future[dict[str, Any]]:
+    def join(self, meeting: Rendezvous) -> Future[dict[str, Any]]:
         """Raises InvalidField, at once or later."""
-        if place.name in self._groups:
-            raise InvalidField(f"there is a group {place.name!r} already", param="group_name")
-        return self._thread.submit(self._join, place)
+        if meeting.name in self._groups:
+            raise InvalidField(f"there is a group {meeting.name!r} already", param="group_name")
+        return self._thread.submit(self._join, meeting)
 
     def receive(self, name: str, wanted: Wanted, take: Callable[[dict[str, Tensor]], None]) -> Future[Any]:
         """``take`` gets what comes. Raises InvalidField, at once or later: the group is gone then."""
@@ -45,9 +45,9 @@ class Trainers:
         self._groups.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _join(self, place: Place) -> dict[str, Any]:
+    def _join(self, meeting: Rendezvous) -> dict[str, Any]:
         try:
-            self._groups[place.name] = TrainerGroup(place)
+            self._groups[meeting.name] = TrainerGroup(meeting)
         except (RuntimeError, ValueError, OSError) as error:
             raise InvalidField(
                 f"the trainer's group cannot be joined: {str(error)[:300]}", param="master_address"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sgla.config import Config
-from sgla.dist.trainer import Place
+from sgla.dist.trainer import Rendezvous
 from sgla.errors import ConfigError, InvalidField, SglaError, UnsupportedField, WeightError
 from sgla.hub.source import ModelSource
 from sgla.loading.checkpoint import stored_tensors
@@ -23,6 +23,7 @@ from sgla.loading.source import configured_source
 from sgla.loading.tensors import received
 from sgla.model.read import read_decoder
 from sgla.worker.runner import CHANGES, Command, Runner
+from sgla.worker.tier_setup import Identity
 from sgla.worker.trainers import Trainers
 
 MOST_VALUES = 1 << 20  # of a tensor that is shown
@@ -30,13 +31,11 @@ MOST_VALUES = 1 << 20  # of a tensor that is shown
 
 class ChangingRunner(Runner):
     """No step runs while it does what a command says, and no request has anything. ``source``: where its
-    weights are from. With tiers ``identity`` tells what their KV depends on, ``begun_as`` what it was at the
-    start."""
+    weights are from. ``identity``: of the KV in tiers, if there are any."""
 
     config: Config
     source: ModelSource
-    identity: Callable[[], str]
-    begun_as: str
+    identity: Identity | None = None
     brought = False  # some weights have come as tensors, and are in no file
     _received: Mapping[str, Tensor] = MappingProxyType({})  # and is not taken yet
     _before: ModelSource | None = None  # that of the weights which the latest ones came in place of
@@ -105,7 +104,7 @@ class ChangingRunner(Runner):
 
     def _check_files(self) -> None:
         """Raises ConfigError where weights that are to be read again are not those of the tiers' KV."""
-        if self.facts.tiers and self.identity() != self.begun_as:
+        if self.identity is not None and self.identity.changed:
             raise ConfigError(
                 "the model's files have changed, and tiers have prefixes of the old ones; put these back, or "
                 "start a server anew",
@@ -129,7 +128,7 @@ class ChangingRunner(Runner):
             raise InvalidField("nccl is for GPUs; use gloo", param="backend")
         rank = args["rank_offset"] + self.shard.rank
         where = args["master_address"], args["master_port"], rank, args["world_size"]
-        return self.trainers.join(Place(*where, args["group"], args["backend"]))
+        return self.trainers.join(Rendezvous(*where, args["group"], args["backend"]))
 
     def _receive(self, args: dict[str, Any]) -> Future[dict[str, Any]] | None:
         """Raises InvalidField, at once or later."""

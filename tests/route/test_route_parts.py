@@ -253,6 +253,7 @@ def test_metrics_of_engines_are_read() -> None:
     assert read_metrics(ours + "sgla:max_total_num_tokens 100.0") == Look(steps=7, busy=True, tokens=100)
     vllm = 'vllm:cache_config_info{block_size="16",x="y",num_gpu_blocks="10"} 1.0'
     assert read_metrics(vllm) == Look(tokens=160)
+    assert read_metrics(vllm.replace("16", "9" * 400)) == Look()  # no number of a size
     assert read_metrics("sgla:steps_total nonsense\nsgla:num_running_reqs inf") == Look()
 
 

@@ -20,7 +20,7 @@ class TooManyLines(Exception):
     """The file has more lines than it may have."""
 
 
-class Place(NamedTuple):
+class Offset(NamedTuple):
     """In a file: byte ``start`` of piece ``piece``, and ``skip`` bytes further."""
 
     piece: int
@@ -34,7 +34,7 @@ class Numbered(NamedTuple):
 
     number: int
     size: int
-    place: Place
+    place: Offset
     text: bytes | None
 
 
@@ -69,7 +69,7 @@ class Lines:
             end = part.find(b"\n", at)
             stop = len(part) if end < 0 else end
             if place is None:
-                place = Place(*self._place, at)
+                place = Offset(*self._place, at)
             piece = part[at:stop]
             size += len(piece)
             blank = blank and (not piece or piece.isspace())
@@ -93,7 +93,7 @@ class Lines:
         self._count(1)
         return self._found(text, size, place)
 
-    def _found(self, text: bytearray, size: int, place: Place) -> Numbered:
+    def _found(self, text: bytearray, size: int, place: Offset) -> Numbered:
         kept = None if size > self._kept else self._stripped(bytes(text), self._number)
         return Numbered(self._number, size, place, kept)
 

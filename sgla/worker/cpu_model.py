@@ -1,0 +1,90 @@
+"""How a runner of a model that generates gets its model on a CPU: the weights, and the forward pass as one
+function of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from sgla.config import Config
+from sgla.hub.source import ModelSource
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.cpu.program import ProgramLimits
+from sgla.kernels.ops import Layer
+from sgla.loading.load import load_model
+from sgla.loading.pooled import load_decoder
+from sgla.model.base import CausalLM
+from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
+from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
+from sgla.worker.place import Cpu
+from sgla.worker.pooler import Pooler
+from sgla.worker.runner import Runner
+from sgla.worker.state import SlotTables
+
+
+class CpuModel(Runner):
+    """Has its ``model``, and the ``_forward`` pass over ``_own``, the pages of its layers. ``tables``: of
+    slots; ``_pooler``: of a model that answers with vectors; ``_kept``: its hidden states, if requests may
+    want them."""
+
+    place: Cpu
+    config: Config
+    source: ModelSource
+    model: CausalLM
+    tables: SlotTables
+    _own: list[Layer]
+    _pooler: Pooler | None = None
+    _kept: Kept | None = None
+    _forward: Forward
+    _model_again: Callable[[ModelSource], CausalLM]
+    _forward_again: Callable[[], tuple[Forward, str]]
+
+    def load_again(self, source: ModelSource) -> None:
+        """The model of ``source``, after the one before has gone."""
+        self.model = self._model_again(source)
+        self._forward, _ = self._forward_again()
+
+    def _open_adapters(self, dtype: str) -> None:
+        places = places_of(self.config, dtype)
+        if places is not None:
+            self.adapters = AdapterStore(places)
+            self.copies.add("adapters", DirectCopies(self.adapters))
+
+    def _load_model(self, dtype: str, context_len: int, slots: int, source: ModelSource) -> CausalLM:
+        config, places = self.config, None if self.adapters is None else self.adapters.adapters
+        quantization, seed, report = config.quantization, config.random_seed or 0, self._report
+        if self.pooling is None:
+            made = load_model(
+                source, dtype, quantization, self.shard, context_len, report, seed, adapters=places
+            )
+            if config.enable_torch_compile:
+                compiling(made, config, report)
+            return made
+        model, head = load_decoder(
+            source, self.pooling, dtype, quantization, self.shard, context_len, report, seed
+        )
+        self._pooler = Pooler(self.pooling, head, slots, model.spec.hidden)
+        return model
+
+    def _make_forward(
+        self, limits: ProgramLimits, native: bool, tell: Callable[[Tensor], None] | None
+    ) -> tuple[Forward, str]:
+        """``tell``: see ``make_forward``. Also a note for the start-up report."""
+        threads = self.place.threads
+        if self._pooler is not None:
+            return compiled(self._hidden, limits, threads, native)
+        plain, note = make_forward(self.model, self._own, limits, threads, native, self._kept, tell)
+        if self.adapters is None:
+            return plain, note
+        # What knows of adapters is slower where no row has one, so it is a program of its own.
+        adapters = self.adapters.adapters
+        adapters.rows.active = True
+        adapted, _ = make_forward(self.model, self._own, limits, threads, native, self._kept, tell)
+        adapters.rows.active = False
+        return AdaptedForward(adapters, self.tables, plain, adapted), note
+
+    def _hidden(self, batch: ForwardBatch) -> Tensor:
+        """What the pooler wants: the hidden states of all tokens, or of the last one of each prompt."""
+        assert self._pooler is not None
+        return self.model.forward(batch, self._own, None if self._pooler.whole else batch.sample_rows)

@@ -1,0 +1,70 @@
+"""How a rank gets the tiers of its KV cache that the settings ask for: files, stores and other servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from sgla.config import Config
+from sgla.dist import Shard
+from sgla.hub.source import ModelSource
+from sgla.messages import CacheGroup
+from sgla.worker.copies import Copies
+from sgla.worker.disk import identity_of, open_disk
+from sgla.worker.peering import open_peer, peer_identity
+from sgla.worker.store import open_store
+from sgla.worker.tiers import Memory
+
+
+class Units(NamedTuple):
+    """What tiers have copies of. ``memory``: of each cache group, where its units are on the device;
+    ``layout`` and ``long``: see ``identity_of``; ``abreast``: see ``FileTier``."""
+
+    groups: Sequence[CacheGroup]
+    memory: Sequence[Memory]
+    layout: object
+    long: Sequence[bool]
+    abreast: int = 1
+
+
+class Identity:
+    """What the KV in tiers depends on beside the text: ``text`` tells what it was at the start."""
+
+    def __init__(self, config: Config, source: ModelSource, units: Units) -> None:
+        self._now = partial(identity_of, config, source, units.layout, units.long)
+        self.text = self._now()
+
+    @property
+    def changed(self) -> bool:
+        return self._now() != self.text
+
+
+def asks_for_tiers(config: Config) -> bool:
+    """Beside one in the host's memory, which GPUs alone have."""
+    return config.kv_disk is not None or config.kv_store is not None or config.role != "both"
+
+
+def open_tiers(
+    copies: Copies, config: Config, source: ModelSource, shard: Shard, units: Units
+) -> Identity | None:
+    """Add the tiers of ``--kv-disk`` and ``--kv-store``, and what a server with a role has for the other one.
+    None if there are no tiers at all. Raises ConfigError."""
+    if not (copies.tiers or asks_for_tiers(config)):
+        return None
+    groups, memory, layout, long, abreast = units
+    identity, rank, size = Identity(config, source, units), shard.rank, shard.size
+    if config.kv_disk is not None:
+        disk, tier, keys = open_disk(config.kv_disk, identity.text, groups, memory, rank, size, abreast)
+        copies.add_tier(tier, disk, keys)
+    if config.kv_store is not None:
+        store, tier = open_store(
+            config.kv_store, identity.text, memory, config.page_size, rank, size, abreast
+        )
+        copies.add_tier(tier, store, [b""] * len(groups))
+    if config.role != "both":
+        told = peer_identity(config, source, layout, long, size)
+        peer = open_peer(config, told, groups, memory, rank, size, abreast)
+        copies.add_tier(peer.told, peer.tier, [b""] * len(groups))
+        copies.peer_ports, copies.identity = peer.ports, told
+    return identity
