@@ -328,7 +328,7 @@ class EngineSettings(ModelSettings, kw_only=True):
         int | None,
         Doc(
             description="host memory for KV on its way, of all ranks together; as much as the KV cache of "
-            "--role prefill, 1G a rank of --role decode"
+            "--role prefill and at most 16G a rank, 1G a rank of --role decode"
         ),
     ] = None
     kv_transfer_backend: Annotated[

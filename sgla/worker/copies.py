@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from sgla.messages import Copy, Moved, Tier
-
-
-class Source(Protocol):
-    """One of them, and what copies are made by. A tier is a target as well."""
-
-    @property
-    def under_way(self) -> bool:
-        """Some copy has not been told of by ``ended``."""
-
-    def begin(self, copy: Copy) -> None:
-        """Behind the steps that have been launched, beside those to come."""
-
-    def ended(self) -> list[Moved]:
-        """The copies that have ended since the last call."""
-
-    def close(self) -> None: ...
+from sgla.worker.tiers import Source
 
 
 class Copies:

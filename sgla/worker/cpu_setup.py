@@ -23,6 +23,7 @@ from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import Kept
 from sgla.worker.kv import memory_of
+from sgla.worker.peering import by_threads
 from sgla.worker.state import SlotTables
 from sgla.worker.tier_setup import Units, asks_for_tiers, open_tiers
 from sgla.worker.tiers import HostMemory
@@ -89,7 +90,7 @@ class CpuSetup(CpuModel):
         tensors = memory_of(self.kv, len(groups))
         memory = [HostMemory([tensor.numpy() for tensor in found]) for found in tensors]
         layout = "cpu", [[tensor.shape[1] for tensor in found] for found in tensors]
-        units = Units(groups, memory, layout, long)
+        units = Units(groups, memory, layout, long, partial(by_threads, memory))
         self.identity = open_tiers(self.copies, self.config, self.source, self.shard, units)
 
     def _make_sampler(self, vocab: int, processors: dict[str, Factory]) -> Sampler:

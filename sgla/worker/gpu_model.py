@@ -99,6 +99,7 @@ class GpuModel(Runner):
             self.adapters = AdapterStore(places, self._pin)
             self.copies.add("adapters", AdapterCopies(self.adapters))
         self._staging = staging() if self.config.kv_host_bytes else None
+        self._handing = staging() if self.config.role != "both" else None  # of units for another server
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """In a thread that reads adapters."""

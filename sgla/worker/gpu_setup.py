@@ -3,6 +3,8 @@ pool, captures graphs and runs requests of every kind."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sgla.config import Config
@@ -17,7 +19,7 @@ from sgla.worker.forward import compiling
 from sgla.worker.gpu_load import dtype_of
 from sgla.worker.gpu_memory import FEWER_TOKENS, Peak, graph_bytes, within_memory
 from sgla.worker.gpu_model import GpuModel
-from sgla.worker.gpu_tiers import ABREAST, GpuMemory, open_host
+from sgla.worker.gpu_tiers import ABREAST, GpuMemory, by_lanes, open_host
 from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
 from sgla.worker.kv import memory_of
 from sgla.worker.memory import cache_groups, mib
@@ -131,7 +133,8 @@ class GpuSetup(GpuModel):
         memory = [GpuMemory(found, self.place.begin_thread) for found in tensors]
         layout = "cuda", [[tensor.shape[1] for tensor in found] for found in tensors], self.steps.scales
         long = self.steps.model.spec.long_ropes(context_len)
-        units = Units(groups, memory, layout, long, ABREAST)
+        mover = partial(by_lanes, tensors, self._handing, self.place.begin_thread)
+        units = Units(groups, memory, layout, long, mover, ABREAST)
         self.identity = open_tiers(self.copies, config, self.source, self.shard, units)
 
     def _graph_bytes(self, prompts: int) -> int:

@@ -16,6 +16,7 @@ from sgla.config import Config
 from sgla.errors import OutOfMemory
 from sgla.messages import CacheGroup, Copy, Moved, Tier
 from sgla.worker.device_state import upload
+from sgla.worker.lent import Segment
 from sgla.worker.memory import mib, tier_units
 from sgla.worker.pinned import Pinned
 from sgla.worker.state import Int32s, column
@@ -78,18 +79,18 @@ class Lane:
 
 
 class HostTier:
-    """``memory``: of each cache group, on the device (``kv.memory_of``); ``units``: how many of each the host
-    has. What a unit holds in all layers lies together there. What is loaded does not wait for what is
-    saved."""
+    """``memory``: of each cache group, on the device (``kv.memory_of``); ``host``: of each, room for units
+    whose numbers begin with 1. What a unit holds in all layers lies together there. What is loaded does not
+    wait for what is saved."""
 
-    def __init__(self, memory: Sequence[Sequence[Tensor]], units: Sequence[int], staging: Tensor) -> None:
+    def __init__(self, memory: Sequence[Sequence[Tensor]], host: Sequence[Pinned], staging: Tensor) -> None:
         """``staging``: uint8[2, STAGED]"""
         self._memory = [_joined(_wide(tensors)) for tensors in memory]
-        widths = [sum(tensor.shape[1] for tensor in tensors) for tensors in memory]
-        self._pinned = [Pinned(max(1, (count + 1) * width)) for count, width in zip(units, widths)]
+        self._pinned = host
+        widths = [_width(tensors) for tensors in memory]
         self._host = [
-            pinned.bytes[: (count + 1) * width].view(count + 1, width)
-            for pinned, count, width in zip(self._pinned, units, widths)
+            pinned.bytes[: len(pinned.bytes) // max(1, width) * width].view(-1, width)
+            for pinned, width in zip(host, widths)
         ]
         self._in, self._out = Lane(staging[0]), Lane(staging[1])
 
@@ -181,7 +182,7 @@ def open_host(
     """The tier of ``--kv-host-bytes``, of which each of ``ranks`` has its part. ``tensors``: of each cache
     group (``kv.memory_of``); ``staging``: see ``HostTier``. Raises OutOfMemory."""
     assert config.kv_host_bytes is not None
-    nbytes = [sum(tensor.shape[1] for tensor in found) for found in tensors]
+    nbytes = [_width(found) for found in tensors]
     room = config.kv_host_bytes // ranks
     units = tier_units(room, [group.pages for group in groups], nbytes)
     if not all(units):
@@ -190,13 +191,30 @@ def open_host(
             param="kv_host_bytes",
         )
     try:
-        return Tier("host", units), HostTier(tensors, units, staging)
+        host = [Pinned(max(1, (count + 1) * n)) for count, n in zip(units, nbytes)]
+        return Tier("host", units), HostTier(tensors, host, staging)
     except RuntimeError as error:  # of pages that cannot be locked
         raise OutOfMemory(
             f"the host's memory ran out while {mib(room)} for prefixes were taken ({error}); lower "
             "--kv-host-bytes",
             param="kv_host_bytes",
         ) from error
+
+
+def by_lanes(
+    tensors: Sequence[Sequence[Tensor]],
+    staging: Tensor | None,
+    begin_thread: Callable[[], None],
+    segments: Sequence[Segment],
+) -> HostTier:
+    """A ``lent.Mover``, made in any thread: see ``HostTier`` and ``GpuMemory``."""
+    assert staging is not None
+    begin_thread()
+    return HostTier(tensors, [Pinned(memory=s.whole, begin=s.begin) for s in segments], staging)
+
+
+def _width(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.shape[1] for tensor in tensors)
 
 
 def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

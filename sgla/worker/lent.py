@@ -12,10 +12,13 @@ import fcntl
 import mmap
 import os
 import platform
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sgla.worker.tiers import Source
 
 TOKEN = 32  # bytes that tell a segment from all others
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # memory that is read stays there
@@ -23,42 +26,54 @@ HEAD = 64  # bytes: the token, and room that keeps marks where they can be read 
 
 
 class Segment:
-    """Of one cache group: a token, a mark of each unit, and the units. Without a descriptor it is this
-    process's own."""
+    """Of one cache group: a token, a mark of each unit, and the units, whose numbers begin with 1. Without
+    ``fd`` it is this process's own. ``whole`` uint8[*] is all of it, of which units begin at ``begin``."""
 
     def __init__(self, memory: mmap.mmap, units: int, nbytes: int, fd: int | None = None) -> None:
-        begin = HEAD + 8 * units
-        self._fd = fd
-        self.head: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, TOKEN)
-        self.marks: NDArray[np.int64] = np.frombuffer(memory, np.int64, units, HEAD)
-        self.units = np.frombuffer(memory, np.uint8, units * nbytes, begin).reshape(units, nbytes)
-
-    @property
-    def fd(self) -> int | None:
-        return self._fd
-
-    def write(self, place: int, data: NDArray[np.uint8]) -> None:
-        """Places begin with 0."""
-        self.marks[place] += 1
-        self.units[place] = data
-        self.marks[place] += 1
-
-    def read(self, place: int, mark: int, into: NDArray[np.uint8]) -> bool:
-        """Whether ``into`` is what was there under the mark."""
-        if self.marks[place] != mark:
-            return False
-        np.copyto(into, self.units[place])
-        return bool(self.marks[place] == mark)
+        count, self.fd, self.begin = units + 1, fd, _begin(units)
+        self.whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.head = self.whole[:TOKEN]
+        self.marks: NDArray[np.int64] = np.frombuffer(memory, np.int64, count, HEAD)
+        self.units = self.whole[self.begin :].reshape(count, nbytes)
 
     def close(self) -> None:
         """The memory itself goes with the last view of it."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+class SegmentUnits:
+    """A segment as ``tiers.Units``. Whoever moves units looks after their marks."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._units = segment.units
+
+    def read(self, unit: int, key: bytes) -> memoryview:
+        return self._units[unit].data
+
+    def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None:
+        self._units[unit] = np.frombuffer(data, np.uint8)
+
+    def erase(self, unit: int) -> None: ...
+
+    def find(self, keys: list[bytes]) -> bytes:
+        raise AssertionError("units of a segment are known by their numbers")
+
+    def close(self) -> None: ...
+
+
+Mover = Callable[[Sequence[Segment]], Source]
+"""What copies between the device and segments of all cache groups. Raises RuntimeError if it cannot."""
+
+
+def _begin(units: int) -> int:
+    """Where units begin: on a page."""
+    return -(-(HEAD + 8 * (units + 1)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _size(units: int, nbytes: int) -> int:
-    return HEAD + units * (8 + nbytes)
+    return _begin(units) + (units + 1) * nbytes
 
 
 def lend(units: int, nbytes: int, token: bytes) -> Segment:
@@ -77,12 +92,12 @@ def lend(units: int, nbytes: int, token: bytes) -> Segment:
 def borrow(pid: int, fd: int, token: bytes, units: int, nbytes: int) -> Segment | None:
     """What the process ``pid`` lends; None: it is on another host, or may not be read, or is another."""
     with suppress(OSError, ValueError):
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & SEALS == SEALS
             if not sealed or os.fstat(own).st_size != _size(units, nbytes):
                 return None
-            segment = Segment(mmap.mmap(own, _size(units, nbytes), prot=mmap.PROT_READ), units, nbytes)
+            segment = Segment(mmap.mmap(own, _size(units, nbytes)), units, nbytes)
         finally:
             os.close(own)
         if segment.head.tobytes() == token:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -12,94 +13,90 @@ from numpy.typing import NDArray
 
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.messages import KEY
+from sgla.messages import KEY, Copy, Moved
 from sgla.peers import Beside, Borrowed, Channel, Frame, Lent, Link, Listener, Message, Unit, Want
 from sgla.worker.lent import TOKEN, lend
-from sgla.worker.tiers import FileTier, Memory, checksum
+from sgla.worker.state import column
+from sgla.worker.tiers import Source, checksum
 
 
 class HostUnits:
-    """Units of one cache group, whose numbers begin with 1, in memory that other processes may read."""
+    """Units of one cache group in memory that other processes may read, and what they are."""
 
     def __init__(self, units: int, nbytes: int, token: bytes = bytes(TOKEN)) -> None:
         self.nbytes, self.memory = nbytes, lend(units, nbytes, token)
-        self.sent = True  # whether anybody gets units by TCP, with a checksum
-        self._entries = [b""] * (units + 1)  # key, and checksum if there is one
-        self._places: dict[bytes, int] = {}
+        self._keys = [b""] * (units + 1)
+        self._sums: dict[int, Future[bytes]] = {}  # of units of which one is made
+        self._units: dict[bytes, int] = {}
         self._lock = threading.Lock()
 
-    def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None:
-        made = checksum(key, data) if self.sent else b""
+    def begin(self, unit: int) -> None:
+        """It is going to be written."""
         with self._lock:
             self._drop(unit)
-            self.memory.write(unit - 1, np.frombuffer(data, np.uint8))
-            self._entries[unit] = key + made
-            self._places[key] = unit
+            self.memory.marks[unit] += 1
 
-    def read(self, unit: int, key: bytes) -> bytes:
-        """For this server itself, whose tree has lost it. Raises OSError."""
+    def end(self, unit: int, key: bytes, threads: ThreadPoolExecutor | None) -> None:
+        """It has been. ``threads`` make a checksum; without them it is made when it is wanted."""
         with self._lock:
-            data, entry = self.memory.units[unit - 1].tobytes(), self._entries[unit]
-        if entry[:KEY] != key or entry[KEY:] not in (b"", checksum(key, data)):
-            raise OSError("memory has been changed")
-        return data
+            self.memory.marks[unit] += 1
+            self._keys[unit], self._units[key] = key, unit
+            if threads is not None:
+                self._sums[unit] = threads.submit(checksum, key, self.memory.units[unit].data)
 
     def has(self, key: bytes) -> bool:
-        return key in self._places
+        return key in self._units
 
     def take(self, key: bytes, into: NDArray[np.uint8]) -> bytes | None:
         """What is there under the key, and its checksum; None: it is not there any more. Whoever gets it
         compares the two."""
         with self._lock:
-            unit = self._places.get(key)
+            unit = self._units.get(key)
             if unit is None:
                 return None
-            np.copyto(into, self.memory.units[unit - 1])
-            made = self._entries[unit][KEY:]
-        return made or checksum(key, into.data)
+            np.copyto(into, self.memory.units[unit])
+            made = self._sums.get(unit)
+        return checksum(key, into.data) if made is None else made.result()
 
     def lent(self, key: bytes) -> tuple[int, int] | None:
         """The place and mark of what is there under the key."""
         with self._lock:
-            unit = self._places.get(key)
-            return None if unit is None else (unit - 1, int(self.memory.marks[unit - 1]))
+            unit = self._units.get(key)
+            return None if unit is None else (unit, int(self.memory.marks[unit]))
 
     def erase(self, unit: int) -> None:
         with self._lock:
             self._drop(unit)
 
     def _drop(self, unit: int) -> None:
-        self._places.pop(self._entries[unit][:KEY], None)
-        self._entries[unit] = b""
-
-    def find(self, keys: list[bytes]) -> bytes:
-        raise AssertionError("the scheduler knows")
-
-    def close(self) -> None:
-        self.memory.close()
+        self._units.pop(self._keys[unit], None)
+        self._sums.pop(unit, None)
+        self._keys[unit] = b""
 
 
-class Offer(FileTier):
-    """A tier of a prefill server, and who waits for its units: each gets them as soon as they are there."""
+class Offer:
+    """A tier of a prefill server, and who waits for its units: each gets them as soon as they are there.
+    ``mover`` copies units between the device and the memory of ``kept``."""
 
     def __init__(
         self,
         config: Config,
         told: dict[str, str],
         kept: Sequence[HostUnits],
-        memory: Sequence[Memory],
+        mover: Source,
         rank: int,
         abreast: int,
         token: bytes = b"",
     ) -> None:
         """``token``: of the units' memory, if it is lent. Raises ConfigError if the port, as many behind
         ``--kv-transfer-port``, cannot be had."""
-        telling = [_Told(self, g, units) for g, units in enumerate(kept)]
-        super().__init__("--role prefill", telling, memory, 1, abreast)
-        self._units = kept
+        self._units, self._mover = kept, mover
+        self._saving: dict[int, Copy] = {}  # by their transfer
+        self._erased: list[Moved] = []
         self._wanted: dict[tuple[int, bytes], list[Link]] = {}
         self._links: set[Link] = set()
         self._borrowers: set[Link] = set()
+        self._threads = ThreadPoolExecutor(abreast, "kv-sum")
         self._lent = self._terms(token) if token else None
         self._lock = threading.Lock()
         port = config.kv_transfer_port and config.kv_transfer_port + 1 + rank
@@ -113,6 +110,41 @@ class Offer(FileTier):
             ) from error
 
     @property
+    def under_way(self) -> bool:
+        return bool(self._erased) or self._mover.under_way
+
+    def begin(self, copy: Copy) -> None:
+        """Save, bring back what this server's own tree has lost, or forget."""
+        if copy.target == "device":
+            self._mover.begin(copy)
+            return
+        for units, targets in zip(self._units, copy.targets):
+            for unit in column(targets).tolist():
+                units.begin(unit) if copy.source else units.erase(unit)
+        if copy.source:
+            self._saving[copy.transfer] = copy
+            self._mover.begin(copy)
+        else:
+            self._erased.append(Moved(copy.transfer, ok=True))
+
+    def ended(self) -> list[Moved]:
+        erased, self._erased = self._erased, []
+        saved = self._mover.ended()
+        for moved in saved:
+            copy = self._saving.pop(moved.transfer, None)
+            if copy is not None and moved.ok:
+                self._saved(copy)
+        return erased + saved
+
+    def _saved(self, copy: Copy) -> None:
+        threads = self._threads if len(self._borrowers) < len(self._links) else None
+        for g, (targets, keys) in enumerate(zip(copy.targets, copy.keys)):
+            for i, unit in enumerate(column(targets).tolist()):
+                key = keys[i * KEY : (i + 1) * KEY]
+                self._units[g].end(unit, key, threads)
+                self.written(g, key)
+
+    @property
     def port(self) -> int:
         return self._listener.port
 
@@ -123,25 +155,18 @@ class Offer(FileTier):
             elif isinstance(message, Borrowed):
                 with self._lock:
                     self._borrowers.add(link)
-                    self._count()
 
         link = Link(channel, take, lambda: self._left(link))
         with self._lock:
             self._links.add(link)
-            self._count()
         if self._lent is not None:
             link.post(self._lent)
         link.begin()
 
     def _terms(self, token: bytes) -> Lent | None:
         fds = [fd for units in self._units if (fd := units.memory.fd) is not None]
-        counts = [len(units.memory.units) for units in self._units]
+        counts = [len(units.memory.units) - 1 for units in self._units]
         return Lent(os.getpid(), token, fds, counts) if len(fds) == len(counts) else None
-
-    def _count(self) -> None:
-        """Whether all who are here borrow: then units need no checksums."""
-        for units in self._units:
-            units.sent = len(self._borrowers) < max(1, len(self._links))
 
     def _want(self, link: Link, want: Want) -> None:
         for group, keys in enumerate(want.keys[: len(self._units)]):
@@ -185,7 +210,6 @@ class Offer(FileTier):
         with self._lock:
             self._links.discard(link)
             self._borrowers.discard(link)
-            self._count()
             left = [name for name, links in self._wanted.items() if link in links]
             for name in left:
                 self._wanted[name].remove(link)
@@ -196,16 +220,7 @@ class Offer(FileTier):
         self._listener.close()
         for link in list(self._links):
             link.close()
-        super().close()
-
-
-class _Told:
-    """Units that tell of what is written."""
-
-    def __init__(self, offer: Offer, group: int, units: HostUnits) -> None:
-        self._offer, self._group, self._units = offer, group, units
-        self.read, self.erase, self.find, self.close = units.read, units.erase, units.find, units.close
-
-    def write(self, unit: int, key: bytes, data: bytes | memoryview) -> None:
-        self._units.write(unit, key, data)
-        self._offer.written(self._group, key)
+        self._threads.shutdown(cancel_futures=True)
+        self._mover.close()
+        for units in self._units:
+            units.memory.close()

@@ -12,18 +12,20 @@ from typing import NamedTuple
 import msgspec
 
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.dist import Shard
+from sgla.errors import ConfigError, OutOfMemory
 from sgla.hub.source import ModelSource
 from sgla.messages import CacheGroup, Tier
 from sgla.version import __version__
-from sgla.worker.lent import TOKEN
-from sgla.worker.memory import tier_units
+from sgla.worker.lent import TOKEN, Mover, Segment, SegmentUnits
+from sgla.worker.memory import mib, tier_units
 from sgla.worker.offer import HostUnits, Offer
-from sgla.worker.remote import RemoteTier
-from sgla.worker.tiers import Memory
+from sgla.worker.remote import COPYING, RemoteTier
+from sgla.worker.tiers import FileTier, Memory
 
 SAMPLES, SAMPLE = 256, 4096  # pieces of a file of weights, and their bytes
 LEAST = 1  # pages that a prompt must have before others read it
+MOST = 16 << 30  # bytes of units that a rank of a prefill server keeps for others, if nobody says how many
 ROOM = 1 << 30  # bytes of units on their way to a rank, if nobody says how many
 
 
@@ -40,19 +42,21 @@ def open_peer(
     identity: dict[str, str],
     groups: Sequence[CacheGroup],
     memory: Sequence[Memory],
-    rank: int,
-    size: int,
+    mover: Mover,
+    shard: Shard,
     abreast: int = 1,
 ) -> Peering:
-    """Of ``--role prefill`` or ``decode``. ``abreast``: see ``FileTier``. Raises ConfigError."""
+    """Of ``--role prefill`` or ``decode``. ``abreast``: see ``FileTier``. Raises ConfigError and
+    OutOfMemory."""
+    rank, size = shard.rank, shard.size
     if config.role == "decode":
         room = ROOM if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
-        remote = RemoteTier(config, identity, memory, rank, room, abreast)
+        remote = RemoteTier(config, identity, memory, mover, rank, room, abreast)
         told = Tier("prefill", [0] * len(memory), shared=True, least=LEAST, computes=True)
         return Peering(remote, told, [])
     pages, nbytes = [group.pages for group in groups], [units.nbytes for units in memory]
     own = sum(count * n for count, n in zip(pages, nbytes))
-    room = own if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
+    room = min(own, MOST) if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
     units = tier_units(room, pages, nbytes)
     if not all(units):
         raise ConfigError(
@@ -63,8 +67,21 @@ def open_peer(
     token = os.urandom(TOKEN)
     kept = [HostUnits(count, n, token) for count, n in zip(units, nbytes)]
     lent = token if config.kv_transfer_backend == "auto" else b""
-    offer = Offer(config, identity, kept, memory, rank, abreast, lent)
+    try:
+        moving = mover([units.memory for units in kept])
+    except RuntimeError as error:  # of pages that cannot be locked
+        raise OutOfMemory(
+            f"the host's memory ran out while {mib(room)} for KV on its way were taken ({error}); lower "
+            "--kv-transfer-bytes",
+            param="kv_transfer_bytes",
+        ) from error
+    offer = Offer(config, identity, kept, moving, rank, abreast, lent)
     return Peering(offer, Tier("peers", units, early=True), [offer.port])
+
+
+def by_threads(memory: Sequence[Memory], segments: Sequence[Segment]) -> FileTier:
+    """A ``Mover`` of devices that threads read and write."""
+    return FileTier("--role", [SegmentUnits(segment) for segment in segments], memory, COPYING)
 
 
 def peer_identity(

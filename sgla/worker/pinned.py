@@ -10,7 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sgla.worker.region import PIECE
 
@@ -18,20 +20,29 @@ TOUCHERS = 8  # threads that have the system find pages
 
 
 class Pinned:
-    """``bytes`` uint8[size], in large pages if the system has them. Torch's allocator would take a power of
-    two, and have the pages found one by one. Raises RuntimeError."""
+    """``bytes`` uint8[size], in large pages if the system has them; or those of ``memory`` uint8[*], from
+    ``begin`` on. Torch's allocator would take a power of two, and have the pages found one by one. Raises
+    RuntimeError."""
 
-    def __init__(self, size: int) -> None:
-        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # of a system without
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        base = self.bytes.data_ptr()
-        with ThreadPoolExecutor(TOUCHERS) as threads:
-            list(threads.map(partial(_touch, base), *zip(*pieces(size))))
+    def __init__(self, size: int = 0, memory: NDArray[np.uint8] | None = None, begin: int = 0) -> None:
+        if memory is None:
+            whole = self._found(size)
+        else:
+            whole, size = torch.from_numpy(memory), len(memory)
+        self.bytes, base = whole[begin:], whole.data_ptr()
         if error := int(torch.cuda.cudart().cudaHostRegister(base, size, 0)):
             raise RuntimeError(f"the host's memory cannot be pinned: CUDA error {error}")
         weakref.finalize(self, _unpin, base).atexit = False
+
+    @staticmethod
+    def _found(size: int) -> torch.Tensor:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # of a system without
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        found = torch.frombuffer(memory, dtype=torch.uint8)
+        with ThreadPoolExecutor(TOUCHERS) as threads:
+            list(threads.map(partial(_touch, found.data_ptr()), *zip(*pieces(size))))
+        return found
 
 
 def pieces(size: int) -> Iterator[tuple[int, int]]:

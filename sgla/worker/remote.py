@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sgla import clock
 from sgla.config import Config
@@ -34,8 +36,9 @@ from sgla.peers import (
     Want,
     connect,
 )
-from sgla.worker.lent import Segment, borrow
-from sgla.worker.tiers import PATIENCE, FileTier, Memory, checksum
+from sgla.worker.lent import Mover, Segment, borrow
+from sgla.worker.state import column
+from sgla.worker.tiers import PATIENCE, FileTier, Memory, Source, checksum
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,6 @@ class Arrivals:
         self.lock = threading.Lock()
         self.nbytes, self._room, self._used = nbytes, room, 0
         self._there: dict[Name, Arrived] = {}
-        self.borrowed: list[Segment] = []  # of each cache group, if the prefill server lends its memory
 
     def __contains__(self, name: Name) -> bool:
         return name in self._there
@@ -99,7 +101,13 @@ class Arrivals:
         """What was borrowed cannot be read any more."""
         for name in [name for name, arrived in self._there.items() if arrived.told.place >= 0]:
             self.take(name)
-        self.borrowed = []
+
+    def lent(self, names: Sequence[Sequence[Name]]) -> list[list[Unit]] | None:
+        """Where they are in memory that was borrowed; None, and nothing is taken, if one of them is not."""
+        found = [[self._there.get(name) for name in group] for group in names]
+        if any(arrived is None or arrived.told.place < 0 for group in found for arrived in group):
+            return None
+        return [[arrived.told for name in group if (arrived := self.take(name))] for group in names]
 
     def purge(self, before: float) -> None:
         """What came then goes."""
@@ -116,18 +124,11 @@ class Taken:
     def read(self, unit: int, key: bytes) -> Beside:
         with self._arrivals.lock:
             arrived = self._arrivals.take((self._group, key))
-            borrowed = self._arrivals.borrowed
         if arrived is None:
             raise OSError("a unit is not there any more")
-        data, told, _ = arrived
-        if told.place >= 0:
-            room = np.empty(self._arrivals.nbytes[self._group], np.uint8)
-            if not borrowed or not borrowed[self._group].read(told.place, told.mark, room):
-                raise OSError("a unit is not there any more; a larger --kv-transfer-bytes keeps it longer")
-            return room.data
-        if checksum(key, data) != told.sum:
+        if checksum(key, arrived.data) != arrived.told.sum:
             raise OSError("a unit is not what was computed")
-        return data
+        return arrived.data
 
     def write(self, unit: int, key: bytes, data: bytes) -> None:
         raise AssertionError("nothing is saved to a prefill server")
@@ -141,15 +142,53 @@ class Taken:
     def close(self) -> None: ...
 
 
-class RemoteTier(FileTier):
-    """``room``: bytes of prompts that may be under way, while others wait for their turn, and of units that
-    may wait to be taken."""
+class Loan:
+    """The memory of a prefill server. ``mover`` copies from it."""
+
+    def __init__(self, segments: Sequence[Segment], mover: Source) -> None:
+        self._segments, self._mover = segments, mover
+        self._copies: dict[int, Copy] = {}  # by their transfer
+        self._marks: dict[int, list[NDArray[np.int64]]] = {}  # of their cache groups, as told
+
+    @property
+    def under_way(self) -> bool:
+        return self._mover.under_way
+
+    def begin(self, copy: Copy, told: Sequence[Sequence[Unit]]) -> None:
+        """``told``: of each cache group."""
+        places = [np.array([unit.place for unit in units], np.int32).tobytes() for units in told]
+        self._marks[copy.transfer] = [np.array([unit.mark for unit in units], np.int64) for units in told]
+        self._copies[copy.transfer] = msgspec.structs.replace(copy, sources=places)
+        self._mover.begin(self._copies[copy.transfer])
+
+    def ended(self) -> list[Moved]:
+        return [self._checked(moved) for moved in self._mover.ended()]
+
+    def _checked(self, moved: Moved) -> Moved:
+        """What was overwritten before it was copied means nothing."""
+        copy, marks = self._copies.pop(moved.transfer), self._marks.pop(moved.transfer)
+        for segment, places, told in zip(self._segments, copy.sources, marks):
+            if (segment.marks[column(places)] != told).any():
+                log.warning(
+                    "--prefill-url: a larger --kv-transfer-bytes there keeps units until they are read"
+                )
+                return Moved(moved.transfer, ok=False)
+        return moved
+
+    def close(self) -> None:
+        self._mover.close()
+
+
+class RemoteTier:
+    """``mover``: what copies from memory that a prefill server on this host lends. ``room``: bytes of prompts
+    that may be under way, while others wait for their turn, and of units that may wait to be taken."""
 
     def __init__(
         self,
         config: Config,
         told: dict[str, str],
         memory: Sequence[Memory],
+        mover: Mover,
         rank: int,
         room: int,
         abreast: int,
@@ -158,7 +197,8 @@ class RemoteTier(FileTier):
         self._arrivals = Arrivals([units.nbytes for units in memory], room)
         self._guard = self._arrivals.lock
         taken = [Taken(self._arrivals, group) for group in range(len(memory))]
-        super().__init__("--prefill-url", taken, memory, COPYING, abreast)
+        self._sent = FileTier("--prefill-url", taken, memory, COPYING, abreast)
+        self._mover, self._loans = mover, list[Loan]()  # the last one is used, others come to their end
         self._url, self._secret = config.prefill_url or "", config.kv_transfer_secret or ""
         self._told, self._rank, self._room = told, rank, room
         self._borrows = config.kv_transfer_backend == "auto"
@@ -252,36 +292,55 @@ class RemoteTier(FileTier):
                     if asked.number == message.number:
                         asked.done, asked.moved = message, now
         if isinstance(message, Done) and message.error:
-            self._warn("be computed by the prefill server", OSError(message.error))
+            self._sent.warn("be computed by the prefill server", OSError(message.error))
 
     def _borrow(self, lent: Lent) -> None:
         nbytes = self._arrivals.nbytes
         if not self._borrows or self._links is None or not len(lent.fds) == len(lent.units) == len(nbytes):
             return
+        self._loans = [loan for loan in self._loans if loan.under_way]
         found = [
             borrow(lent.pid, fd, lent.token, units, n) for fd, units, n in zip(lent.fds, lent.units, nbytes)
         ]
         segments = [segment for segment in found if segment is not None]
-        if len(segments) == len(found):
-            self._arrivals.borrowed = segments
-            self._links[1].post(Borrowed())
+        if self._loans or len(segments) < len(found):
+            return
+        try:
+            self._loans = [Loan(segments, self._mover(segments))]
+        except RuntimeError as error:  # of pages that cannot be locked
+            log.warning("--prefill-url: its memory cannot be read (%s); units are sent", error)
+            return
+        self._links[1].post(Borrowed())
 
     # --- copies
 
     @property
+    def _sources(self) -> list[FileTier | Loan]:
+        return [self._sent, *self._loans]
+
+    @property
     def under_way(self) -> bool:
-        return bool(self._asked) or super().under_way
+        return bool(self._asked) or any(source.under_way for source in self._sources)
 
     def begin(self, copy: Copy) -> None:
-        if copy.target:
-            super().begin(copy)
-            return
         parted = [[keys[at : at + KEY] for at in range(0, len(keys), KEY)] for keys in copy.keys]
         names = [[(g, key) for key in keys] for g, keys in enumerate(parted)]
+        if copy.target:
+            self._load(copy, names)
+            return
         nbytes = sum(len(keys) * size for keys, size in zip(parted, self._arrivals.nbytes))
         with self._guard:
             self._asked.append(Asked(copy, next(self._numbers), names, set(), nbytes, clock.now()))
         self._send()
+
+    def _load(self, copy: Copy, names: list[list[Name]]) -> None:
+        with self._guard:
+            lent = self._arrivals.lent(names)
+            loan = self._loans[-1] if self._loans else None
+        if lent is None or loan is None:
+            self._sent.begin(copy)
+        else:
+            loan.begin(copy, lent)
 
     def _send(self) -> None:
         """Ask for what there is room for, in its order."""
@@ -303,7 +362,7 @@ class RemoteTier(FileTier):
         asking.post(Ask(asked.number, asked.copy.namespace, asked.copy.tokens))
 
     def ended(self) -> list[Moved]:
-        ended = super().ended()
+        ended = [moved for source in self._sources for moved in source.ended()]
         if not self._asked:
             return ended
         now = clock.now()
@@ -348,4 +407,5 @@ class RemoteTier(FileTier):
         self._thread.join()
         for link in self._links or ():
             link.close()
-        super().close()
+        for source in self._sources:
+            source.close()

@@ -12,6 +12,7 @@ from sgla.hub.source import ModelSource
 from sgla.messages import CacheGroup
 from sgla.worker.copies import Copies
 from sgla.worker.disk import identity_of, open_disk
+from sgla.worker.lent import Mover
 from sgla.worker.peering import open_peer, peer_identity
 from sgla.worker.store import open_store
 from sgla.worker.tiers import Memory
@@ -19,12 +20,14 @@ from sgla.worker.tiers import Memory
 
 class Units(NamedTuple):
     """What tiers have copies of. ``memory``: of each cache group, where its units are on the device;
-    ``layout`` and ``long``: see ``identity_of``; ``abreast``: see ``FileTier``."""
+    ``layout`` and ``long``: see ``identity_of``; ``mover``: of what other servers read or lend; ``abreast``:
+    see ``FileTier``."""
 
     groups: Sequence[CacheGroup]
     memory: Sequence[Memory]
     layout: object
     long: Sequence[bool]
+    mover: Mover
     abreast: int = 1
 
 
@@ -49,10 +52,10 @@ def open_tiers(
     copies: Copies, config: Config, source: ModelSource, shard: Shard, units: Units
 ) -> Identity | None:
     """Add the tiers of ``--kv-disk`` and ``--kv-store``, and what a server with a role has for the other one.
-    None if there are no tiers at all. Raises ConfigError."""
+    None if there are no tiers at all. Raises ConfigError and OutOfMemory."""
     if not (copies.tiers or asks_for_tiers(config)):
         return None
-    groups, memory, layout, long, abreast = units
+    groups, memory, layout, long, mover, abreast = units
     identity, rank, size = Identity(config, source, units), shard.rank, shard.size
     if config.kv_disk is not None:
         disk, tier, keys = open_disk(config.kv_disk, identity.text, groups, memory, rank, size, abreast)
@@ -64,7 +67,7 @@ def open_tiers(
         copies.add_tier(tier, store, [b""] * len(groups))
     if config.role != "both":
         told = peer_identity(config, source, layout, long, size)
-        peer = open_peer(config, told, groups, memory, rank, size, abreast)
+        peer = open_peer(config, told, groups, memory, mover, shard, abreast)
         copies.add_tier(peer.told, peer.tier, [b""] * len(groups))
         copies.peer_ports, copies.identity = peer.ports, told
     return identity

@@ -32,6 +32,22 @@ def checksum(key: bytes, data: bytes | memoryview) -> bytes:
     return made.digest()
 
 
+class Source(Protocol):
+    """One of them, and what copies are made by. A tier is a target as well."""
+
+    @property
+    def under_way(self) -> bool:
+        """Some copy has not been told of by ``ended``."""
+
+    def begin(self, copy: Copy) -> None:
+        """Behind the steps that have been launched, beside those to come."""
+
+    def ended(self) -> list[Moved]:
+        """The copies that have ended since the last call."""
+
+    def close(self) -> None: ...
+
+
 class Memory(Protocol):
     """Units of one cache group on the device, which threads read and write: ``nbytes`` each."""
 
@@ -148,7 +164,7 @@ class FileTier:
         for job in over:
             if not job.done.done():
                 job.give_up()
-                self._warn("be had in time; what it holds is computed", TimeoutError("it does not answer"))
+                self.warn("be had in time; what it holds is computed", TimeoutError("it does not answer"))
                 self._stuck.append(job)
         failed, self._failed = self._failed, []
         return failed + [_ended(job) for job in over]
@@ -164,7 +180,7 @@ class FileTier:
             self._memory[0].wait(mark)
             self._each(load, copy)
         except OSError as error:
-            self._warn("be read; what it holds is computed", error)
+            self.warn("be read; what it holds is computed", error)
             raise
         return []
 
@@ -184,7 +200,7 @@ class FileTier:
             self._memory[0].wait(mark)
             self._each(save, copy)
         except OSError as error:
-            self._warn("be written; what it lacks is computed again", error)
+            self.warn("be written; what it lacks is computed again", error)
             raise
         return []
 
@@ -199,7 +215,7 @@ class FileTier:
             ]
             return [found, *more]
         except OSError as error:
-            self._warn("be read; what it holds is computed", error)
+            self.warn("be read; what it holds is computed", error)
             raise
 
     def _each(self, work: Callable[..., None], copy: Copy) -> None:
@@ -217,7 +233,7 @@ class FileTier:
         for one in begun:
             one.result()
 
-    def _warn(self, what: str, error: OSError) -> None:
+    def warn(self, what: str, error: OSError) -> None:
         """Once of its kind."""
         if what not in self._warned:
             self._warned.add(what)

@@ -25,7 +25,7 @@ from sgla.engine.params import SamplingParams
 from sgla.errors import ConfigError, SglaError
 from sgla.peers import Ask, Borrowed, Channel, Done, Hello, Lent, Message, Unit, Want
 from sgla.worker import remote
-from sgla.worker.lent import TOKEN, Segment
+from sgla.worker.lent import TOKEN
 from sgla.worker.offer import HostUnits
 
 SECRET = {"kv_transfer_secret": "between us"}
@@ -233,13 +233,14 @@ def wait_until(true: Callable[[], bool], seconds: float = 20) -> None:
 def test_units_that_have_changed_are_not_used(
     pair: tuple[Engine, Engine], alone: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = HostUnits.write
+    end = HostUnits.end
 
-    def spoil(units: HostUnits, unit: int, key: bytes, data: bytes) -> None:
-        write(units, unit, key, data)
-        units.memory.units[unit - 1, 3] ^= 1
+    def spoil(units: HostUnits, unit: int, key: bytes, threads: Any) -> None:
+        end(units, unit, key, threads)
+        units._sums[unit].result()
+        units.memory.units[unit, 3] ^= 1
 
-    monkeypatch.setattr(HostUnits, "write", spoil)
+    monkeypatch.setattr(HostUnits, "end", spoil)
     _, second = pair
     assert same_text(tell(second, ASKED), alone)
     [tier] = stats(second).tiers
@@ -268,12 +269,15 @@ def test_memory_is_borrowed_on_one_host(
 def test_borrowed_units_that_are_overwritten_are_not_used(
     folders: dict[str, Path], fresh: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Segment.read
+    lent = HostUnits.lent
 
-    def late(segment: Segment, place: int, mark: int, into: Any) -> bool:
-        return read(segment, place, mark - 2 * (place % 3 == 1), into)
+    def late(units: HostUnits, key: bytes) -> Any:
+        found = lent(units, key)
+        assert found is not None
+        place, mark = found
+        return place, mark - 2 * (place % 3 == 1)
 
-    monkeypatch.setattr(Segment, "read", late)
+    monkeypatch.setattr(HostUnits, "lent", late)
     with decoding(folders["pages"], port_of(fresh)) as second:
         assert same_text(tell(second, ASKED), alone)
         assert stats(second).tiers[0].failed > 0
@@ -300,6 +304,17 @@ def test_what_cannot_be_borrowed_is_sent(
         assert same_text(tell(second, ASKED[:2]), alone[:2])
         assert stats(second).tiers[0].loaded > 0
         assert stats(second).tiers[0].failed == 0
+
+
+def test_a_prefill_server_brings_back_what_its_tree_has_lost(folders: dict[str, Path]) -> None:
+    texts = [[(a * i + a) % 300 for i in range(150)] for a in (7, 11, 13, 17, 19, 23)]
+    small = {"kv_cache_bytes": 256 << 10, "context_length": 200, "kv_transfer_bytes": 2 << 20}
+    with begin(folders["pages"]) as one, prefilling(folders["pages"], **small) as first:
+        for _ in range(2):
+            assert same_text(tell(first, texts), tell(one, texts))
+        assert stats(first).tiers[0].loaded > 0
+        assert stats(first).tiers[0].failed == 0
+        check_idle(first)
 
 
 def test_a_prefill_server_that_refuses_is_no_error(
