@@ -85,6 +85,11 @@ def items(target: Target) -> bytes:
     )
 
 
+def long_name(target: Target) -> dict[str, Any]:
+    """Of a model, with as many places where that of an adapter might begin."""
+    return {"model": ":" * target.many(15 << 20), "prompt": "a", "max_tokens": 1}
+
+
 def unknown_fields(target: Target) -> dict[str, Any]:
     return {"prompt": "a", "max_tokens": 1} | {f"field_{i}": i for i in range(target.many(250))}
 
@@ -519,6 +524,7 @@ PLAIN: dict[str, Attack] = {
     "8,192 parts, /v1/messages": one("/v1/messages", messages(4096, PARTS)),
     "4,096 messages with calls": one(CHAT, messages(4096, EMPTY_CALL)),
     "8,192 items": one(RESPONSES, items),
+    "a name of colons": one(TEXT, long_name),
     "unknown fields": one(TEXT, unknown_fields, copies=20),
     "1.7M fields, /invocations": one("/invocations", million_fields),
     "unknown sampling fields": one(NATIVE, unknown_sampling),

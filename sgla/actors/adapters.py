@@ -21,7 +21,7 @@ from sgla.errors import (
 )
 from sgla.messages import Control, Keep
 
-MOST_NAME = 256  # characters
+MOST_NAME, MOST_PATH = 256, 4096  # characters
 ADAPTED = "\1"  # begins the namespaces of requests with adapters
 Tell = Callable[[Control], Awaitable[dict[str, Any]]]  # the workers
 
@@ -59,15 +59,8 @@ class AdapterTable:
 
     def find(self, asked: str, names: list[str]) -> Adapter | None:
         """By its name, alone or behind one of the base's ``names`` and a colon."""
-        if (found := self.loaded.get(asked)) is not None:
-            return found
-        base, colon, name = asked.partition(":")
-        while colon:
-            if base in names and name in self.loaded:
-                return self.loaded[name]
-            more, colon, name = name.partition(":")
-            base = f"{base}:{more}"
-        return None
+        behind = (asked[len(base) + 1 :] for base in names if asked.startswith(f"{base}:"))
+        return next((self.loaded[name] for name in (asked, *behind) if name in self.loaded), None)
 
     def named(self, name: str) -> Adapter:
         """Raises UnsupportedField, ModelNotFound."""
@@ -191,7 +184,11 @@ class AdapterTable:
 
 def inside(folder: str, folders: list[str], param: str, flag: str) -> Path:
     """Raises Forbidden for what is not inside of one of the ``folders``, InvalidField for what is no
-    folder."""
+    folder. Each part of a path is looked at."""
+    if len(folder) > MOST_PATH:
+        raise InvalidField(
+            f"{param} has {len(folder)} characters; at most {MOST_PATH} are taken", param=param
+        )
     try:
         path = Path(folder).resolve()
         below = any(path.is_relative_to(Path(own).resolve()) for own in folders)

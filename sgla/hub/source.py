@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Literal, NamedTuple
 
 from sgla.errors import ConfigError
@@ -189,10 +190,14 @@ def merged(known: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path, most: int = MAX_JSON) -> Any:
-    """The content of a JSON file of at most ``most`` bytes. Raises ConfigError."""
+    """The content of a JSON file of at most ``most`` bytes. Raises ConfigError, also for a device or a pipe,
+    which may never end."""
     try:
-        if (size := path.stat().st_size) > most:
-            raise ConfigError(f"{path} has {size} bytes; at most {most} are read", param="model")
+        found = path.stat()
+        if found.st_size > most:
+            raise ConfigError(f"{path} has {found.st_size} bytes; at most {most} are read", param="model")
+        if not S_ISREG(found.st_mode):
+            raise ConfigError(f"{path} is no file", param="model")
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ConfigError(f"{path} is nested too deeply", param="model") from None

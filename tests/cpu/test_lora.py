@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no group": (lambda f: _config(f, alpha_pattern={r"\1": 4}), "is no plain name of a module"),
     "other rank": (lambda f: _config(f, r=2), r"lora_[AB] has shape .*, expected"),
     "no config": (lambda f: (f / CONFIG).unlink(), "adapter_config.json is not valid JSON"),
+    "a pipe": (lambda f: ((f / CONFIG).unlink(), os.mkfifo(f / CONFIG)), "adapter_config.json is no file"),
     "no json": (lambda f: (f / CONFIG).write_text("{"), "adapter_config.json is not valid JSON"),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), "has no adapter_model.safetensors"),
     "pickled": (lambda f: (f / WEIGHTS).rename(f / "adapter_model.bin"), "adapter_model.bin is not read"),
