@@ -18,7 +18,8 @@ import msgspec
 from sgla import clock
 from sgla.actors.base import in_thread
 from sgla.actors.resting import PARTS
-from sgla.actors.system import System, look_up
+from sgla.actors.setup import look_up
+from sgla.actors.system import System
 from sgla.config import Config
 from sgla.errors import NotReady, Overloaded, SglaError, UnsupportedField
 from sgla.ledger import Need, check_fits, lacking, need_of, room_of, size_text

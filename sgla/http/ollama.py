@@ -32,7 +32,8 @@ from sgla.http.request.schema import (
     Schema,
     unsupported,
 )
-from sgla.http.server import ABORTED, ASKED, Server, Work, make_work, raise_aborted
+from sgla.http.request.work import make_work
+from sgla.http.server import ABORTED, ASKED, Server, Work, raise_aborted
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, Rejected, Usage
 from sgla.model.sizes import short_count

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tiny import submit, tiny_config, tiny_source
 
 from sgla.actors.schedule import Schedule
-from sgla.actors.system import make_limits
+from sgla.actors.setup import make_limits
 from sgla.executor.base import Executor
 from sgla.executor.fake import FakeExecutor, fake_facts
 from sgla.executor.inline import InlineExecutor

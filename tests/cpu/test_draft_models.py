@@ -12,7 +12,7 @@ import pytest
 from config_cases import gemma3, qwen3_next
 from tiny import LLAMA, VOCAB, Transcript, check_draws, make_core, run, submit, tiny_config, tiny_source
 
-from sgla.actors.system import find_model
+from sgla.actors.setup import find_model
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.messages import Submit

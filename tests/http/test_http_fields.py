@@ -13,7 +13,7 @@ from http_site import Serve, Site
 
 from sgla.errors import InvalidField
 from sgla.http.request.schema import MAX_LOGPROBS
-from sgla.http.server import limit_logprobs
+from sgla.http.request.work import limit_logprobs
 from sgla.messages import Event, Job, SamplingParams, Thinking, TokenLogprob
 
 USER = [{"role": "user", "content": "weather?"}]

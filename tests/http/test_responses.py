@@ -148,13 +148,13 @@ async def test_what_is_not_stored_is_not_found(serve: Serve) -> None:
 async def test_background_and_cancel(serve: Serve) -> None:
     site = await serve(FakeIngress(pace=0.005))
     create, retrieve = site.client.responses.create, site.client.responses.retrieve
-    started = await create(model="fake", input="x", background=True, max_output_tokens=3)
+    started = await create(model="fake", input="x", background=True, max_output_tokens=60)
     assert started.status == "queued"
     with pytest.raises(openai.ConflictError):
         await create(model="fake", input="y", previous_response_id=started.id)
     while (done := await retrieve(started.id)).status in ("queued", "in_progress"):
         await asyncio.sleep(0.005)
-    assert (done.status, done.usage.output_tokens) == ("incomplete", 3)
+    assert (done.status, done.usage.output_tokens) == ("incomplete", 60)
     endless = await create(model="fake", input="x", background=True, max_output_tokens=200)
     cancelled = await site.client.responses.cancel(endless.id)
     assert (cancelled.id, cancelled.status) == (endless.id, "cancelled")

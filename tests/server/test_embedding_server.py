@@ -12,7 +12,7 @@ import pytest
 from server_process import serving
 
 from sgla import Engine
-from sgla.actors.system import find_model
+from sgla.actors.setup import find_model
 from sgla.config import Config
 from sgla.device import nvidia
 from sgla.errors import UnsupportedTask

@@ -35,16 +35,8 @@ from sgla.http.request.schema import (
     SessionParams,
     check_count,
 )
-from sgla.http.server import (
-    ABORTED,
-    ASKED,
-    Server,
-    Work,
-    check_sizes,
-    limit_hidden_states,
-    limit_logprobs,
-    make_work,
-)
+from sgla.http.request.work import check_sizes, limit_hidden_states, limit_logprobs, make_work
+from sgla.http.server import ABORTED, ASKED, Server, Work
 from sgla.http.turns import paced
 from sgla.http.wire import encode
 from sgla.messages import Event, Rejected, SamplingParams, TokenLogprob, Usage

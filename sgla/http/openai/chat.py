@@ -34,7 +34,8 @@ from sgla.http.request.chat import checked_messages, prompt_flags, template_kwar
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import first, sampling_params
 from sgla.http.request.schema import ChatRequest, Schema, unsupported
-from sgla.http.server import ABORTED, ASKED, Server, Work, make_work, raise_aborted
+from sgla.http.request.work import make_work
+from sgla.http.server import ABORTED, ASKED, Server, Work, raise_aborted
 from sgla.http.turns import MANY, pause
 from sgla.http.wire import encode
 from sgla.messages import Event, SamplingParams, TokenLogprob, Usage

@@ -32,7 +32,8 @@ from sgla.http.openai.common import (
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import are_ids, first, sampling_params
 from sgla.http.request.schema import MAX_CHOICES, CompletionRequest, Schema, check_count
-from sgla.http.server import ABORTED, ASKED, Server, Work, limit_logprobs, make_work, raise_aborted
+from sgla.http.request.work import limit_logprobs, make_work
+from sgla.http.server import ABORTED, ASKED, Server, Work, raise_aborted
 from sgla.http.turns import paced
 from sgla.http.wire import encode
 from sgla.messages import Event, Job, SamplingParams, TokenLogprob

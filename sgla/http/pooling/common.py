@@ -15,7 +15,8 @@ from sgla.http.answer.collect import Choice
 from sgla.http.openai.text import separate, token_prompt
 from sgla.http.request.sampling import first
 from sgla.http.request.schema import MAX_CHOICES, RequestFields
-from sgla.http.server import YIELDS, Server, make_work, raise_aborted
+from sgla.http.request.work import make_work
+from sgla.http.server import YIELDS, Server, raise_aborted
 from sgla.messages import Pooling, SamplingParams
 
 ENTRY = 16  # values that an entry of an answer costs beside its own

@@ -21,11 +21,12 @@ from sgla.http.mcp.servers import ToolError
 from sgla.http.openai.chat import chat_sampling
 from sgla.http.request.chat import checked_messages
 from sgla.http.request.schema import ChatRequest
+from sgla.http.request.work import sampled
 from sgla.http.responses.answer import Answer
 from sgla.http.responses.background import Recorder
 from sgla.http.responses.input import Item, ResponsesRequest, chat_messages
 from sgla.http.responses.mcp import MAX_CALLS, Offer, error_object
-from sgla.http.server import Server, Work, sampled, unique
+from sgla.http.server import Server, Work, unique
 from sgla.messages import Event, Rejected
 
 log = logging.getLogger(__name__)

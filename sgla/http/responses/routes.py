@@ -29,6 +29,7 @@ from sgla.http.openai.chat import chat_work
 from sgla.http.request.intake import intake
 from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import MAX_REPEATED, ChatRequest
+from sgla.http.request.work import limit_logprobs
 from sgla.http.responses import mcp
 from sgla.http.responses.agent import Agent
 from sgla.http.responses.answer import Answer, ResponseStream, check_repeated, event_block
@@ -48,7 +49,7 @@ from sgla.http.responses.input import (
 )
 from sgla.http.responses.items import listed
 from sgla.http.responses.store import END, Found, Place, Stored
-from sgla.http.server import ASKED, PATH_ID, Server, Work, limit_logprobs
+from sgla.http.server import ASKED, PATH_ID, Server, Work
 from sgla.http.state.shelf import UNREAD
 from sgla.http.wire import encode, json_response
 from sgla.messages import Event, TokenLogprob
