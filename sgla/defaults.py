@@ -97,7 +97,7 @@ GIVEN = "--preferred-sampling-params"
 
 class Defaults(msgspec.Struct, frozen=True):
     """``values``: by names of ``SAMPLING``. ``sources``: where each comes from. ``talks``: what the card has
-    for conversations besides. ``notes``: what the files say that is not honoured, and why."""
+    besides for chats that answer in words. ``notes``: what the files say that is not honoured, and why."""
 
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -108,6 +108,10 @@ class Defaults(msgspec.Struct, frozen=True):
     def given(self) -> dict[str, Any]:
         """Those that the user has chosen."""
         return {name: value for name, value in self.values.items() if self.sources[name] == GIVEN}
+
+    def in_words(self) -> Defaults:
+        """Those of a chat that answers in words: no grammar holds, and there are no tools to call."""
+        return msgspec.structs.replace(self, values={**self.values, **self.talks})
 
     def fields(self, usual: int | None = None) -> dict[str, Any]:
         """Of a request that says none; ``usual`` as in ``max_tokens``."""
@@ -129,6 +133,10 @@ class Defaults(msgspec.Struct, frozen=True):
         """``temperature 0.2, top_p 0.9 (the model's card)``."""
         if not self.values:
             return "temperature 1, top_p 1 (OpenAI's)"
+        more = ", ".join(f"{name} {value:g}" for name, value in self.talks.items())
+        return self._by_source() + (f"; chats without tools and formats: {more}" if more else "")
+
+    def _by_source(self) -> str:
         by_source: dict[str, list[str]] = {}
         for name, value in self.values.items():
             shown = "on" if isinstance(value, Repetition) else "off" if value is None else f"{value:g}"
@@ -165,7 +173,10 @@ def find_defaults(config: Config, source: ModelSource | None) -> Defaults:
     layers.append((GIVEN, read_given(config)))
     values = {name: value for _, layer in layers for name, value in layer.items()}
     sources = {name: where for where, layer in layers for name in layer}
-    return Defaults(values, sources, dict(talks), notes)
+    later = {name for _, layer in layers[1:] for name in layer}
+    return Defaults(
+        values, sources, {name: value for name, value in talks.items() if name not in later}, notes
+    )
 
 
 def read_file(file: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:

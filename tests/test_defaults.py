@@ -33,7 +33,8 @@ def test_every_field_is_one_of_the_parameters() -> None:
 
 
 def test_the_file_goes_before_the_card_and_the_user_before_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = replace(packaged.MODELS["demo"], sampling={"temperature": 0.2, "top_p": 0.9, "min_p": 0.1})
+    sampling = {"temperature": 0.2, "top_p": 0.9, "min_p": 0.1}
+    card = replace(packaged.MODELS["demo"], sampling=sampling, talk={})
     monkeypatch.setitem(packaged.MODELS, "demo", card)
     config = Config(preferred_sampling_params={"min_p": 0, "max_new_tokens": 7})
     found = find_defaults(config, source(top_p=0.5, max_new_tokens=9, eos_token_id=3))
@@ -62,9 +63,22 @@ def test_conversations_end_and_have_the_cards_penalty_unless_the_user_says_other
     assert talk == {"max_tokens": 250, "repetition_detection": TALK_REPETITION, "repetition_penalty": 1}
     given = {"repetition_penalty": 1.3, "max_tokens": 9, "repetition_detection": {}, "top_k": 5}
     asked = find_defaults(Config(preferred_sampling_params=given), None).talk(1000)
-    assert asked == {"max_tokens": 9, "repetition_detection": None, "repetition_penalty": 1.3}
+    assert asked == {"max_tokens": 9, "repetition_detection": None}
     assert find_defaults(Config(model="x/y"), source(max_new_tokens=2048)).talk(1000)["max_tokens"] == 2048
     assert find_defaults(Config(sampling_defaults="openai"), None).talk(1 << 20)["max_tokens"] == 4096
+
+
+def test_chats_in_words_have_the_cards_penalty_unless_a_file_or_the_user_says_otherwise() -> None:
+    demo = find_defaults(Config(), None)
+    assert demo.in_words().values == demo.values | {"frequency_penalty": 0.2}
+    assert str(demo).endswith("(chosen for the demo); chats without tools and formats: frequency_penalty 0.2")
+    given = find_defaults(Config(preferred_sampling_params={"frequency_penalty": 0}), None)
+    assert given.in_words() == given
+    assert (
+        find_defaults(Config(), source(frequency_penalty=0.5)).in_words().values["frequency_penalty"] == 0.5
+    )
+    other = find_defaults(Config(model="x/y"), source(top_k=3))
+    assert other.in_words() == other
 
 
 def test_the_demo_answers_briefly_unless_it_is_told_otherwise() -> None:

@@ -217,6 +217,8 @@ def as_json(
         name: {"value": value, "source": defaults.sources[name]} for name, value in defaults.values.items()
     }
     whole = {"settings": settings, "memory": rows, "sampling": sampling, "notes": resolved.notes}
+    if defaults.talks:
+        whole["sampling_in_words"] = defaults.talks
     if counts is not None:
         whole["parameters"] = counts._asdict()
     return json.dumps(whole, indent=2)

@@ -236,7 +236,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
             prompt_fields(prompt) | {"priority": rank} | self._adapter(name)
             for prompt, rank, name in zip(batch, ranks, names)
         ]
-        results = await self._batch(inputs, sampling, False, progress)
+        results = await self._batch(inputs, sampling, progress)
         return results[0] if single else results
 
     async def _chat(
@@ -248,16 +248,14 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         inputs = [
             chat._asdict() | conversation_fields(one) | self._adapter(name) for one, name in zip(batch, names)
         ]
-        results = await self._batch(inputs, sampling, True, progress)
+        results = await self._batch(inputs, sampling, progress)
         return results[0] if single else results
 
-    async def _batch(
-        self, inputs: list[dict[str, Any]], sampling: Any, chat: bool, progress: bool | None
-    ) -> list[Any]:
-        """The results of requests that are told by fields of their jobs."""
+    async def _batch(self, inputs: list[dict[str, Any]], sampling: Any, progress: bool | None) -> list[Any]:
+        """The results of requests of one kind, told by fields of their jobs."""
         params = each(sampling, len(inputs), "sampling parameters")
         known = {id(one): one for one in params}  # most batches share one
-        meant = {key: self._meant(one, chat) for key, one in known.items()}
+        meant = {key: self._meant(one, inputs[0]) for key, one in known.items()}
         asked = [meant[id(one)] for one in params]
         # The longest outputs first, or one of them may go on alone when the others have ended (R. Graham,
         # "Bounds on multiprocessing timing anomalies", 1969: longest processing time first).

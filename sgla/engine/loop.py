@@ -20,7 +20,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.engine.inputs import Messages, Prompt, conversation_fields, prompt_fields
 from sgla.engine.outputs import Collector, Output
-from sgla.engine.params import SamplingParams, resolved
+from sgla.engine.params import SamplingParams, is_constrained, resolved
 from sgla.engine.progress import Bar, LoadBar, shown
 from sgla.errors import ConfigError, SglaError
 from sgla.messages import Event, Job, Pooling, Progress, Rejected
@@ -126,16 +126,20 @@ class EngineLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _job(self, sampling: messages.SamplingParams | None, **fields: Any) -> Job:
-        return self._job_of(self._meant(sampling, chat="messages" in fields), fields)
+        return self._job_of(self._meant(sampling, fields), fields)
 
     def _job_of(self, meant: Meant, fields: dict[str, Any]) -> Job:
         return Job(rid=f"engine-{next(self._counter)}", sampling=meant.sampling, clip=meant.clip, **fields)
 
-    def _meant(self, sampling: messages.SamplingParams | None, chat: bool) -> Meant:
-        """What ``sampling`` does not set is the model's default; a chat may go on to the context's end."""
+    def _meant(self, sampling: messages.SamplingParams | None, fields: dict[str, Any]) -> Meant:
+        """What ``sampling`` does not set is the model's default; a chat may go on to the context's end.
+        ``fields``: of a job of this kind."""
         sampling = SamplingParams() if sampling is None else sampling
         clip = isinstance(sampling, SamplingParams) and sampling.max_tokens is UNSET
-        return Meant(resolved(sampling, self._defaults.fields(None if chat else USUAL)), clip)
+        chat = "messages" in fields
+        words = chat and not fields.get("tools") and not is_constrained(sampling)
+        defaults = self._defaults.in_words() if words else self._defaults
+        return Meant(resolved(sampling, defaults.fields(None if chat else USUAL)), clip)
 
     def _adapter(self, name: str | None) -> dict[str, Any]:
         """Fields of a job with the adapter of this name; None: with none. Raises BadRequest kinds."""

@@ -132,6 +132,10 @@ def with_vllms(given: Any) -> Any:
     return msgspec.structs.replace(given, **{name: getattr(VLLMS, name) for name in unset})
 
 
+def is_constrained(given: messages.SamplingParams) -> bool:
+    return given.grammar is not None or getattr(given, "structured_outputs", None) is not None
+
+
 def resolved(
     given: messages.SamplingParams, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> messages.SamplingParams:

@@ -48,7 +48,7 @@ class Packaged:
     ``size`` and ``sha256`` are those of that file; ``hub_id`` has the same model as safetensors.
 
     ``about``: what a user should know of it. ``sampling``: its defaults where its files say nothing, in the
-    words of generation_config.json; ``talk``: those of the page and ``sgla chat`` besides. ``chat_template``
+    words of generation_config.json; ``talk``: those of chats besides that answer in words. ``chat_template``
     goes before the file's.
     """
 
@@ -106,7 +106,7 @@ MODELS = {
         "--demo hub' takes one that knows more.",
         # The best of what was measured (bench/questions.py, docs/performance-cpu.md): short answers are more
         # often right, and no run of tokens comes twice. A penalty ends long answers, but would spoil JSON and
-        # calls, so it is for conversations alone.
+        # calls, so it is for chats that answer in words.
         sampling={"temperature": 0, "no_repeat_ngram_size": 8, "max_tokens": 1024},
         talk={"frequency_penalty": 0.2},
         chat_template=SHORT_ANSWERS,

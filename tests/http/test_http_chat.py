@@ -13,6 +13,7 @@ from http_site import Site
 from sgla.defaults import GIVEN, Defaults
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
 def answer(site: Site, steps: int, child: int = 0) -> str:
@@ -259,8 +260,36 @@ async def test_max_tokens_may_have_a_default(site: Site, where: str, short: int)
     assert [job.clip for job in jobs] == [True, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "penalty"),
+    [
+        ("/v1/chat/completions", {}, 0.2),
+        ("/v1/chat/completions", {"frequency_penalty": 0}, 0),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, 0),
+        ("/v1/chat/completions", {"structured_outputs": {"choice": ["a", "b"]}}, 0),
+        ("/v1/chat/completions", {"tools": [TOOL], "tool_choice": "none"}, 0),
+        ("/v1/messages", {}, 0.2),
+        ("/v1/responses", {"input": "Hi"}, 0.2),
+        ("/api/chat", {"stream": False}, 0.2),
+        ("/api/chat", {"stream": False, "format": "json"}, 0),
+        ("/v1/completions", {"prompt": "a"}, 0),
+        ("/generate", {"text": "a"}, 0),
+    ],
+)
+async def test_a_default_may_hold_for_chats_in_words_alone(
+    site: Site, path: str, more: dict[str, Any], penalty: float
+) -> None:
+    site.ingress.default_sampling = Defaults(talks={"frequency_penalty": 0.2})
+    chat = {"messages": MESSAGES} if {"input", "prompt", "text"}.isdisjoint(more) else {}
+    limit = {"/v1/responses": "max_output_tokens", "/api/chat": "keep_alive"}.get(path, "max_tokens")
+    limits = {} if path == "/generate" else {limit: 1}
+    status, answer = await site.post(path, {"model": "fake"} | chat | limits | more)
+    assert status == 200, answer
+    assert site.ingress.jobs[-1].sampling.frequency_penalty == penalty
+
+
 async def test_tools_with_choice_none_are_shown_to_the_model(site: Site) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    tools = [TOOL]
     body = {"messages": MESSAGES, "max_tokens": 1, "tools": tools}
     assert (await site.post("/v1/chat/completions", body | {"tool_choice": "none"}))[0] == 200
     assert site.ingress.jobs[-1].tools == tools

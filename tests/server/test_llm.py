@@ -191,6 +191,22 @@ def test_what_is_not_set_is_the_models_default_or_vllms(llm: LLM, monkeypatch: p
     assert (chat.sampling.max_tokens, chat.sampling.temperature, chat.clip) == (None, 0.2, True)
 
 
+def test_a_default_may_hold_for_chats_in_words_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ingress = llm.engine._ready().ingress
+    monkeypatch.setattr(ingress, "default_sampling", Defaults(talks={"frequency_penalty": 0.2}))
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+    constrained = SamplingParams(structured_outputs={"choice": ["a", "b"]})
+    for fields, params, penalty in (
+        (chat, None, 0.2),
+        (chat, SamplingParams(top_k=3), 0.2),
+        (chat, SamplingParams(frequency_penalty=0), 0),
+        (chat, constrained, 0),
+        (chat | {"tools": [{}]}, None, 0),
+        ({"text": "Hi"}, None, 0),
+    ):
+        assert llm.engine._job(params, **fields).sampling.frequency_penalty == penalty
+
+
 def test_what_is_not_supported_is_refused_by_name(llm: LLM, tiny_model: Path) -> None:
     with pytest.raises(UnsupportedField, match="no adapters; start it with --enable-lora"):
         llm.generate("abc", lora_request=LoRARequest("x"))

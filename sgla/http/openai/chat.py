@@ -111,6 +111,7 @@ def chat_sampling(fields: ChatRequest, server: Server) -> SamplingParams:
         fields,
         server.sampling_defaults,
         max_tokens=first(fields.max_completion_tokens, fields.max_tokens),
+        words=not fields.tools,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         prompt_logprobs=fields.prompt_logprobs,
         logprob_token_ids=fields.logprob_token_ids,

@@ -37,6 +37,7 @@ def sampling_params(
     defaults: Defaults,
     *,
     max_tokens: int | None,
+    words: bool = False,
     usual: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
@@ -44,8 +45,9 @@ def sampling_params(
     hidden_states: bool | None = None,
 ) -> SamplingParams:
     """Raises InvalidField. ``defaults`` stands in for fields that the request leaves out or sets to null;
-    ``usual`` as in ``Defaults.max_tokens``."""
-    chosen = dict(defaults.values)
+    ``words``: of a chat that has no tools; ``usual`` as in ``Defaults.max_tokens``."""
+    grammar = grammar_of(fields)
+    chosen = dict((defaults.in_words() if words and grammar is None else defaults).values)
     for name in (*PLAIN, *SWITCHES):
         value = getattr(fields, name)
         if value is not None:
@@ -69,7 +71,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         logprob_token_ids=logprob_token_ids or [],
         hidden_states=bool(hidden_states),
-        grammar=grammar_of(fields),
+        grammar=grammar,
         processors=processors(fields),
     )
 
