@@ -18,6 +18,7 @@ import interpreter
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from sgla.kernels import build
 from sgla.kernels.cpu import native
@@ -42,6 +43,7 @@ if not torch.cuda.is_available():
 
 
 SLOW = "server", "cpu", "http", "grammar"  # folders whose tests take long, the slowest first
+WAITING = "tests/server/"  # files that wait for processes more than they compute
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
@@ -56,6 +58,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
     return min(cores + cores // 2, memory >> 32) if cores > 1 else 0
+
+
+class OneWaits(LoadFileScheduling):
+    """The first process runs the files that wait, so that the others have the cores then. One whose own files
+    have all begun helps with the rest."""
+
+    def _assign_work_unit(self, node: Any) -> None:
+        waits = node is self.nodes[0]
+        own = (file for file in self.workqueue if file.startswith(WAITING) == waits)
+        if first := next(own, None):
+            self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return OneWaits(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def _turn(tests: Counter[Path]) -> Callable[[pytest.Item], tuple[int, int, Path]]:
