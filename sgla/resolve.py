@@ -114,26 +114,14 @@ def resolve(
     settle_quantization(filling, machine, device, spec, dtype)
     settle_adapters(filling)
     config = filling.config
-    check_adapters(config, device, isinstance(spec, GenericSpec))
-    if isinstance(spec, GenericSpec):
-        check_generic(config, device, pooled)
-    elif spec is not None:
-        check_compiles(config)
-    if isinstance(spec, ModelSpec) and spec.recurrent:
-        check_recurrent(config, device)
-    if isinstance(spec, ModelSpec) and device == "cuda":
-        check_whole(config, spec)
+    check_model(config, device, spec, pooled)
     check_features(config, machine, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         filling.settle("speculative_num_draft_tokens", choose_drafts(config.speculative_algorithm))
     if config.cpu_offload_gb:
         check_offload(config, machine, device, spec, pooled or encoder)
-    for gpu in machine.gpus[: config.tp] if device == "cuda" else ():
-        if isinstance(spec, ModelSpec):
-            experts = experts_kind(spec, dtype, config.quantization)
-            check_device(gpu, config, dtype, experts, spec.quantization)
-        elif spec is not None:
-            check_encoder(gpu, config, dtype)
+    if device == "cuda":
+        check_cards(config, machine, spec, dtype)
     filling.settle("threads", choose_threads(machine, config.tp))
     settle_steps(filling, device == "cuda")
     settle_cache(filling, machine, device, spec, dtype, guessing)
@@ -147,6 +135,29 @@ def resolve(
             "8 of its 11 bits; --dtype float32 keeps all"
         )
     return Resolved(filling.done(), filling.reasons, found)
+
+
+def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, pooled: bool) -> None:
+    """Raise ConfigError for settings that this model cannot have on such a device."""
+    check_adapters(config, device, isinstance(spec, GenericSpec))
+    if isinstance(spec, GenericSpec):
+        check_generic(config, device, pooled)
+    elif spec is not None:
+        check_compiles(config)
+    if isinstance(spec, ModelSpec) and spec.recurrent:
+        check_recurrent(config, device)
+    if isinstance(spec, ModelSpec) and device == "cuda":
+        check_whole(config, spec)
+
+
+def check_cards(config: Config, machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str) -> None:
+    """Raise ConfigError for a model that one of the GPUs has no kernels for."""
+    for gpu in machine.gpus[: config.tp]:
+        if isinstance(spec, ModelSpec):
+            experts = experts_kind(spec, dtype, config.quantization)
+            check_device(gpu, config, dtype, experts, spec.quantization)
+        elif spec is not None:
+            check_encoder(gpu, config, dtype)
 
 
 def settle_quantization(

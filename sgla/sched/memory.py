@@ -13,7 +13,7 @@ from sgla.cache.pages import PagePool
 from sgla.cache.past import Past
 from sgla.cache.radix import NullCache, RadixCache
 from sgla.cache.states import StatePool
-from sgla.cache.tree import TOKEN_BYTES, marks_from
+from sgla.cache.tree import TOKEN_BYTES, Node, marks_from
 from sgla.cache.window import WindowPool
 from sgla.messages import Copy
 from sgla.sched.adapters import Adapters
@@ -261,17 +261,7 @@ class Memory:
         if request.node is None:
             return
         if request.spoiled:
-            private = request.pages[request.shared :]
-            self.pool.free(private)
-            beside = [self._let_go(g, request, len(private)) for g in range(len(self.windows))]
-            self.cache.unlock(request.node)
-            pages, windows = self.cache.discard(request.node)
-            gone = [private + pages, *(own + shared for own, shared in zip(beside, windows))]
-            self.spoiled = [a + b for a, b in zip(self.spoiled, gone)] if self.spoiled else gone
-            if self.recurrent is not None:
-                self.recurrent.release(request, 0)
-            self.transfers.forget(request)
-            self._forget(request)
+            self._discard(request, request.node)
             return
         first = request.shared
         last = max(first, min(request.least, len(request.tokens)) // self.page_size)
@@ -301,6 +291,20 @@ class Memory:
         if request.planned > borrowed:
             self._past.add(request.namespace, request.tokens[: last * self.page_size].tobytes(), borrowed)
             self.transfers.save(request, last)
+        self._forget(request)
+
+    def _discard(self, request: Request, node: Node) -> None:
+        """``release`` of a request whose pages nobody may read."""
+        private = request.pages[request.shared :]
+        self.pool.free(private)
+        beside = [self._let_go(g, request, len(private)) for g in range(len(self.windows))]
+        self.cache.unlock(node)
+        pages, windows = self.cache.discard(node)
+        gone = [private + pages, *(own + shared for own, shared in zip(beside, windows))]
+        self.spoiled = [a + b for a, b in zip(self.spoiled, gone)] if self.spoiled else gone
+        if self.recurrent is not None:
+            self.recurrent.release(request, 0)
+        self.transfers.forget(request)
         self._forget(request)
 
     def _keep(self, request: Request, count: int) -> None:

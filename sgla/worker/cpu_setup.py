@@ -17,7 +17,7 @@ from sgla.sampling.draw import draw
 from sgla.sampling.native import find_draw
 from sgla.sampling.processors import Factory, declared
 from sgla.sampling.processors import load as load_processors
-from sgla.worker.cpu_kv import take_kv
+from sgla.worker.cpu_kv import CpuKV, take_kv
 from sgla.worker.cpu_model import CpuModel
 from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, most_rows
@@ -50,18 +50,15 @@ class CpuSetup(CpuModel):
         self._open_adapters(dtype)
         self._model_again = partial(self._load_model, dtype, context_len, slots)
         self.model = self._model_again(source)
-        self._most_logits = max(slots, LOGIT_ROWS)
-        self._kept = Kept() if config.enable_return_hidden_states else None
         states = kv.paged < len(kv.groups)
         self.tables = SlotTables(slots, context_len, config.page_size, kv.paged, states)
-        limits = ProgramLimits(step_tokens, self._most_logits)
-        drafts = DraftSetup(config, source, self.model, dtype, self._report)
-        self._forward_again = partial(self._make_forward, limits, config.native_kernels, drafts.tell)
-        self._forward, kernels = self._forward_again()
-        self.sampler = self._make_sampler(spec.vocab, processors)
-        threads = self.place.threads
-        self._drafter = drafts.make(self.tables, self.sampler, kv.guessing, step_tokens, threads)
+        kernels = self._make_steps(kv, dtype, step_tokens, processors)
         adapters = None if self.adapters is None else self.adapters.adapters
+        ledger = {
+            "weights": kv.weights,
+            "kv": kv.size.bytes,
+            "adapters": adapters.nbytes if adapters else 0,
+        }
         self.facts = Facts(
             groups=kv.groups,
             page_size=config.page_size,
@@ -71,17 +68,27 @@ class CpuSetup(CpuModel):
             step_tokens=step_tokens,
             dtype=dtype,
             device=self.place.device.name,
-            ledger={
-                "weights": kv.weights,
-                "kv": kv.size.bytes,
-                "adapters": adapters.nbytes if adapters else 0,
-            },
+            ledger=ledger,
             adapters=adapters.places if adapters else 0,
             notes=[note for note in (kernels, kv.size.note) if note],
             guided_drafts=True,
             **self.copies.facts,
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
+
+    def _make_steps(self, kv: CpuKV, dtype: str, step_tokens: int, processors: dict[str, Factory]) -> str:
+        """What computes a step, samples and guesses; a note on the kernels."""
+        config, slots, native = self.config, len(self.tables.limit), self.config.native_kernels
+        self._most_logits = max(slots, LOGIT_ROWS)
+        self._kept = Kept() if config.enable_return_hidden_states else None
+        limits = ProgramLimits(step_tokens, self._most_logits)
+        drafts = DraftSetup(config, self.source, self.model, dtype, self._report)
+        self._forward_again = partial(self._make_forward, limits, native, drafts.tell)
+        self._forward, kernels = self._forward_again()
+        self.sampler = self._make_sampler(self.model.spec.vocab, processors)
+        threads = self.place.threads
+        self._drafter = drafts.make(self.tables, self.sampler, kv.guessing, step_tokens, threads)
+        return kernels
 
     def _open_tiers(self, groups: list[CacheGroup], long: list[bool]) -> None:
         """Raises ConfigError."""
