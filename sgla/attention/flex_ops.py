@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from sgla.attention.base import AttentionShape, DeviceBatch
-from sgla.device import Device
+from sgla.attention.base import DeviceBatch
+from sgla.attention.torch_ops import TorchDecode, TorchExtend
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer, Scoring
 
@@ -18,15 +18,8 @@ warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
 PAIRS = 1 << 22  # of a token and a place in its history, at a time
 
 
-class FlexDecode:
-    name, captured, grows, cascades, fused = "flex", False, True, False, None
-
-    def __init__(self, shape: AttentionShape, device: Device) -> None:
-        pass
-
-    @staticmethod
-    def refuses(shape: AttentionShape, device: Device) -> str | None:
-        return None
+class FlexDecode(TorchDecode):
+    name = "flex"
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
         out = ops.outcome(q, kv)
@@ -37,18 +30,8 @@ class FlexDecode:
         return out
 
 
-class FlexExtend:
-    name, captured, grows, narrow, in_place = "flex", False, True, True, False
-
-    def __init__(self, shape: AttentionShape, device: Device) -> None:
-        pass
-
-    @staticmethod
-    def refuses(shape: AttentionShape, device: Device) -> str | None:
-        return None
-
-    def plan(self, batch: DeviceBatch) -> None:
-        pass
+class FlexExtend(TorchExtend):
+    name = "flex"
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
         rows, at = batch.extend, 0
