@@ -464,6 +464,13 @@ class Config(AdapterSettings, kw_only=True):
     sse_keepalive: Annotated[
         float, Doc(description="seconds between ': ping' comments on an idle stream; 0 = off")
     ] = 15.0
+    kv_events_config: Annotated[
+        dict[str, Any],
+        Doc(
+            description="publish what the prefix cache gets and loses, for routers: endpoint, "
+            "replay_endpoint, topic, buffer_steps, hwm, as vLLM's (needs sgla[events])"
+        ),
+    ] = {}
     metrics_compat: Annotated[
         Literal["sglang", "vllm"] | None, Doc(description="show the metrics under this server's names, too")
     ] = None

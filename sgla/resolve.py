@@ -25,6 +25,7 @@ from sgla.model.read import read_spec
 from sgla.model.sizes import as_stored, experts_kind, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
+from sgla.observe import kv_events
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import dialect_of
 from sgla.validation import folder_and_size
@@ -226,6 +227,7 @@ def check_features(config: Config, machine: Machine, device: str, vectors: bool,
     check_guesses(config, device)
     check_tiers(config, machine)
     check_role(config, vectors)
+    check_events(config, vectors)
     if config.deterministic:
         check_deterministic(config, device)
 
@@ -410,6 +412,18 @@ def check_tiers(config: Config, machine: Machine) -> None:
             f"--kv-host-bytes {config.kv_host_bytes} is more than the {machine.memory_available // MIB} MiB "
             "of the host's memory that are available; lower it",
             param="kv_host_bytes",
+        )
+
+
+def check_events(config: Config, vectors: bool) -> None:
+    """Raise ConfigError for KV events that nobody could have."""
+    if kv_events.read(config.kv_events_config) is None:
+        return
+    if vectors or not config.prefix_cache:
+        why = "a model that answers with vectors" if vectors else "--no-prefix-cache"
+        raise ConfigError(
+            f"--kv-events-config cannot be honoured with {why}, which has no cached prefixes; leave it out",
+            param="kv_events_config",
         )
 
 

@@ -261,6 +261,7 @@ def words_of(name: str) -> list[str]:
         "eviction": "lfu",
         "preferred_sampling_params": '{"top_k": 7}',
         "hf_overrides": '{"rope_theta": 50000}',
+        "kv_events_config": '{"topic": "a"}',
     }.get(field, "7")
     return [f"--{name}", "0.5" if isinstance(default, float) else value]
 

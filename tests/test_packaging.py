@@ -281,7 +281,12 @@ def declared(*extras: str) -> set[str]:
     }
 
 
-DISTRIBUTIONS = {"yaml": "pyyaml", "flashinfer": "flashinfer_python", "opentelemetry": "opentelemetry_sdk"}
+DISTRIBUTIONS = {
+    "zmq": "pyzmq",
+    "yaml": "pyyaml",
+    "flashinfer": "flashinfer_python",
+    "opentelemetry": "opentelemetry_sdk",
+}
 # huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic, aiohttp
 # multidict and yarl, mcp the others
 THROUGH_OTHERS = {
@@ -299,7 +304,7 @@ THROUGH_OTHERS = {
 
 def test_every_import_is_a_declared_dependency() -> None:
     for folder, extras in (
-        ("sgla", ("cuda", "otel", "modelscope", "eval", "mcp", "remote", "redis")),
+        ("sgla", ("cuda", "otel", "modelscope", "eval", "mcp", "remote", "redis", "events")),
         ("tests", ("test", "formats")),
     ):
         names = {DISTRIBUTIONS.get(module, module).lower() for module in third_party(folder)}

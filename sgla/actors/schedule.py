@@ -46,6 +46,7 @@ class Schedule(Actor[Submit | Ready | Cancel | Keep]):
         self._metrics = metrics
         self._watchdog = watchdog
         self.rest: Callable[[], None] = lambda: None  # called now and then, when nobody waits for a step
+        self.after: Callable[[], None] = lambda: None  # called behind each plan, and what is published
         self._paused = False
         self._woken = 0  # number of the step that ended an idle time, whose gap is nobody's delay
         self._tick: asyncio.TimerHandle | None = None
@@ -139,3 +140,4 @@ class Schedule(Actor[Submit | Ready | Cancel | Keep]):
             self._metrics.step(result.seconds, 0.0 if result.step == self._woken else result.gap)
         for finished in self.core.drain_finished():
             self._metrics.finished(finished)
+        self.after()

@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sgla import clock
@@ -24,7 +25,8 @@ from sgla.grammar.compiler import Compiler
 from sgla.hub.remote import files_of
 from sgla.messages import Control, Facts, Progress
 from sgla.model.sizes import outline
-from sgla.observe import steplog
+from sgla.observe import kv_events, steplog
+from sgla.observe.kv_events import Publisher
 from sgla.observe.metrics import Metrics
 from sgla.observe.steplog import RecordedCore
 from sgla.sched.core import Core
@@ -63,6 +65,7 @@ class System:
         self._core: Core | None = None
         self._watchdog: Watchdog | None = None
         self.prefilling: Prefilling | None = None  # of a server that reads prompts for others
+        self._publisher: Publisher | None = None
         self._inquest: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[dict[str, Any]]] = set()  # to commands
 
@@ -138,6 +141,10 @@ class System:
         ingress.files = files_of(source)
         ingress.adapters.connect(self._control, schedule.post)
         self.metrics.started(facts, facts.timings)
+        if (events := kv_events.read(config.kv_events_config)) is not None:
+            self._publisher = Publisher(events)
+            medium = "CPU" if facts.device == "cpu" else "GPU"
+            schedule.after = partial(self._publisher.publish, core.tell_events(medium))
         if isinstance(core, RecordedCore):
             ingress.step_log, schedule.rest = core.written, core.rest
         ingress.connect(
@@ -268,6 +275,8 @@ class System:
             self._schedule.close()
         if self._tokenize is not None:
             self._tokenize.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._executor is not None:
             await self._executor.close()
             self._executor = None

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+from sgla.cache.events import Events
 from sgla.cache.eviction import Leaves
 from sgla.cache.groups import Beside, OtherGroups
 from sgla.cache.pages import PagePool
@@ -38,6 +39,7 @@ class RadixCache(RadixTree):
     """The tree owns the pages in it; ``lock`` keeps a path from eviction.
 
     ``pages``: pages in the tree; ``evictable``: those no request holds; ``version`` changes with the content.
+    ``events``: what happens to the pages, if somebody wants to know.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class RadixCache(RadixTree):
         self._clock = 0
         self._kept = 0  # pages
         self._ends: list[tuple[float, int, Node]] = []  # a heap: when nodes are not kept any more
+        self.events: Events | None = None
 
     def match(self, namespace: str, tokens: bytes, limit: int, marks: Marks = NO_MARKS) -> Match:
         """The longest cached prefix of ``tokens[:limit]``.
@@ -172,6 +175,8 @@ class RadixCache(RadixTree):
     ) -> Node:
         self._clock += 1
         child = self._add(node, edge, tokens, pages, self._clock)
+        if self.events is not None:
+            self.events.stored(node, edge, child)
         if windows:
             self._groups.put(child, windows, held)
         self.pages += len(pages)
@@ -244,7 +249,7 @@ class RadixCache(RadixTree):
         freed = 0
         while freed < n and (node := self._leaves.pop()) is not None:
             take = min(n - freed, len(node.pages))
-            self._pool.free(node.pages[-take:])
+            self._free(node.pages[-take:])
             freed += take
             self._kept -= take if node.kept else 0
             self._groups.cut(node, take)
@@ -275,7 +280,7 @@ class RadixCache(RadixTree):
             self._remove(node)
             node = parent
         if pages:
-            self._pool.free(pages)
+            self._free(pages)
             self.pages -= len(pages)
             self.evictable -= len(pages)
             self.version += 1
@@ -285,6 +290,11 @@ class RadixCache(RadixTree):
         """Evict all that no request holds; true if nothing is left."""
         self.evict(self.evictable)
         return self.pages == 0
+
+    def _free(self, pages: Sequence[int]) -> None:
+        self._pool.free(pages)
+        if self.events is not None:
+            self.events.removed(pages)
 
     def _remove(self, node: Node) -> None:
         parent = self._cut_off(node)

@@ -499,7 +499,7 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "*metrics* bucket-* *-buckets tokenizer-metrics-* load-snapshot-* load-publish-* stat-loggers "
-        "kv-events-config show-hidden-metrics-* jit-monitor-* *nvtx* profiler-config slots props "
+        "show-hidden-metrics-* jit-monitor-* *nvtx* profiler-config slots props "
         "extra-metric-labels",
         "/metrics has them all; --metrics-compat shows them under SGLang's or vLLM's names",
     ),

@@ -6,12 +6,13 @@ then ``plan`` until it returns ``None``. Nothing here waits, reads a clock or dr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from sgla.cache.events import Events, KvEvent
 from sgla.errors import DeadlineExceeded, SglaError
 from sgla.messages import ADAPTER, PAGES, VERIFIED, Delta, Keep, Moved, Ready, StepPlan, StepResult, Submit
 from sgla.sched.admission import Admission
@@ -276,6 +277,12 @@ class Core:
     def rids(self) -> list[str]:
         """Requests that have not ended."""
         return list(self._queues.open)
+
+    def tell_events(self, medium: str) -> Callable[[], list[KvEvent]]:
+        """Keep what happens to cached pages from now on. Returns what fetches it. ``medium``: see
+        ``Events``."""
+        events = self._memory.cache.events = Events(self.limits.page_size, medium)
+        return events.drain
 
     def flush_cache(self, tiers: bool = True) -> bool:
         """Forget the cached prefixes that no request uses, on the device and in ``tiers``; true if none is
