@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from itertools import chain
 from typing import Any
 
@@ -14,8 +15,10 @@ from sgla.actors.ingress import Sink
 from sgla.http.answer.collect import total_usage
 from sgla.http.clients import ADDRESS
 from sgla.messages import Event, Rejected, Usage
+from sgla.observe.log import together
 
 log = logging.getLogger(__name__)
+AT_ONCE = 64  # lines of one turn of the loop: a millisecond
 
 # Routes that are asked again and again, by the page and by whoever watches the server, and the page's files.
 POLLED = {
@@ -87,13 +90,40 @@ def worth_telling(route: str, status: int, loading: bool) -> bool:
     return route not in POLLED or (status >= 400 and not (loading and status == 503))
 
 
+class AccessLines:
+    """Lines that wait until the answers are written; thousands of requests may end at once."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[tuple[Any, ...], dict[str, float]]] = deque()
+
+    def add(self, line: tuple[Any, ...], counts: dict[str, float]) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._write_some)
+        self._waiting.append((line, counts))
+
+    def _write_some(self) -> None:
+        with together():
+            for _ in range(min(AT_ONCE, len(self._waiting))):
+                _write(*self._waiting.popleft())
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._write_some)
+
+    async def close(self, app: web.Application) -> None:
+        """Write the rest."""
+        while self._waiting:
+            self._write_some()
+
+
+LINES: web.AppKey[AccessLines] = web.AppKey("access", AccessLines)
+
+
 def log_access(request: web.Request, route: str, status: int, began: float, rid: str) -> None:
-    """``began``: on ``clock.now()``. The line is written once the answer is, so that this does not wait."""
+    """``began``: on ``clock.now()``."""
     millis = round(1000 * (clock.now() - began), 1)
     line = (request[ADDRESS], request.method, route[:100], status, millis, rid)
     tally = request.get(TALLY)
     counts = {} if tally is None else tally.fields(began)
-    asyncio.get_running_loop().call_soon(_write, line, counts)
+    request.app[LINES].add(line, counts)
 
 
 def _write(line: tuple[Any, ...], counts: dict[str, float]) -> None:

@@ -13,7 +13,7 @@ from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError, Unauthorized
 from sgla.http import admin, control, invocations, ollama, openapi, page
-from sgla.http.access import log_access, worth_telling
+from sgla.http.access import LINES, AccessLines, log_access, worth_telling
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.batches import routes as batches
 from sgla.http.batches import upload
@@ -232,6 +232,8 @@ def make_app(
     app.router.resolve = resolve  # type: ignore[method-assign]
     app.on_response_prepare.extend((add_headers, answer_begins))
     app.on_shutdown.append(realtime.close_all)
+    app[LINES] = AccessLines()
+    app.on_cleanup.append(app[LINES].close)
     app[RUNNER] = Runner(app, BatchStore(server.database, server.files))
     server.shelves.append(app[RUNNER].store.shelf)
     app.cleanup_ctx.extend((keep_state, keep_tools, run_batches))

@@ -8,7 +8,7 @@ import logging
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -30,7 +30,7 @@ JSON_UNSAFE = {code: f"\\u{code:04x}" for code in UNSAFE if code >= 0x7F}  # jso
 
 def printable(text: str) -> str:
     """``text`` with escapes in place of control characters, whoever sent them."""
-    return text.translate(UNSAFE)
+    return text if text.isprintable() else text.translate(UNSAFE)
 
 
 class LineFormatter(logging.Formatter):
@@ -40,10 +40,13 @@ class LineFormatter(logging.Formatter):
     def __init__(self, colours: bool) -> None:
         super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
         self._colours = colours
+        self._second, self._shown = 0, ""  # that the last line was of
 
     def format(self, record: logging.LogRecord) -> str:
         name = record.name.removeprefix("sgla.")
-        time = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
+        if (second := int(record.created)) != self._second:
+            self._second, self._shown = second, self.formatTime(record, self.datefmt)
+        time = f"{self._shown}.{int(record.msecs):03d}"
         line = f"{time} {record.levelname.lower():7} {name}: {printable(record.getMessage())}"
         colour = COLOURS.get(record.levelno) if self._colours else None
         if colour:
@@ -85,20 +88,70 @@ class LineHandler(logging.StreamHandler[TextIO]):
             room.register(stream.fileno(), select.POLLOUT)
             self._full = lambda: not room.poll(0)
 
+        self._gathered: list[str] | None = None  # lines that are written together
+
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.ERROR and self._full():
+        if record.levelno < logging.ERROR and self._gathered is not None:
+            self._gathered.append(self.format(record) + self.terminator)
+        elif record.levelno < logging.ERROR and self._full():
             self._left_out += 1
-            return
+        else:
+            self._tell_missing()
+            super().emit(record)
+
+    def _tell_missing(self) -> None:
         if self._left_out:
             text = f"{self._left_out} lines are missing here: nobody read the log"
             self._left_out = 0
             super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))
-        super().emit(record)
+
+    @contextlib.contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Write what is logged meanwhile in few pieces: to write takes longer than to make a line."""
+        self._gathered = []
+        try:
+            yield
+        finally:
+            with self.lock or contextlib.nullcontext():
+                lines, self._gathered = self._gathered, None
+                while lines:
+                    self._write(_piece(lines))
+
+    def _write(self, lines: list[str]) -> None:
+        if self._full():
+            self._left_out += len(lines)
+            return
+        self._tell_missing()
+        with contextlib.suppress(OSError, ValueError):  # nobody can be told
+            self.stream.write("".join(lines))
+            self.flush()
+
+
+def _piece(lines: list[str]) -> list[str]:
+    """Take the first of them away: as many as a pipe has room for if it has any."""
+    size = count = 0
+    while count < len(lines) and (not count or size + len(lines[count]) <= select.PIPE_BUF):
+        size += len(lines[count])
+        count += 1
+    piece, lines[:] = lines[:count], lines[count:]
+    return piece
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Lines that are logged meanwhile are written in few pieces."""
+    with contextlib.ExitStack() as handlers:
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, LineHandler):
+                handlers.enter_context(handler.gathering())
+        yield
 
 
 def setup_logging(level: str = "info", form: str = "text", stream: TextIO | None = None) -> None:
     """Send the logs of the whole process to ``stream`` (default stderr).
     Other packages are heard from warning on."""
+    # No line tells these, and to find them out takes longer than the line (Python's logging HOWTO).
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     stream = stream or sys.stderr
     handler = LineHandler(stream)
     colours = stream.isatty() and "NO_COLOR" not in os.environ

@@ -9,11 +9,13 @@ import io
 import json
 import logging
 import os
+import select
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 from http_fake import FakeIngress
 from http_site import Serve, Site
@@ -23,6 +25,7 @@ from sgla.bench.replay import send
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.http import bodies, control
+from sgla.http.access import AT_ONCE, AccessLines
 from sgla.http.app import ROUTES
 from sgla.http.middleware import ADMIN, ADMIN_OF_V1, OWN, SECRET
 from sgla.http.serve import shorten_parse_error
@@ -496,9 +499,44 @@ def test_a_log_that_nobody_reads_holds_up_nobody() -> None:
         early = os.read(reader.fileno(), 1 << 16).decode().splitlines()
         handler.emit(record)
         missing, last = os.read(reader.fileno(), 1 << 16).decode().splitlines()
+        with handler.gathering():
+            for _ in range(100):
+                handler.emit(record)
+        some = os.read(reader.fileno(), 1 << 16).decode().splitlines()
+        with handler.gathering():
+            handler.emit(record)
+        more = os.read(reader.fileno(), 1 << 16).decode().splitlines()
     assert 0 < len(early) < 100
     assert f"{100 - len(early)} lines are missing here" in missing
+    assert 0 < len(some) < 100
+    assert f"{100 - len(some)} lines are missing here" in more[0]
+    assert len(more) == 2
     assert "line 99 x" in last
+
+
+async def test_lines_of_a_crowd_are_written_a_part_in_each_turn(
+    monkeypatch: pytest.MonkeyPatch, access: Callable[[], list[Any]]
+) -> None:
+    """In their order, and in few pieces, of which none is larger than what a pipe takes at once."""
+    pieces: list[str] = []
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", pieces.append)
+    handler = LineHandler(stream)
+    handler.setFormatter(LineFormatter(colours=False))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    lines, ids = AccessLines(), [f"request-{i}" for i in range(3 * AT_ONCE + 1)]
+    for uid in ids:
+        lines.add(("::1", "GET", "/a", 200, 1.0, uid), {})
+    assert not access()
+    await asyncio.sleep(0)
+    assert len(access()) == AT_ONCE
+    await asyncio.sleep(0)
+    assert len(access()) == 2 * AT_ONCE
+    await lines.close(web.Application())
+    assert [line["request_id"] for line in access()] == ids
+    assert [line.split()[-1] for line in "".join(pieces).splitlines()] == ids
+    assert len(pieces) < len(ids) / 8
+    assert max(map(len, pieces)) <= select.PIPE_BUF
 
 
 def test_a_traceback_stays_in_its_json_line() -> None:
