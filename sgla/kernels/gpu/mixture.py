@@ -105,14 +105,13 @@ def run(
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or packed.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
-    count, (tokens, d) = routing.experts(router.n), x.shape
+    count, tokens = routing.experts(router.n), len(x)
     pairs = tokens * (routing.top_k + routing.common)
-    apart = activation not in _GATED or not (biases.gate_up is biases.down is None)
-    one_kernel = down.kind == "bf16" and x.dtype == torch.bfloat16 and this_device().wgmma
-    one_kernel = one_kernel and tokens > FEW and not apart
-    one_kernel = one_kernel and experts.refuses(pairs, down.k, d, count) is None
+    apart = activation not in _GATED or biases.gate_up is not None or biases.down is not None
+    one_kernel = not apart and _one_kernel(x, down, pairs, count)
     places = experts.places(count) if one_kernel else 0
-    if refuses(routing, activation, biases) is routed is None and _native(x, router) and tokens > ROUTED:
+    softmax = routed is None and refuses(routing, activation, biases) is None
+    if softmax and tokens > ROUTED and _native(x, router):
         weight, eps = norm or (None, 0.0)
         sent = router_cuda.route(
             x, router.data, routing.top_k, routing.normalize,
@@ -237,6 +236,13 @@ def _route(
         probabilities, ids = ops.route(logits, routing, biases)
         return RoutedExperts(x, probabilities, ids.int(), done if done is None else done.zero_())
     return RoutedExperts(x, *moe.route(logits, routing, biases, done), done)
+
+
+def _one_kernel(x: Tensor, down: Weight, pairs: int, count: int) -> bool:
+    """Whether one CUDA kernel computes both products."""
+    if down.kind != "bf16" or x.dtype != torch.bfloat16 or not this_device().wgmma or len(x) <= FEW:
+        return False
+    return experts.refuses(pairs, down.k, x.shape[1], count) is None
 
 
 def _native(x: Tensor, router: Weight) -> bool:
