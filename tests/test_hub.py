@@ -238,6 +238,14 @@ def test_unusable_folders(tmp_path: Path, names: list[str], load_format: str, me
         fetch.resolve_model(Config(model=str(folder), load_format=load_format))  # type: ignore[arg-type]
 
 
+def test_a_pipe_is_no_file_of_weights(tmp_path: Path) -> None:
+    """Whoever opened it would wait for ever."""
+    folder = make_folder(tmp_path / "model", "config.json")
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="lacks weights"):
+        fetch.resolve_model(Config(model=str(folder)))
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", "config.json", "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}

@@ -157,7 +157,7 @@ def _files(folder: Path, kind: Kind) -> tuple[Path, ...]:
     if index.is_file():
         return tuple(folder / name for name in _indexed(index, kind.suffixes))
     for suffix in kind.suffixes:
-        found = sorted(folder.glob(f"*{suffix}"))
+        found = sorted(path for path in folder.glob(f"*{suffix}") if path.is_file())
         if files := tuple(path for path in found if not any(fnmatch(path.name, name) for name in TRAINING)):
             return files
     return ()
