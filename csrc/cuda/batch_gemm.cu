@@ -13,6 +13,9 @@
 // adds to the residual, leaves the sum times the norm's weight, and for its columns the sums of the squares
 // of each row. The second (SCALED) adds these up while its weights come, in a fixed order, and divides its
 // results by the rms.
+//
+// E4M3: both factors are rounded to 8 bits, x with a scale for each row and w with one for each of its own.
+// The results are multiplied by them.
 #include "wgmma.cuh"
 #include "gumbel.cuh"
 
@@ -43,6 +46,9 @@
 #ifndef SCALED
 #define SCALED 0
 #endif
+#ifndef E4M3
+#define E4M3 0
+#endif
 // 0: bf16; 1: add to the residual, times a norm's weight; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate)
 // * up; 6: float32, or tokens drawn from it.
 #ifndef EPILOGUE
@@ -50,20 +56,22 @@
 #endif
 
 constexpr bool GELU = EPILOGUE == 4, GATED = EPILOGUE == 2 || GELU;
-constexpr int BK = 64;  // 128 bytes: one row of a swizzled tile
+constexpr int ROW_BYTES = 128, BK = ROW_BYTES / (E4M3 ? 1 : 2);  // one row of a swizzled tile
+constexpr bool FACTORS = SCALED || E4M3;  // of rows of x, in shared memory
 constexpr bool PAIRED = BM % 64 != 0;
 constexpr int GROUPS = (BM + 63) / 64 / PASSES, CONSUMERS = GROUPS * 128;
 constexpr int HALF = PAIRED ? (BN / 2 + 15) & ~15 : BN;  // rows of x for the last group in the last pass
-constexpr int W_BYTES = GROUPS * 64 * BK * 2, STAGE_BYTES = W_BYTES + BN * BK * 2;
+constexpr int W_BYTES = GROUPS * 64 * ROW_BYTES, STAGE_BYTES = W_BYTES + BN * ROW_BYTES;
 // 160 registers a consumer, for which the loading group gives up its own.
 constexpr bool TIGHT = GROUPS == 3 && BN > 192;
-constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32 + SCALED * 32);
+constexpr int THREADS = CONSUMERS + (TIGHT ? 128 : 32 + FACTORS * 32);
 constexpr int ACC = BN / 2, SHARE = ACC / SPLIT;  // sums of a thread
 constexpr int BAND = 16;  // tiles of x that are worked on together
 constexpr bool ADD = EPILOGUE == 1, DRAW = EPILOGUE == 6;
 constexpr int DONE_ROWS = BN / SPLIT;  // rows of x that a block finishes
 constexpr bool CLUSTER = SPLIT > 1 && !GLOBAL;
 static_assert((BM + 63) / 64 % PASSES == 0 && !(PAIRED && (SPLIT > 1 || ADD || DRAW)));
+static_assert(!(E4M3 && (SCALED || ADD || DRAW)));
 // Sums that a block gets from its cluster.
 constexpr int INBOX_BYTES = CLUSTER ? (SPLIT - 1) * SHARE * 4 * CONSUMERS : 0;
 
@@ -81,6 +89,8 @@ struct Params {
   int m, n, k, tiles, row_tiles, x_rows;  // tiles: of weight rows; x_rows: of one load
   int parts, row_stride, first;  // first: token of a vocabulary's part
   float eps;
+  const float* row_scale;  // E4M3: [m], of x
+  const float* scale;      // E4M3: [n], of w; gated: [2 n], gate rows, then up rows
 };
 
 __device__ __forceinline__ void copy_w(u32 to, const TensorMap& map, u32 bar, int k, int row, u64 policy) {
@@ -124,7 +134,7 @@ struct Work {
 // Asks for the first stages of weights.
 __device__ __forceinline__ void load_first(const Params& p, u32 ring, u32 full, const Work& work) {
   const u64 policy = policy_once();
-  const int ahead = min(STAGES, work.count), bytes = W_BYTES + p.x_rows * (BK * 2);
+  const int ahead = min(STAGES, work.count), bytes = W_BYTES + p.x_rows * ROW_BYTES;
   const Tile one(p, work.begin);
   for (int i = 0; i < ahead; ++i) {
     barrier_expect(full + i * 8, bytes);
@@ -135,7 +145,7 @@ __device__ __forceinline__ void load_first(const Params& p, u32 ring, u32 full, 
 // And for all else.
 __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 empty, const Work& work) {
   const u64 policy = policy_once();
-  const int ahead = min(STAGES, work.count), bytes = W_BYTES + p.x_rows * (BK * 2);
+  const int ahead = min(STAGES, work.count), bytes = W_BYTES + p.x_rows * ROW_BYTES;
   const Tile one(p, work.begin);
   pdl_wait();
   pdl_launch();
@@ -157,6 +167,12 @@ __device__ __forceinline__ void load(const Params& p, u32 ring, u32 full, u32 em
 
 // The factors of the rows from `row` on, by a warp of its own while weights come.
 __device__ __forceinline__ void find_scales(const Params& p, float* scales, int row) {
+  if (E4M3) {
+    pdl_wait();
+    for (int i = threadIdx.x % 32; i < BN; i += 32)
+      scales[i] = row + i < p.m ? __ldcg(p.row_scale + row + i) : 0.f;
+    return;
+  }
   // Lanes that share four rows' parts.
   constexpr int QUADS = BN / 4, LANES = QUADS < 24 ? QUADS : 32, SHARERS = 32 / LANES;
   const int lane = threadIdx.x % 32;
@@ -195,7 +211,7 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
 #pragma unroll
   for (int j = 0; j < N; j += 4, row += 8) {
     float d[4] = {sum[j], sum[j + 1], sum[j + 2], sum[j + 3]};
-    if (SCALED) {
+    if (FACTORS) {
       const float2 s = *reinterpret_cast<const float2*>(scales + j * 2 + t * 2);
       d[0] *= s.x, d[1] *= s.y, d[2] *= s.x, d[3] *= s.y;
     }
@@ -221,14 +237,18 @@ __device__ __forceinline__ void store(const Params& p, const float (&sum)[N], in
   }
 }
 
-// The factors and the bias of a thread's two columns.
+// The factors and the bias of a thread's two columns; GATED, of its gate and its up.
 struct Columns {
-  float norm[2] = {}, bias[2] = {};
+  float norm[2] = {}, bias[2] = {}, scale[2] = {};
   __device__ __forceinline__ Columns(const Params& p, int n) {
-    if (!ADD) return;
     const int g = threadIdx.x % 32 / 4;
+    if (E4M3) {
+      if (n + g < p.n) scale[0] = p.scale[n + g];
+      if (GATED && n + g < p.n) scale[1] = p.scale[p.n + n + g];
+      if (!GATED && n + g + 8 < p.n) scale[1] = p.scale[n + g + 8];
+    }
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; ADD && i < 2; ++i)
       if (n + i * 8 < p.n) {
         norm[i] = p.norm[n + i * 8 + g];
         if (p.bias) bias[i] = p.bias[n + i * 8 + g];
@@ -374,6 +394,14 @@ struct Shared {
   DrawRows<DRAW ? BN : 1>* draws;
 };
 
+template <int SIZE>
+__device__ __forceinline__ void product(float (&acc)[SIZE], u64 w, u64 x) {
+  if constexpr (E4M3)
+    wgmma_e4m3(acc, w, x);
+  else
+    wgmma(acc, w, x);
+}
+
 // The sums of a group of warps over `count` steps of k: of the 64 weight rows at `w_at` of a stage and the
 // rows of x at `x_at`.
 template <int SIZE>
@@ -389,11 +417,11 @@ __device__ __forceinline__ void multiply(float (&acc)[SIZE], const Shared& share
     const u64 w = tile_at(stage + w_at), x = tile_at(stage + x_at);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < BK / 16; ++k) {
-      wgmma(*reinterpret_cast<float(*)[FIRST / 2]>(acc), w + k * 2, x + k * 2);
+    for (int k = 0; k < ROW_BYTES / 32; ++k) {
+      product(*reinterpret_cast<float(*)[FIRST / 2]>(acc), w + k * 2, x + k * 2);
       if (TWICE)
-        wgmma(*reinterpret_cast<float (*)[REST / 2]>(acc + FIRST / 2), w + k * 2,
-              x + FIRST * (BK * 2 / 16) + k * 2);
+        product(*reinterpret_cast<float (*)[REST / 2]>(acc + FIRST / 2), w + k * 2,
+                x + FIRST * (ROW_BYTES / 16) + k * 2);
     }
     wgmma_commit();
     if (i > 0) {
@@ -428,7 +456,7 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
   if constexpr (ADD) load_residual<SHARE>(p, kept, n, row);
   if (DRAW && told.draws && threadIdx.x < p.m) told.known = __ldcg(p.draw.keys + threadIdx.x);
   float acc[N / 2] = {};
-  multiply(acc, shared, slot, work.count, unit * (64 * BK * 2), W_BYTES + begin * (BK * 2));
+  multiply(acc, shared, slot, work.count, unit * (64 * ROW_BYTES), W_BYTES + begin * ROW_BYTES);
   float sum[N / 2 / SPLIT];
   if constexpr (SPLIT == 1) {
 #pragma unroll
@@ -437,7 +465,10 @@ __device__ __forceinline__ void work_on(const Params& p, const Tile& tile, const
     exchange(p, acc, sum, work,
              Exchange{shared.inbox, shared.delivered, tile.w * p.row_tiles + tile.row / BN});
   }
-  if (SCALED) barrier_wait(shared.scaled, 0);
+  if (FACTORS) barrier_wait(shared.scaled, 0);
+  if (E4M3)
+#pragma unroll
+    for (int j = 0; j < N / 2 / SPLIT; ++j) sum[j] *= columns.scale[j / 2 % 2];
   if constexpr (ADD) {
     store_add(p, sum, kept, columns, tile.w, n, row, shared.warp_squares);
   } else if (DRAW && told.draws) {
@@ -479,7 +510,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& work, const
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const __grid_constant__ Params p) {
   extern __shared__ unsigned char smem[];
-  __shared__ __align__(16) float scales[SCALED ? BN : 1], warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
+  __shared__ __align__(16) float scales[FACTORS ? BN : 1], warp_squares[ADD ? CONSUMERS / 32 * DONE_ROWS : 1];
   __shared__ u64 scaled;  // the barrier of the scales
   __shared__ __align__(16) DrawRows<DRAW ? BN : 1> draws;
   const u32 ring = (smem_addr(smem) + 1023) & ~1023u, inbox = ring + STAGES * STAGE_BYTES;
@@ -492,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   }
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) barrier_init(empty + s * 8, GROUPS);
-    if (SCALED) barrier_init(smem_addr(&scaled), 32);
+    if (FACTORS) barrier_init(smem_addr(&scaled), 32);
     if (CLUSTER) barrier_init(delivered, 1), barrier_expect(delivered, INBOX_BYTES);
     barriers_visible();
   }
@@ -501,7 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) batch_gemm(const _
   if (threadIdx.x >= CONSUMERS) {
     if (TIGHT) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     if (threadIdx.x == CONSUMERS) load(p, ring, full, empty, work);
-    if (SCALED && (threadIdx.x - CONSUMERS) / 32 == 1) {
+    if (FACTORS && (threadIdx.x - CONSUMERS) / 32 == 1) {
       find_scales(p, scales, Tile(p, work.begin).row);
       barrier_arrive(smem_addr(&scaled));
     }

@@ -8,9 +8,12 @@
 // Weights are the wide side of the tensor-core instruction, the few rows of x the narrow one; the order of k
 // inside a fragment is free as long as both agree, so a lane reads 16 contiguous bytes of each. RMSNorm is
 // fused: x is multiplied by the norm weight on the fly (or once, into shared memory: STAGED) and the row's
-// scale, summed along the way, is applied to the result. Weights may be e4m3 (E4M3): they become bfloat16 in
-// registers, so x is not rounded, and each column's scale is applied to the result. Or x is what a gate lets
-// through (GATE), made once in shared memory too.
+// scale, summed along the way, is applied to the result. Or x is what a gate lets through (GATE), made once
+// in shared memory too.
+//
+// Weights may be e4m3 (E4M3), with a scale for each column of the result; x is not rounded. Where x is STAGED
+// its rows become float16, times a power of two that puts the largest number near the end of the range, and
+// the weights become float16 in registers by one instruction for two. Elsewhere they become bfloat16.
 #include "common.cuh"
 
 #ifndef NT  // groups of 8 rows of x
@@ -28,7 +31,7 @@
 #ifndef NORM  // 1: RMSNorm of x first
 #define NORM 0
 #endif
-#ifndef STAGED  // 1: x (times the norm weight) is kept in shared memory, for very few rows
+#ifndef STAGED  // x (times the norm weight) is kept in shared memory; E4M3: so many rows at most
 #define STAGED 0
 #endif
 #ifndef GATE  // 1: x * sigmoid(by) first; 2 and 3: the RMSNorm of each head of x * silu(by) or sigmoid(by)
@@ -53,6 +56,10 @@ constexpr int ROW_BYTES = HALF ? 256 : 128, CHUNK_K = ROW_BYTES / SIZE;
 constexpr int ROW_CHUNKS = ROW_BYTES / 16;  // pieces of a row
 constexpr int XV = 2 / SIZE;                // 16-byte pieces of x that meet a piece of the weights
 constexpr int CHUNK_BYTES = 2048 * MT;
+constexpr bool HALVES = E4M3 && STAGED;
+constexpr int CHAINS = HALVES ? 2 : 1;  // of sums
+constexpr int KEPT = HALVES ? STAGED : NT * 8;  // rows of x whose sums are worth keeping
+constexpr int PAD = HALVES ? 16 : 0;            // bytes between rows of x in shared memory
 constexpr int OUTPUTS = NT * 8 * COLS, PER_THREAD = (OUTPUTS + THREADS - 1) / THREADS;
 
 #if E4M3
@@ -72,6 +79,52 @@ struct Params {
   int m, n, k, x_stride, by_stride, out_stride;  // n: output columns
   float eps;
 };
+
+// Four e4m3 weights, two of them as bfloat16: the bits fit into place and are 2^120 too small.
+__device__ __forceinline__ u32 widen(u32 bits, u32 shifted) {
+  u32 r = (bits & 0x80008000u) | (shifted & 0x07f007f0u);
+  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(r) : "r"(0x7b807b80u));
+  return r;
+}
+__device__ __forceinline__ u32 even(u32 w) { return widen(w << 8, w << 4); }
+__device__ __forceinline__ u32 odd(u32 w) { return widen(w, w >> 4); }
+// The same as float16, in order.
+__device__ __forceinline__ void halves(u32 w, u32& lo, u32& hi) {
+  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(lo), "=r"(hi)
+      : "r"(w));
+}
+__device__ __forceinline__ void mma_halves(float (&d)[4], u32 lo, u32 hi, u32 x0, u32 x1) {
+  u32 a[4] = {};
+  halves(lo, a[0], a[2]);
+  if (!HALF) halves(hi, a[1], a[3]);
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+               "{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x0), "r"(x1));
+}
+// The largest of a pair of bfloat16 and those before, without signs.
+__device__ __forceinline__ u32 most2(u32 most, u32 x) {
+  asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(x & 0x7fff7fffu));
+  return most;
+}
+__device__ __forceinline__ u32 most8(u32 most, const uint4& v) {
+  return most2(most2(most2(most2(most, v.x), v.y), v.z), v.w);
+}
+// Two of bfloat16 times a power of two as float16.
+__device__ __forceinline__ u32 halved(u32 x, float by) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi2f(x) * by), "f"(lo2f(x) * by));
+  return r;
+}
+// k = 4 of the weights lo, hi with 4 of x, paired as ``even`` and ``odd`` leave them.
+__device__ __forceinline__ void mma_e4m3(float (&d)[4], u32 lo, u32 hi, u32 x0, u32 x1) {
+  const u32 b0 = __byte_perm(x0, x1, 0x5410), b1 = __byte_perm(x0, x1, 0x7632);
+  if (HALF)
+    mma(d, even(lo), 0, odd(lo), 0, b0, b1);
+  else
+    mma(d, even(lo), even(hi), odd(lo), odd(hi), b0, b1);
+}
 
 // Two of x times their factors, and what the gate makes of z.
 __device__ __forceinline__ u32 let_through(u32 x, u32 z, float lo, float hi) {
@@ -110,27 +163,49 @@ __device__ __forceinline__ void stage_gated(const Params& p, int row, u32 to) {
   }
 }
 
-// Four e4m3 weights, two of them as bfloat16: the bits fit into place and are 2^120 too small.
-__device__ __forceinline__ u32 widen(u32 bits, u32 shifted) {
-  u32 r = (bits & 0x80008000u) | (shifted & 0x07f007f0u);
-  asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(r) : "r"(0x7b807b80u));
-  return r;
-}
-__device__ __forceinline__ u32 even(u32 w) { return widen(w << 8, w << 4); }
-__device__ __forceinline__ u32 odd(u32 w) { return widen(w, w >> 4); }
-// k = 4 of the weights lo, hi with 4 of x, paired as ``even`` and ``odd`` leave them.
-__device__ __forceinline__ void mma_e4m3(float (&d)[4], u32 lo, u32 hi, u32 x0, u32 x1) {
-  const u32 b0 = __byte_perm(x0, x1, 0x5410), b1 = __byte_perm(x0, x1, 0x7632);
-  if (HALF)
-    mma(d, even(lo), 0, odd(lo), 0, b0, b1);
-  else
-    mma(d, even(lo), even(hi), odd(lo), odd(hi), b0, b1);
+// A row of x, times the norm's weight if there is one, into shared memory. Returns what the thread has seen:
+// the sum of the squares, and the largest numbers, without signs.
+struct Seen {
+  float squares = 0.f;
+  u32 most = 0;
+};
+__device__ __forceinline__ Seen stage_row(const Params& p, int row, u32 to) {
+  constexpr int AT_ONCE = NORM ? 2 : 6;  // loads under way
+  Seen seen;
+  for (int begin = threadIdx.x * 8; begin < p.k; begin += AT_ONCE * THREADS * 8) {
+    uint4 v[AT_ONCE];
+    float4 norm[AT_ONCE][2];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int k = begin + i * THREADS * 8;
+      if (k >= p.k) break;
+      v[i] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
+      if (NORM) norm[i][0] = *reinterpret_cast<const float4*>(p.norm + k);
+      if (NORM) norm[i][1] = *reinterpret_cast<const float4*>(p.norm + k + 4);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int k = begin + i * THREADS * 8;
+      if (k >= p.k) break;
+      uint4& x = v[i];
+      if (NORM) {
+        const float4 &n0 = norm[i][0], &n1 = norm[i][1];
+        seen.squares += square2(x.x) + square2(x.y) + square2(x.z) + square2(x.w);
+        x = {mul2(x.x, n0.x, n0.y), mul2(x.y, n0.z, n0.w), mul2(x.z, n1.x, n1.y), mul2(x.w, n1.z, n1.w)};
+      }
+      seen.most = most8(seen.most, x);
+      sts128(to + k * 2, x);
+    }
+  }
+  return seen;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Params p) {
   extern __shared__ __align__(128) unsigned char smem[];
-  __shared__ float red[2][WARPS][NT * 8][MT * 16 + 1];
+  __shared__ float red[2][WARPS][KEPT][MT * 16 + 1];
   __shared__ float red_square[WARPS][NT * 8];
+  __shared__ u32 red_most[HALVES ? WARPS : 1][HALVES ? STAGED : 1];
+  __shared__ float back[HALVES ? STAGED : 1];  // what x was divided by
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int tiles = (p.n + COLS - 1) / COLS, chunks = p.k / CHUNK_K;
   const int first = int((long long)tiles * blockIdx.x / gridDim.x),
@@ -181,8 +256,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
   if (STAGED) {
     for (int row = 0; row < p.m; ++row) {
       float sum = 0.f;
-      if (GATE) stage_gated(p, row, staged + row * p.k * 2);
-      for (int k = threadIdx.x * 8; !GATE && k < p.k; k += THREADS * 8) {
+      const u32 to = staged + row * p.k * 2 + row * PAD;
+      if (GATE) stage_gated(p, row, to);
+      if (HALVES) {
+        Seen seen;
+        if (!GATE) seen = stage_row(p, row, to);
+        for (int k = threadIdx.x * 8; GATE && k < p.k; k += THREADS * 8)
+          seen.most = most8(seen.most, lds128(to + k * 2));
+        sum = seen.squares;
+        const u32 most = __reduce_max_sync(~0u, max(seen.most >> 16, seen.most & 0xffff));
+        if (lane == 0) red_most[warp][row] = most;
+      }
+      for (int k = threadIdx.x * 8; !HALVES && !GATE && k < p.k; k += THREADS * 8) {
         uint4 v = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
         if (NORM) {
           const float4 n0 = *reinterpret_cast<const float4*>(p.norm + k),
@@ -197,6 +282,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
       if (NORM && lane == 0) red_square[warp][row] = sum;
     }
     __syncthreads();
+    if (HALVES) {
+      for (int row = 0; row < p.m; ++row) {
+        u32 most = 0;
+#pragma unroll
+        for (int v = 0; v < WARPS; ++v) most = max(most, red_most[v][row]);
+        const u32 exponent = max(most >> 7, 27u);  // biased; the largest becomes 2^14 to 2^15
+        const float by = __uint_as_float((127 + 14 + 127 - exponent) << 23);
+        if (threadIdx.x == 0) back[row] = __uint_as_float((exponent - 14) << 23);
+        for (int k = threadIdx.x * 8; k < p.k; k += THREADS * 8) {
+          const u32 at = staged + (row * p.k + k) * 2 + row * PAD;
+          const uint4 v = lds128(at);
+          sts128(at, {halved(v.x, by), halved(v.y, by), halved(v.z, by), halved(v.w, by)});
+        }
+      }
+      __syncthreads();
+    }
   }
   for (int tile = first; tile < last; ++tile) {
     float kept[PER_THREAD];  // what ADD adds to
@@ -218,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         if (GATED) scales[i][1] = p.scale[n + p.n];
       }
     }
-    float acc[MT][NT][4] = {};
+    float acc[MT][NT][4] = {}, more[CHAINS > 1 ? MT : 1][CHAINS > 1 ? NT : 1][4] = {};
     for (int chunk = warp; chunk < chunks; chunk += WARPS) {
       constexpr int PARTS = ROW_BYTES / 64, PART_K = 64 / SIZE, PIECE_K = 16 / SIZE;
       uint4 b[PARTS][NT][XV];
@@ -231,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
           for (int v = 0; v < XV; ++v) {
             b[h][j][v] = {};
             const int k = chunk * CHUNK_K + h * PART_K + t * PIECE_K + v * 8;
-            if (row < p.m && STAGED) b[h][j][v] = lds128(staged + (row * p.k + k) * 2);
+            if (row < p.m && STAGED) b[h][j][v] = lds128(staged + (row * p.k + k) * 2 + row * PAD);
             if (row < p.m && !STAGED)
               b[h][j][v] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
           }
@@ -268,7 +369,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
             const uint4 &x = b[h][j][0], &y = b[h][j][XV - 1];
-            if (E4M3) {
+            if (HALVES) {
+              float(&other)[4] = CHAINS > 1 ? more[i][j] : acc[i][j];
+              mma_halves(acc[i][j], lo.x, hi.x, x.x, x.y);
+              mma_halves(other, lo.y, hi.y, x.z, x.w);
+              mma_halves(acc[i][j], lo.z, hi.z, y.x, y.y);
+              mma_halves(other, lo.w, hi.w, y.z, y.w);
+            } else if (E4M3) {
               mma_e4m3(acc[i][j], lo.x, hi.x, x.x, x.y);
               mma_e4m3(acc[i][j], lo.y, hi.y, x.z, x.w);
               mma_e4m3(acc[i][j], lo.z, hi.z, y.x, y.y);
@@ -289,8 +396,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
 #pragma unroll
       for (int i = 0; i < MT; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          red[buffer][warp][j * 8 + t * 2 + (e & 1)][i * 16 + g + (e >= 2 ? 8 : 0)] = acc[i][j][e];
+        for (int e = 0; e < 4; ++e) {
+          const int row = j * 8 + t * 2 + (e & 1);
+          const float y = CHAINS > 1 ? acc[i][j][e] + more[i][j][e] : acc[i][j][e];
+          if (KEPT == NT * 8 || row < KEPT) red[buffer][warp][row][i * 16 + g + (e >= 2 ? 8 : 0)] = y;
+        }
       if (NORM && !STAGED && tile == first) {
         square[j] += __shfl_xor_sync(~0u, square[j], 1);
         square[j] += __shfl_xor_sync(~0u, square[j], 2);
@@ -311,8 +421,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) skinny_gemm(const Param
         if (NORM) s += red_square[v][row];
       }
       if (E4M3) {
-        y *= scales[i][0];
-        up *= scales[i][1];
+        const float by = HALVES ? back[row] : 1.f;
+        y *= scales[i][0] * by;
+        up *= scales[i][1] * by;
       }
       if (NORM) {
         const float f = rsqrtf(s / p.k + p.eps);

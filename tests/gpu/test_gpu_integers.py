@@ -17,6 +17,7 @@ from sgla.kernels.integers import KINDS
 from sgla.kernels.rehearsal import rehearsing
 from sgla.kernels.triton import integers
 from sgla.quant.weight import pack
+from sgla.worker.region import GROWN
 
 pytest.importorskip("triton")
 BF16 = torch.bfloat16
@@ -90,7 +91,7 @@ def test_a_model_decodes_alike_alone_and_in_a_batch(quantization: str) -> None:
     runner: Any = make(quantization=quantization)
     layers = 2 * (4096 * 1024 + 1024 * 2048 + 6144 * 1024 + 1024 * 3072)
     weights = layers * {"int4": 0.5625, "int8": 1.03125}[quantization] + 2 * TINY["vocab_size"] * 1024
-    assert runner.facts.ledger["weights"] < 1.3 * weights
+    assert runner.facts.ledger["weights"] < 1.1 * weights + GROWN
     prompts = {slot: prompt(slot, 20 + 13 * slot) for slot in range(20)}
     together = generate(runner, prompts, 12, True)
     assert agreement(together, generate(runner, prompts, 12, False)) >= 0.5

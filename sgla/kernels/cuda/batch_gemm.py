@@ -40,7 +40,9 @@ class _Params(ctypes.Structure):
             for name in ("m", "n", "k", "tiles", "row_tiles", "x_rows", "parts", "row_stride", "first")
         ),
         ("eps", ctypes.c_float),
-        ("pad", ctypes.c_int * 10),  # tensor maps are aligned to 64 bytes
+        ("row_scale", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("pad", ctypes.c_int * 6),  # tensor maps are aligned to 64 bytes
     )  # fmt: skip
 
 
@@ -72,6 +74,13 @@ class Unscaled(NamedTuple):
     eps: float
 
 
+class Scales(NamedTuple):
+    """Of e4m3 numbers, float32: ``x`` ``[m]``, ``weight`` ``[n]``."""
+
+    x: Tensor
+    weight: Tensor
+
+
 class DrawInputs(NamedTuple):
     """What the output layer needs to draw tokens, as ``kernels/triton/sampling.py`` would, where ``plain``
     int32[1] is not 0; elsewhere it leaves logits. ``slots``, ``positions`` int32[S]; ``seeds`` int64 and
@@ -87,19 +96,25 @@ class DrawInputs(NamedTuple):
     first: int
 
 
-def refuses(n: int, k: int) -> str | None:
+def refuses(n: int, k: int, e4m3: bool = False) -> str | None:
     """Why a weight ``[n, k]`` cannot be multiplied, or None. (Gated, n must be a multiple of 16.)"""
-    if k % 64 or k < 512:
-        return "it needs an input width from 512 on that is a multiple of 64"
+    step = 128 if e4m3 else 64
+    if k % step or k < 8 * step:
+        return f"it needs an input width from {8 * step} on that is a multiple of {step}"
     if n % 8 or n < 128:
         return "it needs an output width from 128 on that is a multiple of 8"
     return None
 
 
-def default_config(m: int, n: int, k: int, gated: bool = False) -> Config | None:
+def default_config(m: int, n: int, k: int, gated: bool = False, e4m3: bool = False) -> Config | None:
     """An estimate for ``m`` rows and a weight ``[n, k]``, from measurements on an H200; None: cuBLAS is
     faster."""
-    return _choose(processors(), m, n, k, gated)
+    if not e4m3:
+        return _choose(processors(), m, n, k, gated)
+    if m > MAX_ROWS:
+        return None
+    split = 1 if n > 4096 else 2 if n > 2048 else 4
+    return _choose(processors(), m, n, k // 2, gated) or Config(64, split, 1)
 
 
 @lru_cache(1 << 14)
@@ -161,17 +176,19 @@ def _cut_rows(count: int, m: int, n: int, k: int) -> Config:
 
 
 @cache
-def _kernel(config: Config, rows: int, epilogue: int, scaled: bool) -> Kernel:
+def _kernel(config: Config, rows: int, epilogue: int, scaled: bool, e4m3: bool = False) -> Kernel:
     stage, cluster = (64 * config.groups + rows) * 128, 1 if config.apart else config.split
     # Scales, parts of squares, or what a row's draw needs.
     kept = (
-        4 * rows * (scaled + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == DRAW))
+        4
+        * rows
+        * (scaled + e4m3 + (epilogue == ADD) * config.tile // (16 * config.split) + 8 * (epilogue == DRAW))
     )
     inbox = 4 * config.tile * rows * (cluster - 1) // cluster  # sums from the others of the cluster
     stages = min(8, (SHARED[config.per_sm - 1] - 1280 - kept - inbox) // stage)
     defines = {"BM": config.tile, "BN": rows, "SPLIT": config.split, "GLOBAL": int(config.apart)}
     defines |= {"PER_SM": config.per_sm, "PASSES": config.passes, "STAGES": stages}
-    defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)}
+    defines |= {"EPILOGUE": epilogue, "SCALED": int(scaled)} | ({"E4M3": 1} if e4m3 else {})
     return Kernel("batch_gemm.cu", "batch_gemm", defines, stages * (stage + 16) + inbox + 1032, cluster)
 
 
@@ -197,18 +214,19 @@ def linear(
     epilogue: int = STORE,
     out: Tensor | None = None,
     draw: DrawInputs | None = None,
+    scales: Scales | None = None,
 ) -> Tensor:
     """``epilogue(x @ weight.T + bias)``:
-    x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``.
+    x bf16 ``[m, k]`` contiguous, weight bf16 ``[n, k]``, see ``refuses``. With ``scales`` both are e4m3.
 
     Epilogues: STORE bf16; SILU, GELU:
     the rows of ``weight`` are gate then up, out ``[m, n / 2]``; FLOAT32; DRAW, see ``DrawInputs``.
     """
     if out is None:
         rows, n = x[0] if isinstance(x, Unscaled) else x, weight.shape[0]
-        dtype = torch.float32 if epilogue in (FLOAT32, DRAW) else rows.dtype
+        dtype = torch.float32 if epilogue in (FLOAT32, DRAW) else torch.bfloat16
         out = rows.new_empty(rows.shape[0], n // 2 if epilogue in (SILU, GELU) else n, dtype=dtype)
-    _launch(x, weight, config, bias, epilogue, out, draw=draw)
+    _launch(x, weight, config, bias, epilogue, out, draw=draw, scales=scales)
     return out
 
 
@@ -234,16 +252,18 @@ def _launch(
     norm: AddedNorm | None = None,
     squares: Tensor | None = None,
     draw: DrawInputs | None = None,
+    scales: Scales | None = None,
 ) -> None:
     x, row_squares, eps = x if isinstance(x, Unscaled) else (x, None, 0.0)
     m, k = x.shape
     n = weight.shape[0]
-    gated, scaled = epilogue in (SILU, GELU), row_squares is not None
+    gated, scaled, e4m3 = epilogue in (SILU, GELU), row_squares is not None, scales is not None
+    assert not e4m3 or epilogue in (STORE, SILU, GELU, FLOAT32)
     assert x.is_contiguous(), "the tensor map knows no padding"
     rows = rows_of(config, m)
     tiles, row_tiles = _tiles(n, config.tile), -(-m // rows)
     x_rows = min(rows, -(-m // 8) * 8)
-    blocks = _blocks(config, tiles, row_tiles, scaled)
+    blocks = _blocks(config, tiles, row_tiles, scaled or e4m3)
     sums = counts = None
     if config.apart:
         sums, counts = _exchange(tiles * row_tiles, config, rows)
@@ -251,15 +271,16 @@ def _launch(
     tensors = bias, out, residual, factors, squares, row_squares, sums, counts
     drawing = (None,) * 6 if draw is None else draw[:6]
     params = _Params(
-        _weight_map(weight.data_ptr(), n, k, 64 * config.groups, gated),
-        tensor_map(x.data_ptr(), (k, m), (2 * k,), (64, x_rows)),
+        _weight_map(weight.data_ptr(), n, k, 64 * config.groups, gated, weight.itemsize),
+        tensor_map(x.data_ptr(), (k, m), (k * x.itemsize,), (128 // x.itemsize, x_rows), e4m3),
         *(None if t is None else t.data_ptr() for t in (*tensors, *drawing)),
         m, n // 2 if gated else n, k, tiles, row_tiles, x_rows,
         0 if row_squares is None else row_squares.shape[0], _row_stride(m),
         0 if draw is None else draw.first, eps,
+        *((None, None) if scales is None else (t.data_ptr() for t in scales)),
     )  # fmt: skip
-    kernel = _kernel(config, rows, epilogue, scaled)
-    helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * scaled
+    kernel = _kernel(config, rows, epilogue, scaled, e4m3)
+    helpers = 128 if config.groups == 3 and rows > 192 else 32 + 32 * (scaled or e4m3)
     kernel.launch(blocks, 128 * config.groups + helpers, params)
 
 
@@ -284,8 +305,14 @@ def _row_stride(m: int) -> int:
 
 
 @lru_cache(1 << 14)
-def _weight_map(data: int, n: int, k: int, tile: int, gated: bool) -> ctypes.Array[ctypes.c_uint64]:
+def _weight_map(
+    data: int, n: int, k: int, tile: int, gated: bool, size: int
+) -> ctypes.Array[ctypes.c_uint64]:
+    """``size``: bytes of a number."""
+    row, wide, bytes_ = size * k, 128 // size, size == 1
     if not gated:
-        return tensor_map(data, (k, n), (2 * k,), (64, tile))
+        return tensor_map(data, (k, n), (row,), (wide, tile), bytes_)
     half = n // 2
-    return tensor_map(data, (k, 8, 2, half // 8), (2 * k, 2 * k * half, 16 * k), (64, 8, 2, tile // 16))
+    return tensor_map(
+        data, (k, 8, 2, half // 8), (row, row * half, 8 * row), (wide, 8, 2, tile // 16), bytes_
+    )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sgla.kernels.cuda.build import Kernel, processors
+from sgla.kernels.cuda.build import SHARED, Kernel, processors
 
 MAX_ROWS = 16
 STORE, ADD, SILU, FLOAT32, GELU = range(5)  # EPILOGUE
@@ -33,9 +33,22 @@ class Config(NamedTuple):
     stages: int
     per_sm: int
 
+    @property
+    def ring(self) -> int:
+        """Bytes of weights in shared memory."""
+        return 8 * 2048 * self.tiles * self.stages
+
+
+class Staged(NamedTuple):
+    """How many rows of x there is room for in shared memory, and the room."""
+
+    rows: int
+    bytes: int
+
 
 STAGED_ROWS = 2  # at most, or reading x once costs more than it saves
 STAGED_BYTES = 16 << 10  # of x in shared memory, so that two blocks still fit on a multiprocessor
+E4M3_STAGED = 2, 8  # rows of x that are kept in shared memory where the weights are e4m3
 
 
 class Gate(NamedTuple):
@@ -62,22 +75,36 @@ def gate_refuses(m: int, k: int, norm: Tensor | None) -> str | None:
     return "it takes norms of heads of 64, 128 or 256 in float32"
 
 
+def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool) -> Staged:
+    """What is kept of x. ``made``: it is not used as it is."""
+    if not e4m3:
+        kept = made and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
+        return Staged(1, STAGED_BYTES) if kept else Staged(0, 0)
+    rows = next((rows for rows in E4M3_STAGED if m <= rows), 0)
+    room = m * (2 * k + 16)
+    sums = 4 * 2 * 8 * rows * (16 * config.tiles + 1) + 512  # and what else the kernel keeps
+    return (
+        Staged(rows, room)
+        if rows and config.ring + room + sums <= SHARED[config.per_sm - 1]
+        else Staged(0, 0)
+    )
+
+
 @cache
 def _kernel(
     groups: int,
     config: Config,
     norm: bool,
     epilogue: int,
-    staged: bool,
+    staged: Staged,
     e4m3: bool,
     gate: tuple[int, int] | None = None,
 ) -> Kernel:
     defines = {"NT": groups, "MT": config.tiles, "HALF": int(config.half), "STAGES": config.stages}
-    defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": int(staged)}
+    defines |= {"NORM": int(norm), "EPILOGUE": epilogue, "STAGED": staged.rows}
     defines |= {"E4M3": 1} if e4m3 else {}
     defines |= {"GATE": gate[0], "HEAD": gate[1]} if gate else {}
-    shared = 8 * config.stages * 2048 * config.tiles + (STAGED_BYTES if staged else 0)
-    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, shared)
+    return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring + staged.bytes)
 
 
 def default_config(m: int, n: int, k: int, gated: bool) -> Config:
@@ -126,12 +153,13 @@ def linear(
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
     config = config or default_config(m, n, k if scale is None else k // 2, gated)
-    staged = norm is not None and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
+    staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None)
     normed, by = norm is not None, None
     if gate is not None:
         assert norm is None
         assert gate_refuses(m, k, gate.norm) is None
-        staged, by, norm, eps = True, gate.by, gate.norm, gate.eps
+        assert staged.rows
+        by, norm, eps = gate.by, gate.norm, gate.eps
     gating = None if gate is None else gate.defines
     kernel = _kernel(-(-m // 8), config, normed, epilogue, staged, scale is not None, gating)
     params = _Params(

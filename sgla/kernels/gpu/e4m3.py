@@ -1,4 +1,5 @@
-"""Weights in e4m3: what comes before the product rounds on the way."""
+"""Weights in e4m3 for more rows: what comes before the product rounds on the way, tiles do the gate behind
+it."""
 
 from __future__ import annotations
 
@@ -7,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from sgla.kernels.cuda import batch_gemm, skinny_gemm
+from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Ref
 from sgla.kernels.gpu.rewrite import OTHER, Work
+from sgla.kernels.gpu.tiles import GATES, SLOWER
+from sgla.kernels.gpu.tuning import LIBRARY, Algorithm, Product, algorithm_for
 from sgla.kernels.triton import fp8
 
 if TYPE_CHECKING:
     from sgla.quant.weight import Weight
 
-NAME = "rounded norm"  # of nodes that other rules look for
+NAME, PRODUCT = "rounded norm", "e4m3"  # of nodes that other rules look for
 
 
 def refuses(work: Work, *chain: Node) -> str | None:
@@ -25,18 +30,13 @@ def refuses(work: Work, *chain: Node) -> str | None:
 
 
 def gate(work: Work, act: Node, linear: Node) -> list[Node]:
-    return [_rounded(linear, act.given, _gate_rounded, ("x", "kind"))]
-
-
-def _gate_rounded(x: Tensor, kind: str, w: Weight, bias: Tensor | None) -> Tensor:
-    assert w.scale is not None
-    return fp8.linear(fp8.act_mul_quantize(x, kind), w.data, w.scale, bias)
+    return [_product(linear, act.given, _gate_rounded, ("x", "kind"))]
 
 
 def norm(work: Work, linear: Node) -> list[Node]:
     maker = work.maker(linear.given["x"])
     assert maker is not None
-    return [_rounded(linear, {"rounded": Ref(maker.results[2])}, _fp8_linear, ("rounded",))]
+    return [_product(linear, {"rounded": Ref(maker.results[2])}, multiply, ("rounded",))]
 
 
 def norm_refuses(work: Work, linear: Node) -> str | None:
@@ -45,14 +45,54 @@ def norm_refuses(work: Work, linear: Node) -> str | None:
     return why or (None if maker is not None and maker.op == NAME else "no norm comes before")
 
 
-def _rounded(linear: Node, given: dict[str, Any], fn: Callable[..., Tensor], names: tuple[str, ...]) -> Node:
+def tiles_refuses(work: Work, linear: Node) -> str | None:
+    if why := refuses(work, linear):
+        return why
+    return None if _algorithm(work.rows(linear), linear.given["w"]).kernel == "tiles" else SLOWER
+
+
+def tiles(work: Work, linear: Node) -> list[Node]:
+    return [_product(linear, linear.given, _quantized, ("x",))]
+
+
+def _product(linear: Node, given: dict[str, Any], fn: Callable[..., Tensor], names: tuple[str, ...]) -> Node:
     found = {name: given[name] for name in names} | {name: linear.given[name] for name in ("w", "bias")}
-    return Node("e4m3", fn, found, linear.results, linear.rows)
+    return Node(PRODUCT, fn, found | {"epilogue": batch_gemm.STORE}, linear.results, linear.rows)
 
 
-def _fp8_linear(rounded: fp8.Rounded, w: Weight, bias: Tensor | None) -> Tensor:
+def gated_refuses(work: Work, product: Node, act: Node) -> str | None:
+    if product.given["bias"] is not None:
+        return "the layer has a bias"
+    algorithm = _algorithm(work.rows(product), product.given["w"], gated=True)
+    return None if algorithm.kernel == "tiles" else SLOWER
+
+
+def gated(work: Work, product: Node, act: Node) -> list[Node]:
+    return [product.but({"epilogue": GATES[act.given["kind"]]}, act.results)]
+
+
+def _algorithm(m: int, w: Weight, gated: bool = False) -> Algorithm:
+    """For ``m`` rows, or what the rules of few rows leave over."""
+    m = max(m, skinny_gemm.MAX_ROWS + 1)
+    return algorithm_for(m, Product(w.n, w.k, gated, "fp8")) if this_device().wgmma else LIBRARY
+
+
+def multiply(rounded: fp8.Rounded, w: Weight, bias: Tensor | None, epilogue: int) -> Tensor:
+    """By the tiles or the library, which has no epilogue but STORE."""
     assert w.scale is not None
-    return fp8.linear(rounded, w.data, w.scale, bias)
+    config = _algorithm(len(rounded.scale), w, epilogue in GATES.values()).config
+    if not isinstance(config, batch_gemm.Config):
+        return fp8.linear(rounded, w.data, w.scale, bias)
+    scales = batch_gemm.Scales(rounded.scale, w.scale)
+    return batch_gemm.linear(rounded.numbers, w.data, config, bias=bias, epilogue=epilogue, scales=scales)
+
+
+def _quantized(x: Tensor, w: Weight, bias: Tensor | None, epilogue: int) -> Tensor:
+    return multiply(fp8.quantize(x), w, bias, epilogue)
+
+
+def _gate_rounded(x: Tensor, kind: str, w: Weight, bias: Tensor | None, epilogue: int) -> Tensor:
+    return multiply(fp8.act_mul_quantize(x, kind), w, bias, epilogue)
 
 
 def add_refuses(work: Work, total: Node) -> str | None:

@@ -279,11 +279,12 @@ class RecordedForward:
         return torch.float32 if self._model.embed.weight.kind == "f32" else torch.bfloat16
 
 
-def _tiled(record: Record) -> list[tuple[int, int]]:
-    """Sides of the weights that our kernels of tiles multiply."""
-    return [shape for shape in record.products if batch_gemm.refuses(*shape) is None]
+def _tiled(record: Record) -> list[tuple[int, int, str]]:
+    """Sides and kinds of the weights that our kernels of tiles multiply."""
+    return [(n, k, kind) for n, k, kind in record.products if batch_gemm.refuses(n, k, kind == "fp8") is None]
 
 
-def _algorithms(m: int, n: int, k: int) -> tuple[Algorithm, Algorithm]:
+def _algorithms(m: int, n: int, k: int, kind: str) -> tuple[Algorithm, Algorithm]:
     """What multiplies ``m`` rows by a weight ``[n, k]``, alone and with a gate behind."""
-    return algorithm_for(m, Product(n, k)), algorithm_for(m, Product(n, k, gated=True))
+    alone, gated = (algorithm_for(m, Product(n, k, gated, kind)) for gated in (False, True))
+    return alone, gated

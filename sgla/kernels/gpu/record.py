@@ -108,10 +108,10 @@ class Record:
         return [n.given["w"] for n in self.nodes if n.op is ops.linear]
 
     @cached_property
-    def products(self) -> list[tuple[int, int]]:
-        """Sides of the bfloat16 weights of all linear layers, each once."""
+    def products(self) -> list[tuple[int, int, str]]:
+        """Sides and kinds of the bfloat16 and e4m3 weights of all linear layers, each once."""
         weights = (n.given["w"] for n in self.nodes if n.op in (ops.linear, ops.logits))
-        return list(dict.fromkeys((w.n, w.k) for w in weights if w.kind == "bf16"))
+        return list(dict.fromkeys((w.n, w.k, w.kind) for w in weights if w.kind in ("bf16", "fp8")))
 
     @cached_property
     def ranks(self) -> Ranks | None:

@@ -73,6 +73,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("integers, unpacked for cuBLAS", (ops.linear,), integers.long_refuses, integers.unpacked),
         Rule("gate and e4m3", (ops.act_mul, ops.linear), e4m3.refuses, e4m3.gate),
         Rule("e4m3", (ops.linear,), e4m3.norm_refuses, e4m3.norm),
+        Rule("e4m3 tiles", (ops.linear,), e4m3.tiles_refuses, e4m3.tiles),
     ),
     ops.logits: (
         Rule("whole step", (ops.logits,), whole_step.refuses, whole_step.make),
@@ -85,6 +86,7 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("gate", (few.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (integers.NAME, ops.act_mul), few.gate_refuses, few.gate),
         Rule("gate", (tiles.NAME, ops.act_mul), tiles.gate_refuses, tiles.gate),
+        Rule("gate", (e4m3.PRODUCT, ops.act_mul), e4m3.gated_refuses, e4m3.gated),
     ),
     ops.add_rms_norm: (
         Rule("added", (few.NAME, ops.add_rms_norm), few.add_refuses, few.add),

@@ -110,6 +110,10 @@ def estimated(m: int, product: Product) -> Algorithm:
     if m < batch_gemm.MIN_ROWS or (storage == "fp8" and m <= skinny_gemm.MAX_ROWS):
         columns, width = n // 2 if gated else n, k // 2 if storage == "fp8" else k
         return Algorithm("few rows", skinny_gemm.default_config(m, columns, width, gated))
+    if storage == "fp8":
+        takes = batch_gemm.refuses(n, k, e4m3=True) is None
+        cut = batch_gemm.default_config(m, n, k, gated, e4m3=True) if takes else None
+        return LIBRARY if cut is None else Algorithm("tiles", cut)
     if storage != "bf16":
         return LIBRARY
     if prompt_gemm.refuses(m, n, k, gated) is None and prompt_gemm.fills(m, n):
