@@ -283,6 +283,7 @@ def declared(*extras: str) -> set[str]:
 
 DISTRIBUTIONS = {
     "zmq": "pyzmq",
+    "xdist": "pytest_xdist",
     "yaml": "pyyaml",
     "flashinfer": "flashinfer_python",
     "opentelemetry": "opentelemetry_sdk",
