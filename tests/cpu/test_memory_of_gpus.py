@@ -200,12 +200,13 @@ def test_runners_that_do_not_fit_and_runners_of_short_contexts() -> None:
         "num_hidden_layers": 2,
         "vocab_size": 3000,
     }
+    few = {"step_tokens": 64, "max_running_requests": 8}
     cases: list[dict[str, Any]] = [
         {"free": 20 * MIB},
         {"free": 800 * MIB, "config": {"kv_cache_bytes": None}},
         {"free": 4 * GIB, "config": {"kv_cache_bytes": 5 * GIB}},
         {"free": 1200 * MIB, "config": {"kv_cache_bytes": None, "context_length": None}},
-        *({"config": {"context_length": n}} for n in (1, 2, 3, 17)),
+        *({"config": {"context_length": n, **few}} for n in (1, 2, 3, 17)),
     ]
     lines = run_script("fake_gpu.py", json.dumps([{"model": tiny} | case for case in cases]))
     weights, steps, pool, whole, *short = map(json.loads, lines)

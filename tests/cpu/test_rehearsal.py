@@ -156,8 +156,9 @@ def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
     youtu = AutoConfig.for_model("youtu", num_attention_heads=4, v_head_dim=12, **wider, **shape).to_dict()
     youtu["architectures"] = ["YoutuForCausalLM"]
     model = config | {FACTS: probe(config, tmp_path)}
-    cases = [{"model": model, "looks": looks} for looks in (False, True)]
-    cases.append({"model": youtu | {FACTS: probe(youtu, tmp_path)}})
+    few = {"step_tokens": 64, "max_running_requests": 8}
+    cases = [{"model": model, "looks": looks, "config": few} for looks in (False, True)]
+    cases.append({"model": youtu | {FACTS: probe(youtu, tmp_path)}, "config": few})
     captured, looks, uneven = map(json.loads, run_script("fake_gpu.py", json.dumps(cases)))
     assert any("attention: triton decode, triton prefill" in note for note in uneven["notes"])
     for found in (captured, looks, uneven):
@@ -169,9 +170,13 @@ def test_kernels_of_a_module_are_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["dense", "mixture", "states"], pytest.param(list(CASES), marks=pytest.mark.slow)]
+    ("names", "few"),
+    [
+        (["dense", "mixture", "states"], {"step_tokens": 256}),
+        pytest.param(list(CASES), {}, marks=pytest.mark.slow),
+    ],
 )
-def test_nothing_is_launched_that_was_not_rehearsed(names: list[str]) -> None:
+def test_nothing_is_launched_that_was_not_rehearsed(names: list[str], few: dict[str, int]) -> None:
     """In a process of its own: see ``fake_gpu.py``."""
     models = HERE.parents[1] / "bench/models"
 
@@ -179,7 +184,7 @@ def test_nothing_is_launched_that_was_not_rehearsed(names: list[str]) -> None:
         return (json.loads((models / name / "config.json").read_text()) if name else {}) | changes
 
     cases = [
-        {"model": read(name, changes), "config": config, "sizes": SIZES.get(case, [])}
+        {"model": read(name, changes), "config": config | few, "sizes": SIZES.get(case, [])}
         | ({"draft": read(*DRAFTS[case])} if case in DRAFTS else {})
         for case, (name, changes, config) in ((case, CASES[case]) for case in names)
     ]
