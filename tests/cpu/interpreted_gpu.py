@@ -27,6 +27,7 @@ import interpreter
 import numpy as np
 import torch
 import toy_family
+import toy_latent_spec
 import toy_weights
 from adapters import invent
 from config_cases import gemma3
@@ -180,6 +181,7 @@ def source(folder: Path, model: dict[str, Any], pooling: str = "", module: bool 
 DECODER = LLAMA | {"hidden_size": 48, "head_dim": 12}
 DEEP = DECODER | {"num_hidden_layers": 7}
 TOY = DECODER | {"architectures": ["ToyForCausalLM"], "model_type": "toy", "hidden_act": "silu"}
+TOY_LATENT = DECODER | {"architectures": ["ToyLatentForCausalLM"], "model_type": "toy_latent"}
 TERNARY = DECODER | {"quantization_config": {"quant_method": "toy-ternary"}}
 LAYER_NORM = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"}
 LAYER_NORM |= {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
@@ -337,6 +339,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"attention_backend": "torch"},
     ),
     "toy family": (TOY, "", short_text, {}, {"attention_backend": "torch"}),
+    "toy latent": (
+        TOY_LATENT,
+        "",
+        short_text,
+        {},
+        {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
+    ),
     "toy format": (TERNARY, "", short_text, {"quantization": "checkpoint"}, {"attention_backend": "torch"}),
     "experts in mxfp4": (
         PACKED,
@@ -478,6 +487,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)
         registry.register("ToyForCausalLM", toy_family.FAMILY)
+        registry.register("ToyLatentForCausalLM", toy_latent_spec.FAMILY)
         toy_weights.register()
         sources = {
             case: source(Path(name), *CASES[case][:2], module=case.startswith("module")) for case in cases

@@ -20,6 +20,7 @@ CASES = {
     "after a sleep": {"logprobs"},
     "pages of int8": {"logprobs"},
     "toy family": {"logprobs"},
+    "toy latent": {"logprobs"},
     "toy format": {"logprobs"},
     "experts in mxfp4": {"logprobs"},
     "layer norm": {"logprobs"},

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import toy_latent_spec
 from checkpoints import SMALL, Eager, random_prompts, save_checkpoint
+from safetensors.torch import save_file
 from tiny import make_core, over_two_ranks, run, submit, tiny_config
 
 from sgla.errors import ConfigError
@@ -88,6 +90,30 @@ def test_logits_equal_transformers(model_type: str, tmp_path: Path) -> None:
     rows = Eager(model, budget=150).generate(PROMPTS, 12)
     native = Eager(model, budget=40, native=True).generate(PROMPTS, 12)
     assert [row.tokens for row in native] == [row.tokens for row in rows]
+
+
+@torch.no_grad()
+def test_a_package_brings_latent_attention(tmp_path: Path) -> None:
+    """In two files (GPUs: test_gpu_runner.py). It equals transformers' SmolLM3 without rotation, with one KV
+    head whose keys are its values."""
+    registry.register("ToyLatentForCausalLM", toy_latent_spec.FAMILY)
+    hf = save_checkpoint(tmp_path, "smollm3", num_key_value_heads=1, no_rope_layers=[0, 0, 0])
+    for layer in hf.model.layers:
+        layer.self_attn.v_proj.weight.copy_(layer.self_attn.k_proj.weight)
+    kept = {name: tensor for name, tensor in hf.state_dict().items() if "v_proj" not in name}
+    save_file(kept, tmp_path / "model.safetensors")
+    source = open_source(tmp_path)
+    source.config.update(architectures=["ToyLatentForCausalLM"], model_type="toy_latent")
+    model = load_model(source)
+    [layer] = set(model.state())
+    assert [(kept.name, kept.shape) for kept in layer.tensors] == [("k", (1, 8))]
+    expected = torch.cat([hf(torch.tensor([p])).logits[0].log_softmax(-1) for p in PROMPTS])
+    for native in (False, True):
+        found = Eager(model, native=native).prompt_logprobs(PROMPTS)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    rows = Eager(model, budget=150).generate(PROMPTS, 12)
+    chunked = Eager(model, budget=40, native=True).generate(PROMPTS, 12)
+    assert [row.tokens for row in chunked] == [row.tokens for row in rows]
 
 
 def test_warm_equals_cold_and_chunks_the_whole(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from sgla.model import registry
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 import toy_family
+import toy_latent_spec
 import toy_weights
 
 TINY: dict[str, Any] = json.loads(
@@ -372,6 +373,7 @@ GROUPED = HEADS | {"num_key_value_heads": 2}
 STARCODER2 = GROUPED | {"architectures": ["Starcoder2ForCausalLM"], "model_type": "starcoder2"}
 COHERE = GROUPED | {"architectures": ["CohereForCausalLM"], "model_type": "cohere"}
 TOY = GROUPED | {"architectures": ["ToyForCausalLM"], "model_type": "toy", "hidden_act": "silu"}
+TOY_LATENT = HEADS | {"architectures": ["ToyLatentForCausalLM"], "model_type": "toy_latent", "head_dim": 32}
 LLAMA = GROUPED | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 TERNARY = LLAMA | {"quantization_config": {"quant_method": "toy-ternary"}}
 
@@ -383,6 +385,7 @@ TERNARY = LLAMA | {"quantization_config": {"quant_method": "toy-ternary"}}
         pytest.param(STARCODER2, "triton decode, triton prefill", {}, id="LayerNorm with biases"),
         pytest.param(COHERE, "triton decode, triton prefill", {}, id="LayerNorm without biases"),
         pytest.param(TOY, "triton decode, triton prefill", {}, id="a family of its own"),
+        pytest.param(TOY_LATENT, "triton decode, triton prefill", {}, id="latents of its own"),
         pytest.param(
             TERNARY, "triton decode, triton prefill", {"quantization": "checkpoint"}, id="a format of its own"
         ),
@@ -393,6 +396,7 @@ def test_tokens_are_those_of_the_cpu(model: dict[str, Any], attention: str, sett
     from sgla.worker.cpu import CpuRunner
 
     registry.register("ToyForCausalLM", toy_family.FAMILY)
+    registry.register("ToyLatentForCausalLM", toy_latent_spec.FAMILY)
     toy_weights.register()
     on_gpu = make(model, dtype="float32", random_seed=3, **settings)
     assert any(f"attention: {attention}" in note for note in on_gpu.facts.notes)
