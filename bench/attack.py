@@ -209,6 +209,22 @@ async def silent_connections(target: Target) -> Outcome:
     return outcome
 
 
+async def long_headers(target: Target) -> Outcome:
+    """Of many connections, none of which ends; then a request of another client."""
+    data = head("/version", 0, KEY, "GET", "".join(f"x-{i}: {'a' * 8000}\r\n" for i in range(7)))[:-2]
+    held = []
+    for _ in range(target.many(4000)):
+        try:
+            held.append(await asyncio.open_connection("127.0.0.1", target.port))
+        except OSError:
+            break
+        await write(held[-1][1], [data])
+    outcome = await send(target, head("/version", 0, OTHER, "GET"))
+    for _, writer in held:
+        writer.close()
+    return outcome
+
+
 async def open_health(target: Target) -> Outcome:
     """A flood of /health_generate without a key must not cost a user with one a place."""
     flood = [
@@ -279,6 +295,7 @@ BEYOND: dict[str, Attack] = {
     "stop_regex, n 128": one(TEXT, many_regexes),
     "slow schemas": slow_schemas,
     "silent connections": silent_connections,
+    "long headers": long_headers,
     "open health": open_health,
     "burst": burst,
     "everything": everything,

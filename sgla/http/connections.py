@@ -28,6 +28,8 @@ UNREAD_SECONDS = 120  # that a client may read nothing of an answer
 LINGER_SECONDS = 5
 PATIENCE = 5.0  # seconds for which a client may keep a connection waiting that others want
 HEADER_BYTES = 64 << 10  # of all headers of a request
+# Of the headers of all requests, beyond which one has at most so many.
+ALL_HEADERS, FEW_HEADERS = 64 << 20, 8 << 10
 READ_BYTES = 64 << 10  # of a body that are kept for a handler that does not read, about
 PARSED = 16 << 10  # bytes that are parsed in one go
 
@@ -81,6 +83,7 @@ class Connection(web.RequestHandler):
     __slots__ = (
         "_handler",
         "_head",
+        "_headers",
         "_later",
         "_parsing",
         "_request_began",
@@ -89,6 +92,7 @@ class Connection(web.RequestHandler):
         "_since",
         "_timers",
         "_unread",
+        "_unreadable",
         "client",
         "gives_way",
         "handshake",
@@ -110,6 +114,7 @@ class Connection(web.RequestHandler):
         # Of requests that wait behind another one on the same connection no more are read than came with it.
         self._max_msg_queue_size, self._msg_queue_resume_size = 2, 1
         self._head = 0  # bytes of a header that is not complete
+        self._headers = 0  # bytes that count as headers
         self._rest = b""  # of what came, and is parsed later
         self._later: asyncio.Handle | None = None
         self._parsing = 0.0  # seconds that were spent on it since others last had the loop
@@ -119,6 +124,7 @@ class Connection(web.RequestHandler):
         self._since = 0.0  # when the connection was accepted
         self._resting: float | None = None  # since when nothing is made for the client of a WebSocket
         self._unread: float | None = None  # since when the client reads less than there is for it
+        self._unreadable = False  # what came is no HTTP: no more of it is looked at
         self.client = ""
         self.gives_way = False  # its request is refused, because another client needs the place
         self.handshake: asyncio.Task[None] | None = None
@@ -164,6 +170,7 @@ class Connection(web.RequestHandler):
     def gone(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
+        self._count(0)
         self.listener.closed(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -178,10 +185,27 @@ class Connection(web.RequestHandler):
         self.gone()
         super().connection_lost(exc)
 
-    def request_begins(self, client: str) -> None:
-        """A request of ``client`` has come; the running task handles it."""
+    def request_begins(self, client: str, headers: int) -> None:
+        """A request of ``client`` has come, with so many bytes of ``headers``; the running task handles it.
+        Raises Overloaded."""
         self._handler, self._request_began = asyncio.current_task(), self._loop.time()
         self.listener.set_client(self, client)
+        self._count(headers)
+        if self._has_too_many():
+            raise Overloaded(
+                f"the headers of all requests take more than {ALL_HEADERS >> 20} MiB; retry later, or with "
+                f"{FEW_HEADERS >> 10} KiB of them at most",
+                retry_after=1.0,
+            )
+
+    def _count(self, headers: int) -> None:
+        if self.transport is None:
+            headers = 0
+        self.listener.headers += headers - self._headers
+        self._headers = headers
+
+    def _has_too_many(self) -> bool:
+        return self._headers > FEW_HEADERS and self.listener.headers > ALL_HEADERS
 
     def answer_begins(self) -> None:
         """The headers of the answer are about to be sent: the request can be refused no longer."""
@@ -190,6 +214,8 @@ class Connection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """A turn of the loop may bring 8 MiB, a million frames or chunks: what takes long to parse is left to
         later turns."""
+        if self._unreadable:
+            return
         if not self._rest and len(data) <= PARSED:
             self._parse(data)
             if self._parsing > SLICE:
@@ -205,8 +231,14 @@ class Connection(web.RequestHandler):
         began = clock.now()
         super().data_received(data)
         self._parsing += clock.now() - began
+        error = getattr(self._messages[-1][0], "exc", None) if self._messages else None
+        if error is not None:  # it refers to itself by its traceback, which keeps the data
+            error.__traceback__ = None
+            self._unreadable, self._rest = True, b""
         self._head = self._head + len(data) if self.idle else 0
-        if self._head > HEADER_BYTES and self.transport is not None:
+        if self._head:
+            self._count(self._head)
+        if self._head and (self._head > HEADER_BYTES or self._has_too_many()) and self.transport is not None:
             self.transport.write(TOO_LARGE)
             self.force_close()
 
@@ -246,6 +278,7 @@ class Connection(web.RequestHandler):
             if SHARE in request:
                 request[SHARE].close()
         self._handler = None
+        self._count(0)
         self.lingering = not request.content.is_eof()
         return result
 
@@ -321,6 +354,7 @@ class Listener(web.Server):
             handler_cancellation=server.handler_cancellation,
         )
         self.limit = limit
+        self.headers = 0  # bytes of those of all requests
         self._places: dict[Connection, None] = {}  # the oldest first
         self._shares: dict[str, dict[Connection, None]] = {}  # of these, by client
         self._spare: dict[Connection, None] = {}
@@ -421,9 +455,11 @@ class Listener(web.Server):
 
 
 def request_begins(request: web.Request, client: str) -> None:
-    """Tell the request's connection that the running task handles a request of ``client`` now."""
+    """Tell the request's connection that the running task handles a request of ``client`` now. Raises
+    Overloaded."""
     if isinstance(request.protocol, Connection):
-        request.protocol.request_begins(client)
+        headers = sum(len(name) + len(value) for name, value in request.raw_headers)
+        request.protocol.request_begins(client, headers)
 
 
 async def answer_begins(request: web.Request, response: web.StreamResponse) -> None:

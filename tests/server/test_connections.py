@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import resource
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from sgla.actors.system import System
 from sgla.config import Config
@@ -356,6 +358,51 @@ async def test_headers_come_in_time_and_are_small(serving: Serving, monkeypatch:
             writer.write(b"X-%d: " % i + b"a" * 4000 + b"\r\n")
         assert b" 431 " in await asyncio.wait_for(reader.readline(), 10)
         writer.close()
+
+
+async def test_headers_of_all_requests_have_a_limit(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many connections with long headers take no more, and those with short ones are answered."""
+    monkeypatch.setattr(connections, "ALL_HEADERS", 20_000)
+    async with serving(limit=16) as server:
+        head = b"GET /health/live HTTP/1.1\r\nHost: x\r\n" + b"x: %b\r\n" % (b"y" * 7_000) * 2
+        held = [await server.connect(head) for _ in range(2)]
+        assert (await held[1][0].readline()).startswith(b"HTTP/1.1 431 ")
+        assert server.listener.headers < 20_000
+        assert (await server.get("/health/live"))[0] == 200
+        reader, writer = await server.connect(head + b"\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 4")
+        writer.close()
+        held[0][1].write(b"\r\n")
+        assert (await held[0][0].readline()).startswith(b"HTTP/1.1 200 ")
+        await held[0][0].readuntil(b"}")
+        assert server.listener.headers == 0
+        reader, writer = await server.connect(head + b"\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        for _, each in (*held, (reader, writer)):
+            each.close()
+
+
+async def test_what_is_no_http_leaves_nothing_behind(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even until garbage is collected, which is left out while a server has many objects."""
+    monkeypatch.setattr(logging.getLogger("aiohttp.server"), "disabled", True)  # pytest keeps what is logged
+    gc.collect()
+    gc.disable()
+    try:
+        async with serving(limit=16) as server:
+            reader, writer = await server.connect(b"GET / HTTP/1.1\r\nno header\r\n")
+            assert b" 400 " in await reader.readline()
+            writer.write(b"no header\r\n")
+            await ended(reader)
+            writer.close()
+            while len(server.listener):
+                await asyncio.sleep(0.01)
+            assert not [each for each in gc.get_objects() if isinstance(each, HttpProcessingError)]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
