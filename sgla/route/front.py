@@ -33,6 +33,8 @@ HEADER_BYTES = 64 << 10  # of all headers of a request
 SMALL = 64 << 10  # bytes of a body that any client may send
 OPEN_BODY = 4 << 10  # bytes of a body where the others need a key
 READ_BYTES = 64 << 10  # of a request that waits behind another one
+# Of all headers, and of all requests that wait so, beyond which one has at most so many.
+ALL_BYTES, FEW_BYTES = 64 << 20, 8 << 10
 HEADER_SECONDS = 30.0  # for a request to come, and more for its body by
 BODY_RATE = 16 << 10  # bytes a second
 IDLE_SECONDS = 75.0  # between requests
@@ -93,6 +95,7 @@ class Front:
         most = connection_limit(raise_file_limit() // 2, max(1, config.max_connections // share))
         self.places = Places(most)
         self.connections: set[Connection] = set()
+        self.buffered = 0  # bytes of them that are not taken for a request yet
         self.draining = False
         self._proxies = Proxies(config.forwarded_allow_ips)
         self._keys = [key.encode() for key in (*config.api_key, *config.admin_api_key)]
@@ -199,6 +202,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
+        self._counted = 0  # bytes of it
         self._request: Request | None = None
         self._body = bytearray()
         self._left = 0  # bytes of the body
@@ -227,6 +231,8 @@ class Connection(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()  # before it has begun, perhaps: then it gives nothing back
         self._give_memory()
+        self._buffer = b""
+        self._count()
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -270,6 +276,24 @@ class Connection(asyncio.Protocol):
             self._read()
         elif len(self._buffer) > READ_BYTES and self._transport is not None:
             self._transport.pause_reading()
+        self._count()
+
+    def _count(self) -> None:
+        """What is buffered, and refuse it where all have too much of that."""
+        self._front.buffered += len(self._buffer) - self._counted
+        self._counted = len(self._buffer)
+        if self._counted <= FEW_BYTES or self._front.buffered <= ALL_BYTES:
+            return
+        if self._task is not None:
+            self.abort()
+            return
+        error = BadRequest(
+            f"the headers of all requests take more than {ALL_BYTES >> 20} MiB; retry later, or with "
+            f"{FEW_BYTES >> 10} KiB of them at most"
+        )
+        error.status = 431
+        self._refuse(error)
+        self._count()
 
     def _read(self) -> None:
         """Take in what has come of a request, and have it answered when it is complete."""
@@ -401,6 +425,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and self._unread is None:
             self._transport.resume_reading()
             self._read()
+            self._count()
 
     def _send(self, reply: Reply, request: Request | None, close: bool = False) -> None:
         """An answer of the router's own, unless another one has begun."""

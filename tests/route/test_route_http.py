@@ -15,6 +15,7 @@ from aiohttp import FormData, web
 from route_fakes import CARDS, FakeWorker, Route, Router
 from yarl import URL
 
+from sgla.route import front
 from sgla.route.workers import Look
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hello!"}]}
@@ -482,6 +483,29 @@ async def test_a_body_is_there_once_while_its_worker_does_not_read(route: Route)
     assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
     writer.close()
     worker.close()
+
+
+async def test_headers_of_all_requests_have_a_limit(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "ALL_BYTES", 20_000)
+    router = await route(1)
+    line = b"\r\nx: " + b"y" * 7_000
+    head = b"GET /v1/x HTTP/1.1\r\nHost: x" + 2 * line
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    writer.write(head)
+    await until(lambda: router.front.buffered == len(head))
+    assert (await router.raw(head)).startswith(b"HTTP/1.1 431 ")
+    assert (await router.post(CHAT))[0] == 200
+    running = b"POST /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 14\r\n\r\n" + b'{"wait": true}'
+    _, other = await asyncio.open_connection("127.0.0.1", router.port)
+    other.write(running)
+    await until(lambda: len(router.workers[0].seen) == 2)
+    other.write(head)
+    await until(lambda: router.workers[0].cancelled == 1)
+    writer.write(b"\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    assert router.front.buffered == 0
+    for each in (writer, other):
+        each.close()
 
 
 async def test_without_a_key_bodies_are_small(route: Route) -> None:
