@@ -235,7 +235,7 @@ class Connection(web.RequestHandler):
         if error is not None:  # it refers to itself by its traceback, which keeps the data
             error.__traceback__ = None
             self._unreadable, self._rest = True, b""
-        self._head = self._head + len(data) if self.idle else 0
+        self._head = self._head + len(data) if self.idle or self.silent else 0
         if self._head:
             self._count(self._head)
         if self._head and (self._head > HEADER_BYTES or self._has_too_many()) and self.transport is not None:
