@@ -154,7 +154,7 @@ async def test_long_texts_are_parsed_in_their_process(site: Site) -> None:
 
 
 async def test_limit_of_logprobs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgla.http.server.MAX_LOGPROBS", 999)
+    monkeypatch.setattr("sgla.http.request.work.MAX_LOGPROBS", 999)
     for wanted in ({"prompt_logprobs": 1}, {"logprobs": 1}):
         body = {"prompt": [[1] * 50] * 10, "max_tokens": 50, **wanted}
         status, reply = await site.post("/v1/completions", body)

@@ -174,7 +174,7 @@ def test_sessions(server: ServerProcess, hf: Any) -> None:
 
 
 async def test_what_a_session_has_counts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sgla.http.server.MAX_LOGPROBS", 400)
+    monkeypatch.setattr("sgla.http.request.work.MAX_LOGPROBS", 400)
     async with local_server(model=str(tiny_model), enable_return_hidden_states=True) as local:
 
         async def ask(text: str, **fields: Any) -> tuple[int, Any]:
