@@ -17,7 +17,7 @@ from typing import Any
 import interpreter
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from sgla.kernels import build
@@ -32,7 +32,8 @@ def be_silent() -> None:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 atexit.register(be_silent)  # first, so it is called last
-settings.register_profile("usual", max_examples=25)
+untimed = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # the machine may be busy
+settings.register_profile("usual", max_examples=25, **untimed)
 settings.load_profile("usual")
 settings.register_profile("full", max_examples=1000)  # .ci/full
 
