@@ -55,7 +55,7 @@ def few(m: int, role: str) -> dict[Any, Body]:
     given: dict[str, Any] = {"scale": scale, "epilogue": epilogue, "out": out}
     given |= {} if adds else {"norm": norm, "eps": 1e-6}
     columns = n // 2 if gated else n
-    configs = [skinny_gemm.default_config(m, columns, k // 2, gated)]
+    configs = [skinny_gemm.default_config(m, columns, k, gated, True)]
     configs += [c for c in (skinny_gemm.Config(*cut) for cut in FEW) if runs(c, m, gated)]
 
     def body(config: skinny_gemm.Config) -> Body:

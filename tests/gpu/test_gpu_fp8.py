@@ -12,7 +12,7 @@ from test_gpu_runner import TINY, agreement, assert_rows_alone_equal_all, genera
 from sgla.kernels import ops
 from sgla.kernels.cuda import batch_gemm, skinny_gemm
 from sgla.kernels.rehearsal import rehearsing
-from sgla.kernels.triton import fp8
+from sgla.kernels.triton import elementwise, fp8
 from sgla.quant.weight import pack
 from sgla.worker.region import GROWN
 
@@ -24,8 +24,28 @@ def relative(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 4096), (256, 512), (4096, 12288)])
-@pytest.mark.parametrize("m", [1, 2, 3, 8, 13, 16])
+FEW, SIDES = (1, 2, 3, 5, 8, 12, 16), ((6144, 4096), (4096, 4096), (256, 512), (4096, 12288))
+CUTS = (1, False, 5, 2), (1, True, 5, 2), (1, False, 4, 2), (2, False, 4, 1), (1, False, 8, 1)
+
+
+@pytest.fixture(scope="module")
+def compiled_few() -> None:
+    """Side by side."""
+    scale = torch.ones(12288, device="cuda")
+    with rehearsing():
+        for m, (n, k) in itertools.product(FEW, SIDES):
+            x, w = torch.zeros(m, k, dtype=BF16, device="cuda"), random_e4m3(n, k)[0]
+            for norm, epilogue in itertools.product((None, scale), (0, skinny_gemm.ADD, skinny_gemm.SILU)):
+                skinny_gemm.linear(x, w, scale=scale, norm=norm, epilogue=epilogue)
+        w = random_e4m3(256, 1024)[0]
+        for m, cut in itertools.product(FEW, CUTS):
+            given: Any = {"epilogue": skinny_gemm.FLOAT32, "config": skinny_gemm.Config(*cut)}
+            skinny_gemm.linear(torch.zeros(m, 1024, dtype=BF16, device="cuda"), w, scale=scale, **given)
+
+
+@pytest.mark.parametrize(("n", "k"), SIDES)
+@pytest.mark.parametrize("m", FEW)
+@pytest.mark.usefixtures("compiled_few")
 def test_few_rows_are_not_rounded(m: int, n: int, k: int) -> None:
     """The weights' e4m3 numbers are exact in bfloat16, those below its normal range included."""
     w = pack(torch.randn(n, k, device="cuda") * torch.logspace(-3, 0, k, device="cuda"), "fp8")
@@ -44,11 +64,9 @@ def test_few_rows_are_not_rounded(m: int, n: int, k: int) -> None:
         assert relative(out, ops.act_mul(y, "silu")) < 1e-2
 
 
-CUTS = (1, False, 5, 2), (1, True, 5, 2), (1, False, 4, 2), (2, False, 4, 1), (1, False, 8, 1)
-
-
-@pytest.mark.parametrize("m", [1, 5, 8, 12])
+@pytest.mark.parametrize("m", FEW)
 @pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.usefixtures("compiled_few")
 def test_few_rows_take_every_e4m3_number(m: int, cut: tuple[Any, ...]) -> None:
     """And numbers of x near the ends of bfloat16's range, each row with its own."""
     numbers = torch.arange(256, device="cuda").to(torch.uint8)
@@ -200,6 +218,22 @@ def test_many_rows_are_rounded_token_by_token(m: int) -> None:
     assert relative(y, expected) < 5e-3
     for row in (0, m - 1):  # a small token beside a large one keeps its precision
         assert relative(y[row], x[row].float() @ w.dequant().T + bias) < 0.05
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 512), (16, 4096), (300, 5120)])
+def test_norms_round_what_they_make(m: int, k: int) -> None:
+    x = torch.randn(m, 2 * k, dtype=BF16, device="cuda")[:, :k]
+    weight, residual = torch.rand(k, device="cuda") + 0.5, torch.randn(m, k, dtype=BF16, device="cuda")
+    q, scale = fp8.norm_quantize(x, weight, 1e-6)
+    expected, by_row = fp8.quantize(elementwise.rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(scale, by_row, rtol=2**-7, atol=0)
+    assert (q.float() == expected.float()).float().mean() > 0.9  # but for the order of the squares' sum
+    norm, total, rounded = fp8.add_norm_quantize(x.contiguous(), residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert relative(norm, elementwise.rms_norm(total, weight, 1e-6)) < 1e-3
+    q, scale = fp8.quantize(norm)
+    assert torch.equal(rounded.numbers.float(), q.float())
+    assert torch.equal(rounded.scale, scale)
 
 
 def test_a_model_in_fp8_decodes_alike_alone_and_in_a_batch() -> None:

@@ -49,6 +49,10 @@ class Staged(NamedTuple):
 STAGED_ROWS = 2  # at most, or reading x once costs more than it saves
 STAGED_BYTES = 16 << 10  # of x in shared memory, so that two blocks still fit on a multiprocessor
 E4M3_STAGED = 2, 8  # rows of x that are kept in shared memory where the weights are e4m3
+STAGED_CONFIGS = (  # for which there may be room
+    Config(1, False, 4, 2), Config(1, False, 3, 2), Config(2, False, 4, 1), Config(1, False, 8, 1),
+    Config(1, False, 6, 1), Config(1, False, 4, 1), Config(1, False, 2, 1),
+)  # fmt: skip
 
 
 class Gate(NamedTuple):
@@ -107,9 +111,17 @@ def _kernel(
     return Kernel("skinny_gemm.cu", "skinny_gemm", defines, config.ring + staged.bytes)
 
 
-def default_config(m: int, n: int, k: int, gated: bool) -> Config:
-    """An estimate for ``n`` output columns, from measurements on an H200 (132 multiprocessors).
-    ``k`` is in two bytes of a weight."""
+def default_config(m: int, n: int, k: int, gated: bool, e4m3: bool = False) -> Config:
+    """An estimate for ``n`` output columns, from measurements on an H200 (132 multiprocessors)."""
+    if not e4m3:
+        return _choose(m, n, k, gated)
+    config = _choose(m, n, k // 2, gated)
+    staged = (c for c in (config, *STAGED_CONFIGS) if _staged(m, k, c, e4m3, True).rows)
+    return next(staged, config)
+
+
+def _choose(m: int, n: int, k: int, gated: bool) -> Config:
+    """``k`` is in two bytes of a weight."""
     if m > 8:
         return Config(2, False, 3, 2)
     if n >= 100_000:
@@ -152,7 +164,7 @@ def linear(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    config = config or default_config(m, n, k if scale is None else k // 2, gated)
+    config = config or default_config(m, n, k, gated, scale is not None)
     staged = _staged(m, k, config, scale is not None, norm is not None or gate is not None)
     normed, by = norm is not None, None
     if gate is not None:

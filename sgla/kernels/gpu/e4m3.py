@@ -33,13 +33,17 @@ def gate(work: Work, act: Node, linear: Node) -> list[Node]:
     return [_product(linear, act.given, _gate_rounded, ("x", "kind"))]
 
 
-def norm(work: Work, linear: Node) -> list[Node]:
+def norm(work: Work, norm: Node, linear: Node) -> list[Node]:
+    return [_product(linear, norm.given, _norm_rounded, ("x", "weight", "eps"))]
+
+
+def behind_norm(work: Work, linear: Node) -> list[Node]:
     maker = work.maker(linear.given["x"])
     assert maker is not None
     return [_product(linear, {"rounded": Ref(maker.results[2])}, multiply, ("rounded",))]
 
 
-def norm_refuses(work: Work, linear: Node) -> str | None:
+def behind_norm_refuses(work: Work, linear: Node) -> str | None:
     maker = work.maker(linear.given["x"])
     why = refuses(work, linear)
     return why or (None if maker is not None and maker.op == NAME else "no norm comes before")
@@ -93,6 +97,12 @@ def _quantized(x: Tensor, w: Weight, bias: Tensor | None, epilogue: int) -> Tens
 
 def _gate_rounded(x: Tensor, kind: str, w: Weight, bias: Tensor | None, epilogue: int) -> Tensor:
     return multiply(fp8.act_mul_quantize(x, kind), w, bias, epilogue)
+
+
+def _norm_rounded(
+    x: Tensor, weight: Tensor, eps: float, w: Weight, bias: Tensor | None, epilogue: int
+) -> Tensor:
+    return multiply(fp8.norm_quantize(x, weight, eps), w, bias, epilogue)
 
 
 def add_refuses(work: Work, total: Node) -> str | None:

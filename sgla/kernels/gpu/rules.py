@@ -72,7 +72,8 @@ RULES: dict[Any, tuple[Rule, ...]] = {
         Rule("integers", (ops.linear,), integers.many_refuses, integers.many),
         Rule("integers, unpacked for cuBLAS", (ops.linear,), integers.long_refuses, integers.unpacked),
         Rule("gate and e4m3", (ops.act_mul, ops.linear), e4m3.refuses, e4m3.gate),
-        Rule("e4m3", (ops.linear,), e4m3.norm_refuses, e4m3.norm),
+        Rule("norm + e4m3", (ops.rms_norm, ops.linear), e4m3.refuses, e4m3.norm),
+        Rule("e4m3", (ops.linear,), e4m3.behind_norm_refuses, e4m3.behind_norm),
         Rule("e4m3 tiles", (ops.linear,), e4m3.tiles_refuses, e4m3.tiles),
     ),
     ops.logits: (

@@ -108,8 +108,8 @@ def measured(m: int, product: Product) -> Algorithm | None:
 def estimated(m: int, product: Product) -> Algorithm:
     n, k, gated, storage = product
     if m < batch_gemm.MIN_ROWS or (storage == "fp8" and m <= skinny_gemm.MAX_ROWS):
-        columns, width = n // 2 if gated else n, k // 2 if storage == "fp8" else k
-        return Algorithm("few rows", skinny_gemm.default_config(m, columns, width, gated))
+        columns = n // 2 if gated else n
+        return Algorithm("few rows", skinny_gemm.default_config(m, columns, k, gated, storage == "fp8"))
     if storage == "fp8":
         takes = batch_gemm.refuses(n, k, e4m3=True) is None
         cut = batch_gemm.default_config(m, n, k, gated, e4m3=True) if takes else None

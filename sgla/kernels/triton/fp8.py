@@ -38,6 +38,17 @@ def _quantize(x, numbers, scale, d, PDL: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _norm_quantize(x, weight, numbers, scale, d, eps, s_x, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    _begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + row * s_x + i, mask=i < d, other=0.0).to(tl.float32)
+    w = tl.load(weight + i, mask=i < d, other=0.0).to(tl.float32)
+    y = (v * tl.rsqrt(tl.sum(v * v) / d + eps) * w).to(x.dtype.element_ty)
+    _store(y.to(tl.float32), numbers, scale, row, i, d)
+
+
+@triton.jit
 def _add_norm_quantize(
     x, residual, weight, out, total, numbers, scale, d, eps, PDL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -79,6 +90,17 @@ def quantize(x: Tensor) -> Rounded:
     out = _empty(tokens, d, x.device)
     block = triton.next_power_of_2(d)
     _quantize[(tokens,)](x, *out, d, BLOCK=block, num_warps=_warps(block), **_pdl())
+    return out
+
+
+def norm_quantize(x: Tensor, weight: Tensor, eps: float) -> Rounded:
+    """``ops.rms_norm`` of x ``[T, d]``, whose rows may lie apart, rounded."""
+    tokens, d = x.shape
+    out = _empty(tokens, d, x.device)
+    block = triton.next_power_of_2(d)
+    _norm_quantize[(tokens,)](
+        x, weight, *out, d, eps, x.stride(0), BLOCK=block, num_warps=_warps(block), **_pdl()
+    )
     return out
 
 
