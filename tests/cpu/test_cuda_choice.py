@@ -7,7 +7,8 @@ import torch
 
 from sgla.device import nvidia
 from sgla.kernels import device
-from sgla.kernels.cuda import batch_gemm, decode_attention
+from sgla.kernels.cuda import batch_gemm, decode_attention, skinny_gemm
+from sgla.kernels.cuda.build import SHARED
 from sgla.kernels.cuda.decode_step import DenseShape
 
 QWEN3 = DenseShape(hidden=1024, heads=16, kv_heads=8, inner=3072, qk_norm=True, page_size=16)
@@ -67,3 +68,25 @@ def test_gate_and_up_keep_the_multiprocessors_busy(monkeypatch: pytest.MonkeyPat
         assert config is not None
         waves = -(-batch_gemm._tiles(2 * inner, config.tile) // 132)
         assert 2 * inner / (132 * waves * config.tile) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "gated"),
+    [
+        (6144, 4096, False),
+        (12288, 4096, True),
+        (4096, 12288, False),
+        (1536, 4096, False),
+        (2048, 16384, False),
+    ],
+)
+def test_few_rows_beside_e4m3_weights_are_kept_where_they_are_few_enough(
+    monkeypatch: pytest.MonkeyPatch, n: int, k: int, gated: bool
+) -> None:
+    """Whatever the cut that is chosen for them leaves room for."""
+    monkeypatch.setattr(skinny_gemm, "processors", lambda: 132)
+    for m in range(1, skinny_gemm.MAX_ROWS + 1):
+        config = skinny_gemm.default_config(m, n, k, gated, True)
+        staged = skinny_gemm._staged(m, k, config, True, True)
+        assert (staged.rows >= m) is (m <= 4 and m * k <= 16384)
+        assert config.ring + staged.bytes < SHARED[config.per_sm - 1]

@@ -48,11 +48,10 @@ class Staged(NamedTuple):
 
 STAGED_ROWS = 2  # at most, or reading x once costs more than it saves
 STAGED_BYTES = 16 << 10  # of x in shared memory, so that two blocks still fit on a multiprocessor
-E4M3_STAGED = 2, 8  # rows of x that are kept in shared memory where the weights are e4m3
-STAGED_CONFIGS = (  # for which there may be room
-    Config(1, False, 4, 2), Config(1, False, 3, 2), Config(2, False, 4, 1), Config(1, False, 8, 1),
-    Config(1, False, 6, 1), Config(1, False, 4, 1), Config(1, False, 2, 1),
-)  # fmt: skip
+E4M3_STAGED = 2, 4  # rows of x that are kept in shared memory where the weights are e4m3
+E4M3_STAGED_BYTES = 32 << 10  # of x at most: more takes longer than it saves
+E4M3_CUT = Config(1, False, 4, 2)  # beside which there is room for so much
+E4M3_WIDE = Config(2, False, 4, 1)  # and for large weights
 
 
 class Gate(NamedTuple):
@@ -84,7 +83,7 @@ def _staged(m: int, k: int, config: Config, e4m3: bool, made: bool) -> Staged:
     if not e4m3:
         kept = made and m <= STAGED_ROWS and m * k * 2 <= STAGED_BYTES
         return Staged(1, STAGED_BYTES) if kept else Staged(0, 0)
-    rows = next((rows for rows in E4M3_STAGED if m <= rows), 0)
+    rows = next((rows for rows in E4M3_STAGED if m <= rows and m * k * 2 <= E4M3_STAGED_BYTES), 0)
     room = m * (2 * k + 16)
     sums = 4 * 2 * 8 * rows * (16 * config.tiles + 1) + 512  # and what else the kernel keeps
     return (
@@ -116,8 +115,10 @@ def default_config(m: int, n: int, k: int, gated: bool, e4m3: bool = False) -> C
     if not e4m3:
         return _choose(m, n, k, gated)
     config = _choose(m, n, k // 2, gated)
-    staged = (c for c in (config, *STAGED_CONFIGS) if _staged(m, k, c, e4m3, True).rows)
-    return next(staged, config)
+    for cut in (config, E4M3_CUT):
+        if _staged(m, k, cut, e4m3, True).rows:
+            return cut if gated or k <= 2048 or not 2048 < n < 100_000 else E4M3_WIDE
+    return config
 
 
 def _choose(m: int, n: int, k: int, gated: bool) -> Config:
