@@ -204,6 +204,8 @@ class Launches:
         self.seen: set[str] = set()
         self.sources: dict[str, tuple[ASTSource, Any]] = {}  # of Triton's kernels
         self.files: dict[str, tuple[str, str, str]] = {}  # of CUDA's: name, text, target
+        self.compiled: dict[Any, int] = {}  # of Triton's, of all cases: the shared memory
+        self.texts: set[tuple[str, str]] = set()  # of CUDA's that have compiled, with the target
         self.memory: dict[str, int] = {}  # of CUDA's: the shared memory of a launch
         launch, launches, sources = build.Kernel.launch, self.seen, self.sources
         files, memory = self.files, self.memory
@@ -239,18 +241,32 @@ class Launches:
 
 # Kernels that know nothing of the model but its vocabulary.
 OF_NO_SHAPE = {f"sgla.kernels.triton.{name}" for name in ("sampling", "step", "rules")}
+OF_HEADS = {f"sgla.kernels.triton.{name}" for name in ("attention", "cascade")}
+
+
+def likeness(source: ASTSource, options: Any) -> tuple[str, ...]:
+    """Kernels of one likeness are the same but for the alignment of strides, and for how many heads share one
+    of the KV, which is a bound and a divisor there and the size of nothing."""
+    constants = {source.fn.arg_names[at]: value for (at, *_), value in source.constants.items()}
+    if source.fn.__module__ in OF_HEADS:
+        constants.pop("GROUP", None)
+    kernel = f"{source.fn.__module__}.{source.fn.__name__}"
+    return kernel, str(constants), str(source.signature), str(options)
 
 
 def shared(launches: Launches, card: str) -> dict[str, int]:
-    """Compile the kernels for the card, those of CUDA if NVRTC is there: the bytes of shared memory of a
-    block that each of them takes."""
+    """Compile the kernels for the card, those of CUDA if NVRTC is there, but for those like one that has
+    been: the bytes of shared memory of a block that each of them takes."""
     major, minor = CARDS[card].capability
     target = triton.backends.compiler.GPUTarget("cuda", 10 * major + minor, 32)
 
     def compiled(item: tuple[str, tuple[ASTSource, Any]]) -> tuple[str, int]:
         name, (source, options) = item
-        kernel = triton.compile(source, target=target, options=options.__dict__)
-        return name.partition(" ")[0], kernel.metadata.shared
+        key = card, *likeness(source, options)
+        if key not in launches.compiled:
+            kernel = triton.compile(source, target=target, options=options.__dict__)
+            launches.compiled[key] = kernel.metadata.shared
+        return name.partition(" ")[0], launches.compiled[key]
 
     found: dict[str, int] = {}
     sources = {
@@ -260,7 +276,9 @@ def shared(launches: Launches, card: str) -> dict[str, int]:
         found[name] = max(size, found.get(name, 0))
     if importlib.util.find_spec("cuda"):
         for name, (file, text, arch) in launches.files.items():
-            build._nvrtc(text, file, arch)
+            if (text, arch) not in launches.texts:
+                build._nvrtc(text, file, arch)
+                launches.texts.add((text, arch))
             found[file] = max(launches.memory.get(name, 0), found.get(file, 0))
     launches.sources.clear()
     launches.files.clear()
