@@ -85,8 +85,8 @@ SHAPES: dict[str, Model] = {
 }
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 FEW = {"A100": "gemma-2-9b"}  # the others are left to .ci/full
-# With the least memory for blocks, and with most kernels. The others compile one shape for each size of heads,
-# for experts and for soft caps: what tiles depend on.
+# With the least memory for blocks, and with most kernels. Others compile a shape for each size of heads, for
+# experts and for soft caps: what tiles depend on.
 ALL_SHAPES = ("L40S", "H200")
 APART = ("qwen3_moe", "mixtral", "gemma2")
 UNLIKE = {
