@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from http_fake import FakeIngress, ScriptedIngress, expected_text
 from http_site import Serve, Site
@@ -18,7 +17,17 @@ from sgla.http.anthropic.messages import Answer, MessageStream
 from sgla.messages import Event, Thinking, Usage
 from sgla.text.tools.cursor import ARGUMENTS, CALL, CONTENT, REASONING, Piece
 
+if TYPE_CHECKING:
+    import anthropic
+
 USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def published() -> None:
+    """Thousands of modules, which only the process that runs these tests imports."""
+    global anthropic
+    import anthropic
 
 
 @pytest.fixture

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 from server_process import ServerProcess
 
+if TYPE_CHECKING:
+    import anthropic
+
 PROMPT = "You are a coding agent. " * 80
+
+
+@pytest.fixture(scope="module", autouse=True)
+def published() -> None:
+    """Thousands of modules, which only the process that runs these tests imports."""
+    global anthropic
+    import anthropic
 
 
 @pytest.fixture(scope="module")
