@@ -407,7 +407,7 @@ def measure(name: str, attack: Attack, target: Target, baseline: int) -> dict[st
         while not over.wait(0.2):
             peak = max(peak, memory(target.pid))
 
-    sampler = threading.Thread(target=sample)
+    sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
     probing = Probe(target.port)
     time.sleep(0.3)
