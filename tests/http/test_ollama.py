@@ -69,6 +69,14 @@ async def test_options_are_sampling_parameters(site: Site) -> None:
     assert job.template_kwargs["enable_thinking"] is False
 
 
+@pytest.mark.parametrize("penalty", [-1, 0, 5e-324, 3])
+async def test_a_penalty_that_no_logit_bears_is_refused(site: Site, penalty: float) -> None:
+    body = {"model": "fake", "prompt": "x", "options": {"repeat_penalty": penalty}}
+    status, answer = await site.post("/api/generate", body)
+    assert status == 400
+    assert answer["error"].startswith("options.repeat_penalty must be between 0.01 and 2, got")
+
+
 async def test_texts_go_through_the_template_unless_they_are_raw(site: Site) -> None:
     streamed = await lines(site, "/api/generate", prompt="x", system="be kind", options={"num_predict": 2})
     assert all(isinstance(line["response"], str) for line in streamed)

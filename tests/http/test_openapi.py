@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import aiohttp
 import jsonschema_rs
+import msgspec
 import pytest
 from http_fake import FakeIngress
 from http_site import Serve, Site
@@ -16,7 +17,7 @@ from http_site import Serve, Site
 from sgla.http.app import ROUTES
 from sgla.http.middleware import SECRET
 from sgla.http.openapi import OPERATIONS, document
-from sgla.http.request.schema import RANGES
+from sgla.http.request.schema import RANGES, range_of
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +171,33 @@ async def test_ranges_are_those_that_are_checked(site: Site, described: dict[str
         number = int(value) if name in ("seed", "n") else value
         status, _ = await site.post("/v1/completions", {"prompt": "x", "max_tokens": 1, name: number})
         assert (status == 200) == valid(number), number
+
+
+# Numbers that are checked where they are used, or clipped, or without effect.
+WITHOUT_RANGE = {
+    *("budget_tokens", "keep_alive", "label_token_ids", "logprobs", "lora_int_id", "master_port", "offset"),
+    *("max_pattern_size", "min_count", "min_pattern_size", "output_dimension", "rank_offset", "seconds"),
+    *("num_batch", "num_ctx", "num_gpu", "num_keep", "num_predict", "num_thread", "repeat_last_n"),
+    *("truncate_size", "world_size"),
+}
+
+
+def structs(hint: Any) -> Iterator[type[msgspec.Struct]]:
+    """What a value of this type is made of."""
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield hint
+        for inner in get_type_hints(hint).values():
+            yield from structs(inner)
+    for inner in get_args(hint):
+        yield from structs(inner)
+
+
+def test_every_number_of_a_body_has_a_range() -> None:
+    kinds = {kind for operation in OPERATIONS.values() for kind in structs(operation.body)}
+    for kind in kinds:
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            if {hint, *get_args(hint)} & {int, float} and name not in WITHOUT_RANGE:
+                assert range_of(kind.__name__, name), f"{kind.__name__}.{name}"
 
 
 async def test_health_answers_503_as_described(serve: Serve, described: dict[str, Any]) -> None:

@@ -176,6 +176,7 @@ RANGES: dict[str, Range] = SAMPLING | {
     "truncate_prompt_tokens": Range(-1, 2**31 - 1),
     "beam_width": Range(1, MAX_WIDTH),
     "length_penalty": Range(-16, 16),
+    "repeat_penalty": SAMPLING["repetition_penalty"],  # Ollama's name
 }
 # Of a text the prompt itself may be the answer.
 OWN_RANGES = {("CompletionRequest", "max_tokens"): Range(0, 2**31 - 1)}
