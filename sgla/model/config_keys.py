@@ -32,7 +32,8 @@ _NOT_NULL = frozenset(
     """
     is_causal rope_interleave attention_bias mlp_bias qk_layernorm use_parallel_residual num_experts
     num_local_experts num_experts_per_tok head_dim do_layer_norm_before _remove_final_layer_norm enable_bias
-    layer_norm_elementwise_affine mamba_proj_bias n_shared_experts
+    layer_norm_elementwise_affine mamba_proj_bias mamba_conv_bias mamba_d_conv mamba_expand mamba_n_groups
+    mamba_dt_limit n_shared_experts
     """.split()  # noqa: SIM905
 )
 _NOT_NULL_OF_ENCODERS = frozenset({"add_cross_attention", "is_decoder"})
@@ -68,7 +69,8 @@ HARMLESS = frozenset(
     time_step_min time_step_max time_step_floor time_step_rank time_step_scale time_step_init_scheme
     rescale_prenorm_residual residual_in_fp32 num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype
     mamba_chunk_size mlp_expansion_factor init_method moe_shared_expert_overlap z_loss_coefficient
-    use_mambapy use_associative_scan fused_add_norm
+    use_mambapy use_falcon_mambapy use_associative_scan fused_add_norm mamba_dt_min mamba_dt_max
+    mamba_dt_init_floor
     """.split()  # noqa: SIM905
 )
 _HARMLESS_END = re.compile(
@@ -130,7 +132,7 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
             if value is not None and value != (meant := {**family.defaults, **config}[other]):
                 raise ConfigError(
                     f"config.json: {key} is {shown(value)} and {other} {shown(meant)}; transformers reads "
-                    f"the latter alone for {architecture}: remove {key} for the same numbers as there",
+                    f"one of them for {architecture}, mostly {other}: remove the other one",
                     param="model",
                 )
         elif _MATHEMATICS.isdisjoint(re.findall(r"[a-z]+", name.lower())):

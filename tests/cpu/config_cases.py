@@ -1658,6 +1658,12 @@ REFUSED: dict[str, Case] = {
     "GLM-4.7-Flash with another head_dim": Case(
         decoder("Glm4MoeLiteForCausalLM", "glm4_moe_lite", head_dim=2), "head_dim"
     ),
+    "GPT-2 that looks ahead": Case(
+        {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "is_causal": False}, "is_causal"
+    ),
+    "Nemotron-H by its older names": Case(
+        other("NemotronHForCausalLM", "nemotron_h", mamba_conv_bias=False), "mamba_conv_bias"
+    ),
     "gte-Qwen2": Case(
         qwen2(is_causal=False, auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}), "is_causal"
     ),

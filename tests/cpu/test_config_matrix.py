@@ -232,6 +232,9 @@ def test_families_have_the_keys_and_defaults_of_transformers(architecture: str) 
         ), key
         if key in family.defaults and key not in same:
             assert family.defaults[key] == default or key in ("dim", "n_layers", "n_heads"), key
+    older = set(re.findall(r'kwargs\.pop\(\s*"(\w+)"', inspect.getsource(type(theirs))))
+    assert older <= {*family.defaults, *family.fixed, *family.same, *HARMLESS}
+    assert family.fixed.get("is_causal") is True or not family.model  # all masks of HF's read it
     sources = Path(inspect.getfile(type(theirs))).parent.glob("*.py")
     words = set(re.findall(r"\w+", " ".join(path.read_text() for path in sources)))
     assert family.defaults.keys() <= words | READ_BY_ALL | NOTHING.get(architecture, set())
@@ -486,6 +489,7 @@ def hf_runs(config: dict[str, Any], settings: Any) -> bool:
 # Keys that may be refused where HF runs: as it computes something else then, or as the key matters only with
 # some kinds of rope scaling, or no file says it so.
 OTHERWISE = {"is_causal", "rope_interleave", "original_max_position_embeddings", "num_hidden_layers"}
+OTHERWISE |= {"mamba_conv_bias", "mamba_dt_limit"}
 
 
 def check_null(config: dict[str, Any], key: str, read: bool) -> bool:

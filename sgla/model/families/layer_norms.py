@@ -7,6 +7,7 @@ from sgla.model.family import Family
 from sgla.model.gguf_words import ONE_NORM, Gguf
 from sgla.model.windows import every, full, listed
 
+_CAUSAL = {key: CAUSAL[key] for key in ("is_causal", "is_encoder_decoder")}
 _LAYER_NORMED = {key: value for key, value in DECODER.items() if key != "rms_norm_eps"} | {
     "layer_norm_eps": 1e-5
 }
@@ -140,7 +141,7 @@ FAMILIES = {
             "add_cross_attention": False,
             "tie_word_embeddings": True,
         },
-        {"is_encoder_decoder": False},
+        _CAUSAL,
         {"n_ctx": "n_positions", **{ours: theirs for theirs, ours in _GPT2.items() if theirs != "n_inner"}},
         nulls=("n_inner", "n_ctx"),
         names=_GPT2,
@@ -177,7 +178,7 @@ FAMILIES = {
             "layer_norm_epsilon": 1e-5,
             "tie_word_embeddings": False,
         },
-        {"is_encoder_decoder": False, "rotary": True, "scale_attn_weights": True},
+        _CAUSAL | {"rotary": True, "scale_attn_weights": True},
         {ours: theirs for theirs, ours in _GPT2.items() if ours in _SIZES},
         nulls=("n_inner",),
         names=_GPT2,
@@ -210,8 +211,8 @@ FAMILIES = {
             "activation_function": "relu",
             "tie_word_embeddings": True,
         },
-        {
-            "is_encoder_decoder": False,
+        _CAUSAL
+        | {
             "do_layer_norm_before": True,
             "_remove_final_layer_norm": False,
             "enable_bias": True,
@@ -255,7 +256,7 @@ FAMILIES = {
             "tie_word_embeddings": False,
             "is_decoder": False,
         },
-        {"attention_bias": True, "is_encoder_decoder": False},
+        _CAUSAL | {"attention_bias": True},
         {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
         names={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
         model="sgla.model.neox:Neox",

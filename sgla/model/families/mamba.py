@@ -220,7 +220,9 @@ FAMILIES = {
         | {"attention_bias": False, "mamba_proj_bias": False, "sliding_window": None}
         | {"n_shared_experts": 1, "rope_theta": 1e4},
         {"attention_head_dim": "head_dim", "rms_norm_eps": "layer_norm_epsilon"}
-        | {"norm_eps": "layer_norm_epsilon"},
+        | {"norm_eps": "layer_norm_epsilon"}
+        | {"mamba_conv_bias": "use_conv_bias", "mamba_d_conv": "conv_kernel", "mamba_expand": "expand"}
+        | {"mamba_n_groups": "n_groups", "mamba_dt_limit": "time_step_limit"},
         names={
             "mamba_num_heads": "num_heads",
             "ssm_state_size": "state_size",
