@@ -118,7 +118,7 @@ class Share:
         Overloaded, BadRequest for what is broken, and TooLarge without reading the rest."""
         limit = request.client_max_size
         check_length(request.content_length or 0, limit)
-        inflate = inflater(request.headers.get("Content-Encoding", ""))
+        inflate = inflater(", ".join(request.headers.getall("Content-Encoding", ())))
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS) as self._timer:

@@ -78,6 +78,14 @@ async def test_what_cannot_be_inflated(
     assert (await site.post(TEXT, {"prompt": "x"}))[0] == 200
 
 
+async def test_two_encodings_in_two_headers_are_a_list(site: Site) -> None:
+    data = gzip.compress(b'{"prompt": "x"}', mtime=0)
+    headers = [("Content-Encoding", "gzip")] * 2
+    async with site.http.post(TEXT, data=data, headers=headers) as response:
+        assert response.status == 415
+        assert "'gzip, gzip' is not supported" in (await response.json())["error"]["message"]
+
+
 async def test_a_bomb_is_inflated_up_to_the_limit(serve: Serve, inflated: list[int]) -> None:
     site = await serve(max_body_bytes=MIB, api_key=["secret"])
     bomb = gzip.compress(bytes(64 * MIB))
