@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from sgla.worker.tiers import Source
 
 TOKEN = 32  # bytes that tell a segment from all others
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # memory that is read stays there
 HEAD = 64  # bytes: the token, and room that keeps marks where they can be read at once
 
 
@@ -76,6 +75,11 @@ def _size(units: int, nbytes: int) -> int:
     return _begin(units) + (units + 1) * nbytes
 
 
+def _seals() -> int:
+    """Memory that is read stays there. Linux alone knows them."""
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
 def lend(units: int, nbytes: int, token: bytes) -> Segment:
     """Memory of ``units`` units, zeros at first, which others can borrow where the system can do that."""
     size = _size(units, nbytes)
@@ -83,7 +87,7 @@ def lend(units: int, nbytes: int, token: bytes) -> Segment:
         return Segment(mmap.mmap(-1, size), units, nbytes)
     fd = os.memfd_create("sgla-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
     segment = Segment(mmap.mmap(fd, size), units, nbytes, fd)
     segment.head[:] = np.frombuffer(token, np.uint8)
     return segment
@@ -94,7 +98,7 @@ def borrow(pid: int, fd: int, token: bytes, units: int, nbytes: int) -> Segment 
     with suppress(OSError, ValueError):
         own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & SEALS == SEALS
+            sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & _seals() == _seals()
             if not sealed or os.fstat(own).st_size != _size(units, nbytes):
                 return None
             segment = Segment(mmap.mmap(own, _size(units, nbytes)), units, nbytes)

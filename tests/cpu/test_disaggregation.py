@@ -4,7 +4,10 @@ one server computes, whatever becomes of the other."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import runpy
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -24,7 +27,7 @@ from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
 from sgla.errors import ConfigError, SglaError
 from sgla.peers import Ask, Borrowed, Channel, Done, Hello, Lent, Message, Unit, Want
-from sgla.worker import remote
+from sgla.worker import lent, remote
 from sgla.worker.lent import TOKEN
 from sgla.worker.offer import HostUnits
 
@@ -304,6 +307,17 @@ def test_what_cannot_be_borrowed_is_sent(
         assert same_text(tell(second, ASKED[:2]), alone[:2])
         assert stats(second).tiers[0].loaded > 0
         assert stats(second).tiers[0].failed == 0
+
+
+def test_a_system_without_sealed_memory_lends_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in vars(fcntl) if name.startswith("F_SEAL") or name.endswith("_SEALS")]:
+        monkeypatch.delattr(fcntl, name)
+    monkeypatch.delattr(os, "memfd_create")
+    found = runpy.run_path(lent.__file__)
+    segment = found["lend"](3, 16, bytes(TOKEN))
+    assert segment.fd is None
+    assert segment.units.shape == (4, 16)
+    assert found["borrow"](1 << 22, 0, bytes(TOKEN), 3, 16) is None
 
 
 def test_a_prefill_server_brings_back_what_its_tree_has_lost(folders: dict[str, Path]) -> None:
