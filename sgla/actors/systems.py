@@ -243,7 +243,7 @@ async def put_to_sleep(system: System) -> None:
     try:
         if await system.ingress.doze():
             log.info("model %s sleeps until somebody asks for it", name_of(system))
-    except UnsupportedField:  # as an encoder's, which has no KV cache and whose weights stay
+    except UnsupportedField:  # it cannot, so what it has stays
         system.ingress.used = math.inf
     except SglaError as error:
         log.warning("model %s does not sleep: %s", name_of(system), error.message)

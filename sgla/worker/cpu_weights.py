@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 
 from torch import Tensor
 
 from sgla.errors import ConfigError, UnsupportedField, WeightError
 from sgla.hub.source import ModelSource
-from sgla.memory import give_back
 from sgla.worker.cpu_setup import CpuSetup
 from sgla.worker.kv import forget
+from sgla.worker.place import drop_garbage
 from sgla.worker.weights import ChangingRunner
 
 
@@ -67,7 +66,4 @@ class CpuWeights(ChangingRunner, CpuSetup):
     def _drop(self) -> None:
         self._awake = False
         del self.model, self._forward
-        gc.unfreeze()
-        gc.collect()
-        give_back()
-        gc.freeze()
+        drop_garbage()

@@ -23,8 +23,9 @@ from sgla.model.heads import apply, pool
 from sgla.model.sizes import weight_bytes
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.memory import check_weights
+from sgla.worker.place import drop_garbage
 from sgla.worker.pooler import add_vectors
-from sgla.worker.runner import Runner
+from sgla.worker.runner import Command, Runner
 from sgla.worker.state import column
 
 ROWS, STEP_TOKENS = 1 << 16, 512  # where the configuration leaves them open: enough to fill a CPU's cores
@@ -32,6 +33,8 @@ ROWS, STEP_TOKENS = 1 << 16, 512  # where the configuration leaves them open: en
 
 class EncoderRunner(Runner):
     """Of one rank."""
+
+    _awake = True  # the weights are there
 
     def _load(self, config: Config, source: ModelSource) -> None:
         assert self.pooling is not None
@@ -43,10 +46,7 @@ class EncoderRunner(Runner):
         context = choose_context(spec, self.pooling, config.context_length)
         weights = weight_bytes(spec, dtype, config.quantization, 1)
         check_weights(weights, self.place.free(), "--device cpu" if gpu else "--quantization int8 or int4")
-        with self.place.torch:
-            self.model = load_encoder(
-                source, self.pooling, dtype, config.quantization, self._report, config.random_seed or 0
-            )
+        self.config, self.source = config, source
         self.facts = Facts(
             groups=[CacheGroup(1)],
             page_size=config.page_size,
@@ -60,9 +60,45 @@ class EncoderRunner(Runner):
             notes=self.place.notes,
             **answer_facts(config, spec, self.pooling),
         )
-        limits = ProgramLimits(max(self.facts.step_tokens, context), 1)
-        self._forward, note = self.place.compiled(self.model.body.forward, limits, config.native_kernels)
+        note = self._make()
         self.facts.notes += [note] if note else []
+
+    def _make(self) -> str:
+        """The model with its weights, and a note on how it is computed."""
+        assert self.pooling is not None
+        config, facts = self.config, self.facts
+        with self.place.torch:
+            self.model = load_encoder(
+                self.source,
+                self.pooling,
+                facts.dtype,
+                config.quantization,
+                self._report,
+                config.random_seed or 0,
+            )
+        limits = ProgramLimits(max(facts.step_tokens, facts.context_len), 1)
+        self._forward, note = self.place.compiled(self.model.body.forward, limits, config.native_kernels)
+        return note
+
+    def _commands(self) -> dict[str, Command]:
+        """``sleep`` and ``wake`` as those of ``ChangingRunner``, but that weights always come from the files
+        again. There is no KV cache."""
+        return super()._commands() | {
+            "sleep": lambda args: self._sleep(args["weights"]),
+            "wake": lambda args: self._wake(args["weights"]),
+        }
+
+    def _sleep(self, weights: str) -> None:
+        stay = weights == "" or (weights == "host" and self.place.torch.type == "cpu")  # they are there
+        if self._awake and not stay:
+            self._awake = False
+            del self.model, self._forward
+            drop_garbage()
+
+    def _wake(self, weights: bool) -> None:
+        if weights and not self._awake:
+            self._make()
+            self._awake = True
 
     def _warm_up(self) -> None:
         self._vectors([np.zeros(length, np.int32) for length in (1, 8)], [0, 0])

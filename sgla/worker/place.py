@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.device import describe, use
 from sgla.kernels.dispatch import using
+from sgla.memory import give_back
 from sgla.worker.forward import Forward, compiled
 from sgla.worker.memory import available_bytes, resident_bytes
 
@@ -114,3 +116,13 @@ def take_place(config: Config, rank: int, size: int, store: Path) -> Place:
     """That of rank ``rank`` of ``size``, which meet through the file ``store``. Raises ConfigError."""
     place: Place = resolve_name(platform(config.device).place)(config, rank, size, store)
     return place
+
+
+def drop_garbage() -> None:
+    """Return to the system, or to the GPU, what a model had that nobody refers to any more."""
+    gc.unfreeze()  # a model is older than the last freeze
+    gc.collect()
+    give_back()
+    gc.freeze()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -68,7 +68,6 @@ async def test_answers_are_the_servers(
 ) -> None:
     direct, routed = [await ask(url, method, path, json=fields) for url in urls]
     assert (routed[0], without_ids(routed[1])) == (direct[0], without_ids(direct[1]))
-    assert len(routed[1]) == len(direct[1])
     if path != "/v1/models":  # the router's own
         assert {**routed[2], "content-length": ""} == {**direct[2], "content-length": ""}
 

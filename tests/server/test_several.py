@@ -131,12 +131,12 @@ async def test_idle_models_sleep_and_wake_for_a_request(
 ) -> None:
     models = named("chat", tiny_model), named("embed", tiny_bert)
     async with serving(*models, sleep_idle=0.05) as site:
-        chat = site.systems.first.ingress
+        chat, embed = (system.ingress for system in site.systems.all)
         for _ in range(2):
-            while not chat.asleep:
+            while not (chat.asleep and embed.asleep):
                 await asyncio.sleep(0.01)
             assert chat.asleep == {"weights", "kv_cache"}
-            assert (await site.states())["chat"] == "sleeping"
+            assert await site.states() == {"chat": "sleeping", "embed": "sleeping"}
             assert (await site.get("/health"))[0] == 200
             assert (await site.get("/health_generate"))[0] == 200
             assert await site.vectors() == alone[1]
@@ -147,9 +147,20 @@ async def test_idle_models_sleep_and_wake_for_a_request(
         assert (status, body["error"]["code"]) == (503, "model_loading")
         assert (await site.get("/health"))[0] == 503
         assert (await site.get("/is_sleeping?model=chat"))[1] == {"is_sleeping": True}
-        assert (await site.get("/is_sleeping?model=embed"))[1] == {"is_sleeping": False}
+        assert await site.vectors() == alone[1]
         await site.post("/wake_up?model=chat")
         assert await site.text() == alone[0]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_encoder_sleeps_until_it_is_woken(
+    tiny_bert: Path, alone: tuple[str, list[list[float]]], level: int
+) -> None:
+    async with serving(named("embed", tiny_bert)) as site:
+        assert (await site.post(f"/sleep?level={level}"))[0] == 200
+        assert (await site.post("/v1/embeddings", EMBED))[0] == 503
+        assert (await site.post("/wake_up"))[0] == 200
+        assert await site.vectors() == alone[1]
 
 
 async def test_models_of_a_folder_are_loaded_on_demand_and_make_room(
