@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from sgla.media.picture import Picture
+
 LONGEST = 1 << 20  # tokens of a request, its answer included
 
 
@@ -181,6 +183,9 @@ class Job(msgspec.Struct, kw_only=True):
     truncate: int | None = None
     prompt_logprobs: int | None = None  # most that the prompt may have, alternatives included
     hidden_states: int | None = None  # most numbers that those of its choices may have
+    # In the order of their places in the prompt: parts {"type": "image"} of messages, or the model's own
+    # token for a picture in a text or in ids.
+    pictures: list[Picture] = []
 
 
 class Submit(msgspec.Struct, kw_only=True):
@@ -683,6 +688,9 @@ class Facts(msgspec.Struct, kw_only=True):
     guided_drafts: bool = False  # rows with a grammar guess, too
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
     hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
+    # Kinds of media that the model takes ("image"): what stands for one in a prompt's text, where the chat
+    # template does not write it. {}: none.
+    media: dict[str, str] = {}
     tiers: list[Tier] = []  # the nearest first
     # Of each tier and cache group, the keys of what its units hold at the start, KEY bytes each in the order
     # of their numbers, zeros for none; or b"".

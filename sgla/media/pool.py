@@ -1,0 +1,153 @@
+"""The server's side of the processes for media (``worker.py``): what they are asked, and their limits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from sgla.errors import BadRequest, InvalidField, UnsupportedField
+from sgla.processes import cpu_seconds, python_path
+
+LENGTH = struct.Struct("<I")  # before each record on the pipes
+BUSY = 3  # times as long as its CPU time a task may take on a busy machine
+START = 60.0  # seconds
+PIECE = 1 << 20  # bytes that are written at once; others run in between
+KINDS = {kind.__name__: kind for kind in (BadRequest, InvalidField, UnsupportedField)}
+
+T = TypeVar("T")
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """``kind``: the name of an error's class, whose message is ``text``; else ``value`` is the result."""
+
+    kind: str = ""
+    text: str = ""
+    param: str | None = None
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
+
+
+class Died(BadRequest):
+    """A task's process ended, or was ended since its task took too long."""
+
+
+class Pool:
+    """At most ``processes``, each of which starts when it is wanted for the first time.
+
+    A task may take ``seconds`` of CPU time, and ``memory`` bytes beyond what the process has once it has
+    imported ``modules``. A task that is cancelled, or goes beyond, costs its process, and nobody else.
+    """
+
+    def __init__(
+        self, processes: int = 2, memory: int = 1 << 30, seconds: float = 10.0, modules: Sequence[str] = ()
+    ) -> None:
+        self.memory = memory
+        self.seconds = seconds
+        self._modules = tuple(modules)
+        self._room = asyncio.Semaphore(processes)
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+
+    async def run(self, function: str, *args: Any, result: type[T]) -> T:
+        """What the ``function`` ("module:name") makes of ``args``, which it is given as its annotations say;
+        both go by msgpack. Raises what it raises of BadRequests, and Died."""
+        task = msgspec.msgpack.encode((function, args))
+        async with self._room:
+            process = self._idle.pop() if self._idle else _Process()
+            self._all.add(process)
+            try:
+                answer = await self._asked(process, task)
+            except BaseException:
+                ended = asyncio.ensure_future(process.end())
+                ended.add_done_callback(lambda _: self._all.discard(process))
+                raise
+            self._idle.append(process)
+        if answer.kind:
+            raise KINDS[answer.kind](answer.text, param=answer.param)
+        return msgspec.msgpack.decode(answer.value, type=result)
+
+    async def _asked(self, process: _Process, task: bytes) -> Answer:
+        try:
+            await process.start(self.memory, self.seconds, self._modules)
+            asked = asyncio.ensure_future(process.ask(task))
+            try:
+                await self._patience(process, asked)
+                return await asked
+            finally:
+                asked.cancel()
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise Died("its process ended") from error
+
+    async def _patience(self, process: _Process, asked: asyncio.Future[Answer]) -> None:
+        """Wait for an answer as long as a task may take."""
+        begun, loop = process.cpu_seconds(), asyncio.get_running_loop()
+        end = loop.time() + BUSY * self.seconds
+        wait = self.seconds
+        while not (await asyncio.wait([asked], timeout=wait))[0]:
+            if loop.time() >= end or process.cpu_seconds() - begun >= self.seconds:
+                raise Died(f"it takes more than {self.seconds:g} s")
+            wait = self.seconds / 10
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.end() for process in self._all))
+        self._all.clear()
+        self._idle.clear()
+
+
+class _Process:
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, memory: int, seconds: float, modules: Sequence[str]) -> None:
+        """Wait until its imports are done."""
+        if self._process is not None:
+            return
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "sgla.media.worker", str(memory), str(seconds), *modules),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": python_path()},
+        )
+        try:
+            async with asyncio.timeout(START):
+                await self._read()
+        except TimeoutError as error:
+            raise Died(f"its process does not start within {START:.0f} s") from error
+
+    async def ask(self, task: bytes) -> Answer:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        stdin, rest = self._process.stdin, memoryview(task)
+        stdin.write(LENGTH.pack(len(task)))
+        for at in range(0, len(rest), PIECE):
+            stdin.write(rest[at : at + PIECE])
+            await stdin.drain()
+        return msgspec.msgpack.decode(await self._read(), type=Answer)
+
+    async def _read(self) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        size = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))[0]
+        return await self._process.stdout.readexactly(size)
+
+    def cpu_seconds(self) -> float:
+        assert self._process is not None
+        try:
+            return cpu_seconds(self._process.pid)
+        except OSError:  # it died
+            return 0.0
+
+    async def end(self) -> None:
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
