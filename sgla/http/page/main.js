@@ -28,13 +28,13 @@ async function connect() {
   const chosen = $("model").value;
   $("model").replaceChildren(...data.map(({ id }) => make("option", { textContent: id })));
   if (data.some(({ id }) => id === chosen)) $("model").value = chosen;
-  await ask();
+  await describe();
   link = "up";
   state("up", "ready");
 }
 
 // What the chosen model is.
-async function ask() {
+async function describe() {
   const name = encodeURIComponent($("model").value);
   tell(await (await call(`get_model_info?model=${name}`)).json());
 }
@@ -138,7 +138,7 @@ async function take() {
 
 $("import").onclick = () => $("files").click();
 $("files").onchange = take;
-$("model").onchange = () => ask().catch(lost);
+$("model").onchange = () => describe().catch(lost);
 
 // --- controls
 
