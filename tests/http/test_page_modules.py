@@ -1,4 +1,4 @@
-"""The page's modules without a browser: a name that is missing or stands twice keeps all of it from running."""
+"""The page's modules without a browser: one name that is missing or stands twice, and nothing of it runs."""
 
 from __future__ import annotations
 
