@@ -23,6 +23,7 @@ from sgla.messages import Control, Keep
 
 MOST_NAME, MOST_PATH = 256, 4096  # characters
 ADAPTED = "\1"  # begins the namespaces of requests with adapters
+NONE = "0"  # in the place of an adapter, of a request without one whose space begins so, too
 Tell = Callable[[Control], Awaitable[dict[str, Any]]]  # the workers
 
 
@@ -83,7 +84,18 @@ class AdapterTable:
         if not number and not space.startswith(ADAPTED):
             return space
         found = self._by_number.get(number)
-        return f"{ADAPTED}{found.content if found else number}{ADAPTED}{space}"
+        return f"{ADAPTED}{found.content if found else number or NONE}{ADAPTED}{space}"
+
+    def of(self, namespace: str) -> int:
+        """The number of the adapter that a namespace of another server has, by its weights; 0: none. Raises
+        ModelNotFound if it is not loaded here."""
+        content = namespace.split(ADAPTED, 2)[1] if namespace.startswith(ADAPTED) else NONE
+        if content == NONE:
+            return 0
+        for adapter in self.loaded.values():
+            if adapter.content == content:
+                return adapter.number
+        raise ModelNotFound("an adapter is not loaded here; both servers need it", param="lora_path")
 
     def use(self, number: int) -> None:
         """A request with it is opened."""
@@ -145,8 +157,8 @@ class AdapterTable:
             raise
         finally:
             del self._coming[name]
-        ranks = told.get("ranks", [told])
-        adapter.content = ".".join(rank.get("content", f"#{adapter.number}") for rank in ranks)
+        first = told["ranks"][0] if "ranks" in told else told
+        adapter.content = first.get("content", f"#{adapter.number}")
         self.loaded[name] = self._by_number[adapter.number] = adapter
         if pinned:
             self._keep(Keep(adapter.number, pinned=True))

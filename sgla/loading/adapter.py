@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,8 +149,9 @@ def _entries(key: str, patterns: Any) -> Iterator[tuple[str, Any]]:
         yield f"{key}[{pattern}]", value
 
 
-def read_adapter(folder: Path, adapters: Adapters) -> list[Piece]:
-    """All pieces of an adapter, in the type of the places. Blocks. Raises InvalidAdapter."""
+def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
+    """All pieces of an adapter, in the type of the places, and a hash of all that it changes, which is the
+    same on all ranks. Blocks. Raises InvalidAdapter."""
     config = read_config(folder, adapters.rank)
     tensors = _tensors(folder, adapters)
     pairs: dict[str, dict[str, Tensor]] = {}
@@ -169,9 +172,12 @@ def read_adapter(folder: Path, adapters: Adapters) -> list[Piece]:
     checked = [_checked(folder, config, adapters, *pair) for pair in pairs.items()]
     dtype = adapters.dtype
     taken: dict[tuple[int, int], str] = {}
-    pieces = []
-    for module, a, b, targets in checked:
+    pieces, content = [], blake2b(digest_size=16)
+    for module, a, b, targets in sorted(checked, key=itemgetter(0)):
         scaled = b.float() * config.scale_of(module)
+        content.update(repr((module, a.shape, b.shape, dtype)).encode())
+        for values in (a, scaled):
+            content.update(values.to(dtype).contiguous().view(torch.uint8).numpy().data)
         whole = scaled if len(targets) == 1 and targets[0][1] is None else adapters.mend(module, scaled)
         for target, rows in targets:
             place = id(target.stack), target.part
@@ -183,7 +189,7 @@ def read_adapter(folder: Path, adapters: Adapters) -> list[Piece]:
             pieces.append(Piece(target, own_a.to(dtype).clone(), own_b.to(dtype).clone()))
     if not all(bool(torch.isfinite(x).all()) for piece in pieces for x in (piece.a, piece.b)):
         raise InvalidAdapter(f"{folder.name}: values are beyond what {dtype} can hold")
-    return pieces
+    return pieces, content.hexdigest()
 
 
 def _tensors(folder: Path, adapters: Adapters) -> dict[str, Tensor]:

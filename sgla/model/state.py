@@ -64,16 +64,20 @@ class Demand(NamedTuple):
     prefixes: bool = True
 
 
+def own_heads(heads: int, rank: int, ranks: int) -> range:
+    """Which of so many heads a rank keeps: they are split as ``Shard.range`` does; with fewer of them than
+    ranks each rank has one."""
+    if heads < ranks:
+        only = rank * heads // ranks
+        return range(only, only + 1)
+    return range(rank * heads // ranks, (rank + 1) * heads // ranks)
+
+
 def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[LayerState]:
-    """Of each layer, on ``rank`` or on the one that has most. The KV heads are split as ``Shard.range`` does;
-    with fewer of them than ranks each rank has one."""
+    """Of each layer, on ``rank`` or on the one that has most."""
 
     def own(heads: int) -> int:
-        if heads < ranks:
-            return 1
-        if rank is None:
-            return -(-heads // ranks)
-        return (rank + 1) * heads // ranks - rank * heads // ranks
+        return max(len(own_heads(heads, one, ranks)) for one in (range(ranks) if rank is None else [rank]))
 
     state = []
     for layer in spec.attention:

@@ -152,7 +152,7 @@ class Transfers:
         for tier, told in enumerate(self._told):
             if not told.shared or request.looked or len(keys) - end < told.least:
                 continue
-            if told.computes and (request.adapter or request.marks or request.outputs):
+            if told.computes and (request.marks or request.outputs):
                 continue
             request.looked = True
             asked = keys[request.shared :]

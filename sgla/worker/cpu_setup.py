@@ -11,6 +11,7 @@ from sgla.hub.source import ModelSource
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.messages import CacheGroup, Facts
 from sgla.model.read import read_decoder
+from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand
 from sgla.sampling import Sampler
 from sgla.sampling.draw import draw
@@ -23,6 +24,7 @@ from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import Kept
 from sgla.worker.kv import memory_of
+from sgla.worker.parts import parts_of_units
 from sgla.worker.peering import by_threads
 from sgla.worker.state import SlotTables
 from sgla.worker.tier_setup import Units, asks_for_tiers, open_tiers
@@ -46,7 +48,7 @@ class CpuSetup(CpuModel):
         kv = take_kv(config, source, spec, self.place, dtype, demand)
         self.kv, self._own, self._rewind = kv.layers, kv.own, kv.rewind
         context_len = kv.size.context_len
-        self._open_tiers(kv.groups, spec.long_ropes(context_len))
+        self._open_tiers(kv.groups, spec, context_len)
         self._open_adapters(dtype)
         self._model_again = partial(self._load_model, dtype, context_len, slots)
         self.model = self._model_again(source)
@@ -90,14 +92,14 @@ class CpuSetup(CpuModel):
         self._drafter = drafts.make(self.tables, self.sampler, kv.guessing, step_tokens, threads)
         return kernels
 
-    def _open_tiers(self, groups: list[CacheGroup], long: list[bool]) -> None:
+    def _open_tiers(self, groups: list[CacheGroup], spec: ModelSpec, context_len: int) -> None:
         """Raises ConfigError."""
         if not asks_for_tiers(self.config):
             return
         tensors = memory_of(self.kv, len(groups))
         memory = [HostMemory([tensor.numpy() for tensor in found]) for found in tensors]
-        layout = "cpu", [[tensor.shape[1] for tensor in found] for found in tensors]
-        units = Units(groups, memory, layout, long, partial(by_threads, memory))
+        long, parts = spec.long_ropes(context_len), parts_of_units(self.kv, spec, len(groups))
+        units = Units(groups, memory, parts, ["cpu"], long, partial(by_threads, memory))
         self.identity = open_tiers(self.copies, self.config, self.source, self.shard, units)
 
     def _make_sampler(self, vocab: int, processors: dict[str, Factory]) -> Sampler:

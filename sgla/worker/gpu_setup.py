@@ -23,6 +23,7 @@ from sgla.worker.gpu_tiers import ABREAST, GpuMemory, by_lanes, open_host
 from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
 from sgla.worker.kv import memory_of
 from sgla.worker.memory import cache_groups, mib
+from sgla.worker.parts import parts_of_units
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
 from sgla.worker.tier_setup import Units, open_tiers
 from sgla.worker.warm_up import measure, warm_up
@@ -131,10 +132,10 @@ class GpuSetup(GpuModel):
             host = open_host(config, self.shard.size, groups, tensors, self._staging)
             self.copies.add_tier(*host, [b""] * len(groups))
         memory = [GpuMemory(found, self.place.begin_thread) for found in tensors]
-        layout = "cuda", [[tensor.shape[1] for tensor in found] for found in tensors], self.steps.scales
-        long = self.steps.model.spec.long_ropes(context_len)
+        spec, kv = self.steps.model.spec, self.steps.kv
+        long, parts = spec.long_ropes(context_len), parts_of_units(kv, spec, len(groups))
         mover = partial(by_lanes, tensors, self._handing, self.place.begin_thread)
-        units = Units(groups, memory, layout, long, mover, ABREAST)
+        units = Units(groups, memory, parts, ["cuda", self.steps.scales], long, mover, ABREAST)
         self.identity = open_tiers(self.copies, config, self.source, self.shard, units)
 
     def _graph_bytes(self, prompts: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +17,12 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError, OutOfMemory
 from sgla.hub.source import ModelSource
 from sgla.messages import CacheGroup, Tier
+from sgla.peers import PeerRefused
 from sgla.version import __version__
 from sgla.worker.lent import TOKEN, Mover, Segment, SegmentUnits
 from sgla.worker.memory import mib, tier_units
 from sgla.worker.offer import HostUnits, Offer
+from sgla.worker.parts import Fit, Part
 from sgla.worker.remote import COPYING, RemoteTier
 from sgla.worker.tiers import FileTier, Memory
 
@@ -43,15 +46,17 @@ def open_peer(
     groups: Sequence[CacheGroup],
     memory: Sequence[Memory],
     mover: Mover,
+    parts: Sequence[Sequence[Part]],
     shard: Shard,
     abreast: int = 1,
 ) -> Peering:
-    """Of ``--role prefill`` or ``decode``. ``abreast``: see ``FileTier``. Raises ConfigError and
-    OutOfMemory."""
+    """Of ``--role prefill`` or ``decode``. ``parts``: of units (``parts_of_units``); ``abreast``: see
+    ``FileTier``. Raises ConfigError and OutOfMemory."""
     rank, size = shard.rank, shard.size
     if config.role == "decode":
         room = ROOM if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
-        remote = RemoteTier(config, identity, memory, mover, rank, room, abreast)
+        fit = partial(fitting, parts, groups, [units.nbytes for units in memory], shard)
+        remote = RemoteTier(config, identity, memory, mover, fit, room, abreast)
         told = Tier("prefill", [0] * len(memory), shared=True, least=LEAST, computes=True)
         return Peering(remote, told, [])
     pages, nbytes = [group.pages for group in groups], [units.nbytes for units in memory]
@@ -79,16 +84,32 @@ def open_peer(
     return Peering(offer, Tier("peers", units, early=True), [offer.port])
 
 
+def fitting(
+    parts: Sequence[Sequence[Part]],
+    groups: Sequence[CacheGroup],
+    nbytes: Sequence[int],
+    shard: Shard,
+    others: int,
+) -> Fit:
+    """What this rank reads of a prefill server with ``others`` ranks. Raises PeerRefused."""
+    if others != shard.size and (not others or any(group.every for group in groups)):
+        raise PeerRefused(
+            f"ranks: {shard.size} here, {others} there; a model that keeps states needs the same --tp on both"
+        )
+    return Fit(parts, nbytes, shard.rank, shard.size, others)
+
+
 def by_threads(memory: Sequence[Memory], segments: Sequence[Segment]) -> FileTier:
     """A ``Mover`` of devices that threads read and write."""
     return FileTier("--role", [SegmentUnits(segment) for segment in segments], memory, COPYING)
 
 
 def peer_identity(
-    config: Config, source: ModelSource, layout: object, long: Sequence[bool], size: int
+    config: Config, source: ModelSource, layout: object, long: Sequence[bool]
 ) -> dict[str, str]:
-    """What KV depends on beside the text: of weights a part of their bytes, so that copies on two hosts are
-    alike. ``layout`` and ``long``: see ``disk.identity_of``."""
+    """What KV depends on beside the text, the same for all ranks: of weights a part of their bytes, so that
+    copies on two hosts are alike. ``layout``: of units on all ranks together; ``long``: see
+    ``disk.identity_of``."""
     beside = sorted([*source.folder.glob("*.json"), *source.folder.glob("*.py")])
     seed = config.random_seed if source.kind == "dummy" else None
     model = [source.kind, source.config, seed, [_content(path) for path in (*source.files, *beside)]]
@@ -99,7 +120,6 @@ def peer_identity(
         "model": _digest(model),
         "settings": ", ".join(f"{name}={value}" for name, value in settings.items()),
         "layout": _digest([layout, long]),
-        "ranks": str(size),
     }
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -36,9 +37,11 @@ from sgla.peers import (
     Want,
     connect,
 )
+from sgla.worker.arrivals import Arrivals, Arrived, Name, Taken
 from sgla.worker.lent import Mover, Segment, borrow
+from sgla.worker.parts import Fit
 from sgla.worker.state import column
-from sgla.worker.tiers import PATIENCE, FileTier, Memory, Source, checksum
+from sgla.worker.tiers import PATIENCE, FileTier, Memory, Source
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +50,6 @@ KEPT = 30.0  # seconds for which a unit that nobody has taken is kept
 AGAIN = 1.0  # seconds between tries to connect
 COPYING = 4  # threads
 
-Name = tuple[int, bytes]  # of a unit: its cache group and key
-
 
 @dataclass(slots=True, eq=False)
 class Asked:
@@ -56,90 +57,11 @@ class Asked:
 
     copy: Copy
     number: int
-    names: list[list[Name]]  # of each cache group
+    keys: list[list[bytes]]  # of each cache group
     lacking: set[Name]
-    nbytes: int
     moved: float
     sent: bool = False
     done: Done | None = None
-
-
-class Arrived(NamedTuple):
-    """A unit. What was borrowed has no ``data`` here."""
-
-    data: Beside
-    told: Unit
-    came: float
-
-
-class Arrivals:
-    """Units that have come and that nobody has taken yet, at most ``room`` bytes: then those go that came
-    first. Whoever uses it holds ``lock``."""
-
-    def __init__(self, nbytes: Sequence[int], room: int) -> None:
-        """``nbytes``: of a unit of each cache group"""
-        self.lock = threading.Lock()
-        self.nbytes, self._room, self._used = nbytes, room, 0
-        self._there: dict[Name, Arrived] = {}
-
-    def __contains__(self, name: Name) -> bool:
-        return name in self._there
-
-    def put(self, name: Name, arrived: Arrived) -> None:
-        self.take(name)
-        self._there[name] = arrived
-        self._used += len(arrived.data)
-        while self._used > self._room:
-            self.take(next(iter(self._there)))
-
-    def take(self, name: Name) -> Arrived | None:
-        arrived = self._there.pop(name, None)
-        self._used -= len(arrived.data) if arrived else 0
-        return arrived
-
-    def forget(self) -> None:
-        """What was borrowed cannot be read any more."""
-        for name in [name for name, arrived in self._there.items() if arrived.told.place >= 0]:
-            self.take(name)
-
-    def lent(self, names: Sequence[Sequence[Name]]) -> list[list[Unit]] | None:
-        """Where they are in memory that was borrowed; None, and nothing is taken, if one of them is not."""
-        found = [[self._there.get(name) for name in group] for group in names]
-        if any(arrived is None or arrived.told.place < 0 for group in found for arrived in group):
-            return None
-        return [[arrived.told for name in group if (arrived := self.take(name))] for group in names]
-
-    def purge(self, before: float) -> None:
-        """What came then goes."""
-        for name in [name for name, arrived in self._there.items() if arrived.came < before]:
-            self.take(name)
-
-
-class Taken:
-    """The arrivals of one cache group as ``tiers.Units``: each is read once."""
-
-    def __init__(self, arrivals: Arrivals, group: int) -> None:
-        self._arrivals, self._group = arrivals, group
-
-    def read(self, unit: int, key: bytes) -> Beside:
-        with self._arrivals.lock:
-            arrived = self._arrivals.take((self._group, key))
-        if arrived is None:
-            raise OSError("a unit is not there any more")
-        if checksum(key, arrived.data) != arrived.told.sum:
-            raise OSError("a unit is not what was computed")
-        return arrived.data
-
-    def write(self, unit: int, key: bytes, data: bytes) -> None:
-        raise AssertionError("nothing is saved to a prefill server")
-
-    def erase(self, unit: int) -> None:
-        raise AssertionError("units have no places")
-
-    def find(self, keys: list[bytes]) -> bytes:
-        raise AssertionError("it is asked otherwise")
-
-    def close(self) -> None: ...
 
 
 class Loan:
@@ -179,9 +101,17 @@ class Loan:
         self._mover.close()
 
 
+class Links(NamedTuple):
+    """For questions, and for units of each rank that is read."""
+
+    asking: Link
+    units: list[Link]
+
+
 class RemoteTier:
     """``mover``: what copies from memory that a prefill server on this host lends. ``room``: bytes of prompts
-    that may be under way, while others wait for their turn, and of units that may wait to be taken."""
+    that may be under way, while others wait for their turn, and of units that may wait to be taken. ``fit``:
+    what a rank here reads of a server with so many ranks; raises PeerRefused if it can read none of it."""
 
     def __init__(
         self,
@@ -189,22 +119,23 @@ class RemoteTier:
         told: dict[str, str],
         memory: Sequence[Memory],
         mover: Mover,
-        rank: int,
+        fit: Callable[[int], Fit],
         room: int,
         abreast: int,
     ) -> None:
         """Raises ConfigError if the prefill server is there and is another one."""
-        self._arrivals = Arrivals([units.nbytes for units in memory], room)
+        self._fit, self._arrivals = fit, Arrivals(fit(config.tp), room)
         self._guard = self._arrivals.lock
         taken = [Taken(self._arrivals, group) for group in range(len(memory))]
         self._sent = FileTier("--prefill-url", taken, memory, COPYING, abreast)
         self._mover, self._loans = mover, list[Loan]()  # the last one is used, others come to their end
+        self._segments: dict[int, list[Segment]] = {}  # that were borrowed, by their source
         self._url, self._secret = config.prefill_url or "", config.kv_transfer_secret or ""
-        self._told, self._rank, self._room = told, rank, room
+        self._told, self._room, self._groups = told, room, len(memory)
         self._borrows = config.kv_transfer_backend == "auto"
         self._asked: list[Asked] = []
         self._numbers = itertools.count(1)
-        self._links: tuple[Link, Link] | None = None  # for questions, and for units
+        self._links: Links | None = None
         self._closing = threading.Event()
         self._lost = threading.Event()
         try:
@@ -224,27 +155,33 @@ class RemoteTier:
         parts = urlsplit(self._url)
         host, port = parts.hostname or "", parts.port or 0
         asking, ports = connect(host, port, self._secret, self._told)
+        channels = [asking]
         try:
-            most = max(self._arrivals.nbytes)
-            units, _ = connect(host, ports[self._rank], self._secret, self._told, most)
+            fit = self._fit(len(ports))
+            for source, nbytes in zip(fit.sources, fit.nbytes):
+                channels.append(connect(host, ports[source], self._secret, self._told, max(nbytes))[0])
         except BaseException:
-            asking.close()
+            for channel in channels:
+                channel.close()
             raise
-        links = self._link(asking), self._link(units)
+        first, *others = [self._link(channel, source) for source, channel in enumerate(channels, -1)]
         with self._guard:
-            self._links = links
+            if fit.sources != self._arrivals.fit.sources or fit.nbytes != self._arrivals.fit.nbytes:
+                self._arrivals.suit(fit)
+            self._segments.clear()
+            self._links = Links(first, others)
             self._lost.clear()
-        for link in links:
+        for link in (first, *others):
             link.begin()
 
-    def _link(self, channel: Channel) -> Link:
-        link = Link(channel, self._take, lambda: self._gone(link))
+    def _link(self, channel: Channel, source: int) -> Link:
+        link = Link(channel, partial(self._take, source), lambda: self._gone(link))
         return link
 
     def _gone(self, link: Link) -> None:
         """What was asked for ends with what has come."""
         with self._guard:
-            if self._links is None or link not in self._links:
+            if self._links is None or link not in (self._links.asking, *self._links.units):
                 return
             links, self._links = self._links, None
             self._arrivals.forget()
@@ -253,7 +190,7 @@ class RemoteTier:
                     asked.done = asked.done or Done(asked.number)
                     asked.lacking.clear()
             self._lost.set()
-        for other in links:
+        for other in (links.asking, *links.units):
             other.close()
         if not self._closing.is_set():
             log.warning("--prefill-url %s is gone; prompts are read here until it answers", self._url)
@@ -274,19 +211,14 @@ class RemoteTier:
                     refused = str(error)
                     log.error("--prefill-url %s: %s; prompts are read here", self._url, refused)
 
-    def _take(self, message: Message, beside: Beside) -> None:
+    def _take(self, source: int, message: Message, beside: Beside) -> None:
+        """``source``: the one that it comes from, -1 where questions are asked."""
         now = clock.now()
         with self._guard:
             if isinstance(message, Lent):
-                self._borrow(message)
+                self._borrow(source, message)
             elif isinstance(message, Unit):
-                name = message.group, message.key
-                waiting = [asked for asked in self._asked if name in asked.lacking]
-                if waiting and (message.place >= 0 or len(beside) == self._arrivals.nbytes[message.group]):
-                    self._arrivals.put(name, Arrived(beside, message, now))
-                for asked in waiting:
-                    asked.lacking.discard(name)
-                    asked.moved = now
+                self._arrive(source, Arrived(beside, message, now))
             elif isinstance(message, Done):
                 for asked in self._asked:
                     if asked.number == message.number:
@@ -294,23 +226,47 @@ class RemoteTier:
         if isinstance(message, Done) and message.error:
             self._sent.warn("be computed by the prefill server", OSError(message.error))
 
-    def _borrow(self, lent: Lent) -> None:
-        nbytes = self._arrivals.nbytes
-        if not self._borrows or self._links is None or not len(lent.fds) == len(lent.units) == len(nbytes):
+    def _arrive(self, source: int, arrived: Arrived) -> None:
+        told = arrived.told
+        name = source, told.group, told.key
+        waiting = [asked for asked in self._asked if name in asked.lacking]
+        if waiting and told.place >= 0:
+            segments = self._segments.get(source)
+            if segments and told.place < len(segments[told.group].units):
+                self._arrivals.put(name, arrived._replace(segment=segments[told.group]))
+        elif waiting and len(arrived.data) == self._arrivals.fit.nbytes[source][told.group]:
+            self._arrivals.put(name, arrived)
+        for asked in waiting:
+            asked.lacking.discard(name)
+            asked.moved = arrived.came
+
+    def _borrow(self, source: int, lent: Lent) -> None:
+        if not self._borrows or self._links is None or source < 0:
             return
-        self._loans = [loan for loan in self._loans if loan.under_way]
+        fit = self._arrivals.fit
+        nbytes = fit.nbytes[source]
+        if not len(lent.fds) == len(lent.units) == len(nbytes):
+            return
         found = [
             borrow(lent.pid, fd, lent.token, units, n) for fd, units, n in zip(lent.fds, lent.units, nbytes)
         ]
         segments = [segment for segment in found if segment is not None]
-        if self._loans or len(segments) < len(found):
+        if len(segments) < len(found) or (fit.whole and not self._lend(segments)):
             return
+        self._segments[source] = segments
+        self._links.units[source].post(Borrowed())
+
+    def _lend(self, segments: list[Segment]) -> bool:
+        """Have the mover copy from them, where units lie as they do here."""
+        self._loans = [loan for loan in self._loans if loan.under_way]
+        if self._loans:
+            return False
         try:
             self._loans = [Loan(segments, self._mover(segments))]
         except RuntimeError as error:  # of pages that cannot be locked
             log.warning("--prefill-url: its memory cannot be read (%s); units are sent", error)
-            return
-        self._links[1].post(Borrowed())
+            return False
+        return True
 
     # --- copies
 
@@ -324,19 +280,17 @@ class RemoteTier:
 
     def begin(self, copy: Copy) -> None:
         parted = [[keys[at : at + KEY] for at in range(0, len(keys), KEY)] for keys in copy.keys]
-        names = [[(g, key) for key in keys] for g, keys in enumerate(parted)]
         if copy.target:
-            self._load(copy, names)
+            self._load(copy, parted)
             return
-        nbytes = sum(len(keys) * size for keys, size in zip(parted, self._arrivals.nbytes))
         with self._guard:
-            self._asked.append(Asked(copy, next(self._numbers), names, set(), nbytes, clock.now()))
+            self._asked.append(Asked(copy, next(self._numbers), parted, set(), clock.now()))
         self._send()
 
-    def _load(self, copy: Copy, names: list[list[Name]]) -> None:
+    def _load(self, copy: Copy, keys: list[list[bytes]]) -> None:
         with self._guard:
-            lent = self._arrivals.lent(names)
             loan = self._loans[-1] if self._loans else None
+            lent = None if loan is None else self._arrivals.lent(keys)
         if lent is None or loan is None:
             self._sent.begin(copy)
         else:
@@ -346,20 +300,33 @@ class RemoteTier:
         """Ask for what there is room for, in its order."""
         with self._guard:
             for asked in [asked for asked in self._asked if not asked.sent]:
-                if self._links is None or asked.nbytes > self._room:
+                nbytes = self._nbytes(asked)
+                if self._links is None or nbytes > self._room:
                     asked.sent, asked.done = True, Done(asked.number)
                     continue
-                taken = sum(other.nbytes for other in self._asked if other.sent and other.done is None)
-                if taken + asked.nbytes > self._room:
+                taken = sum(self._nbytes(other) for other in self._asked if other.sent and not other.done)
+                if taken + nbytes > self._room:
                     return
-                self._ask(asked, *self._links)
+                self._ask(asked, self._links)
 
-    def _ask(self, asked: Asked, asking: Link, units: Link) -> None:
+    def _nbytes(self, asked: Asked) -> int:
+        return self._arrivals.nbytes([len(keys) for keys in asked.keys])
+
+    def _ask(self, asked: Asked, links: Links) -> None:
         wanted = set[Name]().union(*(other.lacking for other in self._asked))
-        lacking = [[name for name in names if name not in self._arrivals] for names in asked.names]
-        asked.sent, asked.moved, asked.lacking = True, clock.now(), set[Name]().union(*lacking)
-        units.post(Want([b"".join(key for g, key in names if (g, key) not in wanted) for names in lacking]))
-        asking.post(Ask(asked.number, asked.copy.namespace, asked.copy.tokens))
+        names = [
+            name for g, keys in enumerate(asked.keys) for key in keys for name in self._arrivals.names(g, key)
+        ]
+        lacking = [name for name in names if name not in self._arrivals]
+        asked.sent, asked.moved, asked.lacking = True, clock.now(), set(lacking)
+        self._want(links, [name for name in lacking if name not in wanted])
+        links.asking.post(Ask(asked.number, asked.copy.namespace, asked.copy.tokens))
+
+    def _want(self, links: Links, names: Sequence[Name], drop: bool = False) -> None:
+        for source, link in enumerate(links.units):
+            own = [(g, key) for from_, g, key in names if from_ == source]
+            keys = [b"".join(key for g, key in own if g == group) for group in range(self._groups)]
+            link.post(Want(keys, drop))
 
     def ended(self) -> list[Moved]:
         ended = [moved for source in self._sources for moved in source.ended()]
@@ -382,7 +349,10 @@ class RemoteTier:
         done = asked.done or Done(asked.number)
         usable = not done.error
         with self._guard:
-            there = [bytes(usable and name in self._arrivals for name in names) for names in asked.names]
+            there = [
+                bytes(usable and self._arrivals.has(g, key) for key in keys)
+                for g, keys in enumerate(asked.keys)
+            ]
         return Moved(asked.copy.transfer, ok=usable, there=there, cached=done.cached)
 
     def _over(self, asked: Asked, now: float) -> bool:
@@ -397,15 +367,15 @@ class RemoteTier:
             left = asked.lacking.difference(*(other.lacking for other in self._asked))
         if links is None or (not left and asked.done is not None):
             return
-        links[0].post(Leave(asked.number))
-        keys = [b"".join(key for g, key in left if g == group) for group in range(len(self._arrivals.nbytes))]
-        links[1].post(Want(keys, drop=True))
+        links.asking.post(Leave(asked.number))
+        self._want(links, list(left), drop=True)
 
     def close(self) -> None:
         self._closing.set()
         self._lost.set()
         self._thread.join()
-        for link in self._links or ():
+        links = self._links
+        for link in () if links is None else (links.asking, *links.units):
             link.close()
         for source in self._sources:
             source.close()

@@ -13,6 +13,7 @@ from sgla.messages import CacheGroup
 from sgla.worker.copies import Copies
 from sgla.worker.disk import identity_of, open_disk
 from sgla.worker.lent import Mover
+from sgla.worker.parts import Part
 from sgla.worker.peering import open_peer, peer_identity
 from sgla.worker.store import open_store
 from sgla.worker.tiers import Memory
@@ -20,12 +21,14 @@ from sgla.worker.tiers import Memory
 
 class Units(NamedTuple):
     """What tiers have copies of. ``memory``: of each cache group, where its units are on the device;
-    ``layout`` and ``long``: see ``identity_of``; ``mover``: of what other servers read or lend; ``abreast``:
-    see ``FileTier``."""
+    ``parts``: of each, how they lie there; ``layout``: what else of that matters, the same on all ranks;
+    ``long``: see ``identity_of``; ``mover``: of what other servers read or lend; ``abreast``: see
+    ``FileTier``."""
 
     groups: Sequence[CacheGroup]
     memory: Sequence[Memory]
-    layout: object
+    parts: Sequence[Sequence[Part]]
+    layout: Sequence[object]
     long: Sequence[bool]
     mover: Mover
     abreast: int = 1
@@ -35,7 +38,8 @@ class Identity:
     """What the KV in tiers depends on beside the text: ``text`` tells what it was at the start."""
 
     def __init__(self, config: Config, source: ModelSource, units: Units) -> None:
-        self._now = partial(identity_of, config, source, units.layout, units.long)
+        layout = [*units.layout, units.parts, [memory.nbytes for memory in units.memory]]
+        self._now = partial(identity_of, config, source, layout, units.long)
         self.text = self._now()
 
     @property
@@ -55,7 +59,7 @@ def open_tiers(
     None if there are no tiers at all. Raises ConfigError and OutOfMemory."""
     if not (copies.tiers or asks_for_tiers(config)):
         return None
-    groups, memory, layout, long, mover, abreast = units
+    groups, memory, parts, layout, long, mover, abreast = units
     identity, rank, size = Identity(config, source, units), shard.rank, shard.size
     if config.kv_disk is not None:
         disk, tier, keys = open_disk(config.kv_disk, identity.text, groups, memory, rank, size, abreast)
@@ -66,8 +70,8 @@ def open_tiers(
         )
         copies.add_tier(tier, store, [b""] * len(groups))
     if config.role != "both":
-        told = peer_identity(config, source, layout, long, size)
-        peer = open_peer(config, told, groups, memory, mover, shard, abreast)
+        told = peer_identity(config, source, [*layout, parts], long)
+        peer = open_peer(config, told, groups, memory, mover, parts, shard, abreast)
         copies.add_tier(peer.told, peer.tier, [b""] * len(groups))
         copies.peer_ports, copies.identity = peer.ports, told
     return identity

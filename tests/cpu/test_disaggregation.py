@@ -18,14 +18,18 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from adapters import save_adapter
 from config_cases import deepseek, gemma3, qwen3_next
-from forked import CONTEXT
+from forked import CONTEXT, ForkedExecutor
+from safetensors.torch import save_file
 from tiny import LLAMA, VOCAB
 from tokenizers import Tokenizer, models
 
 from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
 from sgla.errors import ConfigError, SglaError
+from sgla.executor import procs
 from sgla.peers import Ask, Borrowed, Channel, Done, Hello, Lent, Message, Unit, Want
 from sgla.worker import lent, remote
 from sgla.worker.lent import TOKEN
@@ -185,6 +189,72 @@ def test_what_the_peer_had_cached_counts(folders: dict[str, Path], pair: tuple[E
             tell(engine, [TEXTS[0]])
         assert same(tell(second, ASKED), tell(one, ASKED))
     assert stats(second).hits["prefill"] == 144
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "backend"),
+    [
+        ("windows", 2, 1, "tcp"),
+        ("pages", 1, 2, "auto"),
+        pytest.param("windows", 2, 1, "auto", marks=pytest.mark.slow),
+        pytest.param("pages", 1, 2, "tcp", marks=pytest.mark.slow),
+        pytest.param("latent", 1, 2, "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_either_side_may_have_more_ranks(
+    folders: dict[str, Path],
+    name: str,
+    first: int,
+    second: int,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is lent is copied out of the memory of each rank, and nothing is sent."""
+    monkeypatch.setattr(procs, "ProcsExecutor", ForkedExecutor)
+    kinds = {1: {"tp": 1}, 2: {"tp": 2, "executor": "procs"}}
+    folder, both = folders[name], {"kv_transfer_backend": backend}
+    with (
+        begin(folder) as one,
+        prefilling(folder, **both | kinds[first]) as prefill,
+        decoding(folder, port_of(prefill), **both | kinds[second]) as decode,
+    ):
+        assert same(tell(decode, ASKED), tell(one, ASKED))
+        [tier] = stats(decode).tiers
+        assert (tier.asked, tier.unanswered, tier.failed) == (3, 0, 0)
+        assert tier.loaded > 12
+        check_idle(decode)
+        check_idle(prefill)
+
+
+def test_adapters_are_known_by_their_weights(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each server has its own names and numbers for them. What one lacks the other computes."""
+    shapes = {"q_proj": (64, 64), "v_proj": (32, 64)}
+    weights = {f"model.layers.1.self_attn.{name}.weight": torch.zeros(n) for name, n in shapes.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    for seed, name in enumerate("abc"):
+        save_adapter(tmp_path / name, tmp_path, seed=seed)
+    a, b, c = (f"{name}={tmp_path / name}" for name in "abc")
+    ours: dict[str, Any] = {"lora_modules": [a, b, c], "max_lora_rank": 8}
+    theirs: dict[str, Any] = {"lora_modules": [b.replace("b=", "mine="), a], "max_lora_rank": 8}
+    prompts, asked = [TEXTS[0]] * 4, ["a", "b", None, "a"]
+    wanted = SamplingParams(temperature=0.0, max_tokens=4, logprobs=0)
+    with (
+        begin(folders["pages"], **ours) as one,
+        prefilling(folders["pages"], **theirs) as first,
+        decoding(folders["pages"], port_of(first), **ours) as second,
+    ):
+        for prompt, name in zip(prompts, asked):
+            expected, found = (engine.generate(prompt, wanted, lora_path=name) for engine in (one, second))
+            assert (found.tokens, found.usage) == (expected.tokens, expected.usage)
+        assert (stats(second).tiers[0].asked, stats(second).tiers[0].unanswered) == (3, 0)
+        second.generate(TEXTS[0], wanted, lora_path="c")
+        assert stats(second).tiers[0].unanswered == 1
+        assert "an adapter is not loaded here" in caplog.text
 
 
 MOMENTS = [(Ask, 1), (Want, 1), (Unit, 1), (Unit, 5), (Unit, 9), (Done, 1), (Done, 2)]

@@ -134,6 +134,7 @@ def test_two_ranks_are_as_one(base: Path, tmp_path: Path) -> None:
         save_adapter(tmp_path / str(number), base, seed=number)
         load(runner, number, tmp_path / str(number))
     alone = logprobs(runner, submits)
+    contents = set()
 
     async def ranks() -> Transcript:
         executor = ForkedExecutor(tiny_config(tp=2, enable_lora=True, max_lora_rank=8), open_source(base))
@@ -141,7 +142,8 @@ def test_two_ranks_are_as_one(base: Path, tmp_path: Path) -> None:
             facts = await executor.start(lambda progress: None)
             for number in (1, 2, 3):
                 args = {"number": number, "path": str(tmp_path / str(number))}
-                await executor.control(Control(verb="adapter_load", args=args))
+                told = await executor.control(Control(verb="adapter_load", args=args))
+                contents.add(tuple(rank["content"] for rank in told["ranks"]))
             none = Control(verb="adapter_load", args={"number": 9, "path": str(tmp_path / "none")})
             with pytest.raises(InvalidAdapter, match=r"none/adapter_config\.json"):
                 await executor.control(none)
@@ -151,6 +153,9 @@ def test_two_ranks_are_as_one(base: Path, tmp_path: Path) -> None:
 
     for rid, found in numbers(asyncio.run(ranks())).items():
         check_equal(found, alone[rid])
+    assert runner.adapters is not None
+    whole = [runner.adapters._load(9, tmp_path / str(number))["content"] for number in (1, 2, 3)]
+    assert contents == {(content, content) for content in whole}
 
 
 def test_prefixes_of_an_adapter_are_known_by_its_weights(base: Path, tmp_path: Path) -> None:
