@@ -376,6 +376,13 @@ class Config(AdapterSettings, kw_only=True):
 
     host: Annotated[str, Doc(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Doc(description="port to listen on; 0 picks one")] = 30000
+    grpc_port: Annotated[
+        int | None,
+        Doc(
+            description="serve SGLang's and vLLM's gRPC protocols on this port, too; 0 picks one "
+            "(pip install 'sgla[grpc]')"
+        ),
+    ] = None
     api_key: Annotated[
         list[str], Doc(description="require 'Authorization: Bearer KEY'; may be given several times")
     ] = []

@@ -655,6 +655,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "memory_fraction": (0.05, 1),
     "page_size": (1, 1024),
     "port": (0, 65535),
+    "grpc_port": (0, 65535),
     "max_connections": (1, math.inf),
     "max_body_bytes": (1, math.inf),
     "request_memory_bytes": (1 << 20, math.inf),

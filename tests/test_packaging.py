@@ -287,6 +287,10 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "flashinfer": "flashinfer_python",
     "opentelemetry": "opentelemetry_sdk",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio_health_checking",
+    "grpc_reflection": "grpcio_reflection",
+    "google": "protobuf",
 }
 # huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic, aiohttp
 # multidict and yarl, mcp the others
@@ -305,7 +309,7 @@ THROUGH_OTHERS = {
 
 def test_every_import_is_a_declared_dependency() -> None:
     for folder, extras in (
-        ("sgla", ("cuda", "otel", "modelscope", "eval", "mcp", "remote", "redis", "events")),
+        ("sgla", ("cuda", "otel", "modelscope", "eval", "mcp", "remote", "redis", "events", "grpc")),
         ("tests", ("test", "formats")),
     ):
         names = {DISTRIBUTIONS.get(module, module).lower() for module in third_party(folder)}

@@ -511,7 +511,11 @@ REFUSED: list[tuple[str, str]] = [
         "see --watchdog-timeout, --ssl-certfile and SGLA_API_KEY in docs/operating.md",
     ),
     (
-        "uds grpc* smg-* sidecar* *http2* middleware allow-credentials allowed-methods allowed-headers "
+        "grpc grpc-mode grpc-http-sidecar-port grpc-response-timeout-secs grpc-worker-threads smg-grpc-mode",
+        "gRPC is --grpc-port, beside HTTP",
+    ),
+    (
+        "uds smg-* sidecar* *http2* middleware allow-credentials allowed-methods allowed-headers "
         "h11-* enable-http-worker-* disable-fastapi-docs enable-offline-docs api-prefix path webui timeout",
         "HTTP/1.1 on --host and --port is what there is; a proxy can do the rest",
     ),

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,12 +16,16 @@ from sgla.cli.several import is_on_demand, models_of
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.executor.procs import spawn_early
+from sgla.grpc import require
 from sgla.hub.cache import origin
 from sgla.hub.demo import about, with_demo
 from sgla.hub.fetch import find_local
 from sgla.messages import Facts
 from sgla.observe.log import setup_logging
 from sgla.resolve import check, resolve
+
+if TYPE_CHECKING:
+    from sgla.http.serve import Open
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
 def _serve(config: Config, models: Sequence[Config] = ()) -> int:
     """``models``: several, instead of the one of ``config``."""
     setup_logging(config.log_level, config.log_format)
+    if config.grpc_port is not None:
+        require()
     if config.executor == "procs" and not models:
         # The workers import torch while this process imports the HTTP layer.
         spawn_early(msgspec.structs.replace(config, device=resolve(config).config.device))
@@ -47,9 +53,18 @@ def _serve(config: Config, models: Sequence[Config] = ()) -> int:
         print(ready_text(config, facts, defaults, url, seconds, find_local(config)), flush=True)
 
     try:
-        return serve(config, progress, ready, models, is_on_demand(config))
+        return serve(config, progress, ready, models, is_on_demand(config), others(config))
     finally:
         progress.close()
+
+
+def others(config: Config) -> list[Open]:
+    """What listens beside HTTP."""
+    if config.grpc_port is None:
+        return []
+    from sgla.grpc.server import start
+
+    return [start]
 
 
 def model_text(path: Path | None) -> str:

@@ -137,6 +137,11 @@ def check_alone(config: Config) -> None:
         raise ConfigError(
             f"--models has all models; name {config.model} there, as NAME={config.model}", param="model"
         )
+    if config.grpc_port is not None:
+        raise ConfigError(
+            "the requests of --grpc-port name no model, so one alone can be served; leave it or --models out",
+            param="grpc_port",
+        )
     for name in OWN:
         if getattr(config, name) != getattr(usual, name):
             flag = name.replace("_", "-")

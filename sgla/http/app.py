@@ -335,7 +335,7 @@ async def answer(request: web.Request, path: str, route: str) -> web.StreamRespo
 async def checked(request: web.Request, path: str) -> Client:
     """Who asks. Raises Unauthorized: where thousands are refused at once, others have their turns, too."""
     try:
-        return request.app[GATE].check(request, path)
+        return request.app[GATE].check(request.headers, request[ADDRESS], path)
     except Unauthorized:
         await anonymous(request)
         raise

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from aiohttp import web
 
 from sgla.errors import Forbidden, Unauthorized
-from sgla.http.clients import ADDRESS, Client, with_key, without_key
+from sgla.http.clients import Client, with_key, without_key
 from sgla.http.ids import random_id
 from sgla.http.request.schema import header_value
 from sgla.http.server import IGNORED_FIELDS, RID, SERVER, TAKEN, UID, unique
@@ -88,30 +88,30 @@ class Gate:
         self._admins = admins
         self._all = [*users, *admins] if keys else []
 
-    def check(self, request: web.Request, path: str) -> Client:
+    def check(self, headers: Mapping[str, str], address: str, path: str) -> Client:
         """Who asks. Raises Unauthorized unless the path is open or the key is right: a bearer token, or
         Anthropic's x-api-key. Raises Forbidden for a route of administrators, where the key is another."""
         first = part_of(path)
         if first in ADMIN or (first in OWN and not self._all):
-            return self._administrator(request, first)
+            return self._administrator(headers, address, first)
         if not self._all or first in OPEN:
-            return without_key(request[ADDRESS])
-        return self._holder(request, self._all)
+            return without_key(address)
+        return self._holder(headers, self._all)
 
-    def _administrator(self, request: web.Request, first: str) -> Client:
+    def _administrator(self, headers: Mapping[str, str], address: str, first: str) -> Client:
         keys = self._all or self._admins
-        client = self._holder(request, keys) if keys else without_key(request[ADDRESS])
+        client = self._holder(headers, keys) if keys else without_key(address)
         if client.admin or not (keys or first in SECRET):
             return client
         why = SECRET.get(first, "changes the server for all clients")
         how = "send an admin key" if self._admins else "start the server with --admin-api-key"
         raise Forbidden(f"/{first} {why}, so it needs an admin key; {how} to use it")
 
-    def _holder(self, request: web.Request, keys: Sequence[tuple[bytes, Client]]) -> Client:
+    def _holder(self, headers: Mapping[str, str], keys: Sequence[tuple[bytes, Client]]) -> Client:
         """Whose key was sent."""
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        scheme, _, given = headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = request.headers.get("x-api-key", "")
+            given = headers.get("x-api-key", "")
             if not given:
                 raise Unauthorized("no API key was given; send the header 'Authorization: Bearer KEY'")
         sent = given.strip().encode("utf-8", "surrogateescape")

@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -39,6 +39,18 @@ log = logging.getLogger(__name__)
 
 OnReady = Callable[[Config, Facts, Defaults, str, float], None]
 
+
+class Listener(Protocol):
+    """What serves the application beside HTTP."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+Open = Callable[[web.Application], Awaitable[Listener]]
+
 EXIT_OK, EXIT_DIED, EXIT_CONFIG = 0, 1, 2
 LINGER = 1.0  # seconds that clients get to read their 503 after a worker has died
 LEAVE = 1.2  # seconds from the last answer to the end of the process
@@ -51,6 +63,7 @@ def run(
     on_ready: OnReady | None = None,
     models: Sequence[Config] = (),
     on_demand: bool = False,
+    beside: Sequence[Open] = (),
 ) -> int:
     """Serve until a signal or a failure; returns the process's exit code.
     What then does not end in time ends with the process.
@@ -58,7 +71,8 @@ def run(
 
     ``on_ready(settings, facts, defaults of sampling, url, seconds)`` is called for each model once it accepts
     requests. ``models``: several, each with all its settings, instead of the one of ``config``;
-    ``on_demand``: they are loaded when somebody asks for them.
+    ``on_demand``: they are loaded when somebody asks for them. ``beside``: each opens something that serves
+    the application, too.
     """
     try:
         import uvloop
@@ -66,7 +80,7 @@ def run(
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     except ImportError:  # not on every platform
         runner = asyncio.Runner()
-    serving = _serve(config, on_progress, on_ready, models or (config,), on_demand)
+    serving = _serve(config, on_progress, on_ready, models or (config,), on_demand, beside)
     return runner.run(serving)  # not closed: that waits for the loop's threads
 
 
@@ -76,6 +90,7 @@ async def _serve(
     on_ready: OnReady | None,
     models: Sequence[Config],
     on_demand: bool,
+    beside: Sequence[Open],
 ) -> int:
     started = clock.now()
     return_memory_early()
@@ -97,9 +112,13 @@ async def _serve(
     )
     await runner.setup()
     code, leave = EXIT_DIED, LEAVE
+    listeners: list[Listener] = []
     try:
         url = await _listen(runner, config, backlog(files))
-        print(f"listening on {url} (503 until the model is loaded)", flush=True)
+        for start in beside:
+            listeners.append(await start(runner.app))
+        urls = " and ".join([url, *(each.url for each in listeners)])
+        print(f"listening on {urls} (503 until the model is loaded)", flush=True)
 
         def ready(system: System, facts: Facts) -> None:
             if on_ready is not None:
@@ -115,7 +134,8 @@ async def _serve(
         code = EXIT_CONFIG
     finally:
         last_resort.within(leave, code)
-        await asyncio.gather(systems.close(), runner.cleanup(), _write_rest(systems.all))
+        closing = [each.close() for each in listeners]
+        await asyncio.gather(systems.close(), runner.cleanup(), _write_rest(systems.all), *closing)
         loop.close()
         memory.close()
         for each in throughput:

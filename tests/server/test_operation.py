@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from safetensors import safe_open
 from server_process import ServerProcess
@@ -76,6 +77,7 @@ def test_tls_and_json_logs(tiny_model: Path, tmp_path: Path) -> None:
     process = ServerProcess(
         *("--model", str(tiny_model), "--executor", "fake", "--log-format", "json", "--log-requests"),
         *("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)),
+        *("--grpc-port", "0"),
     )
     try:
         url = listening(process)
@@ -83,10 +85,20 @@ def test_tls_and_json_logs(tiny_model: Path, tmp_path: Path) -> None:
         context = ssl.create_default_context(cafile=str(certificate))
         with urllib.request.urlopen(f"{url}/openapi.json", context=context, timeout=10) as response:
             assert response.status == 200
+        channel = grpc.ssl_channel_credentials(certificate.read_bytes())
+        with grpc.secure_channel(grpc_address(process), channel) as client:
+            check = client.unary_unary("/grpc.health.v1.Health/Check")
+            assert check(b"", timeout=10, wait_for_ready=True)
+        with grpc.insecure_channel(grpc_address(process)) as client, pytest.raises(grpc.RpcError):
+            client.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
     finally:
         process.stop()
     lines = [json.loads(line) for line in process.lines if line.startswith("{")]
     assert any(line.get("route") == "/openapi.json" and line["status"] == 200 for line in lines)
+
+
+def grpc_address(process: ServerProcess) -> str:
+    return next(line.split("grpc://")[1].split()[0] for line in process.lines if "grpc://" in line)
 
 
 def listening(process: ServerProcess) -> str:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
 
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
 from sgla.errors import SglaError
-from sgla.http.answer.collect import Choice, total_usage
+from sgla.http.answer.collect import total_usage
 from sgla.http.answer.encoder import Encoder
+from sgla.http.answer.held import TOGETHER, Held
 from sgla.http.answer.unread import Unread
 from sgla.http.server import Server, Work
 from sgla.messages import Event, Rejected, Usage
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 # still get its HTTP status. So the headers wait for the first message: this long, in seconds, and twice as
 # long again as long as the request is being prepared.
 GRACE = 0.1
-TOGETHER = 64  # tokens with logprobs that are encoded in one go: a few milliseconds with many alternatives
 
 
 class SseSink:
@@ -40,8 +39,6 @@ class SseSink:
         self, encoder: Encoder, work: Work, limit: int, unread: Unread, on_slow: Callable[[], None]
     ) -> None:
         self._encoder = encoder
-        self._client = work.client.name
-        self._unread = unread
         self._n = work.n
         self._uid = work.uid
         self._limit = limit
@@ -49,9 +46,7 @@ class SseSink:
         self._open = set(range(work.choices))
         self._usages: dict[int, Usage] = {}
         self._gathering = True
-        self._held: deque[Choice] = deque()  # in the order in which they go out
-        self._latest: dict[int, Choice] = {}  # of those, the last one of each choice
-        self._held_bytes = 0
+        self._held = Held(work.client.name, unread, encoder.cumulative)
         self._written = False  # since the last tick
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -75,7 +70,7 @@ class SseSink:
     def abort(self) -> None:
         """End the choices that are still open with finish ``abort``."""
         for index in sorted(self._open):
-            if index not in self._latest or self._latest[index].finish is None:
+            if not self._held.finished(index):
                 usage = self._usages.get(index) or Usage()
                 self.push(Event(rid=self._uid, index=index, finish="abort", usage=usage))
 
@@ -99,29 +94,15 @@ class SseSink:
         if isinstance(message, Rejected):
             self.rejected = message
             return
-        choice = self._latest.get(message.index)
-        if choice is None or (len(choice.logprobs or ()) >= TOGETHER and not self._encoder.cumulative):
-            choice = self._latest[message.index] = Choice(message.index)
-            self._held.append(choice)
-        choice.add(message)
-        size = len(message.text) + 8 * len(message.tokens)
-        if message.logprobs:
-            size += sum(64 * (1 + len(entry.top) + len(entry.asked)) for entry in message.logprobs)
-        choice.size += size
-        self._held_bytes += size
+        fits = self._held.add(message)
         transport = self._transport
-        fits = self._count_held()
         if transport is None:
             return
-        unread = transport.get_write_buffer_size() + self._held_bytes
+        unread = transport.get_write_buffer_size() + self._held.size
         if not fits or unread > self._limit:
             log.warning("stream %s dropped: the client has left %d bytes unread", self._uid, unread)
             self._on_slow()
             self._drop()
-
-    def _count_held(self) -> bool:
-        """Whether so much may be held, beside what is held for other streams."""
-        return self._unread.hold(self._client, self, self._held_bytes)
 
     def _write(self, data: bytes) -> None:
         transport = self._transport
@@ -148,9 +129,6 @@ class SseSink:
     def close(self) -> None:
         """Hold nothing any longer."""
         self._held.clear()
-        self._latest.clear()
-        self._held_bytes = 0
-        self._count_held()
 
     # from the handler
 
@@ -184,15 +162,11 @@ class SseSink:
         until the client has to catch up again."""
         sent = 0
         while self._held and not self.over:
-            choice = self._held.popleft()
-            self._held_bytes -= choice.size
-            self._count_held()
-            if self._latest[choice.index] is choice:
-                del self._latest[choice.index]
-            self._do(self._send, choice.event())
+            event = self._held.take()
+            self._do(self._send, event)
             if self._protocol.writing_paused:
                 return
-            sent += len(choice.logprobs or ())
+            sent += len(event.logprobs or ())
             if sent >= TOGETHER:
                 sent = 0
                 await asyncio.sleep(0)
