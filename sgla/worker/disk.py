@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -22,22 +24,28 @@ from sgla.version import __version__
 from sgla.worker.memory import tier_units
 from sgla.worker.tiers import SUM, FileTier, Memory, checksum
 
-FORMAT = 1  # of the files
+FORMAT = 2  # of the files
 ENTRY = KEY + SUM
+BLOCK = 512  # bytes of st_blocks
+log = logging.getLogger(__name__)
+OWN = re.compile(r"kv-(\d+)of(\d+)")  # a folder for one of so many ranks
 
 
 class UnitFile:
     """Units of one cache group, whose numbers begin with 1, in two files: an index with the key of each and a
-    checksum of both, and what they hold. The index is written last, so half a unit has a wrong checksum."""
+    checksum of both, and what they hold. The index is written last, so half a unit has a wrong checksum, as
+    has a file that was put in the place of another: checksums are those of ``place`` alone."""
 
-    def __init__(self, folder: Path, group: int, units: int, nbytes: int, lock: int = -1) -> None:
+    def __init__(
+        self, folder: Path, group: int, units: int, nbytes: int, place: bytes, lock: int = -1
+    ) -> None:
         """``lock``: a file that is closed with it. Raises OSError."""
-        self._nbytes, self._units, self._lock = nbytes, units, lock
+        self._nbytes, self._units, self._place, self._lock = nbytes, units, place, lock
         self._index = self._open(folder / f"{group}.index", units * ENTRY)
         self._data = self._open(folder / f"{group}.data", units * nbytes)
 
     def _open(self, path: Path, size: int) -> int:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         os.ftruncate(fd, size)
         return fd
 
@@ -49,7 +57,7 @@ class UnitFile:
     def write(self, unit: int, key: bytes, data: bytes) -> None:
         """Raises OSError."""
         self._write(self._data, data, (unit - 1) * self._nbytes)
-        self._write(self._index, key + checksum(key, data), (unit - 1) * ENTRY)
+        self._write(self._index, key + checksum(key, data, self._place), (unit - 1) * ENTRY)
 
     def _write(self, fd: int, data: bytes, at: int) -> None:
         done = 0
@@ -60,7 +68,7 @@ class UnitFile:
         """Raises OSError if that is not what the unit holds."""
         entry = os.pread(self._index, ENTRY, (unit - 1) * ENTRY)
         data = os.pread(self._data, self._nbytes, (unit - 1) * self._nbytes)
-        if len(data) != self._nbytes or entry != key + checksum(key, data):
+        if len(data) != self._nbytes or entry != key + checksum(key, data, self._place):
             raise OSError("a file has been changed, or was cut off")
         return data
 
@@ -100,9 +108,11 @@ def open_disk(
         lock = _claim(folder, rank, size)
         own = folder / f"kv-{rank}of{size}"
         _begin(own, identity)
-        locks = [lock] + [-1] * len(units)
-        files = [UnitFile(own, g, *sizes) for g, sizes in enumerate(zip(units, nbytes, locks))]
+        locks, places = [lock] + [-1] * len(units), places_of(identity, rank, size, len(units))
+        files = [UnitFile(own, g, *sizes) for g, sizes in enumerate(zip(units, nbytes, places, locks))]
         keys = [file.keys() for file in files]
+        if rank == 0:
+            _look_at_room(folder, own, size)
     except OSError as error:
         raise ConfigError(
             f"--kv-disk {folder}: {error.strerror or error}; name a folder that this user may write to",
@@ -114,7 +124,7 @@ def open_disk(
 def _claim(folder: Path, rank: int, size: int) -> int:
     """A lock for this rank alone; files for another number of ranks go. Raises OSError, ConfigError."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / f"lock-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(folder / f"lock-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,10 +132,24 @@ def _claim(folder: Path, rank: int, size: int) -> int:
         raise ConfigError(
             f"--kv-disk {folder}: another server has it; name a folder of its own", param="kv_disk"
         ) from None
-    for path in folder.glob("kv-*of*"):
-        if rank == 0 and not path.name.endswith(f"of{size}"):
+    for path in folder.iterdir() if rank == 0 else ():
+        if (found := OWN.fullmatch(path.name)) and int(found[2]) != size:
             shutil.rmtree(path)
     return lock
+
+
+def _look_at_room(folder: Path, own: Path, size: int) -> None:
+    """Say so if the disk has less room than the files of all ranks may take. Raises OSError."""
+    stats = [path.stat() for path in own.iterdir()]
+    lacking = size * sum(max(0, stat.st_size - stat.st_blocks * BLOCK) for stat in stats)
+    if lacking > (free := shutil.disk_usage(folder).free):
+        log.warning(
+            "--kv-disk %s: %d MiB are free there, and the files may grow by %d MiB: what finds no room is not "
+            "kept",
+            folder,
+            free >> 20,
+            lacking >> 20,
+        )
 
 
 def _begin(folder: Path, identity: str) -> None:
@@ -133,8 +157,15 @@ def _begin(folder: Path, identity: str) -> None:
     told = folder / "identity"
     if not (told.is_file() and told.read_bytes() == identity.encode()):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder.mkdir(0o700)
         told.write_text(identity)
+
+
+def places_of(identity: str, rank: int, size: int, groups: int) -> list[bytes]:
+    """Of each cache group, where alone its units may be found: see ``tiers.checksum``."""
+    return [
+        blake2b(f"{identity} {rank} of {size} {g}".encode(), digest_size=32).digest() for g in range(groups)
+    ]
 
 
 def identity_of(config: Config, source: ModelSource, layout: object, long: Sequence[bool] = ()) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from sgla.errors import ConfigError
 from sgla.messages import Tier
+from sgla.worker.disk import places_of
 from sgla.worker.tiers import SUM, FileTier, Memory, checksum
 
 COPYING, ASKING = 8, 16  # threads
@@ -18,25 +20,28 @@ ASKED = 256  # tokens that a prompt must have beyond what is known before it is 
 class Objects:
     """Units of one cache group as objects below ``path``, by their keys, which are never deleted. ``whole``:
     of whole histories, of which a text has all up to somewhere. ``nbytes``: of a unit; no more is read of an
-    object, whatever others have put there."""
+    object, whatever others have put there. ``place``: of checksums, so that objects which were moved are
+    nothing."""
 
-    def __init__(self, fs: Any, path: str, whole: bool, nbytes: int, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, fs: Any, path: str, whole: bool, nbytes: int, place: bytes, threads: ThreadPoolExecutor
+    ) -> None:
         self._fs, self._path, self._whole, self._threads = fs, path, whole, threads
-        self._size = SUM + nbytes
+        self._size, self._place = SUM + nbytes, place
 
     def read(self, unit: int, key: bytes) -> bytes:
         found: bytes = _tried(self._fs.cat_file, self._of(key), 0, self._size + 1)
-        if len(found) != self._size or found[:SUM] != checksum(key, found[SUM:]):
+        if len(found) != self._size or found[:SUM] != checksum(key, found[SUM:], self._place):
             raise OSError("an object is not what was written")
         return found[SUM:]
 
     def write(self, unit: int, key: bytes, data: bytes) -> None:
         """Who reads half of it sees a wrong checksum."""
-        path, content = self._of(key), checksum(key, data) + data
+        path, content = self._of(key), checksum(key, data, self._place) + data
         try:
             _tried(self._fs.pipe_file, path, content)
         except FileNotFoundError:  # folders have to be made, prefixes of object stores not
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            _tried(partial(self._fs.makedirs, exist_ok=True), path.rpartition("/")[0])
             _tried(self._fs.pipe_file, path, content)
 
     def erase(self, unit: int) -> None:
@@ -93,6 +98,9 @@ def open_store(
         raise ConfigError(f"--kv-store {url}: {type(error).__name__}: {error}", param="kv_store") from error
     path = f"{root.rstrip('/')}/{identity}/{rank}of{size}"
     threads = ThreadPoolExecutor(ASKING, "kv-ask")
-    kept = [Objects(fs, f"{path}/{g}", not g, unit.nbytes, threads) for g, unit in enumerate(memory)]
+    kept = [
+        Objects(fs, f"{path}/{g}", not g, unit.nbytes, place, threads)
+        for g, (unit, place) in enumerate(zip(memory, places_of(identity, rank, size, len(memory))))
+    ]
     tier = Tier("store", [0] * len(memory), shared=True, least=max(1, ASKED // page_size))
     return FileTier("--kv-store", kept, memory, COPYING, abreast), tier

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +22,13 @@ from sgla.messages import KEY, Copy, Moved
 from sgla.worker.state import column
 
 SUM = 16  # bytes of a checksum
-PATIENCE = 30.0  # seconds that a copy may take
+PATIENCE = 30.0  # seconds in which nothing of a copy may come
 log = logging.getLogger(__name__)
 
 
-def checksum(key: bytes, data: bytes | memoryview) -> bytes:
-    """Of a unit and what it is."""
-    made = blake2b(key, digest_size=SUM)
+def checksum(key: bytes, data: bytes | memoryview, place: bytes = b"") -> bytes:
+    """Of a unit and what it is. ``place``: at most 64 bytes that say where alone it may be found."""
+    made = blake2b(key, digest_size=SUM, key=place)
     made.update(data)
     return made.digest()
 
@@ -106,18 +107,22 @@ class Units(Protocol):
     def close(self) -> None: ...
 
 
-class Job(NamedTuple):
-    """A copy. What is not ``wanted`` any more may neither read nor write the device's memory."""
+@dataclass(eq=False, slots=True)
+class Job:
+    """A copy. What is not ``wanted`` any more may neither read nor write the device's memory. ``moved``: when
+    something of it was copied, or else when a thread has taken it; None: it waits for one."""
 
-    transfer: int
-    due: float
-    lock: Lock
-    wanted: list[bool]  # one
-    done: Future[list[bytes]]
+    copy: Copy
+    mark: object
+    begun: float
+    moved: float | None = None
+    wanted: bool = True
+    lock: Lock = field(default_factory=Lock)
+    done: Future[list[bytes]] = field(default_factory=Future)
 
     def give_up(self) -> None:
         with self.lock:
-            self.wanted[0] = False
+            self.wanted = False
 
 
 class FileTier:
@@ -146,21 +151,19 @@ class FileTier:
         if self._stuck:
             self._failed.append(Moved(copy.transfer, ok=False))
             return
+        job = Job(copy, self._memory[0].mark(), clock.now())
         threads, work = self._reader, self._load
         if copy.target != "device":
             threads, work = (self._writer, self._save) if copy.target else (self._reader, self._look)
-        lock, wanted = Lock(), [True]
-        done = threads.submit(work, copy, lock, wanted, self._memory[0].mark())
-        self._under_way.append(Job(copy.transfer, clock.now() + PATIENCE, lock, wanted, done))
+        job.done = threads.submit(work, job)
+        self._under_way.append(job)
 
     def ended(self) -> list[Moved]:
-        """The copies that have ended since the last call, or take too long."""
+        """The copies that have ended since the last call, or that bring nothing any more."""
         now = clock.now()
-        over = [job for job in self._under_way if job.done.done() or job.due < now]
-        if not over:
-            failed, self._failed = self._failed, []
-            return failed
-        self._under_way = [job for job in self._under_way if job not in over]
+        over = [job for job in self._under_way if job.done.done() or self._hangs(job, now)]
+        if over:
+            self._under_way = [job for job in self._under_way if job not in over]
         for job in over:
             if not job.done.done():
                 job.give_up()
@@ -169,45 +172,56 @@ class FileTier:
         failed, self._failed = self._failed, []
         return failed + [_ended(job) for job in over]
 
-    def _load(self, copy: Copy, lock: Lock, wanted: list[bool], mark: object) -> list[bytes]:
+    def _hangs(self, job: Job, now: float) -> bool:
+        """A job that waits for a thread does as soon as no other has brought anything for so long."""
+        moved = job.moved
+        if moved is None:
+            moved = max(job.begun, *(other.moved or 0.0 for other in self._under_way))
+        return now - moved > PATIENCE
+
+    def _load(self, job: Job) -> list[bytes]:
         def load(kept: Units, memory: Memory, place: int, unit: int, key: bytes) -> None:
             data = kept.read(place, key)
-            with lock:
-                if wanted[0]:
+            with job.lock:
+                if job.wanted:
                     memory.write(unit, data)
 
         try:
-            self._memory[0].wait(mark)
-            self._each(load, copy)
+            self._each(load, job)
         except OSError as error:
             self.warn("be read; what it holds is computed", error)
             raise
         return []
 
-    def _save(self, copy: Copy, lock: Lock, wanted: list[bool], mark: object) -> list[bytes]:
+    def _save(self, job: Job) -> list[bytes]:
         def save(kept: Units, memory: Memory, unit: int, place: int, key: bytes) -> None:
-            with lock:
-                data = memory.read(unit) if wanted[0] else None
+            with job.lock:
+                data = memory.read(unit) if job.wanted else None
             if data is not None:
                 kept.write(place, key, data)
 
         try:
-            if not copy.source:
-                for kept, targets in zip(self._kept, copy.targets):
-                    for place in column(targets).tolist():
-                        kept.erase(place)
-                return []
-            self._memory[0].wait(mark)
-            self._each(save, copy)
+            if job.copy.source:
+                self._each(save, job)
+            else:
+                self._erase(job)
         except OSError as error:
             self.warn("be written; what it lacks is computed again", error)
             raise
         return []
 
-    def _look(self, copy: Copy, lock: Lock, wanted: list[bool], mark: object) -> list[bytes]:
+    def _erase(self, job: Job) -> None:
+        job.moved = clock.now()
+        for kept, targets in zip(self._kept, job.copy.targets):
+            for place in column(targets).tolist():
+                kept.erase(place)
+                job.moved = clock.now()
+
+    def _look(self, job: Job) -> list[bytes]:
         """Of each cache group and key, whether it is there. Where the first group ends, nothing is of use."""
+        job.moved = clock.now()
         try:
-            first, *others = [_parted(keys) for keys in copy.keys]
+            first, *others = [_parted(keys) for keys in job.copy.keys]
             found = self._kept[0].find(first)
             end = (found + b"\0").index(0)
             more = [
@@ -218,20 +232,30 @@ class FileTier:
             self.warn("be read; what it holds is computed", error)
             raise
 
-    def _each(self, work: Callable[..., None], copy: Copy) -> None:
-        """Of each unit; the last of them is done when this is, whatever is raised."""
+    def _each(self, work: Callable[..., None], job: Job) -> None:
+        """Of each unit, behind the steps before; the last of them is done when this is, whatever is
+        raised."""
+
+        def one(*unit: Any) -> None:
+            if job.wanted:
+                work(*unit)
+            job.moved = clock.now()
+
+        job.moved = clock.now()
+        self._memory[0].wait(job.mark)
+        copy = job.copy
         sources, targets = ([column(c).tolist() for c in columns] for columns in (copy.sources, copy.targets))
         keys = [_parted(names) for names in copy.keys]
         groups = zip(self._kept, self._memory, sources, targets, keys, strict=True)
         units = [(kept, memory, *ends) for kept, memory, *columns in groups for ends in zip(*columns)]
         if self._abreast is None:
             for unit in units:
-                work(*unit)
+                one(*unit)
             return
-        begun = [self._abreast.submit(work, *unit) for unit in units]
+        begun = [self._abreast.submit(one, *unit) for unit in units]
         wait(begun)
-        for one in begun:
-            one.result()
+        for each in begun:
+            each.result()
 
     def warn(self, what: str, error: OSError) -> None:
         """Once of its kind."""
@@ -250,9 +274,9 @@ class FileTier:
 
 
 def _ended(job: Job) -> Moved:
-    if not job.wanted[0] or job.done.exception() is not None:
-        return Moved(job.transfer, ok=False)
-    return Moved(job.transfer, ok=True, there=job.done.result())
+    if not job.wanted or job.done.exception() is not None:
+        return Moved(job.copy.transfer, ok=False)
+    return Moved(job.copy.transfer, ok=True, there=job.done.result())
 
 
 def _parted(keys: bytes) -> list[bytes]:

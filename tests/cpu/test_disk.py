@@ -9,8 +9,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from config_cases import LONGROPE, deepseek, gemma3, qwen3_next
 from fsspec.implementations.local import LocalFileSystem
@@ -18,12 +20,13 @@ from tiny import Transcript, make_core, run, submit, tiny_config, tiny_source
 
 from sgla.config import Config
 from sgla.errors import ConfigError
+from sgla.messages import KEY, Copy, Moved, int32
 from sgla.observe.machine import Machine
 from sgla.resolve import check_features
 from sgla.sched.core import Core
 from sgla.worker.cpu import CpuRunner
-from sgla.worker.disk import UnitFile, identity_of
-from sgla.worker.tiers import SUM, checksum
+from sgla.worker.disk import UnitFile, identity_of, places_of
+from sgla.worker.tiers import SUM, FileTier, HostMemory, Job, checksum
 
 TEXTS = [[(a * i + a) % 300 for i in range(100)] for a in (7, 11, 13)]
 
@@ -140,6 +143,96 @@ def test_damaged_files_cost_time_alone(
     assert core.stats().tiers[0].failed or name == "0.index"
     assert play(runner, core) == (cold, [96, 96, 96]), "what was computed has been written again"
     assert len(caplog.records) <= 1
+
+
+def test_files_of_another_model_are_not_read(folder: Path, tmp_path: Path) -> None:
+    """Somebody has copied them into the folder of this one, whose units are as large."""
+    other = tmp_path / "other"
+    start(other, config={"random_seed": 2}).close()
+    for name in ("0.data", "0.index"):
+        shutil.copyfile(folder / "kv-0of1" / name, other / "kv-0of1" / name)
+    runner = start(other, config={"random_seed": 2})
+    assert any(map(any, runner.facts.found[0]))
+    expected = play(start(None, config={"random_seed": 2}))[0]
+    assert play(runner) == (pytest.approx(expected, abs=1e-5), [0, 0, 0])
+
+
+def test_files_of_ranks_that_are_exchanged_are_not_read(tmp_path: Path) -> None:
+    """Keys are the same on all ranks, and so are the sizes of units."""
+    places = places_of("model", 0, 2, 2) + places_of("model", 1, 2, 2)
+    assert len(set(places)) == 4
+    [first, second] = [UnitFile(tmp_path, g, 2, 8, place) for g, place in enumerate(places[:2])]
+    first.write(1, b"k" * KEY, b"8 bytes.")
+    assert first.read(1, b"k" * KEY) == b"8 bytes."
+    for name in ("data", "index"):
+        shutil.copyfile(tmp_path / f"0.{name}", tmp_path / f"1.{name}")
+    assert second.keys() == first.keys()
+    with pytest.raises(OSError, match="has been changed"):
+        second.read(1, b"k" * KEY)
+
+
+def test_no_more_of_a_folder_is_removed_than_was_made(tmp_path: Path) -> None:
+    theirs = tmp_path / "kv-notes-of-1995"
+    theirs.mkdir()
+    (tmp_path / "kv-0of4").mkdir()
+    (tmp_path / "elsewhere").write_text("a file of somebody")
+    start(tmp_path)
+    assert theirs.is_dir()
+    assert not (tmp_path / "kv-0of4").exists()
+    for name in ("lock-0", "kv-0of1/0.data"):
+        path = tmp_path / "linked" / name
+        path.parent.mkdir(parents=True)
+        path.symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "linked/kv-0of1").mkdir(exist_ok=True)
+        (tmp_path / "linked/kv-0of1/identity").write_text(identity(tmp_path))
+        with pytest.raises(ConfigError, match="Too many levels of symbolic links"):
+            start(tmp_path / "linked")
+        assert (tmp_path / "elsewhere").read_text() == "a file of somebody"
+        path.unlink()
+        shutil.rmtree(tmp_path / "linked")
+
+
+def identity(folder: Path) -> str:
+    return (folder / "kv-0of1" / "identity").read_text()
+
+
+def test_a_disk_with_less_room_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(tmp_path, "1M").close()
+    assert not caplog.records
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 18))
+    start(tmp_path, "1M")
+    assert "what finds no room is not kept" in caplog.text
+
+
+def test_a_slow_disk_is_waited_for_while_it_brings_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by copies that no thread has taken yet."""
+    now = 0.0
+    monkeypatch.setattr("sgla.worker.tiers.clock", SimpleNamespace(now=lambda: now))
+    read = list[float]()
+
+    def slow(unit: int, key: bytes) -> bytes:
+        nonlocal now
+        now += 29
+        read.append(now)
+        return b"unit"
+
+    kept: Any = SimpleNamespace(read=slow, close=lambda: None)
+    tier = FileTier("--kv-disk", [kept], [HostMemory([np.zeros((9, 4), np.uint8)])])
+    ends = int32([1, 2, 3])
+    first, second = (
+        Job(Copy(n, "disk", "device", [ends], [ends], [b"k" * 3 * KEY]), None, 0.0) for n in (1, 2)
+    )
+    tier._under_way = [first, second]
+    tier._load(first)
+    assert (first.moved, len(read)) == (87, 3)
+    now = 116.0
+    assert tier.ended() == []
+    now = 118.0
+    assert tier.ended() == [Moved(1, ok=False), Moved(2, ok=False)]
+    tier._load(first)
+    assert len(read) == 3, "nobody wants it any more"
 
 
 def test_a_damaged_identity_begins_anew(folder: Path, cold: Any) -> None:
@@ -316,6 +409,18 @@ def test_damaged_objects_are_computed_and_written_again(
 
 
 @pytest.mark.usefixtures("asks")
+def test_objects_of_another_model_are_not_read(tmp_path: Path, eight: Any) -> None:
+    """Somebody has given their folder the name of this one."""
+    play(store(tmp_path, random_seed=2))
+    [theirs] = tmp_path.iterdir()
+    play(store(tmp_path))
+    [ours] = set(tmp_path.iterdir()) - {theirs}
+    shutil.rmtree(ours)
+    theirs.rename(ours)
+    assert play(store(tmp_path)) == (eight, [0, 0, 0])
+
+
+@pytest.mark.usefixtures("asks")
 def test_no_more_of_an_object_is_read_than_a_unit_has(
     tmp_path: Path, eight: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,9 +428,10 @@ def test_no_more_of_an_object_is_read_than_a_unit_has(
     assert play(store(tmp_path))[0] == eight
     objects = [path for path in tmp_path.rglob("*") if path.is_file()]
     size = objects[0].stat().st_size
+    [place] = places_of(next(tmp_path.iterdir()).name, 0, 1, 1)
     for path in objects:
         data = path.read_bytes()[SUM:] + bytes(1 << 20)
-        path.write_bytes(checksum(bytes.fromhex(path.name), data) + data)
+        path.write_bytes(checksum(bytes.fromhex(path.name), data, place) + data)
     read, sizes = LocalFileSystem.cat_file, list[int]()
 
     def counted(*args: Any) -> bytes:
