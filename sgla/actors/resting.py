@@ -49,6 +49,7 @@ class Resting(ABC):
         self.dozing = False
         self.used = clock.now()  # when somebody last came or left
         self._users = 0  # who wants something of the model now, and may not have opened a request yet
+        self._door: asyncio.Event | None = None  # behind which those wait who come now
         # Of a model that is not loaded before somebody comes; and what makes room for what wakes.
         self.load: Callable[[], Awaitable[None]] | None = None
         self.make_room: Room = nullcontext
@@ -73,12 +74,28 @@ class Resting(ABC):
         return self.phase == "ready" and not (self._users or self._open or self.paused)
 
     async def awake(self) -> None:
-        """Return when the model can do something, if it waits for somebody to come. Raises what loading
-        does, and Overloaded where there is no room."""
+        """Return when the model can do something, if it waits for somebody to come, or another has its turn.
+        Raises what loading does, and Overloaded where there is no room."""
+        while self._door is not None:
+            self._users -= 1
+            try:
+                await self._door.wait()
+            finally:
+                self._users += 1
         if self.phase == "unloaded" and self.load is not None:
             await self.load()
         elif self.dozing:
             await self.wake()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Whoever comes meanwhile waits, and is not there."""
+        door = self._door = asyncio.Event()
+        try:
+            yield
+        finally:
+            self._door = None
+            door.set()
 
     async def doze(self) -> bool:
         """``sleep`` until somebody comes. False if somebody is there."""

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 LOOKS = 4  # at idle models, in the seconds after which they sleep
 LOOK = 0.1  # seconds between two looks at models that may make room soon
 STAY, LONGEST_STAY = 1.0, 30.0  # times the seconds that a model took to come, and the most of it in seconds
+LAST = 30.0  # seconds in which the requests of a model that is to make room have to end
 
 Report = Callable[[Progress], None]
 
@@ -170,25 +171,27 @@ class Memory:
     @asynccontextmanager
     async def room(self, system: System) -> AsyncIterator[None]:
         """Room for a model while it is loaded or wakes; from then on it holds what it has. Others sleep for
-        it, the one first that was used longest ago, and none before it has been there for as long as it took
-        to come: else whoever asks for two models in turns would leave no time for anything but loading.
-        Raises OutOfMemory if it never fits, and Overloaded while the others are in use."""
+        it: of those that nobody uses the one that was used longest ago, else one whose requests end while
+        whoever comes to it waits. None does before it has been there for as long as it took to come: else
+        whoever asks for two models in turns would leave no time for anything but loading.
+        Raises OutOfMemory if it never fits, and Overloaded while the others cannot go."""
         async with self._one:
             need = await self._look_up(system, lambda progress: None)
             check_fits({name_of(system): need}, self._room)
             tried = {system}
             while missing := lacking([need, *self._held(but=system)], self._room):
-                if (other := self._next_to_sleep(missing, tried)) is None:
+                other = self._next_to_sleep(missing, tried)
+                rest = LOOK if other is None else self._rest(other)
+                if rest > 0 and (other is not None or self._rising):
+                    await asyncio.sleep(min(rest, LOOK))  # meanwhile another one may be idle
+                    continue
+                if other is None or not await self._give_way(other):
                     raise Overloaded(
                         f"there is no room for model {name_of(system)} while the other models are in use: "
                         f"{size_text(max(missing.values()))} are missing; retry later",
                         retry_after=5.0,
                     )
-                if (rest := self._rest(other)) > 0:
-                    await asyncio.sleep(min(rest, LOOK))  # meanwhile another one may be idle
-                    continue
                 tried.add(other)
-                await put_to_sleep(other)
             self._rising.add(system)
         began = clock.now()
         try:
@@ -214,14 +217,34 @@ class Memory:
                 yield Need(need.place, weights, cache)
 
     def _next_to_sleep(self, places: Iterable[str], but: set[System]) -> System | None:
-        """Of the models in these places the one that was used longest ago; if none is idle and may go, the
-        one whose stay ends first."""
+        """Of the models in these places the idle one whose stay ends first, else of the others; then that
+        which was used longest ago."""
         others = [
             system
             for system, need in self._needs.items()
-            if need.place in places and system not in but and (system.ingress.idle or self._rest(system) > 0)
+            if need.place in places
+            and system not in but
+            and system.ingress.phase == "ready"
+            and not system.ingress.paused
         ]
-        return min(others, key=lambda other: (self._rest(other), other.ingress.used), default=None)
+        return min(
+            others,
+            key=lambda other: (not other.ingress.idle, self._rest(other), other.ingress.used),
+            default=None,
+        )
+
+    async def _give_way(self, system: System) -> bool:
+        """Have a model sleep as soon as nobody uses it. Whoever comes waits, and has it back in turn. False:
+        its requests do not end; it stays for as long again."""
+        ingress, due = system.ingress, clock.now() + LAST
+        with ingress.closed():
+            while not ingress.idle:
+                if clock.now() > due:
+                    self._stays[system] = due + LAST
+                    return False
+                await asyncio.sleep(LOOK / 10)
+            await put_to_sleep(system)
+        return True
 
     def _rest(self, system: System) -> float:
         """Seconds that it still stays in any case."""

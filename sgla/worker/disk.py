@@ -144,8 +144,8 @@ def _look_at_room(folder: Path, own: Path, size: int) -> None:
     lacking = size * sum(max(0, stat.st_size - stat.st_blocks * BLOCK) for stat in stats)
     if lacking > (free := shutil.disk_usage(folder).free):
         log.warning(
-            "--kv-disk %s: %d MiB are free there, and the files may grow by %d MiB: what finds no room is not "
-            "kept",
+            "--kv-disk %s: %d MiB are free there, and the files may grow by %d MiB: what finds no room is "
+            "not kept",
             folder,
             free >> 20,
             lacking >> 20,

@@ -164,7 +164,7 @@ async def test_an_encoder_sleeps_until_it_is_woken(
 
 
 async def test_models_of_a_folder_are_loaded_on_demand_and_make_room(
-    tiny_model: Path, alone: tuple[str, list[list[float]]]
+    tiny_model: Path, alone: tuple[str, list[list[float]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = [named(name, tiny_model) for name in ("one", "two")]
     async with serving(*models, on_demand=True) as site:
@@ -181,9 +181,11 @@ async def test_models_of_a_folder_are_loaded_on_demand_and_make_room(
         assert await site.states() == {"one": "sleeping", "two": "loaded"}
         assert await site.text(model="one") == alone[0]
         assert await site.states() == {"one": "loaded", "two": "sleeping"}
+        monkeypatch.setattr("sgla.actors.systems.LAST", 0.01)
         site.systems.first.ingress.enter()
         status, body = await site.post("/v1/completions", CHAT | {"model": "two"})
         assert (status, body["error"]["code"]) == (429, "overloaded")
+        assert await site.text(model="one") == alone[0]
         site.systems.first.ingress.leave()
         memory._room = {"cpu": need // 2}
         status, body = await site.post("/v1/completions", CHAT | {"model": "two"})
@@ -209,6 +211,33 @@ async def test_a_model_that_has_come_stays_before_it_makes_room(
         memory._stays.clear()
         assert await other == alone[0]
         assert await site.states() == {"one": "sleeping", "two": "loaded"}
+
+
+async def test_a_model_in_use_all_the_time_makes_room_in_turn(
+    tiny_model: Path, alone: tuple[str, list[list[float]]]
+) -> None:
+    """Its requests end, who comes meanwhile waits, and both go on by turns."""
+    models = [named(name, tiny_model) for name in ("one", "two")]
+    async with serving(*models, on_demand=True) as site:
+        memory, one = site.systems._memory, site.systems.first
+        assert memory is not None
+        assert await site.text(model="one") == alone[0]
+        memory._room = {"cpu": memory._needs[one].bytes * 3 // 2}
+        over = asyncio.Event()
+
+        async def keep_asking(name: str) -> int:
+            count = 0
+            while not over.is_set():
+                assert await site.text(model=name) == alone[0]
+                count += 1
+            return count
+
+        asking = [asyncio.ensure_future(keep_asking(name)) for name in ("one", "one", "two", "two")]
+        for name in ("two", "one", "two"):
+            while (await site.states())[name] != "loaded":
+                await asyncio.sleep(0.01)
+        over.set()
+        assert all(await asyncio.gather(*asking))
 
 
 async def test_models_that_do_not_fit_together_are_refused(
