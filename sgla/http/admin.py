@@ -12,8 +12,10 @@ from aiohttp import web
 
 from sgla.config import SECRETS
 from sgla.errors import InvalidField
+from sgla.http import answer_types as to
 from sgla.http.clients import CLIENT
 from sgla.http.models import MODELS, Models, state_of
+from sgla.http.operation import TEXT, operation
 from sgla.http.server import ASKED, PATH_ID, Server
 from sgla.http.wire import json_response
 from sgla.hub.demo import about
@@ -25,6 +27,11 @@ MAX_PAGE = 1000  # models
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@operation(
+    "OpenAI, Anthropic: the names of the model",
+    answer=(to.Models, to.AnthropicModels),
+    query=("limit", "after_id", "before_id"),
+)
 async def models(request: web.Request) -> web.Response:
     """In Anthropic's shape for its clients, which send the version of its API."""
     models = request.app[MODELS]
@@ -35,6 +42,7 @@ async def models(request: web.Request) -> web.Response:
     return json_response({"object": "list", "data": cards})
 
 
+@operation("OpenAI, Anthropic: one name of the model", answer=(to.Model, to.AnthropicModel))
 async def model(request: web.Request) -> web.Response:
     models = request.app[MODELS]
     models.require_listed()
@@ -95,6 +103,7 @@ def card(server: Server, name: str) -> dict[str, Any]:
     }
 
 
+@operation("Whether the process should be left alone", answer=to.Status, health=True)
 async def live(request: web.Request) -> web.Response:
     """200 while the process can recover by itself; 503 once the engine of a model is dead."""
     servers = request.app[MODELS].servers
@@ -103,6 +112,7 @@ async def live(request: web.Request) -> web.Response:
     return json_response({"status": "dead" if dead else "alive", "phase": phase}, 503 if dead else 200)
 
 
+@operation("Whether requests are accepted", answer=to.Status, health=True)
 async def ready(request: web.Request) -> web.Response:
     """200 while requests are accepted, of every model; else the typed 503 with the phase of the first that
     accepts none, and the state of each of several."""
@@ -125,6 +135,7 @@ async def ready(request: web.Request) -> web.Response:
     return json_response(body, 503, {"Retry-After": "1"})
 
 
+@operation("SGLang: whether a token comes out of the engine", answer=to.Status)
 async def health_generate(request: web.Request) -> web.Response:
     """200 if one token, or one vector, comes out of the engine."""
     server = request[ASKED]
@@ -136,10 +147,12 @@ async def health_generate(request: web.Request) -> web.Response:
     return json_response({"status": "ready"})
 
 
+@operation("The server's version", answer=to.Version)
 async def version(request: web.Request) -> web.Response:
     return json_response({"version": __version__})
 
 
+@operation("SGLang: facts of the model", answer=to.ModelInfo)
 async def model_info(request: web.Request) -> web.Response:
     request.app[MODELS].require_listed()
     server = request[ASKED]
@@ -161,6 +174,7 @@ async def model_info(request: web.Request) -> web.Response:
     )
 
 
+@operation("SGLang: settings, facts and the scheduler's counters", answer=dict[str, Any])
 async def server_info(request: web.Request) -> web.Response:
     """Settings (no secrets), what the workers have,
     and the scheduler's counters as ``internal_states[0]``."""
@@ -179,6 +193,7 @@ async def server_info(request: web.Request) -> web.Response:
     )
 
 
+@operation("vLLM: special tokens and chat template", answer=to.TokenizerInfo)
 async def tokenizer_info(request: web.Request) -> web.Response:
     """What lm-eval's remote tokenizer needs, in vLLM's shape."""
     server = request[ASKED]
@@ -200,6 +215,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
     )
 
 
+@operation("vLLM: how busy the server is", answer=to.Load)
 async def load(request: web.Request) -> web.Response:
     """What a router compares servers by, cheaply: vLLM's ``server_load`` and what it consists of."""
     stats = current(request[ASKED])
@@ -214,6 +230,7 @@ async def load(request: web.Request) -> web.Response:
     )
 
 
+@operation("SGLang: how busy the server is", answer=list[to.RankLoad])
 async def get_load(request: web.Request) -> web.Response:
     """SGLang's list, with one entry for each data-parallel rank."""
     server = request[ASKED]
@@ -234,5 +251,6 @@ def current(server: Server) -> Stats:
     return stats
 
 
+@operation("Prometheus metrics", media=TEXT)
 async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=request.app[MODELS].metrics_text(), headers={"Content-Type": METRICS_TYPE})

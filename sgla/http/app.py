@@ -41,6 +41,7 @@ from sgla.http.native import parsing, sessions, tokens
 from sgla.http.openai import chat as openai_chat
 from sgla.http.openai import render
 from sgla.http.openai import text as openai_text
+from sgla.http.operation import JSON, OPERATIONS
 from sgla.http.pooling import classify, cohere, embeddings, moderations, pooling, rerank, score
 from sgla.http.pooling import ollama as ollama_embed
 from sgla.http.ports import Ingress
@@ -246,8 +247,8 @@ def lookups() -> dict[Handler, Lookup]:
     for route, methods in ROUTES.items():
         wakes = not is_of_administrators(route)
         for handler in methods.values():
-            operation = openapi.OPERATIONS.get(handler)
-            if operation is not None and operation.body is not None and not operation.form:
+            operation = OPERATIONS.get(handler)
+            if operation is not None and operation.body is not None and operation.accepts == JSON:
                 names = NAMES if route.startswith(f"{ollama.PREFIX}/") else NAMES[:1]
                 found[handler] = Lookup(
                     [name for name in names if name in operation.body.__struct_fields__], wakes

@@ -15,9 +15,11 @@ from aiohttp import web
 
 from sgla.actors.resting import PARTS, announced, named_parts
 from sgla.errors import InvalidField, NotFound
+from sgla.http import answer_types as to
 from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
 from sgla.http.models import MODELS
+from sgla.http.operation import BINARY, HTML, TEXT, operation
 from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.schema import (
     AbortRequest,
@@ -55,12 +57,14 @@ UNLOAD = Schema(UnloadAdapterRequest)
 KEEPING = ("in_place", "keep")  # SGLang's and vLLM's word
 
 
+@operation("SGLang, vLLM: empty the prefix cache", answer=to.Done)
 async def flush_cache(request: web.Request) -> web.Response:
     if not await request[ASKED].ingress.flush_cache():
         raise Busy("requests are running, so the cache was not flushed; try again when they are done")
     return json_response({"success": True, "message": "the prefix cache is empty"})
 
 
+@operation("SGLang: end requests", AbortRequest, to.Aborted)
 async def abort_request(request: web.Request) -> web.Response:
     """End running requests: their clients get an ``abort`` finish (native) or an error (OpenAI). An API key
     ends those with the same key alone."""
@@ -73,6 +77,7 @@ async def abort_request(request: web.Request) -> web.Response:
     return json_response({"success": True, "aborted": aborted})
 
 
+@operation("SGLang, vLLM: stop generating", PauseRequest, to.Aborted, query=("mode",), optional=True)
 async def pause(request: web.Request) -> web.Response:
     """Stop generating. Running requests are aborted, or wait with ``mode: in_place``; new ones wait."""
     server = request[ASKED]
@@ -85,17 +90,20 @@ async def pause(request: web.Request) -> web.Response:
     return json_response({"status": "paused", "success": True, "aborted": aborted})
 
 
+@operation("SGLang, vLLM: go on generating", answer=to.Done)
 async def resume(request: web.Request) -> web.Response:
     request[ASKED].ingress.pause(False)
     return json_response({"status": "running", "success": True})
 
 
+@operation("SGLang: load a LoRA adapter", LoadAdapterRequest, to.LoadedAdapters)
 async def load_adapter(request: web.Request) -> web.Response:
     """In SGLang's shape, with all adapters that are loaded now."""
     await _load(request)
     return json_response(_adapters(request))
 
 
+@operation("vLLM: load a LoRA adapter", LoadAdapterRequest, media=TEXT)
 async def load_adapter_text(request: web.Request) -> web.Response:
     """As vLLM answers."""
     return web.Response(text=f"Success: LoRA adapter '{await _load(request)}' added successfully.")
@@ -111,12 +119,14 @@ async def _load(request: web.Request) -> str:
     return fields.lora_name
 
 
+@operation("SGLang: forget a LoRA adapter", UnloadAdapterRequest, to.LoadedAdapters)
 async def unload_adapter(request: web.Request) -> web.Response:
     """When the requests that have it are done."""
     await _unload(request)
     return json_response(_adapters(request))
 
 
+@operation("vLLM: forget a LoRA adapter", UnloadAdapterRequest, media=TEXT)
 async def unload_adapter_text(request: web.Request) -> web.Response:
     """As vLLM answers."""
     return web.Response(text=f"Success: LoRA adapter '{await _unload(request)}' removed successfully.")
@@ -135,10 +145,12 @@ def _adapters(request: web.Request) -> dict[str, Any]:
     return {"success": True, "loaded_adapters": {name: loaded[name].folder for name in loaded}}
 
 
+@operation("vLLM: whether generating is stopped", answer=to.Paused)
 async def is_paused(request: web.Request) -> web.Response:
     return json_response({"is_paused": request[ASKED].ingress.paused})
 
 
+@operation("vLLM: give memory back", answer=to.Done, query=("level",))
 async def sleep(request: web.Request) -> web.Response:
     """vLLM's levels: 1 gives back the KV cache, and what weights take of a GPU, 2 drops the weights."""
     level = request.query.get("level", "1")
@@ -148,6 +160,7 @@ async def sleep(request: web.Request) -> web.Response:
     return json_response({"success": True})
 
 
+@operation("SGLang: give memory back", MemoryRequest, to.Done, optional=True)
 async def release_memory(request: web.Request) -> web.Response:
     """SGLang's tags, weights and kv_cache; none means both."""
     tags = (await optional_intake(request, MEMORY, resting=True)).tags or PARTS
@@ -160,11 +173,13 @@ async def _sleep(request: web.Request, kv: bool, weights: str) -> None:
         raise Busy("requests are open, so no memory was given back; try again when they are done")
 
 
+@operation("vLLM: have it again", answer=to.Done, query=("tags",))
 async def wake_up(request: web.Request) -> web.Response:
     """vLLM's ``tags``; none means all. Requests are accepted when all is there."""
     return await _wake(request, named_parts(request.query.getall("tags", [])))
 
 
+@operation("SGLang: have it again", MemoryRequest, to.Done, optional=True)
 async def resume_memory(request: web.Request) -> web.Response:
     """SGLang's ``tags``; none means all."""
     return await _wake(request, (await optional_intake(request, MEMORY, resting=True)).tags or PARTS)
@@ -175,10 +190,12 @@ async def _wake(request: web.Request, parts: Collection[str]) -> web.Response:
     return json_response({"success": True})
 
 
+@operation("vLLM: whether memory is given back", answer=to.Sleeping)
 async def is_sleeping(request: web.Request) -> web.Response:
     return json_response({"is_sleeping": request[ASKED].ingress.phase == "sleeping"})
 
 
+@operation("SGLang: take other weights of the same model", UpdateWeightsRequest, to.Updated)
 async def update_weights(request: web.Request) -> web.Response:
     """Other weights of the same model, from a folder; the prefix cache is empty then."""
     server = request[ASKED]
@@ -192,6 +209,7 @@ async def update_weights(request: web.Request) -> web.Response:
     return await _changed(server, fields, change)
 
 
+@operation("SGLang: take tensors in place of weights", UpdateTensorsRequest, to.Updated)
 async def update_tensors(request: web.Request) -> web.Response:
     """Other weights of the same model, some or all, that the request has, or that lie on this GPU."""
     server = request[ASKED]
@@ -200,6 +218,7 @@ async def update_tensors(request: web.Request) -> web.Response:
     return await _changed(server, fields, server.ingress.take_tensors(payloads, fields.weight_version))
 
 
+@operation("SGLang: take what the trainer sends in place of weights", UpdateFromTrainerRequest, to.Updated)
 async def update_from_trainer(request: web.Request) -> web.Response:
     """What the trainer of a group broadcasts, in the order of the names."""
     server = request[ASKED]
@@ -209,6 +228,7 @@ async def update_from_trainer(request: web.Request) -> web.Response:
     return await _changed(server, fields, change)
 
 
+@operation("SGLang: join a trainer", JoinTrainerRequest, to.Told)
 async def join_trainer(request: web.Request) -> web.Response:
     fields = await intake(request, JOIN, resting=True)
     where = {"master_address": fields.master_address, "master_port": fields.master_port}
@@ -217,6 +237,7 @@ async def join_trainer(request: web.Request) -> web.Response:
     return json_response({"success": True, "message": f"joined the group {fields.group_name}"})
 
 
+@operation("SGLang: leave a trainer", LeaveTrainerRequest, to.Told)
 async def leave_trainer(request: web.Request) -> web.Response:
     fields = await optional_intake(request, LEAVE, resting=True)
     await request[ASKED].ingress.leave_trainer(fields.group_name)
@@ -242,6 +263,7 @@ async def _changed(server: Server, fields: WeightChange, change: Awaitable[bool]
     return json_response(told)
 
 
+@operation("SGLang: rows of a tensor", ShowWeightsRequest, list[Any])
 async def show_weights(request: web.Request) -> web.Response:
     """The first rows of a tensor, by its name in the model's files."""
     fields = await intake(request, SHOW)
@@ -255,6 +277,7 @@ def resolved(folder: str) -> Path:
     return Path(folder).resolve()
 
 
+@operation("SGLang, vLLM: record what the workers do", ProfileRequest, optional=True)
 async def start_profile(request: web.Request) -> web.Response:
     """Record what the workers do, until ``/stop_profile`` or for ``num_steps``. The traces go to a folder
     that the server's owner chose, or into one inside of it."""
@@ -271,11 +294,13 @@ async def start_profile(request: web.Request) -> web.Response:
     return json_response(await server.ingress.control(Control(verb="profile_start", args=args)))
 
 
+@operation("SGLang, vLLM: write the recording")
 async def stop_profile(request: web.Request) -> web.Response:
     """Write the traces."""
     return json_response(await request[ASKED].ingress.control(Control(verb="profile_stop")))
 
 
+@operation("Links to the model's files, for a server that copies them", media=HTML)
 async def weights(request: web.Request) -> web.Response:
     """A page of links to the model's files, as ``--load-format remote-instance`` of another server reads
     it."""
@@ -285,6 +310,7 @@ async def weights(request: web.Request) -> web.Response:
     return web.Response(text=f"<!doctype html><title>weights</title>\n{links}", content_type="text/html")
 
 
+@operation("One of these files", media=BINARY)
 async def weight_file(request: web.Request) -> web.FileResponse:
     server = request[ASKED]
     server.ingress.require_ready()
@@ -294,6 +320,7 @@ async def weight_file(request: web.Request) -> web.FileResponse:
     return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})
 
 
+@operation("The scheduler's last steps, for 'sgla replay'", media=BINARY)
 async def step_log(request: web.Request) -> web.Response:
     """The scheduler's last steps, for ``sgla replay``. They hold everybody's prompts."""
     server = request[ASKED]

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from sgla.errors import BadRequest
 from sgla.http.openai import chat, text
+from sgla.http.operation import EVENTS, operation
 from sgla.http.pooling import classify, embeddings, pooling, rerank, score
 from sgla.http.request.intake import looked_at
 from sgla.http.server import ASKED
@@ -34,6 +35,7 @@ class InvocationRequest(msgspec.Struct, kw_only=True):
     data_1: Value = msgspec.UNSET
 
 
+@operation("SageMaker: what the fields of the body ask for", InvocationRequest, stream=EVENTS)
 async def invocations(request: web.Request) -> web.StreamResponse:
     fields = await looked_at(request)
     facts = request[ASKED].ingress.facts

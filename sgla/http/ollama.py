@@ -11,6 +11,7 @@ from aiohttp import web
 
 from sgla import clock
 from sgla.errors import InvalidField, SglaError
+from sgla.http import answer_types as to
 from sgla.http.access import Tally
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
@@ -22,6 +23,7 @@ from sgla.http.errors import Aborted, error_headers
 from sgla.http.models import LATEST, MODELS, state_of
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
+from sgla.http.operation import LINES, operation
 from sgla.http.request.chat import check_messages, check_tool_list, checked_effort
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import sampling_params
@@ -100,6 +102,7 @@ GENERATE = Schema(OllamaGenerateRequest, nested={"options": Options})
 SHOW = Schema(OllamaShowRequest)
 
 
+@operation("Ollama: answer a chat", OllamaChatRequest, to.OllamaAnswer, stream=LINES, any_model=True)
 async def chat(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, CHAT)
@@ -114,6 +117,9 @@ async def chat(request: web.Request) -> web.StreamResponse:
     return await answer(request, server, work, Lines(work, fields.model, reading.reader(), "message"), fields)
 
 
+@operation(
+    "Ollama: answer or continue a text", OllamaGenerateRequest, to.OllamaAnswer, stream=LINES, any_model=True
+)
 async def generate(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, GENERATE)
@@ -319,6 +325,7 @@ def now() -> str:
 # what clients ask first
 
 
+@operation("Ollama: the names of the model", answer=to.OllamaModels)
 async def tags(request: web.Request) -> web.Response:
     models = request.app[MODELS]
     models.require_listed()
@@ -326,6 +333,7 @@ async def tags(request: web.Request) -> web.Response:
     return json_response({"models": cards})
 
 
+@operation("Ollama: the names of the model, as loaded", answer=to.OllamaModels)
 async def running(request: web.Request) -> web.Response:
     """The same as loaded: for ever, with the bytes that the model takes of a GPU."""
     models = request.app[MODELS]
@@ -370,6 +378,7 @@ def details(server: Server) -> dict[str, Any]:
     }
 
 
+@operation("Ollama: facts of the model", OllamaShowRequest, to.OllamaModel, any_model=True)
 async def show(request: web.Request) -> web.Response:
     server = request[ASKED]
     fields = await intake(request, SHOW)
@@ -406,5 +415,6 @@ async def show(request: web.Request) -> web.Response:
     )
 
 
+@operation("Ollama: the server's version", answer=to.Version)
 async def version(request: web.Request) -> web.Response:
     return json_response({"version": __version__})

@@ -16,7 +16,8 @@ from http_site import Serve, Site
 
 from sgla.http.app import ROUTES
 from sgla.http.middleware import SECRET
-from sgla.http.openapi import OPERATIONS, document
+from sgla.http.openapi import document
+from sgla.http.operation import OPERATIONS
 from sgla.http.request.schema import RANGES, range_of
 
 

@@ -9,19 +9,27 @@ import msgspec
 from aiohttp import web
 
 from sgla.errors import SglaError
+from sgla.http import answer_types as to
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.encoder import Encoder
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.answer.whole import answered
-from sgla.http.anthropic.input import COUNT_TOKENS, MESSAGES, CountTokensRequest, chat_request
+from sgla.http.anthropic.input import (
+    COUNT_TOKENS,
+    MESSAGES,
+    CountTokensRequest,
+    MessagesRequest,
+    chat_request,
+)
 from sgla.http.errors import Aborted, error_headers
 from sgla.http.ids import random_id
 from sgla.http.lanes import beside
 from sgla.http.native.tokens import MAX_CHARS, check_size, render
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
+from sgla.http.operation import EVENTS, operation
 from sgla.http.request.intake import intake
 from sgla.http.server import ABORTED, ASKED, Server, raise_aborted
 from sgla.http.wire import encode, json_response
@@ -44,6 +52,7 @@ STARTS = {
 }
 
 
+@operation("Anthropic: answer messages", MessagesRequest, to.Message, stream=EVENTS, any_model=True)
 async def messages(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, MESSAGES)
@@ -66,6 +75,7 @@ def thinking_budget(fields: CountTokensRequest) -> int | None:
     return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
 
+@operation("Anthropic: the size of a prompt", CountTokensRequest, to.TokenCount, any_model=True)
 async def count_tokens(request: web.Request) -> web.Response:
     """What the request would have as its prompt, in tokens; nothing is computed."""
     server = request[ASKED]

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from sgla.errors import InvalidField, NotFound
+from sgla.http import answer_types as to
 from sgla.http.batches.files import Files
 from sgla.http.batches.runner import ROUTES, RUNNER
 from sgla.http.batches.store import FileNotFound
@@ -20,6 +21,7 @@ from sgla.http.bodies import SHARE
 from sgla.http.clients import CLIENT
 from sgla.http.conversations.routes import check_metadata
 from sgla.http.errors import Busy
+from sgla.http.operation import BINARY, operation
 from sgla.http.request.intake import intake
 from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import Schema
@@ -63,6 +65,7 @@ CREATE = Schema(BatchRequest)
 # files
 
 
+@operation("OpenAI: files", answer=to.FileList, query=("purpose", "limit", "order", "after"))
 async def file_list(request: web.Request) -> web.Response:
     """A page of the client's files, newest first, or oldest first with ``order=asc``;
     with ``purpose`` those alone."""
@@ -80,11 +83,13 @@ async def file_list(request: web.Request) -> web.Response:
     return page(list(map(msgspec.Raw, found)), ids, more)
 
 
+@operation("OpenAI: a file", answer=to.File)
 async def file(request: web.Request) -> web.Response:
     _, row = await found(request)
     return web.Response(body=row.json, content_type="application/json")
 
 
+@operation("OpenAI: forget a file", answer=to.DeletedFile)
 async def file_delete(request: web.Request) -> web.Response:
     files, row = await found(request)
 
@@ -98,6 +103,7 @@ async def file_delete(request: web.Request) -> web.Response:
     return json_response({"id": row.id, "object": "file", "deleted": True})
 
 
+@operation("OpenAI: what a file has", media=BINARY)
 async def file_content(request: web.Request) -> web.StreamResponse:
     files, row = await found(request)
     seen = msgspec.json.decode(row.json)
@@ -132,6 +138,7 @@ async def found(request: web.Request) -> tuple[Files, Row]:
 # batches
 
 
+@operation("OpenAI: run the requests of a file, behind all others", BatchRequest, to.Batch)
 async def create(request: web.Request) -> web.Response:
     fields = await intake(request, CREATE)
     if fields.endpoint not in ROUTES:
@@ -154,6 +161,7 @@ async def create(request: web.Request) -> web.Response:
     return json_response(batch.shown())
 
 
+@operation("OpenAI: batches", answer=to.BatchList, query=("limit", "after"))
 async def batch_list(request: web.Request) -> web.Response:
     """A page of the client's batches, newest first."""
     runner = request.app[RUNNER]
@@ -163,10 +171,12 @@ async def batch_list(request: web.Request) -> web.Response:
     return page(data, [row.id for row in rows[:limit]], len(rows) > limit)
 
 
+@operation("OpenAI: a batch", answer=to.Batch)
 async def batch(request: web.Request) -> web.Response:
     return web.Response(body=await shown(request), content_type="application/json")
 
 
+@operation("OpenAI: end a batch with what is done", answer=to.Batch)
 async def cancel(request: web.Request) -> web.Response:
     """Have it end with what is done; one that has ended, or is about to, stays as it is."""
     runner = request.app[RUNNER]

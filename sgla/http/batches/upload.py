@@ -15,9 +15,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.multipart import BadContentDispositionHeader, BadContentDispositionParam
 
 from sgla.errors import BadRequest, InvalidField, TooLarge, UnsupportedField
+from sgla.http import answer_types as to
 from sgla.http.batches.files import PIECE, PURPOSE, TTL, Files, file_object
 from sgla.http.bodies import SHARE, BodyTimeout, UnsupportedEncoding
 from sgla.http.clients import CLIENT, Client
+from sgla.http.operation import FORM, operation
 from sgla.http.server import ASKED
 
 PURPOSES = ("assistants", "batch_output", "evals", "fine-tune", "user_data", "vision")  # OpenAI's others
@@ -51,6 +53,7 @@ def ignore_warnings() -> None:
         warnings.filterwarnings("ignore", category=category)
 
 
+@operation("OpenAI: upload the input of a batch", FileForm, to.File, accepts=FORM)
 async def create(request: web.Request) -> web.Response:
     files = request[ASKED].files
     # aiohttp's ``content_type`` is parsed by Python's e-mail package, which takes 0.1 s for a long one.

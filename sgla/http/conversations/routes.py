@@ -11,9 +11,11 @@ import msgspec
 from aiohttp import web
 
 from sgla.errors import InvalidField, UnsupportedField
+from sgla.http import answer_types as to
 from sgla.http.bodies import SHARE
 from sgla.http.clients import CLIENT, Client
 from sgla.http.conversations.store import ConversationStore
+from sgla.http.operation import operation
 from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import Schema, check_count
@@ -67,6 +69,7 @@ def asked(request: web.Request) -> tuple[ConversationStore, Client, str, str]:
     return request[ASKED].conversations, request[CLIENT], uid, item
 
 
+@operation("OpenAI: begin a conversation", ConversationCreate, to.Conversation, optional=True)
 async def create(request: web.Request) -> web.Response:
     fields = await optional_intake(request, CREATE)
     uid = new_id("conv")
@@ -77,11 +80,13 @@ async def create(request: web.Request) -> web.Response:
     return shown(request, body)
 
 
+@operation("OpenAI: a conversation", answer=to.Conversation)
 async def retrieve(request: web.Request) -> web.Response:
     store, client, uid, _ = asked(request)
     return shown(request, (await store.find(uid, client)).json)
 
 
+@operation("OpenAI: a conversation's metadata anew", ConversationUpdate, to.Conversation)
 async def update(request: web.Request) -> web.Response:
     fields = await intake(request, UPDATE)
     store, client, uid, _ = asked(request)
@@ -91,12 +96,14 @@ async def update(request: web.Request) -> web.Response:
     return shown(request, body)
 
 
+@operation("OpenAI: forget a conversation", answer=to.DeletedConversation)
 async def delete(request: web.Request) -> web.Response:
     store, client, uid, _ = asked(request)
     await store.delete(uid, client)
     return json_response({"id": uid, "object": "conversation.deleted", "deleted": True})
 
 
+@operation("OpenAI: more items for a conversation", ConversationItems, to.Items, query=("include",))
 async def add_items(request: web.Request) -> web.Response:
     fields = await intake(request, ITEMS)
     check_include(request)
@@ -106,6 +113,7 @@ async def add_items(request: web.Request) -> web.Response:
     return page(items, [item["id"] for item in items], False)
 
 
+@operation("OpenAI: what a conversation has", answer=to.Items, query=("limit", "after", "order", "include"))
 async def list_items(request: web.Request) -> web.Response:
     """A page of its items, newest first, or oldest first with ``order=asc``."""
     check_include(request)
@@ -116,12 +124,14 @@ async def list_items(request: web.Request) -> web.Response:
     return page([msgspec.Raw(item.json) for item in items], [item.id for item in items], more)
 
 
+@operation("OpenAI: an item of a conversation", answer=to.Object, query=("include",))
 async def retrieve_item(request: web.Request) -> web.Response:
     check_include(request)
     store, client, uid, item = asked(request)
     return shown(request, await store.item(uid, client, item))
 
 
+@operation("OpenAI: forget an item of a conversation", answer=to.Conversation)
 async def delete_item(request: web.Request) -> web.Response:
     """Answers with the conversation."""
     store, client, uid, item = asked(request)

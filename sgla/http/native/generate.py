@@ -13,6 +13,7 @@ from aiohttp import web
 
 from sgla import clock
 from sgla.errors import InvalidField, SglaError
+from sgla.http import answer_types as to
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.encoder import Encoder
@@ -24,6 +25,7 @@ from sgla.http.native.session_store import Turn
 from sgla.http.native.tokens import MAX_CHARS, check_size, tokenized
 from sgla.http.openai.common import MAX_LOGPROB_IDS, answer_size
 from sgla.http.openai.text import token_prompt
+from sgla.http.operation import EVENTS, operation
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import are_ids, check_ids, first, sampling_params
 from sgla.http.request.schema import (
@@ -48,6 +50,9 @@ DEFAULT_MAX_TOKENS = 128
 Show = Callable[[int, TokenLogprob | None], Any]  # of a token's logprobs
 
 
+@operation(
+    "SGLang: continue texts or token ids", GenerateRequest, to.Generated | list[to.Generated], stream=EVENTS
+)
 async def generate(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, SCHEMA)

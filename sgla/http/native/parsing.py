@@ -12,8 +12,10 @@ from aiohttp import web
 from sgla.actors.base import in_thread
 from sgla.actors.lanes import INLINE_SIZE
 from sgla.errors import ConfigError, InvalidField
+from sgla.http import answer_types as to
 from sgla.http.answer.reading import server_dialect
 from sgla.http.lanes import beside
+from sgla.http.operation import operation
 from sgla.http.request.chat import check_tool_list
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
@@ -40,6 +42,7 @@ CALLS = Schema(ParseCallRequest)
 SEPARATE = Schema(SeparateRequest)
 
 
+@operation("SGLang: the tool calls in a text", ParseCallRequest, to.ParsedCalls)
 async def parse_function_call(request: web.Request) -> web.Response:
     server = request[ASKED]
     fields = await intake(request, CALLS)
@@ -60,6 +63,7 @@ def calls_and_text(pieces: list[Piece]) -> dict[str, Any]:
     return {"normal_text": joined(pieces, CONTENT), "calls": calls}
 
 
+@operation("SGLang: the reasoning in a text", SeparateRequest, to.SeparatedReasoning)
 async def separate_reasoning(request: web.Request) -> web.Response:
     """A text that only closes reasoning is taken for one whose prompt has opened it."""
     server = request[ASKED]

@@ -8,8 +8,10 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http import answer_types as to
 from sgla.http.bodies import SHARE
 from sgla.http.lanes import beside, sliced, sliced_lists, total
+from sgla.http.operation import operation
 from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import ChatRequest, DetokenizeRequest, Schema, TokenizeRequest
@@ -26,6 +28,7 @@ MAX_TEXTS = 8192  # of either, in one request
 IDS_SLICE = 4096  # ids that are made text without a pause for other threads
 
 
+@operation("vLLM: text or messages to token ids", TokenizeRequest, to.Tokens)
 async def tokenize(request: web.Request) -> web.Response:
     server = request[ASKED]
     fields = await intake(request, TOKENIZE)
@@ -54,6 +57,7 @@ async def tokenize(request: web.Request) -> web.Response:
     return json_response(result)
 
 
+@operation("llama.cpp: messages to the prompt's text", TokenizeRequest, to.Prompt)
 async def apply_template(request: web.Request) -> web.Response:
     """The text that messages become; llama.cpp's shape."""
     server = request[ASKED]
@@ -111,6 +115,7 @@ async def render(request: web.Request, server: Server, fields: ChatRequest | Tok
     return await beside(request, request[SHARE].body, rendered, inline=-1)
 
 
+@operation("vLLM: token ids to text", DetokenizeRequest, to.Text)
 async def detokenize(request: web.Request) -> web.Response:
     server = request[ASKED]
     fields = await intake(request, DETOKENIZE)

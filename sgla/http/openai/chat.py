@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http import answer_types as to
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.parts import Reader
@@ -30,6 +31,7 @@ from sgla.http.openai.common import (
     width,
 )
 from sgla.http.openai.functions import as_tools, old_delta, old_message
+from sgla.http.operation import EVENTS, operation
 from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import first, sampling_params
@@ -46,6 +48,7 @@ SCHEMA = Schema(ChatRequest)
 ROLE = {"role": "assistant", "content": ""}
 
 
+@operation("OpenAI: answer a chat", ChatRequest, to.ChatCompletion, stream=EVENTS)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, SCHEMA)

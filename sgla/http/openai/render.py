@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http import answer_types as to
 from sgla.http.answer.reading import Reading
 from sgla.http.answer.whole import answered
 from sgla.http.lanes import beside
@@ -20,8 +21,9 @@ from sgla.http.openai.chat import chat_work
 from sgla.http.openai.functions import as_tools
 from sgla.http.openai.text import SCHEMA as TEXT
 from sgla.http.openai.text import text_work
+from sgla.http.operation import operation
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import OpenAIFields
+from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
 from sgla.http.server import ASKED, Server
 from sgla.http.wire import encode
 from sgla.messages import Job, Submit
@@ -31,6 +33,7 @@ MAX_REPEATED = 32 << 20  # bytes of an answer that repeat the same parameters
 VALUE = 8  # bytes of them that cost as much as an id
 
 
+@operation("vLLM: a chat's prompt in token ids", ChatRequest, to.Rendered)
 async def chat(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, CHAT)
@@ -41,6 +44,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     return await answered(request, len(whole["token_ids"]), lambda: whole)
 
 
+@operation("vLLM: prompts in token ids", CompletionRequest, list[to.Rendered])
 async def text(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, TEXT)

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http import answer_types as to
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.reading import server_dialect, thinking_of
@@ -29,6 +30,7 @@ from sgla.http.openai.common import (
     usage_object,
     width,
 )
+from sgla.http.operation import EVENTS, operation
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import are_ids, first, sampling_params
 from sgla.http.request.schema import MAX_CHOICES, CompletionRequest, Schema, check_count
@@ -47,6 +49,7 @@ MAX_AT_ONCE = 1 << 14  # logprobs of prompts in a stream, whose first event has 
 NULLS = dict.fromkeys(("token_ids", "prompt_token_ids", "prompt_logprobs"))
 
 
+@operation("OpenAI: continue a text", CompletionRequest, to.TextCompletion, stream=EVENTS)
 async def completions(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, SCHEMA)

@@ -17,6 +17,7 @@ from importlib.resources.abc import Traversable
 from aiohttp import web
 
 from sgla.errors import NotFound
+from sgla.http.operation import BINARY, HTML, operation
 from sgla.http.server import PATH_ID
 
 TYPES = {
@@ -80,10 +81,12 @@ def suffix(name: str) -> str:
     return name[name.rfind(".") :]
 
 
+@operation("A page to chat with the model and to watch the server", media=HTML)
 async def page(request: web.Request) -> web.Response:
     return await answer(request, "index.html", CHAT_POLICY)
 
 
+@operation("A page that shows this description", media=HTML)
 async def reference(request: web.Request) -> web.Response:
     slashes = len(request.path) - len(request.path.rstrip("/"))
     if slashes:  # the page names its files from where it should be
@@ -91,6 +94,7 @@ async def reference(request: web.Request) -> web.Response:
     return await answer(request, "reference.html", REFERENCE_POLICY)
 
 
+@operation("A file of these pages", media=BINARY)
 async def asset(request: web.Request) -> web.Response:
     return await answer(request, request[PATH_ID], POLICY)
 

@@ -7,7 +7,9 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered, each
+from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, PooledFields, head, inputs, pooling_of, run, usage, vector
 from sgla.http.pooling.embeddings import ROWS, native_result, prompts
 from sgla.http.request.intake import intake
@@ -30,6 +32,7 @@ class ClassifyRequest(PooledFields, kw_only=True):
 SCHEMA = Schema(ClassifyRequest)
 
 
+@operation("vLLM, SGLang: classes of texts", ClassifyRequest, (to.Classes, to.Encoded, list[to.Encoded]))
 async def classify(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, SCHEMA)

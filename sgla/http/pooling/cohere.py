@@ -10,7 +10,9 @@ import numpy as np
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered, each
+from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, run, vector
 from sgla.http.pooling.embeddings import ROWS
 from sgla.http.pooling.score import text_of
@@ -39,6 +41,7 @@ class CohereEmbedRequest(PooledFields, kw_only=True):
 SCHEMA = Schema(CohereEmbedRequest)
 
 
+@operation("Cohere: vectors of texts in several forms", CohereEmbedRequest, to.CohereEmbeddings)
 async def embed(request: web.Request) -> web.StreamResponse:
     """``input_type`` has no effect, and the response's headers say so: models here know no prompts for it."""
     server = request[ASKED]

@@ -8,7 +8,9 @@ from typing import Any, Literal
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered, each
+from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, run, usage, vector
 from sgla.http.request.chat import checked_messages
 from sgla.http.request.intake import intake
@@ -40,6 +42,7 @@ EMBEDDINGS = Schema(EmbeddingRequest)
 ENCODE = Schema(EncodeRequest)
 
 
+@operation("OpenAI: vectors of texts", EmbeddingRequest, to.Embeddings)
 async def embeddings(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, EMBEDDINGS)
@@ -72,6 +75,7 @@ def prompts(value: Any, messages: list[dict[str, Any]] | None) -> list[dict[str,
     return [{"messages": checked_messages(messages), "add_generation_prompt": False}]
 
 
+@operation("SGLang: vectors of texts or token ids", EncodeRequest, to.Encoded | list[to.Encoded])
 async def encode(request: web.Request) -> web.StreamResponse:
     """Embeddings, or the logits of a classification or reward model."""
     server = request[ASKED]

@@ -8,7 +8,9 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import InvalidField, UnsupportedTask
+from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered, each
+from sgla.http.operation import operation
 from sgla.http.pooling.common import PooledFields, inputs, pooling_of, run, vector
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import MAX_PARTS, Schema, check_count
@@ -60,6 +62,7 @@ class ModerationRequest(PooledFields, kw_only=True):
 SCHEMA = Schema(ModerationRequest)
 
 
+@operation("OpenAI: what of a text is harmful", ModerationRequest, to.Moderations)
 async def moderations(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, SCHEMA)

@@ -8,9 +8,11 @@ import msgspec
 from aiohttp import web
 
 from sgla import clock
+from sgla.http import answer_types as to
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.whole import answered, each
 from sgla.http.ollama import Options, known
+from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, run, vector
 from sgla.http.pooling.embeddings import ROWS
 from sgla.http.request.intake import intake
@@ -42,6 +44,7 @@ EMBED = Schema(OllamaEmbedRequest, nested={"options": Options})
 EMBEDDINGS = Schema(OllamaEmbeddingsRequest, nested={"options": Options})
 
 
+@operation("Ollama: vectors of texts", OllamaEmbedRequest, to.OllamaEmbeddings, any_model=True)
 async def embed(request: web.Request) -> web.StreamResponse:
     """Embeddings of length 1."""
     began = clock.now()
@@ -67,6 +70,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
     return await answered(request, len(choices) * (ENTRY + pooling.size), whole)
 
 
+@operation("Ollama: the vector of a text", OllamaEmbeddingsRequest, to.OllamaEmbedding, any_model=True)
 async def embeddings(request: web.Request) -> web.Response:
     """The older route: one embedding as the model makes it."""
     fields = await intake(request, EMBEDDINGS)

@@ -8,7 +8,9 @@ from typing import Any, Literal
 from aiohttp import web
 
 from sgla.errors import UnsupportedTask
+from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered, each
+from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, PooledFields, head, pooling_of, run, usage, vector
 from sgla.http.pooling.embeddings import ROWS, prompts
 from sgla.http.request.intake import intake
@@ -39,6 +41,7 @@ class PoolingRequest(PooledFields, kw_only=True):
 SCHEMA = Schema(PoolingRequest)
 
 
+@operation("vLLM: vectors of texts, or their classes", PoolingRequest, to.Classes)
 async def pooling(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, SCHEMA)

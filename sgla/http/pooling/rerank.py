@@ -7,7 +7,9 @@ from typing import Any
 from aiohttp import web
 
 from sgla.errors import InvalidField
+from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered
+from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, text_prompt, usage
 from sgla.http.pooling.score import PairFields, similarities
 from sgla.http.request.intake import intake
@@ -26,6 +28,7 @@ SCHEMA = Schema(RerankRequest)
 CHARACTERS = 16  # of a document that cost as much as a value
 
 
+@operation("Cohere, Jina: documents by relevance", RerankRequest, to.Ranking)
 async def rerank(request: web.Request) -> web.StreamResponse:
     """The documents, the most relevant first."""
     server = request[ASKED]

@@ -10,9 +10,11 @@ import numpy as np
 from aiohttp import web
 
 from sgla.errors import InvalidField, TooLarge, UnsupportedTask
+from sgla.http import answer_types as to
 from sgla.http.answer.collect import Choice
 from sgla.http.answer.whole import answered, each
 from sgla.http.bodies import SHARE
+from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, PooledFields, head, pooling_of, run, text_prompt, usage, vector
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import MAX_CHOICES, Schema, as_list, check_count
@@ -65,6 +67,7 @@ SCHEMA = Schema(ScoreRequest)
 GENERATIVE = Schema(GenerativeScoringRequest)
 
 
+@operation("vLLM, SGLang: scores of pairs of texts, or of labels behind items", ScoreRequest, to.Scores)
 async def score(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, SCHEMA)
@@ -89,6 +92,7 @@ async def score(request: web.Request) -> web.StreamResponse:
     return await answered(request, ENTRY * len(right), compared)
 
 
+@operation("vLLM: how probable a label is behind items", GenerativeScoringRequest, to.Classes)
 async def generative_scoring(request: web.Request) -> web.StreamResponse:
     """For each item the probability of the first label as the token behind it."""
     server = request[ASKED]

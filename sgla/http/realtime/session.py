@@ -17,6 +17,7 @@ from sgla.http.clients import CLIENT
 from sgla.http.connections import set_resting
 from sgla.http.errors import Busy, error_body
 from sgla.http.openai.chat import chat_work
+from sgla.http.operation import TEXT, operation
 from sgla.http.realtime.events import (
     EVENTS,
     KINDS,
@@ -49,6 +50,7 @@ CLOSE_SECONDS = 0.5  # that a client may take to answer the end of a session
 SOCKETS: web.AppKey[set[web.WebSocketResponse]] = web.AppKey("sockets", set)
 
 
+@operation("OpenAI: a conversation in text over a WebSocket", media=TEXT, query=("model",))
 async def realtime(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     server.ingress.require_ready()

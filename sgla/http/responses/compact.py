@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from sgla.http import answer_types as to
 from sgla.http.answer.reading import Reading
 from sgla.http.answer.whole import answered
 from sgla.http.bodies import SHARE
@@ -16,12 +17,13 @@ from sgla.http.lanes import beside
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
 from sgla.http.openai.render import preparer
+from sgla.http.operation import operation
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import ChatRequest
 from sgla.http.responses import mcp
 from sgla.http.responses.answer import usage_object
 from sgla.http.responses.conversation import gather
-from sgla.http.responses.input import RESPONSES, Item, chat_request, check_fields, sealed
+from sgla.http.responses.input import RESPONSES, Item, ResponsesRequest, chat_request, check_fields, sealed
 from sgla.http.responses.items import listed
 from sgla.http.responses.output import new_id
 from sgla.http.server import ASKED, raise_aborted
@@ -50,6 +52,7 @@ async def asked(request: web.Request) -> tuple[list[Item], ChatRequest]:
     return items, chat_request(fields, items, remote)
 
 
+@operation("OpenAI: the size of a response's prompt", ResponsesRequest, to.InputTokens)
 async def input_tokens(request: web.Request) -> web.Response:
     """What the request would have as its prompt, in tokens; nothing is computed."""
     server = request[ASKED]
@@ -60,6 +63,7 @@ async def input_tokens(request: web.Request) -> web.Response:
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
+@operation("OpenAI: a summary in place of a conversation", ResponsesRequest, to.Compaction)
 async def compact(request: web.Request) -> web.StreamResponse:
     """The messages of the user, and in place of the rest one item with the model's summary. A conversation
     that is too long for the model is summarized without its oldest turns."""

@@ -19,6 +19,7 @@ from sgla.errors import (
     SglaError,
     StorageFailed,
 )
+from sgla.http import answer_types as to
 from sgla.http.answer import sse
 from sgla.http.answer.collect import Collector
 from sgla.http.answer.encoder import HEADERS
@@ -26,6 +27,7 @@ from sgla.http.answer.reading import Reading
 from sgla.http.bodies import SHARE, Share
 from sgla.http.clients import CLIENT
 from sgla.http.openai.chat import chat_work
+from sgla.http.operation import EVENTS, operation
 from sgla.http.request.intake import intake
 from sgla.http.request.paging import page, page_of
 from sgla.http.request.schema import MAX_REPEATED, ChatRequest
@@ -63,6 +65,7 @@ class ResponseNotFound(NotFound):
     code = "response_not_found"
 
 
+@operation("OpenAI: answer items, and keep the response", ResponsesRequest, to.Response, stream=EVENTS)
 async def create(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, RESPONSES)
@@ -307,6 +310,9 @@ def shown_again(request: web.Request, entry: Stored | Found) -> web.Response:
     return web.Response(body=entry.row.json, content_type="application/json")
 
 
+@operation(
+    "OpenAI: a response that is kept", answer=to.Response, stream=EVENTS, query=("stream", "starting_after")
+)
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """The response; with ``stream=true`` its events,
     those after number ``starting_after`` if that is given."""
@@ -342,6 +348,7 @@ async def play_again(request: web.Request, entry: Found, start: int) -> web.Stre
     return response
 
 
+@operation("OpenAI: forget a response", answer=to.DeletedResponse)
 async def delete(request: web.Request) -> web.Response:
     uid = request[PATH_ID]
     if not await request[ASKED].responses.delete(uid, request[CLIENT]):
@@ -349,6 +356,7 @@ async def delete(request: web.Request) -> web.Response:
     return json_response({"id": uid, "object": "response", "deleted": True})
 
 
+@operation("OpenAI: end a response in progress", answer=to.Response)
 async def cancel(request: web.Request) -> web.Response:
     """End a response that is still in progress; one that has ended stays as it is."""
     entry = await find(request)
@@ -362,6 +370,7 @@ async def cancel(request: web.Request) -> web.Response:
     return shown_again(request, entry)
 
 
+@operation("OpenAI: what a response was asked", answer=to.Items, query=("limit", "after", "order"))
 async def input_list(request: web.Request) -> web.Response:
     """A page of what the request sent:
     newest first as OpenAI lists it, or oldest first with ``order=asc``."""
