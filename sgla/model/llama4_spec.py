@@ -31,9 +31,12 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     grown = None
     if c.flag("attn_temperature_tuning"):
         grown = Growth(c.number("attn_scale"), c.integer("floor_scale", POSITIONS), 1)
-    flat = named(c, (0,) * layers)
+    flags = c.integers("no_rope_layers", LAYERS) or None  # an empty list says no more than a null
+    flat = named(Reader(c.architecture, {**c.values, "no_rope_layers": flags}), (0,) * layers)
     whole = range(layers) if c.values[CHUNK] is None else flat
-    kinds = c.values["layer_types"] or [_FULL if i in whole else _CHUNKED for i in range(layers)]
+    kinds = c.values["layer_types"]
+    if kinds is None:
+        kinds = [_FULL if i in whole else _CHUNKED for i in range(layers)]
     if (
         not isinstance(kinds, list)
         or len(kinds) != layers

@@ -95,7 +95,7 @@ def none(c: Reader, windows: tuple[int, ...]) -> frozenset[int]:
 def named(c: Reader, windows: tuple[int, ...]) -> frozenset[int]:
     """Those with a 0 in ``no_rope_layers``, or every ``no_rope_layer_interval``-th, do not rotate."""
     layers, flags = len(windows), c.integers("no_rope_layers", LAYERS)
-    if not flags:
+    if not c.given("no_rope_layers"):
         step = c.integer("no_rope_layer_interval", LAYERS)
         flags = [(i + 1) % step for i in range(layers)]
     if len(flags) != layers:

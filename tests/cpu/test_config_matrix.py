@@ -612,6 +612,24 @@ def test_a_family_with_layer_types_names_a_rule_that_reads_them() -> None:
         assert read_spec(config).windows == (8, *[0] * full), family
 
 
+def test_a_list_of_layers_that_is_empty_says_what_it_says_to_transformers() -> None:
+    """A null alone means that there is none; to Llama 4 an empty list of ``no_rope_layers`` does, too."""
+    taken = []
+    for family, known in FAMILIES.items():
+        for key in known.defaults.keys() & {
+            "layer_types",
+            "mlp_layer_types",
+            "no_rope_layers",
+            "indexer_types",
+        }:
+            for value in ([], {}, "", 0, False):
+                config = small(family)
+                if takes(config | {key: value}, key):
+                    taken.append((family, key, value))
+                    assert read_spec(config | {key: value}) == read_spec(config)
+    assert taken == [("Llama4ForCausalLM", "no_rope_layers", [])]
+
+
 def test_no_value_of_any_key_ends_in_a_traceback(machine: Machine) -> None:
     """Each key of each family, with some of the values that it cannot have."""
     random = Random(0)
