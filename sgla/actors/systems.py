@@ -54,7 +54,7 @@ class Systems:
         self.died: asyncio.Future[SglaError] = asyncio.get_running_loop().create_future()
         self._on_demand = on_demand
         self._sleep_idle = sleep_idle
-        self._memory = Memory(self.all) if self.several else None
+        self._memory = ModelMemory(self.all) if self.several else None
         self._loads: dict[System, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
         for system in self.all:
@@ -150,7 +150,7 @@ class Systems:
             system.abandon()
 
 
-class Memory:
+class ModelMemory:
     """Who of several models may have its bytes. What one holds follows from its state: nothing while it is
     not loaded, or for what it has given back while it sleeps. Those that are on their way hold all."""
 

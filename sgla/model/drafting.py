@@ -138,7 +138,7 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
     """A head of EAGLE-3, if it is the ``third``, or of those before. Raises ConfigError for one of another
     kind, or of another model."""
     if isinstance(target, GenericSpec):
-        raise _unfit("transformers' module computes it, whose layers tell nothing")
+        raise _unfit("transformers' module computes it, whose layers have no hooks here")
     if _is_eagle3(draft) != third:
         why = f"it is no head of EAGLE-3, which {EAGLE3[0]} would be"
         raise _unfit(why if third else f"it is a head of EAGLE-3; give {FLAG} eagle3")

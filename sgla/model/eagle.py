@@ -30,7 +30,7 @@ class Eagle:
         self, target: Decoder, spec: ModelSpec, build: Build, positions: int, bias: bool = True
     ) -> None:
         d, name = spec.hidden, "layers.0"
-        self.width = self.told = d
+        self.width = self.target_width = d
         self.vocab = target.spec.vocab
         self.join = MergedColumnLinear(build, 2 * d, [("fc", d, range(d))], bias)
         self.attention = _attention(build, f"{name}.self_attn", spec, positions, d)
@@ -38,8 +38,8 @@ class Eagle:
         self.mlp = GatedMLP(build, f"{name}.mlp", d, spec.intermediate, "silu", spec.mlp_bias)
         self.embed, self.logits = target.embed, target.logits
 
-    def read(self, told: Tensor) -> Tensor:
-        return told
+    def read(self, hidden: Tensor) -> Tensor:
+        return hidden
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
@@ -73,8 +73,8 @@ class Eagle3:
         self, target: Decoder, spec: ModelSpec, build: Build, positions: int, places: int, vocab: int
     ) -> None:
         d, name = spec.hidden, "midlayer"
-        self.width, self.told, self.vocab = d, places * target.spec.hidden, target.spec.vocab
-        self.read = MergedColumnLinear(build, self.told, [("fc", d, range(d))])
+        self.width, self.target_width, self.vocab = d, places * target.spec.hidden, target.spec.vocab
+        self.read = MergedColumnLinear(build, self.target_width, [("fc", d, range(d))])
         self.token_norm = RMSNorm(build, f"{name}.input_layernorm", d, spec.eps)
         self.hidden_norm = RMSNorm(build, f"{name}.hidden_norm", d, spec.eps)
         self.attention = _attention(build, f"{name}.self_attn", spec, positions, 2 * d)

@@ -16,18 +16,18 @@ from sgla.model.family import PredictorNames
 
 
 class Head(Protocol):
-    """``width``: values of a hidden state that it goes on with; ``told``: of what the target tells it of a
-    token, from which ``read`` makes such a state. ``vocab``: of the target."""
+    """``width``: values of a hidden state that it goes on with; ``target_width``: of what it reads of the
+    target for a token, from which ``read`` makes such a state. ``vocab``: of the target."""
 
     width: int
-    told: int
+    target_width: int
     vocab: int
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids int32 ``[T]`` -> ``[T, d]``."""
 
-    def read(self, told: Tensor) -> Tensor:
-        """``[T, told]`` -> ``[T, width]``."""
+    def read(self, hidden: Tensor) -> Tensor:
+        """``[T, target_width]`` -> ``[T, width]``."""
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
@@ -50,7 +50,7 @@ class Predictor:
 
     def __init__(self, target: Decoder, build: Build, names: PredictorNames, index: int) -> None:
         spec = target.spec
-        self.width = self.told = spec.hidden
+        self.width = self.target_width = spec.hidden
         self.vocab = spec.vocab
         self.token_norm = target.norm_of(build, names.token_norm)
         self.hidden_norm = target.norm_of(build, names.hidden_norm)
@@ -61,8 +61,8 @@ class Predictor:
         self.norm = target.norm_of(build, names.norm)
         self.embed, self.logits = target.embed, target.logits
 
-    def read(self, told: Tensor) -> Tensor:
-        return told
+    def read(self, hidden: Tensor) -> Tensor:
+        return hidden
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]

@@ -30,7 +30,7 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
     if result.logprobs:
         collect_prompt(step.rows, result.logprobs)
     if result.hidden:
-        _collect_states(step, result.hidden)
+        _collect_hidden(step, result.hidden)
     for request in step.counted:
         request.ahead -= 1
     deltas: list[Delta] = []
@@ -57,7 +57,7 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
             deltas.append(delta)
             ended.append(request)
     if result.hidden:
-        _attach_states(step, deltas)
+        _attach_hidden(step, deltas)
     return Outcome(deltas, ended, outputs, forced, faults, verified)
 
 
@@ -125,19 +125,19 @@ def _commit_runs(
     return forced, verified
 
 
-def _collect_states(step: Step, hidden: list[bytes]) -> None:
+def _collect_hidden(step: Step, hidden: list[bytes]) -> None:
     """Hidden states go to the requests of their rows, which keep them until their next Delta."""
-    rows = [request.states for request in step.rows if request.states is not None]
+    rows = [request.hidden for request in step.rows if request.hidden is not None]
     assert len(rows) == len(hidden), "hidden states for each row that wants some"
-    for states, data in zip(rows, hidden):
-        states.add(data)
+    for kept, data in zip(rows, hidden):
+        kept.add(data)
 
 
-def _attach_states(step: Step, deltas: list[Delta]) -> None:
+def _attach_hidden(step: Step, deltas: list[Delta]) -> None:
     by_rid = {delta.rid: delta for delta in deltas}
     for request in step.rows:
-        if request.states is not None and (delta := by_rid.get(request.rid)) is not None:
-            delta.hidden = request.states.take()
+        if request.hidden is not None and (delta := by_rid.get(request.rid)) is not None:
+            delta.hidden = request.hidden.take()
 
 
 def _fail(step: Step, result: StepResult, ended: list[Request]) -> tuple[list[Delta], int]:

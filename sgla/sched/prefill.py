@@ -111,7 +111,7 @@ class Prefill:
         """``wide_tokens`` as long as the request owes logprobs of its prompt;
         ``stated_tokens`` if it wants hidden states."""
         wide = None if request.prompt_logprobs is None else wide_tokens(request.submit.sampling)
-        if request.states is None:
+        if request.hidden is None:
             return wide
         return min(wide or LONGEST, self._limits.stated_tokens)
 

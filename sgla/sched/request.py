@@ -26,7 +26,7 @@ class Prompt:
         self.array = array("I", self.data)  # an "I" takes tokens faster than an "i"
 
 
-class States:
+class HiddenStates:
     """Hidden states of a request on their way to its Deltas, each once:
     after a retraction its tokens are computed again."""
 
@@ -101,6 +101,7 @@ class Request:
         "given",
         "goal",
         "guesses",
+        "hidden",
         "holds",
         "kept_until",
         "keys",
@@ -135,7 +136,6 @@ class Request:
         "slot",
         "spoiled",
         "state",
-        "states",
         "stop_ids",
         "submit",
         "tokens",
@@ -215,7 +215,7 @@ class Request:
         self.past = 0  # tokens that it had ever had
         self.preemptions = 0
         self.prompt_logprobs = self._unknown()
-        self.states = States() if submit.sampling.hidden else None
+        self.hidden = HiddenStates() if submit.sampling.hidden else None
         self.scheduled: float | None = None
         self.first_token: float | None = None
         self.probed: tuple[int, Node | None, int] = (-1, None, 0)  # cache version, node, length
@@ -241,7 +241,7 @@ class Request:
         """How many tokens of a cached prefix it can read: the last one must be computed to have a successor,
         and hidden states and the logprobs of prompts that it owes need the tokens in front of them
         computed."""
-        if self.states is not None:
+        if self.hidden is not None:
             return 0
         most = self.known - 1
         return most if self.prompt_logprobs is None else min(most, self.first_logprob - 1)
@@ -343,8 +343,8 @@ class Request:
         self.probed = (-1, None, 0)
         if self.prompt_logprobs is not None:
             self.prompt_logprobs = self._unknown()
-        if self.states is not None:
-            self.states.restart()
+        if self.hidden is not None:
+            self.hidden.restart()
 
     def end(self) -> None:
         """It has its ``finish``, and owns nothing."""

@@ -59,7 +59,7 @@ class PooledRow(NamedTuple):
     slot: int
 
 
-class Stated(NamedTuple):
+class HiddenSpan(NamedTuple):
     """The tokens ``first:end`` of a step, those of a row that brings their hidden states."""
 
     row: int
@@ -78,7 +78,7 @@ class Wanted(NamedTuple):
     runs: Int32s
     prompt_spans: list[PromptSpan]
     pooled: list[PooledRow]
-    stated: list[Stated]
+    hidden: list[HiddenSpan]
 
     @property
     def first(self) -> Int32s:
@@ -88,7 +88,7 @@ class Wanted(NamedTuple):
     @property
     def plain(self) -> bool:
         """Logits are wanted to sample from them, and nothing else."""
-        return not (self.prompt_spans or self.pooled or self.stated)
+        return not (self.prompt_spans or self.pooled or self.hidden)
 
 
 def read(
@@ -117,15 +117,15 @@ def read(
         for row in np.flatnonzero(flags & POOL).tolist()
         if starts[row] + q_lens[row] == tables.prompt_len[slots[row]]
     ]
-    stated = [
-        Stated(row, int(ends[row] - q_lens[row]), int(ends[row]))
+    hidden = [
+        HiddenSpan(row, int(ends[row] - q_lens[row]), int(ends[row]))
         for row in np.flatnonzero(tables.hidden[slots]).tolist()
     ]
-    wanted = Wanted(sampled, slots[sampled], positions, last, runs, spans, pooled, stated)
+    wanted = Wanted(sampled, slots[sampled], positions, last, runs, spans, pooled, hidden)
     logits = last
     if not wanted.plain:
         tails = np.array([row.token for row in pooled], np.int32)
-        bounds = [(s.first, s.end) for s in spans] + [(s.first, s.end) for s in stated]
+        bounds = [(s.first, s.end) for s in spans] + [(s.first, s.end) for s in hidden]
         inner = (np.arange(first, end, dtype=np.int32) for first, end in bounds)
         logits = np.unique(np.concatenate([last, tails, *inner]))
     return Columns(slots, starts, q_lens, logits, state_columns(plan, slots, starts, tables)), wanted

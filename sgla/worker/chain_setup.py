@@ -24,7 +24,7 @@ from sgla.worker.gpu_steps import GpuSteps, Sizes
 from sgla.worker.head_chains import Hand, HeadChains, HeadModel
 from sgla.worker.kv import DTYPES
 from sgla.worker.place import Gpu
-from sgla.worker.told import Told
+from sgla.worker.target_hidden import TargetHidden
 
 
 def eagle_of(config: Config, source: ModelSource, target: ModelSpec) -> EagleSpec | None:
@@ -35,14 +35,14 @@ def eagle_of(config: Config, source: ModelSource, target: ModelSpec) -> EagleSpe
     return read_eagle(source.draft.config, target, third=config.speculative_algorithm == "eagle3")
 
 
-def told_of(config: Config, source: ModelSource, target: CausalLM, sizes: Sizes) -> Told | None:
-    """What ``target`` is to tell a head, which it does from its next recording on."""
+def target_hidden(config: Config, source: ModelSource, target: CausalLM, sizes: Sizes) -> TargetHidden | None:
+    """The hidden states that a head reads of ``target``, which keeps them from its next recording on."""
     if config.speculative_algorithm not in ("mtp", "eagle", "eagle3") or not drafts_of(config):
         return None
     assert isinstance(target, Decoder)
     eagle, dtype = eagle_of(config, source, target.spec), DTYPES[dtype_of(config)]
     layers, tokens = eagle.layers if eagle is not None else (), sizes.step_tokens + sizes.rows
-    return Told(target, layers, tokens, sizes.slots + 1, drafts_of(config), dtype)
+    return TargetHidden(target, layers, tokens, sizes.slots + 1, drafts_of(config), dtype)
 
 
 def load_chains(
@@ -60,7 +60,7 @@ def load_chains(
     kernels, _ = choose_kernels(config, spec, place, sizes._replace(rows=2 * VERIFIED))
     sizes, dtype, seed = sizes._replace(rows=ROWS[-1]), dtype_of(config), config.random_seed or 0
     common = target, target.drafts, drafts_of(config), config.speculative_adaptive
-    if target.told is None:
+    if target.hidden is None:
         assert source.draft is not None
         quantization, length = config.speculative_quantization, sizes.context_len
         model = load_model(source.draft, dtype, quantization, place.shard, length, report, seed, make=make)
@@ -72,7 +72,7 @@ def load_chains(
     first, further = (HeadModel(head, target.model, spec, out, hand, reads) for reads in (True, False))
     steps = GpuSteps(further, kernels, sizes, tables=target.tables)
     ids = head.ids if isinstance(head, Eagle3) and len(head.ids) < head.vocab else None
-    return HeadChains(steps, *common, first, hand, target.told, ids)
+    return HeadChains(steps, *common, first, hand, target.hidden, ids)
 
 
 def _load_head(

@@ -113,10 +113,10 @@ class CpuRunner(CpuWeights):
     def _score_and_sample(
         self, parts: list[Columns], wanted: Wanted, extras: StepResult
     ) -> tuple[Samples, Int32s]:
-        """A step with prompt logprobs, or with scores of labels or states, which go to ``extras``; in parts,
-        so that few rows of logits exist at a time."""
+        """A step with prompt logprobs, or with scores of labels or hidden states, which go to ``extras``;
+        in parts, so that few rows of logits exist at a time."""
         scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
-        states: list[list[bytes]] = [[] for _ in wanted.stated]
+        hidden: list[list[bytes]] = [[] for _ in wanted.hidden]
         rows: list[torch.Tensor] = []
         at = 0
         for part in parts:
@@ -138,11 +138,11 @@ class CpuRunner(CpuWeights):
                     k = int(self.tables.prompt_logprobs[span.slot])
                     part_logits = logits.numpy()[inside[0] : inside[-1] + 1]
                     found.append(score(part_logits, targets, k, self.sampler.logprob_ids(span.slot)))
-            for stated, pieces in zip(wanted.stated, states):
+            for wants, pieces in zip(wanted.hidden, hidden):
                 assert self._kept is not None
-                own = (tokens >= stated.first) & (tokens < stated.end)
-                pieces.append(self._kept.states.numpy()[own].tobytes())
-        extras.hidden += map(b"".join, states)
+                own = (tokens >= wants.first) & (tokens < wants.end)
+                pieces.append(self._kept.hidden.numpy()[own].tobytes())
+        extras.hidden += map(b"".join, hidden)
         samples, counts = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
         prompts = []
         for span, found in zip(wanted.prompt_spans, scores):

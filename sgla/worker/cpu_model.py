@@ -16,7 +16,7 @@ from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
 from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
-from sgla.worker.forward import Forward, Kept, compiled, compiling, make_forward
+from sgla.worker.forward import Forward, KeptHidden, compiled, compiling, make_forward
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.runner import Runner
@@ -35,7 +35,7 @@ class CpuModel(Runner):
     tables: SlotTables
     _own: list[Layer]
     _pooler: Pooler | None = None
-    _kept: Kept | None = None
+    _kept: KeptHidden | None = None
     _forward: Forward
     _model_again: Callable[[ModelSource], CausalLM]
     _forward_again: Callable[[], tuple[Forward, str]]
@@ -68,19 +68,19 @@ class CpuModel(Runner):
         return model
 
     def _make_forward(
-        self, limits: ProgramLimits, native: bool, tell: Callable[[Tensor], None] | None
+        self, limits: ProgramLimits, native: bool, hook: Callable[[Tensor], None] | None
     ) -> tuple[Forward, str]:
-        """``tell``: see ``make_forward``. Also a note for the start-up report."""
+        """``hook``: see ``make_forward``. Also a note for the start-up report."""
         threads = self.place.threads
         if self._pooler is not None:
             return compiled(self._hidden, limits, threads, native)
-        plain, note = make_forward(self.model, self._own, limits, threads, native, self._kept, tell)
+        plain, note = make_forward(self.model, self._own, limits, threads, native, self._kept, hook)
         if self.adapters is None:
             return plain, note
         # What knows of adapters is slower where no row has one, so it is a program of its own.
         adapters = self.adapters.adapters
         adapters.rows.active = True
-        adapted, _ = make_forward(self.model, self._own, limits, threads, native, self._kept, tell)
+        adapted, _ = make_forward(self.model, self._own, limits, threads, native, self._kept, hook)
         adapters.rows.active = False
         return AdaptedForward(adapters, self.tables, plain, adapted), note
 

@@ -22,7 +22,7 @@ from sgla.worker.cpu_kv import CpuKV, take_kv
 from sgla.worker.cpu_model import CpuModel
 from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, most_rows
-from sgla.worker.forward import Kept
+from sgla.worker.forward import KeptHidden
 from sgla.worker.kv import memory_of
 from sgla.worker.parts import parts_of_units
 from sgla.worker.peering import by_threads
@@ -82,10 +82,10 @@ class CpuSetup(CpuModel):
         """What computes a step, samples and guesses; a note on the kernels."""
         config, slots, native = self.config, len(self.tables.limit), self.config.native_kernels
         self._most_logits = max(slots, LOGIT_ROWS)
-        self._kept = Kept() if config.enable_return_hidden_states else None
+        self._kept = KeptHidden() if config.enable_return_hidden_states else None
         limits = ProgramLimits(step_tokens, self._most_logits)
         drafts = DraftSetup(config, self.source, self.model, dtype, self._report)
-        self._forward_again = partial(self._make_forward, limits, native, drafts.tell)
+        self._forward_again = partial(self._make_forward, limits, native, drafts.hook)
         self._forward, kernels = self._forward_again()
         self.sampler = self._make_sampler(self.model.spec.vocab, processors)
         threads = self.place.threads

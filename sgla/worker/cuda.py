@@ -81,7 +81,7 @@ class CudaRunner(GpuWeights):
             and plan.flags == DECODE_FLAGS * rows
             and len(plan.q_lens) == 4 * rows
             and int(column(plan.q_lens).max()) == 1
-            and not self._brings_states(plan)
+            and not self._brings_hidden(plan)
         )
 
     @torch.inference_mode()
@@ -114,7 +114,7 @@ class CudaRunner(GpuWeights):
         graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
         if self.steps.adapted is not None and self.steps.adapted.any(slots):
             graphs = False
-        if self._brings_states(plan):
+        if self._brings_hidden(plan):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
@@ -130,7 +130,7 @@ class CudaRunner(GpuWeights):
                 self.chains.behind(slots[prompts], starts[prompts], q_lens[prompts], first[prompts])
         return launched
 
-    def _brings_states(self, plan: StepPlan) -> bool:
+    def _brings_hidden(self, plan: StepPlan) -> bool:
         """It has rows of which hidden states are wanted."""
         wanted = self.config.enable_return_hidden_states
         return wanted and bool(self.steps.tables.host.hidden[column(plan.slots)].any())

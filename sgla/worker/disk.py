@@ -22,7 +22,7 @@ from sgla.messages import KEY, CacheGroup, Tier
 from sgla.validation import folder_and_size
 from sgla.version import __version__
 from sgla.worker.memory import tier_units
-from sgla.worker.tiers import SUM, FileTier, Memory, checksum
+from sgla.worker.tiers import SUM, FileTier, UnitMemory, checksum
 
 FORMAT = 2  # of the files
 ENTRY = KEY + SUM
@@ -88,7 +88,7 @@ def open_disk(
     setting: str,
     identity: str,
     groups: Sequence[CacheGroup],
-    memory: Sequence[Memory],
+    memory: Sequence[UnitMemory],
     rank: int,
     size: int,
     abreast: int = 1,

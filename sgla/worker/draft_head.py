@@ -24,19 +24,19 @@ from sgla.messages import StepPlan
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
 from sgla.worker.batch import Columns, Wanted, build
-from sgla.worker.forward import Kept, compiled
+from sgla.worker.forward import KeptHidden, compiled
 from sgla.worker.pace import Pace
 from sgla.worker.state import Int32s, SlotTables, column
 
 
-class Told:
-    """What one place of the target's forward pass makes of the tokens of a step, in as many parts as the step
-    has."""
+class StepHidden:
+    """Hidden states of all tokens of a step at one place of the target's forward pass, in as many parts as
+    the step has."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
 
-    def tell(self, x: Tensor) -> None:
+    def hook(self, x: Tensor) -> None:
         self._parts.append(x.float().clone())  # a program's memory has something else after that
 
     def take(self) -> Tensor:
@@ -52,7 +52,7 @@ class HeadForward:
         self, head: Head, kv: list[KVLayer], limits: ProgramLimits, threads: int, native: bool
     ) -> None:
         self.head = head
-        self._kept, self._given = Kept(), torch.empty(0)
+        self._kept, self._given = KeptHidden(), torch.empty(0)
 
         def forward(batch: ForwardBatch) -> Tensor:
             tokens = head.embed(batch.ids)
@@ -61,41 +61,41 @@ class HeadForward:
             return head.logits(rows if shown is hidden else ops.gather(shown, batch.sample_rows))
 
         def read(batch: ForwardBatch) -> Tensor:
-            return head.read(ops.call(self._give, head.embed(batch.ids), head.told))
+            return head.read(ops.call(self._give, head.embed(batch.ids), head.target_width))
 
         self._forward, _ = compiled(forward, limits, threads, native)
-        fused = head.told != head.width
+        fused = head.target_width != head.width
         self._read = compiled(read, limits, threads, native)[0] if fused else None
 
-    def read(self, told: Tensor, batch: ForwardBatch) -> Tensor:
-        """What the head makes of ``told`` [T, *] by the target, to begin with: [T, width]."""
+    def read(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """What the head makes of ``hidden`` [T, *] of the target, to begin with: [T, width]."""
         if self._read is None:
-            return told
-        self._given = told
+            return hidden
+        self._given = hidden
         return self._read(batch).clone()
 
     def __call__(self, given: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Logits float32 [S, V], valid until the next call, and hidden states [S, width]."""
         self._given = given
         logits = self._forward(batch)
-        return self.head.of_target(logits), self._kept.states
+        return self.head.of_target(logits), self._kept.hidden
 
     def _give(self, x: Tensor, out: Tensor) -> None:
         out.copy_(self._given)
 
 
 class HeadDrafts:
-    """``told``: what the target tells of the tokens of a step, side by side."""
+    """``target``: hidden states of the target, of the tokens of a step, side by side."""
 
     def __init__(
         self,
         tables: SlotTables,
         sampler: Sampler,
         forward: HeadForward,
-        told: Sequence[Told],
+        target: Sequence[StepHidden],
         pace: Pace,
     ) -> None:
-        self._tables, self._sampler, self._forward, self._told = tables, sampler, forward, told
+        self._tables, self._sampler, self._forward, self._target = tables, sampler, forward, target
         self._pace = pace
         # Of each slot, behind its first guess, which stands in the token table.
         self._hidden = torch.zeros(len(tables.limit), forward.head.width)
@@ -125,9 +125,11 @@ class HeadDrafts:
         sampled = wanted.rows[wanted.first]
         brought = columns.q_lens.copy()
         brought[sampled] -= wanted.runs - counts
-        told = torch.cat([one.take() for one in self._told], 1)
-        within = np.arange(len(told)) - np.repeat(np.cumsum(columns.q_lens) - columns.q_lens, columns.q_lens)
-        told = told[torch.from_numpy(within < np.repeat(brought, columns.q_lens))]
+        hidden = torch.cat([one.take() for one in self._target], 1)
+        within = np.arange(len(hidden)) - np.repeat(
+            np.cumsum(columns.q_lens) - columns.q_lens, columns.q_lens
+        )
+        hidden = hidden[torch.from_numpy(within < np.repeat(brought, columns.q_lens))]
         rows = np.flatnonzero(brought)
         if not len(rows):
             return
@@ -135,7 +137,7 @@ class HeadDrafts:
         next_one = np.isin(rows, sampled)
         logits = (np.cumsum(spans, dtype=np.int32) - 1)[next_one]
         columns = Columns(slots, starts, spans, logits)
-        self._guess(columns, told, slots[next_one], (starts + spans + 1)[next_one], from_target=True)
+        self._guess(columns, hidden, slots[next_one], (starts + spans + 1)[next_one], from_target=True)
 
     def _guess(
         self, columns: Columns, given: Tensor, slots: Int32s, positions: Int32s, from_target: bool = False

@@ -17,21 +17,21 @@ from sgla.model.base import CausalLM, Decoder
 from sgla.model.drafting import read_eagle
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
-from sgla.worker.draft_head import HeadDrafts, HeadForward, Told
+from sgla.worker.draft_head import HeadDrafts, HeadForward, StepHidden
 from sgla.worker.draft_model import ModelDrafts, with_vocab
 from sgla.worker.drafts import Drafter, NGrams
 from sgla.worker.forward import make_forward
+from sgla.worker.hooked import Hooked
 from sgla.worker.kv import paged
 from sgla.worker.pace import Pace
 from sgla.worker.state import SlotTables
-from sgla.worker.telling import Telling
 
 
 class DraftSetup:
-    """Loads what guesses for ``target``, before its forward pass is recorded: from then on this tells a head
-    what it wants to know. ``tell``: is to be given what the target makes of all tokens of a step."""
+    """Loads what guesses for ``target``, before its forward pass is recorded, of which hooks for a head are
+    part. ``hook``: is to be called with the final hidden states of all tokens of a step."""
 
-    tell: Callable[[Tensor], None] | None = None
+    hook: Callable[[Tensor], None] | None = None
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class DraftSetup:
         dtype: str,
         report: Callable[[Progress], None],
     ) -> None:
-        self._config, self._told, self._vocab = config, list[Told](), target.spec.vocab
+        self._config, self._hidden, self._vocab = config, list[StepHidden](), target.spec.vocab
         self._model: CausalLM | None = None
         self._head: Head | None = None
         seed, quantization = config.random_seed or 0, config.speculative_quantization
@@ -53,8 +53,8 @@ class DraftSetup:
             case "mtp":
                 assert isinstance(target, Decoder)
                 self._head = load_predictor(source, target, dtype, config.quantization, report, seed)
-                self._told.append(Told())
-                self.tell = self._told[0].tell
+                self._hidden.append(StepHidden())
+                self.hook = self._hidden[0].hook
             case "eagle" | "eagle3" as name:
                 assert isinstance(target, Decoder)
                 assert source.draft is not None
@@ -62,11 +62,11 @@ class DraftSetup:
                 self._head = load_eagle(
                     source.draft, target, eagle, dtype, quantization, target.positions, report, seed
                 )
-                self._told += [Told() for _ in eagle.layers or (0,)]
+                self._hidden += [StepHidden() for _ in eagle.layers or (0,)]
                 if not eagle.layers:
-                    self.tell = self._told[0].tell
-                for layer, told in zip(eagle.layers, self._told):
-                    target.blocks[layer] = Telling(target.blocks[layer], told.tell)
+                    self.hook = self._hidden[0].hook
+                for layer, hidden in zip(eagle.layers, self._hidden):
+                    target.blocks[layer] = Hooked(target.blocks[layer], hidden.hook)
 
     def make(
         self, tables: SlotTables, sampler: Sampler, kv: list[Layer], step_tokens: int, threads: int
@@ -77,7 +77,7 @@ class DraftSetup:
         if self._head is not None:
             limits = ProgramLimits(step_tokens, slots)
             head = HeadForward(self._head, paged(kv), limits, threads, native)
-            return HeadDrafts(tables, sampler, head, self._told, pace)
+            return HeadDrafts(tables, sampler, head, self._hidden, pace)
         if self._model is not None:
             spare = slots + VERIFIED
             limits = ProgramLimits(step_tokens + spare, slots)

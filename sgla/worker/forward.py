@@ -23,13 +23,13 @@ from sgla.model.base import CausalLM
 Forward = Callable[[ForwardBatch], Tensor]
 
 
-class Kept:
-    """The final hidden states ``[S, d]`` of the latest call of a Forward, in ``states``."""
+class KeptHidden:
+    """The final hidden states ``[S, d]`` of the latest call of a Forward, in ``hidden``."""
 
-    states: Tensor
+    hidden: Tensor
 
     def keep(self, hidden: Tensor) -> None:
-        self.states = hidden.clone()  # a program's memory has something else after that
+        self.hidden = hidden.clone()  # a program's memory has something else after that
 
 
 def make_forward(
@@ -38,18 +38,18 @@ def make_forward(
     limits: ProgramLimits,
     threads: int,
     use_native: bool,
-    kept: Kept | None = None,
-    tell: Callable[[Tensor], None] | None = None,
+    kept: KeptHidden | None = None,
+    hook: Callable[[Tensor], None] | None = None,
 ) -> tuple[Forward, str]:
-    """``compiled`` for a model's logits. ``kept`` is told the hidden states of the sampled rows; ``tell``
-    those of all tokens."""
+    """``compiled`` for a model's logits. ``kept`` keeps the hidden states of the sampled rows;
+    ``hook`` is called with those of all tokens."""
 
     def forward(batch: ForwardBatch) -> Tensor:
         rows = batch.sample_rows
-        if tell is None:
+        if hook is None:
             hidden = model.forward(batch, kv, rows)
         else:
-            hidden = ops.gather(ops.inplace(tell, model.forward(batch, kv)), rows)
+            hidden = ops.gather(ops.inplace(hook, model.forward(batch, kv)), rows)
         return model.logits(hidden if kept is None else ops.inplace(kept.keep, hidden))
 
     return compiled(forward, limits, threads, use_native)

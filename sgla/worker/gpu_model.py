@@ -21,7 +21,7 @@ from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Make, anywhere
 from sgla.worker.adapters import AdapterStore, places_of
-from sgla.worker.chain_setup import load_chains, told_of
+from sgla.worker.chain_setup import load_chains, target_hidden
 from sgla.worker.chains import Chains
 from sgla.worker.facts import drafts_of
 from sgla.worker.gpu_adapters import AdapterCopies
@@ -148,8 +148,8 @@ class GpuModel(Runner):
         made = torch.cuda.memory_allocated()
         with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
             places = None if self.adapters is None else self.adapters.adapters
-            told = told_of(self.config, self.source, model, sizes)
-            self.steps = GpuSteps(model, kernels, sizes, places, beside=beside, told=told)
+            hidden = target_hidden(self.config, self.source, model, sizes)
+            self.steps = GpuSteps(model, kernels, sizes, places, beside=beside, hidden=hidden)
         adapters = 0 if places is None else places.nbytes
         tables = torch.cuda.memory_allocated() - made
         self.budget.ledger = {

@@ -28,7 +28,7 @@ from sgla.worker.flights import Extras
 from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
 from sgla.worker.pooler import Pooler, label_logprobs
-from sgla.worker.told import Told
+from sgla.worker.target_hidden import TargetHidden
 from sgla.worker.verify import DeviceDrafts, Verify
 
 LOGIT_ROWS = 256  # rows of logits that exist at a time for prompt logprobs
@@ -87,8 +87,8 @@ class GpuSteps:
     whenever that changes; ``logits`` float32[rows, this rank's part of V] are those of graphs;
     ``scales``: of k and v of each layer; ``drafts``: None where no row guesses; ``adapted``: None where none
     has an adapter. ``tables``: those of another model, for which this one guesses; ``beside``: what the
-    layers of a model keep that guesses for this one, whose pages are behind its own in ``kv``; ``told``: what
-    it tells of its tokens, if that guesses from it."""
+    layers of a model keep that guesses for this one, whose pages are behind its own in ``kv``; ``hidden``:
+    what that reads of this one, if it reads hidden states."""
 
     pooler: Pooler | None = None  # of a model that answers with vectors
 
@@ -100,9 +100,9 @@ class GpuSteps:
         adapters: Adapters | None = None,
         tables: DeviceTables | None = None,
         beside: Sequence[LayerState] = (),
-        told: Told | None = None,
+        hidden: TargetHidden | None = None,
     ) -> None:
-        self.model, self.shard, self.told = model, model.shard, told
+        self.model, self.shard, self.hidden = model, model.shard, hidden
         self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
@@ -133,8 +133,8 @@ class GpuSteps:
     @kv.setter
     def kv(self, kv: list[Layer]) -> None:
         rows = None if self.adapted is None else self.adapted.rows
-        tell = None if self.told is None else self.told.tell
-        self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows, tell)
+        hook = None if self.hidden is None else self.hidden.hook
+        self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows, hook)
 
     def forget_rows(self) -> None:
         """What rows have asked of the sampler."""
@@ -198,16 +198,16 @@ class GpuSteps:
             self.adapted.begin(slots, q_lens, host[0])
         units = None if columns.states is None else columns.states.ordered(order)
         batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
-        whole = bool(wanted.prompt_spans or wanted.stated) or (self.pooler is not None and self.pooler.whole)
+        whole = bool(wanted.prompt_spans or wanted.hidden) or (self.pooler is not None and self.pooler.whole)
         hidden = self.forward.hidden(batch, None if whole else at)
-        if self.told is not None:
-            self.told.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
+        if self.hidden is not None:
+            self.hidden.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
         picked = hidden[at[: count + len(tails)]] if whole else hidden
         scored = [one for span in wanted.prompt_spans for one in self._score_prompt(span, hidden, shift)]
         vectors = self._vectors(wanted, columns, picked[count : count + len(tails)], hidden, shift)
-        begun = [(row.first + shift[row.row], row.end + shift[row.row]) for row in wanted.stated]
-        states = [to_host(hidden[begin:end].float()) for begin, end in begun]
-        extras = Extras(vectors, states) if vectors or states else None
+        begun = [(row.first + shift[row.row], row.end + shift[row.row]) for row in wanted.hidden]
+        spans = [to_host(hidden[begin:end].float()) for begin, end in begun]
+        extras = Extras(vectors, spans) if vectors or spans else None
         if not count:
             return Launched(batch.ids, 0, scored, None, extras)
         host, where, positions = host[:, :count], where[:count], positions[:count]

@@ -230,8 +230,8 @@ class DecodeGraphs:
         draw = steps.sampler.fused_draw(slots, ends, self._keys[:size], plain)
         drawing = draw if steps.forward.draws else None
         logits, drawn = steps.forward.step(batch, None, steps.logits[:size], drawing, fused)
-        if steps.told is not None:
-            steps.told.keep(slots, positions)
+        if steps.hidden is not None:
+            steps.hidden.keep(slots, positions)
         if drawn:
             steps.sampler.land(draw, self.out[:size], landing)
             return

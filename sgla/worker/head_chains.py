@@ -24,7 +24,7 @@ from sgla.worker.chains import ROWS, Chains
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_steps import GpuSteps, eager_order
 from sgla.worker.state import Int32s, column
-from sgla.worker.told import Told
+from sgla.worker.target_hidden import TargetHidden
 from sgla.worker.verify import DeviceDrafts
 
 
@@ -58,7 +58,7 @@ class HeadModel(CausalLM):
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         head, hand = self._head, self._hand
         tokens = head.embed(batch.ids)
-        hidden = ops.call(hand.give, tokens, head.told if self._reads else head.width)
+        hidden = ops.call(hand.give, tokens, head.target_width if self._reads else head.width)
         hidden = head.read(hidden) if self._reads else hidden
         hidden, shown = head.forward(tokens, hidden, batch, kv)  # type: ignore[arg-type]
         alike = shown is hidden
@@ -70,8 +70,8 @@ class HeadModel(CausalLM):
 
 
 class HeadChains(Chains):
-    """``steps``: of the head behind the first guess; ``first``: the model that reads what the target has
-    ``told``. ``ids`` int64[*]: which tokens of the target a head with a vocabulary of its own may guess."""
+    """``steps``: of the head behind the first guess; ``first``: the model that reads the target's ``hidden``
+    states. ``ids`` int64[*]: which tokens of the target a head with a vocabulary of its own may guess."""
 
     shift = 1
 
@@ -84,13 +84,13 @@ class HeadChains(Chains):
         adaptive: bool,
         first: HeadModel,
         hand: Hand,
-        told: Told,
+        hidden: TargetHidden,
         ids: Tensor | None,
     ) -> None:
         super().__init__(steps, target, state, most, adaptive)
-        self._first_model, self._hand, self._told = first, hand, told
-        room, width = len(self._slots), told.latest.shape[1]
-        self._taken = torch.zeros(room, width, dtype=told.latest.dtype, device="cuda")
+        self._first_model, self._hand, self._hidden = first, hand, hidden
+        room, width = len(self._slots), hidden.latest.shape[1]
+        self._taken = torch.zeros(room, width, dtype=hidden.latest.dtype, device="cuda")
         self._ids_of = None if ids is None else ids.cuda()
         if self._ids_of is not None:
             vocab = target.model.spec.vocab
@@ -101,7 +101,7 @@ class HeadChains(Chains):
         self._reading = RecordedForward(self._first_model, kv, self.steps.ops)
 
     def rehearse(self) -> None:
-        self._hand.given = self._told.latest
+        self._hand.given = self._hidden.latest
         super().rehearse()
 
     def _sizes(self, most: int) -> list[int]:
@@ -114,7 +114,7 @@ class HeadChains(Chains):
         return most
 
     def _admit(self, plan: StepPlan) -> None:
-        """The target tells nothing of what new rows find in the prefix tree."""
+        """There are no hidden states of what new rows find in the prefix tree."""
         slots = column(plan.slots)
         rows = np.isin(slots, [new.slot for new in plan.new])
         places, starts = upload(np.stack([slots[rows], column(plan.starts)[rows]]))
@@ -125,7 +125,7 @@ class HeadChains(Chains):
         self._unread[slots] = 0
 
     def _catch_up(self, slots: Int32s, starts: Int32s, width: int) -> None:
-        self._unread[slots] = np.minimum(self._unread[slots], self._told.reach)
+        self._unread[slots] = np.minimum(self._unread[slots], self._hidden.reach)
         super()._catch_up(slots, starts, width)
 
     def behind(self, slots: Int32s, starts: Int32s, q_lens: Int32s, first: Int32s) -> None:
@@ -133,11 +133,11 @@ class HeadChains(Chains):
         the step."""
         last = first + q_lens - 1
         at, d_slots, positions = upload(np.stack([last, slots, starts + q_lens - 1]))
-        self._told.keep(d_slots, positions, at.long())
+        self._hidden.keep(d_slots, positions, at.long())
         self._floors.index_copy_(0, d_slots.long(), positions)
         order = eager_order(starts, q_lens)
         at = np.concatenate([np.arange(first[i], first[i] + q_lens[i]) for i in order])
-        self._hand.given = self._told.latest[upload(at).long()]
+        self._hand.given = self._hidden.latest[upload(at).long()]
         self._extend(slots, starts, q_lens)
 
     def _extend(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> None:
@@ -151,7 +151,7 @@ class HeadChains(Chains):
 
     def _take(self, batch: DeviceBatch) -> None:
         self._hand.given = self._taken[: batch.tokens]
-        drafts.take(self._hand.given, self._told.ring, batch.slots, batch.positions)
+        drafts.take(self._hand.given, self._hidden.ring, batch.slots, batch.positions)
 
     def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Tensor:
         self._take(batch)

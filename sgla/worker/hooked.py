@@ -1,4 +1,4 @@
-"""A layer that tells what goes into it."""
+"""A forward hook as an op, so that it is recorded with the model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.model.base import Block
 
 
-class Telling:
-    """A block that tells what it is given."""
+class Hooked:
+    """A block that gives its input, a hidden state, to ``hook`` first."""
 
-    def __init__(self, block: Block, tell: Callable[[Tensor], None]) -> None:
-        self._block, self._tell = block, tell
+    def __init__(self, block: Block, hook: Callable[[Tensor], None]) -> None:
+        self._block, self._hook = block, hook
 
     def __call__(
         self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: Any, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        x = ops.inplace(self._tell, x if h is None else ops.add(h, x))
+        x = ops.inplace(self._hook, x if h is None else ops.add(h, x))
         return self._block(x, None, batch, kv, rows)

@@ -19,7 +19,7 @@ LOOK = 0.01  # seconds between looks at the pipe while steps are on their way
 COPYING = 0.001  # and at copies, while there is nothing else
 
 
-Answer = dict[str, Any] | Future[dict[str, Any]]  # of a command: what came of it, at once or later
+Reply = dict[str, Any] | Future[dict[str, Any]]  # to a command: what came of it, at once or later
 
 
 class Ring(Protocol):
@@ -43,7 +43,7 @@ class Runs(Protocol):
     facts: Facts
 
     def execute(self, plan: StepPlan) -> StepResult: ...
-    def control(self, command: Control) -> Answer: ...
+    def control(self, command: Control) -> Reply: ...
     def close(self) -> None: ...
 
     @property
@@ -79,7 +79,7 @@ class Launches(Protocol):
     def launch(self, plan: StepPlan) -> Any: ...
     def release(self, flight: Any) -> None: ...
     def finish(self, flight: Any) -> StepResult: ...
-    def control(self, command: Control) -> Answer: ...
+    def control(self, command: Control) -> Reply: ...
 
     @property
     def copying(self) -> bool: ...
@@ -230,7 +230,7 @@ class Replies:
             self._pipe.send(("reply", (number, outcome(future, "command"))))
 
 
-def answer(runner: Runs | Launches, command: Control) -> Answer | SglaError:
+def answer(runner: Runs | Launches, command: Control) -> Reply | SglaError:
     """What came of a command. Steps go on whatever that is."""
     try:
         return runner.control(command)

@@ -24,7 +24,7 @@ from sgla.worker.memory import mib, tier_units
 from sgla.worker.offer import HostUnits, Offer
 from sgla.worker.parts import Fit, Part
 from sgla.worker.remote import COPYING, RemoteTier
-from sgla.worker.tiers import FileTier, Memory
+from sgla.worker.tiers import FileTier, UnitMemory
 
 SAMPLES, SAMPLE = 256, 4096  # pieces of a file of weights, and their bytes
 LEAST = 1  # pages that a prompt must have before others read it
@@ -44,7 +44,7 @@ def open_peer(
     config: Config,
     identity: dict[str, str],
     groups: Sequence[CacheGroup],
-    memory: Sequence[Memory],
+    memory: Sequence[UnitMemory],
     mover: Mover,
     parts: Sequence[Sequence[Part]],
     shard: Shard,
@@ -99,7 +99,7 @@ def fitting(
     return Fit(parts, nbytes, shard.rank, shard.size, others)
 
 
-def by_threads(memory: Sequence[Memory], segments: Sequence[Segment]) -> FileTier:
+def by_threads(memory: Sequence[UnitMemory], segments: Sequence[Segment]) -> FileTier:
     """A ``Mover`` of devices that threads read and write."""
     return FileTier("--role", [SegmentUnits(segment) for segment in segments], memory, COPYING)
 

@@ -184,8 +184,8 @@ class PromptGraphs:
         )
         with steps.ops.attending(InGraph(steps.attention, tiles.view(-1, 4))):
             found = steps.forward.step(batch, at, logits).logits
-        if steps.told is not None and n:
-            steps.told.keep(slots[:n], positions[:n])
+        if steps.hidden is not None and n:
+            steps.hidden.keep(slots[:n], positions[:n])
         if found.data_ptr() != logits.data_ptr():  # a soft cap or an all-gather made another tensor
             logits.copy_(found)
         steps.sampler.draw(logits, where, ends, out)

@@ -31,7 +31,7 @@ _VIRTUAL = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
 
-class Memory(Protocol):
+class VirtualMemory(Protocol):
     """Where a region has its addresses and its bytes. All raise RuntimeError."""
 
     granule: int  # of which sizes are multiples
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
 class Region:
     """Tensors behind each other. ``size``: bytes that are mapped, or were before they went."""
 
-    def __init__(self, memory: Memory, limit: int) -> None:
+    def __init__(self, memory: VirtualMemory, limit: int) -> None:
         """``limit``: of addresses, which cost nothing. Raises RuntimeError."""
         self._memory, self._limit = memory, _rounded(limit, memory.granule)
         self._base = memory.reserve(self._limit)
@@ -131,12 +131,12 @@ def _rounded(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-def _unmap(memory: Memory, pieces: list[Piece]) -> None:
+def _unmap(memory: VirtualMemory, pieces: list[Piece]) -> None:
     while pieces:
         memory.unmap(*pieces.pop())
 
 
-def _free(memory: Memory, base: int, limit: int, pieces: list[Piece]) -> None:
+def _free(memory: VirtualMemory, base: int, limit: int, pieces: list[Piece]) -> None:
     memory.wait()
     _unmap(memory, pieces)
     memory.free(base, limit)
@@ -207,7 +207,7 @@ class CudaMemory:
 
 
 @cache
-def gpu_memory(number: int) -> Memory | None:
+def gpu_memory(number: int) -> VirtualMemory | None:
     """None: this GPU has memory at fixed addresses alone, as some virtual ones do."""
     has = c_int()
     check(driver().cuDeviceGetAttribute(byref(has), _VIRTUAL, number), "what the GPU can do")

@@ -41,7 +41,7 @@ from sgla.worker.arrivals import Arrivals, Arrived, Name, Taken
 from sgla.worker.lent import Mover, Segment, borrow
 from sgla.worker.parts import Fit
 from sgla.worker.state import column
-from sgla.worker.tiers import PATIENCE, FileTier, Memory, Source
+from sgla.worker.tiers import PATIENCE, FileTier, Source, UnitMemory
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class RemoteTier:
         self,
         config: Config,
         told: dict[str, str],
-        memory: Sequence[Memory],
+        memory: Sequence[UnitMemory],
         mover: Mover,
         fit: Callable[[int], Fit],
         room: int,

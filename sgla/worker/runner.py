@@ -20,11 +20,11 @@ from sgla.hub.source import ModelSource
 from sgla.messages import Control, Facts, Moved, Pooling, Progress, StepPlan, StepResult
 from sgla.worker.adapters import AdapterStore
 from sgla.worker.copies import Copies
-from sgla.worker.loop import Answer
+from sgla.worker.loop import Reply
 from sgla.worker.place import Place, take_place
 from sgla.worker.profile import Profiler
 
-Command = Callable[[dict[str, Any]], Answer | None]  # None: there is nothing to say
+Command = Callable[[dict[str, Any]], Reply | None]  # None: there is nothing to say
 # Verbs of what becomes of memory and weights, which not all runners honour (``ChangingRunner``).
 CHANGES = (
     "sleep",
@@ -107,8 +107,8 @@ class Runner(ABC):
         """Give back what others may want to have. No step runs."""
         self.copies.close()
 
-    def control(self, command: Control) -> Answer:
-        """An answer, which may come later. Raises UnsupportedField, InvalidField."""
+    def control(self, command: Control) -> Reply:
+        """A reply, which may come later. Raises UnsupportedField, InvalidField."""
         run = self._commands().get(command.verb)
         if run is None:
             raise UnsupportedField(f"there is no control command {command.verb!r}", param="verb")

@@ -11,7 +11,7 @@ from typing import Any
 from sgla.errors import ConfigError
 from sgla.messages import Tier
 from sgla.worker.disk import places_of
-from sgla.worker.tiers import SUM, FileTier, Memory, checksum
+from sgla.worker.tiers import SUM, FileTier, UnitMemory, checksum
 
 COPYING, ASKING = 8, 16  # threads
 ASKED = 256  # tokens that a prompt must have beyond what is known before it is worth asking for them
@@ -77,7 +77,7 @@ def _tried(function: Any, *args: Any) -> Any:
 def open_store(
     url: str,
     identity: str,
-    memory: Sequence[Memory],
+    memory: Sequence[UnitMemory],
     page_size: int,
     rank: int,
     size: int,

@@ -1,5 +1,5 @@
-"""What a target on a GPU tells of its tokens to a head that guesses (``draft_head.py``): hidden states of all
-tokens of its latest step, and of the latest tokens of each slot."""
+"""Hidden states of a target on a GPU, which a draft head reads (``draft_head.py``): those of all tokens of
+its latest step, and of the latest tokens of each slot."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from sgla.kernels.triton import drafts
 from sgla.model.base import Decoder
-from sgla.worker.telling import Telling
+from sgla.worker.hooked import Hooked
 
 REACH = 32  # tokens of a slot, at least
 
 
-class Told:
+class TargetHidden:
     """``latest`` [tokens, parts * width]; ``ring`` [slots, *, parts * width], which has the latest ``reach``
-    tokens of each slot. A step of the target writes both. ``layers``: of the target, whose inputs it tells;
-    without any it tells what it makes of all tokens (``tell``)."""
+    tokens of each slot. A step of the target writes both. ``layers``: of the target, whose inputs they
+    are; without any they are the final ones (``hook``)."""
 
-    tell: Callable[[Tensor], None] | None = None
+    hook: Callable[[Tensor], None] | None = None
 
     def __init__(
         self, target: Decoder, layers: Sequence[int], tokens: int, slots: int, most: int, dtype: torch.dtype
@@ -32,17 +32,17 @@ class Told:
         self.latest = torch.zeros(tokens, width, dtype=dtype, device="cuda")
         self.ring = torch.zeros(slots, size, width, dtype=dtype, device="cuda")
         for part, layer in enumerate(layers):
-            target.blocks[layer] = Telling(target.blocks[layer], self._teller(part))
+            target.blocks[layer] = Hooked(target.blocks[layer], self._hook(part))
         if not layers:
-            self.tell = self._teller(0)
+            self.hook = self._hook(0)
 
-    def _teller(self, part: int) -> Callable[[Tensor], None]:
+    def _hook(self, part: int) -> Callable[[Tensor], None]:
         columns = self.latest[:, part * self._width : (part + 1) * self._width]
 
-        def tell(x: Tensor) -> None:
+        def hook(x: Tensor) -> None:
             columns[: len(x)].copy_(x)
 
-        return tell
+        return hook
 
     def keep(self, slots: Tensor, positions: Tensor, at: Tensor | None = None) -> None:
         """Of the first tokens of the latest step, or of those ``at`` int64[N]: their slots and positions,

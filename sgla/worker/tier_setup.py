@@ -16,7 +16,7 @@ from sgla.worker.lent import Mover
 from sgla.worker.parts import Part
 from sgla.worker.peering import open_peer, peer_identity
 from sgla.worker.store import open_store
-from sgla.worker.tiers import Memory
+from sgla.worker.tiers import UnitMemory
 
 
 class Units(NamedTuple):
@@ -26,7 +26,7 @@ class Units(NamedTuple):
     ``FileTier``."""
 
     groups: Sequence[CacheGroup]
-    memory: Sequence[Memory]
+    memory: Sequence[UnitMemory]
     parts: Sequence[Sequence[Part]]
     layout: Sequence[object]
     long: Sequence[bool]

@@ -49,7 +49,7 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Memory(Protocol):
+class UnitMemory(Protocol):
     """Units of one cache group on the device, which threads read and write: ``nbytes`` each."""
 
     nbytes: int
@@ -131,7 +131,12 @@ class FileTier:
     units of a copy that are on their way at a time, where there are cores to spare."""
 
     def __init__(
-        self, flag: str, kept: Sequence[Units], memory: Sequence[Memory], threads: int = 1, abreast: int = 1
+        self,
+        flag: str,
+        kept: Sequence[Units],
+        memory: Sequence[UnitMemory],
+        threads: int = 1,
+        abreast: int = 1,
     ) -> None:
         self._flag, self._kept, self._memory = flag, kept, memory
         self._reader = ThreadPoolExecutor(threads, "kv-read")
@@ -180,7 +185,7 @@ class FileTier:
         return now - moved > PATIENCE
 
     def _load(self, job: Job) -> list[bytes]:
-        def load(kept: Units, memory: Memory, place: int, unit: int, key: bytes) -> None:
+        def load(kept: Units, memory: UnitMemory, place: int, unit: int, key: bytes) -> None:
             data = kept.read(place, key)
             with job.lock:
                 if job.wanted:
@@ -194,7 +199,7 @@ class FileTier:
         return []
 
     def _save(self, job: Job) -> list[bytes]:
-        def save(kept: Units, memory: Memory, unit: int, place: int, key: bytes) -> None:
+        def save(kept: Units, memory: UnitMemory, unit: int, place: int, key: bytes) -> None:
             with job.lock:
                 data = memory.read(unit) if job.wanted else None
             if data is not None:

@@ -58,8 +58,8 @@ def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
     torch.cuda.set_device(steps.shard.rank)
     woken.result()
     layers = layers_of_all_kinds(steps.model.spec)
-    if steps.told is not None and steps.told.layers:
-        layers = max(layers, min(steps.told.layers) + 2)
+    if steps.hidden is not None and steps.hidden.layers:
+        layers = max(layers, min(steps.hidden.layers) + 2)
     with torch.inference_mode(), rehearsing():
         if steps.kv_dtype == "fp8":
             steps.measure_scales()

@@ -162,7 +162,7 @@ def test_a_head_guesses_what_its_paper_says(says: Callable[[Tensor, Tensor], Ten
     text = request.tokens + run(runner, [request], drafts=3).tokens()["greedy"]
     first = {len(known): made[0] for known, made in guesses.items()}
     told: list[Tensor] = []
-    for one in runner._drafter._told:  # type: ignore[attr-defined]
+    for one in runner._drafter._target:  # type: ignore[attr-defined]
         one.take = lambda take=one.take: told.append(take()) or told[-1]
     run(runner, [submit("whole", text, 1)], prefix_cache=False)
     whole = torch.cat([one for one in told if len(one) == len(text)], 1)

@@ -127,7 +127,7 @@ def test_alone_and_together(both: tuple[Any, Any]) -> None:
 
 def wise(runner: Any) -> bool:
     """Whether guesses are right at times, as those of another model with random weights are not."""
-    return runner.chains is None or (len(runner.facts.groups) == 1 and runner.steps.told is None)
+    return runner.chains is None or (len(runner.facts.groups) == 1 and runner.steps.hidden is None)
 
 
 def test_guesses_that_are_right_save_steps(both: tuple[Any, Any]) -> None:

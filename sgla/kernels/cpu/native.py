@@ -169,7 +169,7 @@ SLAB = 64 << 20
 HUGE = 2 << 20
 
 
-class Memory:
+class HugePages:
     """Zeroed memory on huge pages, carved from slabs; a slab lives as long as a tensor in it."""
 
     def __init__(self) -> None:
@@ -197,4 +197,4 @@ def _map(nbytes: int) -> Tensor:
     return whole[start : start + nbytes]
 
 
-memory = Memory()
+memory = HugePages()

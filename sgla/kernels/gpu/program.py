@@ -101,7 +101,7 @@ Computes = Literal["hidden", "step", "part", "logits"]
 
 
 class RecordedForward:
-    """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op. ``tell`` is
+    """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op. ``hook`` is
     called with the final hidden states of all tokens of a batch."""
 
     def __init__(
@@ -110,10 +110,10 @@ class RecordedForward:
         kv: list[Layer],
         gpu: GpuOps,
         adapters: lora.Rows | None = None,
-        tell: Callable[[Tensor], None] | None = None,
+        hook: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._model, self._kv, self._gpu, self._adapters = model, kv, gpu, adapters
-        self._tell = tell
+        self._hook = hook
         self._records: dict[tuple[Computes, bool, bool], Record | None] = {}
         self._programs: dict[Any, Program] = {}
         self.notes: list[str] = []
@@ -262,8 +262,8 @@ class RecordedForward:
     ) -> Tensor:
         model = self._model
         with using(dispatcher):
-            if what in ("hidden", "step") and self._tell is not None:
-                hidden = ops.inplace(self._tell, model.forward(batch, self._kv))
+            if what in ("hidden", "step") and self._hook is not None:
+                hidden = ops.inplace(self._hook, model.forward(batch, self._kv))
                 hidden = hidden if rows is None else ops.gather(hidden, rows)
             elif what in ("hidden", "step"):
                 hidden = model.forward(batch, self._kv, rows)
