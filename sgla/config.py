@@ -370,7 +370,45 @@ class AdapterSettings(EngineSettings, kw_only=True):
     ] = []
 
 
-class Config(AdapterSettings, kw_only=True):
+class MediaSettings(AdapterSettings, kw_only=True):
+    """Pictures in requests: where they may come from, and their limits."""
+
+    allowed_media_path: Annotated[
+        str | None,
+        Doc(description="folder whose pictures requests may name by file:// or a path; none = no files"),
+    ] = None
+    allowed_media_domains: Annotated[
+        list[str],
+        Doc(description="hosts that pictures may be fetched from, redirects included; none given = all"),
+    ] = []
+    allow_private_media: Annotated[
+        bool,
+        Doc(
+            description="fetch pictures from addresses that are not public, too: of this host, of its "
+            "network, of a cloud's metadata"
+        ),
+    ] = False
+    limit_mm_per_prompt: Annotated[
+        dict[str, int],
+        Doc(description="pictures that a prompt may have, as '{\"image\": 8}'; 64 where it does not say"),
+    ] = {}
+    max_media_bytes: Annotated[int, Doc(description="largest file of a picture")] = 32 << 20
+    max_image_pixels: Annotated[
+        int, Doc(description="width times height of the largest picture, looked at before it is decoded")
+    ] = 1 << 25
+    media_timeout: Annotated[
+        float, Doc(description="seconds until a picture must have been fetched, redirects included")
+    ] = 10.0
+    media_redirects: Annotated[int, Doc(description="redirects that are followed to a picture")] = 3
+    media_processes: Annotated[
+        int, Doc(description="processes in which pictures are decoded; they start with the first picture")
+    ] = 2
+    media_cpu_seconds: Annotated[
+        float, Doc(description="seconds of a CPU that decoding or preparing one picture may take")
+    ] = 10.0
+
+
+class Config(MediaSettings, kw_only=True):
     """Everything ``sgla serve`` and ``Engine`` can be told.
     The annotation's description is the flag's help text."""
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from sgla import census, errors, messages
-from sgla.actors import lanes
+from sgla.actors import ingress, lanes
 from sgla.cli.args import parse
 from sgla.cli.several import values_of
 from sgla.config import Config
@@ -23,6 +23,7 @@ from sgla.http.app import ROUTES
 from sgla.http.batches import asking, files, lines, store, upload
 from sgla.http.conversations import routes as conversations
 from sgla.http.mcp import process, protocol, servers
+from sgla.http.media import fetch, load
 from sgla.http.native import session_store, tokens
 from sgla.http.openai import common, render
 from sgla.http.openai import text as completions
@@ -32,6 +33,7 @@ from sgla.http.request import schema as request
 from sgla.http.responses import agent, answer, compact, items, mcp
 from sgla.http.state import database
 from sgla.hub import gguf_header, source
+from sgla.media import pool
 from sgla.model import limits
 from sgla.model.registry import supported
 from sgla.text import beams, prepare, regex, stops, tokenizer
@@ -198,6 +200,12 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "choices of a grammar": (notations.MAX_CHOICES,),
     "characters of a `chat_template`": (templates.MAX_SOURCE,),
     "characters of a name": (request.MAX_NAME, session_store.MAX_NAME),
+    "pictures of a prompt": (load.MOST,),
+    "- the file of one": (DEFAULTS.max_media_bytes, DEFAULTS.max_image_pixels),
+    "- characters of its URL": (fetch.MAX_URL, DEFAULTS.media_redirects, DEFAULTS.media_timeout),
+    "- CPU time to decode": (DEFAULTS.media_cpu_seconds, pool.BUSY * DEFAULTS.media_cpu_seconds),
+    "- memory of the process that does": (ingress.PROCESS, ingress.PIXEL),
+    "- pictures of a client": (fetch.AT_ONCE,),
     "`custom_id`": (lines.MAX_ID,),
     "`/tokenize`": (tokens.MAX_CHARS, tokens.MAX_TOKENS),
     "`/detokenize`": (tokens.MAX_IDS,),

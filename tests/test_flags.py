@@ -261,6 +261,7 @@ def words_of(name: str) -> list[str]:
         "eviction": "lfu",
         "preferred_sampling_params": '{"top_k": 7}',
         "hf_overrides": '{"rope_theta": 50000}',
+        "limit_mm_per_prompt": '{"image": 4}',
         "kv_events_config": '{"topic": "a"}',
     }.get(field, "7")
     return [f"--{name}", "0.5" if isinstance(default, float) else value]
@@ -470,6 +471,7 @@ def test_a_script_of_vllm_changes_one_import(caplog: pytest.LogCaptureFixture) -
         "trust_remote_code": False,
         "enable_lora": False,
         "hf_overrides": {"rope_theta": 1e6},
+        "allowed_media_path": None,
     }
     assert translated({"enforce_eager": True}) == {}
     assert "run from CUDA graphs" in caplog.text

@@ -282,6 +282,7 @@ def declared(*extras: str) -> set[str]:
 
 
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "zmq": "pyzmq",
     "xdist": "pytest_xdist",
     "yaml": "pyyaml",
@@ -309,7 +310,7 @@ THROUGH_OTHERS = {
 
 def test_every_import_is_a_declared_dependency() -> None:
     for folder, extras in (
-        ("sgla", ("cuda", "otel", "modelscope", "eval", "mcp", "remote", "redis", "events", "grpc")),
+        ("sgla", ("cuda", "otel", "modelscope", "eval", "mcp", "remote", "redis", "events", "grpc", "mm")),
         ("tests", ("test", "formats")),
     ):
         names = {DISTRIBUTIONS.get(module, module).lower() for module in third_party(folder)}

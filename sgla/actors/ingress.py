@@ -17,6 +17,7 @@ from sgla.actors.resting import RESTS, Resting
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import BadRequest, Draining, InvalidField, Loading, Overloaded, SglaError, UnsupportedTask
+from sgla.media.pool import Pool
 from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
 from sgla.model.sizes import Outline
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # Prompt bytes that may be open at once; keeps a flood of maximal bodies from exhausting the host's memory.
 OPEN_BYTES = 256 << 20
 SPARE = 1 / 8  # of the capacity: clients that have no more than that open may open as much beyond it
+# Of memory that a process for media may take: what any task needs, and what each pixel does.
+PROCESS, PIXEL = 256 << 20, 32
 SILENT = 30.0  # seconds of a start without progress that are worth telling
 SHUTTING_DOWN = "the server is shutting down"
 PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
@@ -96,6 +99,12 @@ class Ingress(Resting):
         self.random = random.Random(config.random_seed)
         self.lanes = Lanes()
         self.adapters = AdapterTable(config)
+        self.media = Pool(
+            config.media_processes,
+            PROCESS + PIXEL * config.max_image_pixels + 4 * config.max_media_bytes,
+            config.media_cpu_seconds,
+            ["sgla.media.decode"],
+        )
         self._failure: SglaError | None = None
         self._trouble: Callable[[], str] = lambda: ""
         self._open: dict[str, _Open] = {}

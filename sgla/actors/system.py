@@ -277,6 +277,7 @@ class System:
             self._tokenize.close()
         if self._publisher is not None:
             self._publisher.close()
+        await self.ingress.media.close()
         if self._executor is not None:
             await self._executor.close()
             self._executor = None

@@ -70,6 +70,9 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "chat-template-file": Alias("chat_template"),
     "alias": Alias("served_model_name"),
     "json-model-override-args": Alias("hf_overrides"),
+    "allowed-local-media-path": Alias("allowed_media_path", {"": None}),
+    "limit-mm-data-per-request": Alias("limit_mm_per_prompt"),
+    "media-url-max-file-size-mb": Alias("max_media_bytes", unit=1 << 20),
     "max-model-len": Alias("context_length", OPEN),
     "ctx-size": Alias("context_length", OPEN),
     "session-len": Alias("context_length"),
@@ -378,10 +381,11 @@ REFUSED: list[tuple[str, str]] = [
         "on a disk",
     ),
     (
-        "mm-* *-mm-* *multimodal* media-* allowed-media-domains allowed-local-media-path image-* *-image-* "
+        "mm-* *-mm-* *multimodal* media-* image-* *-image-* "
         "video-* asr-* *mmproj* language-only language-model-only trust-mm-* interleave-mm-strings "
         "enable-precise-embedding-interpolation enable-prompt-embeds enable-mm-embeds",
-        "images, sound, video and prompts given as vectors are not supported; leave it out",
+        "sound, video and prompts given as vectors are not supported, and pictures need no flag; leave it "
+        "out",
     ),
     (
         "max-total-tokens num-gpu-blocks-override max-num-queued-tokens",

@@ -237,7 +237,7 @@ def make_app(
     app.on_cleanup.append(app[LINES].close)
     app[RUNNER] = Runner(app, BatchStore(server.database, server.files))
     server.shelves.append(app[RUNNER].store.shelf)
-    app.cleanup_ctx.extend((keep_state, keep_tools, run_batches))
+    app.cleanup_ctx.extend((keep_state, keep_media, keep_tools, run_batches))
     return app
 
 
@@ -264,6 +264,12 @@ async def keep_state(app: web.Application) -> AsyncIterator[None]:
     yield
     sweeping.cancel()
     await server.database.close()
+
+
+async def keep_media(app: web.Application) -> AsyncIterator[None]:
+    """End the connections to where pictures come from."""
+    yield
+    await app[SERVER].media.close()
 
 
 async def keep_tools(app: web.Application) -> AsyncIterator[None]:

@@ -20,11 +20,12 @@ from sgla.http.answer.parts import PlainReader, Reader
 from sgla.http.answer.reading import Reading, server_dialect
 from sgla.http.answer.whole import answered
 from sgla.http.errors import Aborted, error_headers
+from sgla.http.media.parts import Source
 from sgla.http.models import LATEST, MODELS, state_of
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
 from sgla.http.operation import LINES, operation
-from sgla.http.request.chat import check_messages, check_tool_list, checked_effort
+from sgla.http.request.chat import check_messages, check_parts, check_tool_list, checked_effort
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import sampling_params
 from sgla.http.request.schema import (
@@ -123,13 +124,17 @@ async def chat(request: web.Request) -> web.StreamResponse:
 async def generate(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, GENERATE)
-    if fields.images:
-        raise unsupported("images", ": the model takes text only")
     raw = fields.raw or fields.suffix is not None
+    if fields.images and raw:
+        raise unsupported("images", " beside raw or suffix")
     if not (fields.prompt or raw):
         return json_response(loaded(server, fields, {"response": ""}))
     system = [{"role": "system", "content": fields.system}] if fields.system else []
-    messages = [] if raw else [*system, {"role": "user", "content": fields.prompt}]
+    messages = (
+        []
+        if raw
+        else [*system, {"role": "user", "content": with_pictures(fields.prompt, fields.images, "images")}]
+    )
     asked = ChatRequest(messages=messages, **passed(server, fields))
     if not raw:
         reading = Reading(server, asked)
@@ -198,11 +203,12 @@ def known(server: Server, name: str) -> str:
 
 def chat_message(message: dict[str, Any], i: int) -> dict[str, Any]:
     """A message in OpenAI's shape: calls have ids there, and their arguments are texts."""
-    if message.get("images"):
-        raise unsupported("messages", f" with images (messages[{i}]): the model takes text only")
     result = {
         name: value for name, value in message.items() if name not in ("images", "tool_calls", "tool_name")
     }
+    if message.get("images"):
+        place = f"messages[{i}].images"
+        result["content"] = with_pictures(result.get("content") or "", message["images"], place)
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
         functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
@@ -213,6 +219,17 @@ def chat_message(message: dict[str, Any], i: int) -> dict[str, Any]:
     if message.get("tool_name"):
         result["name"] = message["tool_name"]
     return result
+
+
+def with_pictures(text: Any, images: Any, place: str) -> Any:
+    """A message's content: its pictures, in base64, and then its text. Raises InvalidField."""
+    if not images:
+        return text
+    if not isinstance(images, list) or not all(isinstance(each, str) and each for each in images):
+        raise InvalidField(f"{place} must be a list of base64 texts", param=place)
+    check_parts(place, [images])
+    parts: list[Any] = [Source(each, f"{place}[{i}]") for i, each in enumerate(images)]
+    return [*parts, {"type": "text", "text": text}] if text else parts
 
 
 def written(function: Any) -> Any:

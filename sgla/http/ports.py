@@ -10,6 +10,7 @@ from sgla.actors.adapters import AdapterTable
 from sgla.actors.ingress import Sink
 from sgla.actors.lanes import Lanes
 from sgla.defaults import Defaults
+from sgla.media.pool import Pool
 from sgla.messages import Control, Facts, Job
 from sgla.model.sizes import Outline
 
@@ -49,6 +50,10 @@ class Ingress(Protocol):
     @property
     def lanes(self) -> Lanes:
         """For work on texts."""
+
+    @property
+    def media(self) -> Pool:
+        """The processes in which pictures are decoded."""
 
     @property
     def tokenizer(self) -> Any:

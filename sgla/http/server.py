@@ -29,6 +29,7 @@ from sgla.http.conversations import store as conversations
 from sgla.http.conversations.store import ConversationStore
 from sgla.http.errors import Aborted
 from sgla.http.mcp.servers import ToolServers
+from sgla.http.media.load import Media
 from sgla.http.native.session_store import Sessions
 from sgla.http.ports import Ingress
 from sgla.http.probe import Probe
@@ -111,6 +112,7 @@ class Server:
         self.sessions = Sessions(in_memory.limit, in_memory.ttl)
         self.proxies = Proxies(config.forwarded_allow_ips)
         self.tools = ToolServers(config.tool_server, config.tool_timeout)
+        self.media = Media(config)
         self.probe = Probe(ingress)
         # The description of the API, once somebody has asked.
         self.openapi: asyncio.Future[bytes] | None = None

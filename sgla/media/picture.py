@@ -1,4 +1,4 @@
-"""A decoded picture."""
+"""A decoded picture, and what one may be."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import hashlib
 import struct
 
 import msgspec
+
+
+class Limits(msgspec.Struct, frozen=True, array_like=True):
+    """``bytes`` of a file, ``pixels`` of a picture; ``folder``: where files may be, "" nowhere."""
+
+    bytes: int
+    pixels: int
+    folder: str = ""
 
 
 class Picture(msgspec.Struct, frozen=True, array_like=True):

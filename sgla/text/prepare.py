@@ -36,7 +36,7 @@ from sgla.text.infill import Infill
 from sgla.text.process import BoundedTemplate
 from sgla.text.regex import RegexError
 from sgla.text.stops import make_stops
-from sgla.text.template import ChatTemplate
+from sgla.text.template import PICTURE, ChatTemplate
 from sgla.text.tokenizer import Tokenizer
 from sgla.text.words import word_tokens
 
@@ -93,6 +93,7 @@ class ModelFacts(Protocol):
     context_len: int
     vocab_size: int
     hidden: int
+    media: dict[str, str]
 
 
 class Preparer:
@@ -298,6 +299,7 @@ class Preparer:
 
     def _cut(self, tokens: list[int], job: Job) -> list[int]:
         """The part of a prompt that the request wants to keep; see ``Job.keep_last`` and ``Job.truncate``."""
+        check_cut(job)
         room = self.limits.context_len - (job.sampling.max_tokens or 1)
         if job.truncate is not None:
             tokens = tokens[: room if job.truncate < 0 else job.truncate]
@@ -315,8 +317,7 @@ class Preparer:
         room = self.limits.context_len - (job.sampling.max_tokens or 1)
 
         def shortened(dropped: int) -> list[int]:
-            kept = [*leading, *messages[turns[dropped] :]] if dropped else messages
-            return self._chat(replace(job, messages=kept))
+            return self._chat(without(job, len(leading), turns[dropped]) if dropped else job)
 
         def fits(dropped: int) -> bool:
             try:
@@ -341,6 +342,8 @@ class Preparer:
             "add_generation_prompt": job.add_generation_prompt,
             "continue_final_message": job.continue_final_message,
         } | job.template_kwargs
+        if job.pictures:
+            options["image_placeholder"] = self.limits.media.get("image", "")
         if options["continue_final_message"]:
             options["add_generation_prompt"] = False
         return self.template.render(job.messages, **options)
@@ -533,6 +536,31 @@ def row_sampling(
         processors=sampling.processors,
         hidden=sampling.hidden_states,
     )
+
+
+def check_cut(job: Job) -> None:
+    """Raise UnsupportedField for a prompt with pictures that is to be cut between tokens."""
+    if job.pictures and (job.truncate is not None or job.keep_last is not None):
+        raise UnsupportedField(
+            "truncate_prompt_tokens is not supported beside pictures; leave it out",
+            param="truncate_prompt_tokens",
+        )
+
+
+def without(job: Job, start: int, end: int) -> Job:
+    """The chat without the messages from ``start`` to ``end`` and their pictures."""
+    messages = job.messages or []
+    first, gone = pictures_in(messages[:start]), pictures_in(messages[start:end])
+    return replace(
+        job,
+        messages=[*messages[:start], *messages[end:]],
+        pictures=[*job.pictures[:first], *job.pictures[first + gone :]],
+    )
+
+
+def pictures_in(messages: Sequence[Mapping[str, Any]]) -> int:
+    contents = (message.get("content") for message in messages)
+    return sum(content.count(PICTURE) for content in contents if isinstance(content, list))
 
 
 def free_part(grammar: Grammar | None, prompt: list[int], tokenizer: Tokenizer) -> Free:

@@ -28,10 +28,14 @@ SYSTEM = ("system", "developer")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Variables with a field of their own in a request, so that ``chat_template_kwargs`` should not set them.
 RESERVED = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tool_prompt"}
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("tool_prompt", "image_placeholder"),
+    }
 )
 PROBE = "Kq7wZ"
 MAX_SOURCE = 1 << 16  # characters of a template that comes with a request
+PICTURE = {"type": "image"}  # a part that stands for a picture
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -101,24 +105,26 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        image_placeholder: str = "",
         **kwargs: Any,
     ) -> str:
-        """The prompt. ``kwargs`` are further variables (``enable_thinking``, ``documents``);
-        ``chat_template`` picks one by name, or is the source of another. A template that knows no tools shows
-        them as text, unless ``tool_prompt`` is False.
+        """The prompt. ``image_placeholder``: what stands for a picture where the template does not show
+        parts that are PICTURE: as in vLLM, in front of the message's text. ``kwargs`` are further variables
+        (``enable_thinking``, ``documents``); ``chat_template`` picks one by name, or is the source of
+        another. A template that knows no tools shows them as text, unless ``tool_prompt`` is False.
 
         Raises BadRequest with the template's own message, and InvalidField for messages it cannot show.
         """
         variant = self._pick(kwargs.pop("chat_template", None), tools)
         if kwargs.pop("tool_prompt", True) and not variant.shows_tools:
-            messages, tools = variant.told(messages, tools), None
-        messages = variant.with_system_first(messages)
+            messages, tools = variant.told(messages, tools, image_placeholder), None
+        messages = variant.with_system_first(messages, image_placeholder)
         if continue_final_message and (not messages or messages[-1].get("content") in (None, [])):
             raise InvalidField(
                 "continue_final_message needs a last message with text to continue",
                 param="continue_final_message",
             )
-        chat = [variant.fit(message) for message in messages]
+        chat = [variant.fit(message, image_placeholder) for message in messages]
         final = _tag_final(chat) if continue_final_message else None
         variables = {
             "documents": None,
@@ -195,18 +201,21 @@ class _Variant:
                 param="messages",
             ) from error
 
-    def told(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
+    def told(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, placeholder: str
+    ) -> list[Message]:
         """``messages`` with tools, calls and results as text, if there are any."""
         if not tools and not any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
             return messages
-        return with_tools([_plain(message) for message in messages], tools, self._takes_system)
+        plain = [_plain(message, placeholder) for message in messages]
+        return with_tools(plain, tools, self._takes_system)
 
-    def with_system_first(self, messages: list[Message]) -> list[Message]:
+    def with_system_first(self, messages: list[Message], placeholder: str) -> list[Message]:
         """``messages``; where the template refuses system messages behind the first message, as agents send
         them, these are the user's."""
         if all(m.get("role") not in SYSTEM for m in messages[1:]) or self._takes_later_system:
             return messages
-        plain = [_plain(message) for message in messages]
+        plain = [_plain(message, placeholder) for message in messages]
         later = [m | {"role": "user"} if m.get("role") in SYSTEM else m for m in plain[1:]]
         return joined([plain[0], *later])
 
@@ -222,6 +231,23 @@ class _Variant:
         return PROBE in self._attempt(
             [{"role": "system", "content": PROBE}, {"role": "user", "content": "x"}]
         )
+
+    @cached_property
+    def _shows_pictures(self) -> frozenset[str]:
+        """Roles in whose messages a part that is PICTURE comes out as something."""
+        call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        before: dict[str, list[Message]] = {"user": [], "tool": [{"role": "user", "content": "x"}, called]}
+        text = {"type": "text", "text": PROBE}
+        found = set()
+        for role, chat in before.items():
+            without, shown = (
+                self._attempt([*chat, {"role": role, "content": parts}])
+                for parts in ([text], [PICTURE, text])
+            )
+            if PROBE in without and PROBE in shown and shown != without and "'type'" not in shown:
+                found.add(role)
+        return frozenset(found)
 
     def _shows(self, content: Any) -> bool:
         """Whether a user message with this content comes out as its text."""
@@ -247,12 +273,12 @@ class _Variant:
         except BadRequest:
             return ""
 
-    def fit(self, message: Message) -> Message:
+    def fit(self, message: Message, placeholder: str) -> Message:
         """A copy of an OpenAI message in the shape that this template understands."""
         fitted = dict(message)
         if fitted.get("role") == "developer" and not self._knows_developer:
             fitted["role"] = "system"
-        fitted["content"] = self._fit_content(message)
+        fitted["content"] = self._fit_content(message, placeholder)
         if calls := message.get("tool_calls"):
             fitted["tool_calls"] = [
                 _parsed_call(call) if self._takes_objects else _written_call(call) for call in calls
@@ -262,23 +288,35 @@ class _Variant:
             fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
         return fitted
 
-    def _fit_content(self, message: Message) -> Any:
+    def _fit_content(self, message: Message, placeholder: str) -> Any:
         content = message.get("content")
+        if isinstance(content, list) and PICTURE in content:
+            if self._takes_parts and message.get("role") in self._shows_pictures:
+                return [part if part == PICTURE else _text_part(part) for part in content]
+            content = _flat(content, placeholder)
         if content is None:
             return None if message.get("tool_calls") and self._takes_none else ""
         if isinstance(content, list):
-            texts = [_part_text(part) for part in content]
-            return (
-                [{"type": "text", "text": text} for text in texts] if self._takes_parts else "\n".join(texts)
-            )
+            return list(map(_text_part, content)) if self._takes_parts else _flat(content, placeholder)
         return content if self._takes_text else [{"type": "text", "text": content}]
 
 
-def _plain(message: Message) -> Message:
+def _plain(message: Message, placeholder: str) -> Message:
     """With content as one text and parsed calls."""
     content, calls = message.get("content"), message.get("tool_calls")
-    text = "\n".join(map(_part_text, content)) if isinstance(content, list) else content
+    text = _flat(content, placeholder) if isinstance(content, list) else content
     return {**message, "content": text} | ({"tool_calls": list(map(_parsed_call, calls))} if calls else {})
+
+
+def _flat(content: list[Any], placeholder: str) -> str:
+    """Parts as one text. Pictures whose placeholder is not in it come first."""
+    text = "\n".join(_part_text(part) for part in content if part != PICTURE)
+    missing = content.count(PICTURE) - (text.count(placeholder) if placeholder else 0)
+    return "\n".join([*[placeholder] * missing, text] if text or not missing else [placeholder] * missing)
+
+
+def _text_part(part: Any) -> dict[str, str]:
+    return {"type": "text", "text": _part_text(part)}
 
 
 def _part_text(part: Any) -> str:
@@ -288,7 +326,7 @@ def _part_text(part: Any) -> str:
     text = part.get(TEXT_PARTS[kind]) if kind in TEXT_PARTS else None
     if not isinstance(text, str):
         raise InvalidField(
-            f"messages: content parts of type {str(kind)[:40]!r} are not supported, this model reads text",
+            f"messages: content parts of type {str(kind)[:40]!r} are not supported",
             param="messages",
         )
     return text

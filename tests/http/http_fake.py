@@ -10,11 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
+
 from sgla.actors.adapters import AdapterTable
 from sgla.actors.lanes import Lanes
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import ContextTooLong, Loading
+from sgla.media import worker
+from sgla.media.pool import KINDS, Answer
 from sgla.messages import (
     CacheGroup,
     Control,
@@ -99,6 +103,18 @@ class FakeTemplate:
         return name != "{# silent of calls #}"
 
 
+class HerePool:
+    """``media.pool.Pool`` without a process."""
+
+    async def run(self, function: str, *args: Any, result: Any) -> Any:
+        answer = msgspec.msgpack.decode(
+            worker.answer(msgspec.msgpack.encode((function, args)), 1 << 30), type=Answer
+        )
+        if answer.kind:
+            raise KINDS[answer.kind](answer.text, param=answer.param)
+        return msgspec.msgpack.decode(answer.value, type=result)
+
+
 class FakeIngress:
     """``pace`` is the seconds between events; with ``manual`` the test calls ``emit`` itself."""
 
@@ -121,6 +137,7 @@ class FakeIngress:
         self.tokenizer: Any = FakeTokenizer()
         self.template: Any = FakeTemplate()
         self.lanes = Lanes()
+        self.media: Any = HerePool()
         self.model = Outline("FakeForCausalLM", "fake", 134_479_872, 30, 576, 512, "")
         file = "generation_config.json"
         self.default_sampling = Defaults(

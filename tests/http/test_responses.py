@@ -224,7 +224,7 @@ async def test_errors(site: Site) -> None:
             await site.client.post(
                 "/responses", body={"model": "fake", "input": "x", **wrong}, cast_to=object
             )
-        assert bad.value.param in (next(iter(wrong)), "messages")
+        assert (bad.value.param or "").partition("[")[0] in (next(iter(wrong)), "messages")
     with pytest.raises(openai.BadRequestError) as long:
         await create(model="fake", input="x" * 5000, stream=True)
     assert long.value.code == "context_length_exceeded"
@@ -786,12 +786,8 @@ async def test_what_nobody_knows_is_not_included(site: Site) -> None:
 async def test_an_image_is_refused_where_it_stands(site: Site) -> None:
     parts = [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "data:,"}]
     status, reply = await site.post("/v1/responses", {"input": [{"role": "user", "content": parts}]})
-    assert (status, reply["error"]["param"]) == (400, "input")
-    message = reply["error"]["message"]
-    assert message.startswith(
-        "input[0].content[1] is not supported by this server with the type 'input_image'"
-    )
-    assert "the model takes text only" in message
+    assert (status, reply["error"]["param"]) == (400, "input[0].content[1]")
+    assert reply["error"]["message"].startswith("input[0].content[1]: this model takes no images")
 
 
 async def test_tools_of_mcp_servers_need_a_flag(site: Site) -> None:

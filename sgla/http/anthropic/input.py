@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from sgla.errors import InvalidField
+from sgla.errors import InvalidField, UnsupportedField
+from sgla.http.media.parts import Source
 from sgla.http.request.chat import check_parts, check_tool_name, checked_effort, unsupported_tool
 from sgla.http.request.schema import (
     MAX_MESSAGES,
@@ -21,6 +22,8 @@ from sgla.http.request.schema import (
 from sgla.http.wire import encode
 
 Message = dict[str, Any]
+
+MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")  # of pictures
 
 # Claude Code puts a line with a nonce in front of its system prompt;
 # left there, no turn would find its prefix cached.
@@ -336,29 +339,29 @@ def user_messages(message: MessageParam, path: str, names: dict[str, str]) -> li
             result.append({"role": "user", "content": []})
         result[-1]["content"] += content_parts(block, where)
     for sent in result:
-        if sent["role"] == "user" and len(sent["content"]) == 1 and sent["content"][0]["type"] == "text":
+        if sent["role"] == "user" and len(sent["content"]) == 1 and isinstance(sent["content"][0], dict):
             sent["content"] = sent["content"][0]["text"]
     return result or [{"role": "user", "content": ""}]
 
 
-def result_content(block: ToolResultBlock, path: str) -> str | list[dict[str, Any]]:
+def result_content(block: ToolResultBlock, path: str) -> str | list[Any]:
     """What a tool returned: a string unless it has more than text."""
     if not isinstance(block.content, list):
         return block.content or ""
-    parts = [part for inner in block.content for part in content_parts(inner, path)]
-    if all(part["type"] == "text" for part in parts):
+    parts = [
+        part for i, inner in enumerate(block.content) for part in content_parts(inner, f"{path}.content[{i}]")
+    ]
+    if all(isinstance(part, dict) for part in parts):
         return "\n".join(part["text"] for part in parts)
     return parts
 
 
-def content_parts(block: TextBlock | ImageBlock | DocumentBlock, path: str) -> list[dict[str, Any]]:
-    """OpenAI's content parts of a block."""
+def content_parts(block: TextBlock | ImageBlock | DocumentBlock, path: str) -> list[Any]:
+    """OpenAI's content parts of a block; of a picture, where it comes from."""
     if isinstance(block, TextBlock):
         return [{"type": "text", "text": block.text}]
     if isinstance(block, ImageBlock):
-        image = block.source
-        url = image.url or f"data:{image.media_type};base64,{image.data or ''}"
-        return [{"type": "image_url", "image_url": {"url": url}}]
+        return [Source(picture_text(block.source, path), path)]
     source = block.source
     inner: list[Any]
     if source.type == "text" and source.data is not None:
@@ -371,3 +374,20 @@ def content_parts(block: TextBlock | ImageBlock | DocumentBlock, path: str) -> l
         )
     heads = [TextBlock(text) for text in (block.title, block.context) if text]
     return [part for one in (*heads, *inner) for part in content_parts(one, path)]
+
+
+def picture_text(source: ImageSource, path: str) -> str:
+    """The URL, or what is its base64. Raises InvalidField and UnsupportedField."""
+    if source.type not in ("base64", "url"):
+        raise UnsupportedField(
+            f"{path}.source of type {source.type[:40]!r} is not supported by this server; send base64 or url",
+            param=path,
+        )
+    text = source.data if source.type == "base64" else source.url
+    if not text:
+        raise InvalidField(
+            f"{path}.source.{'data' if source.type == 'base64' else 'url'} is required", param=path
+        )
+    if source.type == "base64" and source.media_type not in MEDIA_TYPES:
+        raise InvalidField(f"{path}.source.media_type must be one of {', '.join(MEDIA_TYPES)}", param=path)
+    return text

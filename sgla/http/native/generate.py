@@ -4,7 +4,7 @@ Text in a stream is cumulative; lists of prompts give lists of results."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -19,13 +19,16 @@ from sgla.http.answer.collect import Choice
 from sgla.http.answer.encoder import Encoder
 from sgla.http.answer.reading import server_dialect, thinking_of
 from sgla.http.answer.whole import Long, answered, encode_all, few, slices
+from sgla.http.bodies import SHARE
 from sgla.http.errors import error_body
 from sgla.http.lanes import beside
+from sgla.http.media.parts import Source
 from sgla.http.native.session_store import Turn
 from sgla.http.native.tokens import MAX_CHARS, check_size, tokenized
 from sgla.http.openai.common import MAX_LOGPROB_IDS, answer_size
 from sgla.http.openai.text import token_prompt
 from sgla.http.operation import EVENTS, operation
+from sgla.http.request.chat import check_parts
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import are_ids, check_ids, first, sampling_params
 from sgla.http.request.schema import (
@@ -36,6 +39,7 @@ from sgla.http.request.schema import (
     Schema,
     SessionParams,
     check_count,
+    unsupported,
 )
 from sgla.http.request.work import check_sizes, limit_hidden_states, limit_logprobs, make_work
 from sgla.http.server import ABORTED, ASKED, Server, Work
@@ -73,6 +77,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         prompt["clip"] = own_params(fields, i, count).max_new_tokens is None
     if len({params.n for params in sampling}) > 1:
         raise InvalidField("sampling_params: n must be the same for all prompts", param="sampling_params")
+    await add_pictures(request, prompts, picture_sources(fields.image_data, count, many), fields)
     work = await make_work(request, fields, prompts, sampling, rids[0])
     if fields.stream:
         limit_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
@@ -158,6 +163,42 @@ def spread(name: str, value: Any, count: int) -> list[Any]:
     if len(value) != count:
         raise InvalidField(f"{name} has {len(value)} items for {count} prompts", param=name)
     return value
+
+
+def picture_sources(value: Any, count: int, many: bool) -> list[list[Source]]:
+    """``image_data`` for each of ``count`` prompts: one picture for all of them, a list for a single prompt,
+    or a list with a picture, a list or nothing for each. Raises InvalidField."""
+    listed = value if isinstance(value, list) else [] if value is None else None
+    if listed is None:
+        return [[Source(value, "image_data")]] * count
+    if many:
+        each = spread("image_data", listed, count) if listed else [None] * count
+        places = [f"image_data[{i}]" for i in range(count)]
+    else:
+        nested = len(listed) == 1 and isinstance(listed[0], list)
+        each, places = [listed[0] if nested else listed], ["image_data"]
+    found = []
+    for pictures, place in zip(each, places):
+        texts = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
+        if not all(isinstance(text, str) and text for text in texts):
+            raise InvalidField(f"{place} must be a URL, base64, a path, or a list of such texts", param=place)
+        found.append([Source(text, f"{place}[{i}]") for i, text in enumerate(texts)])
+    return found
+
+
+async def add_pictures(
+    request: web.Request, prompts: list[dict[str, Any]], found: list[list[Source]], fields: GenerateRequest
+) -> None:
+    """Load the pictures of all prompts, which are then Job fields of each."""
+    server, every = request[ASKED], list(chain.from_iterable(found))
+    if every and fields.session_params is not None:
+        raise unsupported("image_data", " beside session_params")
+    check_parts("image_data", found)
+    for sources in found:
+        server.media.check(sources, server.ingress)
+    pictures = iter(await server.media.pictures(every, server.ingress, request[SHARE]))
+    for prompt, sources in zip(prompts, found):
+        prompt["pictures"] = list(islice(pictures, len(sources)))
 
 
 def native_sampling(

@@ -12,7 +12,7 @@ from sgla.http import answer_types as to
 from sgla.http.bodies import SHARE
 from sgla.http.lanes import beside, sliced, sliced_lists, total
 from sgla.http.operation import operation
-from sgla.http.request.chat import checked_messages, prompt_flags, template_kwargs
+from sgla.http.request.chat import prompt_flags, template_kwargs, text_messages
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import ChatRequest, DetokenizeRequest, Schema, TokenizeRequest
 from sgla.http.server import ASKED, Server
@@ -99,7 +99,7 @@ async def render(request: web.Request, server: Server, fields: ChatRequest | Tok
             "the model has no chat template; send prompt instead of messages", param="messages"
         )
     generate, continues = prompt_flags(fields)
-    template, messages = server.ingress.template, checked_messages(fields.messages or [])
+    template, messages = server.ingress.template, text_messages(fields.messages or [])
     more = template_kwargs(fields, server.config.trust_request_chat_template)
 
     def rendered() -> str:

@@ -14,6 +14,7 @@ from sgla.http.answer.collect import Choice, total_usage
 from sgla.http.answer.parts import Reader
 from sgla.http.answer.reading import Reading
 from sgla.http.answer.whole import answered, few, in_parts
+from sgla.http.bodies import SHARE
 from sgla.http.errors import Aborted
 from sgla.http.openai import beams
 from sgla.http.openai.common import (
@@ -61,6 +62,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     if fields.stream and not search:
         head = response_head("chatcmpl", work.uid, "chat.completion.chunk", model, server.fingerprint)
         return await sse.stream(request, server, work, ChatStream(head, fields, form, reading))
+    if search and work.jobs[0].pictures:
+        raise unsupported("use_beam_search", " beside pictures")
     if search:
         work, choices = await beams.collect(request, work, fields)
     else:
@@ -83,11 +86,13 @@ async def chat_work(
     generate, continues = prompt_flags(fields)
     if len(fields.messages) > MANY:
         await pause()
-    messages = checked_messages(fields.messages)
-    if len(messages) > MANY:
+    fields.messages, sources = checked_messages(fields.messages)
+    if len(fields.messages) > MANY:
         await pause()
+    server.media.check(sources, server.ingress)
     prompt = {
-        "messages": messages,
+        "messages": fields.messages,
+        "pictures": await server.media.pictures(sources, server.ingress, request[SHARE]),
         "tools": fields.tools or None,
         "template_kwargs": template_kwargs(fields, server.config.trust_request_chat_template),
         "add_generation_prompt": generate,

@@ -23,7 +23,7 @@ from sgla.http.openai.text import SCHEMA as TEXT
 from sgla.http.openai.text import text_work
 from sgla.http.operation import operation
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
+from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields, unsupported
 from sgla.http.server import ASKED, Server
 from sgla.http.wire import encode
 from sgla.messages import Job, Submit
@@ -40,6 +40,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
     fields.model = server.model(fields.model)
     as_tools(fields)
     (job,) = (await chat_work(request, server, fields, Reading(server, fields))).jobs
+    if job.pictures:
+        raise unsupported("messages", " with pictures on this route")
     whole = rendered(job, await submitted(request, preparer(server), job), fields)
     return await answered(request, len(whole["token_ids"]), lambda: whole)
 

@@ -12,7 +12,7 @@ from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered, each
 from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, run, usage, vector
-from sgla.http.request.chat import checked_messages
+from sgla.http.request.chat import text_messages
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
 from sgla.http.server import ASKED, RID
@@ -72,7 +72,7 @@ def prompts(value: Any, messages: list[dict[str, Any]] | None) -> list[dict[str,
         raise InvalidField("input is required", param="input")
     if messages is None:
         return inputs(value, "input")
-    return [{"messages": checked_messages(messages), "add_generation_prompt": False}]
+    return [{"messages": text_messages(messages), "add_generation_prompt": False}]
 
 
 @operation("SGLang: vectors of texts or token ids", EncodeRequest, to.Encoded | list[to.Encoded])

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Sized
 from typing import Any, NamedTuple
 
 from sgla.errors import InvalidField, UnsupportedField
+from sgla.http.media.parts import Message, Source, may_be, taken
 from sgla.http.request.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -22,20 +23,30 @@ from sgla.http.request.schema import (
 from sgla.text.template import REASONING_FIELDS, RESERVED, TEXT_PARTS, is_source
 from sgla.validation import root
 
-Message = dict[str, Any]
-
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-def checked_messages(messages: list[Message]) -> list[Message]:
-    """``messages`` themselves. Raises InvalidField or UnsupportedField that names the wrong one."""
+def checked_messages(messages: list[Message]) -> tuple[list[Message], list[Source]]:
+    """``messages`` with ``template.PICTURE`` for each of their pictures, and where these come from. Raises
+    InvalidField or UnsupportedField that names the wrong one."""
     if not messages:
         raise InvalidField("messages: at least one message is needed", param="messages")
     check_messages(messages)
     for i, message in enumerate(messages):
         _check_message(message, f"messages[{i}]")
-    return messages
+    return taken(messages)
+
+
+def text_messages(messages: list[Message]) -> list[Message]:
+    """``checked_messages`` where pictures have no place."""
+    checked, sources = checked_messages(messages)
+    if sources:
+        place = sources[0].place
+        raise UnsupportedField(
+            f"{place}: pictures are not supported on this route; leave it out", param=place
+        )
+    return checked
 
 
 def check_messages(messages: list[Message]) -> None:
@@ -77,12 +88,14 @@ def reasons(message: Message) -> bool:
 
 
 def _check_part(part: Any, path: str) -> None:
+    if may_be(part):
+        return  # ``taken`` looks at it
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise _wrong(f"{path} must be an object with a type")
     if kind not in TEXT_PARTS:
         raise unsupported(
-            "messages", f" with content of type {kind[:40]!r} ({path}): the model takes text only"
+            "messages", f" with content of type {kind[:40]!r} ({path}): the model takes texts and pictures"
         )
     if not isinstance(part.get(TEXT_PARTS[kind]), str):
         raise _wrong(f"{path}.{TEXT_PARTS[kind]} must be a string")

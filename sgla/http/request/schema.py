@@ -352,6 +352,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     return_hidden_states: bool | list[bool] | None = None
     session_params: SessionParams | None = None
     lora_path: str | list[str | None] | None = None
+    image_data: str | list[str | list[str] | None] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -19,7 +19,7 @@ from sgla.http.bodies import Share
 from sgla.http.mcp.protocol import TOO_LARGE, TRANSPORT, Failure
 from sgla.http.mcp.servers import ToolError
 from sgla.http.openai.chat import chat_sampling
-from sgla.http.request.chat import checked_messages
+from sgla.http.request.chat import check_messages, text_messages
 from sgla.http.request.schema import ChatRequest
 from sgla.http.request.work import sampled
 from sgla.http.responses.answer import Answer
@@ -175,7 +175,9 @@ class Agent:
             longest -= answer.used.completion_tokens
             if longest <= 0:
                 return False
-        messages = checked_messages([*self._chat.messages, *chat_messages(None, items)])
+        said = chat_messages(None, items)
+        messages = [*self._chat.messages, *(text_messages(said) if said else ())]
+        check_messages(messages)
         self._chat.messages = messages
         chat = msgspec.structs.replace(self._chat, max_completion_tokens=longest)
         reading = self._reading(chat)

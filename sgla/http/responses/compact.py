@@ -19,7 +19,7 @@ from sgla.http.openai.common import answer_size
 from sgla.http.openai.render import preparer
 from sgla.http.operation import operation
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import ChatRequest
+from sgla.http.request.schema import ChatRequest, unsupported
 from sgla.http.responses import mcp
 from sgla.http.responses.answer import usage_object
 from sgla.http.responses.conversation import gather
@@ -58,6 +58,8 @@ async def input_tokens(request: web.Request) -> web.Response:
     server = request[ASKED]
     _, chat = await asked(request)
     (job,) = (await chat_work(request, server, chat, Reading(server, chat))).jobs
+    if job.pictures:
+        raise unsupported("input", " with pictures on this route")
     prepare = preparer(server)
     count = await beside(request, job.size, lambda: len(prepare.tokens(job)), inline=-1)
     return json_response({"object": "response.input_tokens", "input_tokens": count})

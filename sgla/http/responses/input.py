@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from sgla.errors import InvalidField, UnsupportedField
+from sgla.http.media.parts import Source, may_be, source_of
 from sgla.http.request.chat import (
     allowed_references,
     check_named,
@@ -392,7 +393,15 @@ def check_item(item: Item, path: str) -> None:
     Turns().add(item, path)
 
 
-def plain_text(content: str | list[dict[str, Any]]) -> str:
+def plain_text(content: str | list[Any]) -> str:
+    """Raises InvalidField for pictures."""
+    if isinstance(content, list):
+        for part in content:
+            if isinstance(part, Source):
+                raise InvalidField(
+                    f"{part.place}: only messages of users and outputs of functions have pictures",
+                    param=part.place,
+                )
     return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 
 
@@ -501,28 +510,29 @@ def wanted(item: Item, name: str, path: str) -> str:
     return value
 
 
-def message_content(content: Any, path: str) -> str | list[dict[str, Any]]:
+def message_content(content: Any, path: str) -> str | list[Any]:
     """A string, or parts in the shape of chats; a single text is a string."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidField(f"{path}.content must be a string or a list of parts", param=root(path))
     parts = [content_part(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+    return parts[0]["text"] if len(parts) == 1 and isinstance(parts[0], dict) else parts
 
 
-def content_part(part: Any, path: str) -> dict[str, Any]:
+def content_part(part: Any, path: str) -> dict[str, Any] | Source:
+    if may_be(part) and (source := source_of(part, path)) is not None:
+        return source
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in TEXTS:
         text = part.get(TEXTS[kind])
         if not isinstance(text, str):
             raise InvalidField(f"{path}.{TEXTS[kind]} must be a string", param=root(path))
         return {"type": "text", "text": text}
-    told = ": the model takes text only" if kind == "input_image" else ""
-    raise unsupported(path, f" with the type {shown(kind)}, but with {', '.join(TEXTS)}{told}")
+    raise unsupported(path, f" with the type {shown(kind)}, but with {', '.join((*TEXTS, 'input_image'))}")
 
 
-def call_output(item: Item, path: str) -> str | list[dict[str, Any]]:
+def call_output(item: Item, path: str) -> str | list[Any]:
     output = item.get("output")
     if isinstance(output, list):
         return message_content(output, path)

@@ -1,0 +1,1 @@
+"""Pictures that requests bring: found in their messages, fetched, decoded."""

@@ -1,0 +1,93 @@
+"""Where pictures stand in requests: content parts of all APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from sgla.errors import InvalidField, UnsupportedField
+from sgla.text.template import PICTURE
+
+Message = dict[str, Any]
+
+# Types of parts that clients of OpenAI's, vLLM's and transformers' send -> where the picture's source is.
+PICTURES = {
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+    "image": ("image", "url", "image_url"),
+}
+OTHERS = (
+    *("video_url", "video", "input_video", "audio_url", "audio", "input_audio", "file", "input_file"),
+    *("image_embeds", "audio_embeds", "image_pil", "vision_chunk"),
+)
+DETAILS = ("auto", "low", "high", "original")
+READ = ("user", "tool", "system", "developer", "function")  # roles whose messages may have pictures
+
+
+class Source(NamedTuple):
+    """Where a picture comes from: a URL, base64, or a path; ``place``: of it in the request. Stands for the
+    picture among a message's parts."""
+
+    text: str
+    place: str
+
+
+def source_of(part: dict[str, Any], place: str) -> Source | None:
+    """None for a part that is no picture. Raises InvalidField, and UnsupportedField for other media."""
+    kind = part.get("type")
+    if kind in OTHERS:
+        raise UnsupportedField(
+            f"{place}: parts of type {kind!r} are not supported by this server, which reads texts and "
+            "pictures; leave it out",
+            param=place,
+        )
+    if not isinstance(kind, str) or kind not in PICTURES:
+        return None
+    if part.get("file_id") is not None:
+        raise UnsupportedField(f"{place}.file_id is not supported by this server; send a URL", param=place)
+    value: Any = next((part[name] for name in PICTURES[kind] if part.get(name) is not None), None)
+    detail = part.get("detail")
+    if isinstance(value, dict):
+        detail = value.get("detail", detail)
+        value = value.get("url")
+    if not isinstance(value, str) or not value:
+        raise InvalidField(f"{place}: a picture needs a URL, or base64", param=place)
+    if detail is not None and detail not in DETAILS:
+        raise InvalidField(f"{place}: detail must be one of {', '.join(DETAILS)}", param=place)
+    return Source(value, place)
+
+
+def taken(messages: list[Message]) -> tuple[list[Message], list[Source]]:
+    """``messages`` with PICTURE where they had pictures, and these, in order.
+    Raises InvalidField for one that the assistant says, UnsupportedField."""
+    sources: list[Source] = []
+    result = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list) and any(map(may_be, content)):
+            parts = list(_looked_at(content, f"messages[{i}].content", sources))
+            if len(sources) and message.get("role") not in READ and PICTURE in parts:
+                raise InvalidField(
+                    f"messages[{i}]: an assistant sends no pictures", param=f"messages[{i}].content"
+                )
+            message = {**message, "content": parts}
+        result.append(message)
+    return result, sources
+
+
+def may_be(part: Any) -> bool:
+    """Whether a part is a picture, or another medium."""
+    if not isinstance(part, dict):
+        return isinstance(part, Source)
+    kind = part.get("type")
+    return isinstance(kind, str) and (kind in PICTURES or kind in OTHERS)
+
+
+def _looked_at(content: list[Any], place: str, sources: list[Source]) -> Iterator[Any]:
+    for i, part in enumerate(content):
+        found = (
+            part if isinstance(part, Source) else source_of(part, f"{place}[{i}]") if may_be(part) else None
+        )
+        if found is not None:
+            sources.append(found)
+        yield part if found is None else PICTURE
