@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sgla.model.read import read_decoder
+from sgla.model.sizes import parameters
 from sgla.model.spec import ModelSpec
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -137,3 +138,18 @@ def test_an_answer_counts_by_whole_words_at_its_beginning() -> None:
     assert {len(part) for part in (questions.EASY, questions.HELD_BACK, questions.OPEN)} == {30}
     sets = [questions.EASY, questions.HELD_BACK, questions.TO_CHOOSE]
     assert len({question for each in sets for question in each}) == sum(map(len, sets))
+
+
+def test_many_gpus_hold_the_whole_model_and_two_hosts_send_more_than_one() -> None:
+    import capacity
+
+    shape = capacity.Shape(json.loads((BENCH / "models" / "deepseek-v3" / "config.json").read_text()))
+    counted = parameters(spec_of("deepseek-v3"))
+    assert (shape.total, shape.active) == (counted.total, counted.active - shape.table)
+    tables = 4 * shape.table
+    assert shape.weights(1) == shape.total - 2 * shape.table + tables
+    one, two, four = (shape.exchange(capacity.H200, gpus, 64, whole=True) for gpus in (8, 16, 32))
+    assert one < two < four
+    steps = [capacity.decode(shape, capacity.H200, 16, 64, 1024, shares) for shares in
+             (capacity.LIMIT, capacity.OVERLAPPED, capacity.OURS)]  # fmt: skip
+    assert steps == sorted(steps)
