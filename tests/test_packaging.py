@@ -58,26 +58,51 @@ def test_the_two_commands_are_in_the_readme_and_ci_runs_the_second() -> None:
     assert os.access(script, os.X_OK)
     lines = [line.strip() for line in script.read_text().splitlines()]
     assert "pip install --quiet -e '.[test]' || exit 1" in lines
-    assert lines[-1] == "wait $tests && ((${#failed[@]} == 0))"
+    assert lines[-1] == "((code == 0 && ${#failed[@]} == 0))"
     assert {"check ruff check .", "check ruff format --check .", "check mypy"} <= set(lines)
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-@pytest.mark.parametrize("broken", ["", "mypy", "pytest"])
-def test_ci_run_fails_if_anything_does(tmp_path: Path, broken: str) -> None:
+def run_ci(tmp_path: Path, broken: str, failing: int | None = None) -> subprocess.CompletedProcess[str]:
+    """With commands that do nothing. ``failing``: tests that pytest says have failed when it runs first."""
     for name in ("pip", "ruff", "mypy", "lint-imports", "pytest"):
         command = tmp_path / name
         command.write_text(f"#!/bin/sh\necho {name} ran\nexit {int(name == broken)}\n")
         command.chmod(0o755)
+    if failing is not None:
+        listed = "".join(f"a.py::test_{number}\\n" for number in range(failing))
+        (tmp_path / "pytest").write_text(
+            """#!/bin/sh
+case "$*" in
+*collect*) ;;
+*last-failed*) echo again ;;
+*) mkdir -p "$VIRTUAL_ENV/cache/v/cache"
+   printf '%s' > "$VIRTUAL_ENV/cache/v/cache/lastfailed"
+   exit 1 ;;
+esac
+"""
+            % listed
+        )
     python = tmp_path / "python"  # makes an environment that has nothing
     python.write_text(f'#!/bin/sh\nmkdir -p "$3/bin" && cp {tmp_path}/[lmpr]* "$3/bin"\n')
     python.chmod(0o755)
-    done = subprocess.run(
+    return subprocess.run(
         [str(ROOT / ".ci/run")], env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True
     )
+
+
+@pytest.mark.parametrize("broken", ["", "mypy", "pytest"])
+def test_ci_run_fails_if_anything_does(tmp_path: Path, broken: str) -> None:
+    done = run_ci(tmp_path, broken)
     assert (done.returncode != 0) == bool(broken), done.stderr
     assert done.stdout.endswith("== pytest\npytest ran\n")
     assert done.stdout.index("mypy ran") < done.stdout.index("== pytest")
+
+
+@pytest.mark.parametrize(("failing", "passes"), [(1, True), (5, True), (6, False)])
+def test_ci_run_runs_a_few_failed_tests_again(tmp_path: Path, failing: int, passes: bool) -> None:
+    done = run_ci(tmp_path, "", failing)
+    assert (done.returncode == 0, "again\n" in done.stdout, "UNSTABLE" in done.stdout) == (passes,) * 3
 
 
 def full(*parts: str) -> subprocess.CompletedProcess[str]:
