@@ -371,18 +371,46 @@ def references(schema: Json) -> Iterator[str]:
                 yield from references(item)
 
 
+def reached(root: Json) -> list[str]:
+    """All references that a document leads to, each once, with those in their targets behind them."""
+    find, seen, waiting = Find(root), dict[str, None](), list(references(root))
+    while waiting:
+        ref = waiting.pop()
+        if ref not in seen:
+            seen[ref] = None
+            waiting += references(find(ref))
+    return list(seen)
+
+
+def endless(root: Json) -> bool:
+    """Whether all that a document says is that it is what its references lead to, which is itself."""
+    find, refs, ended = Find(root), reached(root)[::-1], set[str]()
+
+    def ends(schema: Json) -> bool:
+        if not isinstance(schema, dict):
+            return True
+        if isinstance(schema.get("$ref"), str) and schema["$ref"] not in ended:
+            return False
+        choices = (schema[key] for key in ("anyOf", "oneOf") if schema.get(key))
+        return all(map(ends, schema.get("allOf", ()))) and all(any(map(ends, each)) for each in choices)
+
+    known = -1
+    while known < len(ended):
+        known = len(ended)
+        for ref in refs:
+            if ref not in ended and ends(find(ref)):
+                ended.add(ref)
+    return not ends(root)
+
+
 def bare(root: Json) -> Json:
     """Without descriptions, and without definitions that nothing refers to."""
     if not isinstance(root, dict):
         return root
-    find, seen, waiting = Find(root), {""}, list(references(root))
-    while waiting:
-        ref = waiting.pop()
-        if ref not in seen:
-            seen.add(ref)
-            waiting += references(find(ref))
+    seen = reached(root)
+    there = set(seen)
     used = {
-        key: {name: each for name, each in root[key].items() if f"#/{key}/{name}" in seen}
+        key: {name: each for name, each in root[key].items() if f"#/{key}/{name}" in there}
         for key in DEFINITIONS
         if isinstance(root.get(key), dict) and all(SAFE.fullmatch(ref) for ref in seen if ref.startswith("#"))
     }

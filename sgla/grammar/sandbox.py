@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -41,6 +42,7 @@ GROWN = 8 << 20  # bytes
 SECONDS = 3.0  # of CPU time for a grammar
 STEP_SECONDS = 0.1  # of CPU time for one token of it
 WALK = 32  # tokens tried
+UNFIT = "no output fits the grammar"
 CLOSED = ("json_schema", "structural_tag")  # kinds that have objects with declared properties
 
 
@@ -146,11 +148,11 @@ def compile_as_it_is(tokenizer: LLTokenizer, special: dict[str, int], grammar: G
         mask = matcher.compute_bitmask()
         seconds = time.thread_time() - begun
         if matcher.is_error():
-            raise GrammarError(f"the grammar is too complex: {first_lines(matcher.get_error())}")
+            raise stuck(matcher)
         if seconds > SECONDS:
             raise GrammarError(f"the grammar is too complex: it takes {seconds:.1f} s to compile")
         if not any(mask):
-            raise GrammarError("no output fits the grammar")
+            raise GrammarError(UNFIT)
         walk(matcher)
     except GrammarError as error:
         return Answer(error=str(error), unsupported=error.unsupported)
@@ -181,7 +183,7 @@ def walk(matcher: LLMatcher) -> None:
         mask = matcher.compute_bitmask()
         seconds = time.thread_time() - begun
         if matcher.is_error():
-            raise GrammarError(f"the grammar is too complex: {first_lines(matcher.get_error())}")
+            raise stuck(matcher)
         if seconds > STEP_SECONDS:
             raise GrammarError(f"the grammar is too complex: a token of it takes {seconds * 1000:.0f} ms")
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
@@ -190,8 +192,20 @@ def walk(matcher: LLMatcher) -> None:
         matcher.consume_token(int(allowed[rng.randrange(len(allowed))]))
 
 
+def stuck(matcher: LLMatcher) -> GrammarError:
+    """Why a matcher has no mask."""
+    error = matcher.get_error()
+    if "NoExtension" in error:
+        return GrammarError(UNFIT)
+    if "Too many items" in error:
+        return GrammarError(
+            "the grammar is too complex: its outputs have no end, or can be read in too many ways"
+        )
+    return GrammarError(f"the grammar is too complex: {first_lines(error)}")
+
+
 def first_lines(error: str) -> str:
-    return " ".join(error.split("<state>")[0].split())[:300]
+    return " ".join(re.split("<state>|<non-verbose/>", error)[0].split())[:300]
 
 
 def fits(grammar: Grammar, output: str) -> bool | None:

@@ -15,7 +15,7 @@ from sgla.grammar.errors import GrammarError
 from sgla.grammar.implied import imply
 from sgla.grammar.notations import as_in_python, choice_lark, ebnf_lark
 from sgla.grammar.patterns import PatternError, portable
-from sgla.grammar.references import all_of, bare, mapped, settle, unroll
+from sgla.grammar.references import all_of, bare, endless, mapped, settle, unroll
 from sgla.grammar.schema import adapt, escapes, object_schema, uncounted, where
 from sgla.grammar.tags import tags_source
 from sgla.messages import MAX_GRAMMAR, Grammar
@@ -24,6 +24,7 @@ from sgla.messages import MAX_GRAMMAR, Grammar
 SPACE = r"[ \n\r\t]{1,32}"
 
 _UNKNOWN = re.compile(r"Unimplemented keys: (\[.*\])")
+_TARGET = re.compile(r"Resource '(.*)' is not present|Pointer '(.*)' does not exist")
 
 
 def source_of(grammar: Grammar, special: dict[str, int]) -> str:
@@ -86,7 +87,11 @@ def json_schema(schema: Any, additional: bool) -> Any:
     """In the matcher's dialect; see ``Grammar.additional``.
     Raises GrammarError, also for what is no schema."""
     try:
-        adapted = adapt(schema if additional else imply(settle(schema)))
+        settled = settle(schema)
+        if endless(settled):
+            why = "leads back to itself, so that the schema says nothing; name a schema, or leave it out"
+            raise GrammarError(f"JSON Schema keyword '$ref' (at {where(settled, '$ref')}) {why}")
+        adapted = adapt(settled if additional else imply(settled))
         found = ported(bare(unroll(adapted if additional else close(adapted))), adapted)
         place = uncounted(found)
     except (AttributeError, KeyError, TypeError) as error:
@@ -162,6 +167,7 @@ KEYWORDS = (
     ("coerce_one_of", "oneOf"),
     ("patternProperty", "patternProperties"),
     ("Resource", "$ref"),
+    ("Pointer", "$ref"),
     ("circular references with sibling keys", "$ref"),
     ("Anchor", "$ref"),
     ("URI reference", "$ref"),
@@ -181,16 +187,21 @@ def explain(grammar: Grammar, message: str) -> GrammarError:
     keyword = next((keyword for sign, keyword in KEYWORDS if sign in message), None)
     if grammar.kind != "json_schema":
         return GrammarError(message)
+    schema = parse(grammar.text)
     if keyword is None:
-        return GrammarError(flaw(parse(grammar.text)) or message)
-    schema = adapt(parse(grammar.text))
+        return GrammarError(flaw(schema) or message)
+    schema = adapt(schema)
     if found := _UNKNOWN.search(message):
         places = [f"'{key}' (at {where(schema, key) or '/'})" for key in json.loads(found[1])]
         return GrammarError(f"JSON Schema keyword {', '.join(places)} is not supported", unsupported=True)
-    value = found[1] if (found := _PATTERN.search(message)) else None
+    found = _PATTERN.search(message) or _TARGET.search(message)
+    value = None if found is None else found[1] if keyword == "pattern" else found[1] or f"#{found[2]}"
     place = where(schema, keyword, value=value) or where(schema, keyword)
     told = f"JSON Schema keyword '{keyword}'" + (f" (at {place})" if place else "")
     if keyword == "oneOf":
         why = "is not supported where its branches may overlap; use anyOf"
         return GrammarError(f"{told} {why}", unsupported=True)
+    if keyword == "$ref" and value is not None:
+        why = f"leads to {value[:80]}, which is not in the schema, and nothing is fetched"
+        return GrammarError(f"{told} {why}", unsupported=not value.startswith("#"))
     return GrammarError(f"{told}: {message}", unsupported=True)

@@ -117,3 +117,38 @@ def test_what_the_matcher_does_not_need_is_left_out() -> None:
         "const": {"title": 1},
         "$defs": {"a": {"$ref": "#/$defs/b"}, "b": STRING},
     }
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$ref": "#"}, "'$ref' (at /) leads back to itself"),
+        ({"$ref": "#", "type": "object"}, "'$ref' (at /) leads back to itself"),
+        ({"allOf": [STRING, {"$ref": "#"}]}, "'$ref' (at /allOf/1) leads back to itself"),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}},
+            },
+            "'$ref' (at /) leads back to itself",
+        ),
+        (
+            {"type": "array", "items": {"$ref": "#/$defs/a"}},
+            "(at /items) leads to #/$defs/a, which is not in",
+        ),
+        ({"$ref": "http://a/b"}, "(at /) leads to http://a/b, which is not in"),
+        ({"not": {"$ref": "#"}}, "no output fits"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "outputs have no end"),
+    ],
+    ids=str,
+)
+def test_those_without_an_end_are_refused_in_our_words(schema: Any, words: str) -> None:
+    error = compiled(schema).error
+    assert error is not None
+    assert words in error
+
+
+def test_a_choice_beside_a_reference_to_itself_is_an_end() -> None:
+    either = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
+    assert accepted(either, "null")
+    assert not accepted(either, "1")
