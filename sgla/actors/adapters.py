@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from sgla.actors.works import Works
+from sgla.cache.spaces import ADAPTED
 from sgla.config import Config
 from sgla.errors import (
     ConfigError,
@@ -22,7 +23,6 @@ from sgla.errors import (
 from sgla.messages import Control, Keep
 
 MOST_NAME, MOST_PATH = 256, 4096  # characters
-ADAPTED = "\1"  # begins the namespaces of requests with adapters
 NONE = "0"  # in the place of an adapter, of a request without one whose space begins so, too
 Tell = Callable[[Control], Awaitable[dict[str, Any]]]  # the workers
 

@@ -59,6 +59,7 @@ class RadixCache(RadixTree):
         self._beside = bool(self._groups)  # something stands beside the pages
         self._leaves = Leaves(eviction)
         self._clock = 0
+        self._now = 0.0
         self._kept = 0  # pages
         self._ends: list[tuple[float, int, Node]] = []  # a heap: when nodes are not kept any more
         self.events: Events | None = None
@@ -107,6 +108,8 @@ class RadixCache(RadixTree):
         while node is not self.root:
             node.touched = self._clock
             node.hits += 1
+            if node.kept:
+                node.kept = self._now + node.ttl
             assert node.parent is not None
             node = node.parent
         self._offer(leaf)
@@ -215,27 +218,33 @@ class RadixCache(RadixTree):
         """What stands in the tree down to ``node``."""
         return self._groups.units(path(node, self.root))
 
-    def keep(self, node: Node, until: float) -> None:
-        """What is down to ``node`` goes after all that is not kept, until that time; unless more than half of
-        the pages would be kept. Time passes with ``expire``."""
+    def keep(self, node: Node, ttl: float) -> None:
+        """What is down to ``node`` goes after all that is not kept, until nobody has used it for ``ttl``
+        seconds; unless more than half of the pages would be kept. Time passes with ``expire``."""
         parts = path(node, self.root)
         new = sum(len(part.pages) for part in parts if not part.kept)
         if self._kept + new > (self._pool.total - 1) // 2:
             return
         self._kept += new
         for part in parts:
-            part.kept = max(part.kept, until)
+            part.ttl = max(part.ttl, ttl)
+            part.kept = self._now + part.ttl
             self._offer(part)
         self._end(node)
 
     def expire(self, now: float) -> None:
-        """What was kept until now is like all else."""
+        """What was kept until now is like all else. What was used meanwhile is kept for longer; it is above
+        what was not."""
+        self._now = now
         while self._ends and self._ends[0][0] <= now:
             node: Node | None = heappop(self._ends)[2]
             while node is not None and node is not self.root:
-                if 0 < node.kept <= now:
+                if node.kept > now:
+                    self._end(node)
+                    break
+                if node.kept:
                     self._kept -= len(node.pages)
-                    node.kept = 0.0
+                    node.kept = node.ttl = 0.0
                     self._offer(node)
                 node = node.parent
 

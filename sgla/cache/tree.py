@@ -29,7 +29,8 @@ class Node:
     ``locks`` counts the requests that hold this node or one below it. A split keeps this object as the
     *lower* half, so a request's reference goes on meaning the same prefix, and its state the same tokens.
     ``windows``: tickets for as many pages of each group with a window. ``state``: ticket of the checkpoint
-    behind it. ``kept``: until when it goes after all that is not kept; 0: it is not.
+    behind it. ``kept``: until when it goes after all that is not kept; 0: it is not. ``ttl``: for how many
+    seconds from its last use on it is.
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class Node:
         "parent",
         "state",
         "touched",
+        "ttl",
         "windows",
     )
 
@@ -65,7 +67,7 @@ class Node:
         self.locks = 0
         self.hits = 0
         self.state = 0
-        self.kept = 0.0
+        self.kept = self.ttl = 0.0
         self.born = self.touched = born
 
     @property
@@ -147,7 +149,7 @@ class RadixTree:
         beside = [tickets[:keep] for tickets in node.windows]
         upper = Node(parent, node.edge, node.key[:cut], node.pages[:keep], node.born, beside)
         upper.locks, upper.hits, upper.touched = node.locks, node.hits, node.touched
-        upper.kept = node.kept
+        upper.kept, upper.ttl = node.kept, node.ttl
         parent.children[node.edge] = upper
         node.key, node.pages = node.key[cut:], node.pages[keep:]
         node.windows = [tickets[keep:] for tickets in node.windows]

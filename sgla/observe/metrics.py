@@ -31,7 +31,7 @@ PREFIX = "sgla:"
 OF_SERVER = tuple(PREFIX + name for name in ("http_", "loop_lag_", "stored_", "unstored_", "undumped_"))
 FINISHES = ("stop", "length", "repetition", "abort", "error")
 
-MISSES = ("unread", "tail", "parts", "evicted", "new")  # Ledger.missed
+MISSES = ("unread", "tail", "parts", "evicted", "salt", "adapter", "weights", "new")  # Ledger.missed
 # Of places beside the device that keep prefixes: the field of TierStats, and whether it is of pages.
 TIERS = (
     ("tier_total_tokens", "Tokens that a tier has room for", "total", "gauge", True),

@@ -127,7 +127,8 @@ class Memory:
             request.reach = -1
         else:
             request.reach = max(request.branch, request.planned)
-            request.past = self._past.known(request.namespace, request.data, request.reach)
+            known = self._past.known(request.namespace, request.data, request.reach)
+            request.past, request.elsewhere, request.apart = known
 
     def adapter(self, request: Request) -> str:
         """What the request is to wait for before it can have its adapter: ``Adapters.awaited``."""
@@ -282,7 +283,7 @@ class Memory:
             for pool, pages in zip(self.windows, beside):
                 pool.free(pages)
         self.pool.free(request.pages[last:])
-        if request.kept_until:
+        if request.submit.cache_ttl:
             self._keep(request, last)
         self.cache.unlock(request.node)
         if self.recurrent is not None:
@@ -313,7 +314,7 @@ class Memory:
         tokens = request.tokens[:length].tobytes()
         node = self.cache.find(request.namespace, tokens, length, request.marks)
         if node is not None:
-            self.cache.keep(node, request.kept_until)
+            self.cache.keep(node, request.submit.cache_ttl)
 
     def _let_go(self, g: int, request: Request, private: int) -> list[int]:
         """Hold no more pages of the tree in a window,

@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from heapq import heappop, heappush
 
+from sgla.cache.spaces import RENEWED
 from sgla.messages import Ready, Submit, int32
 from sgla.sched.limits import Limits
 from sgla.sched.memory import Memory
@@ -16,8 +17,6 @@ from sgla.sched.request import OWNERS, Prompt, Request, State
 from sgla.sched.stats import Ledger
 from sgla.sched.step import Step
 from sgla.sched.turns import Turns
-
-RENEWED = "\2"  # begins namespaces of requests with weights that have come meanwhile
 
 
 def _by_rank(request: Request) -> tuple[float, int, float, int]:

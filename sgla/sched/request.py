@@ -88,6 +88,7 @@ class Request:
         "adapter",
         "ahead",
         "allocated",
+        "apart",
         "arrival",
         "behind",
         "borrowed",
@@ -96,6 +97,7 @@ class Request:
         "cached",
         "data",
         "drafting",
+        "elsewhere",
         "finish",
         "first_token",
         "given",
@@ -103,7 +105,6 @@ class Request:
         "guesses",
         "hidden",
         "holds",
-        "kept_until",
         "keys",
         "known",
         "last_step",
@@ -162,7 +163,6 @@ class Request:
         self.adapter = submit.adapter
         self.place = 0  # of its adapter on the device, while it has a slot
         self.marks: dict[int, bytes] = {}  # of pages (cache/radix.py)
-        self.kept_until = arrival + submit.cache_ttl if submit.cache_ttl else 0.0
         self.looked = False  # a shared tier has been asked for more of it
         self.keys: list[bytes] = []  # of its first pages (cache/tier.py)
         self.tokens = prompt.array  # its own once it has run
@@ -213,6 +213,8 @@ class Request:
         self.most_cached: int | None = None  # most tokens that were cached; others have been computed for it
         self.reach = 0  # tokens that the first cache group had of it when it first began; -1: it reads none
         self.past = 0  # tokens that it had ever had
+        self.elsewhere = 0  # that it had ever had in another namespace, if those are more
+        self.apart = ""  # why it could not use these (cache/spaces.py)
         self.preemptions = 0
         self.prompt_logprobs = self._unknown()
         self.hidden = HiddenStates() if submit.sampling.hidden else None

@@ -118,7 +118,8 @@ class Ledger:
     def missed(self, request: Request, page_size: int) -> None:
         """Why the request, which has run, has not found all of its prompt: ``unread`` it had to compute all;
         ``tail`` no page ends there, or it is the last token; ``parts`` the tree has the tokens and not their
-        window or state; ``evicted`` the tree has had it; ``new`` it has not, as far as it remembers."""
+        window or state; ``evicted`` the tree has had it; ``salt``, ``adapter`` or ``weights`` it has, of a
+        request with another one; ``new`` it has not, as far as it remembers."""
         misses, asked, cached = self.counts.misses, request.prompt_len, request.cached
         if request.reach < 0:
             misses["unread"] = misses.get("unread", 0) + asked
@@ -127,7 +128,11 @@ class Ledger:
         left = max(whole - cached, 0)
         parts = min(left, max(request.reach - cached, 0))
         evicted = min(left - parts, max(request.past - max(request.reach, cached), 0))
-        reasons = {"tail": asked - whole, "parts": parts, "evicted": evicted, "new": left - parts - evicted}
+        left -= parts + evicted
+        apart = min(left, max(request.elsewhere - max(request.past, request.reach, cached), 0))
+        reasons = {"tail": asked - whole, "parts": parts, "evicted": evicted, "new": left - apart}
+        if apart:
+            reasons[request.apart] = apart
         for why, tokens in reasons.items():
             misses[why] = misses.get(why, 0) + tokens
 

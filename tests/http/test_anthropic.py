@@ -312,6 +312,19 @@ def test_the_billing_line_does_not_reach_the_prompt() -> None:
     assert chat("a")[0] == [{"role": "system", "content": "You are Claude Code."}, *USER]
 
 
+def test_the_longest_cache_control_counts() -> None:
+    def kept(ttl: str | None, **more: Any) -> float | None:
+        text = {"type": "text", "text": "s", "cache_control": {"type": "ephemeral", "ttl": ttl}}
+        control = translated(system=[text, {"type": "text", "text": "t"}], **more).cache_control
+        return control and control.seconds
+
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "cache_control": {"type": "ephemeral"}}
+    assert kept(None) == 300
+    assert kept("1h", cache_control={"type": "ephemeral"}) == 3600
+    assert kept("1m", messages=[{"role": "user", "content": [result]}]) == 300
+    assert translated(system="s").cache_control is None
+
+
 def test_a_tool_turn_becomes_a_chat() -> None:
     chat = translated(
         system="s",

@@ -203,6 +203,7 @@ async def test_request_reaches_the_engine(site: Site) -> None:
         "stop_token_ids": [5],
         "priority": 4,
         "prompt_cache_retention": "24h",
+        "nvext": {"agent_hints": {"priority": 9, "osl": 3}, "annotations": []},
         "cache_salt": "tenant",
         "continue_final_message": True,
         "reasoning_effort": "none",
@@ -226,6 +227,28 @@ async def test_request_reaches_the_engine(site: Site) -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.6, 50, 0.5)
     assert (sampling.logit_bias, sampling.seed, sampling.min_tokens) == ({7: -100}, -3, 1)
     assert sampling.stop_token_ids == [5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "ttl", "priority"),
+    [
+        ({"cache_control": {"type": "ephemeral"}}, 300, 0),
+        ({"nvext": {"cache_control": {"ttl": "2h"}, "agent_hints": {"priority": 3}}}, 7200, 3),
+        ({"nvext": {"cache_control": {"ttl": 90}}, "cache_ttl": 7}, 7, 0),
+        ({"cache_control": {"type": "ephemeral", "ttl": "5 minutes"}}, None, 0),
+        ({"nvext": {"cache_control": {"ttl": "200h"}}}, None, 0),
+    ],
+)
+async def test_others_words_for_how_long_a_prefix_is_kept(
+    site: Site, fields: dict[str, Any], ttl: float | None, priority: int
+) -> None:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    status, reply = await site.post("/v1/chat/completions", body | fields)
+    if ttl is None:
+        assert (status, reply["error"]["param"]) == (400, "cache_control.ttl")
+        return
+    assert status == 200
+    assert (site.ingress.jobs[-1].cache_ttl, site.ingress.jobs[-1].priority) == (ttl, priority)
 
 
 @pytest.mark.parametrize(

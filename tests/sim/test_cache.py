@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from sgla.cache.pages import PagePool
-from sgla.cache.past import SPAN, Past
+from sgla.cache.past import SPAN, Known, Past
 from sgla.cache.radix import Match, NullCache, RadixCache
 from sgla.cache.tree import Node, marks_from
 from sgla.messages import int32
@@ -240,7 +240,20 @@ def test_who_computes_the_last_token_of_a_span_brings_it_to_the_past() -> None:
     for length in (100, SPAN - 1, SPAN, SPAN + 50, 3 * SPAN + 10):
         past.add("", text[: 4 * length], had)
         had = length
-        assert past.known("", text, 0) == length // SPAN * SPAN
-    assert past.known("", text, 2 * SPAN) == 3 * SPAN
-    assert past.known("", text, 3 * SPAN) == 0
-    assert past.known("other", text, 0) == 0
+        assert past.known("", text, 0) == Known(length // SPAN * SPAN)
+    assert past.known("", text, 2 * SPAN) == Known(3 * SPAN)
+    assert past.known("", text, 3 * SPAN) == Known()
+
+
+def test_the_past_knows_other_namespaces() -> None:
+    past, text = Past(), int32(range(3 * SPAN))
+    past.add("a", text[: 4 * SPAN], 0)
+    past.add("\1one\1a", text, 0)
+    assert past.known("a", text, 0) == Known(SPAN, 3 * SPAN, "adapter")
+    assert past.known("b", text, 0) == Known(0, 3 * SPAN, "adapter")
+    assert past.known("\1one\1b", text, 0) == Known(0, 3 * SPAN, "salt")
+    assert past.known("\0021\2\1one\1a", text, 0) == Known(0, 3 * SPAN, "weights")
+    assert past.known("\1one\1a", text, 0) == Known(3 * SPAN)
+    for salt in "vwxyz":
+        past.add(salt, text, 0)
+    assert past.known("v", text, 0) == Known(0, 3 * SPAN, "salt"), "of each span the latest are remembered"

@@ -35,6 +35,31 @@ def test_what_is_kept_outlives_what_is_not_until_its_time_is_over(policy: str) -
     simulation.verify()
 
 
+def test_what_is_used_is_kept_for_as_long_again() -> None:
+    simulation = Simulation(make_limits(pages=21))
+    simulation.offer(make_submit("kept", KEPT, 4, cache_ttl=500.0))
+    simulation.run()
+    simulation.now += 400
+    assert cached(simulation, "hit") == 24, "by whoever has not said how long"
+    simulation.now += 400
+    others(simulation, 1)
+    assert cached(simulation, "again") == 24
+    simulation.offer(make_submit("part", [*KEPT[:12], 9, 9], 1))
+    simulation.run()
+    simulation.now += 400
+    simulation.offer(make_submit("part again", [*KEPT[:12], 8, 8], 1))
+    simulation.run()
+    simulation.now += 200
+    others(simulation, 7)
+    simulation.verify()
+    assert simulation.core._memory.cache._kept == 3, "the rest has not been used since"
+    assert cached(simulation, "beginning") == 12
+    simulation.now += 500
+    others(simulation, 1)
+    assert simulation.core._memory.cache._kept == 0
+    simulation.verify()
+
+
 def test_half_of_the_pages_can_be_kept() -> None:
     simulation = Simulation(make_limits(pages=21, context_len=64))
     for i in range(4):

@@ -374,9 +374,15 @@ def test_hits_have_a_place_and_misses_a_reason() -> None:
     sampling = RowSampling(prompt_logprobs=0)
     simulation.offer(make_submit("unread", text[:30], sampling=sampling))
     simulation.run()
+    for rid, space in (("salt", "another"), ("adapter", "\1one\1")):
+        simulation.offer(make_submit(rid, text, namespace=space))
+        simulation.run()
     stats = simulation.core.stats()
     assert stats.hits == {"device": 100, "disk": 300}
-    assert stats.misses == {"tail": 4, "parts": 0, "new": 300 + 44, "evicted": 256, "unread": 30}
+    assert stats.misses == {
+        **{"tail": 4 + 2, "parts": 0, "new": 300 + 44 + 44 + 44, "evicted": 256, "unread": 30},
+        **{"salt": 256, "adapter": 256},
+    }
     assert sum(stats.misses.values()) + sum(stats.hits.values()) == stats.query_tokens
     simulation.verify()
 

@@ -13,6 +13,7 @@ from sgla.http.request.chat import check_parts, check_tool_name, checked_effort,
 from sgla.http.request.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    CacheControl,
     ChatRequest,
     SamplingFields,
     Schema,
@@ -32,6 +33,7 @@ _BILLING = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
 
 class TextBlock(msgspec.Struct, tag="text"):
     text: str
+    cache_control: CacheControl | None = None
 
 
 class ImageSource(msgspec.Struct, kw_only=True):
@@ -43,6 +45,7 @@ class ImageSource(msgspec.Struct, kw_only=True):
 
 class ImageBlock(msgspec.Struct, tag="image"):
     source: ImageSource
+    cache_control: CacheControl | None = None
 
 
 class DocumentSource(msgspec.Struct, kw_only=True):
@@ -55,6 +58,7 @@ class DocumentBlock(msgspec.Struct, tag="document", kw_only=True):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
+    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(msgspec.Struct, tag="thinking"):
@@ -69,11 +73,13 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
+    cache_control: CacheControl | None = None
 
 
 class ToolResultBlock(msgspec.Struct, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
+    cache_control: CacheControl | None = None
 
 
 Block = (
@@ -100,6 +106,7 @@ class Tool(msgspec.Struct, kw_only=True):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
@@ -155,6 +162,7 @@ class CountTokensRequest(SamplingFields, kw_only=True):
     extra_key: str | None = None
     timeout: float | None = None
     cache_ttl: float | None = None
+    cache_control: CacheControl | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -180,6 +188,7 @@ def chat_request(fields: CountTokensRequest) -> ChatRequest:
     if isinstance(fields.container, Container) and fields.container.skills:
         raise unsupported("container.skills", ": they are for tools that a provider's own server runs")
     passed = {name: getattr(fields, name) for name in PASSED}
+    passed["cache_control"] = longest(fields)
     passed["stop"] = fields.stop if fields.stop_sequences is None else fields.stop_sequences
     if fields.output_config is not None and fields.output_config.effort is not None:
         passed["reasoning_effort"] = checked_effort(fields.output_config.effort, "output_config.effort")
@@ -193,6 +202,16 @@ def chat_request(fields: CountTokensRequest) -> ChatRequest:
         **passed,
         **chat_tools(fields),
     )
+
+
+def longest(fields: CountTokensRequest) -> CacheControl | None:
+    """Of all places that say how long a prefix is to be kept, the one that says longest. Raises
+    InvalidField."""
+    lists = [content for content in (fields.system, *(m.content for m in fields.messages)) if content]
+    parts: list[Any] = [block for content in lists if not isinstance(content, str) for block in content]
+    parts += fields.tools or []
+    found = [fields.cache_control, *(getattr(part, "cache_control", None) for part in parts)]
+    return max(filter(None, found), key=lambda control: control.seconds, default=None)
 
 
 def check_sizes(fields: CountTokensRequest) -> None:

@@ -147,6 +147,8 @@ IGNORED = frozenset(
 
 
 LONGEST_TTL = 7 * 86400  # seconds
+FIVE_MINUTES = 300  # of cache_control without a ttl
+_SPAN = re.compile(r"(\d{1,9})([smh]?)", re.ASCII)
 INT64 = Range(-(2**63), 2**63 - 1)
 
 RANGES: dict[str, Range] = SAMPLING | {
@@ -179,7 +181,10 @@ RANGES: dict[str, Range] = SAMPLING | {
     "repeat_penalty": SAMPLING["repetition_penalty"],  # Ollama's name
 }
 # Of a text the prompt itself may be the answer.
-OWN_RANGES = {("CompletionRequest", "max_tokens"): Range(0, 2**31 - 1)}
+OWN_RANGES = {
+    ("CompletionRequest", "max_tokens"): Range(0, 2**31 - 1),
+    ("CacheControl", "ttl"): Range(0, LONGEST_TTL),
+}
 
 
 def range_of(owner: str, name: str) -> Range | None:
@@ -235,6 +240,38 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     vllm_xargs: dict[str, Any] | None = None
 
 
+class CacheControl(msgspec.Struct, kw_only=True):
+    """Anthropic's, and Dynamo's in ``nvext``: the prefix will be wanted again within ``ttl`` seconds of its
+    last use, or minutes or hours (``5m``, ``1h``)."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: int | str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Raises InvalidField."""
+        found = _SPAN.fullmatch(str(FIVE_MINUTES if self.ttl is None else self.ttl))
+        seconds = int(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else -1
+        if not 0 <= seconds <= LONGEST_TTL:
+            raise InvalidField(
+                f"cache_control.ttl must be seconds, or a number with s, m or h, of at most {LONGEST_TTL} "
+                f"seconds, got {str(self.ttl)[:99]!r}",
+                param="cache_control.ttl",
+            )
+        return float(seconds)
+
+
+class AgentHints(msgspec.Struct, kw_only=True):
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
+
+
+class Extension(msgspec.Struct, kw_only=True):
+    """What of Dynamo's ``nvext`` speaks of the scheduler and the cache; the rest is for its router."""
+
+    cache_control: CacheControl | None = None
+    agent_hints: AgentHints | None = None
+
+
 class RequestFields(msgspec.Struct, kw_only=True):
     """Fields about the request rather than its text.
     ``OpenAIFields`` repeats them: structs inherit from one base."""
@@ -246,6 +283,8 @@ class RequestFields(msgspec.Struct, kw_only=True):
     extra_key: str | None = None
     timeout: float | None = None  # seconds after which the request ends with 408
     cache_ttl: float | None = None  # seconds for which its prefix is kept in preference to others'
+    cache_control: CacheControl | None = None
+    nvext: Extension | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -261,6 +300,8 @@ class OpenAIFields(SamplingFields, kw_only=True):
     extra_key: str | None = None
     timeout: float | None = None
     cache_ttl: float | None = None
+    cache_control: CacheControl | None = None
+    nvext: Extension | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     max_tokens: int | None = None
     stream_options: StreamOptions | None = None

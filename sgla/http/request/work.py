@@ -85,7 +85,7 @@ def _jobs(
             rid=uid if len(prompts) == 1 else f"{uid}.{i}",
             sampling=shared if params is each[0] else sampled(params),
             stream=bool(fields.stream),
-            priority=fields.priority or 0,
+            priority=priority(fields),
             yields=YIELDS in request,
             index_base=i * n,
             client=client.runs_as,
@@ -101,10 +101,22 @@ def _jobs(
     )
 
 
+def priority(fields: RequestFields | OpenAIFields) -> int:
+    if fields.priority is not None:
+        return fields.priority
+    hints = fields.nvext and fields.nvext.agent_hints
+    return (hints and hints.priority) or 0
+
+
 def cache_ttl(fields: RequestFields | OpenAIFields) -> float:
-    """Seconds for which the prefix is to be kept."""
+    """Seconds for which the prefix is to be kept. Raises InvalidField."""
     if fields.cache_ttl is not None:
         return fields.cache_ttl
+    control = fields.cache_control
+    if control is None and fields.nvext is not None:
+        control = fields.nvext.cache_control
+    if control is not None:
+        return control.seconds
     return DAY if getattr(fields, "prompt_cache_retention", None) == "24h" else 0.0
 
 
