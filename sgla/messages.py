@@ -332,6 +332,10 @@ POOL = 4  # StepPlan.flags: the row is for a vector, due when its span reaches t
 KEY = 16  # bytes of a key (cache/tier.py)
 
 
+def keys_in(column: bytes) -> list[bytes]:
+    return [column[at : at + KEY] for at in range(0, len(column), KEY)]
+
+
 class Copy(msgspec.Struct, array_like=True, frozen=True):
     """Copy units of cache groups between the ``device`` and a ``Tier``, by its name. It begins when the steps
     before this plan's are done, and runs beside later ones: nobody writes to ``sources`` nor reads

@@ -16,6 +16,7 @@ from sgla.actors.lanes import Lanes
 from sgla.errors import SglaError
 from sgla.messages import GRAMMAR, Cancel, Grammar, Job, Opened, Ready, Rejected, Submit
 from sgla.sched.limits import with_grammar
+from sgla.text.prepare import child_rid
 
 if TYPE_CHECKING:
     from sgla.actors.detokenize import Detokenize
@@ -186,8 +187,3 @@ class Tokenize(Actor[Job]):
             return
         for submit, (sampling, size) in zip(submits, given):
             self._schedule.post(Ready(rid=submit.rid, reason=GRAMMAR, sampling=sampling, sampling_bytes=size))
-
-
-def child_rid(rid: str, index: int) -> str:
-    """The id of choice ``index`` of request ``rid`` (counted within its own job)."""
-    return f"{rid}-{index}"

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from sgla.messages import KEY, Copy, Tier
+from sgla.messages import KEY, Copy, Tier, keys_in
 
 WRONG = -1  # what means nothing
 
@@ -95,7 +95,3 @@ class FakeTiers:
             self._stores[g][unit] = list(content)
         else:
             self._states[unit] = content
-
-
-def keys_in(column: bytes) -> list[bytes]:
-    return [column[at : at + KEY] for at in range(0, len(column), KEY)]

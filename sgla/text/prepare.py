@@ -138,22 +138,13 @@ class Preparer:
         )
         sampling_bytes = plan_bytes_of(sampling)
         return [
-            Submit(
-                rid=f"{job.rid}-{choice}",
-                parent=job.rid,
-                index=job.index_base + choice,
+            submit_of(
+                job,
+                choice,
                 tokens=tokens,
                 max_new=max_new,
                 stop_ids=common.stop_ids,
                 sampling=replace(sampling, seed=choice_seed(seed, choice)),  # the lists are shared
-                client=job.client,
-                priority=job.priority,
-                yields=job.yields,
-                deadline=job.deadline,
-                namespace=job.namespace,
-                adapter=job.adapter,
-                cache_ttl=job.cache_ttl,
-                arrival=job.arrival,
                 sampling_bytes=sampling_bytes,
                 repetition=repetition,
             )
@@ -250,22 +241,13 @@ class Preparer:
                     param="label_token_ids",
                 )
         sampling = RowSampling(pool=labels)
-        return Submit(
-            rid=f"{job.rid}-0",
-            parent=job.rid,
-            index=job.index_base,
+        return submit_of(
+            job,
+            0,
             tokens=tokens,
             max_new=0,
             stop_ids=frozenset(),
             sampling=sampling,
-            client=job.client,
-            priority=job.priority,
-            yields=job.yields,
-            deadline=job.deadline,
-            namespace=job.namespace,
-            adapter=job.adapter,
-            cache_ttl=job.cache_ttl,
-            arrival=job.arrival,
             segment=segment,
             sampling_bytes=plan_bytes_of(sampling),
         )
@@ -574,6 +556,29 @@ def free_part(grammar: Grammar | None, prompt: list[int], tokenizer: Tokenizer) 
         if tail.endswith(grammar.after):
             return NOT_FREE
     return Free(grammar.after, grammar.opener)
+
+
+def child_rid(rid: str, choice: int) -> str:
+    """The id of a choice of the job ``rid``."""
+    return f"{rid}-{choice}"
+
+
+def submit_of(job: Job, choice: int, **own: Any) -> Submit:
+    """What the scheduler gets of a choice: ``own``, and what its job says of all."""
+    return Submit(
+        rid=child_rid(job.rid, choice),
+        parent=job.rid,
+        index=job.index_base + choice,
+        client=job.client,
+        priority=job.priority,
+        yields=job.yields,
+        deadline=job.deadline,
+        namespace=job.namespace,
+        adapter=job.adapter,
+        cache_ttl=job.cache_ttl,
+        arrival=job.arrival,
+        **own,
+    )
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla import clock
-from sgla.messages import KEY, Copy, Moved
+from sgla.messages import Copy, Moved, keys_in
 from sgla.worker.state import column
 
 SUM = 16  # bytes of a checksum
@@ -226,7 +226,7 @@ class FileTier:
         """Of each cache group and key, whether it is there. Where the first group ends, nothing is of use."""
         job.moved = clock.now()
         try:
-            first, *others = [_parted(keys) for keys in job.copy.keys]
+            first, *others = [keys_in(keys) for keys in job.copy.keys]
             found = self._kept[0].find(first)
             end = (found + b"\0").index(0)
             more = [
@@ -250,7 +250,7 @@ class FileTier:
         self._memory[0].wait(job.mark)
         copy = job.copy
         sources, targets = ([column(c).tolist() for c in columns] for columns in (copy.sources, copy.targets))
-        keys = [_parted(names) for names in copy.keys]
+        keys = [keys_in(names) for names in copy.keys]
         groups = zip(self._kept, self._memory, sources, targets, keys, strict=True)
         units = [(kept, memory, *ends) for kept, memory, *columns in groups for ends in zip(*columns)]
         if self._abreast is None:
@@ -282,7 +282,3 @@ def _ended(job: Job) -> Moved:
     if not job.wanted or job.done.exception() is not None:
         return Moved(job.copy.transfer, ok=False)
     return Moved(job.copy.transfer, ok=True, there=job.done.result())
-
-
-def _parted(keys: bytes) -> list[bytes]:
-    return [keys[at : at + KEY] for at in range(0, len(keys), KEY)]

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from sgla.cache.tier import chain
 from sgla.executor.fake import FakeModel, mix
-from sgla.executor.fake_tiers import keys_in
 from sgla.messages import (
     CacheGroup,
     Delta,
@@ -25,6 +24,7 @@ from sgla.messages import (
     StepPlan,
     Submit,
     Tier,
+    keys_in,
 )
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits, plan_bytes_of
