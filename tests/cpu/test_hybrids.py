@@ -285,7 +285,12 @@ def alone(source: ModelSource) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"depth": 1, "step_tokens": 64}, {"depth": 3, "step_tokens": 9}, {"prefix_cache": False}]
+    "limits",
+    [
+        pytest.param({"depth": 1, "step_tokens": 64}, marks=pytest.mark.slow),
+        {"depth": 3, "step_tokens": 9},
+        pytest.param({"prefix_cache": False}, marks=pytest.mark.slow),
+    ],
 )
 def test_text_is_the_same_in_any_batch(
     runner: CpuRunner, alone: dict[str, list[int]], limits: dict[str, Any]

@@ -10,10 +10,7 @@ from interpreted import answers_of, check
 CASES = {
     "states": {"logprobs"},
     "module": {"logprobs"},
-    "module with windows": set(),
-    "convolutions": {"logprobs"},
     "one part in each layer": {"logprobs"},
-    "scans alone": {"logprobs"},
     "states in a store": {"logprobs"},
 }
 
@@ -31,8 +28,16 @@ def test_a_gpu_answers_as_a_cpu(answers: dict[str, Any], case: str, kinds: set[s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    ["states on the host", "module with wider keys", "delta of channels", "a scan beside attention"],
+    [
+        "states on the host",
+        "module with wider keys",
+        "delta of channels",
+        "a scan beside attention",
+        "convolutions",
+        "scans alone",
+        "module with windows",
+    ],
 )
 def test_others_answer_as_a_cpu(case: str) -> None:
     """Copies are shown by states in a store, kernels of these by their own tests."""
-    check(answers_of([case])[case], {"logprobs"})
+    check(answers_of([case])[case], set() if case == "module with windows" else {"logprobs"})
