@@ -7,6 +7,7 @@ import binascii
 import io
 import os
 import stat
+import warnings
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
@@ -41,7 +42,7 @@ def check_size(size: int, limits: Limits) -> None:
 def decoded(data: bytes, most: int) -> Picture:
     """As transformers' ``load_image``: upright as its EXIF says, the first frame, RGB without alpha."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > most:
                 raise InvalidField(
@@ -86,16 +87,16 @@ def read_inside(path: bytes, limits: Limits) -> bytes:
     try:
         found = Path(folder, os.fsdecode(path)).resolve(strict=True)
         _check_inside(found, folder)
+        status = found.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidField("the path is of no regular file")
+        check_size(status.st_size, limits)
         descriptor = os.open(found, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError, RuntimeError):
         raise _outside() from None
     with os.fdopen(descriptor, "rb") as file:
         if os.path.exists(opened := f"/proc/self/fd/{descriptor}"):  # it may have become a link meanwhile
             _check_inside(Path(os.readlink(opened)), folder)
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise InvalidField("the path is of no regular file")
-        check_size(status.st_size, limits)
         return file.read(limits.bytes + 1)
 
 

@@ -74,7 +74,7 @@ class Pool:
 
     async def _asked(self, process: _Process, task: bytes) -> Answer:
         try:
-            await process.start(self.memory, self.seconds, self._modules)
+            await process.start(self.memory, 2 * BUSY * self.seconds, self._modules)
             asked = asyncio.ensure_future(process.ask(task))
             try:
                 await self._patience(process, asked)
@@ -105,7 +105,7 @@ class _Process:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, memory: int, seconds: float, modules: Sequence[str]) -> None:
-        """Wait until its imports are done."""
+        """Wait until its imports are done. ``seconds``: after which a task of its ends it by itself."""
         if self._process is not None:
             return
         self._process = await asyncio.create_subprocess_exec(

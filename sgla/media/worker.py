@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from sgla.errors import BadRequest
-from sgla.media.pool import BUSY, KINDS, LENGTH, Answer
+from sgla.media.pool import KINDS, LENGTH, Answer
 from sgla.memory import give_back, return_memory_early
 
 
@@ -49,7 +49,7 @@ def main() -> None:
         if len(head := asks.read(LENGTH.size)) < LENGTH.size:
             return
         task = asks.read(LENGTH.unpack(head)[0])
-        signal.setitimer(signal.ITIMER_REAL, 2 * BUSY * seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         data = answer(task, memory)
         signal.setitimer(signal.ITIMER_REAL, 0)
         del task

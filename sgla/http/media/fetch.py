@@ -147,11 +147,12 @@ class Fetcher:
             raise InvalidField("only http, https and data URLs are fetched")
         if self._domains and url.host.lower() not in self._domains:
             raise InvalidField(f"{url.host[:200]} is not among the hosts of --allowed-media-domains")
-        try:
-            ipaddress.ip_address(url.host.partition("%")[0])
-        except ValueError:
+        try:  # as the system reads it, to which 0x7f.1 is 127.0.0.1
+            found = socket.getaddrinfo(url.host, None, flags=socket.AI_NUMERICHOST)
+        except OSError:
             return
-        self._resolver.check(url.host, url.host)
+        for *_, where in found:
+            self._resolver.check(url.host, str(where[0]))
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
