@@ -72,16 +72,15 @@ def run_ci(tmp_path: Path, broken: str, failing: int | None = None) -> subproces
     if failing is not None:
         listed = "".join(f"a.py::test_{number}\\n" for number in range(failing))
         (tmp_path / "pytest").write_text(
-            """#!/bin/sh
+            f"""#!/bin/sh
 case "$*" in
 *collect*) ;;
 *last-failed*) echo again ;;
 *) mkdir -p "$VIRTUAL_ENV/cache/v/cache"
-   printf '%s' > "$VIRTUAL_ENV/cache/v/cache/lastfailed"
+   printf '{listed}' > "$VIRTUAL_ENV/cache/v/cache/lastfailed"
    exit 1 ;;
 esac
 """
-            % listed
         )
     python = tmp_path / "python"  # makes an environment that has nothing
     python.write_text(f'#!/bin/sh\nmkdir -p "$3/bin" && cp {tmp_path}/[lmpr]* "$3/bin"\n')
