@@ -171,6 +171,9 @@ class EngineSettings(ModelSettings, kw_only=True):
         str, Doc(description="where the model runs: auto, cpu, cuda, or a kind that a package registers")
     ] = "auto"
     tp: Annotated[int, Doc(description="tensor-parallel ranks, one process each")] = 1
+    pp: Annotated[
+        int, Doc(description="pipeline stages, each of which has some of the layers and --tp ranks")
+    ] = 1
     threads: Annotated[int | None, Doc(description="CPU threads of each worker")] = None
     executor: Annotated[
         Literal["procs", "inline", "fake"],
@@ -583,6 +586,11 @@ class Config(MediaSettings, kw_only=True):
     log_interval: Annotated[
         float, Doc(description="seconds between log lines with the throughput while requests run; 0 = none")
     ] = 10.0
+
+    @property
+    def ranks(self) -> int:
+        """Processes, and GPUs, that share the model."""
+        return self.tp * self.pp
 
     def kv_dtype(self, dtype: str) -> str:
         """Of the KV cache of a model that computes in ``dtype``."""

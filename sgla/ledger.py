@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from sgla.config import Config
@@ -11,6 +11,8 @@ from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.encoder import EncoderSpec
 from sgla.model.read import read_spec
 from sgla.model.sizes import weight_bytes
+from sgla.model.spec import ModelSpec
+from sgla.model.stages import stages_of
 from sgla.model.state import state_of, token_bytes, unit_bytes, with_draft
 from sgla.observe.machine import Machine
 from sgla.resolve import GIB, MIB, host_bytes, kv_pool
@@ -36,12 +38,14 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
         weights = weight_bytes(spec, config.dtype, config.quantization, config.tp)
         return {"weights": weights, "kv_cache": 0, "kv_bytes_per_token": 0, "kv_pages": 0, "kv_tokens": 0}
     kind = "cuda" if config.device == "cuda" else "cpu"
-    quantization = spec.quantized(config.quantization, kind)
-    weights = weight_bytes(spec, config.dtype, quantization, config.tp, kind) * config.tp
     dtype = config.kv_dtype(config.dtype)
     guessing = read_guessing(config, draft, spec)
+    weights = sum(_weights(config, part) for part, _ in _parts(config, spec))
     weights += draft_bytes(config, guessing, config.dtype, kind)
-    states = [with_draft(state_of(spec, config.tp, rank), draft_state(guessing)) for rank in range(config.tp)]
+    states = [
+        with_draft(state_of(part, config.tp, rank), draft_state(guessing))
+        for part, rank in _parts(config, spec)
+    ]
     rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}
     if spec.recurrent:
         rows["state_bytes"] = sum(unit_bytes(state, dtype) for state in states)
@@ -51,10 +55,48 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
         return rows
     pool = kv_pool(config, spec, dtype, guessing)
     pages = pool.tokens(config.kv_cache_bytes) // config.page_size
-    rows |= {"kv_cache": config.kv_cache_bytes * config.tp, "kv_pages": pages}
+    rows |= {"kv_cache": config.kv_cache_bytes * config.ranks, "kv_pages": pages}
     if spec.recurrent:
         rows["states"] = pool.split(config.kv_cache_bytes)[-1]
     return rows | {"kv_tokens": pages * config.page_size}
+
+
+class Held(NamedTuple):
+    """What a rank holds: which ``layers``, of these the part of ``tp`` rank ``rank``; whether the embedding
+    and the output layer; bytes of weights, and those that it keeps of a token."""
+
+    rank: int
+    stage: int
+    tp_rank: int
+    layers: tuple[int, int]  # first and last
+    embedding: bool
+    output: bool
+    weights: int
+    kv_bytes_per_token: int
+
+
+def mesh(config: Config, model: dict[str, Any]) -> list[Held]:
+    """Each rank of a model that several share; none for one rank, or an encoder."""
+    spec = read_spec(model)
+    if config.ranks == 1 or not isinstance(spec, ModelSpec):
+        return []
+    dtype, found = config.kv_dtype(config.dtype), list[Held]()
+    for number, (part, rank) in enumerate(_parts(config, spec)):
+        kept = token_bytes(state_of(part, config.tp, rank), dtype)
+        layers = part.held.start, part.held.stop - 1
+        sizes = _weights(config, part), kept
+        found.append(Held(number, number // config.tp, rank, layers, part.first, part.last, *sizes))
+    return found
+
+
+def _parts(config: Config, spec: ModelSpec) -> Iterator[tuple[ModelSpec, int]]:
+    """Of each rank its stage, and its place there."""
+    return ((stage, rank) for stage in stages_of(config, spec) for rank in range(config.tp))
+
+
+def _weights(config: Config, part: ModelSpec) -> int:
+    kind = "cuda" if config.device == "cuda" else "cpu"
+    return weight_bytes(part, config.dtype, part.quantized(config.quantization, kind), config.tp, kind)
 
 
 def need_of(name: str, config: Config, model: dict[str, Any], draft: dict[str, Any] | None = None) -> Need:

@@ -371,8 +371,8 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
 
     Row ``r`` computes tokens ``[starts[r], starts[r] + q_lens[r])`` of slot ``slots[r]``; input ids come from
     the worker's slot-indexed token table, where the sampler has put the successor of the previous step, so a
-    decode row needs no token from the host. Page-table changes are appends: ``page_counts[i]`` pages of every
-    cache group for ``page_slots[i]``.
+    decode row needs no token from the host, unless another stage samples (``tokens``). Page-table changes are
+    appends: ``page_counts[i]`` pages of every cache group for ``page_slots[i]``.
 
     A row goes on with the state in its slot's unit, with that of ``state_reads`` if it is named there, or
     without any from token 0 on, and leaves its last one in the slot's unit. On the way it leaves
@@ -400,6 +400,7 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     # int32[*], none or one for each cache group of pages: pages to zero before the step.
     # They may hold NaN, which masks do not hide everywhere.
     zeroed: list[bytes] = []
+    tokens: bytes = b""  # int32[*], with several stages: those that the first rows begin with
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):
@@ -430,10 +431,10 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepResult(msgspec.Struct, array_like=True, kw_only=True):
-    """Worker rank 0 -> schedule. ``tokens`` int32[*]: of the S SAMPLE rows in row order, ``counts[i]`` new
-    ones of the i-th: those that it guessed right and the next one, or the next one and those that a grammar
-    forces behind it; none if the token it was planned to sample has come already. KV is there of all but the
-    last one, or the forced ones and the one before these. The token table has all."""
+    """The worker that answers -> schedule. ``tokens`` int32[*]: of the S SAMPLE rows in row order,
+    ``counts[i]`` new ones of the i-th: those that it guessed right and the next one, or the next one and
+    those that a grammar forces behind it; none if the token it was planned to sample has come already. KV is
+    there of all but the last one, or the forced ones and the one before these. The token table has all."""
 
     step: int
     tokens: bytes

@@ -24,6 +24,8 @@ from sgla.model.generic_spec import GenericSpec, check_generic
 from sgla.model.read import read_spec
 from sgla.model.sizes import as_stored, experts_kind, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
+from sgla.model.stages import check_settings as check_stages
+from sgla.model.stages import fullest
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
 from sgla.observe import kv_events
 from sgla.observe.machine import Machine, detect
@@ -123,7 +125,7 @@ def resolve(
         check_offload(config, machine, device, spec, pooled or encoder)
     if device == "cuda":
         check_cards(config, machine, spec, dtype)
-    filling.settle("threads", choose_threads(machine, config.tp))
+    filling.settle("threads", choose_threads(machine, config.ranks))
     settle_steps(filling, device == "cuda")
     settle_cache(filling, machine, device, spec, dtype, guessing)
     if not config.served_model_name:
@@ -153,7 +155,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
 
 def check_cards(config: Config, machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str) -> None:
     """Raise ConfigError for a model that one of the GPUs has no kernels for."""
-    for gpu in machine.gpus[: config.tp]:
+    for gpu in machine.gpus[: config.ranks]:
         if isinstance(spec, ModelSpec):
             experts = experts_kind(spec, dtype, config.quantization)
             check_device(gpu, config, dtype, experts, spec.quantization)
@@ -225,6 +227,7 @@ def check_features(config: Config, machine: Machine, device: str, vectors: bool,
             param="logits_processors",
         )
     check_guesses(config, device)
+    check_stages(config, device, vectors)
     check_tiers(config, machine)
     check_role(config, vectors)
     check_events(config, vectors)
@@ -293,7 +296,10 @@ def settle_steps(filling: Filling, cuda: bool) -> None:
             Settled(200.0, "five tokens a second while prompts are read"),
         )
     )
-    filling.settle("depth", Settled(2, "plans the next step while this one runs"))
+    ahead = Settled(2, "plans the next step while this one runs")
+    if (stages := filling.config.pp) > 1:
+        ahead = Settled(stages + 1, "a step in each stage, and one that is planned meanwhile")
+    filling.settle("depth", ahead)
     filling.settle("max_running_requests", rows)
     filling.settle("step_tokens", tokens)
     filling.settle("itl_target_ms", seconds)
@@ -344,9 +350,10 @@ def check_gpus(config: Config, machine: Machine) -> None:
         )
     if not machine.gpus:
         raise ConfigError("--device cuda: the driver shows no NVIDIA GPU; give --device cpu", param="device")
-    if config.tp > len(machine.gpus):
+    if config.ranks > len(machine.gpus):
+        flags = f"--tp {config.tp}" + (f" --pp {config.pp}" if config.pp > 1 else "")
         raise ConfigError(
-            f"--tp {config.tp} needs {config.tp} GPUs, this machine shows {len(machine.gpus)}", param="tp"
+            f"{flags} needs {config.ranks} GPUs, this machine shows {len(machine.gpus)}", param="tp"
         )
 
 
@@ -547,23 +554,23 @@ def choose_dtype(
 
 
 def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: ModelSpec | None = None) -> Pool:
-    """How a rank shares out the bytes of its KV cache, which is of ``dtype``. ``guessing``: the model that
-    guesses."""
+    """How a rank shares out the bytes of its KV cache, which is of ``dtype``: one of the stage that holds
+    fewest tokens. ``guessing``: the model that guesses."""
     context = config.context_length or min(spec.context_len, LONGEST)
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
     demand = Demand(config.max_running_requests, config.step_tokens, config.prefix_cache)
-    state = with_draft(state_of(spec, config.tp), draft_state(guessing))
+    state = with_draft(state_of(fullest(config, spec), config.tp), draft_state(guessing))
     return Pool(kv_groups(state, context, dtype), config.page_size, demand)
 
 
-def choose_threads(machine: Machine, tp: int) -> Settled:
+def choose_threads(machine: Machine, ranks: int) -> Settled:
     few = machine.cores <= 4
     cores = machine.cores if few else machine.physical_cores
     kind = "usable" if few else "physical"
-    if tp == 1:
+    if ranks == 1:
         return Settled(cores, f"all {kind} cores")
-    return Settled(max(1, cores // tp), f"{cores} {kind} cores over {tp} ranks")
+    return Settled(max(1, cores // ranks), f"{cores} {kind} cores over {ranks} ranks")
 
 
 def choose_kv_bytes(
@@ -575,7 +582,7 @@ def choose_kv_bytes(
 ) -> Settled:
     """Of a CPU: room for ROOM_TOKENS and a state for each row, at least 512 MiB, at most a quarter of what is
     free. ``dtype``: of the KV cache."""
-    own = state_of(spec, config.tp) if isinstance(spec, ModelSpec) else []
+    own = state_of(fullest(config, spec), config.tp) if isinstance(spec, ModelSpec) else []
     state = with_draft(own, draft_state(guessing))
     assert config.max_running_requests is not None
     rows = (config.max_running_requests + 1) * unit_bytes(state, dtype)
@@ -625,9 +632,9 @@ def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[
     if config.memory_fraction != 1 and (device != "cuda" or encoder):
         what = "an encoder keeps no KV cache" if encoder else "--kv-cache-bytes sizes that of a CPU"
         found.append(f"--memory-fraction is for the KV cache of a GPU and changes nothing here: {what}")
-    if config.threads and config.threads * config.tp > machine.cores:
+    if config.threads and config.threads * config.ranks > machine.cores:
         found.append(
-            f"{config.threads * config.tp} threads on {machine.cores} cores: they will wait for each other"
+            f"{config.threads * config.ranks} threads on {machine.cores} cores: they will wait for each other"
         )
     return found
 
@@ -643,6 +650,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "kv_transfer_port": (0, 65535),
     "context_length": (1, LONGEST),
     "tp": (1, MOST_RANKS),
+    "pp": (1, MOST_RANKS),
     "threads": (1, 4096),
     "fake_step_ms": (0, math.inf),
     "max_running_requests": (1, 65536),
@@ -680,6 +688,8 @@ def check(config: Config) -> None:
         value = getattr(config, name)
         if value is None:
             continue
+        if name == "depth":
+            high = max(high, config.pp + 1)
         if not (low <= value <= high and math.isfinite(value)):
             span = f"at least {low:g}" if math.isinf(high) else f"from {low} to {high}"
             raise ConfigError(f"--{name.replace('_', '-')} must be {span}, got {value}", param=name)

@@ -160,7 +160,8 @@ class System:
 
     def _compiler(self, tokenizer: Tokenizer, facts: Facts) -> Compiler:
         async def tell(command: Control) -> dict[str, Any]:
-            return (await self._control(command, COMMANDS))["ranks"][0]
+            told = (await self._control(command, COMMANDS))["ranks"]
+            return next(filter(None, told), {})  # of the rank that samples
 
         config = self.config
         self.metrics.compiler = Compiler(

@@ -53,7 +53,7 @@ class Word(NamedTuple):
 
 
 OPEN = {"auto": None, "-1": None, "0": None}  # of a length that the model decides
-ONE_HOST = "a model is split over the GPUs of one host, by --tp"
+ONE_HOST = "a model is split over the GPUs of one host, by --tp and --pp"
 OFF = Switch("prefix_cache", False)
 GRAPHS = "a GPU's steps run from CUDA graphs in any case, with the same answers, and a CPU has none"
 SLEEPS = "every server can give memory back: POST /sleep"
@@ -96,8 +96,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "tp-size": Alias("tp"),
     "tensor-parallel-size": Alias("tp"),
     "num-shard": Alias("tp"),
-    "pp-size": Always(ONE_HOST, ("1",)),
-    "pipeline-parallel-size": Always(ONE_HOST, ("1",)),
+    "pp-size": Alias("pp"),
+    "pipeline-parallel-size": Alias("pp"),
     "dp-size": Always(f"{ONE_HOST}; run several servers behind 'sgla route'", ("1",)),
     "data-parallel-size": Always(f"{ONE_HOST}; run several servers behind 'sgla route'", ("1",)),
     "ep-size": Always(f"{ONE_HOST}, experts too", ("1",)),

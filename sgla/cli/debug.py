@@ -94,8 +94,8 @@ def computed(config: Config, source: ModelSource, tokens: list[int]) -> Run:
     if config.dtype == "auto" and config.device != "cuda":
         changes["dtype"] = "float32"
     config = resolve(msgspec.structs.replace(config, **changes), model=source.config).config
-    if config.tp > 1:
-        raise ConfigError("sgla debug runs one rank; leave --tp out", param="tp")
+    if config.ranks > 1:
+        raise ConfigError("sgla debug runs one rank; leave --tp and --pp out", param="tp")
     watched = importlib.import_module("sgla.worker.watched")
     runner = watched.watched(config, source, lambda progress: None)
     core = Core(

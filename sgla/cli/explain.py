@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +23,7 @@ from sgla.errors import ConfigError
 from sgla.hub.demo import choose_model
 from sgla.hub.fetch import find_local
 from sgla.hub.source import ModelSource
-from sgla.ledger import check_fits, ledger, need_of, room_of, size_text, table_of
+from sgla.ledger import Held, check_fits, ledger, mesh, need_of, room_of, size_text, table_of
 from sgla.loading.source import configured_source, drafting
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_spec
@@ -46,16 +47,19 @@ def run(args: argparse.Namespace) -> int:
     pooled = source is not None and read_pooling(source, config.task) is not None
     resolved = resolve(config, machine, model, pooled, draft)
     rows = ledger(resolved.config, model, draft) if model else {}
+    ranks = mesh(resolved.config, model) if model else []
     counts = parameters(read_spec(model)) if model else None
     defaults = find_defaults(config, source)
     resolved.notes.extend((*(source.notes if source else ()), *defaults.notes))
     if args.json:
-        print(as_json(resolved, rows, defaults, counts))
-    elif sys.stdout.isatty():
+        print(as_json(resolved, rows, defaults, counts, ranks))
+        return 0
+    if sys.stdout.isatty():
         table(["SETTING", "VALUE", "REASON"], settings(resolved))
         print(summary(resolved, rows, machine, defaults, counts))
     else:
         print(as_text(resolved, rows, machine, defaults, counts))
+    print("".join(f"{line}\n" for line in mesh_lines(resolved.config, ranks)), end="")
     return 0
 
 
@@ -163,7 +167,7 @@ def summary(
             lines += [host_line(rows["weights_on_host"], resolved.config.tp)]
         lines += [kv_line(rows)]
         if resolved.config.device == "cuda":
-            memory = sum(gpu.memory for gpu in machine.gpus[: resolved.config.tp])
+            memory = sum(gpu.memory for gpu in machine.gpus[: resolved.config.ranks])
             lines.append(f"GPUs       {size_text(memory):>10}")
         else:
             total = rows["weights"] + rows["kv_cache"]
@@ -174,6 +178,23 @@ def summary(
         lines += ["", "the model is not on this disk yet, so its memory is unknown"]
     lines.append(f"sampling   {defaults}")
     return "\n".join(lines + [f"note: {note}" for note in resolved.notes])
+
+
+def mesh_lines(config: Config, ranks: Sequence[Held]) -> Iterator[str]:
+    """Who holds what, where several ranks share a model."""
+    if not ranks:
+        return
+    yield f"ranks      {len(ranks):>10}  {config.pp} stages (--pp) of {config.tp} (--tp)"
+    cache = "" if config.kv_cache_bytes is None else f", KV cache {size_text(config.kv_cache_bytes)}"
+    for held in ranks:
+        first, last = held.layers
+        what = [f"layers {first} to {last}" if last > first else f"layer {first}"]
+        what += ["embedding"] * held.embedding + ["output layer"] * held.output
+        part = f", part {held.tp_rank + 1} of {config.tp}" if config.tp > 1 else ""
+        yield (
+            f"- rank {held.rank:<3}  {size_text(held.weights):>10}  {', '.join(what)}{part}{cache}, "
+            f"{held.kv_bytes_per_token} bytes a token"
+        )
 
 
 def parameters_line(counts: Parameters) -> str:
@@ -208,7 +229,11 @@ def reason(resolved: Resolved, name: str) -> str:
 
 
 def as_json(
-    resolved: Resolved, rows: dict[str, int], defaults: Defaults, counts: Parameters | None = None
+    resolved: Resolved,
+    rows: dict[str, int],
+    defaults: Defaults,
+    counts: Parameters | None = None,
+    ranks: Sequence[Held] = (),
 ) -> str:
     values = msgspec.to_builtins(resolved.config)
     values |= {name: shown(name, values[name]) for name in SECRETS}
@@ -219,6 +244,8 @@ def as_json(
     whole = {"settings": settings, "memory": rows, "sampling": sampling, "notes": resolved.notes}
     if defaults.talks:
         whole["sampling_in_words"] = defaults.talks
+    if ranks:
+        whole["mesh"] = [held._asdict() for held in ranks]
     if counts is not None:
         whole["parameters"] = counts._asdict()
     return json.dumps(whole, indent=2)

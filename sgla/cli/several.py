@@ -157,10 +157,10 @@ def check_together(models: list[Config]) -> None:
     disks: set[str] = set()
     for model in models:
         first = model.served_model_name[0]
-        if model.tp > 1:
+        if model.ranks > 1:
             raise ConfigError(
-                f"model {first}: several models in one server have one rank each; leave --tp out, or serve "
-                "it in a server of its own",
+                f"model {first}: several models in one server have one rank each; leave --tp and --pp out, "
+                "or serve it in a server of its own",
                 param="tp",
             )
         if model.role != "both":

@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel group.
+"""One rank of a tensor-parallel group, which may be one of several stages of a pipeline.
 ``Shard()`` is the only rank of a group of one, where collectives do nothing."""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from sgla.dist.pipe import Pipe
 from sgla.kernels.ops import AddedNorm
 
 
@@ -30,11 +31,31 @@ class Exchange(Protocol):
 @dataclass(frozen=True)
 class Shard:
     """``rank`` of ``size``.
-    All ranks must call the same collectives in the same order, with the same shapes."""
+    All ranks must call the same collectives in the same order, with the same shapes.
+
+    ``pipe``: its stage, if there are several; the ranks of one are a ``group`` of their own.
+    """
 
     rank: int = 0
     size: int = 1
     exchange: Exchange | None = None
+    pipe: Pipe | None = None
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def number(self) -> int:
+        """Of the rank, among those of all stages."""
+        return self.rank + (0 if self.pipe is None else self.pipe.stage * self.size)
+
+    @property
+    def count(self) -> int:
+        """Of the ranks of all stages."""
+        return self.size * (1 if self.pipe is None else self.pipe.stages)
+
+    @property
+    def samples(self) -> bool:
+        """It has the model's logits: it is in the last stage."""
+        return self.pipe is None or self.pipe.last
 
     def range(self, count: int, unit: int = 1) -> range:
         """This rank's part of ``count`` things:
@@ -55,7 +76,7 @@ class Shard:
         if self.exchange is not None and self.exchange.takes(x):
             self.exchange.sum(x)
         elif self.size > 1:
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self.group)
 
     def norms(self, x: Tensor) -> bool:
         """Whether ``all_reduce_norm`` takes what looks like x. The same on every rank."""
@@ -71,7 +92,7 @@ class Shard:
         if self.exchange is not None:
             self.exchange.max(keys)
         elif self.size > 1:
-            dist.all_reduce(keys, dist.ReduceOp.MAX)
+            dist.all_reduce(keys, dist.ReduceOp.MAX, self.group)
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Join the ranks' columns:
@@ -84,19 +105,19 @@ class Shard:
         padded = x.new_zeros(x.shape[0], width)
         padded[:, : x.shape[1]] = x
         received = [x.new_empty(padded.shape) for _ in parts]
-        dist.all_gather(received, padded)
+        dist.all_gather(received, padded, self.group)
         for part, columns in zip(parts, received):
             out[:, part.start : part.stop] = columns[:, : len(part)]
 
     def broadcast(self, x: Tensor, source: int = 0) -> None:
         """Overwrite x with rank ``source``'s, in place."""
         if self.size > 1:
-            dist.broadcast(x, source)
+            dist.broadcast(x, source + self.number - self.rank, self.group)
 
 
 @contextmanager
-def join(rank: int, size: int, store: Path, timeout: float = 300.0) -> Iterator[Shard]:
-    """Meet the other ranks on this host over gloo and leave at the end.
+def join(rank: int, size: int, store: Path, stages: int = 1, timeout: float = 300.0) -> Iterator[Shard]:
+    """Meet the other ranks on this host over gloo and leave at the end. Each of the ``stages`` has as many.
 
     ``store`` is a path that does not exist yet, the same for all ranks and never used before: they find each
     other through that file, so no port has to be agreed on. ``timeout`` in seconds holds for each collective.
@@ -112,6 +133,16 @@ def join(rank: int, size: int, store: Path, timeout: float = 300.0) -> Iterator[
         "gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
     )
     try:
-        yield Shard(rank, size)
+        yield shard_of(rank, size, stages)
     finally:
         dist.destroy_process_group()
+
+
+def shard_of(rank: int, size: int, stages: int) -> Shard:
+    """The part of rank ``rank`` of all, who have met: those of a stage lie side by side."""
+    if stages == 1:
+        return Shard(rank, size)
+    width = size // stages
+    groups = [dist.new_group(list(range(at, at + width))) for at in range(0, size, width)]
+    stage = rank // width
+    return Shard(rank % width, width, pipe=Pipe(stage, stages, width, rank), group=groups[stage])

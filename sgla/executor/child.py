@@ -1,8 +1,8 @@
 """The first code of a worker process: tie it to the main process, make the rings, load, serve.
 
-``python -c "from sgla.executor.child import main; main()" PIPE PARENT SPAWNED RANK RUNNER``: descriptor of
-the pipe, pid of the main process, its monotonic time at the start, the rank, and the runner as
-``module:class``.
+``python -c "from sgla.executor.child import main; main()" PIPE PARENT SPAWNED RANK RUNNER ANSWERS``:
+descriptor of the pipe, pid of the main process, its monotonic time at the start, the rank, the runner as
+``module:class``, and 1 if steps have their results from this rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPIN = 50e-6  # seconds to look for the next plan before sleeping, where there a
 
 
 def main() -> None:
-    fd, parent, spawned, rank, runner = sys.argv[1:]
+    fd, parent, spawned, rank, runner, answers = sys.argv[1:]
     begun = clock.now()
     die_with(int(parent))
     # The terminal and service managers signal the whole group; when to stop is the main process's decision.
@@ -45,7 +45,7 @@ def main() -> None:
     pipe = Connection(int(fd))
     code = 1
     try:
-        code = run(pipe, int(rank), runner, {"spawn": begun - float(spawned)})
+        code = run(pipe, int(rank), runner, answers == "1", {"spawn": begun - float(spawned)})
     except (BrokenPipeError, ConnectionResetError, EOFError):
         code = 0  # the main process gave up on us
     except BaseException:
@@ -59,13 +59,13 @@ def main() -> None:
 _kept: list[Any] = []
 
 
-def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> int:
+def run(pipe: Connection, rank: int, runner: str, answers: bool, timings: dict[str, float]) -> int:
     """Exit code of the process."""
     begun = clock.now()
     gc.disable()  # imports and loading make no garbage, and looking for it takes a tenth of their time
     pipe.send(("progress", Progress(phase="spawn", message="importing torch")))
     try:
-        rings = [Ring.create(PLANS)] + ([Ring.create(RESULTS)] if rank == 0 else [])
+        rings = [Ring.create(PLANS)] + ([Ring.create(RESULTS)] if answers else [])
     except OSError as error:
         need = f"{(PLANS + RESULTS) >> 20} MiB of shared memory"
         message = f"{need} cannot be had ({error}); raise the limits of memory and of file sizes"
@@ -96,7 +96,7 @@ def run(pipe: Connection, rank: int, runner: str, timings: dict[str, float]) -> 
     give_back_memory()
     pipe.send(("facts", worker.facts))
     spare = len(os.sched_getaffinity(0)) - size * (config.threads or 1)
-    done = serve(worker, rings[0], rings[1] if rank == 0 else None, pipe, SPIN if spare > 1 else 0.0)
+    done = serve(worker, rings[0], rings[1] if answers else None, pipe, SPIN if spare > 1 else 0.0)
     return 0 if done else 1
 
 

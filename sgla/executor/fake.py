@@ -274,6 +274,10 @@ class FakeModel:
         assert len(set(slots)) == len(slots), "a slot has two rows"
         alone = self._encoder and len(q_lens) == 1
         assert alone or sum(q_lens) <= self.facts.step_tokens, "more tokens than a step may have"
+        for index, start, token in zip(slots, starts, ints(plan.tokens)):
+            slot = self._slots[index]
+            assert slot is not None, "a token for an empty slot"
+            assert slot.tokens[start] == token, "a row begins with another token"
         rows = []
         drafts = ints(plan.drafts) if plan.drafts else array("i", [-1]) * len(slots)
         for index, start, count, flags, most in zip(slots, starts, q_lens, plan.flags, drafts, strict=True):

@@ -32,8 +32,10 @@ class InlineExecutor:
     """See ``executor.base.Executor``. One rank only."""
 
     def __init__(self, config: Config, source: ModelSource | None, *, runner: str | None = None) -> None:
-        if config.tp > 1:
-            raise ConfigError("--executor inline runs one rank; use procs for --tp above 1", param="executor")
+        if config.ranks > 1:
+            raise ConfigError(
+                "--executor inline runs one rank; use procs for --tp or --pp above 1", param="executor"
+            )
         self._config = config
         self._source = source
         self._runner = runner or runner_of(config)

@@ -2,8 +2,8 @@
 
 A worker is a fresh interpreter that imports nothing of the main process's ``__main__``. Between the two: a
 socket pair for set-up and control commands, whose end of file also tells of a death; a ring of plans to every
-rank and a ring of results from rank 0; and a pipe from the worker's stdout and stderr, shown to the user and
-kept as its last words. The main process imports no torch.
+rank and a ring of results from the one that answers, the first of the last stage; and a pipe from the
+worker's stdout and stderr, shown to the user and kept as its last words. The main process imports no torch.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ ENTRY = "from sgla.executor.child import main; main()"
 
 
 class Rank:
-    """One worker process and our ends of everything shared with it."""
+    """One worker process and our ends of everything shared with it. ``answers``: steps have their results
+    from it."""
 
-    def __init__(self, number: int, runner: str) -> None:
+    def __init__(self, number: int, runner: str, answers: bool) -> None:
         self.number = number
         self.plans: Ring | None = None
         self.results: Ring | None = None
@@ -57,7 +58,7 @@ class Rank:
         self.pipe, theirs = Pipe()
         self.stderr, their_stderr = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.stderr, False)
-        argv = (theirs.fileno(), os.getpid(), clock.now(), number, runner)
+        argv = (theirs.fileno(), os.getpid(), clock.now(), number, runner, int(answers))
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-X", "faulthandler", "-c", ENTRY, *map(str, argv)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -137,7 +138,13 @@ def runner_of(config: Config) -> str:
     return platform("cpu" if config.device == "auto" else config.device).runner
 
 
-_early: dict[tuple[int, str], Rank] = {}
+_early: dict[tuple[int, str, bool], Rank] = {}
+
+
+def _roles(config: Config, runner: str) -> list[tuple[int, str, bool]]:
+    """What makes each ``Rank``."""
+    answering = config.ranks - config.tp
+    return [(number, runner, number == answering) for number in range(config.ranks)]
 
 
 def spawn_early(config: Config) -> None:
@@ -146,9 +153,8 @@ def spawn_early(config: Config) -> None:
 
     ``config.device`` is settled. The next ``ProcsExecutor`` for such workers takes them over.
     """
-    runner = runner_of(config)
-    for number in range(config.tp):
-        _early[number, runner] = Rank(number, runner)
+    for role in _roles(config, runner_of(config)):
+        _early[role] = Rank(*role)
 
 
 class ProcsExecutor:
@@ -181,10 +187,10 @@ class ProcsExecutor:
             return
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
-        if self._config.tp > 1:
+        if self._config.ranks > 1:
             self._rendezvous = tempfile.mkdtemp(prefix="sgla-")
-        for number in range(self._config.tp):
-            rank = _early.pop((number, self._runner), None) or Rank(number, self._runner)
+        for role in _roles(self._config, self._runner):
+            rank = _early.pop(role, None) or Rank(*role)
             self._ranks.append(rank)
             self._loop.add_reader(rank.pipe.fileno(), self._on_message, rank)
             # uvloop has made it non-blocking, but a message may come in parts.
@@ -192,8 +198,8 @@ class ProcsExecutor:
             self._loop.add_reader(rank.stderr, self._on_stderr, rank)
 
     def assign(self, config: Config, source: ModelSource) -> None:
-        """Replace what the constructor was told, before ``start``; ``tp`` stays."""
-        assert config.tp == self._config.tp
+        """Replace what the constructor was told, before ``start``; the number of ranks stays."""
+        assert (config.tp, config.pp) == (self._config.tp, self._config.pp)
         self._config, self._source = config, source
 
     async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
@@ -311,22 +317,26 @@ class ProcsExecutor:
             assert rank.plans is not None
             rank.plans.push(record)
 
+    @property
+    def _answering(self) -> Rank:
+        return self._ranks[self._config.ranks - self._config.tp]
+
     def results_fd(self) -> int:
-        results = self._ranks[0].results
+        results = self._answering.results
         assert results is not None
         return results.fileno()
 
     def drain(self) -> list[StepResult | Moved]:
         if self._gone:
             return []
-        ring = self._ranks[0].results
+        ring = self._answering.results
         assert ring is not None
         ring.clear()
         results: list[StepResult | Moved] = []
         while (record := ring.pop()) is not None:
             result = self._decode(record)
             if result.error is not None:
-                self._lose(self._ranks[0], result.error)
+                self._lose(self._answering, result.error)
                 break
             results.append(result)
         results += self._moved

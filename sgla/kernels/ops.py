@@ -746,6 +746,14 @@ def inplace(fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
 
 
 @op
+def arriving(receive: Callable[[Tensor], None], ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Hidden states ``[T, width]`` of the tokens ids int32[T], which ``receive`` fills in."""
+    x = torch.empty(ids.shape[0], width, dtype=dtype, device=ids.device)
+    receive(x)
+    return x
+
+
+@op
 def call(fn: Callable[[Tensor, Tensor], None], x: Tensor, width: int) -> Tensor:
     """Call ``fn(x, out)``, which fills a new ``out`` [T, width], and return it:
     ``inplace`` for an all-gather of columns."""

@@ -3,6 +3,7 @@ a split one would cost an all-reduce a step); the output layer is split over the
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sgla.kernels import ops
@@ -22,6 +23,11 @@ class VocabEmbedding:
         # Adapters are for what has no scale, on which implementations differ.
         parts = [(name, hidden, range(hidden), None)] if scale == 1.0 else []
         self.stack, self.rows = build.stack(vocab, parts, embedding=True)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what it makes on a GPU."""
+        return torch.float32 if self.weight.kind == "f32" else torch.bfloat16
 
     def __call__(self, ids: Tensor) -> Tensor:
         x = ops.embedding(ids, self.weight, self.scale)

@@ -59,6 +59,7 @@ def load_model(
     offload: Offload | None = None,
     adapters: Adapters | None = None,
     make: Make = anywhere,
+    stage: range | None = None,
 ) -> CausalLM:
     """Build the model and load this rank's weights.
 
@@ -67,8 +68,9 @@ def load_model(
     output layer are int8 (and ``wide_matrices``), with fp8 they are not quantized. Checkpoints in fp8 stay so
     on a GPU. ``context_len`` bounds positions (default: the model's own). ``seed`` makes dummy weights.
     ``on_model`` gets the model before its weights come. ``offload``: has the weights of some layers.
-    ``adapters``: layers make room for them in it. ``make``: the tensors of matrices. Raises ConfigError, and
-    WeightError naming missing, unexpected and misshapen tensors.
+    ``adapters``: layers make room for them in it. ``make``: the tensors of matrices. ``stage``: layers of
+    this rank, if there are several stages. Raises ConfigError, and WeightError naming missing, unexpected and
+    misshapen tensors.
     """
     spec = read_decoder(source.config)
     if isinstance(spec, GenericSpec):
@@ -82,6 +84,7 @@ def load_model(
         spec = replace(spec, tied=False)
     if source.kind == "gguf" and spec.moe is not None:
         spec = replace(spec, moe=replace(spec.moe, crossed=False))  # the file has gate and up apart
+    spec = replace(spec, stage=stage)
     quantization = spec.quantized(quantization, _device().type)
     rename = renaming(spec.architecture)
     build = decoder_build(source, spec, dtype, quantization, shard or Shard(), rename)
@@ -101,7 +104,7 @@ def load_model(
         on_model(model)
     model.declared = Declared(build, spec.architecture, spec.tied, model.ignored, rename, mending(spec), seed)
     model.declared.load(source, on_progress)
-    model.cache_scales = cache_scales(build, spec.layers)
+    model.cache_scales = cache_scales(build, spec.held)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +20,7 @@ from sgla.layers.moe import MoE, SharedExpert
 from sgla.layers.norm import LayerNorm, Norm, RMSNorm
 from sgla.layers.rope import rope_table
 from sgla.layers.spec import RopeSpec
+from sgla.layers.stage import Arriving, Leaving
 from sgla.layers.vocab import LMHead, PositionEmbedding, VocabEmbedding
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
@@ -51,8 +52,8 @@ class CausalLM(ABC):
 
     ignored: tuple[str, ...] = ()
     unrecorded: ClassVar[str] = ""  # why its forward pass is not made of ops, which can be recorded
-    embed: VocabEmbedding
-    lm_head: LMHead
+    embed: VocabEmbedding | Arriving
+    lm_head: LMHead  # of the last stage
     blocks: list[Block]
     cache_scales: list[tuple[float, float]] | None = None  # of k and v of each layer, if the file has them
     declared: Refills | None = None  # what brings other weights; None: nothing does
@@ -67,8 +68,8 @@ class CausalLM(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
-        """Final hidden states ``[S, d]`` of the batch's tokens ``rows`` int32[S], or ``[T, d]`` of all. The
-        KV of all is written to ``kv``, one entry a layer."""
+        """Final hidden states ``[S, d]`` of the batch's tokens ``rows`` int32[S], or ``[T, d]`` of all; what
+        a stage hands on, of all. The KV of all is written to ``kv``, one entry a layer."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[S, d]`` -> float32 ``[S, vocab]``, the same on every rank."""
@@ -93,8 +94,21 @@ class Block(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+def elsewhere(spec: ModelSpec) -> Iterator[str]:
+    """Prefixes of tensors that other stages have, or nobody: those of ``spec.predictors``."""
+    for layer in range(spec.layers + spec.predictors):
+        if layer not in spec.held:
+            yield f"model.layers.{layer}."
+    if not (spec.first or (spec.last and spec.tied)):
+        yield "model.embed_tokens."
+    if not spec.first:
+        yield "model.embed_positions."
+    if not spec.last:
+        yield from ("model.norm.", "lm_head.")
+
+
 class Decoder(CausalLM):
-    """Embedding, blocks, norm, output layer.
+    """Embedding, blocks, norm, output layer; or a stage of these.
     A family says what its ``block`` is made of; the parts come as the ``spec`` has them."""
 
     mixture: ClassVar[type[MoE]] = MoE
@@ -103,22 +117,29 @@ class Decoder(CausalLM):
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         super().__init__(spec, build, positions)
-        behind = range(spec.layers, spec.layers + spec.predictors)
-        self.ignored = (*self.ignored, *(f"model.layers.{i}." for i in behind))
+        self.ignored = (*self.ignored, *elsewhere(spec))
         self._angles: dict[tuple[RopeSpec | None, int], Tensor] = {}
-        self.embed = VocabEmbedding(
-            build, "model.embed_tokens", spec.vocab, spec.hidden, spec.embedding_scale
-        )
+        self.embed = self._embedding(build) if spec.first else Arriving(build, spec.hidden)
         self.position_embed: PositionEmbedding | None = None
-        if spec.learned:
+        if spec.learned and spec.first:
             name = "model.embed_positions"
             self.position_embed = PositionEmbedding(
                 build, name, spec.learned, spec.hidden, self.unused_positions
             )
-        self.blocks: list[Block] = [self.block(build, f"model.layers.{i}", i) for i in range(spec.layers)]
-        self.norm = self.norm_of(build, "model.norm")
-        tied = self.embed if spec.tied else None
-        self.lm_head = LMHead(
+        self.blocks: list[Block] = [self.block(build, f"model.layers.{i}", i) for i in spec.held]
+        self.norm: Norm | Leaving = self.norm_of(build, "model.norm") if spec.last else Leaving(build)
+        if spec.last:
+            self.lm_head = self._head(build)
+
+    def _embedding(self, build: Build) -> VocabEmbedding:
+        spec = self.spec
+        return VocabEmbedding(build, "model.embed_tokens", spec.vocab, spec.hidden, spec.embedding_scale)
+
+    def _head(self, build: Build) -> LMHead:
+        spec, tied = self.spec, None
+        if spec.tied:
+            tied = self.embed if isinstance(self.embed, VocabEmbedding) else self._embedding(build)
+        return LMHead(
             build,
             "lm_head",
             spec.vocab,

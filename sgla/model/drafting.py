@@ -79,7 +79,7 @@ def check_settings(config: Config, device: str) -> None:
     obstacle = None
     if config.executor == "fake":
         return
-    if config.tp > 1:
+    if config.ranks > 1:
         obstacle = "by several ranks yet"
     elif name != "ngram" and device not in ("cpu", "cuda"):
         obstacle = f"with --device {device} yet; ngram can"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sgla.errors import ConfigError
@@ -117,12 +118,12 @@ def short_count(count: int) -> str:
 def weight_bytes(
     spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int, device: str = "cpu"
 ) -> int:
-    """Bytes of one rank's matrices on this kind of device; norms are left out, and whether the file has 4
-    bits itself."""
+    """Bytes of one rank's matrices on this kind of device, of the layers that its stage has; norms are left
+    out, and whether the file has 4 bits itself."""
     whole = _matrix_bytes(spec, dtype, quantization, ranks, device)
     if isinstance(spec, ModelSpec) and quantization in FOUR_BITS and device == "cpu":
         made = as_stored(spec.method, quantization) is None
-        whole += wide_matrices(spec).nbytes / ranks if made else 0
+        whole += wide_matrices(spec).nbytes * len(spec.held) / spec.layers / ranks if made else 0
     return int(whole)
 
 
@@ -136,10 +137,14 @@ def _matrix_bytes(
     linear, vocab = FORMATS[kinds.linear].bytes, FORMATS[kinds.vocab].bytes
     if (kept := as_stored(spec.method, quantization)) is not None:
         linear, vocab = kept.bytes(kinds.plain, device), kept.vocab_bytes(kinds.plain)
-    attention = sum(layer.weights(spec.hidden) for layer in spec.attention)
-    table = (spec.vocab * spec.hidden + _given(spec)) * vocab + _giving(spec) * linear
-    positions = spec.learned * spec.hidden * FORMATS[kinds.plain].bytes
-    head = 0.0 if spec.tied else spec.vocab * spec.hidden * vocab / ranks
+    attention = sum(layer.weights(spec.hidden) for layer in spec.attention_held)
+    table = positions = head = 0.0
+    if spec.first or (spec.last and spec.tied):
+        table = (spec.vocab * spec.hidden + _given(spec)) * vocab + _giving(spec) * linear
+    if spec.first:
+        positions = spec.learned * spec.hidden * FORMATS[kinds.plain].bytes
+    if spec.last and not spec.tied:
+        head = spec.vocab * spec.hidden * vocab / ranks
     layers = attention + _mlps(spec, spec.moe.experts if spec.moe else 0)
     others = layers - _experts(spec) if kept is not None and kept.experts_alone else 0
     matrices = (layers - others) * linear + others * FORMATS[kinds.plain].bytes
@@ -151,7 +156,7 @@ def _experts(spec: ModelSpec) -> int:
     if (moe := spec.moe) is None:
         return 0
     each = (3 if spec.gated else 2) * (moe.latent or spec.hidden)
-    return each * len(moe.layers) * moe.experts * moe.intermediate
+    return each * len(moe.layers.intersection(spec.held)) * moe.experts * moe.intermediate
 
 
 def _given(spec: ModelSpec) -> int:
@@ -166,7 +171,7 @@ def _giving(spec: ModelSpec) -> int:
 
 def _mlps(spec: ModelSpec, experts: int) -> int:
     """Values of their matrices with so many ``experts`` in a mixture."""
-    return sum(_mlp(spec, layer, experts) for layer in range(spec.layers))
+    return sum(_mlp(spec, layer, experts) for layer in spec.held)
 
 
 def _mlp(spec: ModelSpec, layer: int, experts: int) -> int:
@@ -225,7 +230,7 @@ def wide_matrices(spec: ModelSpec, exact: Callable[[str], bool] = lambda name: F
         *((i, "mlp", ("down",), inner) for i in dense),
         *((i, "mlp", ("gate", "up"), 2 * inner) for i in dense),
     ]
-    room, added = WIDER * _matrix_bytes(spec, "bfloat16", "int4", 1), 0.0
+    room, added = WIDER * _matrix_bytes(replace(spec, stage=None), "bfloat16", "int4", 1), 0.0
     found: set[str] = set()
     for i, module, parts, values in wanted:
         names = [f"model.layers.{i}.{module}.{part}_proj.weight" for part in parts]

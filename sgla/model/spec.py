@@ -46,12 +46,32 @@ class ModelSpec:
     per_layer: PerLayerInputs | None = None
     predictors: int = 0  # layers behind the last, which guess further tokens; they are left out
     method: Method | None = field(default=None, compare=False)  # in which the checkpoint is quantized
-
+    stage: range | None = None  # layers that a stage of a pipeline has; None: there are no stages
     notes: tuple[str, ...] = ()  # about the file
 
     @property
     def layers(self) -> int:
         return len(self.attention)
+
+    @property
+    def held(self) -> range:
+        """The layers that a rank has a part of."""
+        return range(self.layers) if self.stage is None else self.stage
+
+    @property
+    def attention_held(self) -> tuple[AttentionSpec, ...]:
+        """``attention`` of these."""
+        return self.attention[self.held.start : self.held.stop]
+
+    @property
+    def first(self) -> bool:
+        """A rank has the embedding."""
+        return self.held.start == 0
+
+    @property
+    def last(self) -> bool:
+        """A rank has the last norm and the output layer."""
+        return self.held.stop == self.layers
 
     @property
     def quantization(self) -> str | None:

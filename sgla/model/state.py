@@ -74,13 +74,13 @@ def own_heads(heads: int, rank: int, ranks: int) -> range:
 
 
 def state_of(spec: ModelSpec, ranks: int, rank: int | None = None) -> list[LayerState]:
-    """Of each layer, on ``rank`` or on the one that has most."""
+    """Of each layer of a stage, on ``rank`` or on the one that has most."""
 
     def own(heads: int) -> int:
         return max(len(own_heads(heads, one, ranks)) for one in (range(ranks) if rank is None else [rank]))
 
     state = []
-    for layer in spec.attention:
+    for layer in spec.attention_held:
         kept = layer.kept(own(layer.kv_heads)) if layer.reads is None else ()
         state.append(LayerState(layer.window, kept, layer.reads, layer.unit(own)))
     return state

@@ -17,6 +17,7 @@ from sgla.errors import DeadlineExceeded, SglaError
 from sgla.messages import ADAPTER, PAGES, VERIFIED, Delta, Keep, Moved, Ready, StepPlan, StepResult, Submit
 from sgla.sched.admission import Admission
 from sgla.sched.budget import CostModel
+from sgla.sched.cohorts import Cohorts
 from sgla.sched.commit import commit
 from sgla.sched.limits import Limits
 from sgla.sched.memory import Memory, SlotsOnly
@@ -59,6 +60,8 @@ class Core:
         self._admission = Admission(*shared, self._prefill, self._ledger)
         self._now = 0.0  # the latest time told
         self._paged = len(limits.groups) - limits.recurrent
+        staged = limits.stages > 1
+        self._cohorts = Cohorts(limits, self._queues, self._pressure) if staged else None
         self._last = Size()
 
     def offer(self, submit: Submit, now: float) -> None:
@@ -137,7 +140,7 @@ class Core:
         memory.cache.expire(now)
         memory.adapters.begin()
         memory.transfers.begin()
-        prefills = self._plan_verifies(step) if self.limits.drafts else self._plan_decodes(step)
+        prefills = self._rows_of_one(step)
         if prefills or queues.waiting:
             first = prefills[0] if prefills else queues.waiting[0]
             budget = self._prefill.budget(step, first.yields)
@@ -159,10 +162,16 @@ class Core:
         self._last = Size(len(step.rows), step.decodes, step.tokens, step.work)
         return step.encode()
 
+    def _rows_of_one(self, step: Step) -> list[Request]:
+        """One token for each row that has one to compute; returns the rows that have more, or prompt, to
+        compute."""
+        if self._cohorts is not None:
+            return self._cohorts.plan(step, self._taking_part())
+        return self._plan_verifies(step) if self.limits.drafts else self._plan_decodes(step)
+
     def _plan_decodes(self, step: Step) -> list[Request]:
-        """One token for each row that has one to compute;
-        returns the rows that have more, or prompt, to compute. Of rows that may guess in other steps it is
-        certain where they begin."""
+        """``_rows_of_one`` where none may guess. Of rows that may in other steps it is certain where they
+        begin."""
         prefills: list[Request] = []
         rows: list[Request] = []
         slots: list[int] = []
@@ -191,7 +200,7 @@ class Core:
         return prefills
 
     def _plan_verifies(self, step: Step) -> list[Request]:
-        """``_plan_decodes`` where rows may guess."""
+        """``_rows_of_one`` where rows may guess."""
         prefills: list[Request] = []
         running = list(self._taking_part())
         room = min(VERIFIED, self.limits.step_tokens) // max(len(running), 1)

@@ -38,6 +38,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     tiers: list[Tier] = []  # Facts.tiers
     adapters: int = 0  # Facts.adapters
     depth: int = 2  # most steps in flight
+    stages: int = 1  # of a pipeline that a step goes through
     itl_target: float | None = None  # seconds a step with decode rows should take at most
     policy: str = "fcfs"
     eviction: str = "lru"
@@ -49,7 +50,8 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
 
     def __post_init__(self) -> None:
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
-        assert 1 <= self.depth <= 3, "depth is 1, 2 or 3"
+        assert 1 <= self.depth <= max(3, self.stages + 1), "more steps in flight than are of use"
+        assert self.stages == 1 or not self.drafts, "who samples a token is not who reads it next"
         assert not self.costs or self.costs[-1].tokens >= self.step_tokens, (
             "steps that the table does not have"
         )

@@ -31,6 +31,7 @@ class Step:
         "drafts",
         "ends",
         "number",
+        "pending",
         "plan_bytes",
         "rows",
         "samples",
@@ -48,6 +49,7 @@ class Step:
         self.decodes = 0  # rows
         self.drafts: list[int] = []  # of decode rows, -1: it never has any; [] where no row may guess
         self.counted: list[Request] = []  # rows of one token each that count as ahead
+        self.pending: list[int] = []  # tokens of the decode rows, where workers have to be told
         self.tokens = 0
         self.work = 0
         self.plan_bytes = 0  # of the requests that take their slots in this step
@@ -200,4 +202,5 @@ class Step:
             new=self._new,
             copies=self.copies,
             zeroed=[int32(pages) for pages in self.zeroed],
+            tokens=int32(self.pending),
         )

@@ -27,7 +27,7 @@ class CpuRunner(CpuWeights):
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """All ranks return the same tokens; logprobs come from rank 0."""
+        """All ranks of the last stage return the same tokens; logprobs come from the first of them."""
         self._apply(plan)
         if not plan.slots:
             return StepResult(step=plan.step, tokens=b"")
@@ -35,6 +35,8 @@ class CpuRunner(CpuWeights):
             self.sampler.admit(new.slot, new.prompt_len, new.sampling, guesses=new.limit > 0)
             self._drafter.admit(new.slot)
         columns, wanted = read(plan, self.tables, self._drafter.guess(plan))
+        if not self.shard.samples:
+            return self._hand_on(plan.step, columns)
         if self._pooler is not None:
             return self._pool(plan.step, columns, wanted)
         if self._rewind is not None:
@@ -66,6 +68,13 @@ class CpuRunner(CpuWeights):
             hidden=extras.hidden,
             guessed=(wanted.runs - 1).tobytes() if wanted.runs.sum() > len(wanted.runs) else b"",
         )
+
+    def _hand_on(self, step: int, columns: Columns) -> StepResult:
+        """A step of a stage that is not the last, in the parts that the last one computes it in."""
+        for part in cut(columns, self._most_logits):
+            self._forward(build(part, self.tables))
+        self.profiler.step()
+        return StepResult(step=step, tokens=b"")
 
     def _pool(self, step: int, columns: Columns, wanted: Wanted) -> StepResult:
         """A step of a model that answers with vectors."""

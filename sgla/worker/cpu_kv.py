@@ -39,7 +39,8 @@ class CpuKV(NamedTuple):
 def take_kv(
     config: Config, source: ModelSource, spec: ModelSpec, place: Cpu, dtype: str, demand: Demand
 ) -> CpuKV:
-    """Raises OutOfMemory, also for weights that do not fit, and ConfigError."""
+    """``spec``: as this rank's stage has it. Raises OutOfMemory, also for weights that do not fit, and
+    ConfigError."""
     shard = place.shard
     guessing = read_guessing(config, None if source.draft is None else source.draft.config, spec)
     weights = weight_bytes(spec, dtype, config.quantization, shard.size)

@@ -51,13 +51,14 @@ class CpuModel(Runner):
             self.adapters = AdapterStore(places)
             self.copies.add("adapters", DirectCopies(self.adapters))
 
-    def _load_model(self, dtype: str, context_len: int, slots: int, source: ModelSource) -> CausalLM:
+    def _load_model(
+        self, dtype: str, context_len: int, slots: int, stage: range | None, source: ModelSource
+    ) -> CausalLM:
         config, places = self.config, None if self.adapters is None else self.adapters.adapters
         quantization, seed, report = config.quantization, config.random_seed or 0, self._report
         if self.pooling is None:
-            made = load_model(
-                source, dtype, quantization, self.shard, context_len, report, seed, adapters=places
-            )
+            shared = dtype, quantization, self.shard, context_len, report, seed
+            made = load_model(source, *shared, adapters=places, stage=stage)
             if config.enable_torch_compile:
                 compiling(made, config, report)
             return made
@@ -72,6 +73,8 @@ class CpuModel(Runner):
     ) -> tuple[Forward, str]:
         """``hook``: see ``make_forward``. Also a note for the start-up report."""
         threads = self.place.threads
+        if not self.shard.samples:
+            return compiled(lambda batch: self.model.forward(batch, self._own), limits, threads, native)
         if self._pooler is not None:
             return compiled(self._hidden, limits, threads, native)
         plain, note = make_forward(self.model, self._own, limits, threads, native, self._kept, hook)

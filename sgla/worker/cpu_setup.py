@@ -12,6 +12,7 @@ from sgla.kernels.cpu.program import ProgramLimits
 from sgla.messages import CacheGroup, Facts
 from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
+from sgla.model.stages import stages_of
 from sgla.model.state import Demand
 from sgla.sampling import Sampler
 from sgla.sampling.draw import draw
@@ -42,7 +43,7 @@ class CpuSetup(CpuModel):
         self.config, self.source = config, source
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         processors = load_processors(config.logits_processors)
-        spec, step_tokens = read_decoder(source.config), config.step_tokens or STEP_TOKENS
+        spec, step_tokens = self._stage(source), config.step_tokens or STEP_TOKENS
         slots = most_rows(config, spec.hidden, self.pooling, SLOTS)
         demand = Demand(slots, step_tokens, config.prefix_cache)
         kv = take_kv(config, source, spec, self.place, dtype, demand)
@@ -50,7 +51,7 @@ class CpuSetup(CpuModel):
         context_len = kv.size.context_len
         self._open_tiers(kv.groups, spec, context_len)
         self._open_adapters(dtype)
-        self._model_again = partial(self._load_model, dtype, context_len, slots)
+        self._model_again = partial(self._load_model, dtype, context_len, slots, spec.stage)
         self.model = self._model_again(source)
         states = kv.paged < len(kv.groups)
         self.tables = SlotTables(slots, context_len, config.page_size, kv.paged, states)
@@ -78,6 +79,11 @@ class CpuSetup(CpuModel):
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
 
+    def _stage(self, source: ModelSource) -> ModelSpec:
+        """What this rank has of the model, or a part of. Raises ConfigError."""
+        spec, pipe = read_decoder(source.config), self.shard.pipe
+        return spec if pipe is None else stages_of(self.config, spec)[pipe.stage]
+
     def _make_steps(self, kv: CpuKV, dtype: str, step_tokens: int, processors: dict[str, Factory]) -> str:
         """What computes a step, samples and guesses; a note on the kernels."""
         config, slots, native = self.config, len(self.tables.limit), self.config.native_kernels
@@ -103,7 +109,7 @@ class CpuSetup(CpuModel):
         self.identity = open_tiers(self.copies, self.config, self.source, self.shard, units)
 
     def _make_sampler(self, vocab: int, processors: dict[str, Factory]) -> Sampler:
-        self.matchers = Matchers() if self.shard.rank == 0 else None
+        self.matchers = Matchers() if self.shard.rank == 0 and self.shard.samples else None
         pick = find_draw() if self.config.native_kernels else draw
-        skip_forced = self.shard.size == 1  # other ranks are told one token a row
+        skip_forced = self.shard.size == 1 and self.shard.pipe is None  # other ranks are told one a row
         return Sampler(self.tables.tokens, vocab, self.matchers, pick, skip_forced, processors)

@@ -29,7 +29,7 @@ def parts_of_units(kv: Sequence[Layer], spec: ModelSpec, groups: int) -> list[li
     """Of each cache group, in the order of ``kv.memory_of``. States have none: what of them is of which head
     is a matter of each kind."""
     found: list[dict[int, Part]] = [{} for _ in range(groups)]
-    for layer, attention in zip(kv, spec.attention):
+    for layer, attention in zip(kv, spec.attention_held):
         if (kept := tokens_of(layer)) is None:
             continue
         for x in (x for x in kept.tensors if x.numel()):

@@ -53,7 +53,7 @@ class Cpu:
         self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // size)
         torch.set_num_threads(1 if config.native_kernels else self.threads)
         self._group = ExitStack()
-        self.shard = self._group.enter_context(join(rank, size, store))
+        self.shard = self._group.enter_context(join(rank, size, store, config.pp))
         self.device, self.torch, self.notes = Device("cpu", "cpu"), torch.device("cpu"), list[str]()
 
     def free(self) -> int:

@@ -40,9 +40,13 @@ class SlotTables:
         self.labels: dict[int, Int32s] = {}  # of slots that want log-probabilities of tokens, these
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in the new rows, then the appended pages."""
+        """Take in the new rows, then pending tokens and the appended pages."""
         for new in plan.new:
             self._admit(new)
+        if plan.tokens:
+            pending = column(plan.tokens)
+            rows = len(pending)
+            self.tokens[column(plan.slots)[:rows], column(plan.starts)[:rows]] = pending
         if not plan.page_slots:
             return
         slots, counts = column(plan.page_slots), column(plan.page_counts)

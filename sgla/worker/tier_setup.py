@@ -60,7 +60,7 @@ def open_tiers(
     if not (copies.tiers or asks_for_tiers(config)):
         return None
     groups, memory, parts, layout, long, mover, abreast = units
-    identity, rank, size = Identity(config, source, units), shard.rank, shard.size
+    identity, rank, size = Identity(config, source, units), shard.number, shard.count
     if config.kv_disk is not None:
         disk, tier, keys = open_disk(config.kv_disk, identity.text, groups, memory, rank, size, abreast)
         copies.add_tier(tier, disk, keys)

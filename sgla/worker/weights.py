@@ -126,7 +126,7 @@ class ChangingRunner(Runner):
         self._check_changes()
         if args["backend"] == "nccl" and self.place.torch.type != "cuda":
             raise InvalidField("nccl is for GPUs; use gloo", param="backend")
-        rank = args["rank_offset"] + self.shard.rank
+        rank = args["rank_offset"] + self.shard.number
         where = args["master_address"], args["master_port"], rank, args["world_size"]
         return self.trainers.join(Rendezvous(*where, args["group"], args["backend"]))
 

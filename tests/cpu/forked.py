@@ -26,9 +26,11 @@ class Forked:
     """What ``Rank`` needs of ``subprocess.Popen``."""
 
     def __init__(self, argv: list[str], *, stderr: int, **settings: Any) -> None:
-        *_, pipe, _, _, rank, runner = argv
+        *_, pipe, _, _, rank, runner, answers = argv
         ends = _sent(int(pipe)), _sent(stderr)
-        self._process = CONTEXT.Process(target=_work, args=(*ends, int(rank), runner), daemon=True)
+        self._process = CONTEXT.Process(
+            target=_work, args=(*ends, int(rank), runner, answers == "1"), daemon=True
+        )
         self._process.start()
         self.pid = self._process.pid
         self.kill = self._process.kill
@@ -73,10 +75,10 @@ def _print_to(out: Connection, err: Connection) -> None:
     os.dup2(err.fileno(), 2)
 
 
-def _work(pipe: Connection, stderr: Connection, rank: int, runner: str) -> None:
+def _work(pipe: Connection, stderr: Connection, rank: int, runner: str, answers: bool) -> None:
     _print_to(stderr, stderr)
     with contextlib.suppress(EOFError, OSError):
-        child.run(pipe, rank, runner, {})
+        child.run(pipe, rank, runner, answers, {})
     os._exit(0)
 
 

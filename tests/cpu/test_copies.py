@@ -15,6 +15,7 @@ from tiny import submit, tiny_config, tiny_source
 
 from sgla.actors.schedule import Schedule
 from sgla.actors.setup import make_limits
+from sgla.config import Config
 from sgla.executor.base import Executor
 from sgla.executor.fake import FakeExecutor, fake_facts
 from sgla.executor.inline import InlineExecutor
@@ -61,11 +62,11 @@ class Answers:
         return [t for delta in self.deltas for t in delta.tokens], self.deltas[0].cached_tokens
 
 
-async def returned(executor: Executor) -> int:
+async def returned(executor: Executor, config: Config = CONFIG) -> int:
     """How many tokens of a prompt are served when it comes again after another has pushed it from the device.
     Its answer is the same."""
     facts = await executor.start(lambda progress: None)
-    limits = make_limits(CONFIG, facts)
+    limits = make_limits(config, facts)
     core = Core(replace(limits, groups=[replace(facts.groups[0], pages=15)]), facts.found)
     answers: Any = Answers()
     schedule = Schedule(core, executor, answers, NOBODY, NOBODY, crash)
@@ -92,9 +93,10 @@ async def test_an_evicted_prefix_comes_back_in_processes(runner: str, ranks: int
     assert (await returned(executor) == 160) is all_of_it
 
 
-async def test_two_ranks_have_a_disk_each(tmp_path: Path) -> None:
-    config = replace(CONFIG, tp=2, kv_disk=f"{tmp_path}:1M")
-    assert await returned(ForkedExecutor(config, tiny_source())) == 160
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}])
+async def test_two_ranks_have_a_disk_each(ranks: dict[str, int], tmp_path: Path) -> None:
+    config = replace(CONFIG, kv_disk=f"{tmp_path}:1M", **ranks)
+    assert await returned(ForkedExecutor(config, tiny_source()), config) == 160
     assert {path.name for path in tmp_path.glob("kv-*")} == {"kv-0of2", "kv-1of2"}
 
 

@@ -73,8 +73,8 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     process, made = psutil.Process(), []
     before, others = process.num_fds(), process.children()
 
-    def make(kind: Make, source: dict[str, Any], tp: int = 1) -> Any:
-        made.append(kind(Config(threads=1, tp=tp), source, runner=STUB))
+    def make(kind: Make, source: dict[str, Any], tp: int = 1, pp: int = 1) -> Any:
+        made.append(kind(Config(threads=1, tp=tp, pp=pp), source, runner=STUB))
         return made[-1]
 
     yield make

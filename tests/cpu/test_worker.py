@@ -126,17 +126,19 @@ def test_preempted_requests_resume_the_same_stream(runner: CpuRunner, alone: dic
     assert core.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("kind", ["inline", "procs", "procs tp 2"])
+@pytest.mark.parametrize("kind", ["inline", "procs", "procs tp 2", "procs tp 2 pp 2"])
 async def test_executors_equal_the_runner(kind: str, alone: dict[str, list[int]]) -> None:
-    config = tiny_config(tp=2 if kind.endswith("2") else 1, native_kernels=kind != "inline")
-    executors = {"inline": InlineExecutor, "procs": ProcsExecutor, "procs tp 2": ForkedExecutor}
-    executor = executors[kind](config, tiny_source())
+    tp, pp = 2 if "tp 2" in kind else 1, 2 if "pp 2" in kind else 1
+    config = tiny_config(tp=tp, pp=pp, native_kernels=kind != "inline")
+    executors = {"inline": InlineExecutor, "procs": ProcsExecutor}
+    executor = executors.get(kind, ForkedExecutor)(config, tiny_source())
     try:
         facts = await executor.start(lambda progress: None)
         for depth in (1, 3):
-            assert (await run_executor(executor, facts, make_requests(), depth=depth)).tokens() == alone
+            found = await run_executor(executor, facts, make_requests(), depth=depth, stages=pp)
+            assert found.tokens() == alone
         replies = (await executor.control(Control(verb="memory")))["ranks"]
-        assert len(replies) == config.tp
+        assert len(replies) == config.ranks
         assert all(reply["ledger"]["rss"] > 10 * MIB for reply in replies)
     finally:
         await executor.close()

@@ -372,9 +372,13 @@ def test_a_forced_run_ends_where_the_request_does(engine: Engine, monkeypatch: p
     assert made(stop=["r_lon"]).tokens == cut.tokens
 
 
-def test_two_ranks(start: Start) -> None:
-    """Rank 0 samples, and alone knows of grammars."""
-    two = start(executor="procs", tp=2)
+DEEPER = {"load_format": "dummy", "hf_overrides": {"num_hidden_layers": 2}}
+
+
+@pytest.mark.parametrize("ranks", [{"tp": 2}, pytest.param({"pp": 2, **DEEPER}, marks=pytest.mark.slow)])
+def test_two_ranks(start: Start, ranks: dict[str, Any]) -> None:
+    """One of them samples, and alone knows of grammars."""
+    two = start(executor="procs", **ranks)
     made = outputs(
         two, [Grammar(kind="regex", text="[0-9]{4}-x"), Grammar(kind="choice", text='["a", "b"]')] * 3
     )

@@ -49,10 +49,20 @@ def test_port_answers_while_the_model_loads(tiny_model: Path) -> None:
         assert server.request("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, ranks: int) -> None:
-    """With two ranks the one that is left waits for the dead one in a collective."""
-    with serving("--model", str(tiny_model), "--context-length", "4096", "--tp", str(ranks)) as server:
+@pytest.mark.parametrize(
+    ("ranks", "flags", "killed"),
+    [
+        pytest.param(1, (), 0, marks=pytest.mark.slow),
+        (2, ("--tp", "2"), 1),
+        pytest.param(2, ("--pp", "2"), 0, marks=pytest.mark.slow),
+        pytest.param(2, ("--pp", "2"), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_worker_ends_every_request_and_the_process(
+    tiny_model: Path, ranks: int, flags: tuple[str, ...], killed: int
+) -> None:
+    """With two ranks the one that is left waits for the dead one."""
+    with serving("--model", str(tiny_model), "--context-length", "4096", *flags) as server:
         answers: list[Any] = []
         threads = [
             in_thread(server, answers, {**LONG, "max_tokens": 4000, "stream": i < 2}) for i in range(4)
@@ -60,12 +70,12 @@ def test_killed_worker_ends_every_request_and_the_process(tiny_model: Path, rank
         wait_for(lambda: server.metric("sgla:num_running_reqs") >= 4)
         wait_for(lambda: server.metric("sgla:generation_tokens_total") >= 100)  # each has answered
         family = server.family()
-        killed = time.monotonic()
+        begun = time.monotonic()
         assert len(server.workers()) == ranks
-        server.workers()[-1].send_signal(signal.SIGKILL)
+        server.workers()[killed].send_signal(signal.SIGKILL)
         for thread in threads:
             thread.join(20)
-        took = time.monotonic() - killed
+        took = time.monotonic() - begun
         assert server.wait() != 0
         assert took < 1 + SLACK
         assert sorted(status for status, _ in answers) == [200, 200, 503, 503]

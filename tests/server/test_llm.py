@@ -214,8 +214,8 @@ def test_what_is_not_supported_is_refused_by_name(llm: LLM, tiny_model: Path) ->
         llm.generate({"prompt": "abc", "multi_modal_data": {}})
     with pytest.raises(ConfigError, match="nonsense"):
         LLM(str(tiny_model), nonsense=1)
-    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-        LLM(str(tiny_model), pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="data_parallel_size"):
+        LLM(str(tiny_model), data_parallel_size=2)
 
 
 def test_the_package_offers_both_and_loads_no_torch() -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from examples import examples
+from msgspec.structs import replace
 from simulation import Simulation, of_any_kind, random_limits, random_submits
 
 SCENARIOS = 1_600  # four hundred in .ci/run, sixteen thousand in .ci/full
 
 
-def play(random: Random) -> Simulation:
+def play(random: Random, stages: int = 1) -> Simulation:
     """A scenario: arrivals, ends of holds and copies, cancels and deadlines at random times while steps go
     on."""
     forced, acceptance = random.choice((0, 0, 2, 9)), random.choice((0.0, 0.5, 0.9, 1.0))
-    simulation = Simulation(random_limits(random, hidden=2), forced=forced, acceptance=acceptance)
+    limits = random_limits(random, hidden=2)
+    if stages > 1:
+        forced, depth = 0, random.randint(1, stages + 1)
+        limits = replace(limits, stages=stages, depth=depth, drafts=0)
+    simulation = Simulation(limits, forced=forced, acceptance=acceptance)
     pending = [of_any_kind(random, submit) for submit in random_submits(random, random.randint(2, 9))[::-1]]
     bound = 400 + 80 * len(pending)
     for _ in range(bound):
@@ -63,10 +69,11 @@ def verify_logprobs(simulation: Simulation) -> None:
             assert len(prompts) <= (submit.sampling.prompt_logprobs >= 0)
 
 
-def test_text_is_the_same_as_alone() -> None:
-    for seed in range(examples(SCENARIOS)):
+@pytest.mark.parametrize(("stages", "scenarios"), [(1, SCENARIOS), (2, SCENARIOS // 8), (3, SCENARIOS // 8)])
+def test_text_is_the_same_as_alone(stages: int, scenarios: int) -> None:
+    for seed in range(examples(scenarios)):
         try:
-            simulation = play(Random(seed))
+            simulation = play(Random(seed), stages)
             for rid in simulation.submits:
                 last = simulation.deltas[rid][-1] if simulation.deltas[rid] else None
                 if last is not None and last.finish == "stop" and not last.tokens and last.vector is None:

@@ -311,6 +311,15 @@ def all_reduce(recorder: Recorder, x: Tensor, ranks: Ranks) -> Tensor:
     return inplace(recorder, ranks.all_reduce, x)
 
 
+@LOWERINGS.of(ops.arriving)
+def arriving(
+    recorder: Recorder, receive: Callable[[Tensor], None], ids: Tensor, width: int, dtype: torch.dtype
+) -> Tensor:
+    out, y = recorder.make(width, False)
+    recorder.nodes.append(Node(Opcode.PYTHON, False, [None, None], [y], fn=lambda views: receive(views[0])))
+    return out
+
+
 @LOWERINGS.of(ops.inplace)
 def inplace(recorder: Recorder, fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
     buffer = recorder.buffer(x)

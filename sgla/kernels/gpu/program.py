@@ -276,7 +276,7 @@ class RecordedForward:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return torch.float32 if self._model.embed.weight.kind == "f32" else torch.bfloat16
+        return self._model.embed.dtype
 
 
 def _tiled(record: Record) -> list[tuple[int, int, str]]:

@@ -1,0 +1,71 @@
+"""Rows of one token where steps go through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import nsmallest
+
+from sgla.sched.limits import Limits
+from sgla.sched.pressure import Pressure
+from sgla.sched.queues import Queues
+from sgla.sched.request import Request, State
+from sgla.sched.step import Step
+
+
+def _last_step(request: Request) -> int:
+    return request.last_step
+
+
+def _rank(request: Request) -> tuple[float, int, float, int]:
+    return request.rank
+
+
+class Cohorts:
+    """A row has to wait until its token has come out of the last stage, and its plan brings it to the first.
+    So that all stages have work, the requests that decode are shared out to as many steps. One step more may
+    be in flight, for prompts."""
+
+    def __init__(self, limits: Limits, queues: Queues, pressure: Pressure) -> None:
+        self._queues, self._pressure = queues, pressure
+        self._most = min(limits.stages, limits.depth)
+
+    def plan(self, step: Step, running: Iterable[Request]) -> list[Request]:
+        """One token for a part of those that have one to compute; returns the rows that have more, or
+        prompt, to compute."""
+        prefills: list[Request] = []
+        ready: list[Request] = []
+        sampled = 0
+        for request in running:
+            if request.planned >= request.goal:
+                continue
+            if request.known > len(request.tokens):  # by a step in flight
+                sampled += 1
+            elif request.planned < request.prompt_len or request.known - request.planned > 1:
+                prefills.append(request)
+            else:
+                ready.append(request)
+        share = -(-(len(ready) + sampled) // self._most)
+        if sum(flight.decodes > 0 for flight in self._queues.flights) >= self._most:
+            share = 0  # a step of few rows may take as long: those that are ready wait for others
+        turn = sorted(nsmallest(share, ready, key=_last_step), key=_rank)
+        rows = self._with_pages(step, turn) or self._with_pages(step, ready if share else [])
+        step.pending = [request.tokens[-1] for request in rows]
+        step.set_decodes(rows, [request.slot for request in rows], [request.planned for request in rows])
+        for request in rows:
+            request.planned += 1
+            request.known += 1
+            request.last_step = step.number
+        return prefills
+
+    def _with_pages(self, step: Step, requests: Iterable[Request]) -> list[Request]:
+        """Those that have a place for their pending token; those of high rank may take it from others."""
+        rows: list[Request] = []
+        for request in requests:
+            if request.state is not State.RUNNING:  # retracted for an earlier row
+                continue
+            if request.planned == request.allocated:
+                if not self._pressure.grow(request, 1):
+                    continue
+                step.tell_pages(request)
+            rows.append(request)
+        return rows
