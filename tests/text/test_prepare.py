@@ -13,10 +13,11 @@ import pytest
 import tiny_tokenizers as tiny
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
+from sgla.media.picture import Picture
 from sgla.messages import Job, SamplingParams, Thinking, ThinkLimit
 from sgla.text.infill import FAMILIES, Marks
-from sgla.text.prepare import Preparer, choice_seed, prepare
-from sgla.text.template import ChatTemplate
+from sgla.text.prepare import Preparer, choice_seed, prepare, without
+from sgla.text.template import PICTURE, ChatTemplate
 from sgla.text.tokenizer import Tokenizer
 from sgla.text.words import word_tokens
 
@@ -390,3 +391,18 @@ def test_a_suffix_that_no_context_holds_is_refused(
 ) -> None:
     with pytest.raises(ContextTooLong):
         preparer(byte_level)(job(text="x", suffix="the dog " * 100_000))
+
+
+def test_turns_that_are_dropped_take_their_pictures_with_them() -> None:
+    pictures = [Picture.of(1, 1, bytes([i] * 3)) for i in range(4)]
+    contents = [["a", PICTURE], [PICTURE, PICTURE], "b", ["c", PICTURE]]
+    messages = [{"role": "user", "content": content} for content in contents]
+    kept = without(job(messages=messages, pictures=pictures), 1, 3)
+    assert kept.messages == [messages[0], messages[3]]
+    assert kept.pictures == [pictures[0], pictures[3]]
+
+
+@pytest.mark.parametrize("cut", [{"keep_last": 5}, {"truncate": 5}])
+def test_a_prompt_with_pictures_is_not_cut_between_tokens(byte_level: Tokenizer, cut: dict[str, int]) -> None:
+    with pytest.raises(UnsupportedField, match="beside pictures"):
+        preparer(byte_level)(job(text="the dog", pictures=[Picture.of(1, 1, b"abc")], **cut))

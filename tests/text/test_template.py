@@ -293,3 +293,56 @@ def test_messages_are_left_as_they_were_in_any_thread() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(template.render, chats)) == expected
     assert chats[3][1]["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+PICTURE = {"type": "image"}
+WITH_PARTS = (  # as Qwen2-VL's
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}[img]{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+SILENT_OF_THEM = (
+    "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+)
+OF_STRINGS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def seen(*parts: str | dict[str, str], role: str = "user") -> list[dict[str, object]]:
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return [{"role": role, "content": texts}]
+
+
+@pytest.mark.parametrize(
+    ("source", "parts", "shown"),
+    [
+        (WITH_PARTS, ("a", PICTURE, "b", PICTURE), "<user>a[img]b[img]"),
+        (WITH_PARTS, (PICTURE,), "<user>[img]"),
+        (OF_STRINGS, ("a", PICTURE, "b", PICTURE), "<user><img>\n<img>\na\nb"),
+        (OF_STRINGS, (PICTURE,), "<user><img>"),
+        (OF_STRINGS, (PICTURE, "<img> is a cat"), "<user><img> is a cat"),
+        (OF_STRINGS, (PICTURE, PICTURE, "<img> is a cat"), "<user><img>\n<img> is a cat"),
+        (SILENT_OF_THEM, (PICTURE, "a"), "<user><img>\na"),
+    ],
+)
+def test_pictures_stand_where_the_template_shows_them_or_before_the_text(
+    source: str, parts: tuple[str | dict[str, str], ...], shown: str
+) -> None:
+    assert ChatTemplate(source).render(seen(*parts), image_placeholder="<img>") == shown
+
+
+def test_pictures_that_a_tool_returns_and_beside_tools_that_are_told_as_text() -> None:
+    call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": "{}"}}
+    turns = [*seen("x"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat = [*turns, *seen(PICTURE, "y", role="tool")]
+    assert (
+        ChatTemplate(WITH_PARTS + "{{ tools }}").render(chat, image_placeholder="<img>").count("[img]y") == 1
+    )
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = ChatTemplate(OF_STRINGS).render([*seen(PICTURE, "x"), *chat[1:]], tools, image_placeholder="<img>")
+    assert text.index("<img>\nx") < text.index("<img>\ny")
+    assert text.count("<img>") == 2
+    later = [*seen("x"), *seen(PICTURE, "z", role="system")]
+    refusing = OF_STRINGS.replace(
+        "<{{", "{% if not loop.first and m.role == 'system' %}{{ raise_exception('no') }}{% endif %}<{{"
+    )
+    assert "<img>\nz" in ChatTemplate(refusing).render(later, image_placeholder="<img>")
