@@ -16,10 +16,12 @@ from multidict import CIMultiDict
 from sgla import clock
 from sgla.errors import BadRequest, SglaError
 from sgla.grpc.proto import message
+from sgla.grpc.shape import check
 from sgla.http.access import Tally
 from sgla.http.bodies import BODY_SECONDS, BodyTimeout, Share
 from sgla.http.clients import Client
 from sgla.http.ids import random_id
+from sgla.http.request.work import check_sizes
 from sgla.http.server import Server, unique
 
 Code = grpc.StatusCode
@@ -56,13 +58,15 @@ class Call:
         self.tally: Tally | None = None
 
     def name(self, rid: str) -> None:
-        """The request has this id; "" keeps the one that was made."""
+        """The request has this id; "" keeps the one that was made. Raises InvalidField."""
         if rid:
+            check_sizes(1, 1, request_id=rid)
             self.rid, self.uid = rid, unique(rid)
 
 
 def decoded(kind: str, data: bytes) -> Any:
-    """A message of the type with this full name. Raises BadRequest."""
+    """A message of the type with this full name. Raises BadRequest, TooLarge."""
+    check(message(kind).DESCRIPTOR, data)
     try:
         return message(kind).FromString(data)
     except DecodeError as error:

@@ -52,7 +52,7 @@ def make_work(
 ) -> Work:
     """As ``http.request.work`` makes one of a prompt. ``lora``: the name of an adapter. Raises SglaError."""
     server, client = call.server, call.client
-    check_sizes(1, sampling.n, request_id=call.rid)
+    check_sizes(1, sampling.n)
     adapter = server.adapter(None, lora or None)
     owner = client.owner if server.config.isolate_keys else ""
     job = Job(

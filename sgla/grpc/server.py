@@ -25,6 +25,7 @@ from sgla.grpc.exchange import Exchange
 from sgla.grpc.health import PACKAGE as HEALTH
 from sgla.grpc.health import Health
 from sgla.grpc.proto import OWN, SGLANG, VLLM, make, pool
+from sgla.grpc.shape import MOST
 from sgla.http.access import LINES
 from sgla.http.bodies import Share
 from sgla.http.clients import Client
@@ -203,7 +204,7 @@ async def start(app: web.Application) -> Running:
     config: Config = app[SERVER].config
     server = grpc.aio.server(
         options=[
-            ("grpc.max_receive_message_length", config.max_body_bytes),
+            ("grpc.max_receive_message_length", min(config.max_body_bytes, MOST)),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_concurrent_streams", MOST_STREAMS),
             ("grpc.so_reuseport", 0),

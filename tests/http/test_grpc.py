@@ -409,6 +409,38 @@ async def test_cut_and_large_messages(connect: Connect) -> None:
     assert long.code() == Code.RESOURCE_EXHAUSTED or long.code() == Code.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("kind", ["biases", "numbers that are not packed", "structs", "strings"])
+async def test_a_message_of_many_fields_is_not_decoded(connect: Connect, kind: str) -> None:
+    """It would take the loop for as long as it has fields, before any of its limits is looked at."""
+    calls = await connect()
+    request = asks()
+    if kind == "biases":
+        request.sampling_params.logit_bias.update({str(number): 1.0 for number in range(20_000)})
+    elif kind == "structs":
+        request.sampling_params.custom_params.update({str(number): {"a": 1} for number in range(9_000)})
+    elif kind == "strings":
+        request.sampling_params.stop.extend(["a"] * 20_000)
+    data = request.SerializeToString()
+    if kind == "numbers that are not packed":
+        field = type(request).DESCRIPTOR.fields_by_name["token_ids_logprob"].number
+        data += bytes([field << 3 & 127 | 128, field >> 4, 1] if field > 15 else [field << 3, 1]) * 20_000
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await calls.channel.unary_stream(f"{SCHEDULER}/Generate")(data).read()
+    assert caught.value.code() == Code.RESOURCE_EXHAUSTED
+    assert "16384 fields" in (caught.value.details() or "")
+    assert await calls.generate(asks())
+
+
+async def test_an_id_that_is_too_long_is_refused_and_not_logged(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = await connect()
+    error = await calls.refusal(asks(rid="r" * 100_000))
+    assert error.code() == Code.INVALID_ARGUMENT
+    assert "request_id" in (error.details() or "")
+    assert "rrrr" not in caplog.text
+
+
 async def test_prompt_beyond_the_context(connect: Connect) -> None:
     calls = await connect(FakeIngress(context=64))
     error = await calls.refusal(asks(ids=(1,) * 65))
