@@ -748,6 +748,26 @@ def test_commands_change_the_conversation(tmp_path: Path) -> None:
         talked.command("/exit")
 
 
+def test_pictures_go_with_the_next_message(tmp_path: Path) -> None:
+    talked = conversation.Conversation(Mute())
+    (tmp_path / "a.png").write_bytes(b"abc")
+    assert talked.command(f"/image {tmp_path / 'a.png'}") == "1 to go with the next message"
+    assert talked.command("/image https://x/y") == "2 to go with the next message"
+    assert "no name of a picture" in talked.command("/image a.txt")
+    assert "No such file" in talked.command("/image nowhere.png")
+    for text in ("what is it?", "and now?"):
+        talked.say(text)
+    urls = ("data:image/png;base64,YWJj", "https://x/y")
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    first, second = talked.messages
+    assert first == {"role": "user", "content": [*parts, {"type": "text", "text": "what is it?"}]}
+    assert second == {"role": "user", "content": "and now?"}
+    assert talked.command(f"/save {tmp_path / 'b.json'}").startswith("2 messages written")
+    talked.clear()
+    assert talked.command(f"/load {tmp_path / 'b.json'}").startswith("2 messages read")
+    assert talked.messages == [first, second]
+
+
 @pytest.mark.parametrize("content", ["text", "[]", '{"messages": [{"role": "user"}]}', "[" * 9999])
 def test_files_that_hold_no_conversation_stay_as_they_are(tmp_path: Path, content: str) -> None:
     talked, path = conversation.Conversation(Mute()), tmp_path / "file"

@@ -194,7 +194,7 @@ def ask(
 ) -> bool:
     """Have the answer shown as it comes. Both belong to the conversation then, unless the request fails
     (False); if Ctrl-C stops it, what came of it does."""
-    conversation.messages.append({"role": "user", "content": line})
+    conversation.say(line)
     parts: list[str] = []
     stream = conversation.backend.stream(conversation.messages)
     try:

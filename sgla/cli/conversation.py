@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import mimetypes
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,12 +16,13 @@ from sgla.errors import SglaError
 
 Messages = list[dict[str, Any]]
 HELP = """/system [TEXT]     what the model is told before all else; without TEXT: nothing
+/image PATH        a picture, or its URL, that goes with the next message
 /set [NAME VALUE]  temperature, max_tokens, seed, ...; without VALUE: the default again; alone: what is set
 /save FILE         write the conversation to a file
 /load FILE         go on with one
 /clear             forget the conversation
 /exit, Ctrl-D      leave; Ctrl-C stops an answer"""
-COMMANDS = ("/system", "/set", "/save", "/load", "/clear", "/help", "/exit")
+COMMANDS = ("/system", "/image", "/set", "/save", "/load", "/clear", "/help", "/exit")
 SETTINGS = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "no_repeat_ngram_size"),
@@ -52,6 +55,7 @@ class Conversation:
     def __init__(self, backend: Backend, system: str | None = None) -> None:
         self.backend = backend
         self.messages: Messages = []
+        self.pictures: list[str] = []  # URLs of those that go with the next message
         self.system(system or "")
 
     def command(self, line: str) -> str:
@@ -59,6 +63,7 @@ class Conversation:
         name, _, rest = line.partition(" ")
         commands: dict[str, Callable[[str], str]] = {
             "/system": self.system,
+            "/image": self.image,
             "/set": self.set,
             "/save": self.save,
             "/load": self.load,
@@ -78,6 +83,17 @@ class Conversation:
         told = self.messages and self.messages[0]["role"] == "system"
         self.messages[: 1 if told else 0] = [{"role": "system", "content": text}] if text else []
         return "system message set" if text else "no system message"
+
+    def image(self, file: str) -> str:
+        self.pictures.append(file if file.startswith(("http://", "https://")) else data_url(named(file)))
+        return f"{len(self.pictures)} to go with the next message"
+
+    def say(self, text: str) -> None:
+        """Add what the user says, with the pictures that go with it."""
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.pictures]
+        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
+        self.messages.append({"role": "user", "content": content})
+        self.pictures = []
 
     def set(self, text: str) -> str:
         options, (name, _, value) = self.backend.options, text.partition(" ")
@@ -108,6 +124,7 @@ class Conversation:
 
     def clear(self, text: str = "") -> str:
         self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
+        self.pictures = []
         return "the conversation is forgotten"
 
 
@@ -129,6 +146,14 @@ def named(file: str) -> Path:
     return Path(file).expanduser()
 
 
+def data_url(path: Path) -> str:
+    """Of a picture. Raises ValueError for a file of another kind, by its name."""
+    kind = mimetypes.guess_type(path.name, strict=False)[0] or ""
+    if not kind.startswith("image/"):
+        raise ValueError(f"{path} has no name of a picture, such as .png or .jpg")
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
 def value_of(text: str) -> int | float:
     """Raises ValueError."""
     try:
@@ -144,6 +169,6 @@ def read(path: Path) -> Saved:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} holds no conversation: {error}") from error
     for message in saved.messages:
-        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list):
             raise ValueError(f"{path} holds no conversation: a message needs a role and a content")
     return saved

@@ -164,6 +164,7 @@ async def model_info(request: web.Request) -> web.Response:
             "served_model_name": server.ingress.model_names[0],
             "about": about(config.model),
             "is_generation": facts is None or facts.pooling is None,
+            "has_image_understanding": facts is not None and "image" in facts.media,
             "preferred_sampling_params": server.sampling_defaults.values,
             "chat_params": server.sampling_defaults.talk(facts.context_len if facts is not None else 0),
             "sampling_sources": server.sampling_defaults.sources,

@@ -427,6 +427,7 @@ class ModelInfo(msgspec.Struct):
     tokenizer_path: str
     served_model_name: str
     is_generation: bool
+    has_image_understanding: bool
     weight_version: str
 
 

@@ -410,6 +410,7 @@ async def show(request: web.Request) -> web.Response:
         "embedding": task == "embed",
         "tools": task == "generate" and dialect.tools is not None,
         "thinking": task == "generate" and dialect.reasoning is not None,
+        "vision": "image" in facts.media,
     }
     return json_response(
         {

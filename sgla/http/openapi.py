@@ -13,6 +13,7 @@ from aiohttp import web
 from sgla.defaults import Range
 from sgla.http import ollama
 from sgla.http.anthropic import messages as anthropic
+from sgla.http.media.parts import DETAILS, PICTURES
 from sgla.http.middleware import OPEN
 from sgla.http.operation import JSON, OPERATIONS, Operation, operation
 from sgla.http.request.chat import ROLES
@@ -65,14 +66,29 @@ class OllamaError(msgspec.Struct):
     error: str
 
 
+DETAIL = {"anyOf": [{"enum": [*DETAILS]}, {"type": "null"}]}
+URL = {"type": "string", "minLength": 1}
+PICTURE_URL = {
+    "anyOf": [URL, {"type": "object", "properties": {"url": URL, "detail": DETAIL}, "required": ["url"]}]
+}
 PART = {
     "anyOf": [
-        {
-            "type": "object",
-            "properties": {"type": {"const": kind}, name: {"type": "string"}},
-            "required": ["type", name],
-        }
-        for kind, name in TEXT_PARTS.items()
+        *(
+            {
+                "type": "object",
+                "properties": {"type": {"const": kind}, name: {"type": "string"}},
+                "required": ["type", name],
+            }
+            for kind, name in TEXT_PARTS.items()
+        ),
+        *(
+            {
+                "type": "object",
+                "properties": {"type": {"const": kind}, names[0]: PICTURE_URL, "detail": DETAIL},
+                "required": ["type", names[0]],
+            }
+            for kind, names in PICTURES.items()
+        ),
     ]
 }
 CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]}
