@@ -10,9 +10,9 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from sgla.errors import BadRequest, TooLarge
 
-SMALL = 32 << 10  # bytes that are decoded at once, whatever they hold
+SMALL = 256 << 10  # bytes that are decoded at once, whatever they hold
 MOST = 4 << 20  # bytes of a message, the default of gRPC's own servers
-FIELDS = 16384  # of a message and all that are in it
+FIELDS = 8192  # of a larger message and all that are in it
 DEPTH = 32
 VARINT, EIGHT, BYTES, FOUR = 0, 1, 2, 5  # wire types (protobuf.dev, Encoding)
 WIDE = {EIGHT: 8, FOUR: 4}
