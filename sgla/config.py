@@ -306,6 +306,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "same model keep prefixes for each other (needs sgla[remote])"
         ),
     ] = None
+    kv_write_policy: Annotated[
+        Literal["write_through", "write_through_selective"],
+        Doc(
+            description="what is copied beside the device when a request ends: all of its text, or what "
+            "another request has found in the KV cache again"
+        ),
+    ] = "write_through"
     role: Annotated[
         Literal["both", "prefill", "decode", "encode"],
         Doc(

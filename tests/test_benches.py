@@ -153,3 +153,35 @@ def test_many_gpus_hold_the_whole_model_and_two_hosts_send_more_than_one() -> No
     steps = [capacity.decode(shape, capacity.H200, 16, 64, 1024, shares) for shares in
              (capacity.LIMIT, capacity.OVERLAPPED, capacity.OURS)]  # fmt: skip
     assert steps == sorted(steps)
+
+
+def test_what_a_cache_could_have_had_of_conversations() -> None:
+    import sessions
+
+    from sgla.bench.load import Record
+
+    talk = sessions.Talk("system")
+    for prompt, cached in ((100, 0), (250, 96), (400, 240)):
+        record = Record(start=0.0, end=2.0, chunks=[1.0, 2.0], prompt_tokens=prompt, completion_tokens=20)
+        record.cached_tokens = cached
+        talk.records.append(record)
+    assert (talk.attainable(False), talk.attainable(True)) == (100 + 250, 120 + 270)
+    told = sessions.numbers([talk], 6.0, True)
+    assert (told["hit_rate"], told["attainable"]) == (round(336 / 750, 4), round(390 / 750, 4))
+    assert (told["working_set"], told["later_ttft_mean_ms"]) == (400, 1000.0)
+
+
+def test_outputs_of_tools_follow_from_the_seed() -> None:
+    from random import Random
+
+    import sessions
+
+    drawn = sessions.sizes(Random(1), 30, 50_000)
+    assert drawn == sessions.sizes(Random(1), 30, 50_000)
+    assert abs(sum(drawn) - 50_000) < 30
+    assert max(drawn) > 3 * sorted(drawn)[15], "most are short"
+    call, output = sessions.step(Random(1), 3, 240, plain=False)
+    assert call["tool_calls"][0]["id"] == output["tool_call_id"] == "call_3"
+    assert len(output["content"].split()) == 240
+    [said] = sessions.step(Random(1), 3, 240, plain=True)
+    assert said["role"] == "user"

@@ -259,6 +259,7 @@ def words_of(name: str) -> list[str]:
         "speculative_algorithm": "ngram",
         "speculative_quantization": "int8",
         "eviction": "lfu",
+        "kv_write_policy": "write_through",
         "preferred_sampling_params": '{"top_k": 7}',
         "hf_overrides": '{"rope_theta": 50000}',
         "limit_mm_per_prompt": '{"image": 4}',
@@ -691,7 +692,6 @@ def test_commands_of_peers_are_named_as_ours() -> None:
         ("--kv-offloading-size", "1.5", 3 << 29),
         ("--hicache-size", "2", 2 * 10**9),
         ("--kv-offloading-size", "0", None),
-        ("--hicache-write-policy", "write_through", None),
     ],
 )
 def test_host_memory_of_peers_is_in_gigabytes(flag: str, value: str, size: int | None) -> None:

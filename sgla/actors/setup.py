@@ -116,6 +116,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         encoder=facts.pooling is not None and facts.pooling.encoder,
         hidden=facts.hidden,
         tiers=facts.tiers,
+        selective=config.kv_write_policy == "write_through_selective",
         adapters=facts.adapters,
     )
 

@@ -127,7 +127,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "enable-sleep-mode": Always(SLEEPS),
     "enable-memory-saver": Always(SLEEPS),
     "enable-cumem-allocator": Always(SLEEPS),
-    "hicache-write-policy": Always("what was computed is copied when its request ends", ("write_through",)),
+    "hicache-write-policy": Alias("kv_write_policy"),
     # scheduling and cache
     "max-num-seqs": Alias("max_running_requests"),
     "max-batch-size": Alias("max_running_requests"),

@@ -43,7 +43,10 @@ class Memory:
         tiers = limits.tiers if limits.prefix_cache else []
         self._numbers = Numbers()
         pools = Pools(self.pool, self.windows, states)
-        self.transfers = Transfers(self.cache, pools, tiers, found, limits.page_size, self._numbers)
+        numbers = self._numbers
+        self.transfers = Transfers(
+            self.cache, pools, tiers, found, limits.page_size, numbers, limits.selective
+        )
         self.adapters = Adapters(limits.adapters)
         self._past = Past()
         self.slots = list(range(limits.rows - 1, -1, -1))

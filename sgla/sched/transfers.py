@@ -109,7 +109,9 @@ class Transfers:
         found: Sequence[Sequence[bytes]],
         page_size: int,
         numbers: Numbers,
+        selective: bool = False,
     ) -> None:
+        """``selective``: save what a request has found in the tree, which others will want again."""
         self.under_way: dict[int, Transfer] = {}
         self.copies: list[Copy] = []
         self.later: list[Copy] = []  # of what the plan being made may have computed
@@ -117,6 +119,7 @@ class Transfers:
         self.tiers = [_pools(tier, there) for tier, there in zip(tiers, found or [[]] * len(tiers))]
         self.stats = [TierStats(name=tier.name, total=tier.units[0]) for tier in tiers]
         self._told = list(tiers)
+        self._selective = selective
         self._cache, self._pools, self._numbers = cache, pools, numbers
         self._page_size, self._width = page_size, page_size * TOKEN_BYTES
         self._coming: dict[bytes, int] = {}  # keys of pages, and the transfers that bring them
@@ -299,8 +302,9 @@ class Transfers:
         if self._pools.states is not None:
             units.append({end - 1: unit for end, unit in there.states.items()})
         for tier, told in enumerate(self._told):
-            if not told.computes:
-                self._save(tier, node, keys, units)
+            again = request.borrowed if self._selective and not told.early else count
+            if again and not told.computes:
+                self._save(tier, node, keys, [{i: u for i, u in g.items() if i < again} for g in units])
 
     def save_early(self, request: Request) -> None:
         """Have the pages of whole histories that the tree has of a prompt copied to tiers where others wait

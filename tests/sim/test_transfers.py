@@ -360,6 +360,20 @@ def test_text_is_the_same_whatever_becomes_of_copies() -> None:
         assert min(counts.values()) > 5, "too little was loaded to tell"
 
 
+def test_what_is_found_again_is_saved_selectively() -> None:
+    tiers = [Tier("disk", [300], lasting=True)]
+    simulation = Simulation(make_limits(pages=81, context_len=700, tiers=tiers, selective=True))
+    text = [(7 * i + i // 50) % 50 for i in range(101)]
+    run(simulation, "new", text)
+    assert simulation.core.stats().tiers[0].saved == 0
+    run(simulation, "again", [*text[:60], *text[:40]])
+    assert simulation.core.stats().tiers[0].saved == 60 // 4
+    simulation.evict()
+    run(simulation, "disk", text)
+    assert simulation.core.stats().hits == {"device": 60, "disk": 60}
+    simulation.verify()
+
+
 def test_hits_have_a_place_and_misses_a_reason() -> None:
     simulation = Simulation(
         make_limits(pages=81, context_len=700, step_tokens=64, tiers=[Tier("disk", [300], lasting=True)])
