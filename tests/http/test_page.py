@@ -13,6 +13,7 @@ import chromium
 import pytest
 from http_fake import ScriptedIngress
 from http_site import Serve, Site
+from test_pictures import BASE64, PARTS, PICTURES, seeing
 
 from sgla.http.page import assets
 
@@ -468,4 +469,46 @@ async def test_key_reasoning_and_tools(serve: Serve, tmp_path: Path) -> None:
         told: Any = ingress.jobs[-1].messages
         assert [m["role"] for m in told] == ["user", "assistant", "tool"]
         assert (told[2]["content"], told[2]["tool_call_id"]) == ("3 degrees", told[1]["tool_calls"][0]["id"])
+        assert not tab.problems
+
+
+@browser
+async def test_pictures_are_dropped_pasted_and_sent(serve: Serve, tmp_path: Path) -> None:
+    site = await serve(seeing())
+    data = (
+        "(() => { const data = new DataTransfer(); data.items.add(new File([Uint8Array.from("
+        f"atob('{BASE64[0]}'), (one) => one.charCodeAt(0))], 'red.png', {{ type: 'image/png' }})); "
+        "return data; })()"
+    )
+    drop = f"document.dispatchEvent(new DragEvent('drop', {{ dataTransfer: {data}, cancelable: true }}))"
+    paste = (
+        "document.getElementById('prompt').dispatchEvent("
+        f"new ClipboardEvent('paste', {{ clipboardData: {data} }}))"
+    )
+    waiting = "document.querySelectorAll('#pictures img').length"
+    async with chromium.browsing(tmp_path, site.url) as tab:
+        await tab.until(f"{UP} && !document.getElementById('attach').hidden")
+        await tab.js(drop)
+        await tab.until(f"{waiting} === 1")
+        await tab.js(paste)
+        await tab.until(f"{waiting} === 2")
+        await tab.js("document.querySelector('#pictures button').click()")
+        await ask(tab, "What is it?")
+        await tab.until(answers(1))
+        (job,) = site.ingress.jobs
+        assert job.messages == [
+            {"role": "user", "content": [PARTS[1], {"type": "text", "text": "What is it?"}]}
+        ]
+        assert job.pictures == PICTURES[:1]
+        assert await tab.js(
+            f"{waiting} === 0 && document.querySelector('article.user img').naturalWidth === 3"
+        )
+        await ask(tab, "And now?")
+        await tab.until(answers(2))
+        assert site.ingress.jobs[-1].pictures == PICTURES[:1]
+        site.ingress.facts.media.clear()
+        await tab.js("document.getElementById('model').dispatchEvent(new Event('change'))")
+        await tab.until("document.getElementById('attach').hidden")
+        await tab.js(drop)
+        await tab.until("document.getElementById('pictures').innerText === 'This model takes no pictures.'")
         assert not tab.problems

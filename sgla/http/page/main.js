@@ -2,6 +2,7 @@
 import { call, useKey } from "./client.js";
 import { $, button, copyBy, download, make } from "./dom.js";
 import { watch } from "./live.js";
+import { allow, arePictures, takePictures } from "./pictures.js";
 import { tell } from "./settings.js";
 import { Conversation, imported, load, remove, save } from "./store.js";
 import { ask, conversation, listen, open, running } from "./talk.js";
@@ -36,7 +37,9 @@ async function connect() {
 // What the chosen model is.
 async function describe() {
   const name = encodeURIComponent($("model").value);
-  tell(await (await call(`get_model_info?model=${name}`)).json());
+  const info = await (await call(`get_model_info?model=${name}`)).json();
+  tell(info);
+  allow(info.has_image_understanding === true);
 }
 
 async function seen(phase) {
@@ -173,10 +176,10 @@ for (const control of document.querySelectorAll(".drawer")) {
 $("ask").onsubmit = (event) => {
   event.preventDefault();
   const text = $("prompt").value.trim();
-  if (!text || running) return;
+  if (!(text || arePictures()) || running) return;
   $("prompt").value = "";
   grow();
-  ask(text);
+  ask(text, takePictures());
 };
 $("prompt").oninput = grow;
 $("prompt").onkeydown = (event) => {

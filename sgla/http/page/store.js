@@ -41,7 +41,8 @@ export async function remove(id) {
 
 // A tree of messages: an edit or a second answer is one more child of the same parent. Node 0 is the root,
 // without a message;
-// `chosen` is the child that is shown. A node: {parent, chosen, message, reasoning, model, note}.
+// `chosen` is the child that is shown. A node: {parent, chosen, message, pictures, reasoning, model, note};
+// `pictures` are data URLs.
 export class Conversation {
   constructor({ id, title = "New chat", changed = Date.now(), system = "", nodes = [{ parent: -1 }] } = {}) {
     this.id = id ?? `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
@@ -75,7 +76,7 @@ export class Conversation {
     return found;
   }
 
-  messages(end) { return this.path(end).map((at) => this.nodes[at].message); }
+  messages(end) { return this.path(end).map((at) => sent(this.nodes[at])); }
 
   // A conversation of its own that begins as this one does, up to `end`.
   fork(end) {
@@ -87,15 +88,23 @@ export class Conversation {
 
   markdown() {
     const parts = this.path().map((at) => {
-      const { message, model } = this.nodes[at];
+      const { message, pictures = [], model } = this.nodes[at];
       const calls = (message.tool_calls ?? []).map(({ function: made }) =>
         `\`${made.name}(${made.arguments})\``);
       const who = { user: "You", assistant: model ?? "Answer", tool: "Result" }[message.role];
-      return [`## ${who}`, message.content, ...calls].filter(Boolean).join("\n\n");
+      return [`## ${who}`, ...pictures.map(() => "*(a picture)*"), message.content, ...calls].filter(Boolean).join("\n\n");
     });
     const system = this.system && `## System\n\n${this.system}`;
     return `${[`# ${this.title}`, system, ...parts].filter(Boolean).join("\n\n")}\n`;
   }
+}
+
+// A message as the server wants it: its pictures come before its text.
+function sent({ message, pictures = [] }) {
+  if (!pictures.length) return message;
+  const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  if (message.content) parts.push({ type: "text", text: message.content });
+  return { ...message, content: parts };
 }
 
 // --- import
@@ -111,11 +120,14 @@ function isMessage({ role, content, tool_calls, tool_call_id } = {}) {
   return ROLES.includes(role) && typeof content === "string" && areCalls(tool_calls) && isText(tool_call_id);
 }
 
+const arePictures = (urls) => urls === undefined ||
+  (Array.isArray(urls) && urls.every((url) => isText(url) && url?.startsWith("data:image/")));
+
 function isNode(node, at, nodes) {
-  const { parent, chosen, message, reasoning, model, note } = node ?? {};
+  const { parent, chosen, message, pictures, reasoning, model, note } = node ?? {};
   const placed = at === 0 ? parent === -1 : Number.isInteger(parent) && parent >= 0 && parent < at &&
     isMessage(message ?? {});
-  return placed && [reasoning, model, note].every(isText) &&
+  return placed && arePictures(pictures) && [reasoning, model, note].every(isText) &&
     (chosen === undefined || (Number.isInteger(chosen) && nodes[chosen]?.parent === at));
 }
 

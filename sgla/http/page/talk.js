@@ -3,6 +3,7 @@ import { ServerError, call, events } from "./client.js";
 import { $, button, copyBy, make } from "./dom.js";
 import { Follower } from "./follow.js";
 import { MarkdownView } from "./markdown.js";
+import { shown as pictured } from "./pictures.js";
 import { fields } from "./settings.js";
 import { Conversation, save } from "./store.js";
 
@@ -53,10 +54,11 @@ function frame(kind, title) {
 }
 
 function card(owner, at) {
-  const { message, reasoning, model, note } = owner.nodes[at], mine = message.role !== "assistant";
+  const { message, pictures, reasoning, model, note } = owner.nodes[at], mine = message.role !== "assistant";
   const view = frame(message.role, mine ? { user: "You", tool: "Result" }[message.role] : model ?? "Answer");
   if (mine) view.text.textContent = message.content;
   else new MarkdownView(view.text).show(message.content);
+  if (pictures?.length) view.text.before(pictured(pictures));
   if (reasoning) view.text.before(thought(reasoning, false));
   view.boxes = (message.tool_calls ?? []).map(({ function: made }) => make("div", { className: "call" },
     make("b", { textContent: made.name }), make("pre", { textContent: made.arguments })));
@@ -115,7 +117,7 @@ function branch(at) {
 
 // An edited question is asked again; an edited answer stands beside the first one.
 function edit(view, at) {
-  const { message, parent, model } = conversation.nodes[at];
+  const { message, pictures, parent, model } = conversation.nodes[at];
   const field = make("textarea",
     { value: message.content, rows: Math.min(12, message.content.split("\n").length + 1),
       ariaLabel: "Edited message" });
@@ -126,7 +128,7 @@ function edit(view, at) {
     const content = field.value.trim();
     if (!content || running) return;
     const made = conversation.add(parent,
-      { message: { ...message, content }, model, note: model && "edited by you" });
+      { message: { ...message, content }, pictures, model, note: model && "edited by you" });
     draw();
     if (message.role === "user") answer(made);
     keep();
@@ -158,10 +160,11 @@ function askResults(view, at) {
   }));
 }
 
-export function ask(text) {
-  if (!conversation.nodes[0].chosen) conversation.title = text.split("\n")[0].slice(0, 60);
+export function ask(text, pictures = []) {
+  if (!conversation.nodes[0].chosen) conversation.title = text.split("\n")[0].slice(0, 60) || "Picture";
   conversation.system = $("system").value.trim();
-  const at = conversation.add(conversation.path().at(-1) ?? 0, { message: { role: "user", content: text } });
+  const at = conversation.add(conversation.path().at(-1) ?? 0,
+    { message: { role: "user", content: text }, ...(pictures.length ? { pictures } : {}) });
   draw();
   keep();
   answer(at);
