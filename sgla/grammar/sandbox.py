@@ -12,7 +12,6 @@ import gc
 import os
 import random
 import re
-import resource
 import signal
 import socket
 import sys
@@ -34,7 +33,7 @@ from sgla.grammar.source import explain, parse, source_of
 from sgla.grammar.tags import grammars_of
 from sgla.memory import give_back, resident, return_memory_early
 from sgla.messages import Grammar
-from sgla.processes import die_with
+from sgla.processes import die_with, limit_memory
 
 STACK = 2 << 20  # a grammar that compiles on this stack does so in a worker, whose threads have more
 MEMORY = 512 << 20  # bytes that compiling may need
@@ -54,9 +53,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     vocabulary = Vocabulary.read(Path(path))
     tokenizer, special = load_tokenizer(vocabulary), vocabulary.named()
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (size + STACK + MEMORY, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(STACK + MEMORY)
     threading.stack_size(STACK)
     return_memory_early()
     gc.freeze()  # children share these objects as long as nobody writes to them

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import signal
 import sys
 import types
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
@@ -23,6 +21,7 @@ import msgspec
 from sgla.errors import BadRequest
 from sgla.media.pool import KINDS, LENGTH, Answer
 from sgla.memory import give_back, return_memory_early
+from sgla.processes import limit_memory
 
 
 def main() -> None:
@@ -34,9 +33,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     for module in modules:
         import_module(module)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (size + memory, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(memory)
     return_memory_early()
     gc.freeze()
     data = b""  # tells that the imports are done

@@ -11,7 +11,6 @@ cannot be served right is refused by name, there or in ``check_rows`` once the w
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from sgla.model.generic_ranks import split
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.read import dtype_of
 from sgla.model.registry import architecture_of
+from sgla.processes import limit_memory
 
 PAGED, SEEN = "sgla_paged", "sgla_seen"  # names of our attention: in steps, and while a module is probed
 TOKENS = 3  # of a probe
@@ -551,18 +551,11 @@ def loaded(
     return made
 
 
-def bound() -> None:
-    """Let this process take ``MEMORY`` more."""
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def main() -> int:
     """Facts about the model that stands on the standard input, as the last line."""
     asked = json.load(sys.stdin)
     logging.set_verbosity_error()
-    bound()
+    limit_memory(MEMORY)
     try:
         facts = probe(asked["config"], Path(asked["folder"]), asked["trusted"], asked["ranks"])
     except ConfigError as error:

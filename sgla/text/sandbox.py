@@ -9,19 +9,17 @@ nobody is left to end it.
 from __future__ import annotations
 
 import gc
-import os
 import pickle
-import resource
 import signal
 import sys
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sgla.errors import BadRequest, SglaError
 from sgla.memory import give_back, return_memory_early
+from sgla.processes import limit_memory
 from sgla.text.process import BUSY, LENGTH, MEMORY, MOST, SECONDS, Answer, Parse, Render
 from sgla.text.template import ChatTemplate
 from sgla.text.tools.parser import parser_of
@@ -33,9 +31,7 @@ def main() -> None:
     # The terminal and service managers signal the whole group; this process ends with its stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(MEMORY)
     return_memory_early()
     gc.freeze()
     asks, answers = sys.stdin.buffer, sys.stdout.buffer

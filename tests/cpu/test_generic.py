@@ -24,14 +24,14 @@ from sgla.hub import source as files
 from sgla.hub.source import ModelSource
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
-from sgla.model import generic, generic_spec
+from sgla.model import generic_spec
 from sgla.model.generic import Generic, probe
 from sgla.model.generic_compile import compile_steps
 from sgla.model.generic_spec import FACTS, check_generic, settled
 from sgla.model.read import read_decoder
 from sgla.model.sizes import weight_bytes
 from sgla.observe.machine import Machine
-from sgla.processes import tied
+from sgla.processes import limit_memory, tied
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.report import report
@@ -178,8 +178,7 @@ def test_a_probe_ends_with_who_started_it_and_within_its_memory(
     assert commands == [tied([sys.executable, "-m", "sgla.model.generic"])]
 
     def take_much() -> None:
-        monkeypatch.setattr(generic, "MEMORY", 64 << 20)
-        generic.bound()
+        limit_memory(64 << 20)
         bytearray(1 << 30)
 
     done = probing.forked(take_much)

@@ -13,13 +13,11 @@ import json
 import logging
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -55,7 +53,7 @@ from sgla.http.mcp.protocol import (
     Tool,
 )
 from sgla.messages import MAX_GRAMMAR, Grammar
-from sgla.processes import die_with, tied
+from sgla.processes import die_with, limit_memory, tied
 from sgla.version import __version__
 
 DEPTH = 32  # of a schema
@@ -472,6 +470,5 @@ async def main() -> None:
 if __name__ == "__main__":
     die_with(int(sys.argv[2]))
     logging.disable(logging.CRITICAL)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    limit_memory(MEMORY)
     asyncio.run(main())
