@@ -25,7 +25,7 @@ from sgla.model.read import read_spec
 from sgla.model.sizes import as_stored, experts_kind, offloaded, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.stages import check_settings as check_stages
-from sgla.model.stages import fullest
+from sgla.model.stages import fullest, stages_of
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
 from sgla.observe import kv_events
 from sgla.observe.machine import Machine, detect
@@ -320,6 +320,8 @@ def settle_cache(
         reasons["kv_cache_bytes"] = "an encoder keeps no KV"
         reasons["context_length"] = "the longest input the model's files recommend"
     elif device == "cuda":
+        if isinstance(spec, ModelSpec):
+            stages_of(filling.done(), spec)  # whether it can be cut
         reasons |= {name: reason for name, reason in BY_WORKERS.items() if getattr(config, name) is None}
     else:
         room = filling.settle(

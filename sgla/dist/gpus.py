@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from sgla.dist.shard import Shard
+from sgla.dist.shard import Shard, shard_of
 from sgla.errors import ConfigError
 from sgla.kernels.device import describe
 from sgla.kernels.cuda.all_reduce import MAX_RANKS, AllReduce, inbox_bytes
@@ -31,9 +32,11 @@ class Joined(NamedTuple):
     note: str  # how the ranks exchange data
 
 
-def join_gpus(rank: int, size: int, store: Path, timeout: float = 300.0, message: int = MESSAGE) -> Joined:
+def join_gpus(
+    rank: int, size: int, store: Path, stages: int = 1, timeout: float = 300.0, message: int = MESSAGE
+) -> Joined:
     """Take GPU number ``rank``, meet the other ranks through the file ``store`` (see ``shard.join``), and
-    stay until the process ends.
+    stay until the process ends. The ranks of a stage exchange sums by themselves.
 
     ``timeout`` in seconds holds for the collectives of NCCL, which then end the process. ``message``: bytes
     up to which sums go through the peers' memory. Raises ConfigError if there are too few GPUs.
@@ -43,7 +46,7 @@ def join_gpus(rank: int, size: int, store: Path, timeout: float = 300.0, message
         why = "the driver shows none" if torch.version.cuda else f"{torch.__version__} is a CPU build"
         raise ConfigError(f"--device cuda: torch sees no GPU, {why}", param="device")
     if size > count:
-        raise ConfigError(f"--tp {size} needs {size} GPUs; torch sees {count}", param="tp")
+        raise ConfigError(f"--tp x --pp: {size} ranks need {size} GPUs; torch sees {count}", param="tp")
     torch.cuda.set_device(rank)
     if size == 1:
         return Joined(Shard(), "")
@@ -59,22 +62,26 @@ def join_gpus(rank: int, size: int, store: Path, timeout: float = 300.0, message
         device_id=torch.device("cuda", rank),  # connects now, while the store exists
     )
     dist.barrier()
-    refused = _refuses(size)
+    shard = shard_of(rank, size, stages)
+    if shard.size == 1:
+        return Joined(shard, "")
+    first = shard.number - shard.rank
+    refused = _refuses(range(first, first + shard.size))
     if refused:
-        return Joined(Shard(rank, size), f"ranks: NCCL alone, because {refused}")
+        return Joined(shard, f"ranks: NCCL alone, because {refused}")
     return Joined(
-        Shard(rank, size, PeerMemory(rank, size, message)),
+        replace(shard, exchange=PeerMemory(shard, message)),
         f"ranks: sums up to {message >> 20} MiB through the peers' memory, larger ones through NCCL",
     )
 
 
-def _refuses(size: int) -> str | None:
-    """Why the ranks cannot store into each other's memory, or None; the same on every rank."""
-    if size > MAX_RANKS:
+def _refuses(gpus: range) -> str | None:
+    """Why the ranks on these cannot store into each other's memory, or None; the same on every rank."""
+    if len(gpus) > MAX_RANKS:
         return f"there are more than {MAX_RANKS} ranks"
-    if not all(describe(index).tma for index in range(size)):
+    if not all(describe(index).tma for index in gpus):
         return "the GPUs are older than compute capability 9.0"
-    pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
+    pairs = ((a, b) for a in gpus for b in gpus if a != b)
     if not all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs):
         return "the GPUs cannot access each other's memory"
     return None
@@ -83,15 +90,16 @@ def _refuses(size: int) -> str | None:
 class PeerMemory(AllReduce):
     """``AllReduce`` over memory that torch lets the ranks share."""
 
-    def __init__(self, rank: int, size: int, message: int) -> None:
+    def __init__(self, shard: Shard, message: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        assert dist.group.WORLD is not None
-        device = torch.device("cuda", rank)
-        self._memory = symmetric.empty(inbox_bytes(size, message), dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(self._memory, dist.group.WORLD)
+        group = shard.group or dist.group.WORLD
+        assert group is not None
+        device = torch.device("cuda", shard.number)
+        self._memory = symmetric.empty(inbox_bytes(shard.size, message), dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(self._memory, group)
         self.clear(self._memory)
         torch.cuda.synchronize()
-        dist.barrier()  # nobody sends before all have cleared
+        dist.barrier(group)  # nobody sends before all have cleared
         torch.cuda.synchronize()
-        super().__init__(list(handle.buffer_ptrs), rank, message)
+        super().__init__(list(handle.buffer_ptrs), shard.rank, message)

@@ -64,9 +64,9 @@ def joined(stored: dict[str, FileTensor], build: Build) -> Iterator[tuple[str, S
             build.cache_scales[int(scale[1]), scale[2]] = float(tensor.dense().flatten()[0])
 
 
-def cache_scales(build: Build, layers: range) -> list[tuple[float, float]] | None:
-    """Those of k and v of these layers, if the file has them all and they are finite and above 0."""
-    found = [build.cache_scales.get((i, part), 0.0) for i in layers for part in "kv"]
+def cache_scales(build: Build, layers: int) -> list[tuple[float, float]] | None:
+    """Those of k and v of all layers, if the file has them all and they are finite and above 0."""
+    found = [build.cache_scales.get((i, part), 0.0) for i in range(layers) for part in "kv"]
     usable = all(0 < scale < inf for scale in found)
     return list(zip(found[::2], found[1::2])) if usable else None
 

@@ -104,7 +104,8 @@ def load_model(
         on_model(model)
     model.declared = Declared(build, spec.architecture, spec.tied, model.ignored, rename, mending(spec), seed)
     model.declared.load(source, on_progress)
-    model.cache_scales = cache_scales(build, spec.held)
+    if (scales := cache_scales(build, spec.layers)) is not None:
+        model.cache_scales = scales[spec.held.start : spec.held.stop]
     return model
 
 

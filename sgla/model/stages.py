@@ -20,6 +20,7 @@ REFUSED = {
     "enable_lora": "an adapter would have to be cut like the layers",
     "enable_torch_compile": "a module of transformers is not cut into stages",
     "cpu_offload_gb": "a stage holds fewer layers instead",
+    "kv_host_bytes": "it has not been tried with stages",
     "role": "the servers would have to cut their models alike",
 }
 
@@ -28,7 +29,7 @@ def check_settings(config: Config, device: str, vectors: bool) -> None:
     """Raise ConfigError for what stages cannot be together with. ``vectors``: the model answers with some."""
     if config.pp == 1:
         return
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise _refused(config, f"on --device {device}")
     if vectors:
         raise _refused(config, "by a model that answers with vectors")

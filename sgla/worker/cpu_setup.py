@@ -10,9 +10,7 @@ from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.messages import CacheGroup, Facts
-from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
-from sgla.model.stages import stages_of
 from sgla.model.state import Demand
 from sgla.sampling import Sampler
 from sgla.sampling.draw import draw
@@ -79,11 +77,6 @@ class CpuSetup(CpuModel):
             **answer_facts(config, spec, self.pooling, declared(processors)),
         )
 
-    def _stage(self, source: ModelSource) -> ModelSpec:
-        """What this rank has of the model, or a part of. Raises ConfigError."""
-        spec, pipe = read_decoder(source.config), self.shard.pipe
-        return spec if pipe is None else stages_of(self.config, spec)[pipe.stage]
-
     def _make_steps(self, kv: CpuKV, dtype: str, step_tokens: int, processors: dict[str, Factory]) -> str:
         """What computes a step, samples and guesses; a note on the kernels."""
         config, slots, native = self.config, len(self.tables.limit), self.config.native_kernels
@@ -111,5 +104,5 @@ class CpuSetup(CpuModel):
     def _make_sampler(self, vocab: int, processors: dict[str, Factory]) -> Sampler:
         self.matchers = Matchers() if self.shard.rank == 0 and self.shard.samples else None
         pick = find_draw() if self.config.native_kernels else draw
-        skip_forced = self.shard.size == 1 and self.shard.pipe is None  # other ranks are told one a row
+        skip_forced = self.shard.count == 1  # other ranks are told one token a row
         return Sampler(self.tables.tokens, vocab, self.matchers, pick, skip_forced, processors)

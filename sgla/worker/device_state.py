@@ -55,6 +55,9 @@ class DeviceTables:
             self._admit(plan.new, sampler)
             self._admit_places(plan.new)
             self.admissions += len(plan.new)
+        if plan.tokens:
+            rows = len(plan.tokens) // 4
+            self.put(np.stack([column(plan.slots)[:rows], column(plan.starts)[:rows], column(plan.tokens)]))
         if plan.page_slots:
             slots, counts = column(plan.page_slots), column(plan.page_counts)
             first = np.cumsum(counts) - counts

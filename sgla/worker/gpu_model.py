@@ -17,7 +17,6 @@ from sgla.loading.offload import Offload, copying
 from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
 from sgla.model.drafting import draft_state, read_guessing
-from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Make, anywhere
 from sgla.worker.adapters import AdapterStore, places_of
@@ -54,9 +53,9 @@ class GpuModel(Runner):
     steps: GpuSteps
 
     def _load(self, config: Config, source: ModelSource) -> None:
-        woken = compilers().submit(wake_triton, self.shard.rank)
+        woken = compilers().submit(wake_triton, self.shard.number)
         self.config, self.source = config, source
-        spec = read_decoder(source.config)
+        spec = self._stage(source)
         sizes = choose_sizes(config, spec, self.pooling)
         kernels, self.notes = choose_kernels(config, spec, self.place, sizes)
         self.notes += self.place.notes
@@ -71,7 +70,7 @@ class GpuModel(Runner):
         with self.place.torch, within_memory("loading the weights", self.budget.lighter):
             offload = Offload(layers) if layers else None
             how = {"context_len": sizes.context_len, "on_model": begin, "make": self._make}
-            self._load_model(how, offload)
+            self._load_model(how, offload, spec.stage)
             if guessing is not None:
                 self._load_chains(guessing, sizes)
         torch.cuda.synchronize()
@@ -81,7 +80,7 @@ class GpuModel(Runner):
 
     def _make_room(self) -> None:
         let_go()
-        if (memory := gpu_memory(self.shard.rank)) is not None:
+        if (memory := gpu_memory(self.shard.number)) is not None:
             self.regions = Regions(*(Region(memory, self.place.usage()["total"]) for _ in range(2)))
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
 
@@ -103,7 +102,7 @@ class GpuModel(Runner):
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """In a thread that reads adapters."""
-        torch.cuda.set_device(self.shard.rank)
+        torch.cuda.set_device(self.shard.number)
         return tensor.pin_memory()
 
     @property
@@ -116,7 +115,7 @@ class GpuModel(Runner):
         """Bytes of weights that torch's allocator does not know of."""
         return 0 if self.regions is None else self.regions.weights.size
 
-    def _load_model(self, how: dict[str, Any], offload: Offload | None) -> None:
+    def _load_model(self, how: dict[str, Any], offload: Offload | None, stage: range | None) -> None:
         config = self.config
         how |= {
             "dtype": dtype_of(config),
@@ -127,7 +126,7 @@ class GpuModel(Runner):
         }
         if self.pooling is None:
             places = None if self.adapters is None else self.adapters.adapters
-            load_model(self.source, offload=offload, adapters=places, **how)
+            load_model(self.source, offload=offload, adapters=places, stage=stage, **how)
             return
         head = load_decoder(self.source, self.pooling, **how).head
         self.steps.pooler = Pooler(self.pooling, head, self.steps.slots, self.steps.model.spec.hidden)
@@ -157,7 +156,9 @@ class GpuModel(Runner):
             "adapters": adapters,
             "tables": tables,
         }
-        self._captures = kernels.attention.captures and self.pooling is None
+        # Where several stages exchange hidden states steps are not captured yet.
+        staged = self.shard.pipe is not None
+        self._captures = kernels.attention.captures and self.pooling is None and not staged
         pool = ThreadPoolExecutor(1, "rehearse")
         self._rehearsal = pool.submit(rehearse, self.steps, woken) if self._captures else None
         pool.shutdown(wait=False)

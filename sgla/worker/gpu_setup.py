@@ -79,9 +79,9 @@ class GpuSetup(GpuModel):
     def _make_flights(self) -> None:
         steps, vocab = self.steps, self.steps.model.spec.vocab
         self.constraints = None
-        if self.shard.rank == 0:
+        if self.shard.rank == 0 and self.shard.samples:
             self.matchers = Matchers(mask_threads())
-            skip_forced = self.shard.size == 1  # other ranks are told one token a row
+            skip_forced = self.shard.count == 1  # other ranks are told one token a row
             host = steps.tables.host.tokens
             self.constraints = Constraints(host, vocab, self.matchers, skip_forced=skip_forced, pin=True)
         labels = self.pooling is None
@@ -153,7 +153,7 @@ class GpuSetup(GpuModel):
         """Steps that run as a graph read prompts more cheaply than larger ones.
         Not those of mixtures; several ranks were not measured."""
         every = StepCost(tokens=self.steps.step_tokens, tile=STEP_TILE)
-        if self.steps.deterministic or self.steps.model.spec.moe or self.shard.size > 1:
+        if self.steps.deterministic or self.steps.model.spec.moe or self.shard.count > 1:
             return [every]
         limit = self.prompts.limit
         tokens = min(limit, MIXED) if self.budget.ledger["weights"] > HEAVY else limit

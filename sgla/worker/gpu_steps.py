@@ -107,7 +107,7 @@ class GpuSteps:
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
         self._sampled = sizes_up_to(self.rows)  # rows of a step that sample
-        self.scales = [(1.0, 1.0)] * model.spec.layers
+        self.scales = [(1.0, 1.0)] * len(model.spec.held)
         self.own, self.state = len(model.state()), with_draft(model.state(), beside)
         self.groups = kv_groups(self.state, self.context_len, self.kv_dtype)
         windows = [group.window for group in self.groups if not group.unit_bytes]
@@ -121,7 +121,8 @@ class GpuSteps:
             most = max(self.step_tokens, self.rows)
             self.adapted = AdaptedRows(adapters.rows, self.tables, most, self.rows)
         self.drafts = DeviceDrafts(self.tables, not beside) if self.rows > self.slots else None
-        self.logits = torch.empty(self.rows, len(model.lm_head.own), device="cuda")
+        own = len(model.lm_head.own) if self.shard.samples else 0
+        self.logits = torch.empty(self.rows, own, device="cuda")
         self.forget_rows()
 
     @property
@@ -198,6 +199,9 @@ class GpuSteps:
             self.adapted.begin(slots, q_lens, host[0])
         units = None if columns.states is None else columns.states.ordered(order)
         batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
+        if not self.shard.samples:
+            self.forward.hidden(batch)
+            return Launched(batch.ids, 0, [], None, None)
         whole = bool(wanted.prompt_spans or wanted.hidden) or (self.pooler is not None and self.pooler.whole)
         hidden = self.forward.hidden(batch, None if whole else at)
         if self.hidden is not None:

@@ -83,7 +83,7 @@ class Gpu:
     def __init__(self, config: Config, rank: int, size: int, store: Path) -> None:
         from sgla.dist.gpus import join_gpus
 
-        self.shard, ranks = join_gpus(rank, size, store)
+        self.shard, ranks = join_gpus(rank, size, store, config.pp)
         torch.set_num_threads(1)
         self.device, self.torch = describe(), torch.device("cuda")
         use(self.device)
@@ -97,7 +97,7 @@ class Gpu:
         return {"free": free, "total": total}
 
     def begin_thread(self) -> None:
-        torch.cuda.set_device(self.shard.rank)
+        torch.cuda.set_device(self.shard.number)
 
     def compiled(self, forward: Forward, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         """Op by op, for models without pages."""

@@ -18,6 +18,9 @@ from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.messages import Control, Facts, Moved, Pooling, Progress, StepPlan, StepResult
+from sgla.model.read import read_decoder
+from sgla.model.spec import ModelSpec
+from sgla.model.stages import stages_of
 from sgla.worker.adapters import AdapterStore
 from sgla.worker.copies import Copies
 from sgla.worker.loop import Reply
@@ -47,6 +50,7 @@ class Runner(ABC):
     and from.
     """
 
+    config: Config
     facts: Facts
     matchers: Matchers | None = None
     adapters: AdapterStore | None = None
@@ -81,6 +85,11 @@ class Runner(ABC):
     @abstractmethod
     def _load(self, config: Config, source: ModelSource) -> None:
         """Check what is asked for, then make the model with its weights."""
+
+    def _stage(self, source: ModelSource) -> ModelSpec:
+        """The model, as this rank's stage has it. Raises ConfigError."""
+        spec, pipe = read_decoder(source.config), self.shard.pipe
+        return spec if pipe is None else stages_of(self.config, spec)[pipe.stage]
 
     def _settle(self, config: Config) -> None:  # noqa: B027  (most do nothing)
         """What is done between loading and the first step."""

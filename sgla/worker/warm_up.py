@@ -55,7 +55,7 @@ def wake_triton(device: int) -> None:
 def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
     """The model has its layers, but no weights: a few of the layers stand for all. Every row has the dummy
     page. ``woken``: Triton is ready."""
-    torch.cuda.set_device(steps.shard.rank)
+    torch.cuda.set_device(steps.shard.number)
     woken.result()
     layers = layers_of_all_kinds(steps.model.spec)
     if steps.hidden is not None and steps.hidden.layers:
@@ -96,7 +96,7 @@ def measure(steps: GpuSteps) -> Peak:
     """Run the largest steps there can be. Every row has the dummy page."""
     with within_memory("sampling", lambda: FEWER_ROWS):
         kept = _peak(_admit_all, steps)
-        samples = _peak(_sample_most, steps)
+        samples = _peak(_sample_most, steps) if steps.shard.samples else 0
     with within_memory("reading prompts", lambda: FEWER_TOKENS):
         prompts = _peak(_read_most, steps)
     return Peak(kept + prompts, kept + samples)

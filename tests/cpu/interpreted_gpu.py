@@ -33,6 +33,7 @@ from adapters import invent
 from config_cases import gemma3
 from fake_gpu import Nothing, _cpu, pretend
 from msgspec.structs import replace
+from stages import Stages
 from test_pooling import BERT, write_modules
 from tiny import LLAMA, Transcript, make_core, run, submit, tiny_config
 from torch.overrides import TorchFunctionMode
@@ -318,6 +319,7 @@ STATES = {"enable_return_hidden_states": True}
 # Model, pooling, requests, settings, those of the GPU alone.
 CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str, Any], dict[str, Any]]] = {
     "text": (DECODER, "", text, STATES, {"attention_backend": "torch"}),
+    "stages": (DECODER, "", text, STATES, {"pp": 2, **TORCH}),
     "weights on the host": (
         DEEP,
         "",
@@ -453,6 +455,9 @@ def sleep_and_wake(runner: Any, weights: str) -> None:
 
 def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings: Any) -> dict[str, Any]:
     _, _, requests, common, _ = CASES[case]
+    if "pp" in settings:
+        stages = Stages(model, settings.pop("pp"), make, **common | settings)
+        return shown(run(None, requests(), stages.core(), stages))
     runner = make(tiny_config(**common | settings), model, 0, 1, "", lambda progress: None)
     facts = runner.facts
     encoder = facts.pooling is not None and facts.pooling.encoder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tiny import make_core, tiny_config
 from torch import Tensor
 
-from sgla.dist import Shard
+from sgla.dist import Shard, gpus
 from sgla.dist.pipe import Pipe
 from sgla.hub.source import ModelSource
 from sgla.messages import Facts, StepPlan, StepResult
@@ -39,10 +39,12 @@ class Stages:
     """An executor. The stages before the last compute a step as soon as it is planned, and the last one when
     it is drained: so they are as far apart as can be."""
 
-    def __init__(self, source: ModelSource, count: int, **changes: Any) -> None:
+    def __init__(
+        self, source: ModelSource, count: int, make: Callable[..., Any] = CpuRunner, **changes: Any
+    ) -> None:
         ways = [deque[Tensor]() for _ in range(count + 1)]
         config = tiny_config(pp=count, **changes)
-        self.runners = []
+        self.runners: list[Any] = []
         for stage in range(count):
             shard = Shard(pipe=Local(stage, count, ways[stage], ways[stage + 1]))
 
@@ -50,8 +52,12 @@ class Stages:
             def join(*_: Any, shard: Shard = shard) -> Iterator[Shard]:
                 yield shard
 
-            with mock.patch.object(place, "join", join):
-                self.runners.append(CpuRunner(config, source, stage, count, "", lambda progress: None))
+            joined = gpus.Joined(shard, "")
+            with (
+                mock.patch.object(place, "join", join),
+                mock.patch.object(gpus, "join_gpus", lambda *_, joined=joined: joined),
+            ):
+                self.runners.append(make(config, source, stage, count, "", lambda progress: None))
         self.plans: deque[StepPlan] = deque()
         self.most = 0  # steps in flight
 

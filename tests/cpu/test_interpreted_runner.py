@@ -13,6 +13,7 @@ CASES = {
     "windows, decode": set(),
     "windows, prompts": set(),
     "text": set(KINDS),
+    "stages": set(KINDS),
     "weights on the host": {"logprobs"},
     "adapters": {"logprobs"},
     "prefixes on a disk": {"logprobs"},

@@ -18,10 +18,12 @@ from test_worker import make_requests
 from tiny import VOCAB, Transcript, check_draws, run, submit, tiny_config, tiny_source
 
 from sgla.actors.resting import in_memory
+from sgla.cli.explain import mesh_lines
 from sgla.config import Config
 from sgla.device import H200
 from sgla.errors import ConfigError
 from sgla.hub.source import open_source
+from sgla.ledger import ledger, mesh
 from sgla.messages import Control, Submit
 from sgla.model.read import read_decoder
 from sgla.model.stages import cut, stages_of
@@ -241,7 +243,12 @@ def test_the_embedding_makes_the_first_stage_shorter() -> None:
         ({"role": "prefill", "kv_transfer_secret": "x"}, {}, "--role cannot be honoured with --pp 2"),
         ({"cpu_offload_gb": 1.0}, {}, "--cpu-offload-gb cannot be honoured with --pp 2"),
         ({"task": "embed"}, {}, "--pp 2 cannot be honoured by a model that answers with vectors"),
-        ({"device": "cuda"}, {}, "--pp 2 cannot be honoured on --device cuda"),
+        (
+            {"device": "cuda", "kv_host_bytes": 1 << 20},
+            {},
+            "--kv-host-bytes cannot be honoured with --pp 2",
+        ),
+        ({"device": "cuda", "pp": 3}, {}, "--tp 1 --pp 3 needs 3 GPUs"),
         ({"pp": 3}, {}, "--pp 3 cannot be honoured by a model of fewer layers"),
         ({"depth": 4}, {}, "--depth must be from 1 to 3"),
         ({}, WINDOWS | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, "of every kind"),
@@ -258,3 +265,26 @@ def test_what_stages_cannot_do_is_refused_by_name(
         resolve(config, machine, tiny_source(**model).config, pooled=config.task == "embed")
     assert words in caught.value.message
     assert caught.value.param is not None
+
+
+def test_ranks_and_what_they_hold_are_known_before_anything_loads() -> None:
+    """Together they have what one rank has, and a table twice where the output layer is the embedding."""
+    config = tiny_config(pp=2, tp=2)
+    model = tiny_source(num_hidden_layers=5, tie_word_embeddings=True).config
+    ranks = mesh(config, model)
+    assert [(held.rank, held.stage, held.tp_rank, held.layers) for held in ranks] == [
+        (0, 0, 0, (0, 1)),
+        (1, 0, 1, (0, 1)),
+        (2, 1, 0, (2, 4)),
+        (3, 1, 1, (2, 4)),
+    ]
+    assert [(held.embedding, held.output) for held in ranks] == [(True, False)] * 2 + [(False, True)] * 2
+    lines = list(mesh_lines(config, ranks))
+    assert lines[0].split() == ["ranks", "4", "2", "stages", "(--pp)", "of", "2", "(--tp)"]
+    assert "layers 2 to 4, output layer, part 1 of 2, KV cache 1.0 MiB, 384 bytes a token" in lines[3]
+    together, alone = (ledger(replace(config, pp=pp), model) for pp in (2, 1))
+    assert together["kv_bytes_per_token"] == alone["kv_bytes_per_token"]
+    assert together["kv_cache"] == 2 * alone["kv_cache"]
+    assert together["weights"] == alone["weights"] + 2 * 4 * VOCAB * 64
+    assert sum(held.weights for held in ranks) == together["weights"]
+    assert mesh(replace(config, pp=1, tp=1), model) == []

@@ -308,6 +308,7 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     lora: lambda x, stack, *_: _wide(x, stack.n),
     add_lora: _like,
     lora_embedding: lambda ids, stack, *_: [((ids.shape[0], stack.n), torch.float32)],
+    ops.arriving: lambda _, ids, width, dtype: [((ids.shape[0], width), dtype)],
     ops.inplace: lambda _, x: _like(x),
     ops.call: lambda _, x, width: _wide(x, width),
 }
