@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
+from sgla.media.crossing import Memory, Record, packed, unpacked
 from sgla.processes import cpu_seconds, python_path
 
 LENGTH = struct.Struct("<I")  # before each record on the pipes
 BUSY = 3  # times as long as its CPU time a task may take on a busy machine
 START = 60.0  # seconds
-PIECE = 1 << 20  # bytes that are written at once; others run in between
 KINDS = {kind.__name__: kind for kind in (BadRequest, InvalidField, UnsupportedField)}
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Answer(msgspec.Struct, array_like=True):
     kind: str = ""
     text: str = ""
     param: str | None = None
-    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
+    value: Any = None
 
 
 class Died(BadRequest):
@@ -55,24 +55,21 @@ class Pool:
         self._all: set[_Process] = set()
 
     async def run(self, function: str, *args: Any, result: type[T]) -> T:
-        """What the ``function`` ("module:name") makes of ``args``, which it is given as its annotations say;
-        both go by msgpack. Raises what it raises of BadRequests, and Died."""
-        task = msgspec.msgpack.encode((function, args))
+        """What the ``function`` ("module:name") makes of ``args``, which it is given as its annotations say.
+        Raises what it raises of BadRequests, and Died."""
         async with self._room:
             process = self._idle.pop() if self._idle else _Process()
             self._all.add(process)
             try:
-                answer = await self._asked(process, task)
+                answer = await self._asked(process, (function, args))
             except BaseException:
                 ended = asyncio.ensure_future(process.end())
                 ended.add_done_callback(lambda _: self._all.discard(process))
                 raise
             self._idle.append(process)
-        if answer.kind:
-            raise KINDS[answer.kind](answer.text, param=answer.param)
-        return msgspec.msgpack.decode(answer.value, type=result)
+        return value_of(answer, result)
 
-    async def _asked(self, process: _Process, task: bytes) -> Answer:
+    async def _asked(self, process: _Process, task: tuple[str, tuple[Any, ...]]) -> Answer:
         try:
             await process.start(self.memory, 2 * BUSY * self.seconds, self._modules)
             asked = asyncio.ensure_future(process.ask(task))
@@ -81,7 +78,7 @@ class Pool:
                 return await asked
             finally:
                 asked.cancel()
-        except (OSError, asyncio.IncompleteReadError) as error:
+        except (OSError, EOFError) as error:
             raise Died("its process ended") from error
 
     async def _patience(self, process: _Process, asked: asyncio.Future[Answer]) -> None:
@@ -100,18 +97,28 @@ class Pool:
         self._idle.clear()
 
 
+def value_of(answer: Answer, kind: type[T]) -> T:
+    if answer.kind:
+        raise KINDS[answer.kind](answer.text, param=answer.param)
+    return msgspec.convert(answer.value, kind, builtin_types=(bytes,))
+
+
 class _Process:
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
+        self._asks, self._answers = Memory(), Memory()
 
     async def start(self, memory: int, seconds: float, modules: Sequence[str]) -> None:
         """Wait until its imports are done. ``seconds``: after which a task of its ends it by itself."""
         if self._process is not None:
             return
+        files = self._asks.descriptor, self._answers.descriptor
+        given = [str(each) for each in (*files, memory, seconds)]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "sgla.media.worker", str(memory), str(seconds), *modules),
+            *(sys.executable, "-P", "-m", "sgla.media.worker", *given, *modules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            pass_fds=files,
             env=os.environ | {"PYTHONPATH": python_path()},
         )
         try:
@@ -120,15 +127,17 @@ class _Process:
         except TimeoutError as error:
             raise Died(f"its process does not start within {START:.0f} s") from error
 
-    async def ask(self, task: bytes) -> Answer:
+    async def ask(self, task: tuple[str, tuple[Any, ...]]) -> Answer:
         assert self._process is not None
         assert self._process.stdin is not None
-        stdin, rest = self._process.stdin, memoryview(task)
-        stdin.write(LENGTH.pack(len(task)))
-        for at in range(0, len(rest), PIECE):
-            stdin.write(rest[at : at + PIECE])
-            await stdin.drain()
-        return msgspec.msgpack.decode(await self._read(), type=Answer)
+        data, parts = packed(task)
+        if parts:
+            await asyncio.to_thread(self._asks.write, parts)
+        self._process.stdin.write(LENGTH.pack(len(data)) + data)
+        await self._process.stdin.drain()
+        record = msgspec.msgpack.decode(await self._read(), type=Record)
+        found = await asyncio.to_thread(self._answers.read, record.sizes) if record.sizes else []
+        return unpacked(record, found, Answer)
 
     async def _read(self) -> bytes:
         assert self._process is not None

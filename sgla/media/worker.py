@@ -1,8 +1,9 @@
-"""A process for media, as ``pool.py`` starts it: ``python -m sgla.media.worker MEMORY SECONDS MODULE...``
+"""A process for media, as ``pool.py`` starts it:
+``python -m sgla.media.worker ASKS ANSWERS MEMORY SECONDS MODULE...``
 
-It reads records from stdin (uint32 length, msgpack of a function's name and its arguments) and answers each
-on stdout (the same, ``Answer``). It ends with its stdin, and by itself where a task takes too long and nobody
-is left to end it.
+It reads records from stdin (uint32 length, a Record of a function's name and its arguments) and answers each
+on stdout (the same, of an ``Answer``); what is large lies in the files ASKS and ANSWERS. It ends with its
+stdin, and by itself where a task takes too long and nobody is left to end it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from typing import Any, get_type_hints
 import msgspec
 
 from sgla.errors import BadRequest
+from sgla.media.crossing import BYTES, Buffer, Memory, Record, packed, unpacked
 from sgla.media.pool import KINDS, LENGTH, Answer
 from sgla.memory import give_back, return_memory_early
 from sgla.processes import limit_memory
 
 
 def main() -> None:
-    memory, seconds, modules = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    asks, answers = (Memory(int(each)) for each in sys.argv[1:3])
+    memory, seconds, modules = int(sys.argv[3]), float(sys.argv[4]), sys.argv[5:]
     # The terminal and service managers signal the whole group; this process ends with its stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    asks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     for module in modules:
         import_module(module)
@@ -38,32 +41,34 @@ def main() -> None:
     gc.freeze()
     data = b""  # tells that the imports are done
     while True:
-        answers.write(LENGTH.pack(len(data)) + data)
-        answers.flush()
-        del data
+        stdout.write(LENGTH.pack(len(data)) + data)
+        stdout.flush()
         gc.collect()
         give_back()
-        if len(head := asks.read(LENGTH.size)) < LENGTH.size:
+        if len(head := stdin.read(LENGTH.size)) < LENGTH.size:
             return
-        task = asks.read(LENGTH.unpack(head)[0])
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        data = answer(task, memory)
+        data, parts = answer(stdin.read(LENGTH.unpack(head)[0]), asks, memory)
+        answers.write(parts)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        del task
+        del parts
 
 
-def answer(task: bytes, memory: int) -> bytes:
+def answer(task: bytes, asks: Memory, memory: int) -> tuple[bytes, list[Buffer]]:
     try:
-        name, args = msgspec.msgpack.decode(task, type=tuple[str, msgspec.Raw])
-        function, taken = found(name)
-        value = function(*msgspec.msgpack.decode(args, type=taken))
-        return msgspec.msgpack.encode(Answer(value=msgspec.Raw(msgspec.msgpack.encode(value))))
+        record = msgspec.msgpack.decode(task, type=Record)
+        name, args = unpacked(record, asks.read(record.sizes), tuple[str, list[Any]])
+        return packed(Answer(value=done(name, args)))
     except BadRequest as error:
         kind = type(error).__name__
-        failed = Answer(kind if kind in KINDS else "BadRequest", error.message, error.param)
+        return packed(Answer(kind if kind in KINDS else "BadRequest", error.message, error.param))
     except MemoryError:
-        failed = Answer("BadRequest", f"it takes more than {memory >> 20} MiB of memory")
-    return msgspec.msgpack.encode(failed)
+        return packed(Answer("BadRequest", f"it takes more than {memory >> 20} MiB of memory"))
+
+
+def done(name: str, args: list[Any]) -> Any:
+    function, taken = found(name)
+    return function(*msgspec.convert(args, taken, builtin_types=BYTES))
 
 
 @cache

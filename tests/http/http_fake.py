@@ -10,15 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import msgspec
-
 from sgla.actors.adapters import AdapterTable
 from sgla.actors.lanes import Lanes
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import ContextTooLong, Loading
 from sgla.media import worker
-from sgla.media.pool import KINDS, Answer
 from sgla.messages import (
     CacheGroup,
     Control,
@@ -107,12 +104,7 @@ class HerePool:
     """``media.pool.Pool`` without a process."""
 
     async def run(self, function: str, *args: Any, result: Any) -> Any:
-        answer = msgspec.msgpack.decode(
-            worker.answer(msgspec.msgpack.encode((function, args)), 1 << 30), type=Answer
-        )
-        if answer.kind:
-            raise KINDS[answer.kind](answer.text, param=answer.param)
-        return msgspec.msgpack.decode(answer.value, type=result)
+        return worker.done(function, [*args])
 
 
 class FakeIngress:

@@ -6,9 +6,11 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 from sgla.errors import BadRequest, InvalidField
+from sgla.media.crossing import LARGE, Memory, Record, packed, unpacked
 from sgla.media.picture import Picture
 from sgla.media.pool import Died, Pool
 
@@ -77,3 +79,21 @@ async def test_a_cancelled_task_frees_its_place(pool: Pool) -> None:
     running.cancel()
     assert await waiting > 0
     assert running.cancelled()
+
+
+@pytest.mark.parametrize("size", [0, 3, LARGE, 3 * LARGE + 1])
+async def test_large_parts_cross_as_small_ones_do(pool: Pool, size: int) -> None:
+    picture = Picture.of(1, size, bytes(range(256)) * (3 * size // 256) + bytes(3 * size % 256))
+    assert await pool.run(f"{HERE}:flipped", picture, 0, result=Picture) == Picture.of(
+        size, 1, picture.pixels
+    )
+
+
+def test_parts_that_are_missing_are_told() -> None:
+    data, parts = packed({"a": [b"x" * LARGE, b"y"], "b": (bytearray(LARGE), 1)})
+    record, memory = msgspec.msgpack.decode(data, type=Record), Memory()
+    memory.write(parts)
+    found = memory.read(record.sizes)
+    assert unpacked(record, found, dict) == {"a": [b"x" * LARGE, b"y"], "b": [bytes(LARGE), 1]}
+    with pytest.raises(EOFError):
+        memory.read(record.sizes)
