@@ -186,6 +186,36 @@ class Job(msgspec.Struct, kw_only=True):
     # In the order of their places in the prompt: parts {"type": "image"} of messages, or the model's own
     # token for a picture in a text or in ids.
     pictures: list[Picture] = []
+    prepared: list[Prepared] = []  # of these
+
+
+class Array(msgspec.Struct, array_like=True, frozen=True):
+    """``values``: all of them, of few whole numbers, or else []."""
+
+    name: str
+    dtype: str  # numpy's name
+    shape: list[int]
+    first: int  # byte in the file
+    values: list[int] = []
+
+
+class Prepared(msgspec.Struct, array_like=True, frozen=True, weakref=True):
+    """What a model's tower reads of a picture: ``arrays`` that lie in a ``file``, which is there as long as
+    the main process has this."""
+
+    digest: bytes
+    file: str
+    arrays: list[Array]
+
+
+class Placed(msgspec.Struct, array_like=True, frozen=True):
+    """A picture, and the tokens of a prompt that stand for it or around its parts: from ``first`` to
+    ``end``, which is the first one behind."""
+
+    first: int
+    end: int
+    picture: Prepared
+    whole: bool = False  # the tokens see each other, so one step computes all that are not there yet
 
 
 class Submit(msgspec.Struct, kw_only=True):
@@ -213,6 +243,7 @@ class Submit(msgspec.Struct, kw_only=True):
     holds: frozenset[str] = frozenset()  # what must be there before it may run; ``Ready`` tells of each
     adapter: int = 0  # Job.adapter
     cache_ttl: float = 0.0  # Job.cache_ttl
+    pictures: list[Placed] = []  # by their places in the prompt
 
 
 # What requests are held for: the compiled grammar, which comes with the Ready; pages or an adapter that a
@@ -321,6 +352,7 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
     segment: int = 0  # where the second text of a pair begins, for models that tell the two apart; 0: nowhere
     limit: int = 0  # tokens it may have, outputs included; only where rows have drafts
     place: int = 0  # of its adapter on the device; 0: it has none
+    pictures: list[Placed] = []  # Submit.pictures
 
 
 VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sgla.actors.pictures import PictureRoom
 from sgla.config import Config
 from sgla.defaults import Defaults, find_defaults
 from sgla.messages import Facts, Opened, Progress
@@ -16,6 +17,7 @@ from sgla.observe.steplog import RecordedCore
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
 from sgla.text.output import OutputStream
+from sgla.text.pictures import Speller
 
 if TYPE_CHECKING:
     from sgla.executor.base import Executor
@@ -119,6 +121,17 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         selective=config.kv_write_policy == "write_through_selective",
         adapters=facts.adapters,
     )
+
+
+def make_pictures(config: Config, source: ModelSource) -> tuple[Speller, PictureRoom] | tuple[None, None]:
+    """What spells pictures in prompts, and what prepares them, for a model that takes them."""
+    from sgla.model.vision.served import settings_of, vision_of
+
+    vision, _ = vision_of(config, source)
+    if vision is None:
+        return None, None
+    settings = settings_of(source.folder)
+    return Speller(vision, source.config, settings), PictureRoom(vision, source.config, settings)
 
 
 def make_output(tokenizer: Tokenizer, opened: Opened) -> OutputStream:

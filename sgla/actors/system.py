@@ -14,9 +14,18 @@ from sgla import clock
 from sgla.actors.base import in_thread
 from sgla.actors.detokenize import Detokenize
 from sgla.actors.ingress import Ingress
+from sgla.actors.pictures import PictureRoom
 from sgla.actors.prefilling import Prefilling
 from sgla.actors.schedule import Schedule
-from sgla.actors.setup import find_model, make_core, make_local, make_output, settle_device, spawn_workers
+from sgla.actors.setup import (
+    find_model,
+    make_core,
+    make_local,
+    make_output,
+    make_pictures,
+    settle_device,
+    spawn_workers,
+)
 from sgla.actors.tokenize import Tokenize
 from sgla.actors.watchdog import Watchdog
 from sgla.config import Config
@@ -66,6 +75,7 @@ class System:
         self._watchdog: Watchdog | None = None
         self.prefilling: Prefilling | None = None  # of a server that reads prompts for others
         self._publisher: Publisher | None = None
+        self._pictures: PictureRoom | None = None
         self._inquest: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[dict[str, Any]]] = set()  # to commands
 
@@ -129,11 +139,19 @@ class System:
         )
         watchdog = self._watchdog = Watchdog(config.watchdog_timeout, self._stuck)
         schedule = Schedule(core, executor, detokenize, self.metrics, watchdog, self._crashed)
+        speller, self._pictures = make_pictures(config, source) if facts.media else (None, None)
         preparer = Preparer(
-            tokenizer, template, facts, ingress.random, compiler is not None, facts.processors
+            tokenizer, template, facts, ingress.random, compiler is not None, facts.processors, speller
         )
         tokenize = Tokenize(
-            preparer, detokenize, schedule, ingress.reject, self._crashed, ingress.lanes, compiler
+            preparer,
+            detokenize,
+            schedule,
+            ingress.reject,
+            self._crashed,
+            ingress.lanes,
+            compiler,
+            self._pictures,
         )
         self._schedule, self._tokenize = schedule, tokenize
         ingress.tokenizer, ingress.template = tokenizer, template
@@ -276,6 +294,8 @@ class System:
             self._schedule.close()
         if self._tokenize is not None:
             self._tokenize.close()
+        if self._pictures is not None:
+            await self._pictures.close()
         if self._publisher is not None:
             self._publisher.close()
         await self.ingress.media.close()

@@ -20,6 +20,7 @@ from sgla.text.prepare import child_rid
 
 if TYPE_CHECKING:
     from sgla.actors.detokenize import Detokenize
+    from sgla.actors.pictures import PictureRoom
     from sgla.actors.schedule import Schedule
     from sgla.grammar.compiler import Compiler
 
@@ -46,9 +47,11 @@ class Tokenize(Actor[Job]):
         on_crash: Callable[[str, BaseException], None],
         lanes: Lanes,
         compiler: Compiler | None = None,
+        pictures: PictureRoom | None = None,
     ) -> None:
         super().__init__(on_crash)
         self._compiler = compiler
+        self._pictures = pictures
         self._prepare = prepare
         self._detokenize = detokenize
         self._schedule = schedule
@@ -58,6 +61,7 @@ class Tokenize(Actor[Job]):
         self._pending: dict[str, Job] = {}
         self._grammars: dict[str, asyncio.Future[str | Rejected]] = {}  # of jobs that pend or are held
         self._held: dict[str, list[Submit]] = {}  # in the scheduler, for their grammars
+        self._looks: dict[str, asyncio.Task[None]] = {}  # at the pictures of jobs that pend
 
     def post(self, message: Job) -> None:
         super().post(message)
@@ -72,6 +76,8 @@ class Tokenize(Actor[Job]):
         if (grammar := self._grammars.pop(rid, None)) is not None:
             grammar.cancel()
         self._held.pop(rid, None)
+        if (look := self._looks.pop(rid, None)) is not None:
+            look.cancel()
         if rid in self._pending:
             job = self._pending.pop(rid)
             self._lanes.drop(job.client, rid)
@@ -92,7 +98,11 @@ class Tokenize(Actor[Job]):
             spent += cost(job)
             if job.sampling.grammar is not None and self._compiler is not None:
                 self._ask_grammar(self._compiler, job.sampling.grammar, job)
-            if job.rid in self._pending:
+            if job.rid not in self._pending:
+                continue
+            if job.pictures and self._pictures is not None:
+                self._looks[job.rid] = asyncio.ensure_future(self._look(self._pictures, job))
+            else:
                 self._start(job)
         self._turn_bytes = TURN
 
@@ -119,6 +129,25 @@ class Tokenize(Actor[Job]):
             failed = SglaError("the grammar could not be compiled; see the server's log")
             return failed.rejected(job.rid)
 
+    async def _look(self, room: PictureRoom, job: Job) -> None:
+        """Have the job's pictures prepared, then its prompt."""
+        failed: Rejected | None = None
+        try:
+            job.prepared = await room.prepare(job.pictures)
+        except SglaError as error:
+            failed = error.rejected(job.rid)
+        except Exception:
+            log.exception("preparing the pictures of request %s failed", job.rid)
+            failed = SglaError("a picture could not be prepared; see the server's log").rejected(job.rid)
+        self._looks.pop(job.rid, None)
+        if self._pending.get(job.rid) is not job:
+            return
+        job.pictures = []
+        if failed is None:
+            self.guard(self._start, job)
+        else:
+            self.guard(self._hand_on, job, failed)
+
     def _start(self, job: Job) -> None:
         """Prepare the job, here or in a lane, then hand it on."""
         size = lane_size(job)
@@ -130,6 +159,8 @@ class Tokenize(Actor[Job]):
 
     def close(self) -> None:
         self._lanes.close()
+        for look in self._looks.values():
+            look.cancel()
         for grammar in self._grammars.values():
             grammar.cancel()
         if self._compiler is not None:

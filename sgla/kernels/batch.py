@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,34 @@ class StateRows:
     reads: torch.Tensor  # int32[R], the unit that a row begins with; 0: it begins without a state
     writes: torch.Tensor  # int32[R], where its last state is left
     marks: torch.Tensor  # int32[M, 3], row, tokens of it in this step, unit: states to leave on the way
+
+
+@dataclass(slots=True)
+class Media:
+    """What pictures change in a step with T tokens, M of which stand for parts of pictures.
+
+    ``grid``: positions of all tokens by time, row and column, where three axes turn keys and queries; each
+    frequency is turned by the position of its axis in ``axes`` int64[rot / 2]. ``until``: the first place
+    that a token does not see, where those of a picture see each other."""
+
+    tokens: torch.Tensor  # int64[M], which ones
+    values: torch.Tensor  # [M, d], in place of their embeddings
+    grid: torch.Tensor | None = None  # int64[3, T]
+    axes: torch.Tensor | None = None
+    until: torch.Tensor | None = None  # int64[T]
+    deep: list[torch.Tensor] = field(default_factory=list)  # [M, d], added behind each of the first layers
+    _turns: dict[int, torch.Tensor] = field(default_factory=dict)  # of tables that have been asked for
+
+    def turns(self, positions: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places int32[T] in a table ``[*, rot]`` as ``cos_sin`` is one, and that table."""
+        if self.grid is None or self.axes is None:
+            return positions, cos_sin
+        table = self._turns.get(id(cos_sin))
+        if table is None:
+            by_axis = cos_sin[self.grid]  # [3, T, rot]
+            axes = self.axes.repeat(2).expand(1, by_axis.shape[1], -1)
+            table = self._turns[id(cos_sin)] = by_axis.gather(0, axes)[0]
+        return torch.arange(len(table), dtype=torch.int32, device=table.device), table
 
 
 @dataclass(slots=True)
@@ -43,6 +71,11 @@ class ForwardBatch:
     sample_rows: torch.Tensor  # [S], index of the token whose successor is wanted
     draws: NDArray[Any] | None = None  # ``native.DRAW`` [at most S]: a native program fills in their tokens
     states: StateRows | None = None  # for layers that keep one
+    media: Media | None = None  # where the step has tokens of pictures
+
+    def turns(self, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """By what each token's keys and queries are turned: places int32[T] in a table, and the table."""
+        return (self.positions, cos_sin) if self.media is None else self.media.turns(self.positions, cos_sin)
 
     def pages(self, group: int) -> torch.Tensor:
         """The page table of a cache group: int32[slots, max_pages]."""

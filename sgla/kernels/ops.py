@@ -417,7 +417,11 @@ def _attend(
         x.masked_fill_(unread[:, None, :, None], 0.0)
     age = position[:, :, None] - place
     most = position[:, :, None] % window if chunked else window - 1
-    seen = (age >= 0) & (age <= most) if window else age >= 0
+    seen = age >= 0
+    if batch.media is not None and batch.media.until is not None:
+        seen = place < batch.media.until[tokens][:, :, None]
+    if window:
+        seen = seen & (age <= most)
     odd = _clear(keys, values) if index.numel() > 1 else None
     if softcap or sinks is not None:
         result = _weighed(queries, keys, values, seen[:, None], scale, softcap, sinks)

@@ -100,8 +100,9 @@ class SelfAttention:
         if self.wide_norms is not None:
             q, k, v = qkv.split(self.widths, dim=1)
             qkv = torch.cat([self.wide_norms[0](q), self.wide_norms[1](k), v], dim=1)
+        positions, cos_sin = batch.turns(self.cos_sin)
         q = ops.qk_norm_rope_store(
-            qkv, batch.positions, self.cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc
+            qkv, positions, cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc
         )
         if self.late is not None:
             weight = self.late[0] * self.late[1]

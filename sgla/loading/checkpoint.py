@@ -23,6 +23,7 @@ from sgla.quant.weight import SourceTensor, Weight, storage
 # Where multimodal checkpoints keep their language model.
 PREFIXES = (
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )

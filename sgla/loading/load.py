@@ -32,6 +32,7 @@ from sgla.model.read import read_decoder
 from sgla.model.registry import class_path, family_of
 from sgla.model.sizes import FOUR_BITS, as_stored, kinds_of, wide_matrices
 from sgla.model.spec import ModelSpec
+from sgla.model.vision import VISIONS
 from sgla.quant.fp8 import Fp8
 from sgla.quant.method import FLOATS, PLAIN
 from sgla.quant.weight import Make, SourceTensor, Weight, anywhere, storage
@@ -102,11 +103,19 @@ def load_model(
         _tell_names(adapters, build, rename, spec)
     if on_model is not None:
         on_model(model)
-    model.declared = Declared(build, spec.architecture, spec.tied, model.ignored, rename, mending(spec), seed)
+    ignored = (*model.ignored, *towers_of(spec.architecture))
+    model.declared = Declared(build, spec.architecture, spec.tied, ignored, rename, mending(spec), seed)
     model.declared.load(source, on_progress)
     if (scales := cache_scales(build, spec.layers)) is not None:
         model.cache_scales = scales[spec.held.start : spec.held.stop]
     return model
+
+
+def towers_of(architecture: str) -> tuple[str, ...]:
+    """Beginnings of the names of tensors that make features of pictures, which ``loading/tower.py`` loads."""
+    vision = VISIONS.get(architecture)
+    parts = () if vision is None else vision.parts
+    return tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in parts)
 
 
 def renaming(architecture: str) -> Callable[[str], str]:

@@ -223,13 +223,23 @@ class Decoder(CausalLM):
         return build.joins(f"{name}.experts.0.gate_proj", f"{name}.shared_experts.gate_proj")
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
-        x: Tensor = self.embed(batch.ids)
+        x = self.embedded(batch)
         if self.position_embed is not None:
             x = x + self.position_embed(batch.positions).to(x.dtype)
         h: Tensor | None = None
-        for block, layer in zip(self.blocks, kv):
+        for i, (block, layer) in enumerate(zip(self.blocks, kv)):
+            if batch.media is not None and 0 < i <= len(batch.media.deep):
+                x = x.index_add(0, batch.media.tokens, batch.media.deep[i - 1].to(x.dtype))
             x, h = block(x, h, batch, layer, rows if layer is kv[-1] else None)
         return self.norm.add(x, h)[0]
+
+    def embedded(self, batch: ForwardBatch) -> Tensor:
+        """``[T, d]``: features in place of the embeddings of tokens that stand for parts of pictures."""
+        media = batch.media
+        if media is None:
+            return self.embed(batch.ids)
+        x = self.embed(batch.ids.index_fill(0, media.tokens, 0))  # their ids may lie beyond the vocabulary
+        return x.index_copy(0, media.tokens, media.values.to(x.dtype))
 
     def _growths(self, beta: float, length: int, more: int) -> Tensor:
         """float32 ``[positions]``: by what queries are multiplied."""

@@ -147,10 +147,11 @@ class GatedAttention:
             qkv, gate = ops.linear(x, self.qkv).split(self.widths, dim=1)
         else:
             qkv, gate = ops.linear(x, self.qkv), ops.linear(x, self.gate)
+        positions, cos_sin = batch.turns(self.cos_sin)
         q = ops.qk_norm_rope_store(
             qkv,
-            batch.positions,
-            self.cos_sin,
+            positions,
+            cos_sin,
             self.q_norm.weight,
             self.k_norm.weight,
             self.eps,

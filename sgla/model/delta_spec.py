@@ -9,7 +9,7 @@ from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
 from sgla.layers.spec import AttentionSpec, StateSpec, StateTensor
 from sgla.model.limits import HEAD_DIM, HEADS, LAYERS
-from sgla.model.ropes import ROPE, ropes
+from sgla.model.ropes import ropes, without_sections
 
 TAPS = 64  # tokens that a short convolution reads at most
 
@@ -66,7 +66,7 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     ):
         if many % few:
             raise ConfigError(f"config.json: {many} {names.format(few)} do not divide", param="model")
-    rope, _ = ropes(_without_sections(c), head_dim, positions, partial=True)
+    rope, _ = ropes(without_sections(c), head_dim, positions, partial=True)
     full = GatedSpec(heads, kv_heads, head_dim, head_dim**-0.5, rope)
     linear = DeltaSpec(
         keys=keys,
@@ -88,14 +88,3 @@ def _linear(c: Reader, layers: int) -> list[bool]:
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise c.error("layer_types", f"a list of {layers} kinds, linear_attention or full_attention")
     return [kind == "linear_attention" for kind in kinds]
-
-
-def _without_sections(c: Reader) -> Reader:
-    """A token of text has one position, so it does not matter which dims are turned by those of an image."""
-    tables = {key: c.table(key, nulls=True) for key in (ROPE, "rope_scaling")}
-    sections = ("mrope_section", "mrope_interleaved")
-    left = {
-        key: {name: value for name, value in table.items() if name not in sections}
-        for key, table in tables.items()
-    }
-    return Reader(c.architecture, {**c.values, **{key: table or None for key, table in left.items()}})

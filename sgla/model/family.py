@@ -72,6 +72,7 @@ class Family:
     local_theta: float = 0.0  # base of the rotation in layers with windows, where no key says it
     mscales: bool = False  # longrope's table has by what cosines and sines are multiplied
     alpha: bool = False  # "dynamic" scaling with an alpha stretches the base once
+    sections: bool = False  # tables of rotations say which frequencies go by which axis of a picture
     names: Mapping[str, str] = field(default_factory=dict)  # of keys that others call otherwise
     learned: bool = False  # positions have vectors, and nothing is rotated
     predictor: PredictorNames | None = None

@@ -16,7 +16,7 @@ from sgla.model.family import Family
 from sgla.model.generic_spec import FACTS, generic_spec
 from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, UNBOUNDED, VOCAB, WIDTH
 from sgla.model.registry import architecture_of, check_architecture, family_of, is_encoder
-from sgla.model.ropes import ROPE, TRAINED, growth, magnified, ropes, stretched
+from sgla.model.ropes import ROPE, TRAINED, growth, magnified, ropes, stretched, without_sections
 from sgla.model.spec import ModelSpec
 from sgla.model.windows import dual_chunk
 from sgla.quant.methods import method_of, unsupported
@@ -34,6 +34,7 @@ _ACTIVATIONS: dict[str, Activation] = _GATES | {
 }  # without a gate
 _LEARNED: dict[str, Activation] = {"xielu": "xielu"}
 _EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
+TIED = ("tie_word_embeddings",)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -104,6 +105,8 @@ def _text(architecture: str, outer: Family | None, config: Mapping[str, Any]) ->
     """The keys of the language model, which stand in ``text_config`` beside those of towers."""
     if outer is None or (config.get("text_config") is None and config.get("model_type") not in outer.types):
         return config
+    if config.get("text_config") is None and "hidden_size" in config:  # old files: all keys stand together
+        return {key: value for key, value in config.items() if key not in outer.defaults or key in TIED}
     check_keys(architecture, outer, config)
     whole = Reader(architecture, {**outer.defaults, **config})
     text, tied = whole.table("text_config", nulls=True), whole.flag("tie_word_embeddings")
@@ -187,6 +190,7 @@ def _attention(
         said, grown = growth(c) if family.growing else (c, None)
         said = stretched(c, head_dim) if family.alpha else said
         said = magnified(c) if family.mscales else said
+        said = without_sections(said) if family.sections else said
         rope, local = ropes(said, head_dim, positions, _partial(family), family.local_theta)
         if family.longrope and rope.kind not in ("default", "factors", "longrope"):
             raise ConfigError(

@@ -235,3 +235,18 @@ def _factors(p: Reader, key: str, count: int) -> list[float]:
     if isinstance(values, list) and len(values) == count:
         return [Reader(p.architecture, {key: value}).number(key) for value in values]
     raise p.error(key, f"a list of {count} numbers")
+
+
+def without_sections(c: Reader) -> Reader:
+    """Which frequencies go by which axis of a picture matters to its tokens alone (``model/vision``)."""
+    tables = {key: c.table(key, nulls=True) for key in (ROPE, "rope_scaling")}
+    sections = ("mrope_section", "mrope_interleaved")
+    left = {
+        key: {
+            name: "default" if name in ("type", "rope_type") and value == "mrope" else value
+            for name, value in table.items()
+            if name not in sections
+        }
+        for key, table in tables.items()
+    }
+    return Reader(c.architecture, {**c.values, **{key: table or None for key, table in left.items()}})

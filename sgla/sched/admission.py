@@ -115,6 +115,10 @@ class Admission:
         if not roomy and (lacking <= 0 or not memory.grow(request, lacking)):
             memory.release(request)
             return False
+        count = self._prefill.uncut(request, min(count, request.allocated - request.planned), 0)
+        if not count:
+            memory.release(request)
+            return False
         self._queues.run(request, now)
         request.drafting = bool(limits.drafts) and request.may_guess(limits.guided_drafts)
         if request.preemptions == 0:
@@ -123,7 +127,7 @@ class Admission:
             memory.remember(request)
         self._prefill.count_hit(request, request.borrowed)
         step.add_new(request)
-        self._prefill.add(step, request, min(count, request.allocated - request.planned), budget)
+        self._prefill.add(step, request, count, budget)
         self._reserved = plus(self._reserved, self._pressure.lacking(request))
         return True
 

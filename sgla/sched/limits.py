@@ -98,6 +98,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         if self._answer(submit.sampling) > ANSWER or 8 * submit.sampling.prompt_logprobs > 2 * ANSWER:
             message = "The request wants more logprobs of a token than a step can bring; ask for fewer."
             raise InvalidField(message, param="logprobs")
+        self._check_pictures(submit)
         longest = min(self.context_len, self.pool_tokens)
         if submit.max_new == 0 and prompt <= longest:
             return 0
@@ -105,6 +106,16 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         if most < 1:
             raise ContextTooLong.of(longest, prompt, 0)
         return min(submit.max_new, most)
+
+    def _check_pictures(self, submit: Submit) -> None:
+        """What one step computes must fit beside a token of each other request."""
+        longest = max((shown.end - shown.first for shown in submit.pictures if shown.whole), default=0)
+        if longest > (most := self.step_tokens - self.rows + 1):
+            raise InvalidField(
+                f"A picture has {longest} tokens, which are computed together, and a step of this server has "
+                f"room for {most}; start it with a larger --step-tokens or fewer --max-running-requests.",
+                param="messages",
+            )
 
     def _answer(self, sampling: RowSampling) -> int:
         """Bytes of logprobs and scores in a step full of such requests."""

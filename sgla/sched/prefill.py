@@ -105,7 +105,19 @@ class Prefill:
             aligned = (request.planned + count) // page * page - request.planned
             if aligned > 0:
                 count = aligned
-        return count
+        return self.uncut(request, count, budget.tokens)
+
+    def uncut(self, request: Request, count: int, most: int) -> int:
+        """About so many tokens, ``most`` at most, that end in no picture whose tokens see each other. 0: the
+        next one does not fit."""
+        end = request.planned + count
+        for placed in request.submit.pictures:
+            if placed.whole and placed.first < end < placed.end:
+                if placed.first > request.planned:
+                    end = placed.first
+                else:
+                    end = placed.end if placed.end - request.planned <= most else request.planned
+        return end - request.planned
 
     def _wide(self, request: Request) -> int | None:
         """``wide_tokens`` as long as the request owes logprobs of its prompt;
@@ -121,13 +133,15 @@ class Prefill:
         lacking = -(-(request.planned + count - request.allocated) // page)
         if lacking > 0:
             self._memory.slide(request)
-            lacking = min(lacking, self._memory.room(request))
+            possible = min(lacking, self._memory.room(request))
+            there = min(count, request.allocated + possible * page - request.planned)
+            if not self.uncut(request, there, 0):
+                possible = lacking if request.submit.pictures else 1
             # With no page to be had it goes on with the room it has;
-            # a request with none takes it from others.
-            stuck = not lacking and request.allocated == request.planned
-            if (lacking or stuck) and not self._pressure.grow(request, max(lacking, 1)):
+            # a request with none of use takes it from others.
+            if possible and not self._pressure.grow(request, possible):
                 return 0
-        return min(count, request.allocated - request.planned)
+        return self.uncut(request, min(count, request.allocated - request.planned), 0)
 
     def add(self, step: Step, request: Request, count: int, budget: Budget) -> None:
         """A row of ``count`` tokens, for which there are pages."""

@@ -175,6 +175,7 @@ class Step:
                 segment=request.submit.segment,
                 limit=request.limit if request.drafting else 0,
                 place=request.place,
+                pictures=request.submit.pictures,
             )
         )
         request.told = len(request.pages)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, SupportsIndex
@@ -22,6 +22,7 @@ from sgla.messages import (
     MAX_STOP_IDS,
     Grammar,
     Job,
+    Placed,
     Processor,
     RowSampling,
     SamplingParams,
@@ -33,6 +34,7 @@ from sgla.messages import (
 from sgla.sched.limits import plan_bytes_of
 from sgla.sched.repetition import check_repetition
 from sgla.text.infill import Infill
+from sgla.text.pictures import Speller
 from sgla.text.process import BoundedTemplate
 from sgla.text.regex import RegexError
 from sgla.text.stops import make_stops
@@ -107,7 +109,10 @@ class Preparer:
         rng: random.Random,
         grammars: bool = False,
         processors: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        speller: Speller | None = None,
     ) -> None:
+        """``speller``: of a model that takes pictures."""
+        self.speller = speller
         self.tokenizer = tokenizer
         self.template = template
         self.limits = limits
@@ -120,7 +125,7 @@ class Preparer:
         """Of a grammar only that the sampler honours one is looked at."""
         if job.pool is not None:
             return [self._pooled(job, job.pool)]
-        tokens = self._cut(self.tokens(job), job)
+        tokens, placed = self._prompt(job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
         common = self._common(job)
         if job.prompt_logprobs is not None:
@@ -147,6 +152,8 @@ class Preparer:
                 sampling=replace(sampling, seed=choice_seed(seed, choice)),  # the lists are shared
                 sampling_bytes=sampling_bytes,
                 repetition=repetition,
+                media=[(shown.first, shown.picture.digest) for shown in placed],
+                pictures=placed,
             )
             for choice in range(job.sampling.n)
         ]
@@ -261,9 +268,21 @@ class Preparer:
         if job.token_ids is not None:
             return self._checked_ids(job.token_ids)
         if job.messages is not None:
-            return self._fitting(job) if job.drop_turns else self._chat(job)
+            return self._chat(self._fitting(job))
         assert job.text is not None
         return self._encode(job.text, job.add_special_tokens, param="prompt")
+
+    def _prompt(self, job: Job) -> tuple[list[int], list[Placed]]:
+        """The prompt's token ids, and where its pictures are."""
+        check_cut(job)
+        if self.speller is None or not job.prepared:
+            return self._cut(self.tokens(job), job), []
+        return self.speller.prompt(self._fitting(job), self.render, self._encode)
+
+    def _fitting(self, job: Job) -> Job:
+        if not job.drop_turns or job.messages is None:
+            return job
+        return fitting(job, self.limits.context_len, lambda shorter: len(self._prompt(shorter)[0]))
 
     def _chat(self, job: Job) -> list[int]:
         # As in transformers, BOS is the template's business.
@@ -290,25 +309,6 @@ class Preparer:
             tokens = tokens[max(0, len(tokens) - last) :]
         return tokens
 
-    def _fitting(self, job: Job) -> list[int]:
-        """A chat without as many of its oldest turns as it takes to fit the context.
-        The system's words stay."""
-        messages = job.messages or []
-        turns = [i for i, message in enumerate(messages) if message.get("role") == "user"] or [0]
-        leading = messages[: next((i for i, m in enumerate(messages) if m.get("role") not in SYSTEM), 0)]
-        room = self.limits.context_len - (job.sampling.max_tokens or 1)
-
-        def shortened(dropped: int) -> list[int]:
-            return self._chat(without(job, len(leading), turns[dropped]) if dropped else job)
-
-        def fits(dropped: int) -> bool:
-            try:
-                return len(shortened(dropped)) <= room
-            except ContextTooLong:
-                return False
-
-        return shortened(min(bisect_left(range(len(turns)), True, key=fits), len(turns) - 1))
-
     def render(self, job: Job) -> str:
         """The prompt text of a chat."""
         if not job.messages:
@@ -324,7 +324,7 @@ class Preparer:
             "add_generation_prompt": job.add_generation_prompt,
             "continue_final_message": job.continue_final_message,
         } | job.template_kwargs
-        if job.pictures:
+        if job.prepared:
             options["image_placeholder"] = self.limits.media.get("image", "")
         if options["continue_final_message"]:
             options["add_generation_prompt"] = False
@@ -522,11 +522,30 @@ def row_sampling(
 
 def check_cut(job: Job) -> None:
     """Raise UnsupportedField for a prompt with pictures that is to be cut between tokens."""
-    if job.pictures and (job.truncate is not None or job.keep_last is not None):
+    if (job.pictures or job.prepared) and (job.truncate is not None or job.keep_last is not None):
         raise UnsupportedField(
             "truncate_prompt_tokens is not supported beside pictures; leave it out",
             param="truncate_prompt_tokens",
         )
+
+
+def fitting(job: Job, context_len: int, length: Callable[[Job], int]) -> Job:
+    """A chat without as many of its oldest turns as it takes to fit the context. The system's words stay."""
+    messages = job.messages or []
+    turns = [i for i, message in enumerate(messages) if message.get("role") == "user"] or [0]
+    leading = next((i for i, message in enumerate(messages) if message.get("role") not in SYSTEM), 0)
+    room = context_len - (job.sampling.max_tokens or 1)
+
+    def shortened(dropped: int) -> Job:
+        return replace(without(job, leading, turns[dropped]) if dropped else job, drop_turns=False)
+
+    def fits(dropped: int) -> bool:
+        try:
+            return length(shortened(dropped)) <= room
+        except ContextTooLong:
+            return False
+
+    return shortened(min(bisect_left(range(len(turns)), True, key=fits), len(turns) - 1))
 
 
 def without(job: Job, start: int, end: int) -> Job:
@@ -536,7 +555,7 @@ def without(job: Job, start: int, end: int) -> Job:
     return replace(
         job,
         messages=[*messages[:start], *messages[end:]],
-        pictures=[*job.pictures[:first], *job.pictures[first + gone :]],
+        prepared=[*job.prepared[:first], *job.prepared[first + gone :]],
     )
 
 

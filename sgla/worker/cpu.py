@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from sgla import clock
+from sgla.kernels.batch import ForwardBatch
 from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, StepResult
 from sgla.sampling import Samples, faults
 from sgla.sampling.logprobs import Scores, score
@@ -34,6 +35,8 @@ class CpuRunner(CpuWeights):
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling, guesses=new.limit > 0)
             self._drafter.admit(new.slot)
+            if self._pictures is not None:
+                self._pictures.admit(new)
         columns, wanted = read(plan, self.tables, self._drafter.guess(plan))
         if not self.shard.samples:
             return self._hand_on(plan.step, columns)
@@ -44,7 +47,7 @@ class CpuRunner(CpuWeights):
         parts = cut(columns, self._most_logits)
         extras = StepResult(step=plan.step, tokens=b"")
         if len(parts) == 1 and wanted.plain:
-            batch = build(columns, self.tables)
+            batch = self._batch(columns)
             if self.shard.rank == 0:
                 batch.draws = self.sampler.draws(wanted.slots, wanted.positions)
             begun = clock.now()
@@ -88,6 +91,12 @@ class CpuRunner(CpuWeights):
         self.profiler.step()
         return result
 
+    def _batch(self, columns: Columns) -> ForwardBatch:
+        batch = build(columns, self.tables)
+        if self._pictures is not None:
+            self._pictures.show(batch, columns)
+        return batch
+
     def _apply(self, plan: StepPlan) -> None:
         """Bring tables and pages to where the plan's rows begin."""
         self.tables.apply(plan)
@@ -129,7 +138,7 @@ class CpuRunner(CpuWeights):
         rows: list[torch.Tensor] = []
         at = 0
         for part in parts:
-            logits, tokens = self._forward(build(part, self.tables)), part.logits + at
+            logits, tokens = self._forward(self._batch(part)), part.logits + at
             at += int(part.q_lens.sum())
             if self.shard.rank:
                 continue

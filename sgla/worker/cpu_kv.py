@@ -37,15 +37,21 @@ class CpuKV(NamedTuple):
 
 
 def take_kv(
-    config: Config, source: ModelSource, spec: ModelSpec, place: Cpu, dtype: str, demand: Demand
+    config: Config,
+    source: ModelSource,
+    spec: ModelSpec,
+    place: Cpu,
+    dtype: str,
+    demand: Demand,
+    taken: int = 0,
 ) -> CpuKV:
-    """``spec``: as this rank's stage has it. Raises OutOfMemory, also for weights that do not fit, and
-    ConfigError."""
+    """``spec``: as this rank's stage has it. ``taken``: bytes of what is free that others will take. Raises
+    OutOfMemory, also for weights that do not fit, and ConfigError."""
     shard = place.shard
     guessing = read_guessing(config, None if source.draft is None else source.draft.config, spec)
     weights = weight_bytes(spec, dtype, config.quantization, shard.size)
     weights += draft_bytes(config, guessing, dtype)
-    check_weights(weights, place.free())
+    check_weights(weights, place.free() - taken)
     own = state_of(spec, shard.size, shard.rank)
     state, kv_dtype = with_draft(own, draft_state(guessing)), config.kv_dtype(dtype)
     groups = kv_groups(state, config.context_length or spec.context_len, kv_dtype)
@@ -53,7 +59,7 @@ def take_kv(
     size = size_kv(
         pool,
         budget=config.kv_cache_bytes,
-        available=place.free() - weights,
+        available=place.free() - taken - weights,
         wanted_context=config.context_length,
         model_context=spec.context_len,
     )

@@ -16,7 +16,8 @@ from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
 from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
-from sgla.worker.forward import Forward, KeptHidden, compiled, compiling, make_forward
+from sgla.worker.forward import Forward, KeptHidden, compiled, compiling, eager_forward, make_forward
+from sgla.worker.pictures import PicturedForward, Pictures
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.runner import Runner
@@ -26,7 +27,7 @@ from sgla.worker.state import SlotTables
 class CpuModel(Runner):
     """Has its ``model``, and the ``_forward`` pass over ``_own``, the pages of its layers. ``tables``: of
     slots; ``_pooler``: of a model that answers with vectors; ``_kept``: its hidden states, if requests may
-    want them."""
+    want them; ``_pictures``: if it takes any."""
 
     place: Cpu
     config: Config
@@ -36,6 +37,7 @@ class CpuModel(Runner):
     _own: list[Layer]
     _pooler: Pooler | None = None
     _kept: KeptHidden | None = None
+    _pictures: Pictures | None = None
     _forward: Forward
     _model_again: Callable[[ModelSource], CausalLM]
     _forward_again: Callable[[], tuple[Forward, str]]
@@ -78,6 +80,9 @@ class CpuModel(Runner):
         if self._pooler is not None:
             return compiled(self._hidden, limits, threads, native)
         plain, note = make_forward(self.model, self._own, limits, threads, native, self._kept, hook)
+        if self._pictures is not None:
+            eager = eager_forward(self.model, self._own, self._kept, hook)
+            return PicturedForward(plain, eager, threads), note
         if self.adapters is None:
             return plain, note
         # What knows of adapters is slower where no row has one, so it is a program of its own.

@@ -25,6 +25,7 @@ from sgla.worker.forward import KeptHidden
 from sgla.worker.kv import memory_of
 from sgla.worker.parts import parts_of_units
 from sgla.worker.peering import by_threads
+from sgla.worker.seeing import open_pictures
 from sgla.worker.state import SlotTables
 from sgla.worker.tier_setup import Units, asks_for_tiers, open_tiers
 from sgla.worker.tiers import HostMemory
@@ -44,7 +45,8 @@ class CpuSetup(CpuModel):
         spec, step_tokens = self._stage(source), config.step_tokens or STEP_TOKENS
         slots = most_rows(config, spec.hidden, self.pooling, SLOTS)
         demand = Demand(slots, step_tokens, config.prefix_cache)
-        kv = take_kv(config, source, spec, self.place, dtype, demand)
+        self._pictures, seeing = open_pictures(config, source, spec, self.place.torch, dtype, self.pooling)
+        kv = take_kv(config, source, spec, self.place, dtype, demand, seeing.taken)
         self.kv, self._own, self._rewind = kv.layers, kv.own, kv.rewind
         context_len = kv.size.context_len
         self._open_tiers(kv.groups, spec, context_len)
@@ -59,6 +61,7 @@ class CpuSetup(CpuModel):
             "weights": kv.weights,
             "kv": kv.size.bytes,
             "adapters": adapters.nbytes if adapters else 0,
+            **seeing.ledger,
         }
         self.facts = Facts(
             groups=kv.groups,
@@ -71,7 +74,8 @@ class CpuSetup(CpuModel):
             device=self.place.device.name,
             ledger=ledger,
             adapters=adapters.places if adapters else 0,
-            notes=[note for note in (kernels, kv.size.note) if note],
+            notes=[note for note in (kernels, kv.size.note, seeing.note) if note],
+            media=seeing.media,
             guided_drafts=True,
             **self.copies.facts,
             **answer_facts(config, spec, self.pooling, declared(processors)),

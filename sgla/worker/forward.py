@@ -41,8 +41,18 @@ def make_forward(
     kept: KeptHidden | None = None,
     hook: Callable[[Tensor], None] | None = None,
 ) -> tuple[Forward, str]:
-    """``compiled`` for a model's logits. ``kept`` keeps the hidden states of the sampled rows;
-    ``hook`` is called with those of all tokens."""
+    """``compiled`` for ``eager_forward``."""
+    return compiled(eager_forward(model, kv, kept, hook), limits, threads, use_native)
+
+
+def eager_forward(
+    model: CausalLM,
+    kv: list[Layer],
+    kept: KeptHidden | None = None,
+    hook: Callable[[Tensor], None] | None = None,
+) -> Forward:
+    """A model's logits. ``kept`` keeps the hidden states of the sampled rows; ``hook`` is called with those
+    of all tokens."""
 
     def forward(batch: ForwardBatch) -> Tensor:
         rows = batch.sample_rows
@@ -52,7 +62,7 @@ def make_forward(
             hidden = ops.gather(ops.inplace(hook, model.forward(batch, kv)), rows)
         return model.logits(hidden if kept is None else ops.inplace(kept.keep, hidden))
 
-    return compiled(forward, limits, threads, use_native)
+    return forward
 
 
 def compiling(model: CausalLM, config: Config, report: Callable[[Progress], None]) -> None:

@@ -14,7 +14,7 @@ import tiny_tokenizers as tiny
 
 from sgla.errors import BadRequest, ContextTooLong, InvalidField, UnsupportedField
 from sgla.media.picture import Picture
-from sgla.messages import Job, SamplingParams, Thinking, ThinkLimit
+from sgla.messages import Job, Prepared, SamplingParams, Thinking, ThinkLimit
 from sgla.text.infill import FAMILIES, Marks
 from sgla.text.prepare import Preparer, choice_seed, prepare, without
 from sgla.text.template import PICTURE, ChatTemplate
@@ -394,12 +394,12 @@ def test_a_suffix_that_no_context_holds_is_refused(
 
 
 def test_turns_that_are_dropped_take_their_pictures_with_them() -> None:
-    pictures = [Picture.of(1, 1, bytes([i] * 3)) for i in range(4)]
+    pictures = [Prepared(bytes([i]), "", []) for i in range(4)]
     contents = [["a", PICTURE], [PICTURE, PICTURE], "b", ["c", PICTURE]]
     messages = [{"role": "user", "content": content} for content in contents]
-    kept = without(job(messages=messages, pictures=pictures), 1, 3)
+    kept = without(job(messages=messages, prepared=pictures), 1, 3)
     assert kept.messages == [messages[0], messages[3]]
-    assert kept.pictures == [pictures[0], pictures[3]]
+    assert kept.prepared == [pictures[0], pictures[3]]
 
 
 @pytest.mark.parametrize("cut", [{"keep_last": 5}, {"truncate": 5}])

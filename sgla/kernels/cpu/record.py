@@ -102,7 +102,7 @@ class Recorder:
             "page_table": (rows, 1),
             "sample_rows": (sampled,),
         }
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Any] = {}
         for name, shape in shapes.items():
             tensors[name] = symbol = Symbol.of(shape, torch.int32, self)
             self._parts[id(symbol)] = name

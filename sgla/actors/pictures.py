@@ -1,0 +1,71 @@
+"""Pictures of requests, prepared for the model's tower in processes of their own. What is made of one lies in
+memory that workers open, once for all requests that have it at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakValueDictionary, finalize
+
+from sgla.errors import Overloaded
+from sgla.media.picture import Picture
+from sgla.media.pool import Pool
+from sgla.messages import Array, Prepared
+from sgla.model.vision.spec import Settings, Vision
+
+MODULES = ("sgla.media.without_torch", "sgla.media.prepare", "transformers.image_processing_backends")
+MOST = 1 << 28  # bytes of what is made of one picture
+TOGETHER = 1 << 31  # of all that are there
+PREPARE = "sgla.media.prepare:prepare"
+Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
+
+
+class PictureRoom:
+    """``config`` and ``settings``: of the model's files."""
+
+    def __init__(self, vision: Vision, config: Mapping[str, Any], settings: Settings) -> None:
+        asked = settings.images.get("image_processor_type", "").removesuffix("Fast").removesuffix("Pil")
+        self._processor = asked if asked in vision.processors else vision.processors[0]
+        self._settings = json.dumps(settings.images)
+        self._extra = vision.prepares(config, settings)
+        self._pool = Pool(modules=MODULES)
+        self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
+        self._bytes = 0
+
+    async def prepare(self, pictures: list[Picture]) -> list[Prepared]:
+        """In their order. Raises what the pool raises, and Overloaded."""
+        made: dict[bytes, Prepared] = {}
+        for picture in pictures:
+            if picture.digest not in made:
+                made[picture.digest] = await self._one(picture)
+        return [made[picture.digest] for picture in pictures]
+
+    async def _one(self, picture: Picture) -> Prepared:
+        known = self._there.get(picture.digest)
+        if known is not None:
+            return known
+        if self._bytes > TOGETHER:
+            raise Overloaded(f"pictures of requests take {TOGETHER >> 30} GiB; retry later", retry_after=5.0)
+        fd = os.memfd_create("picture", os.MFD_CLOEXEC)
+        file = f"/proc/{os.getpid()}/fd/{fd}"
+        asked = (picture, self._processor, self._settings, self._extra, file, MOST)
+        try:
+            fields = await self._pool.run(PREPARE, *asked, result=list[Fields])
+        except BaseException:
+            os.close(fd)
+            raise
+        prepared = Prepared(picture.digest, file, [Array(*entry) for entry in fields])
+        size = os.fstat(fd).st_size
+        self._bytes += size
+        self._there[picture.digest] = prepared
+        finalize(prepared, self._gone, fd, size)
+        return prepared
+
+    def _gone(self, fd: int, size: int) -> None:
+        self._bytes -= size
+        os.close(fd)
+
+    async def close(self) -> None:
+        await self._pool.close()

@@ -1,0 +1,113 @@
+"""The part of a model that makes features of pictures: transformers' module with the checkpoint's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sgla.errors import ConfigError, WeightError
+from sgla.hub.source import ModelSource
+from sgla.model.vision.spec import Vision
+
+# A language model that takes next to nothing stands where transformers' class wants one.
+SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": []}
+TEXTS = ("language_model", "text_model")
+
+
+class Features(NamedTuple):
+    """Of one picture: what stands in place of its tokens' embeddings ``[n, d]``, and what is added to the
+    outputs of the first layers."""
+
+    values: Tensor
+    deep: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.values, *self.deep))
+
+
+class Tower:
+    """``module``: a model of transformers without its language model."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self.dtype: torch.dtype = module.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self._module.parameters(), *self._module.buffers()))
+
+    def __call__(self, arrays: Mapping[str, Tensor]) -> Features:
+        """Of one picture. ``arrays``: what the processor made of it."""
+        given = {
+            name: values.to(self._device, self.dtype if values.is_floating_point() else None)
+            for name, values in arrays.items()
+        }
+        made = self._module.get_image_features(**given, return_dict=True)
+        found = made.pooler_output
+        values = torch.cat(list(found)) if not isinstance(found, Tensor) else found
+        deep = getattr(made, "deepstack_features", None) or []
+        return Features(values.reshape(-1, values.shape[-1]), list(deep))
+
+
+def small_config(config: dict[str, Any]) -> Any:
+    """transformers' configuration of the model, with a language model of no layers. Raises ConfigError."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ConfigError(f"transformers knows no model_type {str(kind)[:60]!r}", param="model")
+    try:
+        found = CONFIG_MAPPING[kind].from_dict(deepcopy(config))
+    except Exception as error:
+        raise ConfigError(
+            f"config.json cannot be read by transformers: {error}"[:500], param="model"
+        ) from error
+    text = found.get_text_config()
+    for key, value in SMALL.items():
+        if hasattr(text, key):
+            setattr(text, key, value)
+    return found
+
+
+def load_tower(
+    source: ModelSource, vision: Vision, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Tower:
+    """Raises ConfigError, and WeightError for files that lack some of its weights."""
+    from transformers import AutoModel
+    from transformers.utils import logging
+
+    config = small_config(source.config)
+    settings: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": "sdpa"}
+    if source.kind == "dummy":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            del settings["config"]
+            module = AutoModel.from_config(config, **settings)
+    else:
+        level = logging.get_verbosity()
+        logging.set_verbosity(logging.CRITICAL)  # of weights that are left out it would tell
+        module, told = AutoModel.from_pretrained(
+            source.folder,
+            **settings,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            local_files_only=True,
+        )
+        logging.set_verbosity(level)
+        if lacking := [name for name in told["missing_keys"] if not _of_text(name)]:
+            raise WeightError(
+                f"the weights lack {len(lacking)} of the tower: {', '.join(sorted(lacking)[:8])}"
+            )
+    for name in TEXTS:
+        if hasattr(module, name):
+            setattr(module, name, nn.Identity())
+    return Tower(module.eval().requires_grad_(False).to(device), device)
+
+
+def _of_text(name: str) -> bool:
+    return any(part in TEXTS for part in name.split("."))

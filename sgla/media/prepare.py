@@ -1,0 +1,58 @@
+"""What a model's tower reads of a picture: transformers' processor of the checkpoint, in a process of its
+own."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from sgla.errors import BadRequest, InvalidField
+from sgla.media.picture import Picture
+
+FEW = 64  # values of an array that are told
+DTYPES = {np.dtype(name) for name in ("float32", "int64", "int32", "bool", "uint8")}
+
+
+@lru_cache(4)
+def processor_of(name: str, settings: str) -> Any:
+    import transformers
+
+    found = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
+    return found.from_dict(json.loads(settings))
+
+
+def arrays_of(picture: Picture, processor: str, settings: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """By name, in numpy. ``settings``: JSON. Raises InvalidField for what the processor refuses."""
+    pixels = np.frombuffer(picture.pixels, np.uint8).reshape(picture.height, picture.width, 3)
+    try:
+        made = processor_of(processor, settings)(images=[pixels], return_tensors="np", **asked)
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise InvalidField(f"a picture cannot be prepared: {error}"[:500], param="messages") from error
+    return {name: np.ascontiguousarray(values) for name, values in made.items()}
+
+
+def prepare(
+    picture: Picture, processor: str, settings: str, asked: dict[str, Any], file: str, most: int
+) -> list[tuple[str, str, list[int], int, list[int]]]:
+    """Write all arrays to ``file``, ``most`` bytes of them, and say where they are: fields of
+    ``messages.Array``. Raises InvalidField."""
+    found, at = [], 0
+    with open(file, "wb") as out:
+        for name, values in arrays_of(picture, processor, settings, asked).items():
+            if values.dtype not in DTYPES:
+                raise BadRequest(f"a picture became an array of {values.dtype}")
+            at += out.write(bytes(-at % 64))
+            if at + values.nbytes > most:
+                raise InvalidField(
+                    f"a picture takes more than {most >> 20} MiB once it is prepared; send a smaller one",
+                    param="messages",
+                )
+            whole = values.dtype.kind == "i" and prod(values.shape) <= FEW
+            shape, few = list(values.shape), values.flatten().tolist() if whole else []
+            found.append((name, str(values.dtype), shape, at, few))
+            at += out.write(values.data.cast("B") if values.nbytes else b"")
+    return found

@@ -1,0 +1,60 @@
+"""Language models of families that take pictures (``model/vision``): those of other families, in files that
+have towers beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sgla.model.families.dense import FAMILIES as DENSE
+from sgla.model.families.keys import KV_HEADS
+from sgla.model.family import Family
+
+_LLAMA = replace(DENSE["LlamaForCausalLM"], pooled=False, gguf=())
+_TOWER = {"tie_word_embeddings": False, "text_config": None, "vision_config": None}
+_LLAVA = {
+    "image_token_index": 32000,
+    "image_seq_length": 576,
+    "projector_hidden_act": "gelu",
+    "vision_feature_select_strategy": "default",
+    "vision_feature_layer": -2,
+    "multimodal_projector_bias": True,
+}
+_QWEN_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
+_QWEN2_VL = replace(
+    DENSE["Qwen2ForCausalLM"],
+    types=("qwen2_vl_text", "qwen2_vl"),
+    defaults={
+        **DENSE["Qwen2ForCausalLM"].defaults,
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_window_layers": 80,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    nulls=(*KV_HEADS, "sliding_window", "max_window_layers", "use_sliding_window", "rope_theta"),
+    outer=Family(("qwen2_vl",), _TOWER | _QWEN_TOKENS),
+    sections=True,
+    pooled=False,
+    gguf=(),
+)
+
+PICTURED = {
+    "LlavaForConditionalGeneration": replace(
+        _LLAMA, outer=Family(("llava",), _TOWER | _LLAVA), texts={"mistral": "MistralForCausalLM"}
+    ),
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": replace(
+        _QWEN2_VL,
+        types=("qwen2_5_vl_text", "qwen2_5_vl"),
+        outer=Family(("qwen2_5_vl",), _TOWER | _QWEN_TOKENS),
+    ),
+}

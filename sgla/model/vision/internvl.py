@@ -1,0 +1,24 @@
+"""InternVL 3 (arXiv 2504.10479) in transformers' format: a picture is cut into tiles of one size, with the
+whole picture behind them, and four neighbouring patches are a token."""
+
+from __future__ import annotations
+
+from sgla.messages import Prepared
+from sgla.model.vision.spec import Config, Settings, Spelled, Vision, array
+
+BEGIN, TOKEN, END = "<img>", "<IMG_CONTEXT>", "</img>"
+
+
+def spelled(config: Config, settings: Settings, picture: Prepared) -> Spelled:
+    tiles = array(picture, "pixel_values")[0]
+    return Spelled(f"{BEGIN}{TOKEN}{END}", (config.get("image_seq_length", 256) * tiles,))
+
+
+INTERNVL = Vision(
+    processors=("GotOcr2ImageProcessor",),
+    token=("image_token_id", 151667),
+    written=TOKEN,
+    media=f"{TOKEN}\n",
+    spelled=spelled,
+    prepares=lambda config, settings: {"crop_to_patches": True},
+)

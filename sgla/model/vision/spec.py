@@ -1,0 +1,69 @@
+"""What an entry of the table of families that take pictures may say. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sgla.messages import Prepared
+
+Config = Mapping[str, Any]
+
+
+class Settings(NamedTuple):
+    """The contents of the model's ``preprocessor_config.json`` and ``processor_config.json``."""
+
+    images: dict[str, Any]
+    processor: dict[str, Any]
+
+
+class Spelled(NamedTuple):
+    """What stands in a prompt in place of a picture: ``text``, where the token that stands for a part of it
+    comes once wherever it comes several times, and how many times each."""
+
+    text: str
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Vision:
+    """``processors``: classes of transformers that prepare pictures, as files name them; the first where they
+    name none. ``token``: the key of config.json with the id of the token that stands for a part of a picture,
+    and what it is where the file lacks it. ``written``: what a chat template writes for a picture, and
+    ``media`` with what belongs around it. ``spelled``: what becomes of that, by configuration, settings and
+    arrays. ``parts``: modules of the checkpoint beside the language model. ``together``: tokens of a picture
+    see each other. ``prepares``: settings of the processor that its class in transformers adds.
+    ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how many
+    frequencies go by each axis, and whether they take turns."""
+
+    processors: tuple[str, ...]
+    token: tuple[str, int]
+    written: str
+    media: str
+    spelled: Callable[[Config, Settings, Prepared], Spelled]
+    parts: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
+    together: bool = False
+    prepares: Callable[[Config, Settings], dict[str, Any]] = lambda config, settings: {}
+    merged: Callable[[Config], int] | None = None
+    sections: Callable[[Config], tuple[list[int], bool]] = lambda config: ([], False)
+
+    def token_of(self, config: Config) -> int:
+        key, default = self.token
+        found: int = config.get(key, default)
+        return found
+
+
+def array(picture: Prepared, name: str) -> list[int]:
+    """The shape of one of its arrays."""
+    return next(found.shape for found in picture.arrays if found.name == name)
+
+
+def values(picture: Prepared, name: str) -> list[int]:
+    """Those of a small array of whole numbers."""
+    return next((found.values for found in picture.arrays if found.name == name), [])
+
+
+def vision_config(config: Config) -> Config:
+    found: Config = config.get("vision_config") or {}
+    return found

@@ -1,0 +1,151 @@
+"""Models that take pictures, against transformers: float32 on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from msgspec.structs import replace
+from tiny import make_core, run, tiny_config
+from vision_models import TEXT, Model, picture, save_model, token
+
+from sgla.messages import Submit
+from sgla.worker.cpu import CpuRunner
+
+
+def llava(folder: Path) -> Model:
+    from transformers import LlavaConfig
+
+    tower = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "patch_size": 4,
+        "image_size": 16,
+    }
+    text = {"model_type": "llama", **TEXT}
+    config = LlavaConfig(vision_config=tower, text_config=text, image_token_index=token("<image>"))
+    images = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 16},
+        "crop_size": {"height": 16, "width": 16},
+    }
+    return save_model(folder, "LlavaForConditionalGeneration", config, images)
+
+
+def gemma3(folder: Path) -> Model:
+    from transformers import Gemma3Config
+
+    tower = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "patch_size": 4,
+        "image_size": 32,
+        "vision_use_head": False,
+    }
+    text = {
+        **TEXT,
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "num_key_value_heads": 3,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 8,
+        "num_hidden_layers": 4,
+    }
+    config = Gemma3Config(
+        vision_config=tower,
+        text_config=text,
+        mm_tokens_per_image=16,
+        image_token_index=token("<image_soft_token>"),
+        boi_token_index=token("<start_of_image>"),
+        eoi_token_index=token("<end_of_image>"),
+    )
+    images = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}}
+    return save_model(folder, "Gemma3ForConditionalGeneration", config, images)
+
+
+def qwen2_vl(folder: Path) -> Model:
+    from transformers import Qwen2VLConfig
+
+    tower = {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 48,
+        "num_heads": 4,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    config = Qwen2VLConfig(
+        vision_config=tower,
+        text_config={**TEXT, "rope_parameters": rope},
+        image_token_id=token("<|image_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        video_token_id=271,
+    )
+    images = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": 256, "longest_edge": 2048},
+        "patch_size": 4,
+    }
+    return save_model(folder, "Qwen2VLForConditionalGeneration", config, images)
+
+
+MAKERS = {"llava": llava, "gemma3": gemma3, "qwen2-vl": qwen2_vl}
+SHOWN = [picture(20, 30, 1), picture(50, 24, 2), picture(40, 40, 3)]
+TEXTS = {0: "No picture at all.", 1: "Look: <image> and tell.", 3: "<image> One, <image><image> three."}
+
+
+class Served(NamedTuple):
+    model: Model
+    runner: CpuRunner
+    requests: list[Submit]
+    expected: dict[str, list[int]]  # of transformers
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def served(request: Any, tmp_path_factory: Any) -> Served:
+    model = MAKERS[request.param](tmp_path_factory.mktemp("model"))
+    requests = [model.submit(str(count), text, SHOWN[:count]) for count, text in TEXTS.items()]
+    expected = {r.rid: model.generated(r, SHOWN[: len(r.pictures)]) for r in requests}
+    config = tiny_config(step_tokens=256, native_kernels=True)
+    return Served(model, CpuRunner(config, model.source, 0, 1, "", lambda progress: None), requests, expected)
+
+
+def test_equal_to_transformers(served: Served) -> None:
+    found = run(served.runner, served.requests)
+    assert found.tokens() == served.expected
+    assert served.runner._pictures is not None
+    assert served.runner._pictures.computed == len(SHOWN)  # once each, though two requests have the first
+    again = [replace(request, rid=f"{request.rid} again") for request in served.requests]
+    core = make_core(served.runner.facts)
+    assert run(served.runner, served.requests, core).tokens() == served.expected
+    warm = run(served.runner, again, core)
+    assert {rid.split()[0]: tokens for rid, tokens in warm.tokens().items()} == served.expected
+    for request in again:
+        assert warm[request.rid][0].cached_tokens >= (len(request.tokens) - 1) // 16 * 16
+
+
+def test_in_chunks_and_alone(served: Served) -> None:
+    wholes = [shown.end - shown.first for r in served.requests for shown in r.pictures if shown.whole]
+    step = max([9, *(whole + 8 for whole in wholes)])
+    for request in served.requests:
+        found = run(served.runner, [request], step_tokens=step, prefix_cache=False)
+        assert found.tokens()[request.rid] == served.expected[request.rid]
+
+
+def test_another_picture_is_no_hit(served: Served) -> None:
+    core = make_core(served.runner.facts)
+    text = f"{'As long as a page, or two of them. '} <image>{' and more' * 6}"
+    first, other = (served.model.submit(str(i), text, SHOWN[i : i + 1], 4) for i in (0, 1))
+    run(served.runner, [first], core)
+    found = run(served.runner, [other], core)["1"][0].cached_tokens
+    assert found == other.pictures[0].first // 16 * 16 > 0

@@ -1,0 +1,137 @@
+"""Tiny random models that take pictures, and requests with pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from tiny import submit
+
+from sgla.hub.source import ModelSource, open_source
+from sgla.media.picture import Picture
+from sgla.media.prepare import arrays_of, prepare
+from sgla.messages import Array, Prepared, Submit
+from sgla.model.vision import VISIONS
+from sgla.model.vision.served import settings_of
+from sgla.text.pictures import Speller
+
+TEXT = {
+    "vocab_size": 311,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Texts that stand for one token each; others are their bytes.
+WORDS = (
+    *("<image>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<|image_pad|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<fake_token_around_image>", "<global-img>", "[IMG]"),
+    *("[IMG_BREAK]", "[IMG_END]", "<img>", "<IMG_CONTEXT>", "</img>"),
+)
+FIRST = 280  # the token of the first of them
+
+
+def encode(text: str) -> list[int]:
+    """A tokenizer for these models."""
+    tokens = []
+    while text:
+        word = next((word for word in WORDS if text.startswith(word)), "")
+        tokens.append(FIRST + WORDS.index(word) if word else 3 + text.encode()[0])
+        text = text[len(word or text[0]) :]
+    return tokens
+
+
+def token(word: str) -> int:
+    return FIRST + WORDS.index(word)
+
+
+def picture(height: int, width: int, seed: int = 0) -> Picture:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Picture.of(height, width, pixels.tobytes())
+
+
+class Model(NamedTuple):
+    """A checkpoint with the module of transformers that it is of."""
+
+    source: ModelSource
+    module: Any
+    speller: Speller
+    folder: Path
+
+    @property
+    def settings(self) -> str:
+        return json.dumps(settings_of(self.folder).images)
+
+    def asked(self) -> dict[str, Any]:
+        return self.speller.vision.prepares(self.source.config, settings_of(self.folder))
+
+    def prepared(self, shown: Picture) -> Prepared:
+        file, processor = self.folder / f"{shown.digest.hex()}.bin", self.speller.vision.processors[0]
+        made = prepare(shown, processor, self.settings, self.asked(), str(file), 1 << 26)
+        return Prepared(shown.digest, str(file), [Array(*fields) for fields in made])
+
+    def submit(self, rid: str, text: str, shown: Sequence[Picture], max_new: int = 32) -> Submit:
+        text = text.replace("<image>", self.speller.vision.media)
+        tokens, placed = self.speller.in_text(text, [self.prepared(one) for one in shown], encode)
+        media = [(entry.first, entry.picture.digest) for entry in placed]
+        return replace(submit(rid, tokens, max_new), pictures=placed, media=media)
+
+    def generated(self, request: Submit, shown: Sequence[Picture], **more: Any) -> list[int]:
+        """What transformers' module makes of it."""
+        made = [
+            arrays_of(one, self.speller.vision.processors[0], self.settings, self.asked()) for one in shown
+        ]
+        takes = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"}
+        joined = {
+            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in made]))
+            for name in (made[0] if made else {})
+            if name in takes
+        }
+        ids = torch.tensor([request.tokens])
+        kinds = (ids == self.speller.vision.token_of(self.source.config)).int()
+        if self.speller.vision.together:
+            joined["token_type_ids"] = kinds
+        if self.speller.vision.merged is not None:
+            joined["mm_token_type_ids"] = kinds
+        out = self.module.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=request.max_new,
+            **joined,
+            **more,
+        )
+        found: list[int] = out[0, len(request.tokens) :].tolist()
+        return found
+
+
+def save_model(folder: Path, architecture: str, config: Any, images: dict[str, Any], seed: int = 0) -> Model:
+    """A random float32 model in ``folder``. ``images``: its preprocessor_config.json."""
+    import transformers
+
+    torch.manual_seed(seed)
+    module = getattr(transformers, architecture)._from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            shift = (
+                1.0
+                if "norm" in name and name.endswith("weight") and "gemma" not in config.model_type
+                else 0.0
+            )
+            parameter.normal_(shift, 0.15)
+    module.save_pretrained(folder)
+    module.generation_config.eos_token_id = None
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    source = open_source(folder)
+    speller = Speller(VISIONS[architecture], source.config, settings_of(folder))
+    return Model(source, module, speller, folder)
