@@ -670,6 +670,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_body_bytes": (1, math.inf),
     "request_memory_bytes": (1 << 20, math.inf),
     "sink_limit_bytes": (1, math.inf),
+    "max_media_bytes": (1, math.inf),
+    "max_image_pixels": (1, 1 << 28),
+    "media_timeout": (0.1, 3600),
+    "media_redirects": (0, 32),
+    "media_processes": (1, 256),
+    "media_cpu_seconds": (0.1, 3600),
     "tool_timeout": (0.1, 86400),
     "drain_timeout": (0, math.inf),
     "sleep_idle": (0, math.inf),
@@ -682,6 +688,19 @@ RANGES: dict[str, tuple[float, float]] = {
     "step_log": (0, math.inf),
     "log_interval": (0, math.inf),
 }
+
+
+MEDIA = ("image", "video", "audio")  # kinds of vLLM's --limit-mm-per-prompt
+
+
+def check_media(config: Config) -> None:
+    for kind, most in config.limit_mm_per_prompt.items():
+        if kind not in MEDIA or most < 0:
+            raise ConfigError(
+                f"--limit-mm-per-prompt takes numbers of at least 0 for {', '.join(MEDIA)}, "
+                f"got {most} for {kind[:40]!r}",
+                param="limit_mm_per_prompt",
+            )
 
 
 def check(config: Config) -> None:
@@ -717,6 +736,7 @@ def check(config: Config) -> None:
                 f"--moderation-labels takes LABEL=CATEGORY, got {entry!r}", param="moderation_labels"
             )
     check_template_variables(config)
+    check_media(config)
     read_given(config)
     dialect_of("", config.tool_call_parser, config.reasoning_parser)
 

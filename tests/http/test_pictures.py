@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -259,3 +261,34 @@ async def test_the_client_of_anthropic(site: Site) -> None:
 async def test_memory_is_given_back(site: Site) -> None:
     await job_of(site, *CHATS["image_url"])
     assert site.app[SERVER].memory.used == 0
+
+
+async def test_pictures_of_conversations_and_realtime_sessions(site: Site) -> None:
+    items = [{"type": "message", **CHATS["responses"][1]["input"][0]}]
+    status, conversation = await site.post("/v1/conversations", {"items": items})
+    assert status == 200
+    job = await job_of(site, "/v1/responses", {"conversation": conversation["id"], "input": "d"})
+    assert job.messages is not None
+    assert job.messages[0]["content"] == PARTS
+    assert job.pictures == PICTURES
+    async with site.http.ws_connect("/v1/realtime") as socket:
+        await socket.send_json({"type": "conversation.item.create", "item": items[0]})
+        await socket.send_json({"type": "response.create"})
+        while (await socket.receive_json())["type"] not in ("response.done", "error"):
+            pass
+    assert site.ingress.jobs[-1].pictures == PICTURES
+
+
+async def test_pictures_in_a_batch(site: Site) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": CHATS["image_url"][0], "body": CHATS["image_url"][1]}
+    data = json.dumps(line | {"body": {"model": "fake", **line["body"]}}).encode()
+    sent = await site.client.files.create(file=("a.jsonl", data), purpose="batch")
+    batch = await site.client.batches.create(
+        input_file_id=sent.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    while batch.status not in ("completed", "failed"):
+        await asyncio.sleep(0.01)
+        batch = await site.client.batches.retrieve(batch.id)
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 1
+    assert site.ingress.jobs[-1].pictures == PICTURES
