@@ -302,8 +302,9 @@ class EngineSettings(ModelSettings, kw_only=True):
     kv_store: Annotated[
         str | None,
         Doc(
-            description="folder or address that fsspec knows (s3://, gs://, file://), where servers of the "
-            "same model keep prefixes for each other (needs sgla[remote])"
+            description="folder or address that fsspec knows (s3://, gs://, file://; needs sgla[remote]), or "
+            "mooncake://MASTER:PORT (sgla[mooncake]), where servers of the same model keep prefixes for each "
+            "other"
         ),
     ] = None
     kv_write_policy: Annotated[

@@ -316,6 +316,7 @@ DISTRIBUTIONS = {
     "grpc_health": "grpcio_health_checking",
     "grpc_reflection": "grpcio_reflection",
     "google": "protobuf",
+    "mooncake": "mooncake_transfer_engine_non_cuda",
 }
 # huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic, aiohttp
 # multidict and yarl, mcp the others
@@ -334,7 +335,22 @@ THROUGH_OTHERS = {
 
 def test_every_import_is_a_declared_dependency() -> None:
     for folder, extras in (
-        ("sgla", ("cuda", "otel", "modelscope", "eval", "mcp", "remote", "redis", "events", "grpc", "mm")),
+        (
+            "sgla",
+            (
+                "cuda",
+                "otel",
+                "modelscope",
+                "eval",
+                "mcp",
+                "remote",
+                "redis",
+                "events",
+                "grpc",
+                "mm",
+                "mooncake",
+            ),
+        ),
         ("tests", ("test", "formats")),
     ):
         names = {DISTRIBUTIONS.get(module, module).lower() for module in third_party(folder)}

@@ -6,15 +6,32 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from sgla.errors import ConfigError
 from sgla.messages import Tier
 from sgla.worker.disk import places_of
+from sgla.worker.mooncake import SCHEME, open_mooncake
 from sgla.worker.tiers import SUM, FileTier, UnitMemory, checksum
 
 COPYING, ASKING = 8, 16  # threads
+OTHERS = {"lm": "LMCache", "lmcache": "LMCache", "nixl": "NIXL"}  # by what their addresses begin with
 ASKED = 256  # tokens that a prompt must have beyond what is known before it is worth asking for them
+
+
+class Store(Protocol):
+    """What a store has to do, with objects by their names, as fsspec's file systems do it. All raise what
+    they like."""
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes: ...
+
+    def pipe_file(self, path: str, data: bytes) -> None:
+        """FileNotFoundError: a folder has to be made."""
+        ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
 
 
 class Objects:
@@ -24,7 +41,7 @@ class Objects:
     nothing."""
 
     def __init__(
-        self, fs: Any, path: str, whole: bool, nbytes: int, place: bytes, threads: ThreadPoolExecutor
+        self, fs: Store, path: str, whole: bool, nbytes: int, place: bytes, threads: ThreadPoolExecutor
     ) -> None:
         self._fs, self._path, self._whole, self._threads = fs, path, whole, threads
         self._size, self._place = SUM + nbytes, place
@@ -74,16 +91,17 @@ def _tried(function: Any, *args: Any) -> Any:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def open_store(
-    url: str,
-    identity: str,
-    memory: Sequence[UnitMemory],
-    page_size: int,
-    rank: int,
-    size: int,
-    abreast: int = 1,
-) -> tuple[FileTier, Tier]:
-    """The tier of ``--kv-store``. ``abreast``: see ``FileTier``. Raises ConfigError."""
+def _open(url: str, ranks: int) -> tuple[Store, str]:
+    """A store, and the folder in it. Raises ConfigError."""
+    scheme = url.partition("://")[0]
+    if scheme == SCHEME:
+        return open_mooncake(url, ranks), SCHEME
+    if scheme in OTHERS:
+        raise ConfigError(
+            f"--kv-store {url}: there is no {OTHERS[scheme]} here; a folder, an address that fsspec knows "
+            "(s3://) and mooncake:// are stores",
+            param="kv_store",
+        )
     try:
         import fsspec
 
@@ -96,6 +114,20 @@ def open_store(
         ) from error
     except Exception as error:
         raise ConfigError(f"--kv-store {url}: {type(error).__name__}: {error}", param="kv_store") from error
+    return fs, root
+
+
+def open_store(
+    url: str,
+    identity: str,
+    memory: Sequence[UnitMemory],
+    page_size: int,
+    rank: int,
+    size: int,
+    abreast: int = 1,
+) -> tuple[FileTier, Tier]:
+    """The tier of ``--kv-store``. ``abreast``: see ``FileTier``. Raises ConfigError."""
+    fs, root = _open(url, size)
     path = f"{root.rstrip('/')}/{identity}/{rank}of{size}"
     threads = ThreadPoolExecutor(ASKING, "kv-ask")
     kept = [
