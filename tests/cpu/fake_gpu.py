@@ -18,6 +18,7 @@ import ctypes
 import importlib.util
 import json
 import mmap
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -205,8 +206,8 @@ class Launches:
         self.sources: dict[str, tuple[ASTSource, Any]] = {}  # of Triton's kernels
         self.files: dict[str, tuple[str, str, str]] = {}  # of CUDA's: name, text, target
         self.compiled: dict[Any, int] = {}  # of Triton's, of all cases: the shared memory
-        self.texts: set[tuple[str, str]] = set()  # of CUDA's that have compiled, with the target
-        self.memory: dict[str, int] = {}  # of CUDA's: the shared memory of a launch
+        self.texts: dict[tuple[str, str], int] = {}  # of CUDA's, with the target: their static shared memory
+        self.memory: dict[str, int] = {}  # of CUDA's: the dynamic shared memory of a launch
         launch, launches, sources = build.Kernel.launch, self.seen, self.sources
         files, memory = self.files, self.memory
 
@@ -254,6 +255,21 @@ def likeness(source: ASTSource, options: Any) -> tuple[str, ...]:
     return kernel, str(constants), str(source.signature), str(options)
 
 
+RESERVED = 1024  # bytes of the system's, which sections have in front on Hopper, and limits leave out
+
+
+def static_memory(cubin: bytes) -> int:
+    """Bytes of shared memory that the kernel of an ELF file for Hopper declares: what its section has."""
+    (start,), (size, count, names) = (
+        struct.unpack_from("<Q", cubin, 40),
+        struct.unpack_from("<HHH", cubin, 58),
+    )
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    texts = cubin[sections[names][4] :]
+    sizes = [each[5] for each in sections if texts[each[0] :].startswith(b".nv.shared.")]
+    return max(0, max(sizes, default=0) - RESERVED)
+
+
 def shared(launches: Launches, card: str) -> dict[str, int]:
     """Compile the kernels for the card, those of CUDA if NVRTC is there, but for those like one that has
     been: the bytes of shared memory of a block that each of them takes."""
@@ -277,9 +293,9 @@ def shared(launches: Launches, card: str) -> dict[str, int]:
     if importlib.util.find_spec("cuda"):
         for name, (file, text, arch) in launches.files.items():
             if (text, arch) not in launches.texts:
-                build._nvrtc(text, file, arch)
-                launches.texts.add((text, arch))
-            found[file] = max(launches.memory.get(name, 0), found.get(file, 0))
+                launches.texts[text, arch] = static_memory(build._nvrtc(text, file, arch))
+            size = launches.texts[text, arch] + launches.memory.get(name, 0)
+            found[file] = max(size, found.get(file, 0))
     launches.sources.clear()
     launches.files.clear()
     return found
