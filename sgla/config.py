@@ -174,6 +174,13 @@ class EngineSettings(ModelSettings, kw_only=True):
     pp: Annotated[
         int, Doc(description="pipeline stages, each of which has some of the layers and --tp ranks")
     ] = 1
+    dp: Annotated[
+        int,
+        Doc(
+            description="servers of the same model behind one port, each with its own --tp and --pp ranks or "
+            "part of the cores (sgla serve)"
+        ),
+    ] = 1
     threads: Annotated[int | None, Doc(description="CPU threads of each worker")] = None
     executor: Annotated[
         Literal["procs", "inline", "fake"],
@@ -425,6 +432,10 @@ class Config(MediaSettings, kw_only=True):
 
     host: Annotated[str, Doc(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Doc(description="port to listen on; 0 picks one")] = 30000
+    dp_policy: Annotated[
+        Literal["cache_aware", "power_of_two", "round_robin", "least_load", "session", "consistent_hashing"],
+        Doc(description="how a request gets one of the --dp servers, as sgla route's --policy"),
+    ] = "cache_aware"
     grpc_port: Annotated[
         int | None,
         Doc(

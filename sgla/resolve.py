@@ -48,6 +48,17 @@ BY_WORKERS = {  # who see the free memory of a GPU, or how long the model's sequ
 }
 
 
+# Settings that belong to one server, which several cannot share.
+ALONE = {
+    "models": "several models in one server have one replica each",
+    "grpc_port": "the router in front of replicas speaks HTTP",
+    "state_path": "what clients store is kept by one server",
+    "kv_disk": "its files belong to one server; --kv-store is for several",
+    "kv_events_config": "its address belongs to one server",
+    "dump_requests": "the file belongs to one server",
+}
+
+
 class Settled(NamedTuple):
     value: Any
     reason: str
@@ -203,9 +214,11 @@ def settle_quantization(
 
 
 def check_one(config: Config) -> None:
-    """Raise ConfigError for several models where there can be one."""
+    """Raise ConfigError for several models or replicas where there can be one."""
     if config.models:
         raise ConfigError("several models (--models) are for sgla serve and sgla explain", param="models")
+    if config.dp > 1:
+        raise ConfigError("several replicas (--dp) are for sgla serve and sgla explain", param="dp")
 
 
 def check_features(config: Config, machine: Machine, device: str, vectors: bool, encoder: bool) -> None:
@@ -664,6 +677,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "kv_host_bytes": (1, math.inf),
     "memory_fraction": (0.05, 1),
     "page_size": (1, 1024),
+    "dp": (1, 256),
     "port": (0, 65535),
     "grpc_port": (0, 65535),
     "max_connections": (1, math.inf),
@@ -703,6 +717,22 @@ def check_media(config: Config) -> None:
             )
 
 
+def check_replicas(config: Config) -> None:
+    """Raise ConfigError for settings that replicas cannot have."""
+    for name, why in ALONE.items():
+        if getattr(config, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} cannot be honoured with --dp {config.dp}: {why}; leave one out",
+                param=name,
+            )
+    if config.role != "both":
+        raise ConfigError(
+            f"--role {config.role} cannot be honoured with --dp {config.dp}: start the servers one by one, "
+            "behind 'sgla route'",
+            param="role",
+        )
+
+
 def check(config: Config) -> None:
     """Raise ConfigError if a number is out of its range, or a name unknown."""
     for name, (low, high) in RANGES.items():
@@ -714,6 +744,8 @@ def check(config: Config) -> None:
         if not (low <= value <= high and math.isfinite(value)):
             span = f"at least {low:g}" if math.isinf(high) else f"from {low} to {high}"
             raise ConfigError(f"--{name.replace('_', '-')} must be {span}, got {value}", param=name)
+    if config.dp > 1:
+        check_replicas(config)
     if "" in config.served_model_name or not config.model:
         raise ConfigError("--model and --served-model-name cannot be empty", param="model")
     if "" in (*config.api_key, *config.admin_api_key):

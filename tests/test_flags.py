@@ -254,6 +254,7 @@ def words_of(name: str) -> list[str]:
     value = {
         "task": "embed",
         "policy": "lpm",
+        "dp_policy": "least_load",
         "role": "prefill",
         "kv_transfer_backend": "tcp",
         "speculative_algorithm": "ngram",

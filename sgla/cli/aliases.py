@@ -98,8 +98,13 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "num-shard": Alias("tp"),
     "pp-size": Alias("pp"),
     "pipeline-parallel-size": Alias("pp"),
-    "dp-size": Always(f"{ONE_HOST}; run several servers behind 'sgla route'", ("1",)),
-    "data-parallel-size": Always(f"{ONE_HOST}; run several servers behind 'sgla route'", ("1",)),
+    "dp-size": Alias("dp"),
+    "data-parallel-size": Alias("dp"),
+    "router": Always("--dp has one in front of its servers"),
+    "load-balance-method": Alias(
+        "dp_policy",
+        {"auto": "cache_aware", "shortest_queue": "least_load", "total_requests": "least_load"},
+    ),
     "ep-size": Always(f"{ONE_HOST}, experts too", ("1",)),
     "expert-parallel-size": Always(f"{ONE_HOST}, experts too", ("1",)),
     "nnodes": Always(ONE_HOST, ("1",)),
@@ -430,7 +435,7 @@ REFUSED: list[tuple[str, str]] = [
     (
         "data-parallel-* dp-* attn-* attention-context-* attention-data-* *-dp-* pp-* pipeline-* "
         "*-context-parallel-* dcp-* cp-* *-cp dist-* nccl-* *-nccl* master-* *elastic* ep max-ep-size "
-        "mooncake-* enable-attn-* *-attn-tp* enable-cp-* load-balance-method enable-dp-* gated-launch-port "
+        "mooncake-* enable-attn-* *-attn-tp* enable-cp-* enable-dp-* gated-launch-port "
         "distributed-* cpu-distributed-* ray-* worker-use-ray use-ray numa* device-ids base-gpu-id "
         "gpu-id-step *-all-reduce* *-allreduce* *mscclpp *symm-mem enable-p2p-check headless tensor-split "
         "split-mode main-gpu enable-kv-cache-sharding enable-batch-sharded-sampling enable-tp-lm-head-* "
@@ -612,8 +617,6 @@ VARIABLES = {
 }
 
 
-# No server's flags, but what somebody may try.
-TRIED = (("dp router", "start a server for each replica, and 'sgla route' in front of them"),)
 # The same of routers' flags, for ``sgla route``.
 REFUSED_BY_ROUTER = (
     (
@@ -660,7 +663,7 @@ def refusal(name: str, router: bool = False) -> str | None:
     """What to do instead of a peer's flag ``name`` (no hyphens before it;
     ``compilation-config.mode`` is ``compilation-config``)."""
     name = name.split(".")[0].removeprefix("no-") or name
-    for patterns, hint in REFUSED_BY_ROUTER if router else (*TRIED, *REFUSED):
+    for patterns, hint in REFUSED_BY_ROUTER if router else REFUSED:
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             return hint
     return None

@@ -31,6 +31,7 @@ from sgla.model.sizes import Parameters, parameters, short_count
 from sgla.observe.machine import Machine, detect
 from sgla.processes import tied
 from sgla.resolve import MOST_RANKS, Resolved, resolve
+from sgla.route.replicas import shares
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,11 +42,14 @@ def run(args: argparse.Namespace) -> int:
     config = choose_model(config, complain, ask=False)
     if args.kernels:
         return kernels(config, machine)
+    whole, config = config, msgspec.structs.replace(config, dp=1)
     source = model_source(config)
     model = source.config if source else None
     draft = draft_config(config)
     pooled = source is not None and read_pooling(source, config.task) is not None
-    resolved = resolve(config, machine, model, pooled, draft)
+    resolved = resolve(config, part_of(machine, whole.dp), model, pooled, draft)
+    if whole.dp > 1:
+        resolved = replicated(resolved, whole, machine)
     rows = ledger(resolved.config, model, draft) if model else {}
     ranks = mesh(resolved.config, model) if model else []
     counts = parameters(read_spec(model)) if model else None
@@ -61,6 +65,27 @@ def run(args: argparse.Namespace) -> int:
         print(as_text(resolved, rows, machine, defaults, counts))
     print("".join(f"{line}\n" for line in mesh_lines(resolved.config, ranks)), end="")
     return 0
+
+
+def part_of(machine: Machine, replicas: int) -> Machine:
+    """What each of so many servers has of the machine's cores."""
+    return msgspec.structs.replace(
+        machine,
+        cores=max(1, machine.cores // replicas),
+        physical_cores=max(1, machine.physical_cores // replicas),
+    )
+
+
+def replicated(resolved: Resolved, config: Config, machine: Machine) -> Resolved:
+    """With who holds what of ``--dp`` servers. Raises ConfigError where there are too few GPUs."""
+    parts = shares(config, resolved.config.device, machine)
+    told = [f"replica {i}: {part}" for i, part in enumerate(parts)]
+    return msgspec.structs.replace(
+        resolved,
+        config=msgspec.structs.replace(resolved.config, dp=config.dp),
+        reasons={**resolved.reasons, "dp": "given"},
+        notes=[*resolved.notes, "all bytes are those of one replica", *told],
+    )
 
 
 def several(config: Config, machine: Machine, as_json: bool) -> int:

@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
 def _serve(config: Config, models: Sequence[Config] = ()) -> int:
     """``models``: several, instead of the one of ``config``."""
     setup_logging(config.log_level, config.log_format)
+    if config.dp > 1:
+        return serve_replicas(config)
     if config.grpc_port is not None:
         require()
     if config.executor == "procs" and not models:
@@ -56,6 +58,18 @@ def _serve(config: Config, models: Sequence[Config] = ()) -> int:
         return serve(config, progress, ready, models, is_on_demand(config), others(config))
     finally:
         progress.close()
+
+
+def serve_replicas(config: Config) -> int:
+    """Several servers and a router in front of them. Raises ConfigError."""
+    from sgla.observe.machine import detect
+    from sgla.route.replicas import Replicas, of_replica, of_router, shares
+    from sgla.route.serve import run as route
+
+    machine = detect()
+    device = resolve(of_replica(config), machine).config.device
+    parts = shares(config, device, machine)
+    return route(of_router(config), lambda balancer, url: Replicas(balancer, url, config, parts))
 
 
 def others(config: Config) -> list[Open]:

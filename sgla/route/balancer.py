@@ -63,6 +63,7 @@ class Balancer:
         self._tokens = Bucket(config.tpm_limit) if config.tpm_limit else None
         self._waiting: dict[str, Turns[Ticket]] = {}  # by model
         self.draining = False
+        self.shows_workers = False  # their metrics are a part of its own page
 
     @property
     def waiting(self) -> int:
@@ -70,13 +71,13 @@ class Balancer:
 
     # workers
 
-    def add(self, url: str) -> None:
-        """From now on it is looked at. One that drains comes back."""
+    def add(self, url: str, name: str = "") -> None:
+        """From now on it is looked at. One that drains comes back. ``name``: in metrics, if not the URL."""
         url = check_url(url, ("http", "https"))
         if url in self.workers:
             self.workers[url].draining = False
         else:
-            self.workers[url] = Worker(url, self.config)
+            self.workers[url] = Worker(url, self.config, name)
             self._changed()
 
     def remove(self, url: str) -> None:

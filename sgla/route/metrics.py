@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from sgla import clock
 from sgla.route.balancer import Balancer
+from sgla.route.merged import merged
 
 PREFIX = "sgla_router:"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,7 +44,7 @@ class Metrics(Collector):
         ):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["worker"])
             for worker in workers:
-                gauge.add_metric([worker.url], value(worker))
+                gauge.add_metric([worker.name], value(worker))
             yield gauge
         for name, text, field in (
             ("prompt_bytes", "Bytes of prompts sent", "prompt_bytes"),
@@ -51,18 +52,19 @@ class Metrics(Collector):
         ):
             counter = CounterMetricFamily(PREFIX + name, text, labels=["worker"])
             for worker in workers:
-                counter.add_metric([worker.url], getattr(worker, field))
+                counter.add_metric([worker.name], getattr(worker, field))
             yield counter
         ended = CounterMetricFamily(
             f"{PREFIX}requests", "Requests that ended, by status or fault", labels=["worker", "outcome"]
         )
         for worker in workers:
             for outcome, count in worker.outcomes.items():
-                ended.add_metric([worker.url, outcome], count)
+                ended.add_metric([worker.name, outcome], count)
         yield ended
 
 
 def text(balancer: Balancer) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Metrics(balancer))
-    return generate_latest(registry)
+    pages = {worker.name: worker.page for worker in balancer.workers.values() if worker.page}
+    return generate_latest(registry) + merged(pages, "replica").encode()

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 
@@ -24,6 +25,7 @@ from sgla.route.front import END_SECONDS, Front
 from sgla.route.front_process import Start
 from sgla.route.loop import runner
 from sgla.route.owner import SIZE, Desk, LocalOwner
+from sgla.route.replicas import MakeReplicas
 from sgla.route.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -32,16 +34,18 @@ MOST_PROCESSES = 8  # that are started unasked
 RESTART_SECONDS = 1.0  # between two starts of a front that ends
 
 
-def run(config: RouteConfig) -> int:
-    """Serve until a signal; returns the process's exit code. Raises ConfigError."""
-    check(config)
+def run(config: RouteConfig, replicas: MakeReplicas | None = None) -> int:
+    """Serve until a signal, or until no replica is left; returns the process's exit code. ``replicas``: the
+    workers, which belong to this process. Raises ConfigError."""
+    if replicas is None:
+        check(config)
     raise_file_limit()
     tls_context(config)  # raises before anything is started
     cluster = Cluster(config) if config.service_discovery else None
     count = config.processes or max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) - 1))
     sockets = bind(config, count)
     with runner() as loop:
-        return loop.run(serve(config, cluster, sockets))
+        return loop.run(serve(config, cluster, sockets, replicas))
 
 
 def bind(config: RouteConfig, count: int) -> list[list[socket.socket]]:
@@ -83,7 +87,12 @@ def listening(family: int, address: tuple[object, ...], shared: bool) -> socket.
     return made
 
 
-async def serve(config: RouteConfig, cluster: Cluster | None, sockets: list[list[socket.socket]]) -> int:
+async def serve(
+    config: RouteConfig,
+    cluster: Cluster | None,
+    sockets: list[list[socket.socket]],
+    replicas: MakeReplicas | None = None,
+) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -97,10 +106,16 @@ async def serve(config: RouteConfig, cluster: Cluster | None, sockets: list[list
     await fronts.start(sockets)
     port = sockets[0][0].getsockname()[1]
     scheme, host = ("https" if config.ssl_certfile else "http"), config.host
-    print(
-        f"routing on {scheme}://{f'[{host}]' if ':' in host else host}:{port} by {config.policy}", flush=True
-    )
-    await stop.wait()
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    if replicas is None:
+        group = None
+        print(f"routing on {url} by {config.policy}", flush=True)
+        await stop.wait()
+    else:
+        group = replicas(balancer, url)
+        print(f"listening on {url} (503 until a replica is ready)", flush=True)
+        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(stop.wait()), group.over]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     balancer.draining = True
     draining = asyncio.ensure_future(fronts.drain())
     await asyncio.wait(
@@ -112,7 +127,7 @@ async def serve(config: RouteConfig, cluster: Cluster | None, sockets: list[list
     await fronts.end()
     discovery.close()
     await watch.close()
-    return 0
+    return 0 if group is None else await group.close()
 
 
 class LocalFront:

@@ -96,7 +96,9 @@ class Watch:
             status, text = await self._get(f"{url}/metrics")
         except Exception as error:  # whatever a server may answer with
             return Look(trouble=f"{type(error).__name__}: {error}"[:300])
-        return read_metrics(text if status == 200 else "")._replace(cards=cards)
+        page = text if status == 200 else ""
+        kept = page if self._balancer.shows_workers else ""
+        return read_metrics(page)._replace(cards=cards, page=kept)
 
     async def _get(self, url: str) -> tuple[int, str]:
         async with self._session.get(url, allow_redirects=False) as response:

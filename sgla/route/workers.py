@@ -52,6 +52,7 @@ class Look(NamedTuple):
     """What a look at a worker found. ``trouble``: why it takes no requests, or "". ``cards``: its models as
     it lists them; None: it does not tell. ``steps``: how many it has made, ``busy``: whether it has requests
     to make steps for; None and False where it does not tell. ``tokens`` of its KV cache; 0: it does not tell.
+    ``page``: its metrics, where somebody shows them.
     """
 
     trouble: str = ""
@@ -59,14 +60,17 @@ class Look(NamedTuple):
     steps: float | None = None
     busy: bool = False
     tokens: int = 0
+    page: str = ""
 
 
 class Worker:
     """``cards``: None if it takes any model's name. ``running``, ``unread`` and ``last``: as ``View`` has
     them."""
 
-    def __init__(self, url: str, config: RouteConfig) -> None:
+    def __init__(self, url: str, config: RouteConfig, name: str = "") -> None:
         self.url = url
+        self.name = name or url
+        self.page = ""  # of its metrics
         self.trouble = "it has not been looked at yet"
         self.draining = False
         self.cards: Cards | None = None
@@ -105,6 +109,7 @@ class Worker:
             self.tree.clear()  # it may come back as another process
         self.trouble = trouble
         if not trouble:
+            self.page = look.page
             self.cards = look.cards
             names = None if look.cards is None else frozenset(str(card.get("id")) for card in look.cards)
             self.names = names or None

@@ -445,7 +445,6 @@ def test_flags_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         ("route --worker http://a:1 --cache-threshold 0.5", "--load-weight"),
         ("route --worker http://a:1 --pd-disaggregation", "as --worker"),
         ("route --worker http://a:1 --retry-initial-backoff-ms 5", "--retry-max-retries"),
-        ("serve --dp 2 --router", "'sgla route'"),
     ],
 )
 def test_flags_of_others_are_refused_with_what_to_use(
