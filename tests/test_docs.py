@@ -205,7 +205,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "- characters of its URL": (fetch.MAX_URL, DEFAULTS.media_redirects, DEFAULTS.media_timeout),
     "- CPU time to decode": (DEFAULTS.media_cpu_seconds, pool.BUSY * DEFAULTS.media_cpu_seconds),
     "- memory of the process that does": (ingress.PROCESS, ingress.PIXEL),
-    "- pictures of a client": (fetch.AT_ONCE,),
+    "- pictures of a client": (fetch.AT_ONCE, fetch.OWN_NAMES),
     "`custom_id`": (lines.MAX_ID,),
     "`/tokenize`": (tokens.MAX_CHARS, tokens.MAX_TOKENS),
     "`/detokenize`": (tokens.MAX_IDS,),

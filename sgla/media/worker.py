@@ -25,6 +25,8 @@ from sgla.media.pool import KINDS, LENGTH, Answer
 from sgla.memory import give_back, return_memory_early
 from sgla.processes import limit_memory
 
+NICE = 5  # behind whatever computes tokens
+
 
 def main() -> None:
     asks, answers = (Memory(int(each)) for each in sys.argv[1:3])
@@ -32,6 +34,7 @@ def main() -> None:
     # The terminal and service managers signal the whole group; this process ends with its stdin.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICE)
     stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     for module in modules:

@@ -7,6 +7,7 @@ import base64
 import io
 import os
 import struct
+import threading
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -397,6 +398,31 @@ async def test_a_stuck_source_holds_up_its_client_alone(files_at: str) -> None:
     for task in stuck:
         task.cancel()
     await asyncio.gather(*stuck, return_exceptions=True)
+    await fetcher.close()
+
+
+async def test_a_name_that_is_not_found_holds_up_its_client_alone(
+    files_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many names of a client are looked up, also after it has gone; others have threads left."""
+    look_up, over, asked = fetch.socket.getaddrinfo, threading.Event(), []
+
+    def stuck(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host != "stuck.test" or "flags" in kwargs:
+            return look_up(host, *args, **kwargs)
+        asked.append(host)
+        over.wait()
+        raise OSError("not found")
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", stuck)
+    fetcher, memory = fetch.Fetcher(Config(media_timeout=60.0)), RequestMemory(1 << 20)
+    for _ in range(fetch.RESOLVING):
+        waiting = asyncio.ensure_future(fetcher.get("http://stuck.test/", Share(memory, "a")))
+        await asyncio.sleep(0.001)
+        waiting.cancel()
+    assert await fetcher.get(f"{files_at}/empty", Share(memory, "b")) == b""
+    assert len(asked) <= fetch.OWN_NAMES
+    over.set()
     await fetcher.close()
 
 

@@ -6,6 +6,8 @@ import asyncio
 import ipaddress
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import ContextVar
 from weakref import WeakValueDictionary
 
 import aiohttp
@@ -18,11 +20,13 @@ from sgla.http.bodies import Share
 from sgla.version import __version__
 
 AT_ONCE = 8  # fetches of a client
-RESOLVING = 8  # names that are looked up at a time, each in a thread that nothing can stop
+# Names that are looked up at a time, each in a thread that nothing can stop, and those of a client.
+RESOLVING, OWN_NAMES = 32, 4
 PIECE = 64 << 10  # bytes
 MAX_URL = 8192  # characters
 REDIRECTS = (301, 302, 303, 307, 308)
 UNICAST = ipaddress.ip_network("2000::/3")
+CLIENT: ContextVar[str] = ContextVar("client")  # who asks for what is resolved
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an address of IPv4
 
 
@@ -46,13 +50,22 @@ class Resolver(AbstractResolver):
     def __init__(self, any_address: bool) -> None:
         self._any_address = any_address
         self._threads = ThreadPoolExecutor(RESOLVING, thread_name_prefix="resolve")
+        self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
-        )
+        own = self._own.setdefault(CLIENT.get(), asyncio.Semaphore(OWN_NAMES))
+        await own.acquire()
+        loop = asyncio.get_running_loop()
+
+        def ended(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(own.release)
+
+        work = self._threads.submit(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM)
+        work.add_done_callback(ended)  # which may be long after the request has given up
+        found = await asyncio.wrap_future(work)
         addresses = [(kind, str(where[0])) for kind, _, _, _, where in found]
         for _, address in addresses:
             self.check(host, address)
@@ -91,6 +104,7 @@ class Fetcher:
         """The body, which is in ``share``, too. Raises InvalidField, and what ``share`` does."""
         own = self._own.setdefault(share.client, asyncio.Semaphore(AT_ONCE))
         seconds = self._settings.media_timeout
+        CLIENT.set(share.client)
         async with own:
             try:
                 async with asyncio.timeout(seconds):
@@ -118,7 +132,7 @@ class Fetcher:
 
     async def _body(self, response: aiohttp.ClientResponse, share: Share) -> bytes:
         most = self._settings.max_media_bytes
-        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        if response.headers.get("Content-Encoding", "").lower() not in ("", "identity"):
             raise InvalidField("it could not be fetched: its server compresses what was asked for as it is")
         body = bytearray()
         try:

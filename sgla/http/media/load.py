@@ -77,17 +77,21 @@ class Media:
     async def _picture(self, text: str, ingress: Ingress, share: Share) -> Picture:
         form = form_of(text)
         if form == "url":
-            data, form = await self._fetcher.get(text, share), "file"
-        else:
-            data = path_of(text) if form == "path" else text.encode("utf-8", "surrogatepass")
-            share.take(len(data))
-        try:
+            data = await self._fetcher.get(text, share)
+            try:
+                async with self._turn(share.client):
+                    picture = await self._decoded(data, "file", ingress)
+            finally:
+                share.give(len(data))
+        else:  # the text counts already, as a part of the body
             async with self._turn(share.client):
-                picture = await ingress.media.run(DECODE, data, form, self._limits, result=Picture)
-        finally:
-            share.give(len(data))
+                data = path_of(text) if form == "path" else text.encode("utf-8", "surrogatepass")
+                picture = await self._decoded(data, form, ingress)
         share.take(len(picture.pixels))
         return picture
+
+    async def _decoded(self, data: bytes, form: str, ingress: Ingress) -> Picture:
+        return await ingress.media.run(DECODE, data, form, self._limits, result=Picture)
 
     @asynccontextmanager
     async def _turn(self, client: str) -> AsyncIterator[None]:
