@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.kernels.lora import Rows, Stack
 
-Part = tuple[
+AdapterPart = tuple[
     str, int, range, Tensor | None
 ]  # name, full output size, this rank's rows, their order in a head
 
@@ -70,7 +70,7 @@ class Adapters:
         return [(target, rows) for target, rows in found if target is not None]
 
     def stack(
-        self, k: int, parts: Sequence[Part], columns: range | None = None, embedding: bool = False
+        self, k: int, parts: Sequence[AdapterPart], columns: range | None = None, embedding: bool = False
     ) -> Stack | None:
         """For a layer of k inputs, of which this rank has ``columns``; None if no adapter may change it."""
         if embedding and not self.modules:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from sgla.dist import Shard
 from sgla.kernels.lora import Rows, Stack
-from sgla.layers.adapters import Adapters
-from sgla.layers.adapters import Part as AdapterPart
+from sgla.layers.adapters import AdapterPart, Adapters
 from sgla.quant.formats import FORMATS, common
 from sgla.quant.method import PLAIN, Method
 from sgla.quant.weight import Make, SourceTensor, Weight, anywhere, storage
@@ -137,7 +136,7 @@ class Slot:
     take: Callable[[Share], None]
 
 
-class Part(NamedTuple):
+class StackPart(NamedTuple):
     """The declared tensor ``name`` inside another one:
     ``stack[expert][rows]``, or ``rows`` of a matrix or vector."""
 
@@ -167,7 +166,7 @@ class Build:
     vocab_kind: str = "f32"
     plain: str = "f32"
     table: dict[str, Slot] = field(default_factory=dict)
-    stacks: dict[str, tuple[tuple[int, ...], list[Part]]] = field(default_factory=dict)
+    stacks: dict[str, tuple[tuple[int, ...], list[StackPart]]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     checkpoint: Method = PLAIN
     as_stored: bool = False

@@ -14,7 +14,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.lora import added
-from sgla.layers.build import Build, Part, Reordered, Share, fill
+from sgla.layers.build import Build, Reordered, Share, StackPart, fill
 from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor
 
@@ -48,9 +48,12 @@ class MergedColumnLinear:
         if fused:
             build.stacks[f"{fused}.weight"] = (
                 (first, k),
-                [Part(f"{p}.weight", None, rows) for p, rows in inside],
+                [StackPart(f"{p}.weight", None, rows) for p, rows in inside],
             )
-            build.stacks[f"{fused}.bias"] = (first,), [Part(f"{p}.bias", None, rows) for p, rows in inside]
+            build.stacks[f"{fused}.bias"] = (
+                (first,),
+                [StackPart(f"{p}.bias", None, rows) for p, rows in inside],
+            )
 
     def _take_weight(self, at: int, rows: range, order: Tensor | None, source: Share) -> None:
         fill(self.weight, at, source, rows, order=order)

@@ -11,7 +11,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.ops import Biases
 from sgla.kernels.routing import Gating, Routing
-from sgla.layers.build import Build, Part, Share, Values, fill
+from sgla.layers.build import Build, Share, StackPart, Values, fill
 from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.quant.groups import GROUP
 from sgla.quant.weight import SourceTensor, Weight
@@ -74,7 +74,7 @@ class MoE:
         if routing.shared == "gated":
             last = partial(_fill, self.router, experts, range(1), None)
             build.declare(f"{name}.shared_expert_gate.weight", (1, hidden), last)
-        row = [Part(f"{name}.gate.e_score_correction_bias", 0, range(experts))]  # as ERNIE has it
+        row = [StackPart(f"{name}.gate.e_score_correction_bias", 0, range(experts))]  # as ERNIE has it
         build.stacks[f"{name}.gate.moe_statics.e_score_correction_bias"] = (1, experts), row
         self.biases = Biases(
             build.vector(f"{name}.gate.bias", experts) if bias else None,
@@ -93,11 +93,11 @@ class MoE:
         halves, each = (range(f), range(f, 2 * f)), len(self.parts)
         build.stacks[f"{name}.{'_'.join(self.parts)}_proj"] = (
             (self.experts, each * f, d),
-            [Part(f"{part}.weight", i // each, halves[i % each]) for i, part in enumerate(inputs)],
+            [StackPart(f"{part}.weight", i // each, halves[i % each]) for i, part in enumerate(inputs)],
         )
         build.stacks[f"{name}.down_proj"] = (
             (self.experts, d, f),
-            [Part(f"{part}.weight", e, range(d)) for e, part in enumerate(outputs)],
+            [StackPart(f"{part}.weight", e, range(d)) for e, part in enumerate(outputs)],
         )
 
     def _declare_shared(self, build: Build, name: str) -> None:
@@ -118,7 +118,9 @@ class MoE:
             build.declare(f"{name}.{which}_proj.weight", (wide, d), partial(take_input, part))
         build.declare(f"{name}.down_proj.weight", (d, wide), take_output)
         halves = range(wide), range(wide, 2 * wide)
-        both = [Part(f"{name}.{which}_proj.weight", None, rows) for which, rows in zip(self.parts, halves)]
+        both = [
+            StackPart(f"{name}.{which}_proj.weight", None, rows) for which, rows in zip(self.parts, halves)
+        ]
         build.stacks[f"{name}.gate_up_proj.weight"] = (each * wide, d), both
 
     def _declare_crossed(self, build: Build, name: str, halves: bool) -> None:

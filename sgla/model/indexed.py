@@ -24,7 +24,7 @@ from sgla.model.spec import ModelSpec
 EPS = 1e-6  # of the index key's norm
 
 
-class Part(NamedTuple):
+class RowSpan(NamedTuple):
     """A row's share of a step: its tokens ``start`` to ``end``, its ``pages``, and how many tokens it has."""
 
     start: int
@@ -33,11 +33,11 @@ class Part(NamedTuple):
     length: int
 
 
-def parts(batch: ForwardBatch, kv: KVLayer) -> list[Part]:
+def parts(batch: ForwardBatch, kv: KVLayer) -> list[RowSpan]:
     starts, lengths = batch.q_start.tolist(), batch.kv_len.tolist()
     table, size = batch.pages(kv.group), kv.k.shape[1]
     return [
-        Part(starts[r], starts[r + 1], table[slot, : -(-lengths[r] // size)].long(), lengths[r])
+        RowSpan(starts[r], starts[r + 1], table[slot, : -(-lengths[r] // size)].long(), lengths[r])
         for r, slot in enumerate(batch.slots[: batch.rows].tolist())
     ]
 

@@ -14,7 +14,7 @@ from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import StateLayer
 from sgla.layers.attention import LayerAttention
-from sgla.layers.build import Build, Part
+from sgla.layers.build import Build, StackPart
 from sgla.layers.linear import MergedColumnLinear, RowLinear
 from sgla.model.kimi_spec import KimiDeltaSpec
 from sgla.model.latent import Latent
@@ -54,7 +54,7 @@ class KimiDelta:
         for i, part in enumerate("qkv"):
             take = partial(self._take_conv, i * len(rows), rows)
             build.declare(f"{name}.{part}_conv1d.weight", (width, 1, self.layer.taps), take)
-            parts.append(Part(f"{name}.{part}_conv1d.weight", None, range(i * width, (i + 1) * width)))
+            parts.append(StackPart(f"{name}.{part}_conv1d.weight", None, range(i * width, (i + 1) * width)))
         build.stacks[f"{name}.conv1d.weight"] = (3 * width, 1, self.layer.taps), parts
 
     def _take_conv(self, at: int, rows: range, source: SourceTensor) -> None:

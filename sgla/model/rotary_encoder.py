@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
-from sgla.layers.build import Build, Part
+from sgla.layers.build import Build, StackPart
 from sgla.layers.linear import GateUpLinear, QKVLinear, RowLinear
 from sgla.layers.norm import LayerNorm
 from sgla.layers.rope import rope_table
@@ -29,7 +29,7 @@ class Layer:
         self.out = RowLinear(build, f"{name}.self_attn.o_proj", d, d, range(d), "out" in biases)
         self.gate_up = GateUpLinear(build, f"{name}.mlp", d, f, "gate_up" in biases)
         self.down = RowLinear(build, f"{name}.mlp.down_proj", d, f, range(f), "down" in biases)
-        parts = [Part(f"{name}.mlp.{part}_proj.weight", None, range(f)) for part in ("up", "gate")]
+        parts = [StackPart(f"{name}.mlp.{part}_proj.weight", None, range(f)) for part in ("up", "gate")]
         parts[1] = parts[1]._replace(rows=range(f, 2 * f))
         build.stacks[f"{name}.mlp.up_gate_proj.weight"] = (2 * f, d), parts  # as GTE has them
         self.before = rotary.before

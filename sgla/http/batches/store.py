@@ -52,8 +52,8 @@ class FileNotFound(NotFound):
     code = "file_not_found"
 
 
-class Answer(NamedTuple):
-    """To a line, on its way to the database; ``kept`` is done when it is there."""
+class OutputLine(NamedTuple):
+    """What a line is answered, on its way to the database; ``kept`` is done when it is there."""
 
     line: int
     data: bytes
@@ -77,7 +77,7 @@ class Batch:
         self.completed = self.failed = 0
         self.usage: dict[str, Any] = seen.setdefault("usage", no_usage())
         self.running = 0  # choices
-        self.answers: list[Answer] = []
+        self.answers: list[OutputLine] = []
         self.keeping: asyncio.Task[None] | None = None  # while there are answers
         self.wanted = ""  # how it is to end, if somebody wants it to
         self.local = False  # the operator's own: as many lines as there are, each for any route
@@ -210,7 +210,7 @@ class BatchStore:
         """The answer to a line, and the usage with it, in one transaction with those that come while an
         earlier one runs. Raises StorageFull."""
         kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        batch.answers.append(Answer(line, data, failed, kept))
+        batch.answers.append(OutputLine(line, data, failed, kept))
         if batch.keeping is None:
             batch.keeping = asyncio.ensure_future(self._keep(batch))
         await kept
@@ -243,7 +243,7 @@ class BatchStore:
                     answer.kept.set_exception(failure)
         batch.keeping = None
 
-    async def _put(self, batch: Batch, group: list[Answer]) -> None:
+    async def _put(self, batch: Batch, group: list[OutputLine]) -> None:
         texts: dict[int, list[tuple[int, bytes]]] = {}
         for answer in group:
             file = batch.errors if answer.failed else batch.output

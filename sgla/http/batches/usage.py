@@ -26,11 +26,11 @@ class Usage(msgspec.Struct):
     output_tokens_details: Details | None = None
 
 
-class Answer(msgspec.Struct):
+class WithUsage(msgspec.Struct):
     usage: Usage | None = None
 
 
-_ANSWER, _USAGE = msgspec.json.Decoder(Answer), msgspec.json.Decoder(Usage)
+_ANSWER, _USAGE = msgspec.json.Decoder(WithUsage), msgspec.json.Decoder(Usage)
 NOTHING = Details()
 LONG = 1 << 20  # bytes of an answer that is not decoded: it would hold the loop
 # In a string of JSON its quotes would be escaped; our answers have it behind all that a request can name so.
