@@ -181,6 +181,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "part of the cores (sgla serve)"
         ),
     ] = 1
+    ep: Annotated[
+        int,
+        Doc(
+            description="ranks that have each some experts of a mixture, whole, as many as --tp; 1: each has "
+            "a part of every expert"
+        ),
+    ] = 1
     threads: Annotated[int | None, Doc(description="CPU threads of each worker")] = None
     executor: Annotated[
         Literal["procs", "inline", "fake"],

@@ -63,7 +63,8 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
 
 class Held(NamedTuple):
     """What a rank holds: which ``layers``, of these the part of ``tp`` rank ``rank``; whether the embedding
-    and the output layer; bytes of weights, and those that it keeps of a token."""
+    and the output layer; which ``experts``, if those are whole; bytes of weights, and those that it keeps of
+    a token."""
 
     rank: int
     stage: int
@@ -71,6 +72,7 @@ class Held(NamedTuple):
     layers: tuple[int, int]  # first and last
     embedding: bool
     output: bool
+    experts: tuple[int, int] | None
     weights: int
     kv_bytes_per_token: int
 
@@ -84,8 +86,10 @@ def mesh(config: Config, model: dict[str, Any]) -> list[Held]:
     for number, (part, rank) in enumerate(_parts(config, spec)):
         kept = token_bytes(state_of(part, config.tp, rank), dtype)
         layers = part.held.start, part.held.stop - 1
-        sizes = _weights(config, part), kept
-        found.append(Held(number, number // config.tp, rank, layers, part.first, part.last, *sizes))
+        sizes, whole = (_weights(config, part), kept), None
+        if part.moe is not None and config.ep > 1:
+            whole = rank * part.moe.experts // config.ep, (rank + 1) * part.moe.experts // config.ep - 1
+        found.append(Held(number, number // config.tp, rank, layers, part.first, part.last, whole, *sizes))
     return found
 
 

@@ -27,6 +27,7 @@ from sgla.model.spec import ModelSpec
 from sgla.model.stages import check_settings as check_stages
 from sgla.model.stages import fullest, stages_of
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
+from sgla.model.whole_experts import check_experts
 from sgla.observe import kv_events
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import dialect_of
@@ -154,6 +155,7 @@ def resolve(
 def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, pooled: bool) -> None:
     """Raise ConfigError for settings that this model cannot have on such a device."""
     check_adapters(config, device, isinstance(spec, GenericSpec))
+    check_experts(config, device, spec)
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
     elif spec is not None:
@@ -666,6 +668,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "context_length": (1, LONGEST),
     "tp": (1, MOST_RANKS),
     "pp": (1, MOST_RANKS),
+    "ep": (1, MOST_RANKS),
     "threads": (1, 4096),
     "fake_step_ms": (0, math.inf),
     "max_running_requests": (1, 65536),

@@ -333,7 +333,7 @@ def test_values_that_peers_write_differently() -> None:
         "tp": 2,
     }
     assert "--runner: 'pooling' is none of auto, generate, embed" in refused("--runner", "pooling")
-    assert "2 is not supported: a model is split over the GPUs of one host" in refused("--ep-size", "2")
+    assert "2 is not supported: a model is split over the GPUs of one host" in refused("--nnodes", "2")
 
 
 @pytest.mark.parametrize(
@@ -561,6 +561,7 @@ def test_two_names_of_a_setting_must_agree() -> None:
     assert flags_of("--tp", "2", "--tp", "4") == {"tp": 4}
     assert flags_of("--tp", "2", "--tp-size", "2") == {"tp": 2}
     assert flags_of("--pp-size", "2") == flags_of("-pp", "2") == {"pp": 2}
+    assert flags_of("--ep-size", "2") == {"ep": 2}
     with pytest.raises(ConfigError, match="--tp-size and --tp are the same setting"):
         parse(["serve", "--tp-size", "4", "--tp", "2"])
 

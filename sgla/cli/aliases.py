@@ -105,8 +105,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
         "dp_policy",
         {"auto": "cache_aware", "shortest_queue": "least_load", "total_requests": "least_load"},
     ),
-    "ep-size": Always(f"{ONE_HOST}, experts too", ("1",)),
-    "expert-parallel-size": Always(f"{ONE_HOST}, experts too", ("1",)),
+    "ep-size": Alias("ep"),
+    "expert-parallel-size": Alias("ep"),
     "nnodes": Always(ONE_HOST, ("1",)),
     "node-rank": Always(ONE_HOST, ("0",)),
     "distributed-executor-backend": Always("each rank is a process of this host", ("mp", "uni")),
@@ -430,11 +430,12 @@ REFUSED: list[tuple[str, str]] = [
     (
         "moe-* all2all-backend *deepep* *eplb* ep-* *expert* *-moe-* *megamoe* *two-batch-overlap tbo-* "
         "*single-batch-overlap enable-dbo dbo-* kt-* *waterfill fuseep-* ubatch-size dwdp-* enable-ep-*",
-        "a mixture's experts are split by --tp, and their kernels are chosen for the device; leave it out",
+        "a mixture's experts are split by --tp, or shared out by --ep, and their kernels are chosen for the "
+        "device; leave it out",
     ),
     (
         "data-parallel-* dp-* attn-* attention-context-* attention-data-* *-dp-* pp-* pipeline-* "
-        "*-context-parallel-* dcp-* cp-* *-cp dist-* nccl-* *-nccl* master-* *elastic* ep max-ep-size "
+        "*-context-parallel-* dcp-* cp-* *-cp dist-* nccl-* *-nccl* master-* *elastic* max-ep-size "
         "mooncake-* enable-attn-* *-attn-tp* enable-cp-* enable-dp-* gated-launch-port "
         "distributed-* cpu-distributed-* ray-* worker-use-ray use-ray numa* device-ids base-gpu-id "
         "gpu-id-step *-all-reduce* *-allreduce* *mscclpp *symm-mem enable-p2p-check headless tensor-split "

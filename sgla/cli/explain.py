@@ -215,6 +215,8 @@ def mesh_lines(config: Config, ranks: Sequence[Held]) -> Iterator[str]:
         first, last = held.layers
         what = [f"layers {first} to {last}" if last > first else f"layer {first}"]
         what += ["embedding"] * held.embedding + ["output layer"] * held.output
+        if held.experts is not None:
+            what.append(f"experts {held.experts[0]} to {held.experts[1]}")
         part = f", part {held.tp_rank + 1} of {config.tp}" if config.tp > 1 else ""
         yield (
             f"- rank {held.rank:<3}  {size_text(held.weights):>10}  {', '.join(what)}{part}{cache}, "

@@ -34,6 +34,7 @@ class Shard:
     All ranks must call the same collectives in the same order, with the same shapes.
 
     ``pipe``: its stage, if there are several; the ranks of one are a ``group`` of their own.
+    ``whole_experts``: experts of a mixture are whole, and each rank has some.
     """
 
     rank: int = 0
@@ -41,6 +42,7 @@ class Shard:
     exchange: Exchange | None = None
     pipe: Pipe | None = None
     group: dist.ProcessGroup | None = None
+    whole_experts: bool = False
 
     @property
     def number(self) -> int:

@@ -643,7 +643,7 @@ def moe(
     without a gate [E * f, d]; a shared one is the last, with a row of the router if it is gated. ``routed``
     [T, as wide as the router]: what the router sees, if that is not x.
     """
-    count = routing.experts(router.n)
+    count = len(routing.here(router.n))
 
     def run(expert: int, x: Tensor) -> Tensor:
         inner, outer = (None if b is None else b[expert] for b in (biases.gate_up, biases.down))
@@ -661,13 +661,18 @@ def mix(
     biases: Biases,
     routed: Tensor | None = None,
 ) -> Tensor:
-    """``moe`` with ``run(expert, x[n, d]) -> [n, d]``, for each expert that has tokens."""
+    """``moe`` with ``run(expert, x[n, d]) -> [n, d]``, for each expert here that has tokens, counted from the
+    first that is here."""
     logits = linear((x if routed is None else routed).float(), router)
     weights, ids = route(logits, routing, biases)
     out = x.new_zeros(x.shape, dtype=torch.float32)
+    here = routing.here(router.n)
     for expert in ids.unique().tolist():
+        if expert not in here:
+            continue
         token, place = (ids == expert).nonzero(as_tuple=True)
-        out.index_add_(0, token, run(expert, x[token]).float() * weights[token, place, None])
+        made = run(expert - here.start, x[token]).float()
+        out.index_add_(0, token, made * weights[token, place, None])
     return out.to(x.dtype)
 
 

@@ -28,6 +28,8 @@ class Routing:
     share of a softmax over the experts that are not left out: those chosen before it, and those whose logit
     is below its own by more than ``2 * jitter`` of the larger of its own and their magnitude.
 
+    ``held``: the experts that a rank has, whole; None: it has a part of each.
+
     The softmax over the chosen logits alone, as Mixtral and gpt-oss have it, is the softmax over all,
     normalized.
     """
@@ -43,10 +45,15 @@ class Routing:
     shared: Literal["", "always", "gated"] = ""
     parts: int = 1
     jitter: float = 0.0
+    held: range | None = None
 
     def experts(self, logits: int) -> int:
         """How many there are, of so many logits."""
         return logits - (self.shared == "gated") + self.common
+
+    def here(self, logits: int) -> range:
+        """Those that a rank has, or a part of."""
+        return range(self.experts(logits)) if self.held is None else self.held
 
     @property
     def common(self) -> int:

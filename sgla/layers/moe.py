@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,8 @@ class MoE:
     makes: ``[T, d] -> [T, d]``.
 
     The experts lie behind each other: ``gate_up [E * 2 f, d]`` (each expert's gate rows, then its up rows)
-    and ``down [E * d, f]``. Ranks split every expert's f. ``bias``: of the router and both products;
+    and ``down [E * d, f]``. Ranks split every expert's f, or have each some experts whole
+    (``Shard.whole_experts``). ``bias``: of the router and both products;
     ``correction``: of the scores (``ops.Biases``). A file has the tensors of each expert, or all stacked as
     transformers 5 keeps them in memory, or (``crossed``) stacked as gpt-oss has them, ``[input, output]``
     with gate and up in turn, or (``halves``) one behind the other. A shared expert may be the last one, or
@@ -47,10 +49,15 @@ class MoE:
         shared: SharedExpert | None = None,
         routed: int = 0,
     ) -> None:
-        self.shard, self.routing, self.activation, self.shared = build.shard, routing, activation, shared
-        self.own, self.experts = build.shard.range(intermediate, GROUP), experts
+        self.shard, self.activation, self.shared = build.shard, activation, shared
+        self.own, self.held = build.shard.range(intermediate, GROUP), range(experts)
+        if build.shard.whole_experts:
+            assert not routing.shared
+            self.own, self.held = range(intermediate), build.shard.range(experts)
+            routing = replace(routing, held=self.held)
+        self.routing, self.experts = routing, experts
         self.hidden, self.intermediate = hidden, intermediate
-        modules = [f"{name}.experts.{e}" for e in range(experts)]
+        modules = [f"{name}.experts.{e}" for e in self.held]
         self.parts = ("up",) if activation == "relu2" else ("gate", "up")
         inputs = [f"{module}.{which}_proj" for module in modules for which in self.parts]
         outputs = [f"{module}.down_proj" for module in modules]
@@ -59,7 +66,7 @@ class MoE:
         seen = routed or hidden
         self.router = build.empty_plain(experts + (routing.shared == "gated"), seen)
         stacks = [f"{name}.experts.{which}_proj" for which in ("gate_up", "down")] if crossed else []
-        rows, count = len(inputs) + len(also), experts + routing.common
+        rows, count = len(inputs) + len(also), len(self.held) + routing.common
         self.gate_up = build.empty(rows * len(self.own), hidden, *(stacks[:1] or inputs + also))
         behind = [f"{common}.down_proj"] * routing.common
         self.down = build.empty(count * hidden, len(self.own), *(stacks[1:] or outputs + behind))
@@ -68,7 +75,7 @@ class MoE:
         if crossed:
             self._declare_crossed(build, f"{name}.experts", halves)
         else:
-            self._declare_each(build, f"{name}.experts", inputs, outputs)
+            self._declare_each(build, f"{name}.experts")
         if routing.shared:
             self._declare_shared(build, common)
         if routing.shared == "gated":
@@ -82,13 +89,18 @@ class MoE:
             *(self._declare_biases(build, f"{name}.experts", crossed) if bias else ()),
         )
 
-    def _declare_each(self, build: Build, name: str, inputs: list[str], outputs: list[str]) -> None:
+    def _declare_each(self, build: Build, name: str) -> None:
         d, f, own = self.hidden, self.intermediate, self.own
+        inputs = [f"{name}.{e}.{which}_proj" for e in range(self.experts) for which in self.parts]
+        outputs = [f"{name}.{e}.down_proj" for e in range(self.experts)]
         for i, part in enumerate(inputs):
-            take = partial(_fill, self.gate_up, i * len(own), own, None)
+            at = i - self.held.start * len(self.parts)
+            here = i // len(self.parts) in self.held
+            take = partial(_fill, self.gate_up, at * len(own), own, None) if here else _leave
             build.declare(f"{part}.weight", (f, d), take)
         for e, part in enumerate(outputs):
-            take = partial(_fill, self.down, e * d, range(d), own)
+            at = (e - self.held.start) * d
+            take = partial(_fill, self.down, at, range(d), own) if e in self.held else _leave
             build.declare(f"{part}.weight", (d, f), take)
         halves, each = (range(f), range(f, 2 * f)), len(self.parts)
         build.stacks[f"{name}.{'_'.join(self.parts)}_proj"] = (
@@ -127,13 +139,13 @@ class MoE:
         d, f, own, size = self.hidden, self.intermediate, self.own, len(self.own)
 
         def take_gate_up(source: Share) -> None:
-            for e, crossed in _experts(source):
+            for e, crossed in _experts(source, self.held):
                 for i in (0, 1):
                     part = crossed[:, i * f : (i + 1) * f] if halves else crossed[:, i::2]
                     self.gate_up.put(own, None, Values(part.t()), (2 * e + i) * size)
 
         def take_down(source: Share) -> None:
-            for e, crossed in _experts(source):
+            for e, crossed in _experts(source, self.held):
                 self.down.put(range(d), own, Values(crossed.t()), e * d)
 
         build.declare(f"{name}.gate_up_proj", (self.experts, d, 2 * f), take_gate_up)
@@ -141,12 +153,12 @@ class MoE:
 
     def _declare_biases(self, build: Build, name: str, crossed: bool) -> tuple[Tensor, Tensor | None]:
         """Of the products; that of ``down`` enters the sum over the ranks once."""
-        inner, own = torch.zeros(self.experts, 2 * len(self.own)), self.own
-        outer = torch.zeros(self.experts, self.hidden)
+        inner, own = torch.zeros(len(self.held), 2 * len(self.own)), self.own
+        outer, here = torch.zeros(len(self.held), self.hidden), slice(self.held.start, self.held.stop)
 
         def take(part: int, step: int, source: SourceTensor) -> None:
             mine = inner[:, part * len(own) : (part + 1) * len(own)]
-            mine.copy_(source.dense()[:, part % step :: step][:, own.start : own.stop])
+            mine.copy_(source.dense()[here, part % step :: step][:, own.start : own.stop])
 
         def take_both(source: SourceTensor) -> None:
             for part in (0, 1):
@@ -158,8 +170,9 @@ class MoE:
             for i, part in enumerate(("gate", "up")):
                 shape = self.experts, self.intermediate
                 build.declare(f"{name}.{part}_proj_bias", shape, partial(take, i, 1))
-        build.declare(f"{name}.down_proj_bias", tuple(outer.shape), lambda source: _copy(outer, source))
-        return inner, outer if self.shard.rank == 0 else None
+        shape = self.experts, self.hidden
+        build.declare(f"{name}.down_proj_bias", shape, lambda source: _fill_rows(outer, here, source))
+        return inner, outer if self.shard.rank == 0 or self.shard.whole_experts else None
 
     def weigh(self, factor: Tensor) -> None:
         """Multiply the weights of each expert by its ``factor`` [E]."""
@@ -197,10 +210,20 @@ class SharedExpert:
         return y + part if self.gate is None else ops.gated_add(y, part, x, self.gate)
 
 
-def _experts(source: Share) -> Iterator[tuple[int, Tensor]]:
-    """The experts of a stack that are in a share of it, one after the other."""
+def _experts(source: Share, held: range) -> Iterator[tuple[int, Tensor]]:
+    """The experts of a stack that are in a share of it, one after the other, counted from the first of
+    those ``held``."""
     for e in range(source.index, source.shape[0], source.count):
-        yield e, source.dense(range(e, e + 1))[0]
+        if e in held:
+            yield e - held.start, source.dense(range(e, e + 1))[0]
+
+
+def _leave(source: Share) -> None:
+    """It is another rank's."""
+
+
+def _fill_rows(target: Tensor, rows: slice, source: SourceTensor) -> None:
+    target.copy_(source.dense()[rows])
 
 
 def _copy(target: Tensor, source: SourceTensor) -> None:

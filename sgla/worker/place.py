@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
@@ -53,7 +54,8 @@ class Cpu:
         self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // size)
         torch.set_num_threads(1 if config.native_kernels else self.threads)
         self._group = ExitStack()
-        self.shard = self._group.enter_context(join(rank, size, store, config.pp))
+        shard = self._group.enter_context(join(rank, size, store, config.pp))
+        self.shard = replace(shard, whole_experts=config.ep > 1)
         self.device, self.torch, self.notes = Device("cpu", "cpu"), torch.device("cpu"), list[str]()
 
     def free(self) -> int:

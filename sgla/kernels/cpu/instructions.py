@@ -216,7 +216,7 @@ def moe(
     between them that is torch's."""
     if not (gate_up.native and down.native):
         return NotImplemented
-    count = routing.experts(router.n)
+    count = len(routing.here(router.n))
     widths = x.shape[1], down.k
     first = [(w, _row(biases.gate_up, e)) for e, w in enumerate(gate_up.split(count))]
     second = [(w, _row(biases.down, e)) for e, w in enumerate(down.split(count))]

@@ -1,0 +1,28 @@
+"""Whether the experts of a mixture can be whole, each on one of several ranks. Loads no torch."""
+
+from __future__ import annotations
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.model.encoder import EncoderSpec
+from sgla.model.generic_spec import GenericSpec
+from sgla.model.spec import ModelSpec
+
+
+def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
+    """Raise ConfigError for an ``--ep`` that cannot be. ``spec``: None if the model is not known."""
+    if config.ep == 1:
+        return
+    if config.ep != config.tp:
+        raise ConfigError(
+            f"--ep {config.ep} must be as large as --tp, whose ranks share the experts out, or 1", param="ep"
+        )
+    obstacle = None
+    if device != "cpu":
+        obstacle = f"on --device {device} yet"
+    elif isinstance(spec, EncoderSpec | GenericSpec) or (spec is not None and spec.moe is None):
+        obstacle = "by a model without experts, or through transformers' module"
+    elif spec is not None and spec.moe is not None and spec.moe.experts < config.ep:
+        obstacle = f"by a model with {spec.moe.experts} experts"
+    if obstacle:
+        raise ConfigError(f"--ep {config.ep} cannot be honoured {obstacle}; leave it out", param="ep")
