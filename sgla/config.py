@@ -300,7 +300,11 @@ class EngineSettings(ModelSettings, kw_only=True):
         True
     )
     eviction: Annotated[
-        Literal["lru", "lfu", "fifo", "mru"], Doc(description="which cached prefix goes first")
+        Literal["lru", "lfu", "fifo", "mru", "cost"],
+        Doc(
+            description="which cached prefix goes first: the least recently, rarely or early, or most "
+            "recently used; cost: recently used and deep ones, which take long to compute, stay longer"
+        ),
     ] = "lru"
     kv_host_bytes: Annotated[
         int | None,

@@ -108,6 +108,7 @@ class RadixCache(RadixTree):
         while node is not self.root:
             node.touched = self._clock
             node.hits += 1
+            node.level = self._leaves.level
             if node.kept:
                 node.kept = self._now + node.ttl
             assert node.parent is not None
@@ -178,6 +179,7 @@ class RadixCache(RadixTree):
     ) -> Node:
         self._clock += 1
         child = self._add(node, edge, tokens, pages, self._clock)
+        child.level = self._leaves.level
         if self.events is not None:
             self.events.stored(node, edge, child)
         if windows:

@@ -30,7 +30,7 @@ class Node:
     *lower* half, so a request's reference goes on meaning the same prefix, and its state the same tokens.
     ``windows``: tickets for as many pages of each group with a window. ``state``: ticket of the checkpoint
     behind it. ``kept``: until when it goes after all that is not kept; 0: it is not. ``ttl``: for how many
-    seconds from its last use on it is.
+    seconds from its last use on it is. ``level``: see ``Leaves``.
     """
 
     __slots__ = (
@@ -40,6 +40,7 @@ class Node:
         "hits",
         "kept",
         "key",
+        "level",
         "locks",
         "pages",
         "parent",
@@ -67,7 +68,7 @@ class Node:
         self.locks = 0
         self.hits = 0
         self.state = 0
-        self.kept = self.ttl = 0.0
+        self.kept = self.ttl = self.level = 0.0
         self.born = self.touched = born
 
     @property
@@ -149,7 +150,7 @@ class RadixTree:
         beside = [tickets[:keep] for tickets in node.windows]
         upper = Node(parent, node.edge, node.key[:cut], node.pages[:keep], node.born, beside)
         upper.locks, upper.hits, upper.touched = node.locks, node.hits, node.touched
-        upper.kept, upper.ttl = node.kept, node.ttl
+        upper.kept, upper.ttl, upper.level = node.kept, node.ttl, node.level
         parent.children[node.edge] = upper
         node.key, node.pages = node.key[cut:], node.pages[keep:]
         node.windows = [tickets[keep:] for tickets in node.windows]

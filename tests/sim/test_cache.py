@@ -7,13 +7,14 @@ from random import Random
 
 import pytest
 
+from sgla.cache.eviction import DEPTH
 from sgla.cache.pages import PagePool
 from sgla.cache.past import SPAN, Known, Past
 from sgla.cache.radix import Match, NullCache, RadixCache
 from sgla.cache.tree import Node, marks_from
 from sgla.messages import int32
 
-EVICTIONS = ("lru", "lfu", "fifo", "mru")
+EVICTIONS = ("lru", "lfu", "fifo", "mru", "cost")
 
 
 def packed(tokens: list[int]) -> bytes:
@@ -144,7 +145,13 @@ def evict(cache: RadixCache, naive: NaiveCache, pool: PagePool, n: int, locked: 
 
 @pytest.mark.parametrize(
     ("eviction", "survivors"),
-    [("lru", {"b", "d"}), ("mru", {"a", "c"}), ("fifo", {"c", "d"}), ("lfu", {"a", "d"})],
+    [
+        ("lru", {"b", "d"}),
+        ("cost", {"b", "d"}),
+        ("mru", {"a", "c"}),
+        ("fifo", {"c", "d"}),
+        ("lfu", {"a", "d"}),
+    ],
 )
 def test_eviction_order(eviction: str, survivors: set[str]) -> None:
     """Four entries, in order of age a b c d; a is used twice, then b and d once: two of them go."""
@@ -157,6 +164,25 @@ def test_eviction_order(eviction: str, survivors: set[str]) -> None:
         cache.match("", entries[name], 1)
     assert cache.evict(2) == 2
     assert {name for name, key in entries.items() if cache.probe("", key, 1)[1]} == survivors
+
+
+@pytest.mark.parametrize(("eviction", "stays"), [("lru", 1), ("cost", 4)])
+def test_what_is_deep_and_takes_long_to_compute_stays_longer(eviction: str, stays: int) -> None:
+    """A text three times ``DEPTH`` long, of which the end costs four times as much as what comes after it."""
+    pool = PagePool(3 * DEPTH + 101)
+    cache = RadixCache(1, pool, eviction)
+    text = packed([1] * 3 * DEPTH)
+    cache.adopt(cache.root, "", text, pool.alloc(3 * DEPTH))
+    generations = 0
+    for i in range(2, 1000):
+        if not len(pool):
+            cache.evict(1)
+        cache.adopt(cache.root, "", packed([i]), pool.alloc(1))
+        if cache.probe("", text, 3 * DEPTH)[1] < 3 * DEPTH:
+            break
+        generations = (i - 1) // 100
+    assert generations == stays
+    cache.check()
 
 
 def test_a_run_is_evicted_from_its_end_and_only_as_far_as_needed() -> None:

@@ -20,7 +20,7 @@ def cached(simulation: Simulation, rid: str) -> int:
     return simulation.deltas[rid][0].cached_tokens
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "mru"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "mru", "cost"])
 def test_what_is_kept_outlives_what_is_not_until_its_time_is_over(policy: str) -> None:
     simulation = Simulation(make_limits(pages=21, eviction=policy))
     others(simulation, 1)
