@@ -15,6 +15,7 @@ from sgla.model.vision.spec import Vision
 
 # A language model that takes next to nothing stands where transformers' class wants one.
 SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": []}
+READ = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
 TEXTS = ("language_model", "text_model")
 
 
@@ -28,6 +29,10 @@ class Features(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self.values, *self.deep))
+
+    def layer(self, i: int) -> Tensor:
+        """What is added to the output of layer ``i``; what is no number, if nothing of the picture is."""
+        return self.deep[i] if i < len(self.deep) else self.values
 
 
 class Tower:
@@ -46,12 +51,13 @@ class Tower:
         given = {
             name: values.to(self._device, self.dtype if values.is_floating_point() else None)
             for name, values in arrays.items()
+            if name in READ
         }
         made = self._module.get_image_features(**given, return_dict=True)
         found = made.pooler_output
         values = torch.cat(list(found)) if not isinstance(found, Tensor) else found
         deep = getattr(made, "deepstack_features", None) or []
-        return Features(values.reshape(-1, values.shape[-1]), list(deep))
+        return Features(values.reshape(-1, values.shape[-1]), [torch.cat(list(of)) for of in deep])
 
 
 def small_config(config: dict[str, Any]) -> Any:
@@ -90,15 +96,17 @@ def load_tower(
             module = AutoModel.from_config(config, **settings)
     else:
         level = logging.get_verbosity()
-        logging.set_verbosity(logging.CRITICAL)  # of weights that are left out it would tell
-        module, told = AutoModel.from_pretrained(
-            source.folder,
-            **settings,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            local_files_only=True,
-        )
-        logging.set_verbosity(level)
+        logging.set_verbosity(logging.CRITICAL)  # it would tell of weights that are left out
+        try:
+            module, told = AutoModel.from_pretrained(
+                source.folder,
+                **settings,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                local_files_only=True,
+            )
+        finally:
+            logging.set_verbosity(level)
         if lacking := [name for name in told["missing_keys"] if not _of_text(name)]:
             raise WeightError(
                 f"the weights lack {len(lacking)} of the tower: {', '.join(sorted(lacking)[:8])}"

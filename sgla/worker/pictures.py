@@ -118,13 +118,14 @@ class Pictures:
                 grid[:, first + known - start : end] += shown.shift
         if not (found or self._merged):
             return None
+        depth = max((len(seen.deep) for _, seen, _ in found), default=0)
         return Media(
             tokens=torch.cat([torch.empty(0, dtype=torch.int64), *(at for at, _, _ in found)]),
             values=torch.cat([torch.empty(0, self._width), *(seen.values[own] for _, seen, own in found)]),
             grid=torch.from_numpy(grid) if self._merged else None,
             axes=self._axes,
             until=torch.from_numpy(until) if self._together else None,
-            deep=[torch.cat(of) for of in zip(*([d[own] for d in seen.deep] for _, seen, own in found))],
+            deep=[torch.cat([seen.layer(i)[own] for _, seen, own in found]) for i in range(depth)],
         )
 
     def _of(self, shown: Shown, i: int) -> Features:

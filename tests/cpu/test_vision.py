@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
-from tiny import make_core, run, tiny_config
+from tiny import make_core, over_two_ranks, run, tiny_config
 from vision_models import TEXT, Model, picture, save_model, token
 
 from sgla.messages import Submit
@@ -71,35 +71,139 @@ def gemma3(folder: Path) -> Model:
     return save_model(folder, "Gemma3ForConditionalGeneration", config, images)
 
 
-def qwen2_vl(folder: Path) -> Model:
-    from transformers import Qwen2VLConfig
+def qwen_vl(folder: Path, kind: str, tower: dict[str, Any], text: dict[str, Any], **images: Any) -> Model:
+    from transformers import CONFIG_MAPPING
 
-    tower = {
-        "depth": 2,
-        "embed_dim": 32,
-        "hidden_size": 48,
-        "num_heads": 4,
-        "mlp_ratio": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-    }
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    config = Qwen2VLConfig(
-        vision_config=tower,
-        text_config={**TEXT, "rope_parameters": rope},
+    config = CONFIG_MAPPING[kind](
+        vision_config={"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, **tower},
+        text_config={**TEXT, **text},
         image_token_id=token("<|image_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
         video_token_id=271,
     )
-    images = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "size": {"shortest_edge": 256, "longest_edge": 2048},
-        "patch_size": 4,
+    images |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
+    images["size"] = {"shortest_edge": 256, "longest_edge": 2048}
+    return save_model(
+        folder, type(config).__name__.replace("Config", "ForConditionalGeneration"), config, images
+    )
+
+
+def qwen2_vl(folder: Path) -> Model:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    tower = {"embed_dim": 32, "hidden_size": 48, "mlp_ratio": 2}
+    return qwen_vl(folder, "qwen2_vl", tower, {"rope_parameters": rope})
+
+
+def qwen2_5_vl(folder: Path) -> Model:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    tower = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48, "window_size": 16}
+    tower["fullatt_block_indexes"] = [1]
+    return qwen_vl(folder, "qwen2_5_vl", tower, {"rope_parameters": rope})
+
+
+def qwen3_vl(folder: Path) -> Model:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 48,
+        "deepstack_visual_indexes": [0, 1],
     }
-    return save_model(folder, "Qwen2VLForConditionalGeneration", config, images)
+    tower["num_position_embeddings"] = 64
+    return qwen_vl(
+        folder, "qwen3_vl", tower, {"rope_parameters": rope, "head_dim": 16, "num_hidden_layers": 4}
+    )
 
 
-MAKERS = {"llava": llava, "gemma3": gemma3, "qwen2-vl": qwen2_vl}
+def smolvlm(folder: Path) -> Model:
+    from transformers import SmolVLMConfig
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "patch_size": 4,
+        "image_size": 16,
+    }
+    config = SmolVLMConfig(
+        vision_config=tower,
+        text_config={"model_type": "llama", **TEXT},
+        image_token_id=token("<image>"),
+        scale_factor=2,
+    )
+    images = {
+        "image_processor_type": "SmolVLMImageProcessor",
+        "size": {"longest_edge": 32},
+        "max_image_size": {"longest_edge": 16},
+    }
+    return save_model(folder, "SmolVLMForConditionalGeneration", config, images)
+
+
+def internvl(folder: Path) -> Model:
+    from transformers import InternVLConfig
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "patch_size": [4, 4],
+        "image_size": [16, 16],
+    }
+    config = InternVLConfig(
+        vision_config=tower,
+        text_config={"model_type": "qwen2", **TEXT},
+        image_token_id=token("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    images = {
+        "image_processor_type": "GotOcr2ImageProcessor",
+        "size": {"height": 16, "width": 16},
+        "max_patches": 4,
+    }
+    return save_model(folder, "InternVLForConditionalGeneration", config, images)
+
+
+def mistral3(folder: Path) -> Model:
+    from transformers import Mistral3Config
+
+    tower = {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "patch_size": 4,
+        "image_size": 64,
+    }
+    text = {"model_type": "mistral", **TEXT, "head_dim": 8, "sliding_window": None}
+    config = Mistral3Config(
+        vision_config=tower,
+        text_config=text,
+        image_token_index=token("[IMG]"),
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+    )
+    images = {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": 40},
+        "patch_size": {"height": 4, "width": 4},
+    }
+    return save_model(folder, "Mistral3ForConditionalGeneration", config, images)
+
+
+MAKERS = {
+    "llava": llava,
+    "gemma3": gemma3,
+    "qwen2-vl": qwen2_vl,
+    "qwen2.5-vl": qwen2_5_vl,
+    "qwen3-vl": qwen3_vl,
+    "smolvlm": smolvlm,
+    "internvl": internvl,
+    "mistral3": mistral3,
+}
 SHOWN = [picture(20, 30, 1), picture(50, 24, 2), picture(40, 40, 3)]
 TEXTS = {0: "No picture at all.", 1: "Look: <image> and tell.", 3: "<image> One, <image><image> three."}
 
@@ -111,7 +215,13 @@ class Served(NamedTuple):
     expected: dict[str, list[int]]  # of transformers
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+FAST = ("gemma3", "qwen3-vl", "smolvlm")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MAKERS],
+)
 def served(request: Any, tmp_path_factory: Any) -> Served:
     model = MAKERS[request.param](tmp_path_factory.mktemp("model"))
     requests = [model.submit(str(count), text, SHOWN[:count]) for count, text in TEXTS.items()]
@@ -134,6 +244,20 @@ def test_equal_to_transformers(served: Served) -> None:
         assert warm[request.rid][0].cached_tokens >= (len(request.tokens) - 1) // 16 * 16
 
 
+def test_features_that_cannot_be_had_end_their_request_alone(served: Served) -> None:
+    """Nothing of it stays, so the next one with the picture is answered."""
+    first, _, last = served.requests
+    picture = served.requests[1].pictures[0]
+    wrong = replace(picture, picture=replace(picture.picture, digest=b"gone", file="/nowhere"))
+    core = make_core(served.runner.facts)
+    broken = replace(served.requests[1], rid="broken", pictures=[wrong])
+    found = run(served.runner, [first, broken, last], core)
+    assert found.finish() == {first.rid: "length", "broken": "error", last.rid: "length"}
+    assert found.tokens()[last.rid] == served.expected[last.rid]
+    again = run(served.runner, [served.requests[1]], core)
+    assert again.tokens() == {"1": served.expected["1"]}
+
+
 def test_in_chunks_and_alone(served: Served) -> None:
     wholes = [shown.end - shown.first for r in served.requests for shown in r.pictures if shown.whole]
     step = max([9, *(whole + 8 for whole in wholes)])
@@ -149,3 +273,12 @@ def test_another_picture_is_no_hit(served: Served) -> None:
     run(served.runner, [first], core)
     found = run(served.runner, [other], core)["1"][0].cached_tokens
     assert found == other.pictures[0].first // 16 * 16 > 0
+
+
+@pytest.mark.slow
+async def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    model = qwen2_vl(tmp_path)
+    requests = [model.submit(str(count), text, SHOWN[:count]) for count, text in TEXTS.items()]
+    runner = CpuRunner(tiny_config(step_tokens=256), model.source, 0, 1, "", lambda progress: None)
+    found = await over_two_ranks(model.source, requests, step_tokens=40)
+    assert found.tokens() == run(runner, requests).tokens()

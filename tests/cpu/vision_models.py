@@ -93,7 +93,7 @@ class Model(NamedTuple):
         ]
         takes = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"}
         joined = {
-            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in made]))
+            name: torch.from_numpy(side_by_side([arrays[name] for arrays in made]))
             for name in (made[0] if made else {})
             if name in takes
         }
@@ -113,6 +113,18 @@ class Model(NamedTuple):
         )
         found: list[int] = out[0, len(request.tokens) :].tolist()
         return found
+
+
+def side_by_side(arrays: list[Any]) -> Any:
+    """Tiles of all pictures behind each other, and pictures of several sizes with zeros behind them."""
+    if arrays[0].ndim == 5 or (arrays[0].ndim == 4 and arrays[0].dtype != np.float32):
+        return np.concatenate(arrays, 1)
+    if arrays[0].ndim < 4:
+        return np.concatenate(arrays)
+    high, wide = (max(array.shape[axis] for array in arrays) for axis in (2, 3))
+    return np.concatenate(
+        [np.pad(x, ((0, 0), (0, 0), (0, high - x.shape[2]), (0, wide - x.shape[3]))) for x in arrays]
+    )
 
 
 def save_model(folder: Path, architecture: str, config: Any, images: dict[str, Any], seed: int = 0) -> Model:

@@ -46,8 +46,39 @@ _QWEN2_VL = replace(
     pooled=False,
     gguf=(),
 )
+_QWEN3_VL = replace(
+    DENSE["Qwen3ForCausalLM"],
+    types=("qwen3_vl_text",),
+    defaults={
+        **DENSE["Qwen3ForCausalLM"].defaults,
+        "max_position_embeddings": 128000,
+        "rope_theta": 5e5,
+    },
+    outer=Family(("qwen3_vl",), _TOWER | _QWEN_TOKENS),
+    sections=True,
+    pooled=False,
+    gguf=(),
+)
+_IDEFICS3 = {"scale_factor": 2, "image_token_id": 128257}
+_INTERNVL = {
+    "tie_word_embeddings": True,
+    "image_token_id": 151667,
+    "image_seq_length": 256,
+    "downsample_ratio": 0.5,
+    "projector_hidden_act": "gelu",
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+}
 
 PICTURED = {
+    "Idefics3ForConditionalGeneration": replace(_LLAMA, outer=Family(("idefics3",), _TOWER | _IDEFICS3)),
+    "InternVLForConditionalGeneration": replace(
+        DENSE["Qwen2ForCausalLM"],
+        outer=Family(("internvl",), _TOWER | _INTERNVL),
+        texts={"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"},
+        pooled=False,
+        gguf=(),
+    ),
     "LlavaForConditionalGeneration": replace(
         _LLAMA, outer=Family(("llava",), _TOWER | _LLAVA), texts={"mistral": "MistralForCausalLM"}
     ),
@@ -57,4 +88,6 @@ PICTURED = {
         types=("qwen2_5_vl_text", "qwen2_5_vl"),
         outer=Family(("qwen2_5_vl",), _TOWER | _QWEN_TOKENS),
     ),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "SmolVLMForConditionalGeneration": replace(_LLAMA, outer=Family(("smolvlm",), _TOWER | _IDEFICS3)),
 }
