@@ -22,8 +22,10 @@ from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
 from sgla.model.sizes import Outline
 
 if TYPE_CHECKING:
+    from sgla.actors.pictures import PictureRoom
     from sgla.actors.tokenize import Tokenize
     from sgla.sched.core import Stats
+    from sgla.text.pictures import Speller
     from sgla.text.process import BoundedTemplate
     from sgla.text.tokenizer import Tokenizer
 
@@ -105,6 +107,8 @@ class Ingress(Resting):
             config.media_cpu_seconds,
             ["sgla.media.decode"],
         )
+        self.pictures: PictureRoom | None = None  # of a model that takes pictures, and so
+        self.speller: Speller | None = None
         self._failure: SglaError | None = None
         self._trouble: Callable[[], str] = lambda: ""
         self._open: dict[str, _Open] = {}

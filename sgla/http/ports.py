@@ -56,6 +56,14 @@ class Ingress(Protocol):
         """The processes in which pictures are decoded."""
 
     @property
+    def pictures(self) -> Any:
+        """``actors.pictures.PictureRoom``; None for a model that takes none, as the next one."""
+
+    @property
+    def speller(self) -> Any:
+        """``text.pictures.Speller``"""
+
+    @property
     def tokenizer(self) -> Any:
         """``text.tokenizer.Tokenizer``"""
 

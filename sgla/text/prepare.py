@@ -125,7 +125,7 @@ class Preparer:
         """Of a grammar only that the sampler honours one is looked at."""
         if job.pool is not None:
             return [self._pooled(job, job.pool)]
-        tokens, placed = self._prompt(job)
+        tokens, placed = self.prompt(job)
         max_new = self._max_new(len(tokens), job.sampling.max_tokens, job.clip)
         common = self._common(job)
         if job.prompt_logprobs is not None:
@@ -272,7 +272,7 @@ class Preparer:
         assert job.text is not None
         return self._encode(job.text, job.add_special_tokens, param="prompt")
 
-    def _prompt(self, job: Job) -> tuple[list[int], list[Placed]]:
+    def prompt(self, job: Job) -> tuple[list[int], list[Placed]]:
         """The prompt's token ids, and where its pictures are."""
         check_cut(job)
         if self.speller is None or not job.prepared:
@@ -282,7 +282,7 @@ class Preparer:
     def _fitting(self, job: Job) -> Job:
         if not job.drop_turns or job.messages is None:
             return job
-        return fitting(job, self.limits.context_len, lambda shorter: len(self._prompt(shorter)[0]))
+        return fitting(job, self.limits.context_len, lambda shorter: len(self.prompt(shorter)[0]))
 
     def _chat(self, job: Job) -> list[int]:
         # As in transformers, BOS is the template's business.

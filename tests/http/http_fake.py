@@ -130,6 +130,7 @@ class FakeIngress:
         self.template: Any = FakeTemplate()
         self.lanes = Lanes()
         self.media: Any = HerePool()
+        self.pictures = self.speller = None
         self.model = Outline("FakeForCausalLM", "fake", 134_479_872, 30, 576, 512, "")
         file = "generation_config.json"
         self.default_sampling = Defaults(

@@ -292,3 +292,17 @@ async def test_pictures_in_a_batch(site: Site) -> None:
     assert batch.request_counts is not None
     assert batch.request_counts.completed == 1
     assert site.ingress.jobs[-1].pictures == PICTURES
+
+
+async def test_prompts_with_pictures_are_counted(site: Site) -> None:
+    """The stand-in's template shows parts as Python does, and its model gives a picture no tokens."""
+    counts = {
+        "anthropic": ("/v1/messages/count_tokens", "input_tokens"),
+        "responses": ("/v1/responses/input_tokens", "input_tokens"),
+    }
+    expected = len(f"<user>{PARTS}<assistant>")
+    for name, (path, field) in counts.items():
+        status, answer = await site.post(path, {"model": "fake", **CHATS[name][1]})
+        assert (status, answer.get(field)) == (200, expected), answer
+    status, answer = await site.post("/v1/chat/completions/render", CHATS["image_url"][1])
+    assert (status, len(answer["token_ids"])) == (200, expected), answer

@@ -26,9 +26,11 @@ from sgla.http.anthropic.input import (
 from sgla.http.errors import Aborted, error_headers
 from sgla.http.ids import random_id
 from sgla.http.lanes import beside
+from sgla.http.media.parts import has_pictures
 from sgla.http.native.tokens import MAX_CHARS, check_size, render
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
+from sgla.http.openai.render import prompt_length
 from sgla.http.operation import EVENTS, operation
 from sgla.http.request.intake import intake
 from sgla.http.server import ABORTED, ASKED, Server, raise_aborted
@@ -82,6 +84,8 @@ async def count_tokens(request: web.Request) -> web.Response:
     fields = await intake(request, COUNT_TOKENS)
     served_model(server, fields.model)
     chat = chat_request(fields)
+    if has_pictures(chat.messages):
+        return json_response({"input_tokens": await prompt_length(request, chat)})
     tokenizer = server.ingress.tokenizer
     text = await render(request, server, chat)
     check_size("messages", [text], MAX_CHARS, "characters with the chat template")

@@ -75,6 +75,12 @@ def taken(messages: list[Message]) -> tuple[list[Message], list[Source]]:
     return result, sources
 
 
+def has_pictures(messages: list[Message]) -> bool:
+    """Whether ``taken`` would find something."""
+    contents = (message.get("content") for message in messages)
+    return any(may_be(part) for content in contents if isinstance(content, list) for part in content)
+
+
 def may_be(part: Any) -> bool:
     """Whether a part is a picture, or another medium."""
     if not isinstance(part, dict):

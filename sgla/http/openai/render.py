@@ -23,7 +23,7 @@ from sgla.http.openai.text import SCHEMA as TEXT
 from sgla.http.openai.text import text_work
 from sgla.http.operation import operation
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields, unsupported
+from sgla.http.request.schema import ChatRequest, CompletionRequest, OpenAIFields
 from sgla.http.server import ASKED, Server
 from sgla.http.wire import encode
 from sgla.messages import Job, Submit
@@ -40,8 +40,6 @@ async def chat(request: web.Request) -> web.StreamResponse:
     fields.model = server.model(fields.model)
     as_tools(fields)
     (job,) = (await chat_work(request, server, fields, Reading(server, fields))).jobs
-    if job.pictures:
-        raise unsupported("messages", " with pictures on this route")
     whole = rendered(job, await submitted(request, preparer(server), job), fields)
     return await answered(request, len(whole["token_ids"]), lambda: whole)
 
@@ -75,6 +73,7 @@ def check_repeated(jobs: Sequence[Job]) -> int:
 
 async def submitted(request: web.Request, prepare: Preparer, job: Job) -> Submit:
     """What the scheduler would get for the job's first choice. Raises what would refuse the job."""
+    await look(request, job)
     size = len(job.text or job.token_ids or ()) if job.messages is None else job.size
     return (await beside(request, size, lambda: prepare(job), inline=-1))[0]
 
@@ -83,8 +82,30 @@ def preparer(server: Server) -> Preparer:
     facts, ingress = server.ingress.facts, server.ingress
     assert facts is not None
     return Preparer(
-        ingress.tokenizer, ingress.template, facts, random.Random(), facts.grammars, facts.processors
+        ingress.tokenizer,
+        ingress.template,
+        facts,
+        random.Random(),
+        facts.grammars,
+        facts.processors,
+        ingress.speller,
     )
+
+
+async def look(request: web.Request, job: Job) -> None:
+    """Have the job's pictures prepared, as the actor does that gets jobs which run."""
+    room = request[ASKED].ingress.pictures
+    if job.pictures and room is not None:
+        job.prepared, job.pictures = await room.prepare(job.pictures), []
+
+
+async def prompt_length(request: web.Request, fields: ChatRequest) -> int:
+    """Tokens of a chat's prompt, of its pictures, too. Raises what would refuse the chat."""
+    server = request[ASKED]
+    (job,) = (await chat_work(request, server, fields, Reading(server, fields))).jobs
+    await look(request, job)
+    prepare = preparer(server)
+    return await beside(request, job.size, lambda: len(prepare.prompt(job)[0]), inline=-1)
 
 
 def rendered(job: Job, submit: Submit, fields: OpenAIFields) -> dict[str, Any]:

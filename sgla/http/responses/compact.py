@@ -13,13 +13,12 @@ from sgla.http.answer.reading import Reading
 from sgla.http.answer.whole import answered
 from sgla.http.bodies import SHARE
 from sgla.http.clients import CLIENT
-from sgla.http.lanes import beside
 from sgla.http.openai.chat import chat_work
 from sgla.http.openai.common import answer_size
-from sgla.http.openai.render import preparer
+from sgla.http.openai.render import prompt_length
 from sgla.http.operation import operation
 from sgla.http.request.intake import intake
-from sgla.http.request.schema import ChatRequest, unsupported
+from sgla.http.request.schema import ChatRequest
 from sgla.http.responses import mcp
 from sgla.http.responses.answer import usage_object
 from sgla.http.responses.conversation import gather
@@ -55,13 +54,8 @@ async def asked(request: web.Request) -> tuple[list[Item], ChatRequest]:
 @operation("OpenAI: the size of a response's prompt", ResponsesRequest, to.InputTokens)
 async def input_tokens(request: web.Request) -> web.Response:
     """What the request would have as its prompt, in tokens; nothing is computed."""
-    server = request[ASKED]
     _, chat = await asked(request)
-    (job,) = (await chat_work(request, server, chat, Reading(server, chat))).jobs
-    if job.pictures:
-        raise unsupported("input", " with pictures on this route")
-    prepare = preparer(server)
-    count = await beside(request, job.size, lambda: len(prepare.tokens(job)), inline=-1)
+    count = await prompt_length(request, chat)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
