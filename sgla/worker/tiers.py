@@ -145,6 +145,7 @@ class FileTier:
         self._under_way: list[Job] = []
         self._failed: list[Moved] = []
         self._stuck: list[Job] = []  # that nobody waits for any more
+        self._owed: list[Copy] = []  # what is to be forgotten as soon as that can be said
         self._warned: set[str] = set()
 
     @property
@@ -154,8 +155,12 @@ class FileTier:
     def begin(self, copy: Copy) -> None:
         self._stuck = [job for job in self._stuck if not job.done.done()]
         if self._stuck:
+            self._owed += [copy] if copy.target and not copy.source else []
             self._failed.append(Moved(copy.transfer, ok=False))
             return
+        owed, self._owed = self._owed, []
+        for late in owed:
+            self._writer.submit(self._save, Job(late, None, clock.now()))
         job = Job(copy, self._memory[0].mark(), clock.now())
         threads, work = self._reader, self._load
         if copy.target != "device":

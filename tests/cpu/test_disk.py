@@ -235,6 +235,26 @@ def test_a_slow_disk_is_waited_for_while_it_brings_something(monkeypatch: pytest
     assert len(read) == 3, "nobody wants it any more"
 
 
+def test_what_is_flushed_while_a_disk_hangs_is_forgotten_when_it_is_back() -> None:
+    """And before anything else takes its place."""
+    done = list[tuple[str, int]]()
+    kept: Any = SimpleNamespace(
+        erase=lambda unit: done.append(("erase", unit)),
+        write=lambda unit, key, data: done.append(("write", unit)),
+        close=lambda: None,
+    )
+    tier = FileTier("--kv-disk", [kept], [HostMemory([np.zeros((9, 4), np.uint8)])])
+    none, ends, hangs = int32([]), int32([1, 2]), Job(Copy(1, "disk", "device", [], []), None, 0.0)
+    tier._stuck = [hangs]
+    tier.begin(Copy(2, "", "disk", [none], [ends]))
+    assert tier.ended() == [Moved(2, ok=False)]
+    hangs.done.set_result([])
+    tier.begin(Copy(3, "device", "disk", [ends], [ends], [b"k" * 2 * KEY]))
+    tier._under_way[0].done.result(20)
+    assert done == [("erase", 1), ("erase", 2), ("write", 1), ("write", 2)]
+    tier.close()
+
+
 def test_a_damaged_identity_begins_anew(folder: Path, cold: Any) -> None:
     (folder / "kv-0of1" / "identity").write_bytes(b"\xff\xfe")
     assert play(start(folder)) == (cold, [0, 0, 0])
