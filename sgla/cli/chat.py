@@ -109,6 +109,8 @@ class Local:
         self.finish: str | None = None
 
     def stream(self, messages: Messages) -> Generator[str, None, None]:
+        if not all(isinstance(message["content"], str) for message in messages):
+            raise SglaError("pictures go to a server: 'sgla serve MODEL', and 'sgla chat --url URL'")
         sampling = self.engine.sampling(**self.options)
         events: Iterator[Any] = self.engine.stream(messages=messages, sampling=sampling)
         for event in events:
