@@ -455,7 +455,9 @@ def check_role(config: Config, vectors: bool) -> None:
     """Raise ConfigError for settings of servers that hand KV to each other."""
     flag, backend = f"--role {config.role}", config.kv_transfer_backend
     if config.role == "encode":
-        raise ConfigError(f"{flag} is for models that take media, of which there are none yet", param="role")
+        raise ConfigError(
+            f"{flag} is not supported yet; a server reads the pictures of its own requests", param="role"
+        )
     if backend not in ("auto", "tcp"):
         extra = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}[backend]
         raise ConfigError(

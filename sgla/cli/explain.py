@@ -28,6 +28,7 @@ from sgla.loading.source import configured_source, drafting
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_spec
 from sgla.model.sizes import Parameters, parameters, short_count
+from sgla.model.vision.served import told
 from sgla.observe.machine import Machine, detect
 from sgla.processes import tied
 from sgla.resolve import MOST_RANKS, Resolved, resolve
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     counts = parameters(read_spec(model)) if model else None
     defaults = find_defaults(config, source)
     resolved.notes.extend((*(source.notes if source else ()), *defaults.notes))
+    resolved.notes.extend(told(resolved.config, source, pooled) if source else ())
     if args.json:
         print(as_json(resolved, rows, defaults, counts, ranks))
         return 0

@@ -504,7 +504,7 @@ def test_who_sends_nonsense_is_not_let_in(prefill: Engine) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"role": "encode"}, "models that take media"),
+        ({"role": "encode"}, "pictures of its own requests"),
         ({"role": "prefill"}, "SGLA_KV_TRANSFER_SECRET"),
         ({"role": "decode", **SECRET}, "--prefill-url tcp://HOST:PORT"),
         ({"role": "decode", "prefill_url": "http://a:1", **SECRET}, "--prefill-url tcp://HOST:PORT"),

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 from tiny import make_core, over_two_ranks, run, tiny_config
 from vision_models import TEXT, Model, picture, save_model, token
 
+from sgla.errors import InvalidField
+from sgla.media import prepare
+from sgla.media.picture import Picture
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
 
@@ -282,3 +286,14 @@ async def test_two_ranks_equal_one(tmp_path: Path) -> None:
     runner = CpuRunner(tiny_config(step_tokens=256), model.source, 0, 1, "", lambda progress: None)
     found = await over_two_ranks(model.source, requests, step_tokens=40)
     assert found.tokens() == run(runner, requests).tokens()
+
+
+def test_transformers_prepares_a_picture_and_refuses_what_it_cannot(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8)
+    picture = Picture.of(9, 12, pixels.tobytes())
+    made = prepare.prepare(picture, "CLIPImageProcessor", '{"size": {"shortest_edge": 8}, "crop_size": '
+                           '{"height": 8, "width": 8}}', {}, str(tmp_path / "made"), 1 << 20)  # fmt: skip
+    assert made == [("pixel_values", "float32", [1, 3, 8, 8], 0, [])]
+    thin = Picture.of(1, 900, bytes(2700))
+    with pytest.raises(InvalidField, match="cannot be prepared"):
+        prepare.prepare(thin, "Qwen2VLImageProcessor", "{}", {}, str(tmp_path / "made"), 1 << 20)

@@ -22,6 +22,8 @@ from sgla.messages import (
     PROMPT_LOGPROBS,
     SAMPLE,
     CacheGroup,
+    Placed,
+    Prepared,
     RowSampling,
     StepCost,
     StepPlan,
@@ -817,6 +819,37 @@ def test_prompts_with_other_media_do_not_share_what_comes_behind() -> None:
     found = {rid: simulation.deltas[rid][0].cached_tokens for rid, _ in media}
     assert found == {"cat": 0, "dog": 4, "later": 4, "none": 4, "two": 12, "again": 20, "both": 20}
     simulation.verify()
+
+
+def test_no_step_ends_in_a_picture_whose_tokens_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However steps are cut and pages are short, and where a part of one has been computed for another."""
+    simulation = Simulation(make_limits(pages=29, step_tokens=24))
+    shown = [Placed(first, first + 17, Prepared(b"p", "", []), True) for first in (5, 30)]
+    plan, ends = simulation.core.plan, list[int]()
+
+    def planned(now: float) -> StepPlan | None:
+        made = plan(now)
+        if made is not None:
+            ends.extend(sum(row) for row in zip(ints(made.starts), ints(made.q_lens)))
+        return made
+
+    monkeypatch.setattr(simulation.core, "plan", planned)
+    for i in range(6):
+        tokens = [*range(10 + i), *range(50 + i), i][: 52 + i]
+        media = [(entry.first, b"p") for entry in shown]
+        simulation.offer(make_submit(str(i), tokens, 12, pictures=shown, media=media))
+    simulation.run()
+    simulation.verify()
+    assert len(ends) > 50
+    assert not [end for end in ends for entry in shown if entry.first < end < entry.end]
+    assert simulation.core.stats().preemptions > 0
+
+
+def test_a_picture_longer_than_a_step_is_refused() -> None:
+    core = Simulation(make_limits(slots=4, step_tokens=24)).core
+    shown = [Placed(5, 30, Prepared(b"p", "", []), True)]
+    with pytest.raises(InvalidField, match="A picture has 25 tokens"):
+        core.offer(make_submit("r", [*range(40)], 4, pictures=shown), 0.0)
 
 
 def test_after_a_renewal_nobody_finds_what_was_before() -> None:

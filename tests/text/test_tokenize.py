@@ -13,12 +13,14 @@ from sgla.actors.cost import job_bytes
 from sgla.actors.lanes import INLINE_SIZE, SMALL_SIZE, Lanes
 from sgla.actors.tokenize import TURN, Tokenize, cost
 from sgla.errors import InvalidField, SglaError
+from sgla.media.picture import Picture
 from sgla.messages import (
     GRAMMAR,
     Cancel,
     Grammar,
     Job,
     Opened,
+    Prepared,
     Ready,
     Rejected,
     RowSampling,
@@ -364,4 +366,43 @@ async def test_what_comes_beside_a_prompt_counts(prompt: dict[str, Any], more: d
     await asyncio.sleep(0)
     assert await asyncio.to_thread(done.wait, 10)
     assert names[0].startswith("small")
+    tokenize.close()
+
+
+class Room:
+    """Prepares pictures when it is told to."""
+
+    def __init__(self, error: SglaError | None = None) -> None:
+        self.error, self.begun, self.go_on = error, asyncio.Event(), asyncio.Event()
+
+    async def prepare(self, pictures: list[Picture]) -> list[Prepared]:
+        self.begun.set()
+        await self.go_on.wait()
+        if self.error is not None:
+            raise self.error
+        return [Prepared(picture.digest, "", []) for picture in pictures]
+
+
+@pytest.mark.parametrize("end", ["prepared", "refused", "cancelled"])
+async def test_a_prompt_waits_for_its_pictures(end: str) -> None:
+    seen: list[Job] = []
+    rejected: list[Rejected] = []
+    room: Any = Room(InvalidField("no picture", param="messages") if end == "refused" else None)
+    tokenize = actor(lambda job: seen.append(job) or [], rejected.append)  # type: ignore[func-returns-value]
+    tokenize._pictures = room
+    picture = Picture.of(1, 1, b"abc")
+    wanted = job("a", 5)
+    wanted.pictures = [picture]
+    tokenize.post(wanted)
+    await room.begun.wait()
+    assert tokenize.preparing("a")
+    if end == "cancelled":
+        tokenize.cancel("a", 1, "client")
+    room.go_on.set()
+    await nothing_pends(tokenize)
+    await asyncio.sleep(0)
+    assert not tokenize._looks
+    assert [made.prepared[0].digest for made in seen] == [picture.digest] * (end == "prepared")
+    assert [each.message for each in rejected] == ["no picture"] * (end == "refused")
+    assert wanted.pictures == ([picture] if end == "cancelled" else [])
     tokenize.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,34 @@ def settings_of(folder: Path) -> Settings:
     processor = found.get(PROCESSOR, {})
     nested = processor.get("image_processor")
     return Settings(nested if isinstance(nested, dict) else found.get(IMAGES, {}), processor)
+
+
+def tower_bytes(source: ModelSource, vision: Vision) -> int:
+    """Of the weights in safetensors files that are not of the language model. Raises ConfigError."""
+    names = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in vision.parts)
+    total = 0
+    for path in source.files:
+        try:
+            with path.open("rb") as file:
+                tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            ends = [entry["data_offsets"] for name, entry in tensors.items() if name.startswith(names)]
+            total += sum(end - begin for begin, end in ends)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
+            raise ConfigError(f"{path} is not a safetensors file: {error}"[:300], param="model") from error
+    return total
+
+
+def told(config: Config, source: ModelSource, pools: bool = False) -> list[str]:
+    """What to say of pictures before the model is loaded."""
+    vision, why = vision_of(config, source, pools)
+    if vision is not None and config.device != "cpu":
+        why = f"no pictures are taken: --device {config.device}"
+    if vision is None or why:
+        return [why] if why else []
+    size = tower_bytes(source, vision) / 2**20
+    return [
+        f"pictures are taken; their tower has {size:,.1f} MiB in the files, on each rank, beside the weights"
+    ]
 
 
 def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple[Vision | None, str]:

@@ -1,0 +1,84 @@
+"""What a tower reads of pictures, in memory that workers open."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sgla.actors.pictures import PictureRoom
+from sgla.errors import InvalidField, Overloaded
+from sgla.media import prepare
+from sgla.media.picture import Picture
+from sgla.model.vision.llava import LLAVA
+from sgla.model.vision.spec import Settings
+
+SIZE = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+MADE = {"pixel_values": np.arange(6, dtype=np.float32).reshape(1, 6), "grid": np.array([[1, 2]])}
+
+
+class Here:
+    """The pool, without a process."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def run(self, function: str, *args: Any, result: Any) -> Any:
+        self.asked += 1
+        await asyncio.sleep(0)
+        return prepare.prepare(*args)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> PictureRoom:
+    monkeypatch.setattr(prepare, "arrays_of", lambda *args: MADE)
+    room = PictureRoom(LLAVA, {}, Settings(SIZE, {}))
+    monkeypatch.setattr(room, "_pool", Here())
+    return room
+
+
+def files() -> list[str]:
+    """Of pictures, that this process has."""
+    links = (link for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+    return [target for link in links if "memfd:picture" in (target := os.path.realpath(link))]
+
+
+def pictures(*colours: int) -> list[Picture]:
+    return [Picture.of(1, 1, bytes([colour] * 3)) for colour in colours]
+
+
+async def test_a_picture_is_prepared_once_and_lies_there_as_long_as_somebody_has_it(
+    room: PictureRoom,
+) -> None:
+    made = await room.prepare(pictures(1, 2, 1))
+    assert made[0] is made[2]
+    again = await room.prepare(pictures(2))
+    assert again == [made[1]]
+    assert room._pool.asked == 2  # type: ignore[attr-defined]
+    values, grid = made[0].arrays
+    data = Path(made[0].file).read_bytes()
+    assert np.frombuffer(data, values.dtype, 6, values.first).tolist() == list(range(6))
+    assert (grid.values, grid.shape) == ([1, 2], [1, 2])
+    file = made[0].file
+    del made, again
+    gc.collect()
+    assert not os.path.exists(file)
+    assert room._bytes == 0
+
+
+async def test_what_does_not_fit_is_refused_and_leaves_nothing(
+    room: PictureRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files()
+    monkeypatch.setattr("sgla.actors.pictures.MOST", 8)
+    with pytest.raises(InvalidField, match="send a smaller one"):
+        await room.prepare(pictures(3))
+    monkeypatch.setattr("sgla.actors.pictures.TOGETHER", -1)
+    with pytest.raises(Overloaded):
+        await room.prepare(pictures(3))
+    assert files() == before
