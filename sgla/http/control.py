@@ -294,6 +294,29 @@ async def start_profile(request: web.Request) -> web.Response:
     return json_response(await server.ingress.control(Control(verb="profile_start", args=args)))
 
 
+@operation("SGLang: count which experts tokens choose", answer=to.Done)
+async def start_experts(request: web.Request) -> web.Response:
+    """From 0 on, until they are stopped; for mixtures on CPUs."""
+    await request[ASKED].ingress.control(Control(verb="experts_start"))
+    return json_response({"success": True})
+
+
+@operation("SGLang: count no more", answer=to.Done)
+async def stop_experts(request: web.Request) -> web.Response:
+    """What has been counted stays."""
+    await request[ASKED].ingress.control(Control(verb="experts_stop"))
+    return json_response({"success": True})
+
+
+@operation("SGLang: tell what has been counted")
+async def dump_experts(request: web.Request) -> web.Response:
+    """For each layer with experts how often each was chosen, since the start or the last dump."""
+    told = await request[ASKED].ingress.control(Control(verb="experts_dump"))
+    stages = [rank.get("experts", {}) for rank in told.get("ranks", [])]
+    layers = sorted((layer, numbers) for stage in stages for layer, numbers in stage.items())
+    return json_response({"layers": [{"layer": layer, "experts": numbers} for layer, numbers in layers]})
+
+
 @operation("SGLang, vLLM: write the recording")
 async def stop_profile(request: web.Request) -> web.Response:
     """Write the traces."""

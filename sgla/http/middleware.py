@@ -52,6 +52,9 @@ ADMIN = frozenset(
         "get_weights_by_name",
         "start_profile",
         "stop_profile",
+        "start_expert_distribution_record",
+        "stop_expert_distribution_record",
+        "dump_expert_distribution_record",
     ]
 )
 ADMIN_OF_V1 = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's paths

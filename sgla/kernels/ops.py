@@ -20,6 +20,7 @@ from torch import Tensor
 from sgla.kernels import recurrent
 from sgla.kernels.batch import out_loc_of
 from sgla.kernels.dispatch import op
+from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 
 if TYPE_CHECKING:
@@ -564,13 +565,15 @@ def gated(x: Tensor, kind: Gating) -> Tensor:
 class Biases(NamedTuple):
     """What a mixture adds, float32, for E experts: to the ``logits`` of the router [E]; to the scores
     [E] while experts are chosen (``correction``), not to their weights (arXiv 2408.15664); to the products
-    ``gate_up`` [E, 2f] and ``down`` [E, d]. ``factor`` [E]: by what their weights are multiplied."""
+    ``gate_up`` [E, 2f] and ``down`` [E, d]. ``factor`` [E]: by what their weights are multiplied. ``counts``:
+    is told who is chosen, on devices that count."""
 
     logits: Tensor | None = None
     correction: Tensor | None = None
     gate_up: Tensor | None = None
     down: Tensor | None = None
     factor: Tensor | None = None
+    counts: ExpertCounts | None = None
 
 
 NO_BIASES = Biases()
@@ -665,6 +668,8 @@ def mix(
     first that is here."""
     logits = linear((x if routed is None else routed).float(), router)
     weights, ids = route(logits, routing, biases)
+    if biases.counts is not None and biases.counts.active:
+        biases.counts.add(ids)
     out = x.new_zeros(x.shape, dtype=torch.float32)
     here = routing.here(router.n)
     for expert in ids.unique().tolist():

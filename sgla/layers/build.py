@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sgla.dist import Shard
+from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.lora import Rows, Stack
 from sgla.layers.adapters import AdapterPart, Adapters
 from sgla.quant.formats import FORMATS, common
@@ -158,7 +159,7 @@ class Build:
     ``joined``: whether rows that several layers
     read are better multiplied by one kernel. ``device``: the kind that computes.
     ``cache_scales``: what the file says of k and v of a layer in 8 bits, by its number and ``k`` or ``v``.
-    ``adapters``: where layers make room for adapters; None: nowhere.
+    ``adapters``: where layers make room for adapters; None: nowhere. ``counts``: of mixtures, by name.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -178,6 +179,7 @@ class Build:
     device: str = "cpu"
     cache_scales: dict[tuple[int, str], float] = field(default_factory=dict)
     adapters: Adapters | None = None
+    counts: dict[str, ExpertCounts] = field(default_factory=dict)
 
     def joins(self, *modules: str) -> bool:
         """Whether these layers are better one weight, and may be."""

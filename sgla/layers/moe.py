@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels import ops
+from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.ops import Biases
 from sgla.kernels.routing import Gating, Routing
 from sgla.layers.build import Build, Share, StackPart, Values, fill
@@ -88,6 +89,9 @@ class MoE:
             build.vector(f"{name}.gate.e_score_correction_bias", experts) if correction else None,
             *(self._declare_biases(build, f"{name}.experts", crossed) if bias else ()),
         )
+        if build.device == "cpu":
+            build.counts[name] = ExpertCounts(experts)
+            self.biases = self.biases._replace(counts=build.counts[name])
 
     def _declare_each(self, build: Build, name: str) -> None:
         d, f, own = self.hidden, self.intermediate, self.own

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.ops import Layer
 from sgla.layers.attention import HeadNorms, LayerAttention, SelfAttention
 from sgla.layers.build import Build
@@ -57,9 +59,10 @@ class CausalLM(ABC):
     blocks: list[Block]
     cache_scales: list[tuple[float, float]] | None = None  # of k and v of each layer, if the file has them
     declared: Refills | None = None  # what brings other weights; None: nothing does
+    counts: Mapping[str, ExpertCounts] = MappingProxyType({})  # of mixtures, by name
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
-        self.spec, self.shard, self.positions = spec, build.shard, positions
+        self.spec, self.shard, self.positions, self.counts = spec, build.shard, positions, build.counts
 
     @property
     def width(self) -> int:

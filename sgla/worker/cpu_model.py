@@ -4,10 +4,13 @@ function of a batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from sgla.config import Config
+from sgla.errors import UnsupportedField
 from sgla.hub.source import ModelSource
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
@@ -20,8 +23,13 @@ from sgla.worker.forward import Forward, KeptHidden, compiled, compiling, eager_
 from sgla.worker.pictures import PicturedForward, Pictures
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
-from sgla.worker.runner import Runner
+from sgla.worker.runner import COUNTS, Command, Runner
 from sgla.worker.state import SlotTables
+
+
+def number_of(name: str) -> int:
+    """That of a layer, of the name of a part of it."""
+    return int(name.partition(".layers.")[2].partition(".")[0])
 
 
 class CpuModel(Runner):
@@ -41,6 +49,23 @@ class CpuModel(Runner):
     _forward: Forward
     _model_again: Callable[[ModelSource], CausalLM]
     _forward_again: Callable[[], tuple[Forward, str]]
+
+    def _commands(self) -> dict[str, Command]:
+        """Beside those of all runners ``COUNTS``, of mixtures: ``experts_dump`` has the numbers by layer, of
+        one rank of each stage, since all route alike."""
+        return super()._commands() | {verb: partial(self._count, verb) for verb in COUNTS}
+
+    def _count(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
+        if not hasattr(self, "model") or self.model.spec.moe is None:
+            raise UnsupportedField("the model has no experts, or sleeps, so there is nothing to count")
+        if verb == "experts_dump":
+            taken = {number_of(name): counts.taken() for name, counts in self.model.counts.items()}
+            return {"experts": taken} if self.shard.rank == 0 else {}
+        for counts in self.model.counts.values():
+            counts.active = verb == "experts_start"
+            if counts.active:
+                counts.taken()
+        return {}
 
     def load_again(self, source: ModelSource) -> None:
         """The model of ``source``, after the one before has gone."""

@@ -41,6 +41,10 @@ CHANGES = (
 )
 
 
+# Verbs of the counts of experts that tokens choose, which CPUs have.
+COUNTS = ("experts_start", "experts_stop", "experts_dump")
+
+
 class Runner(ABC):
     """One rank of a model. Loads on construction; ``report`` hears of the progress.
     Raises ConfigError and its kin.
@@ -126,13 +130,13 @@ class Runner(ABC):
     def _commands(self) -> dict[str, Command]:
         """What is done by verb: ``memory``; ``profile_start`` with ``folder`` and ``steps``;
         ``profile_stop``; those of ``AdapterStore``; those of ``grammar/matcher.py``, for models that
-        generate; ``CHANGES``."""
+        generate; ``CHANGES``; ``COUNTS``."""
         found: dict[str, Command] = {
             "memory": lambda args: {"ledger": self.facts.ledger | self.place.usage()},
             "profile_start": self.profiler.start,
             "profile_stop": lambda args: self.profiler.stop(),
         }
-        found |= dict.fromkeys(CHANGES, self._stay)
+        found |= dict.fromkeys(CHANGES, self._stay) | dict.fromkeys(COUNTS, self._uncounted)
         if self.adapters is not None:
             found |= {"adapter_load": self.adapters.load, "adapter_drop": self.adapters.drop}
         if self.facts.grammars:
@@ -141,6 +145,9 @@ class Runner(ABC):
 
     def _match(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
         return self.matchers.control(verb, args) if self.matchers else {}
+
+    def _uncounted(self, args: dict[str, Any]) -> None:
+        raise UnsupportedField(f"experts are not counted on --device {self.place.device.kind}")
 
     def _stay(self, args: dict[str, Any]) -> None:
         raise UnsupportedField(

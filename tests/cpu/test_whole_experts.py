@@ -6,16 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from stages import Stages
 from test_stages import MIXTURE, one, requests
-from tiny import LLAMA, VOCAB, over_two_ranks, run, tiny_config, tiny_source
+from tiny import LLAMA, VOCAB, over_two_ranks, run, submit, tiny_config, tiny_source
 
 from sgla.config import Config
 from sgla.dist import Shard
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, UnsupportedField
 from sgla.ledger import mesh
 from sgla.loading.load import load_model
+from sgla.messages import Control
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
+from sgla.worker.cpu import CpuRunner
 
 ODD = LLAMA | MIXTURE | {"num_experts": 5, "num_hidden_layers": 1}
 STACKED = {  # gpt-oss, with biases, and gate and up in turn
@@ -84,3 +87,27 @@ def test_what_cannot_be_is_refused_by_name(
 def test_who_has_which_experts_is_known_before_anything_loads() -> None:
     ranks = mesh(tiny_config(tp=2, ep=2), tiny_source(**ODD).config)
     assert [held.experts for held in ranks] == [(0, 1), (2, 4)]
+
+
+def test_choices_of_experts_are_counted() -> None:
+    """Each token chooses two in each layer; both stages tell of theirs."""
+    stages = Stages(tiny_source(**MIXTURE), 2)
+    wanted = [submit("r", list(range(20)), 6, prompt_logprobs=0)]  # the last layer computes all tokens, too
+
+    def told() -> dict[int, int]:
+        taken = [runner.control(Control(verb="experts_dump"))["experts"] for runner in stages.runners]
+        return {layer: sum(numbers) for stage in taken for layer, numbers in stage.items()}
+
+    run(None, wanted, stages.core(prefix_cache=False), stages)
+    assert told() == {0: 0, 1: 0, 2: 0}
+    for runner in stages.runners:
+        runner.control(Control(verb="experts_start"))
+    run(None, wanted, stages.core(prefix_cache=False), stages)
+    assert told() == dict.fromkeys(range(3), 2 * (20 + 5))
+    for runner in stages.runners:
+        runner.control(Control(verb="experts_stop"))
+    run(None, wanted, stages.core(prefix_cache=False), stages)
+    assert told() == {0: 0, 1: 0, 2: 0}
+    dense = CpuRunner(tiny_config(), tiny_source(), 0, 1, "", lambda progress: None)
+    with pytest.raises(UnsupportedField, match="no experts"):
+        dense.control(Control(verb="experts_start"))

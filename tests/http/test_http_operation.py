@@ -32,7 +32,7 @@ from sgla.http.serve import shorten_parse_error
 from sgla.hub import fetch
 from sgla.hub.remote import files_of
 from sgla.hub.source import ModelSource
-from sgla.messages import MOST_PROFILED
+from sgla.messages import MOST_PROFILED, Control
 from sgla.observe import requests
 from sgla.observe.log import JsonFormatter, LineFormatter, LineHandler
 from sgla.observe.requests import RequestDump, read_dump
@@ -227,6 +227,21 @@ async def test_profiles_go_to_the_servers_folder(serve: Serve) -> None:
         status, reply = await site.post("/start_profile", body)
         assert (status, reply["error"]["param"]) == (400, next(iter(body)))
     assert (await site.post("/stop_profile", b""))[1] == {"verb": "profile_stop"}
+
+
+async def test_counts_of_experts_are_of_all_stages(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = await serve()
+    assert await site.post("/start_expert_distribution_record", b"") == (200, {"success": True})
+    assert await site.post("/stop_expert_distribution_record", b"") == (200, {"success": True})
+    ranks = [{"experts": {3: [1, 2]}}, {}, {"experts": {12: [0, 4]}}]
+
+    async def told(command: Control) -> dict[str, Any]:
+        assert command.verb == "experts_dump"
+        return {"ranks": ranks}
+
+    monkeypatch.setattr(site.ingress, "control", told)
+    layers = [{"layer": 3, "experts": [1, 2]}, {"layer": 12, "experts": [0, 4]}]
+    assert await site.post("/dump_expert_distribution_record", b"") == (200, {"layers": layers})
 
 
 async def test_the_step_log_is_for_admins(serve: Serve) -> None:
