@@ -14,6 +14,7 @@ from sgla.route import policies
 from sgla.route.asked import Asked
 from sgla.route.config import RouteConfig, check_url
 from sgla.route.limits import Bucket, Turns
+from sgla.route.places import PART
 from sgla.route.workers import TOKEN, Look, Worker
 
 REMEMBERED = 65536  # sessions, and ids of what workers keep, those used last
@@ -62,6 +63,7 @@ class Balancer:
         self._requests = Bucket(config.rpm_limit) if config.rpm_limit else None
         self._tokens = Bucket(config.tpm_limit) if config.tpm_limit else None
         self._waiting: dict[str, Turns[Ticket]] = {}  # by model
+        self._held: Counter[str] = Counter()  # requests that workers have, by key
         self.draining = False
         self.shows_workers = False  # their metrics are a part of its own page
 
@@ -119,7 +121,7 @@ class Balancer:
                 self._check_rates(asked, key)
             usable = self._usable(asked, tried)
             ticket = Ticket(asked, key, done)
-            room = usable if tried else self._with_room(usable)
+            room = usable if tried else self._with_room(usable, key)
             if room:
                 self._send(ticket, room)
             else:
@@ -148,6 +150,9 @@ class Balancer:
             self._leave(ticket)
             return
         ticket.worker = None
+        self._held[ticket.key] -= 1
+        if not self._held[ticket.key]:
+            del self._held[ticket.key]
         worker.running -= 1
         worker.unread -= ticket.unread
         worker.outcomes["fault" if fault else str(status) if status else "gone"] += 1
@@ -181,9 +186,18 @@ class Balancer:
             raise NotReady(f"{what}; retry later", retry_after=RETRY_AFTER)
         return usable
 
-    def _with_room(self, workers: list[Worker]) -> list[Worker]:
+    def _with_room(self, workers: list[Worker], key: str) -> list[Worker]:
+        """Those that take one more request of ``key``. The last eighth of all places is for keys that have no
+        more than so many: one that has many long answers leaves others room."""
         most = self.config.worker_max_requests
-        return workers if most is None else [worker for worker in workers if worker.running < most]
+        if most is None:
+            return workers
+        places = most * len(workers)
+        spare = max(1, places // PART) if places > 1 else 0
+        left = places - sum(min(most, worker.running) for worker in workers)
+        if left <= spare and self._held[key] >= max(1, spare):
+            return []
+        return [worker for worker in workers if worker.running < most]
 
     def _send(self, ticket: Ticket, workers: list[Worker]) -> None:
         asked = ticket.asked
@@ -196,6 +210,7 @@ class Balancer:
         self._sent += 1
         worker.last = self._sent
         worker.running += 1
+        self._held[ticket.key] += 1
         worker.unread += ticket.unread
         worker.breaker.began()
         ticket.done(None)
@@ -226,6 +241,14 @@ class Balancer:
             self._sessions.set(asked.session, urls[chosen])
             return chosen
         return policies.least_load(views)
+
+    def _next(self, queue: Turns[Ticket], usable: list[Worker]) -> tuple[str, list[Worker]]:
+        """The first key whose turn it is and that has room, and the workers with that; none if there is
+        none."""
+        for key in queue.keys():  # noqa: SIM118 - it is no dict
+            if room := self._with_room(usable, key):
+                return key, room
+        return "", []
 
     # limits
 
@@ -284,12 +307,14 @@ class Balancer:
                 error: SglaError | None = None
                 room: list[Worker] = []
                 try:
-                    room = self._with_room(self._usable(Asked(model=model), ()))
+                    usable = self._usable(Asked(model=model), ())
                 except SglaError as refused:
-                    error = refused
+                    error, key = refused, queue.first()
+                else:
+                    key, room = self._next(queue, usable)
                 if not room and error is None:
                     break
-                ticket = queue.pop()
+                ticket = queue.pop(key)
                 assert ticket.timer is not None
                 ticket.timer.cancel()
                 ticket.timer = None

@@ -302,11 +302,18 @@ class Connection(asyncio.Protocol):
                 return
             if not self._read_body():
                 return
+            self._take_place()
         except SglaError as error:
             self._refuse(error)
             return
-        self._front.places.busy(self)
         self._task = self._loop.create_task(self._serve())
+
+    def _take_place(self) -> None:
+        """For the request that has come. Raises Overloaded."""
+        request = self._request
+        assert request is not None
+        client = "" if request.path in routes.OPEN else self._front.client_of(request, self.address)
+        self._front.places.busy(self, client)
 
     def _read_head(self) -> bool:
         if not self._buffer:

@@ -49,9 +49,19 @@ class Turns(Generic[T]):
         self._queues.setdefault(key, deque()).append(item)
         self._count += 1
 
-    def pop(self) -> T:
-        """Raises KeyError if there is none."""
-        key, queue = self._queues.popitem(last=False)
+    def keys(self) -> list[str]:
+        """Those that have items, whose turn it is first."""
+        return list(self._queues)
+
+    def first(self) -> str:
+        """Whose turn it is. Raises StopIteration if nobody waits."""
+        return next(iter(self._queues))
+
+    def pop(self, key: str | None = None) -> T:
+        """The next item, or that of ``key``, which has had its turn then.
+        Raises KeyError if there is none."""
+        key = next(iter(self._queues), "") if key is None else key
+        queue = self._queues.pop(key)
         item = queue.popleft()
         if queue:
             self._queues[key] = queue  # behind the others

@@ -545,13 +545,18 @@ async def test_who_reads_nothing_is_answered_no_more(route: Route) -> None:
 
 
 async def test_silent_connections_keep_nobody_out(route: Route) -> None:
-    router = await route(1, max_connections=2)
+    router = await route(1, max_connections=2, forwarded_allow_ips=["127.0.0.1"])
     with contextlib.ExitStack() as held:
         for _ in range(80):
             held.enter_context(socket.create_connection(("127.0.0.1", router.port)))
             await asyncio.sleep(0)
         assert (await router.post(CHAT))[0] == 200
-        running = [asyncio.ensure_future(router.post(CHAT | {"wait": True})) for _ in range(2)]
+        running = [
+            asyncio.ensure_future(
+                router.post(CHAT | {"wait": True}, headers={"X-Forwarded-For": f"1.1.1.{n}"})
+            )
+            for n in range(2)
+        ]
         await until(lambda: len(router.workers[0].seen) == 3)
         for _ in range(80):
             held.enter_context(socket.create_connection(("127.0.0.1", router.port)))

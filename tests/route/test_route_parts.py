@@ -18,7 +18,7 @@ from route_fakes import FakeWorker, Route
 
 from sgla.cli.args import parse
 from sgla.cli.route import config_of
-from sgla.errors import BadRequest, ConfigError, NotReady
+from sgla.errors import BadRequest, ConfigError, NotReady, Overloaded
 from sgla.route import asked, discovery, policies, prefix, serve
 from sgla.route.balancer import Balancer, Ticket
 from sgla.route.config import RouteConfig, check
@@ -68,7 +68,7 @@ def test_a_flood_takes_nobody_elses_connection() -> None:
     assert not places.open(honest, "a")
     assert not any(places.open(each, "b") for each in flood)
     assert [each.gone for each in flood] == [True] * 6 + [False] * 3
-    places.busy(flood[6])
+    places.busy(flood[6], "b")
     assert not places.open(Silent(), "c")
     assert (honest.gone, flood[6].gone, flood[7].gone) == (False, False, True)
     for each in flood[6:]:
@@ -195,6 +195,55 @@ def test_a_bucket_gives_a_minutes_worth_a_minute(asks: list[tuple[float, int]]) 
     wait = bucket.wait("k", 30, now)
     assert not bucket.wait("k", 30, now + wait + 1e-6)
     assert not bucket.wait("other", 60, now)
+
+
+def test_one_clients_requests_leave_places_to_others() -> None:
+    places = Places(16)
+    running = [Silent() for _ in range(14)]
+    for each in running:
+        places.open(each, "a")
+        places.busy(each, "a")
+    one_more = Silent()
+    places.open(one_more, "a")
+    with pytest.raises(Overloaded, match="14 of your requests run, of 16"):
+        places.busy(one_more, "a")
+    others = [Silent(), Silent()]
+    for each in others:
+        assert not places.open(each, "b")
+        places.busy(each, "b")
+    assert one_more.gone
+    places.waits(running[0])
+    places.close(running[1])
+    for each in running[:2]:
+        places.open(each, "a")
+        places.busy(each, "a")
+
+
+@pytest.mark.parametrize(("workers", "most", "spare"), [(1, 2, 1), (2, 1, 1), (2, 8, 2), (4, 32, 16)])
+async def test_one_keys_requests_leave_workers_to_others(workers: int, most: int, spare: int) -> None:
+    balancer = Balancer(RouteConfig(worker_max_requests=most, queue_size=1000))
+    for port in range(workers):
+        balancer.add(f"http://a:{port + 1}")
+        balancer.saw(f"http://a:{port + 1}", Look())
+    places = workers * most
+
+    def place(key: str) -> Ticket:
+        return balancer.place(asked.Asked(), key, (), lambda error: None)
+
+    greedy = [place("a") for _ in range(places + 1)]
+    assert sum(ticket.worker is not None for ticket in greedy) == places - spare
+    late = [place("b") for _ in range(spare)]
+    assert all(ticket.worker is not None for ticket in late)
+    third = place("c")
+    assert third.worker is None
+    balancer.close(late[0], 200, False)
+    assert third.worker is not None, "it came last, and goes before the first one's"
+    for ticket in (*late[1:], third):
+        balancer.close(ticket, 200, False)
+    assert sum(ticket.worker is not None for ticket in greedy) == places - spare
+    for ticket in list(greedy):
+        balancer.close(ticket, 200, False)
+    assert (balancer.waiting, sum(worker.running for worker in balancer.workers.values())) == (0, 0)
 
 
 @given(st.lists(st.sampled_from("aaaab"), max_size=30))
