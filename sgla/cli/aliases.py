@@ -622,7 +622,7 @@ VARIABLES = {
 REFUSED_BY_ROUTER = (
     (
         "pd-disaggregation prefill decode prefill-* decode-* bootstrap-* mini-lb vllm-pd-*",
-        "each worker reads prompts and generates; give all of them as --worker",
+        "give servers that answer as --worker; those of --role decode ask prefill servers themselves",
     ),
     (
         "cache-threshold balance-* eviction-interval* bucket-* assignment-* max-idle-secs block-size",
