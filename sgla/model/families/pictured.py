@@ -11,7 +11,17 @@ from sgla.model.family import Family
 
 _LLAMA = replace(DENSE["LlamaForCausalLM"], pooled=False, gguf=())
 _TOWER = {"tie_word_embeddings": False, "text_config": None, "vision_config": None}
+# What the language models of these files are said to have besides, and transformers does not read.
+_PERCEIVER = {
+    "is_llama_config": True,
+    "perceiver_config": None,
+    "pixel_shuffle_factor": None,
+    "qk_layer_norms": False,
+    "use_resampler": False,
+}
+_BESIDE_TILES = replace(_LLAMA, defaults={**_LLAMA.defaults, **_PERCEIVER})
 _LLAVA = {
+    "ignore_index": -100,
     "image_token_index": 32000,
     "image_seq_length": 576,
     "projector_hidden_act": "gelu",
@@ -71,7 +81,9 @@ _INTERNVL = {
 }
 
 PICTURED = {
-    "Idefics3ForConditionalGeneration": replace(_LLAMA, outer=Family(("idefics3",), _TOWER | _IDEFICS3)),
+    "Idefics3ForConditionalGeneration": replace(
+        _BESIDE_TILES, outer=Family(("idefics3",), _TOWER | _IDEFICS3)
+    ),
     "InternVLForConditionalGeneration": replace(
         DENSE["Qwen2ForCausalLM"],
         outer=Family(("internvl",), _TOWER | _INTERNVL),
@@ -89,5 +101,5 @@ PICTURED = {
         outer=Family(("qwen2_5_vl",), _TOWER | _QWEN_TOKENS),
     ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
-    "SmolVLMForConditionalGeneration": replace(_LLAMA, outer=Family(("smolvlm",), _TOWER | _IDEFICS3)),
+    "SmolVLMForConditionalGeneration": replace(_BESIDE_TILES, outer=Family(("smolvlm",), _TOWER | _IDEFICS3)),
 }

@@ -8,7 +8,7 @@ from sgla.model.vision.idefics3 import IDEFICS3
 from sgla.model.vision.internvl import INTERNVL
 from sgla.model.vision.llava import LLAVA
 from sgla.model.vision.mistral3 import MISTRAL3
-from sgla.model.vision.qwen2_vl import QWEN2_VL, QWEN3_VL
+from sgla.model.vision.qwen2_vl import QWEN2_VL, QWEN3_5, QWEN3_VL
 from sgla.model.vision.spec import Vision
 
 VISIONS: dict[str, Vision] = {
@@ -20,5 +20,6 @@ VISIONS: dict[str, Vision] = {
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "SmolVLMForConditionalGeneration": IDEFICS3,
 }

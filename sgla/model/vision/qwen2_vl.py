@@ -31,6 +31,10 @@ def woven(config: Config) -> tuple[list[int], bool]:
     return rope_of(config).get("mrope_section", [24, 20, 20]), True
 
 
+def turned(config: Config) -> tuple[list[int], bool]:
+    return rope_of(config).get("mrope_section", [11, 11, 10]), True
+
+
 def spelled(config: Config, settings: Settings, picture: Prepared) -> Spelled:
     return Spelled(TOKEN, (prod(values(picture, "image_grid_thw")) // merged(config) ** 2,))
 
@@ -46,3 +50,4 @@ QWEN2_VL = Vision(
     sections=sections,
 )
 QWEN3_VL = replace(QWEN2_VL, sections=woven)
+QWEN3_5 = replace(QWEN2_VL, token=("image_token_id", 248056), sections=turned)
