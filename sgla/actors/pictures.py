@@ -3,8 +3,10 @@ memory that workers open, once for all requests that have it at a time."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary, finalize
@@ -32,22 +34,29 @@ class PictureRoom:
         self._extra = vision.prepares(config, settings)
         self._pool = Pool(modules=MODULES)
         self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
-        self._bytes = 0
+        self._bytes: Counter[str] = Counter()  # by client
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def prepare(self, pictures: list[Picture]) -> list[Prepared]:
-        """In their order. Raises what the pool raises, and Overloaded."""
+    async def prepare(self, pictures: list[Picture], client: str) -> list[Prepared]:
+        """In their order; one of a client at a time, so that others have the other process. Raises what the
+        pool raises, and Overloaded."""
         made: dict[bytes, Prepared] = {}
+        turn = self._turns.setdefault(client, asyncio.Lock())
         for picture in pictures:
             if picture.digest not in made:
-                made[picture.digest] = await self._one(picture)
+                async with turn:
+                    made[picture.digest] = await self._one(picture, client)
         return [made[picture.digest] for picture in pictures]
 
-    async def _one(self, picture: Picture) -> Prepared:
+    async def _one(self, picture: Picture, client: str) -> Prepared:
         known = self._there.get(picture.digest)
         if known is not None:
             return known
-        if self._bytes > TOGETHER:
-            raise Overloaded(f"pictures of requests take {TOGETHER >> 30} GiB; retry later", retry_after=5.0)
+        if self._bytes[client] > TOGETHER // 2 or self._bytes.total() > TOGETHER:
+            raise Overloaded(
+                f"pictures of requests take {TOGETHER >> 30} GiB, or yours half of that; retry later",
+                retry_after=5.0,
+            )
         fd = os.memfd_create("picture", os.MFD_CLOEXEC)
         file = f"/proc/{os.getpid()}/fd/{fd}"
         asked = (picture, self._processor, self._settings, self._extra, file, MOST)
@@ -58,13 +67,15 @@ class PictureRoom:
             raise
         prepared = Prepared(picture.digest, file, [Array(*entry) for entry in fields])
         size = os.fstat(fd).st_size
-        self._bytes += size
+        self._bytes[client] += size
         self._there[picture.digest] = prepared
-        finalize(prepared, self._gone, fd, size)
+        finalize(prepared, self._gone, fd, size, client)
         return prepared
 
-    def _gone(self, fd: int, size: int) -> None:
-        self._bytes -= size
+    def _gone(self, fd: int, size: int, client: str) -> None:
+        self._bytes[client] -= size
+        if not self._bytes[client]:
+            del self._bytes[client]
         os.close(fd)
 
     async def close(self) -> None:

@@ -55,9 +55,9 @@ def pictures(*colours: int) -> list[Picture]:
 async def test_a_picture_is_prepared_once_and_lies_there_as_long_as_somebody_has_it(
     room: PictureRoom,
 ) -> None:
-    made = await room.prepare(pictures(1, 2, 1))
+    made = await room.prepare(pictures(1, 2, 1), "a")
     assert made[0] is made[2]
-    again = await room.prepare(pictures(2))
+    again = await room.prepare(pictures(2), "a")
     assert again == [made[1]]
     assert room._pool.asked == 2  # type: ignore[attr-defined]
     values, grid = made[0].arrays
@@ -68,7 +68,7 @@ async def test_a_picture_is_prepared_once_and_lies_there_as_long_as_somebody_has
     del made, again
     gc.collect()
     assert not os.path.exists(file)
-    assert room._bytes == 0
+    assert not room._bytes
 
 
 async def test_what_does_not_fit_is_refused_and_leaves_nothing(
@@ -77,8 +77,36 @@ async def test_what_does_not_fit_is_refused_and_leaves_nothing(
     before = files()
     monkeypatch.setattr("sgla.actors.pictures.MOST", 8)
     with pytest.raises(InvalidField, match="send a smaller one"):
-        await room.prepare(pictures(3))
+        await room.prepare(pictures(3), "a")
     monkeypatch.setattr("sgla.actors.pictures.TOGETHER", -1)
     with pytest.raises(Overloaded):
-        await room.prepare(pictures(3))
+        await room.prepare(pictures(3), "a")
     assert files() == before
+
+
+async def test_a_client_with_many_pictures_leaves_a_process_to_others(room: PictureRoom) -> None:
+    under_way: list[int] = []
+    ends = asyncio.Event()
+
+    async def run(function: str, picture: Picture, *args: Any, result: Any) -> Any:
+        under_way.append(picture.pixels[0])
+        await ends.wait()
+        return prepare.prepare(picture, *args)
+
+    room._pool.run = run  # type: ignore[method-assign]
+    many = [asyncio.ensure_future(room.prepare(pictures(colour, colour + 1), "a")) for colour in (1, 3)]
+    other = asyncio.ensure_future(room.prepare(pictures(9), "b"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert under_way == [1, 9]
+    ends.set()
+    assert len(await other) == 1
+    assert [len(made) for made in await asyncio.gather(*many)] == [2, 2]
+
+
+async def test_half_of_the_room_is_for_others(room: PictureRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = await room.prepare(pictures(1), "a")
+    monkeypatch.setattr("sgla.actors.pictures.TOGETHER", room._bytes["a"] + 1)
+    with pytest.raises(Overloaded):
+        await room.prepare(pictures(2), "a")
+    assert len(await room.prepare(pictures(3), "b")) == len(kept) == 1

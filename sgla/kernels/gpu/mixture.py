@@ -84,7 +84,7 @@ def refuses(routing: Routing, activation: Gating, biases: Biases) -> str | None:
     """Why the kernels of CUDA that are made for softmax routers do not serve such a mixture, or None."""
     if not routing.plain:
         return "experts are chosen otherwise than by a softmax over all"
-    if any(bias is not None for bias in biases):
+    if any(bias is not None for bias in biases._replace(counts=None)):
         return "the router or the experts have biases"
     return None if activation in _GATED else "the experts' activation is another one"
 
