@@ -19,6 +19,7 @@ from unittest import mock
 from sgla.executor import child, procs
 
 CONTEXT = multiprocessing.get_context("forkserver")
+PATIENCE = 1800.0  # seconds: what compiles all there is takes long on a busy machine
 CONTEXT.set_forkserver_preload(["sgla.worker.cpu"])
 
 
@@ -49,15 +50,15 @@ class ForkedExecutor(procs.ProcsExecutor):
             super().spawn()
 
 
-def run_script(name: str, *args: str, seconds: float = 240) -> list[str]:
-    """The lines that a script of this folder prints within ``seconds``. Triton is not interpreted there, but
+def run_script(name: str, *args: str) -> list[str]:
+    """The lines that a script of this folder prints within ``PATIENCE``. Triton is not interpreted there, but
     if the script wants it to be."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         ends = _sent(out.fileno()), _sent(err.fileno())
         process = CONTEXT.Process(target=_script, args=(*ends, name, *args), daemon=True)
         process.start()
         try:
-            process.join(seconds)
+            process.join(PATIENCE)
             printed, errors = (os.pread(file.fileno(), 1 << 24, 0).decode() for file in (out, err))
             assert process.exitcode == 0, errors[-3000:]
         finally:

@@ -41,7 +41,7 @@ def start(cases: list[dict[str, Any]], model: dict[str, Any] | None = None) -> l
         case | {"model": model | case.get("model", {}), "config": few | case.get("config", {})}
         for case in cases
     ]
-    return [json.loads(line) for line in run_script("fake_gpu.py", json.dumps(full), seconds=1200)]
+    return [json.loads(line) for line in run_script("fake_gpu.py", json.dumps(full))]
 
 
 @pytest.mark.parametrize("dims", [(72, 512), pytest.param(HEAD_DIMS, marks=pytest.mark.slow)])

@@ -19,7 +19,7 @@ MOST = 8
 
 def answers_of(*cases: str) -> dict[str, Any]:
     """In a process of its own: see ``interpreted_drafts.py``."""
-    found: dict[str, Any] = json.loads(run_script("interpreted_drafts.py", *cases, seconds=240)[-1])
+    found: dict[str, Any] = json.loads(run_script("interpreted_drafts.py", *cases)[-1])
     return found
 
 
