@@ -53,7 +53,12 @@ def check_error(body: Any) -> dict[str, Any]:
             "messages",
             "content[0].text",
         ),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "text only"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+            "",
+        ),
         (CHAT, HI | {"temperature": "hot"}, "temperature", "temperature: expected float, got str"),
         (CHAT, HI | {"response_format": {}}, "response_format", "got null"),
         (CHAT, HI | {"moderation": {"model": "m"}}, "moderation", "/v1/moderations"),

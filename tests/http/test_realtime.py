@@ -208,7 +208,7 @@ async def test_functions_are_called(serve: Serve) -> None:
                 "type": "conversation.item.create",
                 "item": {**HELLO, "content": [{"type": "input_audio", "audio": "x"}]},
             },
-            "item.content",
+            "item.content[0]",
         ),
         ({"type": "hello"}, "type"),
         ({}, "type"),

@@ -214,7 +214,7 @@ def test_what_is_not_supported_is_refused_by_name(llm: LLM, tiny_model: Path) ->
         llm.generate({"prompt": "abc", "multi_modal_data": {}})
     with pytest.raises(ConfigError, match="nonsense"):
         LLM(str(tiny_model), nonsense=1)
-    with pytest.raises(ConfigError, match="data_parallel_size"):
+    with pytest.raises(ConfigError, match=r"several replicas \(--dp\)"):
         LLM(str(tiny_model), data_parallel_size=2)
 
 
