@@ -117,9 +117,7 @@ class Places:
 
     async def read(self, context: Any, client: Client) -> bytes | None:
         """The next message; None: there are no more. Raises BodyTimeout."""
-        own = self._of.get(client.name)
-        if own is None:
-            own = self._of[client.name] = asyncio.Semaphore(self._half)
+        own = self._of.setdefault(client.name, asyncio.Semaphore(self._half))
         try:
             async with own, self._all, asyncio.timeout(BODY_SECONDS):
                 data = await context.read()

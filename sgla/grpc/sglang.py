@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from sgla.config import SECRETS
 from sgla.errors import InvalidField
 from sgla.grpc import telling
+from sgla.grpc.answers import of_chunk, of_whole
 from sgla.grpc.calls import Call
 from sgla.grpc.logprobs import Logprobs
 from sgla.grpc.proto import SGLANG, make
@@ -88,34 +89,18 @@ class Answers:
         self._readers: dict[int, Reader] = {}
 
     def chunk(self, choice: Choice, event: Event, first: bool) -> Message:
-        part = made(
-            "GenerateStreamChunk",
-            token_ids=event.tokens,
-            output_logprobs=self._logprobs.output(event.logprobs),
-            input_logprobs=self._logprobs.prompt(choice.prompt_tokens, choice.prompt_logprobs)
-            if first
-            else None,
-            reasoning_tokens=self._reasoning(event),
-            **counts(choice),
-        )
+        fields = of_chunk(self._logprobs, choice, event, first)
+        part = made("GenerateStreamChunk", reasoning_tokens=self._reasoning(event), **fields)
         return made("GenerateResponse", request_id=self._rid, chunk=part)
 
     def complete(self, choice: Choice) -> Message:
         if choice.index not in self._readers:
             self._reasoning(choice)
-        usage = choice.usage
         whole = made(
             "GenerateComplete",
-            output_ids=choice.tokens,
-            finish_reason="stop" if choice.finish == "repetition" else choice.finish,
-            output_logprobs=self._logprobs.output(choice.logprobs),
-            input_logprobs=self._logprobs.prompt(choice.prompt_tokens, choice.prompt_logprobs),
             all_hidden_states=self._hidden(choice),
             reasoning_tokens=self._readers[choice.index].reasoning_tokens if self._reading else 0,
-            spec_accepted_tokens=usage.right,
-            spec_draft_tokens=usage.guessed,
-            **counts(choice),
-            **matched(choice),
+            **of_whole(self._logprobs, choice),
         )
         return made("GenerateResponse", request_id=self._rid, complete=whole)
 
@@ -135,24 +120,6 @@ class Answers:
             return []
         rows = np.frombuffer(b"".join(choice.hidden), np.float32).reshape(-1, self._width)
         return [made("HiddenStates", values=row, position=i) for i, row in enumerate(rows)]
-
-
-def counts(choice: Choice) -> dict[str, int]:
-    usage = choice.usage
-    return {
-        "index": choice.index,
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "cached_tokens": usage.cached_tokens,
-    }
-
-
-def matched(choice: Choice) -> dict[str, int | str]:
-    """What stopped it."""
-    if choice.finish != "stop" or choice.matched is None:
-        return {}
-    name = "matched_token_id" if isinstance(choice.matched, int) else "matched_stop_str"
-    return {name: choice.matched}
 
 
 async def embed(call: Call, request: Any) -> Message:

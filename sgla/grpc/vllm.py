@@ -8,12 +8,13 @@ from typing import Any
 from google.protobuf.message import Message
 
 from sgla.grpc import telling
+from sgla.grpc.answers import of_chunk, of_whole
 from sgla.grpc.calls import Call
 from sgla.grpc.logprobs import Logprobs
 from sgla.grpc.proto import VLLM, make
 from sgla.grpc.running import make_work, only_rank, prompt_of, run
 from sgla.grpc.sampling import MAX_GUIDED, checked, decimal, native, refuse
-from sgla.grpc.sglang import APART, MEDIA, counts, embedded, matched
+from sgla.grpc.sglang import APART, MEDIA, embedded
 from sgla.http.answer.collect import Choice
 from sgla.http.openai.common import truncation
 from sgla.http.pooling.common import text_prompt
@@ -95,29 +96,12 @@ class Answers:
         self._logprobs = Logprobs(VLLM, sampling)
 
     def chunk(self, choice: Choice, event: Event, first: bool) -> Message:
-        part = made(
-            "GenerateStreamChunk",
-            token_ids=event.tokens,
-            output_logprobs=self._logprobs.output(event.logprobs),
-            input_logprobs=self._logprobs.prompt(choice.prompt_tokens, choice.prompt_logprobs)
-            if first
-            else None,
-            **counts(choice) | {"completion_tokens": len(event.tokens)},
-        )
+        fields = of_chunk(self._logprobs, choice, event, first)
+        part = made("GenerateStreamChunk", **fields | {"completion_tokens": len(event.tokens)})
         return made("GenerateResponse", chunk=part)
 
     def complete(self, choice: Choice) -> Message:
-        whole = made(
-            "GenerateComplete",
-            output_ids=choice.tokens,
-            finish_reason="stop" if choice.finish == "repetition" else choice.finish,
-            output_logprobs=self._logprobs.output(choice.logprobs),
-            input_logprobs=self._logprobs.prompt(choice.prompt_tokens, choice.prompt_logprobs),
-            spec_accepted_tokens=choice.usage.right,
-            spec_draft_tokens=choice.usage.guessed,
-            **counts(choice),
-            **matched(choice),
-        )
+        whole = made("GenerateComplete", **of_whole(self._logprobs, choice))
         return made("GenerateResponse", complete=whole)
 
 
