@@ -155,7 +155,9 @@ def extend_tokenizer(source: Path, model: Path, folder: Path) -> None:
     words = tokenizer["model"]["vocab"]
     if not isinstance(words, dict):
         raise SystemExit("--dummy needs a tokenizer whose vocabulary has names and ids (BPE or WordPiece)")
-    known = max(*words.values(), *(added["id"] for added in tokenizer["added_tokens"])) + 1
+    # an added token keeps its id behind a longer vocabulary only if it stands in there, too
+    words |= {added["content"]: added["id"] for added in tokenizer["added_tokens"]}
+    known = max(words.values()) + 1
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     words |= {f"xq{i}": i for i in range(known, size)}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
