@@ -121,15 +121,29 @@ class Resting(ABC):
             path = inside(folder, self.config.weight_folders, "model_path", "--weight-folders")
         return await self._whole(self._changed(partial(self._take_folder, path, version)))
 
-    async def take_tensors(self, payloads: Sequence[bytes], version: str | None) -> bool:
-        """As ``update_weights``, of some tensors (``loading/tensors.py``): one payload, or one a rank."""
+    async def take_tensors(
+        self, payloads: Sequence[bytes], version: str | None, names: Sequence[str] = ()
+    ) -> bool:
+        """As ``update_weights``, of some tensors (``loading/tensors.py``): one payload, or one a rank.
+        ``names``: of tensors whose handles a payload has."""
         if len(payloads) not in (1, self.config.tp):
             raise InvalidField(
                 f"there are {self.config.tp} ranks, and tensors for {len(payloads)}; give one item, or one "
                 "for each",
                 param="serialized_named_tensors",
             )
-        return await self._whole(self._changed(partial(self._take_payloads, payloads, version)))
+        return await self._whole(self._changed(partial(self._take_payloads, payloads, version, names)))
+
+    async def take_from_servers(self, servers: Mapping[str, str], version: str | None) -> bool:
+        """As ``take_tensors``, of what parameter servers bring: the ZMQ address of each rank's, by the name
+        of its device."""
+        if wrong := [address for address in servers.values() if not address.startswith("ipc://")]:
+            raise InvalidField(
+                f"a parameter server is on this host, at ipc://..., not at {wrong[0][:99]!r}",
+                param="zmq_handles",
+            )
+        what = {"servers": dict(servers)}
+        return await self._whole(self._changed(partial(self._take, what, version)))
 
     async def join_trainer(self, group: str, **where: Any) -> None:
         """A group of a trainer, ``where`` it meets (``dist/trainer.py``). Raises InvalidField."""
@@ -241,10 +255,13 @@ class Resting(ABC):
         self.files = files_of(source)
         self.weight_version = version or str(path)
 
-    async def _take_payloads(self, payloads: Sequence[bytes], version: str | None) -> None:
+    async def _take_payloads(
+        self, payloads: Sequence[bytes], version: str | None, names: Sequence[str]
+    ) -> None:
         with ExitStack() as files:
             paths = [files.enter_context(in_memory(payload)) for payload in payloads]
-            await self._take({"paths": paths}, version)
+            what = {"paths": paths, "names": list(names)} if names else {"paths": paths}
+            await self._take(what, version)
 
     async def _take(self, what: dict[str, Any], version: str | None) -> None:
         """All ranks take them, or none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sgla.actors.resting import GROUP, announced, named_parts
@@ -61,6 +61,13 @@ class WeightCalls(EngineLoop):
 
         named = list(named_tensors)
         return self._call(self._ready().ingress.take_tensors([packed(named)], weight_version))
+
+    def update_weights_from_ipc(
+        self, zmq_handles: Mapping[str, str], weight_version: str | None = None
+    ) -> bool:
+        """As ``update_weights_from_tensor``, of what checkpoint-engine broadcasts: the address of each rank's
+        parameter server, by the name of its device (``GPU-<uuid>``, ``CPU-<rank>``)."""
+        return self._call(self._ready().ingress.take_from_servers(zmq_handles, weight_version))
 
     def init_weights_update_group(
         self,

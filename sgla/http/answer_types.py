@@ -474,5 +474,17 @@ class Told(msgspec.Struct):
     message: str
 
 
+class Transferred(msgspec.Struct):
+    message: str
+
+
+class Called(msgspec.Struct):
+    results: list[None]
+
+
+class WorldSize(msgspec.Struct):
+    world_size: int
+
+
 class Sleeping(msgspec.Struct):
     is_sleeping: bool

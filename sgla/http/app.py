@@ -12,7 +12,7 @@ from aiohttp import web
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError, Unauthorized
-from sgla.http import admin, control, invocations, ollama, openapi, page
+from sgla.http import admin, control, invocations, ollama, openapi, page, weights
 from sgla.http.access import LINES, AccessLines, log_access, worth_telling
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.batches import routes as batches
@@ -161,12 +161,19 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/is_sleeping": {"GET": control.is_sleeping},
     "/release_memory_occupation": {"POST": control.release_memory},
     "/resume_memory_occupation": {"POST": control.resume_memory},
-    "/update_weights_from_disk": {"POST": control.update_weights},
-    "/update_weights_from_tensor": {"POST": control.update_tensors},
-    "/init_weights_update_group": {"POST": control.join_trainer},
-    "/update_weights_from_distributed": {"POST": control.update_from_trainer},
-    "/destroy_weights_update_group": {"POST": control.leave_trainer},
-    "/get_weights_by_name": {"POST": control.show_weights},
+    "/update_weights_from_disk": {"POST": weights.update_weights},
+    "/update_weights_from_tensor": {"POST": weights.update_tensors},
+    "/update_weights_from_ipc": {"POST": weights.update_from_servers},
+    "/collective_rpc": {"POST": weights.call},
+    "/init_weight_transfer_engine": {"POST": weights.begin_transfers},
+    "/start_weight_update": {"POST": weights.start_transfer},
+    "/update_weights": {"POST": weights.take_part},
+    "/finish_weight_update": {"POST": weights.finish_transfer},
+    "/get_world_size": {"GET": weights.world_size},
+    "/init_weights_update_group": {"POST": weights.join_trainer},
+    "/update_weights_from_distributed": {"POST": weights.update_from_trainer},
+    "/destroy_weights_update_group": {"POST": weights.leave_trainer},
+    "/get_weights_by_name": {"POST": weights.show_weights},
     "/load_lora_adapter": {"POST": control.load_adapter},
     "/unload_lora_adapter": {"POST": control.unload_adapter},
     "/v1/load_lora_adapter": {"POST": control.load_adapter_text},
@@ -176,8 +183,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/start_expert_distribution_record": {"POST": control.start_experts},
     "/stop_expert_distribution_record": {"POST": control.stop_experts},
     "/dump_expert_distribution_record": {"POST": control.dump_experts},
-    "/weights": {"GET": control.weights},
-    "/weights/{id}": {"GET": control.weight_file},
+    "/weights": {"GET": weights.links},
+    "/weights/{id}": {"GET": weights.file},
     "/step_log": {"GET": control.step_log, "POST": control.step_log},
 }
 

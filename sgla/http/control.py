@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from base64 import b64decode
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from aiohttp import web
 
-from sgla.actors.resting import PARTS, announced, named_parts
+from sgla.actors.resting import PARTS, named_parts
 from sgla.errors import InvalidField, NotFound
 from sgla.http import answer_types as to
 from sgla.http.clients import CLIENT
 from sgla.http.errors import Busy
 from sgla.http.models import MODELS
-from sgla.http.operation import BINARY, HTML, TEXT, operation
+from sgla.http.operation import BINARY, TEXT, operation
 from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.schema import (
     AbortRequest,
@@ -35,10 +31,9 @@ from sgla.http.request.schema import (
     UpdateFromTrainerRequest,
     UpdateTensorsRequest,
     UpdateWeightsRequest,
-    WeightChange,
     unsupported,
 )
-from sgla.http.server import ASKED, PATH_ID, TAKEN, Server
+from sgla.http.server import ASKED, TAKEN
 from sgla.http.wire import json_response
 from sgla.messages import MOST_PROFILED, Control
 
@@ -195,83 +190,6 @@ async def is_sleeping(request: web.Request) -> web.Response:
     return json_response({"is_sleeping": request[ASKED].ingress.phase == "sleeping"})
 
 
-@operation("SGLang: take other weights of the same model", UpdateWeightsRequest, to.Updated)
-async def update_weights(request: web.Request) -> web.Response:
-    """Other weights of the same model, from a folder; the prefix cache is empty then."""
-    server = request[ASKED]
-    fields = await intake(request, UPDATE, resting=True)
-    for name in ("load_format", "is_async", "keep_pause", "recapture_cuda_graph", "torch_empty_cache"):
-        if getattr(fields, name):
-            raise unsupported(name, "; leave it out")
-    if fields.flush_cache is False:
-        raise unsupported("flush_cache", " as false: KV of old weights is of no use")
-    change = server.ingress.update_weights(fields.model_path, fields.weight_version)
-    return await _changed(server, fields, change)
-
-
-@operation("SGLang: take tensors in place of weights", UpdateTensorsRequest, to.Updated)
-async def update_tensors(request: web.Request) -> web.Response:
-    """Other weights of the same model, some or all, that the request has, or that lie on this GPU."""
-    server = request[ASKED]
-    fields = await intake(request, TENSORS, resting=True)
-    payloads = [await asyncio.to_thread(_unarmored, text) for text in fields.serialized_named_tensors]
-    return await _changed(server, fields, server.ingress.take_tensors(payloads, fields.weight_version))
-
-
-@operation("SGLang: take what the trainer sends in place of weights", UpdateFromTrainerRequest, to.Updated)
-async def update_from_trainer(request: web.Request) -> web.Response:
-    """What the trainer of a group broadcasts, in the order of the names."""
-    server = request[ASKED]
-    fields = await intake(request, FROM_TRAINER, resting=True)
-    tensors = announced(fields.names, fields.dtypes, fields.shapes)
-    change = server.ingress.take_from_trainer(fields.group_name, tensors, fields.weight_version)
-    return await _changed(server, fields, change)
-
-
-@operation("SGLang: join a trainer", JoinTrainerRequest, to.Told)
-async def join_trainer(request: web.Request) -> web.Response:
-    fields = await intake(request, JOIN, resting=True)
-    where = {"master_address": fields.master_address, "master_port": fields.master_port}
-    where |= {"rank_offset": fields.rank_offset, "world_size": fields.world_size, "backend": fields.backend}
-    await request[ASKED].ingress.join_trainer(fields.group_name, **where)
-    return json_response({"success": True, "message": f"joined the group {fields.group_name}"})
-
-
-@operation("SGLang: leave a trainer", LeaveTrainerRequest, to.Told)
-async def leave_trainer(request: web.Request) -> web.Response:
-    fields = await optional_intake(request, LEAVE, resting=True)
-    await request[ASKED].ingress.leave_trainer(fields.group_name)
-    return json_response({"success": True, "message": f"left the group {fields.group_name}"})
-
-
-def _unarmored(text: str) -> bytes:
-    try:
-        return b64decode(text, validate=True)
-    except ValueError as error:
-        name = "serialized_named_tensors"
-        raise InvalidField(f"{name} must be base64: {error}", param=name) from error
-
-
-async def _changed(server: Server, fields: WeightChange, change: Awaitable[bool]) -> web.Response:
-    ended = await server.abort(None) if fields.abort_all_requests else 0
-    if not await change:
-        raise Busy(
-            "requests are open, so the weights were not updated; try again when they are done, or pause "
-            "generating (mode in_place), so that they go on with the new weights"
-        )
-    told = {"success": True, "message": "the weights are updated", "num_paused_requests": ended}
-    return json_response(told)
-
-
-@operation("SGLang: rows of a tensor", ShowWeightsRequest, list[Any])
-async def show_weights(request: web.Request) -> web.Response:
-    """The first rows of a tensor, by its name in the model's files."""
-    fields = await intake(request, SHOW)
-    args = {"name": fields.name, "rows": fields.truncate_size}
-    told = await request[ASKED].ingress.control(Control(verb="weights_show", args=args))
-    return json_response(told["ranks"][0]["values"])
-
-
 @cache
 def resolved(folder: str) -> Path:
     return Path(folder).resolve()
@@ -321,26 +239,6 @@ async def dump_experts(request: web.Request) -> web.Response:
 async def stop_profile(request: web.Request) -> web.Response:
     """Write the traces."""
     return json_response(await request[ASKED].ingress.control(Control(verb="profile_stop")))
-
-
-@operation("Links to the model's files, for a server that copies them", media=HTML)
-async def weights(request: web.Request) -> web.Response:
-    """A page of links to the model's files, as ``--load-format remote-instance`` of another server reads
-    it."""
-    server = request[ASKED]
-    server.ingress.require_ready()
-    links = "".join(f'<a href="{quote(name)}">{escape(name)}</a>\n' for name in sorted(server.ingress.files))
-    return web.Response(text=f"<!doctype html><title>weights</title>\n{links}", content_type="text/html")
-
-
-@operation("One of these files", media=BINARY)
-async def weight_file(request: web.Request) -> web.FileResponse:
-    server = request[ASKED]
-    server.ingress.require_ready()
-    path = server.ingress.files.get(request[PATH_ID])
-    if path is None:
-        raise NotFound("the model has no such file; /weights lists those that it has")
-    return web.FileResponse(path, headers={"Content-Type": "application/octet-stream"})
 
 
 @operation("The scheduler's last steps, for 'sgla replay'", media=BINARY)

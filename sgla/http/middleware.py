@@ -25,6 +25,12 @@ SECRET = {
     **dict.fromkeys(
         (
             "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "collective_rpc",
+            "init_weight_transfer_engine",
+            "start_weight_update",
+            "update_weights",
+            "finish_weight_update",
             "init_weights_update_group",
             "update_weights_from_distributed",
             "destroy_weights_update_group",

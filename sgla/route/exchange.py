@@ -50,9 +50,15 @@ EVERYWHERE = frozenset(
 )
 ONE_BY_ONE = frozenset(
     (
+        "/collective_rpc",
         "/destroy_weights_update_group",
+        "/finish_weight_update",
+        "/init_weight_transfer_engine",
         "/init_weights_update_group",
+        "/start_weight_update",
+        "/update_weights",
         "/update_weights_from_distributed",
+        "/update_weights_from_ipc",
         "/update_weights_from_tensor",
     )
 )

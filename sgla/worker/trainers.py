@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from sgla.dist.trainer import Rendezvous, TrainerGroup
-from sgla.errors import InvalidField
+from sgla.errors import InvalidField, WeightError
+from sgla.loading.buckets import from_server
 
 Wanted = dict[str, tuple[list[int], torch.dtype]]
+Take = Callable[[dict[str, Tensor]], None]
 
 
 class Trainers:
@@ -28,11 +30,16 @@ class Trainers:
             raise InvalidField(f"there is a group {meeting.name!r} already", param="group_name")
         return self._thread.submit(self._join, meeting)
 
-    def receive(self, name: str, wanted: Wanted, take: Callable[[dict[str, Tensor]], None]) -> Future[Any]:
+    def receive(self, name: str, wanted: Wanted, take: Take) -> Future[Any]:
         """``take`` gets what comes. Raises InvalidField, at once or later: the group is gone then."""
         if name not in self._groups:
             raise InvalidField(f"there is no group {name!r}", param="group_name")
         return self._thread.submit(self._receive, name, wanted, take)
+
+    def fetch(self, address: str, look: Take, keep: Take) -> Future[dict[str, Any]]:
+        """``look`` at each part of what a parameter server brings, and ``keep`` the whole. Raises
+        InvalidField, later."""
+        return self._thread.submit(self._fetch, address, look, keep)
 
     def leave(self, name: str) -> None:
         if (group := self._groups.pop(name, None)) is None:
@@ -54,9 +61,15 @@ class Trainers:
             ) from error
         return {}
 
-    def _receive(
-        self, name: str, wanted: Wanted, take: Callable[[dict[str, Tensor]], None]
-    ) -> dict[str, Any]:
+    def _fetch(self, address: str, look: Take, keep: Take) -> dict[str, Any]:
+        try:
+            found = from_server(address, look)
+        except WeightError as error:
+            raise InvalidField(f"{error.message}; the old weights stay", param="zmq_handles") from error
+        keep(found)
+        return {}
+
+    def _receive(self, name: str, wanted: Wanted, take: Take) -> dict[str, Any]:
         try:
             tensors = self._groups[name].receive(wanted)
         except RuntimeError as error:

@@ -20,7 +20,7 @@ from sgla.errors import ConfigError, InvalidField, SglaError, UnsupportedField, 
 from sgla.hub.source import ModelSource
 from sgla.loading.checkpoint import stored_tensors
 from sgla.loading.source import configured_source
-from sgla.loading.tensors import received
+from sgla.loading.tensors import own, received
 from sgla.model.read import read_decoder
 from sgla.worker.runner import CHANGES, Command, Runner
 from sgla.worker.tier_setup import Identity
@@ -45,8 +45,9 @@ class ChangingRunner(Runner):
         is empty, and with ``weights`` theirs: they go to the ``host``'s memory, if that is another one; are
         read again from the ``files``; or ``either``, whichever there is. ``wake`` has ``kv`` and ``weights``
         again. ``weights_update`` takes those of the folder ``path``, or the ones before. ``weights_receive``
-        reads tensors from the files ``paths``, of which each rank may have its own, or from a trainer's
-        ``group``, and looks whether they fit; then ``weights_take`` takes them, or drops them.
+        reads tensors from the files ``paths``, of which each rank may have its own (``names``: if they have
+        handles alone), from a trainer's ``group``, or from parameter ``servers``, and looks whether they
+        fit; then ``weights_take`` takes them, or drops them.
         ``weights_show`` has the first ``rows`` of the tensor ``name``. ``trainer_join`` and ``trainer_leave``
         a group."""
         changes: dict[str, Command] = {
@@ -140,20 +141,38 @@ class ChangingRunner(Runner):
         if "group" in args:
             wanted = {name: (shape, getattr(torch, kind)) for name, shape, kind in args["tensors"]}
             return self.trainers.receive(args["group"], wanted, partial(self._look_at, "names"))
-        rank, paths, param = self.shard.rank, args["paths"], "serialized_named_tensors"
         try:
-            found = received(paths[rank if len(paths) > 1 else 0], rank)
+            if "servers" in args:
+                address = own(args["servers"], self._places)
+                return self.trainers.fetch(address, partial(self._check, "zmq_handles"), self._hold)
+            rank, paths, names = self.shard.rank, args["paths"], args.get("names", ())
+            found = received(paths[rank if len(paths) > 1 else 0], rank, names, self._places)
         except WeightError as error:
-            raise InvalidField(error.message, param=param) from error
-        self._look_at(param, found)
+            raise InvalidField(error.message, param=_named(args)) from error
+        self._look_at(_named(args), found)
         return None
 
+    @cached_property
+    def _places(self) -> list[str]:
+        """Names of this rank's device."""
+        if self.place.torch.type != "cuda":
+            return [f"CPU-{self.shard.number}"]
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return [f"GPU-{uuid}", uuid]
+
     def _look_at(self, param: str, tensors: dict[str, Tensor]) -> None:
+        """Raises InvalidField."""
+        self._check(param, tensors)
+        self._hold(tensors)
+
+    def _check(self, param: str, tensors: dict[str, Tensor]) -> None:
         """Raises InvalidField."""
         try:
             self._take_tensors(tensors, look=True)
         except WeightError as error:
             raise InvalidField(f"{error.message}; the old weights stay", param=param) from error
+
+    def _hold(self, tensors: dict[str, Tensor]) -> None:
         self._received = tensors
 
     def _bring(self, keep: bool) -> None:
@@ -214,3 +233,10 @@ class ChangingRunner(Runner):
                 values: list[Any] = tensor.values(range(count)).float().tolist()
                 return values
         raise InvalidField(f"the model's files have no tensor {name[:200]!r}", param="name")
+
+
+def _named(args: Mapping[str, Any]) -> str:
+    """The field of a request that tensors came by."""
+    if "servers" in args:
+        return "zmq_handles"
+    return "update_info" if "names" in args else "serialized_named_tensors"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import multiprocessing
 import pickle
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from itertools import chain, islice
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,13 +21,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
 from safetensors.torch import load_file, save
 from test_sleep import TEXT, answer, of, sleep
 from test_sleep import save as save_model
 from tiny import LLAMA, make_core, run, submit
 from torch import Tensor
+from torch.multiprocessing import reductions
 
+from sgla.actors.ingress import Ingress
 from sgla.actors.resting import in_memory
+from sgla.config import Config
 from sgla.errors import InvalidField, UnsupportedField, WeightError
 from sgla.loading.tensors import packed, received
 from sgla.messages import Control
@@ -199,6 +208,179 @@ def test_paused_requests_go_on_and_nobody_finds_old_prefixes(
     assert len(tokens["paused"]) == 12
     assert tokens["new"] == fresh
     core.check()
+
+
+@pytest.fixture
+def in_shared_memory() -> Iterator[Callable[[Tensor], SharedMemory]]:
+    """Puts the bytes of a tensor there."""
+    made: list[SharedMemory] = []
+
+    def put(tensor: Tensor) -> SharedMemory:
+        made.append(SharedMemory(create=True, size=tensor.nbytes))
+        torch.frombuffer(made[-1].buf, dtype=torch.uint8)[: tensor.nbytes] = tensor.flatten().view(
+            torch.uint8
+        )
+        return made[-1]
+
+    yield put
+    gc.collect()  # views of what is closed
+    for memory in made:
+        memory.close()
+        memory.unlink()
+
+
+def test_tensors_lie_in_shared_memory(in_shared_memory: Callable[[Tensor], SharedMemory]) -> None:
+    """As torch's own handles of them (sharing strategy file_system), or by a name."""
+    tensor = torch.randn(6, 4, dtype=torch.bfloat16)
+    memory = in_shared_memory(tensor)
+    storage = (torch.storage.TypedStorage, b"", f"/{memory.name}".encode(), 24, torch.bfloat16)
+    of_storage = Rebuilt(reductions.rebuild_storage_filename, storage)
+    handle = (reductions.rebuild_tensor, (Tensor, of_storage, (4, torch.Size([5, 4]), (4, 1), False)))
+    with in_memory(pickle.dumps([{"CPU-0": handle}])) as path:
+        found = received(path, names=["a"], places=["CPU-0"])
+        assert torch.equal(found["a"], tensor[1:])
+        for names, places in ((["a", "b"], ["CPU-0"]), (["a"], ["GPU-1"])):
+            with pytest.raises(WeightError):
+                received(path, names=names, places=places)
+    for name in ("../passwd", "nothing-of-this-name", "/x/y"):
+        wrong = Rebuilt(reductions.rebuild_storage_filename, (*storage[:2], name.encode(), *storage[3:]))
+        with pytest.raises(WeightError):
+            through(pickle.dumps([("a", wrong)]))
+    with pytest.raises(WeightError):  # more than there is
+        through(pickle.dumps([("a", Rebuilt(SharedMemory, (memory.name, False, 1 << 20)))]))
+
+
+class Rebuilt:
+    """Pickled as a call."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+class Server:
+    """checkpoint-engine's side: what it says, a message a turn, and the answers that it has ``heard``."""
+
+    def __init__(self, folder: Path, said: Iterable[Any]) -> None:
+        self.address, self.heard = f"ipc://{folder}/server", list[bytes]()
+        self._thread = threading.Thread(target=self._run, args=(said,), daemon=True)
+        self._thread.start()
+
+    def _run(self, said: Iterable[Any]) -> None:
+        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVTIMEO, 20_000)
+            socket.bind(self.address)
+            for message in said:
+                socket.send_pyobj(message)
+                self.heard.append(socket.recv())
+                if self.heard[-1]:
+                    socket.setsockopt(zmq.LINGER, 1000)
+                    socket.send_pyobj(RuntimeError("some rank has failed"))
+                    break
+
+    def end(self) -> None:
+        self._thread.join(20)
+
+
+def buckets(
+    tensors: dict[str, Tensor], memory: SharedMemory, size: int = 4, **wrong: Any
+) -> Iterator[list[dict[str, Any]]]:
+    """Puts tensors into the buffer, in one half and then the other, and tells where, ``wrong`` aside."""
+    names, buffer = list(tensors), torch.frombuffer(memory.buf, dtype=torch.uint8)
+    for start in range(0, len(names), size):
+        at, told = start // size % 2 * (memory.size // 2), []
+        for name in names[start : start + size]:
+            tensor = tensors[name]
+            buffer[at : at + tensor.nbytes] = tensor.flatten().view(torch.uint8)
+            where = {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "offset": at}
+            told.append(where | wrong)
+            at += -(-tensor.nbytes // 256) * 256
+        yield told
+
+
+def fetch(runner: CpuRunner, server: Server) -> None:
+    told = {"servers": {"GPU-0": "ipc:///none", "CPU-0": server.address}}
+    try:
+        wait(runner.control(Control(verb="weights_receive", args=told)))
+    finally:
+        server.end()
+
+
+def test_a_parameter_server_broadcasts_weights(
+    folders: dict[str, Path],
+    tensors: dict[str, dict[str, Tensor]],
+    tmp_path: Path,
+    in_shared_memory: Callable[[Tensor], SharedMemory],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bucket by bucket, in a buffer that is written to again: the model is that of a file with them. What
+    does not fit, or a server that dies, changes nothing."""
+    monkeypatch.setattr("sgla.loading.buckets.PATIENCE", 5.0)
+    runner = of(folders["one"])
+    one, two = answer(runner), answer(of(folders["two"]))
+    memory = in_shared_memory(torch.zeros(1 << 19, dtype=torch.uint8))
+    broken = tensors["two"] | {"model.norm.weight": torch.full((48,), torch.nan)}
+    lost = tensors["two"] | {"model.x": torch.ones(3)}
+    for said, words in (
+        (buckets(broken, memory), "not finite: model.norm.weight"),
+        (buckets(lost, memory), "unexpected: model.x"),
+        (buckets(tensors["two"], memory, shape=(3, 3)), "misshapen"),
+        (buckets(tensors["two"], memory, offset=memory.size), "not in the buffer"),
+        (buckets(tensors["two"], memory, size=1, name=QKV[0]), "twice|misshapen"),
+        ([*buckets(tensors["two"], memory), RuntimeError("a trainer is dead")], "given up"),
+        ([["?"]], "not in the buffer"),
+        (islice(buckets(tensors["two"], memory), 2), "is gone"),
+    ):
+        server = Server(tmp_path, chain([memory], said))
+        with pytest.raises(InvalidField, match=words) as caught:
+            fetch(runner, server)
+        assert caught.value.param == "zmq_handles"
+        assert words in ("given up", "is gone") or server.heard[-1], "it is told"
+        runner.control(Control(verb="weights_take", args={"keep": False}))
+        assert answer(runner) == one
+    with pytest.raises(InvalidField, match="no handle of a tensor"):
+        fetch(runner, Server(tmp_path, [5]))
+    server = Server(tmp_path, chain([memory], buckets(tensors["two"], memory), [None]))
+    fetch(runner, server)
+    assert set(server.heard) == {b""}
+    assert answer(runner) == one
+    runner.control(Control(verb="weights_take", args={"keep": True}))
+    assert answer(runner) == two
+
+
+async def test_the_ingress_has_servers_of_this_host_alone(
+    folders: dict[str, Path],
+    tensors: dict[str, dict[str, Tensor]],
+    tmp_path: Path,
+    in_shared_memory: Callable[[Tensor], SharedMemory],
+) -> None:
+    runner, ingress = of(folders["one"]), Ingress(Config())
+    two = answer(of(folders["two"]))
+
+    async def control(command: Control) -> Any:
+        made = runner.control(command)
+        return await asyncio.wrap_future(made) if isinstance(made, Future) else made
+
+    ingress.connect(Any, runner.facts, dict, control, lambda tiers: True, str, lambda paused: None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidField, match="on this host"):
+        await ingress.take_from_servers({"CPU-0": "tcp://10.0.0.1:1"}, None)
+    memory = in_shared_memory(torch.zeros(1 << 19, dtype=torch.uint8))
+    server = Server(tmp_path, chain([memory], buckets(tensors["two"], memory), [None]))
+    assert await ingress.take_from_servers({"CPU-0": server.address}, "second")
+    server.end()
+    assert (ingress.weight_version, ingress.ready) == ("second", True)
+    assert answer(runner) == two
+    handles = [{"CPU-0": tensors["one"][name]} for name in tensors["one"]]
+    assert await ingress.take_tensors([pickle.dumps(handles)], None, [*tensors["one"]])
+    assert answer(runner) == answer(of(folders["one"]))
+
+
+def test_a_parameter_server_is_known_by_the_device(folders: dict[str, Path]) -> None:
+    with pytest.raises(InvalidField, match="nothing is told to CPU-0, but to GPU-1"):
+        of(folders["one"]).control(Control(verb="weights_receive", args={"servers": {"GPU-1": "ipc:///x"}}))
 
 
 def trainer(port: int, tensors: list[Tensor], dies: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -221,8 +221,15 @@ class FakeIngress:
 
     weight_version = "default"
 
-    async def take_tensors(self, payloads: Sequence[bytes], version: str | None) -> bool:
-        self.brought = [*payloads]
+    async def take_from_servers(self, servers: Mapping[str, str], version: str | None) -> bool:
+        self.brought = [servers]
+        self.weight_version = version or self.weight_version
+        return self.flushable
+
+    async def take_tensors(
+        self, payloads: Sequence[bytes], version: str | None, names: Sequence[str] = ()
+    ) -> bool:
+        self.brought = [*payloads, *names]
         self.weight_version = version or self.weight_version
         return self.flushable
 

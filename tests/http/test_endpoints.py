@@ -52,6 +52,13 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/abort_request": ({"abort_all": True}, None),
     "/update_weights_from_disk": ({"model_path": "x"}, None),
     "/update_weights_from_tensor": ({"serialized_named_tensors": ["eA=="]}, None),
+    "/update_weights_from_ipc": ({"zmq_handles": {"GPU-1": "ipc://x"}}, None),
+    "/collective_rpc": ({"method": "update_weights_from_ipc", "args": [{"GPU-1": "ipc://x"}]}, None),
+    "/init_weight_transfer_engine": ({"init_info": {}}, None),
+    "/update_weights": (
+        {"update_info": {"names": ["x"], "dtype_names": ["y"], "shapes": [[1]], "ipc_handles_pickled": ""}},
+        None,
+    ),
     "/init_weights_update_group": (
         {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2},
         None,

@@ -56,7 +56,8 @@ async def test_admin_keys(serve: Serve) -> None:
     for key, user_status, admin_status in (("user", 200, 403), ("root", 200, 200), ("none", 401, 401)):
         assert (await site.get("/v1/models", **bearer(key)))[0] == user_status
         for route in sorted({f"/{first}" for first in ADMIN - {"weights"}} | ADMIN_OF_V1):
-            bare = "lora" in route or ("_weights" in route and "destroy" not in route)  # it has no name
+            bare = "lora" in route or route in ("/collective_rpc", "/update_weights")  # it has no name
+            bare |= "_weights" in route and "destroy" not in route
             wanted = 400 if admin_status == 200 and bare else admin_status
             async with site.http.post(route, json={}, **bearer(key)) as response:
                 assert response.status == wanted
@@ -67,10 +68,13 @@ async def test_admin_keys(serve: Serve) -> None:
     assert (await open_site.post("/abort_request", {"abort_all": True}, **bearer("root")))[0] == 200
 
 
+CHANGING = control.__name__, weights.__name__
+
+
 def test_each_route_that_changes_the_server_is_for_administrators() -> None:
     handlers = {(path, handler) for path, methods in ROUTES.items() for handler in methods.values()}
-    changing = {path for path, handler in handlers if handler.__module__ == control.__name__}
-    assert changing - {"/is_paused", "/is_sleeping"} == {
+    changing = {path for path, handler in handlers if handler.__module__ in CHANGING}
+    assert changing - {"/is_paused", "/is_sleeping", "/get_world_size"} == {
         *(f"/{first}" for first in (ADMIN | OWN) - {"weights"}),
         *ADMIN_OF_V1,
         *FILES,
@@ -154,6 +158,10 @@ async def test_sleep_and_wake(site: Site) -> None:
         assert (await site.post(path, body))[0] == 400
 
 
+METHOD = {"method": "update_weights_from_ipc"}
+HANDLES = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]], "ipc_handles_pickled": "eHk="}
+
+
 async def test_weights_are_updated_and_shown(serve: Serve) -> None:
     site = await serve(FakeIngress(), admin_api_key=["boss"])
     key, route = bearer("boss"), "/update_weights_from_disk"
@@ -192,12 +200,32 @@ async def test_weights_are_updated_and_shown(serve: Serve) -> None:
             ["g", ("a", [2, 3], "float32")],
         ),
         ("/destroy_weights_update_group", {"group_name": "g"}, ["g"]),
+        ("/update_weights_from_ipc", {"zmq_handles": {"GPU-1": "ipc://x"}}, [{"GPU-1": "ipc://x"}]),
+        ("/init_weight_transfer_engine", {"init_info": {}}, [{"GPU-1": "ipc://x"}]),
+        ("/start_weight_update", {"is_checkpoint_format": True}, [{"GPU-1": "ipc://x"}]),
+        ("/update_weights", {"update_info": HANDLES}, [b"xy", "a"]),
+        ("/finish_weight_update", b"", [b"xy", "a"]),
+        ("/collective_rpc", METHOD | {"args": [{"GPU-2": "ipc://y"}]}, [{"GPU-2": "ipc://y"}]),
     ):
         assert (await site.post(route_, body_, **key))[0] == 200
         assert site.ingress.brought == brought
     for wrong in ({"dtypes": ["int8"]}, {"shapes": []}, {"shapes": [[0]]}, {"names": ["a", "a"]}):
         status, _ = await site.post("/update_weights_from_distributed", sent | wrong, **key)
         assert status == 400, wrong
+    for route_, wrong in (
+        ("/update_weights_from_ipc", {"zmq_handles": {}}),
+        ("/update_weights_from_ipc", {"zmq_handles": {"GPU-1": "ipc://x"}, "torch_empty_cache": True}),
+        ("/collective_rpc", {"method": "reset_prefix_cache"}),
+        ("/collective_rpc", METHOD | {"args": [{"GPU-1": 2}]}),
+        ("/collective_rpc", METHOD | {"args": ["x"]}),
+        ("/init_weight_transfer_engine", {"init_info": {"master_address": "h"}}),
+        ("/start_weight_update", {"is_checkpoint_format": False}),
+        ("/update_weights", {"update_info": HANDLES | {"packed": True}}),
+        ("/update_weights", {"update_info": HANDLES | {"shapes": []}}),
+        ("/update_weights", {"update_info": HANDLES | {"ipc_handles_pickled": "?"}}),
+    ):
+        assert (await site.post(route_, wrong, **key))[0] == 400, wrong
+    assert (await site.get("/get_world_size", **key)) == (200, {"world_size": 1})
     shown = await site.post("/get_weights_by_name", {"name": "x", "truncate_size": 2}, **key)
     assert shown == (200, [[0.5], [0.5]])
     for wrong in ({"flush_cache": False}, {"is_async": True}, {"load_format": "auto"}, {"model_path": 1}):

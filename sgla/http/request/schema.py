@@ -501,6 +501,52 @@ class UpdateFromTrainerRequest(WeightChange, kw_only=True):
     load_format: None = None
 
 
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+
+
+class UpdateFromServersRequest(WeightChange, kw_only=True):
+    """``zmq_handles``: of each rank the address of its parameter server, by the name of its device:
+    ``GPU-<uuid>``, ``CPU-<rank>``."""
+
+    zmq_handles: Annotated[dict[Name, Name], msgspec.Meta(min_length=1, max_length=1024)]
+    torch_empty_cache: bool | None = None
+
+
+class CallRequest(msgspec.Struct, kw_only=True):
+    """vLLM's; ``timeout`` is not needed."""
+
+    model: str | None = None
+    method: Name
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = None
+
+
+class TransferEngineRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    init_info: dict[str, Any] = {}
+
+
+class TransferRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    is_checkpoint_format: bool | None = None
+
+
+class Handles(msgspec.Struct, kw_only=True):
+    """``ipc_handles_pickled``: in base64, the pickle of a list with, of each name, a handle by device."""
+
+    names: Annotated[list[str], msgspec.Meta(min_length=1)]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    ipc_handles_pickled: str
+    packed: bool | None = None
+
+
+class TransferPartRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    update_info: Handles
+
+
 class ShowWeightsRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     name: str
