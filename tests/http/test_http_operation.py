@@ -24,7 +24,7 @@ from sgla.bench.load import Target
 from sgla.bench.replay import send
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.http import bodies, control
+from sgla.http import bodies, control, weights
 from sgla.http.access import AT_ONCE, AccessLines
 from sgla.http.app import ROUTES
 from sgla.http.middleware import ADMIN, ADMIN_OF_V1, OWN, SECRET
