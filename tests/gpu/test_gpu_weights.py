@@ -30,9 +30,9 @@ SMALL: dict[str, Any] = {
 
 
 def tensors_of(thing: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """Every tensor that an object's attributes lead to."""
+    """Every tensor that an object's attributes lead to; the numbers of packed weights."""
     if isinstance(thing, Weight):
-        return {path: thing.data}
+        return {path: thing.data if thing.data.is_floating_point() else thing.dequant()}
     if isinstance(thing, torch.Tensor):
         return {path: thing}
     if isinstance(thing, list):
@@ -92,8 +92,8 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", PACKED)
-def test_packed_checkpoints_become_the_same_floats(tmp_path: Path, method: str) -> None:
-    """GPUs compute them in bfloat16."""
+def test_packed_checkpoints_are_the_same_numbers(tmp_path: Path, method: str) -> None:
+    """The GPU keeps them packed, a CPU that is asked for bfloat16 does not."""
     said = {"quantization_config": {"quant_method": method} | PACKED[method]}
     config = json.loads((MODELS / "qwen3-8b/config.json").read_text()) | SMALL | said
     spec, build = read_decoder(config), Build(kind="bf16", vocab_kind="bf16", plain="bf16")
@@ -118,4 +118,5 @@ def test_packed_checkpoints_become_the_same_floats(tmp_path: Path, method: str) 
     assert on_cpu.keys() == on_gpu.keys()
     for name, tensor in on_gpu.items():
         assert tensor.is_cuda, name
-        assert name.endswith("cos_sin") or torch.equal(tensor.cpu(), on_cpu[name]), name
+        numbers, held = tensor.cpu().float(), on_cpu[name].float()
+        assert name.endswith("cos_sin") or torch.allclose(numbers, held, rtol=1 / 128, atol=1e-3), name
