@@ -326,10 +326,10 @@ class EngineSettings(ModelSettings, kw_only=True):
         ),
     ] = None
     kv_write_policy: Annotated[
-        Literal["write_through", "write_through_selective"],
+        Literal["write_through", "write_through_selective", "write_back"],
         Doc(
-            description="what is copied beside the device when a request ends: all of its text, or what "
-            "another request has found in the KV cache again"
+            description="what is copied beside the device: when a request ends, all of its text, or what "
+            "another request has found in the KV cache again; write_back: what the KV cache is about to lose"
         ),
     ] = "write_through"
     role: Annotated[

@@ -433,6 +433,7 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     # They may hold NaN, which masks do not hide everywhere.
     zeroed: list[bytes] = []
     tokens: bytes = b""  # int32[*], with several stages: those that the first rows begin with
+    dropped: list[int] = []  # copies that nobody wants any more: they end soon, and have failed
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):

@@ -118,7 +118,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         encoder=facts.pooling is not None and facts.pooling.encoder,
         hidden=facts.hidden,
         tiers=facts.tiers,
-        selective=config.kv_write_policy == "write_through_selective",
+        write_policy=config.kv_write_policy,
         adapters=facts.adapters,
     )
 

@@ -44,12 +44,30 @@ class Leaves:
 
     def pop(self) -> Node | None:
         """The first leaf, which has an entry no more."""
+        if (entry := self._pop()) is None:
+            return None
+        if self._policy == "cost":
+            self.level = entry[0][1][0]
+        return entry[2]
+
+    def first(self, pages: int) -> list[tuple[Node, int]]:
+        """The leaves that go first until so many pages are free, or all; of each how many of its path."""
+        found: list[tuple[Any, int, Node]] = []
+        gone: dict[Node, int] = {}
+        while pages > 0 and (entry := self._pop()) is not None:
+            found.append(entry)
+            if entry[2] not in gone:
+                gone[entry[2]] = min(pages, alone(entry[2]))
+                pages -= gone[entry[2]]
+        for entry in found:
+            heappush(self._heap, entry)
+        return list(gone.items())
+
+    def _pop(self) -> tuple[Any, int, Node] | None:
         while self._heap:
-            key, _, node = heappop(self._heap)
-            if node.is_leaf and key == self._key(node):
-                if self._policy == "cost":
-                    self.level = key[1][0]
-                return node
+            entry = heappop(self._heap)
+            if entry[2].is_leaf and entry[0] == self._key(entry[2]):
+                return entry
         return None
 
     def renew(self, leaves: Iterable[Node]) -> None:
@@ -63,3 +81,12 @@ class Leaves:
         queued = {(id(node), key) for key, _, node in self._heap}
         for leaf in leaves:
             assert (id(leaf), self._key(leaf)) in queued, "an evictable leaf is not queued"
+
+
+def alone(leaf: Node) -> int:
+    """Pages of a leaf, and of those above it that are leaves when it is gone."""
+    pages, node = len(leaf.pages), leaf.parent
+    while node is not None and node.parent is not None and not node.locks and len(node.children) == 1:
+        pages += len(node.pages)
+        node = node.parent
+    return pages

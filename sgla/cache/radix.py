@@ -60,6 +60,7 @@ class RadixCache(RadixTree):
         self._leaves = Leaves(eviction)
         self._clock = 0
         self._now = 0.0
+        self.lost = 0  # pages, by eviction
         self._kept = 0  # pages
         self._ends: list[tuple[float, int, Node]] = []  # a heap: when nodes are not kept any more
         self.events: Events | None = None
@@ -274,7 +275,12 @@ class RadixCache(RadixTree):
             self.pages -= freed
             self.evictable -= freed
             self.version += 1
+            self.lost += freed
         return freed
+
+    def going(self, pages: int) -> list[tuple[Node, int]]:
+        """What goes first where so many pages are evicted: leaves, and how many pages of their paths."""
+        return self._leaves.first(pages)
 
     def discard(self, node: Node) -> tuple[list[int], list[list[int]]]:
         """Forget ``node`` and what is above it, up to where another request holds it or another run begins.

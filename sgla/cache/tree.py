@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 TOKEN_BYTES = 4
 Marks = Mapping[int, bytes]  # of pages, by their index
@@ -101,6 +102,21 @@ class RadixTree:
         if at + part * self._width < length * TOKEN_BYTES:
             return None
         return node if child is None else self._split(child, part)
+
+    def text(self, node: Node) -> tuple[str, bytes, Marks]:
+        """What stands in the tree down to ``node``: namespace, tokens and marks."""
+        namespace, keys, marks, pages = "", list[bytes](), dict[int, bytes](), 0
+        for part in path(node, self.root):
+            edge: Any = part.edge
+            marked = isinstance(edge, tuple)
+            if part.parent is self.root:
+                marked = isinstance(edge[0], tuple)
+                namespace = edge[0][0] if marked else edge[0]
+            if marked:
+                marks[pages] = edge[1]
+            keys.append(part.key)
+            pages += len(part.pages)
+        return namespace, b"".join(keys), marks
 
     def _descend(
         self, node: Node, namespace: str, tokens: bytes, start: int, limit: int, marks: Marks

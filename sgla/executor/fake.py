@@ -270,7 +270,7 @@ class FakeModel:
     def _rows(self, plan: StepPlan) -> list[FakeRow]:
         slots, starts, q_lens = ints(plan.slots), ints(plan.starts), ints(plan.q_lens)
         assert len(slots) == len(starts) == len(q_lens) == len(plan.flags), "columns of different lengths"
-        assert slots or plan.copies, "a plan of nothing"
+        assert slots or plan.copies or plan.dropped, "a plan of nothing"
         assert len(set(slots)) == len(slots), "a slot has two rows"
         alone = self._encoder and len(q_lens) == 1
         assert alone or sum(q_lens) <= self.facts.step_tokens, "more tokens than a step may have"

@@ -21,6 +21,7 @@ from sgla.sched.cohorts import Cohorts
 from sgla.sched.commit import commit
 from sgla.sched.limits import Limits
 from sgla.sched.memory import Memory, SlotsOnly
+from sgla.sched.prefetch import Prefetch
 from sgla.sched.prefill import Prefill
 from sgla.sched.pressure import Pressure
 from sgla.sched.queues import Queues, before_yielding
@@ -58,6 +59,7 @@ class Core:
         shared = limits, self._memory, self._queues, self._pressure
         self._prefill = Prefill(*shared, self._costs, self._ledger)
         self._admission = Admission(*shared, self._prefill, self._ledger)
+        self._prefetch = Prefetch(self._memory, self._queues)
         self._now = 0.0  # the latest time told
         self._paged = len(limits.groups) - limits.recurrent
         staged = limits.stages > 1
@@ -147,8 +149,9 @@ class Core:
             self._prefill.plan(step, prefills, budget)
             if queues.waiting and budget.tokens > 0:
                 self._admission.admit(step, budget, now)
-        step.copies = memory.begin_copies()
-        if not (step.rows or step.copies):
+            self._prefetch.begin()
+        step.copies, step.dropped = memory.begin_copies()
+        if not (step.rows or step.copies or step.dropped):
             busy = queues.flights or memory.copying
             assert busy or not (queues.running or queues.waiting), "requests wait for nothing"
             return None

@@ -43,7 +43,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     policy: str = "fcfs"
     eviction: str = "lru"
     prefix_cache: bool = True
-    selective: bool = False  # tiers get what was found in the tree again, and nothing else
+    write_policy: str = "write_through"  # what tiers get: --kv-write-policy
     reserve: float = 0.5  # part of its possible outputs for which a request gets pages reserved, at first
     encoder: bool = False  # prompts are computed in one step, longer ones alone in it, and need no pages
     patience: float = 10.0  # seconds in the waiting list after which arrival order beats the policy

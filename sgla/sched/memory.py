@@ -18,9 +18,10 @@ from sgla.cache.window import WindowPool
 from sgla.messages import Copy
 from sgla.sched.adapters import Adapters
 from sgla.sched.limits import Limits
+from sgla.sched.moving import Numbers, Pools
 from sgla.sched.recurrent import Recurrent
 from sgla.sched.request import Request
-from sgla.sched.transfers import Numbers, Pools, Transfers
+from sgla.sched.transfers import Transfers
 
 STEP = "step"  # see Memory.attach
 
@@ -45,7 +46,7 @@ class Memory:
         pools = Pools(self.pool, self.windows, states)
         numbers = self._numbers
         self.transfers = Transfers(
-            self.cache, pools, tiers, found, limits.page_size, numbers, limits.selective
+            self.cache, pools, tiers, found, limits.page_size, numbers, limits.write_policy
         )
         self.adapters = Adapters(limits.adapters)
         self._past = Past()
@@ -143,21 +144,22 @@ class Memory:
             self._numbers.take()
         return awaited
 
-    def begin_copies(self) -> list[Copy]:
-        """Those that are to begin, for the plan that is made."""
-        copies = self.transfers.copies + self.adapters.copies
-        self.transfers.copies, self.adapters.copies = [], []
-        return copies
+    def begin_copies(self) -> tuple[list[Copy], list[int]]:
+        """Those that are to begin with the plan that is made, and those that are to end without a result."""
+        copies, dropped = self.transfers.take()
+        copies += self.adapters.copies
+        self.adapters.copies = []
+        return copies, dropped
 
     @property
     def copies(self) -> bool:
-        """Some copy is to begin."""
-        return bool(self.transfers.copies or self.transfers.later or self.adapters.copies)
+        """Some copy is to begin, or to be given up."""
+        return self.transfers.waits or bool(self.adapters.copies)
 
     @property
     def copying(self) -> bool:
         """Some copy is under way, or to begin."""
-        return bool(self.transfers.under_way) or self.adapters.under_way
+        return self.transfers.under_way or self.adapters.under_way
 
     def load(self, request: Request) -> bool:
         """Have more of its prefix copied to the device, if a tier has some and there is room. Then the
@@ -165,10 +167,16 @@ class Memory:
         if not self.transfers.active:
             return False
         self.catch_up(request)  # who was retracted for it has left more in the tree
-        if not self.transfers.load(request):
+        if not self.transfers.load(request, request.shared):
             return False
         self.release(request)
         return True
+
+    def prefetch(self, request: Request, most: int) -> bool | None:
+        """``load`` for a request whose turn has not come, which has no slot: ``most`` pages. None: the next
+        step can tell better."""
+        match = self.cache.match(request.namespace, request.data, request.cacheable, request.marks)
+        return None if match.soon else self.transfers.load(request, len(match.pages), most)
 
     def catch_up(self, request: Request) -> int | None:
         """Lock pages that others have computed below the request's own, and skip their tokens; returns how
@@ -294,7 +302,7 @@ class Memory:
         borrowed = request.borrowed * self.page_size
         if request.planned > borrowed:
             self._past.add(request.namespace, request.tokens[: last * self.page_size].tobytes(), borrowed)
-            self.transfers.save(request, last)
+            self.transfers.saving.save(request, last)
         self._forget(request)
 
     def _discard(self, request: Request, node: Node) -> None:

@@ -154,7 +154,7 @@ class Prefill:
         step.add_prefill(request, count)
         self._ledger.counts.prefilled_tokens += count
         self._memory.share(request)
-        self._memory.transfers.save_early(request)
+        self._memory.transfers.saving.save_part(request)
         if (recurrent := self._memory.recurrent) is not None:
             if request.read:
                 recurrent.pin(request)

@@ -144,6 +144,7 @@ class Queues:
             request.end()
         elif request.state is State.HELD:
             del self.held[request.rid]
+            self._memory.transfers.leave(request.rid)
             request.end()
         elif request.state is State.RUNNING:
             self.running.remove(request)

@@ -98,6 +98,7 @@ class Request:
         "data",
         "drafting",
         "elsewhere",
+        "fetched",
         "finish",
         "first_token",
         "given",
@@ -164,6 +165,7 @@ class Request:
         self.place = 0  # of its adapter on the device, while it has a slot
         self.marks: dict[int, bytes] = {}  # of pages (cache/radix.py)
         self.looked = False  # a shared tier has been asked for more of it
+        self.fetched = False  # before its turn, tiers have been asked for more of it
         self.keys: list[bytes] = []  # of its first pages (cache/tier.py)
         self.tokens = prompt.array  # its own once it has run
         self.data = prompt.data  # committed tokens when it last began to wait

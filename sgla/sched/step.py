@@ -29,6 +29,7 @@ class Step:
         "counted",
         "decodes",
         "drafts",
+        "dropped",
         "ends",
         "number",
         "pending",
@@ -54,6 +55,7 @@ class Step:
         self.work = 0
         self.plan_bytes = 0  # of the requests that take their slots in this step
         self.copies: list[Copy] = []
+        self.dropped: list[int] = []
         self.zeroed: list[list[int]] = []  # pages of each group, or nothing
         self._slots: list[int] = []
         self._starts: list[int] = []
@@ -202,6 +204,7 @@ class Step:
             checkpoints=int32(self._checkpoints),
             new=self._new,
             copies=self.copies,
+            dropped=self.dropped,
             zeroed=[int32(pages) for pages in self.zeroed],
             tokens=int32(self.pending),
         )

@@ -116,6 +116,8 @@ class DirectCopies:
     def begin(self, copy: Copy) -> None:
         self._ended.append(Moved(copy.transfer, self._store.bring(copy) is not None))
 
+    def drop(self, transfer: int) -> None: ...
+
     def ended(self) -> list[Moved]:
         ended, self._ended = self._ended, []
         return ended

@@ -44,6 +44,12 @@ class Copies:
             inward = copy.target in ("", "device", "places")
             self._sources[copy.source if inward else copy.target].begin(copy)
 
+    def drop(self, transfers: Iterable[int]) -> None:
+        """Nobody wants these any more: what can be given up ends soon, and has failed."""
+        for transfer in transfers:
+            for source in self._sources.values():
+                source.drop(transfer)
+
     def ended(self) -> list[Moved]:
         return [moved for source in self._sources.values() for moved in source.ended()]
 

@@ -103,6 +103,7 @@ class CpuRunner(CpuWeights):
         if plan.zeroed:
             zero_pages(self.kv, [places(p) for p in plan.zeroed])
         self.copies.begin(plan.copies)
+        self.copies.drop(plan.dropped)
 
     def _sample(
         self, logits: torch.Tensor, wanted: Wanted, draws: NDArray[Any] | None = None

@@ -36,6 +36,7 @@ class CudaRunner(GpuWeights):
     def launch(self, plan: StepPlan) -> Flight | Computed:
         """Queue the step on the GPU. Waits for nothing."""
         self.copies.begin(plan.copies)
+        self.copies.drop(plan.dropped)
         if not plan.slots:
             return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
         begin = torch.cuda.Event(enable_timing=True)

@@ -80,6 +80,8 @@ class AdapterCopies:
             end.record()
         self._under_way.append((copy, end, kept))
 
+    def drop(self, transfer: int) -> None: ...
+
     def ended(self) -> list[Moved]:
         """Those that have ended since the last call."""
         done = [entry for entry in self._under_way if entry[1].query()]

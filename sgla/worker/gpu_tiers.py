@@ -164,6 +164,8 @@ class HostTier:
     def _parts(self, g: int, rows: Tensor) -> list[Tensor]:
         return parts_of(rows, self._memory[g])
 
+    def drop(self, transfer: int) -> None: ...
+
     def ended(self) -> list[Moved]:
         """The copies that have ended since the last call."""
         done = self._in.go_on(self._load) + self._out.go_on(self._save)

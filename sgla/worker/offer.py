@@ -127,6 +127,8 @@ class Offer:
         else:
             self._erased.append(Moved(copy.transfer, ok=True))
 
+    def drop(self, transfer: int) -> None: ...
+
     def ended(self) -> list[Moved]:
         erased, self._erased = self._erased, []
         saved = self._mover.ended()

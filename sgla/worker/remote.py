@@ -62,6 +62,7 @@ class Asked:
     moved: float
     sent: bool = False
     done: Done | None = None
+    dropped: bool = False  # nobody wants it any more
 
 
 class Loan:
@@ -328,13 +329,20 @@ class RemoteTier:
             keys = [b"".join(key for g, key in own if g == group) for group in range(self._groups)]
             link.post(Want(keys, drop))
 
+    def drop(self, transfer: int) -> None:
+        for asked in self._asked:
+            asked.dropped |= asked.copy.transfer == transfer
+        self._sent.drop(transfer)
+
     def ended(self) -> list[Moved]:
         ended = [moved for source in self._sources for moved in source.ended()]
         if not self._asked:
             return ended
         now = clock.now()
         with self._guard:
-            over = [asked for asked in self._asked if asked.sent and self._over(asked, now)]
+            over = [
+                asked for asked in self._asked if asked.dropped or (asked.sent and self._over(asked, now))
+            ]
             self._asked = [asked for asked in self._asked if asked not in over]
             self._arrivals.purge(now - KEPT)
         for asked in over:
@@ -356,6 +364,8 @@ class RemoteTier:
         return Moved(asked.copy.transfer, ok=usable, there=there, cached=done.cached)
 
     def _over(self, asked: Asked, now: float) -> bool:
+        if asked.dropped or not asked.sent:
+            return asked.dropped
         if asked.done is None:
             return now - asked.moved > PATIENCE
         return not asked.lacking or bool(asked.done.error) or now - asked.moved > STALLED
@@ -365,7 +375,7 @@ class RemoteTier:
         with self._guard:
             links = self._links
             left = asked.lacking.difference(*(other.lacking for other in self._asked))
-        if links is None or (not left and asked.done is not None):
+        if links is None or not asked.sent or (not left and asked.done is not None):
             return
         links.asking.post(Leave(asked.number))
         self._want(links, list(left), drop=True)

@@ -43,6 +43,10 @@ class Source(Protocol):
     def begin(self, copy: Copy) -> None:
         """Behind the steps that have been launched, beside those to come."""
 
+    def drop(self, transfer: int) -> None:
+        """Nobody wants this copy any more, if it is one that is under way here: it may end, and have
+        failed."""
+
     def ended(self) -> list[Moved]:
         """The copies that have ended since the last call."""
 
@@ -167,6 +171,11 @@ class FileTier:
             threads, work = (self._writer, self._save) if copy.target else (self._reader, self._look)
         job.done = threads.submit(work, job)
         self._under_way.append(job)
+
+    def drop(self, transfer: int) -> None:
+        for job in self._under_way:
+            if job.copy.transfer == transfer:
+                job.give_up()
 
     def ended(self) -> list[Moved]:
         """The copies that have ended since the last call, or that bring nothing any more."""

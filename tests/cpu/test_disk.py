@@ -255,6 +255,42 @@ def test_what_is_flushed_while_a_disk_hangs_is_forgotten_when_it_is_back() -> No
     tier.close()
 
 
+def test_a_copy_that_nobody_wants_is_given_up() -> None:
+    """What it has written to the device is nobody's."""
+    begun, goes_on, written = Event(), Event(), list[int]()
+
+    def read(unit: int, key: bytes) -> bytes:
+        begun.set()
+        goes_on.wait(20)
+        return b"unit"
+
+    kept: Any = SimpleNamespace(read=read, close=lambda: None)
+    memory: Any = SimpleNamespace(mark=str, wait=print, write=lambda unit, data: written.append(unit))
+    tier = FileTier("--kv-disk", [kept], [memory])
+    ends = int32([1, 2, 3])
+    tier.begin(Copy(7, "disk", "device", [ends], [ends], [b"k" * 3 * KEY]))
+    begun.wait(20)
+    for transfer in (6, 7):
+        tier.drop(transfer)
+    assert tier.ended() == []
+    goes_on.set()
+    tier._under_way[0].done.result(20)
+    assert tier.ended() == [Moved(7, ok=False)]
+    assert not written
+    tier.close()
+
+
+@pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
+def test_other_policies_write_less(policy: str, tmp_path: Path, cold: Any) -> None:
+    runner = start(tmp_path)
+    core = few(runner, write_policy=policy)
+    for _ in range(3):
+        assert play(runner, core)[0] == cold
+    assert core.stats().tiers[0].saved < 18
+    assert (policy == "write_back") == (core.stats().tiers[0].loaded > 0)
+    assert core.stats().tiers[0].failed == 0
+
+
 def test_a_damaged_identity_begins_anew(folder: Path, cold: Any) -> None:
     (folder / "kv-0of1" / "identity").write_bytes(b"\xff\xfe")
     assert play(start(folder)) == (cold, [0, 0, 0])

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from simulation import Simulation, make_limits, make_submit
 
 from sgla.messages import CacheGroup, RowSampling, StepPlan, Tier
@@ -311,6 +312,7 @@ def play(random: Random) -> list[Simulation]:
         depth=random.randint(1, 3),
         drafts=random.choice((0, 3)),
         policy=random.choice(("fcfs", "lpm", "dfs-weight", "lof")),
+        write_policy=random.choice(("write_through", "write_through_selective", "write_back")),
     )
     stems = [[random.randrange(3) for _ in range(24)] for _ in range(3)]
     servers = list[Simulation]()
@@ -340,7 +342,7 @@ def serve(simulation: Simulation, random: Random, stems: list[list[int]]) -> Non
 
 def test_text_is_the_same_whatever_becomes_of_copies() -> None:
     loaded: Counter[tuple[int, str, int]] = Counter()
-    for seed in range(28):
+    for seed in range(40):
         servers = play(Random(seed))
         for i, simulation in enumerate(servers):
             for rid in simulation.submits:
@@ -362,7 +364,9 @@ def test_text_is_the_same_whatever_becomes_of_copies() -> None:
 
 def test_what_is_found_again_is_saved_selectively() -> None:
     tiers = [Tier("disk", [300], lasting=True)]
-    simulation = Simulation(make_limits(pages=81, context_len=700, tiers=tiers, selective=True))
+    simulation = Simulation(
+        make_limits(pages=81, context_len=700, tiers=tiers, write_policy="write_through_selective")
+    )
     text = [(7 * i + i // 50) % 50 for i in range(101)]
     run(simulation, "new", text)
     assert simulation.core.stats().tiers[0].saved == 0
@@ -372,6 +376,134 @@ def test_what_is_found_again_is_saved_selectively() -> None:
     run(simulation, "disk", text)
     assert simulation.core.stats().hits == {"device": 60, "disk": 60}
     simulation.verify()
+
+
+def test_what_is_about_to_go_is_saved_with_write_back() -> None:
+    """With its images, and nothing while there is room."""
+    simulation = simulate(pages=42, host=80, write_policy="write_back")
+    texts = [[(a * i + a) % 50 for i in range(40)] for a in (3, 7, 11, 13, 17, 19)]
+    for i, text in enumerate(texts[:2]):
+        simulation.offer(make_submit(f"r{i}", text, 4, media=[(9, b"cat")]))
+        simulation.run()
+    assert not copies(simulation.plans, "host")
+    for i, text in enumerate(texts[2:], 2):
+        run(simulation, f"r{i}", text)
+    assert sum(copies(simulation.plans, "host")) < 5 * 10
+    simulation.evict()
+    simulation.offer(make_submit("again", texts[0], 4, media=[(9, b"cat")]))
+    simulation.run()
+    assert simulation.deltas["again"][0].cached_tokens == 36
+    assert simulation.core.stats().hits["host"] == 36
+    simulation.verify()
+
+
+def test_other_groups_are_written_through_with_write_back() -> None:
+    """They are few, and lost one by one."""
+    simulation = grouped(CacheGroup(9, 6), CacheGroup(12, every=16), pages=42, write_policy="write_back")
+    run(simulation, "first", [*LONG, 1, 2])
+    [copy] = [copy for plan in simulation.plans for copy in plan.copies]
+    assert [len(column) // 4 for column in copy.targets] == [0, 7, 3]
+    for i, a in enumerate((3, 11, 13, 17)):
+        run(simulation, f"r{i}", [(a * j + a) % 50 for j in range(40)])
+    simulation.evict()
+    assert run(simulation, "again", [*LONG, 3, 4]) == 40
+    simulation.verify()
+
+
+def waiting(**changes: Any) -> tuple[Simulation, list[list[int]]]:
+    """One request runs for long, and texts that a disk has are wanted by others behind it."""
+    tiers = [Tier("disk", [100], lasting=True)]
+    simulation = Simulation(make_limits(**{"pages": 60, "slots": 1, "tiers": tiers} | changes))
+    texts = [[(a * i + a) % 50 for i in range(40)] for a in (3, 7, 11)]
+    for i, text in enumerate(texts):
+        run(simulation, f"first{i}", text)
+    simulation.evict()
+    simulation.plans.clear()
+    simulation.offer(make_submit("runs", [1, 2, 3], 60))
+    simulation.step()
+    return simulation, texts
+
+
+def test_what_a_waiting_request_needs_comes_before_its_turn() -> None:
+    """A fourth of the pages at most, beside that of one request; each is brought once."""
+    simulation, texts = waiting(pages=80)
+    for i, text in enumerate(texts):
+        simulation.offer(make_submit(f"waits{i}", text))
+    while simulation.finish("runs") is None:
+        simulation.step()
+        simulation.end_a_copy(Random(0))
+    assert copies(simulation.plans, "device") == [9, 9]
+    simulation.run()
+    assert copies(simulation.plans, "device") == [9, 9, 9]
+    assert [simulation.deltas[f"waits{i}"][0].cached_tokens for i in range(3)] == [36] * 3
+    assert simulation.core.stats().hits["disk"] == 3 * 36
+    simulation.verify()
+
+
+def test_what_was_brought_and_lost_before_its_turn_is_brought_again() -> None:
+    simulation, [text, *_] = waiting()
+    simulation.offer(make_submit("waits", text))
+    for _ in range(4):
+        simulation.step()
+        simulation.end_a_copy(Random(0))
+    assert copies(simulation.plans, "device") == [9]
+    simulation.evict()
+    simulation.run()
+    assert copies(simulation.plans, "device") == [9, 9]
+    assert simulation.deltas["waits"][0].cached_tokens == 36
+    simulation.verify()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_a_request_that_goes_has_waited_for_is_given_up(ends: bool) -> None:
+    """It may have come nevertheless. The disk has it still, and nobody warns."""
+    simulation, [text, *_] = waiting()
+    simulation.offer(make_submit("goes", text))
+    while not simulation.copies:
+        simulation.step()
+    [transfer] = simulation.copies
+    assert held(simulation, "goes")
+    simulation.cancel("goes")
+    simulation.offer(make_submit("comes", text))
+    while not any(plan.dropped for plan in simulation.plans):
+        simulation.step()
+    assert [plan.dropped for plan in simulation.plans if plan.dropped] == [[transfer]]
+    simulation.copies.remove(transfer)
+    simulation.core.moved(simulation.model.move(transfer, ok=ends))
+    simulation.core.check()
+    simulation.run()
+    assert copies(simulation.plans, "device") == [9, 9]
+    assert simulation.deltas["comes"][0].cached_tokens == 36
+    assert simulation.core.stats().tiers[0].failed == 0
+    simulation.verify()
+
+
+def test_what_another_waits_for_too_is_not_given_up() -> None:
+    simulation, [text, *_] = waiting()
+    for rid in ("goes", "stays"):
+        simulation.offer(make_submit(rid, text))
+    simulation.step()
+    simulation.cancel("goes")
+    simulation.run()
+    assert not any(plan.dropped for plan in simulation.plans)
+    assert copies(simulation.plans, "device") == [9]
+    simulation.verify()
+
+
+def test_a_store_is_asked_before_a_turn_comes() -> None:
+    first, _ = shared()
+    run(first, "first", LONG)
+    second = Simulation(replace(first.limits, slots=1), before=first)
+    second.offer(make_submit("runs", [1, 2, 3], 60))
+    second.step()
+    second.offer(make_submit("waits", LONG))
+    while second.finish("runs") is None:
+        second.step()
+        second.end_a_copy(Random(0))
+    assert copies(second.plans, "device") == [9]
+    second.run()
+    assert second.deltas["waits"][0].cached_tokens == 36
+    second.core.check()
 
 
 def test_hits_have_a_place_and_misses_a_reason() -> None:

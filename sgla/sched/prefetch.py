@@ -1,0 +1,46 @@
+"""Copies of prefixes that begin while a request waits for its turn."""
+
+from __future__ import annotations
+
+from sgla.messages import PAGES
+from sgla.sched.memory import Memory
+from sgla.sched.queues import Queues
+from sgla.sched.request import Request, State
+
+ASKED = 8  # requests that come next, for which tiers are asked
+AHEAD = 4  # part of the device's pages that may be brought, unless it is for one request alone
+
+
+class Prefetch:
+    """For tiers that take long to answer. A request is held until what is brought has come, and keeps its
+    turn; the tree has it then, and may lose it again, since nobody holds it."""
+
+    def __init__(self, memory: Memory, queues: Queues) -> None:
+        self._memory, self._queues = memory, queues
+        self._most = memory.pool.total // AHEAD
+        self._brought: dict[Request, int] = {}  # pages of those whose turn has not come
+
+    def begin(self) -> None:
+        """Ask for the requests that come next, once for each."""
+        memory, queues = self._memory, self._queues
+        if not (memory.transfers.slow and queues.waiting):
+            return
+        early = (State.WAITING, State.HELD)
+        self._brought = {r: pages for r, pages in self._brought.items() if r.state in early}
+        for request in queues.waiting[:ASKED]:
+            room = self._most - sum(self._brought.values()) if self._brought else memory.pool.total
+            if room <= 0:
+                return
+            if not request.fetched:
+                self._fetch(request, room)
+
+    def _fetch(self, request: Request, room: int) -> None:
+        had = request.brought
+        held = self._memory.prefetch(request, room)
+        if held is None:
+            return
+        if held:
+            self._queues.hold(request, PAGES)
+        if request.brought != had:
+            self._brought[request] = request.brought[1]
+        request.fetched = not held or request.brought != had

@@ -1,0 +1,124 @@
+"""What the prefix tree has is copied to tiers: when a request ends, beside the steps that read a long prompt,
+or before the tree loses it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sgla.cache.tier import chain
+from sgla.cache.tree import Node
+from sgla.messages import Copy
+from sgla.sched.moving import Moving, Transfer, columns, joined
+from sgla.sched.request import Request
+
+# What is on its way out cannot be evicted meanwhile: a fourth of the device's pages at most, unless it is one
+# text alone.
+LEAVING = 4
+AHEAD = 4  # with write_back, so large a part of the pages has been copied before it is the first to go
+
+
+class Saving:
+    """``policy``: that of ``--kv-write-policy``. With ``write_back`` pages of whole histories are copied when
+    they are among the next to go; what else stands in the tree is little, and copied as ever. ``leaving``:
+    pages on their way to each tier."""
+
+    def __init__(self, moving: Moving, policy: str) -> None:
+        self._moving, self._policy = moving, policy
+        self.leaving = [0] * len(moving.tiers)
+        self._going: deque[tuple[Node, int]] = deque()  # leaves, of which so many pages go next
+        self._looked: int | None = None  # pages that the tree had lost when it was last asked for these
+
+    def save(self, request: Request, count: int) -> None:
+        """Have what the tree has of the request's first ``count`` pages copied to each tier that lacks it.
+        Steps that have been planned compute it; the tree has all pages."""
+        moving = self._moving
+        if not moving.told or not count:
+            return
+        tokens = request.tokens[: count * moving.page_size].tobytes()
+        node = moving.cache.find(request.namespace, tokens, count * moving.page_size, request.marks)
+        if node is None:
+            return
+        keys = request.chain(moving.page_size, count)
+        there = moving.cache.units(node)
+        units = [dict(enumerate(there.pages)), *there.windows]
+        if moving.pools.states is not None:
+            units.append({end - 1: unit for end, unit in there.states.items()})
+        for tier, told in enumerate(moving.told):
+            policy = "write_through" if told.early else self._policy
+            most = request.borrowed if policy == "write_through_selective" else count
+            if not most or told.computes:
+                continue
+            saved = [{i: unit for i, unit in group.items() if i < most} for group in units]
+            if policy == "write_back":
+                saved[0] = {}
+            self._save(tier, node, keys, saved)
+
+    def save_part(self, request: Request) -> None:
+        """Have the pages of whole histories that the tree has of a prompt copied to tiers where others wait
+        for them, beside the steps that read its rest."""
+        moving = self._moving
+        early = [tier for tier, told in enumerate(moving.told) if told.early]
+        if not early or not request.shared or request.node is None:
+            return
+        keys = request.chain(moving.page_size, request.shared)
+        pages = dict(enumerate(moving.cache.units(request.node).pages))
+        for tier in early:
+            self._save_pages(tier, request.node, keys, pages)
+
+    def go_on(self) -> None:
+        """A plan begins: with ``write_back``, have one of the leaves that go next copied."""
+        if self._policy != "write_back" or not self._moving.told:
+            return
+        cache, pool = self._moving.cache, self._moving.pools.pages
+        ahead = pool.total // AHEAD
+        seen = self._looked is not None and cache.lost - self._looked < max(1, ahead // 4)
+        if len(pool) < ahead and not seen:
+            self._looked = cache.lost
+            self._going = deque(cache.going(ahead))
+        while self._going:
+            node, count = self._going.popleft()
+            if node.is_leaf:
+                self._save_end(node, count)
+                return
+
+    def _save_end(self, node: Node, count: int) -> None:
+        """The last ``count`` pages down to a leaf."""
+        moving = self._moving
+        namespace, tokens, marks = moving.cache.text(node)
+        total = len(tokens) // moving.width
+        keys = chain([], namespace, tokens, moving.width, total, marks)
+        pages = dict(list(enumerate(moving.cache.units(node).pages))[-count:])
+        for tier, told in enumerate(moving.told):
+            if not (told.early or told.computes):
+                self._save_pages(tier, node, keys, pages)
+
+    def _save_pages(self, tier: int, node: Node, keys: list[bytes], pages: dict[int, int]) -> None:
+        self._save(tier, node, keys, [pages, *[{}] * (self._moving.pools.count - 1)])
+
+    def _save(self, tier: int, node: Node, keys: list[bytes], there: list[dict[int, int]]) -> None:
+        """``there``: the units of each cache group, by the page that they end with."""
+        moving, told = self._moving, self._moving.told[tier]
+        named: list[list[bytes]] = []
+        units, places = list[list[int]](), list[list[int]]()
+        total = moving.pools.pages.total
+        leaving = self.leaving[tier]
+        few = leaving and not told.early
+        room = max(total // LEAVING - leaving, 0) if few else total
+        for pool, found in zip(moving.tiers[tier], there):
+            pool.use(keys)
+            wanted = [i for i in sorted(found) if pool.lacks(keys[i])][:room]
+            received = list[tuple[int, int]]()
+            for i in wanted:
+                if not (place := pool.receive(keys[i])):
+                    break
+                received.append((i, place))
+            named.append([keys[i] for i, _ in received])
+            units.append([found[i] for i, _ in received])
+            places.append([place for _, place in received])
+        if not any(units):
+            return
+        self.leaving[tier] += len(units[0])
+        moving.cache.lock(node)
+        moving.pools.hold(units)
+        number = moving.begin(Transfer(tier, places, node, [[], *units[1:]], keys=named))
+        moving.later.append(Copy(number, "device", told.name, columns(units), columns(places), joined(named)))
