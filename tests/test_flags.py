@@ -239,6 +239,15 @@ def refused(*argv: str) -> str:
     return err.getvalue()
 
 
+OBJECTS: dict[str, dict[str, Any]] = {
+    "speculative-config": {
+        **{"method": "draft_model", "model": "a/b", "quantization": "int8"},
+        **{"num_speculative_tokens": 5, "prompt_lookup_max": 4},
+    },
+    "kv-transfer-config": {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_port": 7},
+}
+
+
 def words_of(name: str) -> list[str]:
     """A flag, its own or another server's, with a value that it takes."""
     alias = ALIASES.get(name)
@@ -247,8 +256,7 @@ def words_of(name: str) -> list[str]:
     if isinstance(alias, Always):
         return [f"--{name}", *alias.values[:1]]
     if isinstance(alias, Fields):
-        keys = {"method": "draft_model", "model": "a/b", "quantization": "int8", "num_speculative_tokens": 5}
-        return [f"--{name}", json.dumps(keys | {"prompt_lookup_max": 4})]
+        return [f"--{name}", json.dumps(OBJECTS[name])]
     field = alias.field if alias else name.replace("-", "_")
     default = getattr(Config(), field)
     value = {
@@ -419,7 +427,7 @@ def test_what_is_there_without_a_flag_needs_none() -> None:
         ("--sampling-backend", "kernels are chosen"),
         ("--structured-outputs-config", "--json-whitespace"),
         ("--structured-outputs-config.backend", "--json-whitespace"),
-        ("--kv-transfer-config", "--kv-store"),
+        ("--hicache-storage-backend", "--kv-store"),
         ("--weight-version", "POST /update_weights_from_disk"),
     ],
 )
@@ -505,7 +513,7 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
     assert hints == [
         "--speculative-config is --speculative-algorithm and --speculative-model and "
         "--speculative-quantization and --speculative-num-draft-tokens here; "
-        "runs of 2 to 4 tokens are looked up"
+        "ngram looks up runs of 2 to 4 tokens"
     ]
     for given, told in (
         ('{"method": "ngram", "model_path": "a/b"}', "'model_path' is not supported"),

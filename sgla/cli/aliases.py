@@ -133,6 +133,22 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "enable-memory-saver": Always(SLEEPS),
     "enable-cumem-allocator": Always(SLEEPS),
     "hicache-write-policy": Alias("kv_write_policy"),
+    "hicache-storage-prefetch-policy": Always(
+        "a request waits for its prefix as long as something of it comes", ("wait_complete",)
+    ),
+    "kv-offloading-backend": Always("prefixes in the host's memory are this server's own", ("native",)),
+    "kv-transfer-config": Fields(
+        {
+            "kv_connector": Alias(
+                "kv_transfer_backend", {"NixlConnector": "nixl", "MooncakeConnector": "mooncake"}
+            ),
+            "kv_role": Alias("role", {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}),
+            "kv_port": Alias("kv_transfer_port"),
+        },
+        ("engine_id",),
+        "the decode server asks the one of --prefill-url; --kv-host-bytes, --kv-disk and --kv-store keep "
+        "prefixes",
+    ),
     # scheduling and cache
     "max-num-seqs": Alias("max_running_requests"),
     "max-batch-size": Alias("max_running_requests"),
@@ -150,7 +166,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
             "num_speculative_tokens": Alias("speculative_num_draft_tokens"),
         },
         ("prompt_lookup_max", "prompt_lookup_min"),
-        "runs of 2 to 4 tokens are looked up",
+        "ngram looks up runs of 2 to 4 tokens",
     ),
     "lora-paths": Alias("lora_modules"),
     "max-loras-per-batch": Alias("max_loras"),
@@ -358,6 +374,11 @@ REFUSED: list[tuple[str, str]] = [
         "num-lookahead-slots enable-multi-layer-eagle diffusion-config dllm-*",
         "of speculative decoding there are --speculative-algorithm, --speculative-model, "
         "--speculative-quantization and --speculative-num-draft-tokens; leave this out",
+    ),
+    (
+        "hicache-storage-*",
+        "--kv-store FOLDER, an address that fsspec knows, or mooncake://MASTER:PORT keeps prefixes for "
+        "several servers; --kv-disk PATH:BYTES for one",
     ),
     (
         "*kv-transfer-config",

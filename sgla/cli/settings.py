@@ -156,11 +156,14 @@ def alias_values(name: str, text: str | bool) -> dict[str, Any]:
         raise ValueError("it takes a value")
     if isinstance(alias, Fields):
         return _fields(alias, parse_object(text))
+    return {alias.field: _value(alias, text)}
+
+
+def _value(alias: Alias, text: str) -> Any:
+    """Raises ValueError."""
     if text in alias.words:
-        return {alias.field: alias.words[text]}
-    if alias.unit:
-        return {alias.field: int(float(text) * alias.unit)}
-    return {alias.field: value_of(alias.field, text)}
+        return alias.words[text]
+    return int(float(text) * alias.unit) if alias.unit else value_of(alias.field, text)
 
 
 def _fields(alias: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,9 +174,9 @@ def _fields(alias: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
         if key in given:
             text = given[key] if isinstance(given[key], str) else json.dumps(given[key])
             try:
-                found[inner.field] = value_of(inner.field, text)
+                found[inner.field] = _value(inner, text)
             except ValueError as error:
-                raise ValueError(f"{key}: {error}") from error
+                raise ValueError(f"{key}: {error}; {alias.hint}") from error
     return found
 
 
