@@ -61,6 +61,9 @@
 #ifndef SOFTCAP
 #define SOFTCAP 0
 #endif
+#ifndef TURNED  // rotations go by positions of their own
+#define TURNED 0
+#endif
 #ifndef PAGE_TILES  // page size / 16
 #define PAGE_TILES 1
 #endif
@@ -138,6 +141,7 @@ struct Params {
   const float* sinks;     // [Hkv * ALL] or null
   float* k_scales;        // INT8: of page p, head h, token i at p * scale_page + h * scale_head + i
   float* v_scales;
+  const int* positions;   // TURNED: [R], of the rotation of q and the new k; else they follow from kv_len
   long long page_stride, head_stride, scale_page, scale_head;
   int q_stride, table_stride, rows, kv_heads, window;  // kv_heads: Hkv * SHARE
   float eps;
@@ -388,6 +392,11 @@ __device__ __forceinline__ void prepare_q(const Params& p, const bf16* q, int po
   for (int i = 0; i < ACC; ++i) q_fragment(qf[i], x[i][0], x[i][1], x[i][2], x[i][3]);
 }
 
+// By what a row's q and new k are rotated.
+__device__ __forceinline__ int turned_by(const Params& p, const Unit& x) {
+  return TURNED ? p.positions[x.row] : x.len - 1;
+}
+
 // A lane has PAIRS pairs of dims of the new token's k, which are rotated together or not at all.
 constexpr int PAIRS = HD / 64;
 static_assert(AT_ONCE <= STAGES && AT_ONCE <= 32, "lanes wait for them");
@@ -515,7 +524,7 @@ struct Fresh {
     const int last = x.len - 1;
     unsigned char* v_to = k_to + TOKEN_BYTES;
     bf16 new_k[2][PAIRS];
-    const float k_scale = prepare_k(p, k, last, lane, new_k);
+    const float k_scale = prepare_k(p, k, turned_by(p, x), lane, new_k);
     const long long place =
         page * p.page_stride + x.head / SHARE * p.head_stride + (last % (TILE * PAGE_TILES)) * HD;
 #pragma unroll
@@ -570,7 +579,7 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
     u32 qf[ACC][2];
     if (FUSED) {
       Fresh fresh(p, x, memory.slot[x.row], lane);
-      prepare_q(p, q, x.len - 1, t, live, qf);
+      prepare_q(p, q, turned_by(p, x), t, live, qf);
       memory.wait(MERGED, u - QUERIES);
       if (x.tile + x.count == x.tiles) fresh.store(p, x, lane, to + ACC * 256);
     } else {

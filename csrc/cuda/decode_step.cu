@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   const Spots spots = find_spots(p, at, self.warp);
   forget_parts(p, at, tag, self.tid);
   const float4* turns =
-      reinterpret_cast<const float4*>(p.cos_sin + (long long)(at.len - 1) * HD) + self.lane % 16;
+      reinterpret_cast<const float4*>(p.cos_sin + (long long)p.positions[0] * HD) + self.lane % 16;
   at.cosine = turns[0];
   at.sine = turns[HD / 8];
   const bf16* token = p.embedding + (long long)p.ids[0] * HIDDEN;

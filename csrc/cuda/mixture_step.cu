@@ -577,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mixture_step(const Para
   at.blocks = min(at.few ? (at.tiles + WARPS - 1) / WARPS : at.tiles, SPLITS);
   at.pages = p.page_table + (long long)p.slots[0] * p.table_stride;
   const float4* turns =
-      reinterpret_cast<const float4*>(p.cos_sin + (long long)(at.len - 1) * HD) + self.lane % 16;
+      reinterpret_cast<const float4*>(p.cos_sin + (long long)p.positions[0] * HD) + self.lane % 16;
   const uint2* token = reinterpret_cast<const uint2*>(p.embedding + (long long)p.ids[0] * HIDDEN) + self.tid;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -41,6 +41,7 @@ struct Params {
   const float* norm;       // [HIDDEN]
   const float* cos_sin;    // [positions, HD], cosines then sines
   const int* ids;          // [1]
+  const int* positions;    // [1], of the rotation
   const int* slots;        // [1]
   const int* kv_len;       // [1], with the new token; 0 for padding
   const int* page_table;   // [slots, table_stride]

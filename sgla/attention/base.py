@@ -35,7 +35,8 @@ class AttentionShape(NamedTuple):
     these layers, 0 is full attention; ``kv_dtype``: fp8 or int8, of pages that are not of ``dtype``;
     ``context_len``: tokens of the longest history, which only deterministic kernels want to know; ``v_dim``
     0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of the layers have them; ``alone``: all layers
-    of the model have these heads; ``latent``: v is the beginning of k (multi-head latent attention)."""
+    of the model have these heads; ``latent``: v is the beginning of k (multi-head latent attention);
+    ``together``: tokens of a picture see each other (``Media.until``)."""
 
     heads: int
     kv_heads: int
@@ -53,6 +54,7 @@ class AttentionShape(NamedTuple):
     sinks: bool = False
     alone: bool = True
     latent: bool = False
+    together: bool = False
 
     @property
     def group(self) -> int:
@@ -102,13 +104,15 @@ class DeviceBatch(ForwardBatch):
     ``extend``. All tensors are on the GPU.
 
     ``cum[window]`` int32[decode_rows + 1]: tiles of KV that the rows before each row read (see
-    ``kernels/cuda``), for window 0 without those that ``prefixes`` cover.
+    ``kernels/cuda``), for window 0 without those that ``prefixes`` cover. ``turned``: ``positions``, which
+    keys and queries are turned by, may be others than the numbers of the tokens.
     """
 
     decode_rows: int = 0
     cum: dict[int, Tensor] = field(default_factory=dict)
     extend: ExtendRows | None = None
     prefixes: DevicePrefixes | None = None
+    turned: bool = False
 
 
 class Unusable(Exception):
@@ -153,7 +157,8 @@ class Extend(Backend, Protocol):
         """Host work for the batch's ``extend`` rows, once a step."""
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
-        """q ``[tokens - decode_rows, Hq * hd]`` of the batch's last rows; ``out``: ``[.., Hq * vd]``."""
+        """q ``[tokens - decode_rows, Hq * hd]`` of the batch's last rows; ``out``: ``[.., Hq * vd]``. It
+        honours ``Media.until`` unless it refuses shapes that are ``together``."""
 
 
 class Prompts(Protocol):

@@ -69,6 +69,8 @@ class FlashInferExtend:
             return shape.mixed
         if shape.windows != {0}:
             return "layers have a sliding window"
+        if shape.together:
+            return "tokens of a picture see each other"
         if shape.softcap:
             return "scores have a soft cap"
         if shape.head_dim not in (64, 128):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from sgla.attention.base import DeviceBatch
+from sgla.attention.base import AttentionShape, DeviceBatch
 from sgla.attention.torch_ops import TorchDecode, TorchExtend
+from sgla.device import Device
 from sgla.kernels import ops
 from sgla.kernels.ops import KVLayer, Scoring
 
@@ -32,6 +33,10 @@ class FlexDecode(TorchDecode):
 
 class FlexExtend(TorchExtend):
     name = "flex"
+
+    @staticmethod
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
+        return "tokens of a picture see each other" if shape.together else None
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
         rows, at = batch.extend, 0

@@ -53,6 +53,7 @@ class NativeDecode:
     ) -> Tensor:
         """With ``projection``, q is the output of the q, k, v projection: see the kernel."""
         n, prefix = batch.decode_rows, None
+        positions = batch.positions[:n] if batch.turned and projection is not None else None
         if batch.prefixes is not None and not scoring.window:
             valid, items, order, skip, first = batch.prefixes
             assert projection is None, "the prefixes' kernel wants q"
@@ -65,7 +66,7 @@ class NativeDecode:
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
             batch.cum[scoring.window],
             scoring.scale, scoring.window, scoring.softcap, projection, prefix, (kv.k_scale, kv.v_scale),
-            scoring.sinks, kv.scales,
+            scoring.sinks, kv.scales, positions,
         )  # fmt: skip
 
 
@@ -106,6 +107,8 @@ class NativeExtend:
             return "layers have sinks"
         if shape.windows != {0}:
             return "layers have a sliding window"
+        if shape.together:
+            return "tokens of a picture see each other"
         if shape.softcap:
             return "scores have a soft cap"
         return prompt_attention.refuses(device, shape.dtype, shape.head_dim, shape.group, shape.page_size)

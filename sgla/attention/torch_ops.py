@@ -8,6 +8,7 @@ from torch import Tensor
 from sgla.attention.base import AttentionShape, DeviceBatch
 from sgla.device import Device
 from sgla.kernels import ops
+from sgla.kernels.batch import Media
 from sgla.kernels.ops import KVLayer, Scoring
 
 PLACES = 1 << 15  # places of histories that decode rows look at at a time
@@ -50,17 +51,27 @@ class TorchExtend:
         pass
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
-        rows, at = batch.extend, 0
+        rows, at, until = batch.extend, 0, until_of(batch)
         assert rows is not None
         for row, (q_len, kv_len) in enumerate(zip(rows.q_lens.tolist(), rows.kv_lens.tolist())):
-            few = max(1, PAIRS // kv_len)
-            for begin in range(0, q_len, few):
+            few, begin = max(1, PAIRS // kv_len), 0
+            while begin < q_len:
                 count = min(few, q_len - begin)
+                if until is not None:  # all of a picture, whose tokens see each other
+                    count = max(count, int(until[at + count - 1]) - (kv_len - q_len + begin))
                 part = rows_of(batch, batch.decode_rows + row, batch.decode_rows + row + 1)
                 part.q_start = part.q_start.new_tensor([0, count])
                 part.kv_len = part.kv_len.new_tensor([kv_len - q_len + begin + count])
+                part.media = None if until is None else Media(until, until, until=until[at : at + count])
                 out[at : at + count] = ops.attention.body(q[at : at + count], kv, part, *scoring)
-                at += count
+                at, begin = at + count, begin + count
+
+
+def until_of(batch: DeviceBatch) -> Tensor | None:
+    """``Media.until`` of the tokens behind the decode rows, if they need it."""
+    if batch.media is None or batch.media.until is None:
+        return None
+    return batch.media.until[batch.decode_rows :]
 
 
 def rows_of(batch: DeviceBatch, start: int, stop: int) -> DeviceBatch:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sgla.attention.base import AttentionShape, DeviceBatch, Prompts, cut
+from sgla.attention.base import AttentionShape, DeviceBatch, cut
+from sgla.attention.torch_ops import until_of
 from sgla.device import Device
 from sgla.kernels.ops import KVLayer, Scoring
 from sgla.kernels.triton import attention, turning
@@ -52,8 +54,16 @@ class TritonPrompts:
         self.tile = self._cut.m
 
     def forward(
-        self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        page_table: Tensor,
+        tiles: Tensor,
+        scoring: Scoring,
+        out: Tensor,
+        until: Tensor | None = None,
     ) -> None:
+        """``until`` int64[T]: see ``Media``."""
         attention.extend(
             q,
             kv.k,
@@ -68,12 +78,13 @@ class TritonPrompts:
             kv.v_scale,
             scoring.sinks,
             kv.scales,
+            until,
         )
 
 
 class TritonExtend:
     name, captured, grows, narrow, in_place = "triton", True, False, True, False
-    kind: Callable[[AttentionShape, Device], Prompts] = TritonPrompts
+    kind: Callable[[AttentionShape, Device], Any] = TritonPrompts
 
     def __init__(self, shape: AttentionShape, device: Device) -> None:
         self._tiles = torch.empty(0)
@@ -90,4 +101,5 @@ class TritonExtend:
         self._tiles = torch.from_numpy(tiles).pin_memory().to(batch.ids.device, non_blocking=True)
 
     def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
-        self._prompts.forward(q, kv, batch.pages(kv.group), self._tiles, scoring, out)
+        more = () if (until := until_of(batch)) is None else (until,)
+        self._prompts.forward(q, kv, batch.pages(kv.group), self._tiles, scoring, out, *more)

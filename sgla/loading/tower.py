@@ -39,7 +39,7 @@ class Tower:
     """``module``: a model of transformers without its language model."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        self._module, self._device = module, device
+        self._module, self.device = module, device
         self.dtype: torch.dtype = module.dtype
 
     @property
@@ -49,7 +49,7 @@ class Tower:
     def __call__(self, arrays: Mapping[str, Tensor]) -> Features:
         """Of one picture. ``arrays``: what the processor made of it."""
         given = {
-            name: values.to(self._device, self.dtype if values.is_floating_point() else None)
+            name: values.to(self.device, self.dtype if values.is_floating_point() else None)
             for name, values in arrays.items()
             if name in READ
         }

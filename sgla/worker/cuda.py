@@ -41,7 +41,7 @@ class CudaRunner(GpuWeights):
             return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
         begin = torch.cuda.Event(enable_timing=True)
         begin.record()
-        self.steps.tables.apply(plan, self.steps.sampler)
+        self.steps.admit(plan)
         if plan.zeroed:
             zero_pages(self.steps.kv, [upload(column(pages)).long() for pages in plan.zeroed])
         if self.constraints is not None:
@@ -52,7 +52,7 @@ class CudaRunner(GpuWeights):
             verify, plan = self._guess(self.steps.drafts, plan)
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
-        if self._decodes(plan, rows):
+        if self._decodes(plan, rows) and not self._reads_pictures(slots, starts):
             states = state_columns(plan, slots, starts, self.steps.tables.host)
             out, landed, pending = self.graphs.run(slots, starts, states, verify)
             return self.flights.begin(plan, begin, out, rows, landed, pending, [], verify)
@@ -115,7 +115,7 @@ class CudaRunner(GpuWeights):
         graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
         if self.steps.adapted is not None and self.steps.adapted.any(slots):
             graphs = False
-        if self._brings_hidden(plan):
+        if self._brings_hidden(plan) or self._reads_pictures(slots, starts):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
@@ -130,6 +130,11 @@ class CudaRunner(GpuWeights):
             if prompts.any():
                 self.chains.behind(slots[prompts], starts[prompts], q_lens[prompts], first[prompts])
         return launched
+
+    def _reads_pictures(self, slots: Any, starts: Any) -> bool:
+        """It has tokens of pictures, or before some."""
+        pictures = self.steps.pictures
+        return pictures is not None and pictures.reads(slots.tolist(), starts.tolist())
 
     def _brings_hidden(self, plan: StepPlan) -> bool:
         """It has rows of which hidden states are wanted."""

@@ -25,6 +25,8 @@ class DeviceTables:
     the GPU, without the first dimension if there is one cache group of pages; ``windows``: of each. The last
     slot belongs to padding rows. ``host`` mirrors the page table for those who plan on the host, and has the
     units of a group of ``states``. ``place`` int32[slots + 1]: those of ``adapters``, if there are any.
+    ``deltas`` int32[slots + 1]: by how much positions that keys and queries are turned by are more than the
+    numbers of tokens, where pictures make a difference (``turned``).
     ``admissions`` counts the rows that have taken slots."""
 
     def __init__(
@@ -35,6 +37,7 @@ class DeviceTables:
         windows: Sequence[int] = (0,),
         states: bool = False,
         adapters: bool = False,
+        turned: bool = False,
     ) -> None:
         self.page_size, self.admissions, self.windows, self.states = page_size, 0, windows, states
         self.host = SlotTables(slots + 1, context_len, page_size, len(windows), states)
@@ -42,6 +45,8 @@ class DeviceTables:
         every = torch.zeros(self.host.page_table.shape, dtype=torch.int32, device="cuda")
         self.tables = list(every)
         self.place = torch.zeros(slots + 1, dtype=torch.int32, device="cuda") if adapters else None
+        self.deltas = torch.zeros(slots + 1, dtype=torch.int32, device="cuda") if turned else None
+        self._deltas = np.zeros(slots + 1, np.int32)
         self.page_table = every if len(windows) > 1 else every[0]
 
     def places(self, tokens: int) -> Tensor:
@@ -102,6 +107,15 @@ class DeviceTables:
             slots, places = upload(np.array(changed, np.int32).T)
             self.place[slots.long()] = places
 
+    def turn(self, deltas: Sequence[tuple[int, int]]) -> None:
+        """Slots that have another request, and their deltas."""
+        changed = [(slot, delta) for slot, delta in deltas if self._deltas[slot] != delta]
+        if self.deltas is not None and changed:
+            for slot, delta in changed:
+                self._deltas[slot] = delta
+            slots, values = upload(np.array(changed, np.int32).T)
+            self.deltas[slots.long()] = values
+
     def put(self, tokens: Int32s) -> None:
         """Change the token table: int32[3, n] of slots, positions and tokens."""
         slots, positions, values = upload(tokens)
@@ -116,6 +130,7 @@ class DeviceTables:
             ids=ids,
             page_table=self.page_table,
             page_size=self.page_size,
+            turned=self.deltas is not None,
             **more,
         )
 
@@ -140,6 +155,7 @@ class DeviceTables:
             step.prepare_decode(
                 slots, starts, self.tokens[:, shift:], table, self.page_size, ids, positions, kv_len,
                 out_loc_of(out_loc, group), left.pop(window), tile, window, None if group else skip,
+                self.deltas,
             )  # fmt: skip
         for window, tiles in left.items():
             step.count_tiles(kv_len, tiles, tile, window)
@@ -159,7 +175,7 @@ class DeviceTables:
         for group, table in enumerate(self.tables):
             step.prepare_extend(
                 slots, starts, q_start, longest, self.tokens[:, shift:], table, self.page_size, ids,
-                positions, out_loc_of(out_loc, group),
+                positions, out_loc_of(out_loc, group), self.deltas,
             )  # fmt: skip
 
 

@@ -43,12 +43,15 @@ def choose_sizes(config: Config, spec: ModelSpec, pooling: Pooling | None) -> Si
     )
 
 
-def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) -> tuple[Kernels, list[str]]:
-    """Also notes on what was decided why. Raises ConfigError for a model that this GPU cannot run."""
+def choose_kernels(
+    config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes, together: bool = False
+) -> tuple[Kernels, list[str]]:
+    """Also notes on what was decided why. ``together``: tokens of a picture see each other. Raises
+    ConfigError for a model that this GPU cannot run."""
     dtype = dtype_of(config)
     experts = experts_kind(spec, dtype, config.quantization)
     check_device(place.device, config, dtype, experts, spec.quantization)
-    shapes = shapes_of(config, spec, place.shard, sizes)
+    shapes = shapes_of(config, spec, place.shard, sizes, together)
     if config.kv_cache_dtype == "int8" and any(shape.latent for shape in shapes):
         raise ConfigError(
             "--kv-cache-dtype int8 has no kernels for latent attention on a GPU; use fp8",
@@ -68,7 +71,9 @@ def choose_kernels(config: Config, spec: ModelSpec, place: Gpu, sizes: Sizes) ->
     return Kernels(backend, ops, cascade, DTYPES[dtype], config.kv_dtype(dtype), config.deterministic), notes
 
 
-def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> list[attention.AttentionShape]:
+def shapes_of(
+    config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes, together: bool = False
+) -> list[attention.AttentionShape]:
     """What attention has to serve on a rank: layers with the same heads have one shape; those that keep no
     tokens have none."""
     groups: dict[attention.Heads, list[AttentionSpec]] = {}
@@ -98,6 +103,7 @@ def shapes_of(config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes) -> li
             sinks=any(layer.sinks for layer in layers),
             alone=len(groups) == 1,
             latent=layers[0].latent,
+            together=together,
         )
         for key, layers in groups.items()
     ]

@@ -47,6 +47,7 @@ class Advice(NamedTuple):
 
 
 FEWER_TOKENS = Advice("lower --step-tokens", "step_tokens")
+OTHER_MODEL = Advice("use a smaller model", "model")
 FEWER_ROWS = Advice("lower --max-running-requests", "max_running_requests")
 
 
@@ -115,7 +116,7 @@ class Weights(NamedTuple):
         for gib in range(int(self.offload / GIB) + 1, (self.bytes >> 30) + 2):
             if self._replace(offload=float(gib * GIB)).bytes <= room:
                 return Advice(f"give --cpu-offload-gb {gib}, which is slow", "cpu_offload_gb")
-        return Advice("use a smaller model", "model")
+        return OTHER_MODEL
 
 
 def splits(spec: ModelSpec, gpus: int) -> tuple[int, ...]:
@@ -184,10 +185,11 @@ def within(room: int, pool: Pool) -> list[int]:
 
 
 class Budget:
-    """Who has which bytes of this rank's GPU: ``ledger``, by purpose."""
+    """Who has which bytes of this rank's GPU: ``ledger``, by purpose. ``features``: bytes that are kept for
+    those of pictures."""
 
-    def __init__(self, weights: Weights, step_tokens: int, slots: int) -> None:
-        self.weights, self._step_tokens, self._slots = weights, step_tokens, slots
+    def __init__(self, weights: Weights, step_tokens: int, slots: int, features: int = 0) -> None:
+        self.weights, self._step_tokens, self._slots, self._features = weights, step_tokens, slots, features
         self.ledger: dict[str, int] = {}
 
     def pool(self, config: Config, pool: Pool, peak: Peak, graphs: int) -> list[int]:
@@ -196,7 +198,7 @@ class Budget:
         torch.cuda.empty_cache()
         kept = ledger_of(peak, graphs)
         free, total = torch.cuda.mem_get_info()
-        free -= sum(kept.values()) + round((1 - config.memory_fraction) * total)
+        free -= sum(kept.values()) + self._features + round((1 - config.memory_fraction) * total)
 
         def advise(missing: int) -> Advice:
             if config.memory_fraction < 1:

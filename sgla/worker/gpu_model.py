@@ -18,6 +18,7 @@ from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
 from sgla.model.drafting import draft_state, read_guessing
 from sgla.model.spec import ModelSpec
+from sgla.model.vision.served import vision_of
 from sgla.quant.weight import Make, anywhere
 from sgla.worker.adapters import AdapterStore, places_of
 from sgla.worker.chain_setup import load_chains, target_hidden
@@ -25,13 +26,15 @@ from sgla.worker.chains import Chains
 from sgla.worker.facts import drafts_of
 from sgla.worker.gpu_adapters import AdapterCopies
 from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights_of
-from sgla.worker.gpu_memory import FEWER_ROWS, Budget, within_memory
+from sgla.worker.gpu_memory import FEWER_ROWS, OTHER_MODEL, Budget, within_memory
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
 from sgla.worker.gpu_tiers import staging
+from sgla.worker.pictures import Pictures
 from sgla.worker.place import Gpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.region import Region, gpu_memory, let_go
 from sgla.worker.runner import Runner
+from sgla.worker.seeing import open_pictures
 from sgla.worker.warm_up import rehearse, wake_triton
 
 
@@ -50,6 +53,7 @@ class GpuModel(Runner):
     place: Gpu
     regions: Regions | None = None
     chains: Chains | None = None
+    pictures: Pictures | None = None
     steps: GpuSteps
 
     def _load(self, config: Config, source: ModelSource) -> None:
@@ -57,11 +61,20 @@ class GpuModel(Runner):
         self.config, self.source = config, source
         spec = self._stage(source)
         sizes = choose_sizes(config, spec, self.pooling)
-        kernels, self.notes = choose_kernels(config, spec, self.place, sizes)
+        vision, _ = vision_of(config, source, self.pooling is not None)
+        together = vision is not None and vision.together
+        kernels, self.notes = choose_kernels(config, spec, self.place, sizes, together)
         self.notes += self.place.notes
         self._make_room()
         guessing = self._guessing(spec)
-        self.budget = Budget(weights_of(config, spec, self.place, guessing), sizes.step_tokens, sizes.slots)
+        with within_memory("loading the tower of pictures", lambda: OTHER_MODEL):
+            self.pictures, self.seeing = open_pictures(
+                config, source, spec, self.place.torch, dtype_of(config), self.pooling
+            )
+        self.notes += [self.seeing.note] if self.seeing.note else []
+        self.budget = Budget(
+            weights_of(config, spec, self.place, guessing), sizes.step_tokens, sizes.slots, self.seeing.taken
+        )
         self.budget.weights.check(self.place.free())
         self._begin_copies()
         before = torch.cuda.memory_allocated()
@@ -148,13 +161,16 @@ class GpuModel(Runner):
         with within_memory("allocating the tables of rows", lambda: FEWER_ROWS):
             places = None if self.adapters is None else self.adapters.adapters
             hidden = target_hidden(self.config, self.source, model, sizes)
-            self.steps = GpuSteps(model, kernels, sizes, places, beside=beside, hidden=hidden)
+            self.steps = GpuSteps(
+                model, kernels, sizes, places, beside=beside, hidden=hidden, pictures=self.pictures
+            )
         adapters = 0 if places is None else places.nbytes
         tables = torch.cuda.memory_allocated() - made
         self.budget.ledger = {
             "weights": made - before - adapters + self._mapped,
             "adapters": adapters,
             "tables": tables,
+            **self.seeing.ledger,
         }
         # Where several stages exchange hidden states steps are not captured yet.
         staged = self.shard.pipe is not None

@@ -121,6 +121,7 @@ class GpuSetup(GpuModel):
             ledger=self.budget.ledger,
             adapters=0 if self.adapters is None else self.adapters.adapters.places,
             notes=self.notes,
+            media=self.seeing.media,
             **self.copies.facts,
             **answer_facts(config, steps.model.spec, self.pooling),
         )

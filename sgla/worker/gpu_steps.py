@@ -13,6 +13,7 @@ from sgla import attention
 from sgla.attention import Attention, DeviceBatch, ExtendRows
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
+from sgla.kernels.batch import Media
 from sgla.kernels.gpu import GpuOps, RecordedForward
 from sgla.kernels.gpu.states import DeviceStates, device_states
 from sgla.kernels.ops import Layer
@@ -27,6 +28,7 @@ from sgla.worker.device_state import DeviceTables, aligned, upload, upload_colum
 from sgla.worker.flights import Extras
 from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
+from sgla.worker.pictures import Pictures
 from sgla.worker.pooler import Pooler, label_logprobs
 from sgla.worker.target_hidden import TargetHidden
 from sgla.worker.verify import DeviceDrafts, Verify
@@ -88,7 +90,7 @@ class GpuSteps:
     ``scales``: of k and v of each layer; ``drafts``: None where no row guesses; ``adapted``: None where none
     has an adapter. ``tables``: those of another model, for which this one guesses; ``beside``: what the
     layers of a model keep that guesses for this one, whose pages are behind its own in ``kv``; ``hidden``:
-    what that reads of this one, if it reads hidden states."""
+    what that reads of this one, if it reads hidden states; ``pictures``: None where rows show none."""
 
     pooler: Pooler | None = None  # of a model that answers with vectors
 
@@ -101,8 +103,9 @@ class GpuSteps:
         tables: DeviceTables | None = None,
         beside: Sequence[LayerState] = (),
         hidden: TargetHidden | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
-        self.model, self.shard, self.hidden = model, model.shard, hidden
+        self.model, self.shard, self.hidden, self.pictures = model, model.shard, hidden, pictures
         self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
@@ -112,9 +115,9 @@ class GpuSteps:
         self.groups = kv_groups(self.state, self.context_len, self.kv_dtype)
         windows = [group.window for group in self.groups if not group.unit_bytes]
         states = len(windows) < len(self.groups)
-        adapted = adapters is not None
+        adapted, turned = adapters is not None, pictures is not None and pictures.turns
         self.tables = tables or DeviceTables(
-            self.slots, self.context_len, page_size, windows, states, adapted
+            self.slots, self.context_len, page_size, windows, states, adapted, turned
         )
         self.adapted: AdaptedRows | None = None
         if adapters is not None:
@@ -136,6 +139,14 @@ class GpuSteps:
         rows = None if self.adapted is None else self.adapted.rows
         hook = None if self.hidden is None else self.hidden.hook
         self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows, hook)
+
+    def admit(self, plan: StepPlan) -> None:
+        """Take in what its new rows and its pages are."""
+        self.tables.apply(plan, self.sampler)
+        if self.pictures is not None and plan.new:
+            for new in plan.new:
+                self.pictures.admit(new)
+            self.tables.turn([(new.slot, self.pictures.delta(new.slot)) for new in plan.new])
 
     def forget_rows(self) -> None:
         """What rows have asked of the sampler."""
@@ -176,11 +187,13 @@ class GpuSteps:
                 kept.k_scale, kept.v_scale = scales
         return layers
 
-    def run_eagerly(self, plan: StepPlan, verify: Verify | None = None) -> Launched:
+    def run_eagerly(
+        self, plan: StepPlan, verify: Verify | None = None, media: Media | None = None
+    ) -> Launched:
         """Decode rows go first, then what has a history (see ``ExtendRows``),
         which the row numbers of the result must not show: ``wanted`` counts rows and tokens in the order of
         the plan, ``order`` has the plan's rows in that of the batch, ``shift`` takes tokens from one to the
-        other."""
+        other. ``media``: in place of that of the rows' pictures."""
         columns, wanted = read(plan, self.tables.host)
         order = eager_order(columns.starts, columns.q_lens)
         slots, starts, q_lens = (column[order] for column in columns[:3])
@@ -199,6 +212,8 @@ class GpuSteps:
             self.adapted.begin(slots, q_lens, host[0])
         units = None if columns.states is None else columns.states.ordered(order)
         batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
+        if self.pictures is not None:
+            batch.media = media or self.pictures.media(slots, starts, q_lens)
         if not self.shard.samples:
             self.forward.hidden(batch)
             return Launched(batch.ids, 0, [], None, None)

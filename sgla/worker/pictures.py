@@ -4,7 +4,7 @@ step."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -19,9 +19,9 @@ from sgla.kernels.batch import ForwardBatch, Media
 from sgla.loading.tower import Features, Tower
 from sgla.messages import NewRow, Placed, Prepared
 from sgla.worker.batch import Columns
-from sgla.worker.state import column
+from sgla.worker.state import Int32s, column
 
-CACHED = 128 << 20  # bytes of features that are kept for requests to come
+CACHED, ON_GPUS = 128 << 20, 512 << 20  # bytes of features that are kept for requests to come
 
 Places = NDArray[np.int64]
 
@@ -38,6 +38,10 @@ class Shown:
     grid: Places | None = None
     shift: int = 0
     features: dict[int, Features] = field(default_factory=dict)  # of pictures that are being read
+
+
+# What it shows, its first token in its prompt and in the step, and the end in this.
+Row = tuple[Shown, int, int, int]
 
 
 class Pictures:
@@ -60,6 +64,17 @@ class Pictures:
         self._cache: OrderedDict[bytes, Features] = OrderedDict()  # by digest, the latest used one last
         self._cached, self._bytes = cached, 0
         self.computed = 0  # pictures that the tower has seen
+        if axes is not None:
+            self._axes = axes.to(tower.device)
+
+    @property
+    def turns(self) -> bool:
+        """Positions of tokens behind pictures are not their numbers."""
+        return bool(self._merged)
+
+    def delta(self, slot: int) -> int:
+        """By how much positions behind the pictures of a slot are more than the numbers of the tokens."""
+        return self._shown[slot].shift if slot in self._shown else 0
 
     def admit(self, new: NewRow) -> None:
         """The slot has another request."""
@@ -77,39 +92,55 @@ class Pictures:
         self._shown[new.slot] = shown
 
     def show(self, batch: ForwardBatch, columns: Columns) -> None:
-        """Put what pictures change in the step into the ``batch``."""
+        """Put what pictures change in the step into the ``batch``, which is on the host."""
         if not self._shown:
             return
-        rows = [
-            (self._shown[slot], start, first, first + count)
-            for slot, start, first, count in zip(
-                columns.slots.tolist(),
-                columns.starts.tolist(),
-                (np.cumsum(columns.q_lens) - columns.q_lens).tolist(),
-                columns.q_lens.tolist(),
-            )
-            if slot in self._shown
-        ]
-        for shown, start, first, end in rows:
+        for shown, start, first, end in self._rows(*columns[:3]):
             if shown.shift and start >= shown.end:
                 batch.positions[first:end] += shown.shift
-        reading = [row for row in rows if row[1] < row[0].end]
-        if reading:
-            batch.media = self._media(batch, reading)
+        batch.media = self.media(*columns[:3])
 
-    def _media(self, batch: ForwardBatch, rows: list[tuple[Shown, int, int, int]]) -> Media | None:
-        """``rows``: what each shows, its first token in its prompt and in the step, and the end in this."""
-        found: list[tuple[Tensor, Features, Tensor]] = []  # tokens of the step, and which features they have
-        positions = batch.positions.numpy().astype(np.int64)
-        until, grid = positions + 1, np.repeat(positions[None], 3, 0)
+    def reads(self, slots: Sequence[int], starts: Sequence[int]) -> bool:
+        """Whether one of the rows has tokens before the end of its last picture."""
+        shown = self._shown
+        if not shown:
+            return False
+        return any(slot in shown and start < shown[slot].end for slot, start in zip(slots, starts))
+
+    def _rows(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> list[Row]:
+        """Those with pictures."""
+        first = np.cumsum(q_lens) - q_lens
+        columns = (column.tolist() for column in (slots, starts, first, first + q_lens))
+        return [
+            (self._shown[slot], start, at, end)
+            for slot, start, at, end in zip(*columns)
+            if slot in self._shown
+        ]
+
+    def media(self, slots: Int32s, starts: Int32s, q_lens: Int32s) -> Media | None:
+        """What pictures change in a step with these rows, on the tower's device."""
+        if not self.reads(slots.tolist(), starts.tolist()):
+            return None
+        rows = self._rows(slots, starts, q_lens)
+        numbers = np.arange(q_lens.sum()) - np.repeat(np.cumsum(q_lens) - q_lens - starts, q_lens)
+        grid, until = np.repeat(numbers[None], 3, 0), numbers + 1
+        for shown, start, first, end in rows:
+            if start >= shown.end:
+                grid[:, first:end] += shown.shift
+        return self._media(grid, until, [row for row in rows if row[1] < row[0].end])
+
+    def _media(self, grid: Places, until: Places, rows: list[Row]) -> Media | None:
+        """Of the ``rows`` that read pictures. ``grid`` int64[3, T] and ``until`` int64[T]: see ``Media``; of
+        tokens that have nothing to do with any."""
+        found: list[tuple[Places, Features, Places]] = []  # tokens of the step, and which features they have
         for shown, start, first, end in rows:
             stop = start + end - first
             for i, parts in enumerate(shown.parts):
                 own = np.flatnonzero((parts >= start) & (parts < stop))
                 if own.size:
-                    at = torch.from_numpy(parts[own] - start + first)
-                    found.append((at, self._of(shown, i), torch.from_numpy(own)))
-                    until[parts[own] - start + first] = parts[-1] + 1
+                    at = parts[own] - start + first
+                    found.append((at, self._of(shown, i), own))
+                    until[at] = parts[-1] + 1
                 if stop >= shown.placed[i].end:
                     shown.features.pop(i, None)
             if shown.grid is not None:
@@ -119,14 +150,32 @@ class Pictures:
         if not (found or self._merged):
             return None
         depth = max((len(seen.deep) for _, seen, _ in found), default=0)
+        none = torch.empty(0, self._width, dtype=self._tower.dtype, device=self._tower.device)
+        taken = [(seen, self._put(own)) for _, seen, own in found]
         return Media(
-            tokens=torch.cat([torch.empty(0, dtype=torch.int64), *(at for at, _, _ in found)]),
-            values=torch.cat([torch.empty(0, self._width), *(seen.values[own] for _, seen, own in found)]),
-            grid=torch.from_numpy(grid) if self._merged else None,
+            tokens=self._put(np.concatenate([np.zeros(0, np.int64), *(at for at, _, _ in found)])),
+            values=torch.cat([none, *(seen.values[own] for seen, own in taken)]),
+            grid=self._put(grid) if self._merged else None,
             axes=self._axes,
-            until=torch.from_numpy(until) if self._together else None,
-            deep=[torch.cat([seen.layer(i)[own] for _, seen, own in found]) for i in range(depth)],
+            until=self._put(until) if self._together else None,
+            deep=[torch.cat([seen.layer(i)[own] for seen, own in taken]) for i in range(depth)],
         )
+
+    def stand_in(self, tokens: int) -> Media:
+        """Of a step of so many tokens, all of which stand for parts of pictures."""
+        numbers = self._put(np.arange(tokens))
+        return Media(
+            tokens=numbers,
+            values=torch.zeros(tokens, self._width, dtype=self._tower.dtype, device=self._tower.device),
+            grid=torch.zeros_like(numbers).expand(3, -1) if self._merged else None,
+            axes=self._axes,
+            until=numbers + 1 if self._together else None,
+        )
+
+    def _put(self, values: Places) -> Tensor:
+        """On the tower's device, without waiting."""
+        device, made = self._tower.device, torch.from_numpy(values)
+        return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
     def _of(self, shown: Shown, i: int) -> Features:
         if i not in shown.features:
@@ -145,7 +194,8 @@ class Pictures:
         except (OSError, ValueError, RuntimeError, IndexError):
             made = None
         if made is None or len(made.values) != count:
-            return Features(torch.full((count, self._width), torch.nan), [])
+            lost = torch.full((count, self._width), torch.nan, device=self._tower.device)
+            return Features(lost.to(self._tower.dtype), [])
         self._cache[picture.digest] = made
         self._bytes += made.nbytes
         while self._bytes > self._cached:

@@ -33,6 +33,7 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_decoder
 from sgla.model.state import kv_groups
+from sgla.model.vision.served import vision_of
 from sgla.quant.weight import Weight
 from sgla.worker.gpu_load import choose_sizes, dtype_of, shapes_of
 from sgla.worker.kv import allocate_kv
@@ -58,15 +59,18 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
         yield "  none: transformers' module computes it, and our kernels are attention and sampling alone"
         return
     sizes = choose_sizes(config, spec, pooling)
+    vision, _ = vision_of(config, source, pooling is not None)
     backend, notes = attention.choose_backend(
         config.attention_backend,
-        shapes_of(config, spec, Shard(0, config.tp), sizes),
+        shapes_of(config, spec, Shard(0, config.tp), sizes, vision is not None and vision.together),
         device,
         decode=config.decode_attention_backend,
         prefill=config.prefill_attention_backend,
         make=attention.unmade,
     )
     yield from (f"  {note}" for note in notes)
+    if vision is not None:
+        yield "  no rule takes layers in steps that read pictures, which go op by op; all others:"
     forward = forward_of(config, source)
     if pooling is None:
         yield from _decode_steps(forward, backend, config.deterministic)

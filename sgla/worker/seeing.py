@@ -13,7 +13,7 @@ from sgla.loading.tower import load_tower
 from sgla.messages import Pooling
 from sgla.model.spec import ModelSpec
 from sgla.model.vision.served import vision_of
-from sgla.worker.pictures import CACHED, Pictures
+from sgla.worker.pictures import CACHED, ON_GPUS, Pictures
 
 
 class Seeing(NamedTuple):
@@ -42,9 +42,10 @@ def open_pictures(
     merged = vision.merged(source.config) if vision.merged is not None else 0
     axes = axes_of(*vision.sections(source.config)) if merged else None
     token = vision.token_of(source.config)
-    pictures = Pictures(tower, token, spec.hidden, vision.together, merged, axes)
-    ledger = {"tower": tower.nbytes, "pictures": CACHED}
-    return pictures, Seeing(CACHED, ledger, {"image": vision.media}, "")
+    kept = CACHED if device.type == "cpu" else ON_GPUS
+    pictures = Pictures(tower, token, spec.hidden, vision.together, merged, axes, kept)
+    ledger = {"tower": tower.nbytes, "pictures": kept}
+    return pictures, Seeing(kept, ledger, {"image": vision.media}, "")
 
 
 def axes_of(sections: list[int], woven: bool) -> Tensor:

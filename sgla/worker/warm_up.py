@@ -87,9 +87,19 @@ def _rehearse_eager(steps: GpuSteps) -> None:
     alone = ((0, size) for size in (*sizes, *_below(most, ROWS)))
     for decodes, size in (*alone, (1, sizes[0]), (steps.slots, sizes[0])):
         for half in (0, 1):
-            steps.run_eagerly(_behind(decodes, size, half, steps.slots, longest))
+            plan = _behind(decodes, size, half, steps.slots, longest)
+            steps.run_eagerly(plan)
+            if steps.pictures is not None:
+                _run_pictured(steps, plan)
     for size in steps.forward.sizes(most):
         steps.run_eagerly(_behind(0, size, 0, steps.slots, longest))
+
+
+def _run_pictured(steps: GpuSteps, plan: StepPlan) -> None:
+    """As if all tokens were of pictures."""
+    assert steps.pictures is not None
+    tokens = int(np.frombuffer(plan.q_lens, np.int32).sum())
+    steps.run_eagerly(plan, media=steps.pictures.stand_in(tokens))
 
 
 def measure(steps: GpuSteps) -> Peak:
@@ -127,6 +137,8 @@ def _read_most(steps: GpuSteps) -> None:
     tokens = min(steps.step_tokens, slots * context)
     prompts = [(slot, 0, min(context, tokens - at)) for slot, at in enumerate(range(0, tokens, context))]
     steps.run_eagerly(_step(prompts, flags=SAMPLE | PROMPT_LOGPROBS))
+    if steps.pictures is not None:
+        _run_pictured(steps, _step(prompts))
     decodes, half = min(slots // 2, tokens // 2), max(1, min(tokens, context) // 2)
     start = context - half if steps.attention.grows else half
     left = range(0, tokens - decodes, half)[: slots - decodes]
@@ -151,6 +163,8 @@ def warm_up(steps: GpuSteps, execute: Callable[[StepPlan], object]) -> None:
     """Every row has the dummy page."""
     for plan in _plans(steps):
         execute(plan)
+        if steps.pictures is not None:
+            _run_pictured(steps, plan)
     steps.tables.put(np.array([[steps.slots], [0], [0]]))
 
 

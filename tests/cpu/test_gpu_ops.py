@@ -345,7 +345,9 @@ def test_an_addend_comes_before_what_is_fused_behind(
         def logits_part(self, hidden: Tensor) -> Tensor:
             return ops.logits(hidden, w, None, addend)
 
-    batch: Any = SimpleNamespace(ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows)
+    batch: Any = SimpleNamespace(
+        ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None
+    )
     layer = Layer()
     for layer.what in ("gated", "normed"):
         expected = layer.forward(batch, [], None).float()
@@ -411,10 +413,10 @@ def test_a_whole_step_is_found_in_what_was_recorded(
     [node] = work.nodes.values()
     assert node.given["step"] is made.return_value
     assert node.rule == "whole step"
-    batch: Any = SimpleNamespace(ids=1, slots=2, kv_len=3, pages=lambda group: 4 + group)
+    batch: Any = SimpleNamespace(ids=1, positions=5, slots=2, kv_len=3, pages=lambda group: 4 + group)
     assert node.fn is not None
     assert node.fn(node.given["step"], 0, batch, "out") == "out"
-    made.return_value.assert_called_once_with(1, 2, 3, 4, "out")
+    made.return_value.assert_called_once_with(1, 5, 2, 3, 4, "out")
     shape, layers, kv, embedding, head, norm, *_ = made.call_args.args
     model: Any = driver.model
     assert (shape.hidden, shape.heads, shape.kv_heads, shape.inner) == (256, 4, 2, shape.inner)
@@ -511,7 +513,7 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
             x = ops.linear(x, w) + h
             return x if old is None else torch.cat([x, old], 1)
 
-    batch: Any = SimpleNamespace(ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5)
+    batch: Any = SimpleNamespace(ids=torch.arange(5, dtype=torch.int32), tokens=5, rows=5, media=None)
     expected = Layer().forward(batch, [], None).float()
     forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
     found = forward.hidden(batch).float()
@@ -548,7 +550,9 @@ def test_the_product_behind_a_gate_takes_both(
             return ops.linear(ops.gated_rms_norm(x, gate, norm, 1e-5, activation).flatten(1), w)
 
     for rows in (1, 2, 3):
-        batch: Any = SimpleNamespace(ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows)
+        batch: Any = SimpleNamespace(
+            ids=torch.arange(rows, dtype=torch.int32), tokens=rows, rows=rows, media=None
+        )
         expected = Layer().forward(batch, [], None).float()
         forward = gpu.RecordedForward(Layer(), [], gpu.GpuOps(attend))  # type: ignore[arg-type]
         skinny.reset_mock()

@@ -40,7 +40,10 @@ def norm(n: int) -> Tensor:
 
 
 class Decoder:
-    """Random weights and a random history of one row."""
+    """Random weights and a random history of one row, which is turned as if ``behind`` tokens were not
+    there."""
+
+    behind = 0
 
     def __init__(self, shape: Any, tokens: int) -> None:
         from sgla.kernels.cuda.decode_step import DecodeStep
@@ -80,13 +83,13 @@ class Decoder:
             torch.tensor([x], dtype=torch.int32, device="cuda") for x in (token, SLOT, length)
         )
         logits = torch.full((1, VOCAB), float("nan"), device="cuda")
-        self.step(ids, slots, kv_len, self.table, logits)
+        self.step(ids, kv_len - 1 - self.behind, slots, kv_len, self.table, logits)
         return logits[0]
 
     def oracle(self, token: int, length: int) -> tuple[Tensor, Tensor]:
         """Logits, and k and v of the token ``[layers, 2, kv heads, 128]``."""
         shape, written = self.shape, []
-        h, angles = self.embedding[token].float(), self.cos_sin[length - 1]
+        h, angles = self.embedding[token].float(), self.cos_sin[length - 1 - self.behind]
         for w, kv in zip(self.layers, self.kv):
             heads = (w.qkv.float() @ rms_norm(h, w.input_norm)).view(-1, 128)
             q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads])
@@ -126,6 +129,15 @@ def test_step_equals_torch(hidden: int, heads: int, kv_heads: int, inner: int, q
     decoder = Decoder(DenseShape(hidden, heads, kv_heads, inner, qk_norm, 16), 4200)
     for token, length in enumerate(LENGTHS):
         compare(decoder, token, length)
+
+
+def test_a_step_turns_by_its_own_position() -> None:
+    from sgla.kernels.cuda.decode_step import DenseShape
+
+    torch.manual_seed(0)
+    decoder = Decoder(DenseShape(1024, 16, 8, 3072, True, 16), 700)
+    decoder.behind = 40
+    compare(decoder, 3, 640)
 
 
 def test_words_of_a_step_long_ago_are_not_taken() -> None:

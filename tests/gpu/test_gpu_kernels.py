@@ -222,6 +222,15 @@ def test_decode_from_the_projection_rotates_heads_in_part(
     check_projection(lengths, norm, heads, kv_heads, dim, rotated, beside=heads * dim)
 
 
+@pytest.mark.parametrize("lengths", ["one", "few", "many"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(28, 4, 128), (16, 8, 128), (8, 2, 64), (16, 2, 256)])
+def test_decode_from_the_projection_turns_by_other_positions(
+    lengths: str, heads: int, kv_heads: int, dim: int
+) -> None:
+    """As behind pictures, whose tokens share positions."""
+    check_projection(lengths, True, heads, kv_heads, dim, dim, turned=True)
+
+
 def check_projection(
     lengths: str,
     norm: bool,
@@ -232,6 +241,7 @@ def check_projection(
     window: int = 0,
     softcap: float = 0.0,
     beside: int = 0,
+    turned: bool = False,
 ) -> None:
     from sgla.kernels.cuda.decode_attention import Projection
 
@@ -246,6 +256,9 @@ def check_projection(
     pages = batch.page_table[batch.slots.long(), positions.long() // 16]
     places = pages * 16 + positions % 16
     expected_kv = KVLayer(kv.k.clone(), kv.v.clone())
+    if turned:
+        batch.turned, positions = True, positions // 3
+        batch.positions = positions
     q = ops.qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, expected_kv, places)
     expected = oracle(q, expected_kv, batch, dim**-0.5, window, softcap)
     projection = Projection(cos_sin, *weights, 1e-6)

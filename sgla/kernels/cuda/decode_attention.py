@@ -42,6 +42,7 @@ POINTERS = [
     "sinks",
     "k_scales",
     "v_scales",
+    "positions",
 ]
 
 
@@ -56,7 +57,7 @@ class _Params(ctypes.Structure):
             (name, ctypes.c_float)
             for name in ("eps", "scale", "softcap", "k_inverse", "v_inverse", "v_scale")
         ),
-        ("pad", ctypes.c_int * 3),  # tensor maps are aligned to 64 bytes
+        ("pad", ctypes.c_int),  # tensor maps are aligned to 64 bytes
     )
 
 
@@ -151,6 +152,7 @@ def _kernel(
     cascade: bool,
     kind: torch.dtype,
     rotated: int,
+    turned: bool,
 ) -> Kernel:
     int8 = kind == torch.int8
     token = head_dim * kind.itemsize
@@ -180,6 +182,7 @@ def _kernel(
     }
     defines |= {"INT8": 1} if int8 else {}
     defines |= {"ROT": rotated} if rotated != head_dim else {}
+    defines |= {"TURNED": 1} if turned else {}
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
 
 
@@ -234,6 +237,7 @@ class DecodeAttention:
         kv_scales: tuple[float, float] = (1.0, 1.0),
         sinks: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """q bf16 ``[R or more, Hq * hd]`` -> the same shape, R rows of it; with ``projection`` q is ``[R, (Hq
         + 2 Hkv) * hd]`` as it comes from the linear layer, and the new token's k and v are written to the
@@ -241,7 +245,8 @@ class DecodeAttention:
         int32[R + 1] counts the 16-token tiles before each row, for this window and without those that
         ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, e4m3 to be
         multiplied by ``kv_scales``, or int8 with ``scales``, float32 ``[pages, Hkv, page_size]`` each, tokens
-        of one page and head contiguous."""
+        of one page and head contiguous. ``positions`` int32[R]: by which q and k of a ``projection`` are
+        rotated, where these are not ``kv_len - 1``."""
         _, page_size, kv_heads, dim = k.shape
         assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
@@ -271,6 +276,7 @@ class DecodeAttention:
             *(prefix or (None, None, None, None)),
             sinks,
             *(scales or (None, None)),
+            positions,
         )
         log2e = 1.4426950408889634
         k_scale, v_scale = kv_scales
@@ -300,6 +306,7 @@ class DecodeAttention:
             prefix is not None,
             k.dtype,
             dim if projection is None else projection.cos_sin.shape[1],
+            positions is not None,
         )
         kernel.launch(processors() * cut.per_sm, cut.threads, params)
         return out

@@ -129,6 +129,7 @@ POINTERS = [
     "norm",
     "cos_sin",
     "ids",
+    "positions",
     "slots",
     "kv_len",
     "page_table",
@@ -196,12 +197,19 @@ class DecodeStep:
         self._kernel, self._threads = shape.kernel(), 32 * shape.warps
 
     def __call__(
-        self, ids: Tensor, slots: Tensor, kv_len: Tensor, page_table: Tensor, logits: Tensor
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv_len: Tensor,
+        page_table: Tensor,
+        logits: Tensor,
     ) -> None:
         """Logits float32 ``[1, vocab]`` behind token ``ids`` int32[1], the ``kv_len``-th of slot ``slots``,
-        whose k and v are written to its page; int32[1] both. ``kv_len`` 0 is padding."""
+        whose k and v are written to its page; int32[1] both. It is turned by ``positions`` int32[1].
+        ``kv_len`` 0 is padding."""
         before, after = self._fixed
-        tensors = (*before, ids, slots, kv_len, page_table, logits, *after)
+        tensors = (*before, ids, positions, slots, kv_len, page_table, logits, *after)
         pointers = (t.data_ptr() for t in tensors)
         params = _Params(*pointers, *self._numbers, page_table.stride(0), self._eps, self._scale)
         self._kernel.launch(BLOCKS, self._threads, params)

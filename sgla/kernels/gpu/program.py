@@ -101,8 +101,8 @@ Computes = Literal["hidden", "step", "part", "logits"]
 
 
 class RecordedForward:
-    """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op. ``hook`` is
-    called with the final hidden states of all tokens of a batch."""
+    """The forward pass of ``model`` with the pages ``kv``. What cannot be recorded runs op by op, and so do
+    steps that read pictures. ``hook`` is called with the final hidden states of all tokens of a batch."""
 
     def __init__(
         self,
@@ -183,7 +183,8 @@ class RecordedForward:
     ) -> tuple[Any, bool]:
         """``rows``: int32[S], those of the batch that are wanted (None: all); or hidden states, without a
         batch. Returns also whether it has drawn."""
-        record = self._record(what, rows is not None)
+        pictured = batch is not None and batch.media is not None
+        record = None if pictured else self._record(what, rows is not None)
         if record is None:
             return self._call(what, batch, rows, self._gpu), False
         sampled = 0 if rows is None else rows.shape[0]

@@ -71,7 +71,7 @@ def make(work: Work, logits: Node) -> list[Node]:
 
 
 def _run(step: DecodeStep, group: int, batch: ForwardBatch, out: Tensor) -> Tensor:
-    step(batch.ids, batch.slots, batch.kv_len, batch.pages(group), out)
+    step(batch.ids, batch.positions, batch.slots, batch.kv_len, batch.pages(group), out)
     return out
 
 

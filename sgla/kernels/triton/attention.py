@@ -145,12 +145,12 @@ def _merge(
 
 @triton.jit
 def _extend(
-    q, k, v, k_scales, v_scales, page_table, tiles, out, sinks,
+    q, k, v, k_scales, v_scales, page_table, tiles, out, sinks, until,
     s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head,
     table_stride, page_size, q_heads, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, UNTIL: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
@@ -169,6 +169,11 @@ def _extend(
         query = turned(query, HD, HB).to(query.dtype)
     position = start_at + i
     end = start_at + count
+    if UNTIL:
+        unseen = tl.load(until + begin + i, mask=i < count, other=0).to(tl.int32)
+        end = tl.maximum(end, tl.max(unseen, 0))
+    else:
+        unseen = position + 1
     oldest = 0  # what is behind may be another request's, and no number
     if window > 0:
         oldest = tl.maximum(start_at - window + 1, 0)
@@ -189,7 +194,7 @@ def _extend(
             z = page * z_page + (n % page_size) * z_token + head * z_head
             s = s * tl.load(k_scales + z, mask=known, other=0.0)[None, :]
         s = _score(s, scale, softcap, SOFTCAP)
-        seen = n[None, :] <= position[:, None]
+        seen = n[None, :] < unseen[:, None]
         if window > 0:
             seen = seen & (n[None, :] > position[:, None] - window)
         s = tl.where(seen, s, NEG)
@@ -340,20 +345,23 @@ def extend(
     v_scale: float = 1.0,
     sinks: Tensor | None = None,
     kv_scales: Scales = None,
+    until: Tensor | None = None,
 ) -> None:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out`` ``[T, Hq *
     vd]``; ``tiles`` int32[n, 4]: slot, first token in q, its position, and how many tokens (at most
-    ``cut.m``; 0: none); ``v_scale`` and ``kv_scales`` as in ``decode``. Tokens in no tile are left as they
+    ``cut.m``; 0: none); ``v_scale`` and ``kv_scales`` as in ``decode``. ``until`` int64[T]: the first place
+    that a token does not see, where that is not the one behind its own. Tokens in no tile are left as they
     are."""
     page_size, kv_heads, dim = k.shape[1:]
     q_heads, values = q.shape[1] // dim, v.shape[3]
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
         q, k, v, *_scales(kv_scales, q), page_table, tiles, out, q if sinks is None else sinks,
+        tiles if until is None else until,
         *k.stride()[:3], *v.stride()[:3], *_places(kv_scales), page_table.stride(0), page_size, q_heads,
         factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, INT8=kv_scales is not None, num_warps=8 if cut.m == 128 else 4,
-        num_stages=cut.stages,
+        SINKS=sinks is not None, INT8=kv_scales is not None, UNTIL=until is not None,
+        num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
     )  # fmt: skip

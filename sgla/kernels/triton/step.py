@@ -27,8 +27,8 @@ def _append_pages(columns, page_table, stride, count, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _prepare_decode(
     slots, starts, tokens, token_stride, page_table, table_stride, page_size, ids, positions, kv_len,
-    out_loc, cum, skip,
-    rows, window, HAS_SKIP: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    out_loc, cum, skip, deltas, rows, window,
+    HAS_SKIP: tl.constexpr, DELTAS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _begin_early(PDL)
     r = tl.arange(0, BLOCK)
@@ -40,7 +40,11 @@ def _prepare_decode(
     token = tl.load(tokens + slot * token_stride + position, mask=real, other=0)
     page = tl.load(page_table + slot * table_stride + position // page_size, mask=real, other=0)
     tl.store(ids + r, token, mask=live)
-    tl.store(positions + r, position, mask=live)
+    if DELTAS:
+        delta = tl.load(deltas + slot, mask=real, other=0)
+        tl.store(positions + r, position + delta, mask=live)
+    else:
+        tl.store(positions + r, position, mask=live)
     tl.store(kv_len + r, start + 1, mask=live)
     tl.store(out_loc + r, tl.where(real, page * page_size + position % page_size, 0), mask=live)
     length = tl.where(live, start + 1, 0)
@@ -87,16 +91,19 @@ def prepare_decode(
     tile: int,
     window: int = 0,
     skip: Tensor | None = None,
+    deltas: Tensor | None = None,
 ) -> None:
     """Fill the batch of R decode rows from ``slots`` and ``starts`` int32[R] (start -1: a padding row, which
     gets ``kv_len`` 0 and writes to the dummy page); ``cum`` int32[R + 1] counts KV tiles before each row,
-    ``cum[0]`` is 0. ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding)."""
+    ``cum[0]`` is 0. ``skip`` int32[R]: tokens of each row that do not count, whole tiles (0 for padding).
+    ``deltas`` int32[slots]: by how much ``positions`` are more than the numbers of tokens."""
     rows, least = slots.shape[0], 32  # few variants to compile
     _prepare_decode[(1,)](
         slots, starts, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
-        ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum, rows, window,
-        HAS_SKIP=skip is not None, TILE=tile, BLOCK=max(least, triton.next_power_of_2(rows)), num_warps=4,
-        **_pdl(),
+        ids, positions, kv_len, out_loc, cum, skip if skip is not None else cum,
+        deltas if deltas is not None else cum, rows, window,
+        HAS_SKIP=skip is not None, DELTAS=deltas is not None, TILE=tile,
+        BLOCK=max(least, triton.next_power_of_2(rows)), num_warps=4, **_pdl(),
     )  # fmt: skip
 
 
@@ -140,7 +147,7 @@ def _admit(
 )
 def _prepare_extend(
     slots, starts, q_start, tokens, token_stride, page_table, table_stride, page_size, ids, positions,
-    out_loc, BLOCK: tl.constexpr,
+    out_loc, deltas, DELTAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0), tl.program_id(1)
     begin = tl.load(q_start + row)
@@ -151,7 +158,10 @@ def _prepare_extend(
     position = tl.load(starts + row) + i
     page = tl.load(page_table + slot * table_stride + position // page_size, mask=live, other=0)
     tl.store(ids + begin + i, tl.load(tokens + slot * token_stride + position, mask=live, other=0), mask=live)
-    tl.store(positions + begin + i, position, mask=live)
+    if DELTAS:
+        tl.store(positions + begin + i, position + tl.load(deltas + slot), mask=live)
+    else:
+        tl.store(positions + begin + i, position, mask=live)
     tl.store(out_loc + begin + i, page * page_size + position % page_size, mask=live)
 
 
@@ -186,10 +196,12 @@ def prepare_extend(
     ids: Tensor,
     positions: Tensor,
     out_loc: Tensor,
+    deltas: Tensor | None = None,
 ) -> None:
-    """Fill ``ids``, ``positions``,
-    ``out_loc`` int32[T] of rows with any number of tokens, at most ``longest`` each."""
+    """Fill ``ids``, ``positions``, ``out_loc`` int32[T] of rows with any number of tokens, at most
+    ``longest`` each. ``deltas``: as in ``prepare_decode``."""
     _prepare_extend[(slots.shape[0], triton.cdiv(longest, 256))](
         slots, starts, q_start, tokens, tokens.stride(0), page_table, page_table.stride(0), page_size,
-        ids, positions, out_loc, BLOCK=256,
+        ids, positions, out_loc, deltas if deltas is not None else positions, DELTAS=deltas is not None,
+        BLOCK=256,
     )  # fmt: skip

@@ -42,9 +42,7 @@ def tower_bytes(source: ModelSource, vision: Vision) -> int:
 def told(config: Config, source: ModelSource, pools: bool = False) -> list[str]:
     """What to say of pictures before the model is loaded."""
     vision, why = vision_of(config, source, pools)
-    if vision is not None and config.device != "cpu":
-        why = f"no pictures are taken: --device {config.device}"
-    if vision is None or why:
+    if vision is None:
         return [why] if why else []
     size = tower_bytes(source, vision) / 2**20
     return [
@@ -71,6 +69,9 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
         "--enable-torch-compile": config.enable_torch_compile,
         "--pp": config.pp > 1,
         f"--role {config.role}": config.role != "both",
+        "--deterministic, whose attention does not let the tokens of a picture see each other": (
+            vision.together and config.deterministic and config.device != "cpu"
+        ),
     }
     for reason, holds in reasons.items():
         if holds:
