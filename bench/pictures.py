@@ -121,8 +121,8 @@ def tower(args: argparse.Namespace) -> None:
 
     from sgla.hub.source import ModelSource
     from sgla.loading.tower import load_tower
-    from sgla.media.prepare import arrays_of
     from sgla.media.picture import Picture
+    from sgla.media.prepare import arrays_of
     from sgla.model.vision import VISIONS
 
     config = json.loads((args.model / "config.json").read_text())
@@ -144,8 +144,9 @@ def tower(args: argparse.Namespace) -> None:
             if device.type == "cuda":
                 torch.cuda.synchronize()
 
-        once(), once()
-        seconds = []
+        once()
+        once()
+        seconds: list[float] = []
         for _ in range(10 if device.type == "cuda" else 2):
             begun = time.perf_counter()
             once()
@@ -154,8 +155,8 @@ def tower(args: argparse.Namespace) -> None:
         emit(
             args, "tower", seconds=took, patches=patches, flops=total, flops_by_part=parts,
             flops_per_second=total / took, limit_s=total / args.peak, share_of_limit=total / args.peak / took,
-            arithmetic=f"{total / 1e12:.2f} TFLOP / {took * 1e3:.2f} ms = {total / took / 1e12:.0f} TFLOP/s of "
-            f"{args.peak / 1e12:.0f}", processor_s=prepared,
+            processor_s=prepared, arithmetic=f"{total / 1e12:.2f} TFLOP / {took * 1e3:.2f} ms = "
+            f"{total / took / 1e12:.0f} TFLOP/s of {args.peak / 1e12:.0f}",
         )  # fmt: skip
         if args.profile:
             with torch.profiler.profile() as found:
@@ -169,7 +170,9 @@ async def measure(args: argparse.Namespace, url: str, ready: float) -> None:
     urls = ["data:image/jpeg;base64," + base64.b64encode(data).decode() for data in files]
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, timeout=timeout, connector=connector, read_bufsize=1 << 20) as session:
+    async with aiohttp.ClientSession(
+        url, timeout=timeout, connector=connector, read_bufsize=1 << 20
+    ) as session:
         await one(session, urls[0], "first", 2)  # what starts with the first picture
         for kind, text in (("new", "w5 w6"), ("features", "w7 w8"), ("cached", "w7 w8")):
             if kind not in args.only:
@@ -181,8 +184,8 @@ async def measure(args: argparse.Namespace, url: str, ready: float) -> None:
             seconds = time.perf_counter() - begun
             firsts = sorted(first for first, _ in found)
             emit(
-                args, kind, seconds=seconds, ready_s=ready, requests=args.requests, output_len=args.output_len,
-                output_per_second=args.requests * args.output_len / seconds,
+                args, kind, seconds=seconds, ready_s=ready, requests=args.requests,
+                output_len=args.output_len, output_per_second=args.requests * args.output_len / seconds,
                 pictures_per_second=args.requests / seconds,
                 ttft_p50=statistics.median(firsts), ttft_max=firsts[-1],
                 alone_ttft=statistics.median(first for first, _ in alone),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
+from sgla.loading.tower_attention import HALVES, use_packed
 from sgla.model.vision.spec import Vision
 
 # A language model that takes next to nothing stands where transformers' class wants one.
@@ -114,6 +115,8 @@ def load_tower(
     for name in TEXTS:
         if hasattr(module, name):
             setattr(module, name, nn.Identity())
+    if device.type == "cuda" and dtype in HALVES and vision.merged is not None:
+        use_packed(module)
     return Tower(module.eval().requires_grad_(False).to(device), device)
 
 

@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from sgla.worker.batch import Columns
 from sgla.worker.state import Int32s, column
 
 CACHED, ON_GPUS = 128 << 20, 512 << 20  # bytes of features that are kept for requests to come
+
+log = logging.getLogger(__name__)
 
 Places = NDArray[np.int64]
 
@@ -191,7 +194,8 @@ class Pictures:
         self.computed += 1
         try:
             made = self._tower(arrays_of(picture))
-        except (OSError, ValueError, RuntimeError, IndexError):
+        except (OSError, ValueError, RuntimeError, IndexError) as error:
+            log.warning("no features of a picture: %s: %s", type(error).__name__, str(error)[:300])
             made = None
         if made is None or len(made.values) != count:
             lost = torch.full((count, self._width), torch.nan, device=self._tower.device)

@@ -17,8 +17,11 @@ from tiny import Transcript, make_core, run, tiny_config
 from vision_models import Model
 
 from sgla.attention import torch_ops
+from sgla.loading import tower_attention
+from sgla.loading.tower import load_tower
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.pictures import arrays_of
 
 NAMES = "llava", "gemma3", "qwen2.5-vl", "qwen3-vl", "internvl"
 TEXTS = {0: "No picture at all.", 1: "Look: <image> and tell.", 3: "<image> One, <image><image> three."}
@@ -138,6 +141,20 @@ def test_bfloat16_is_near(name: str, backend: str, tmp_path: Path, monkeypatch: 
         a, b = (logprobs(places(each, request.rid)[0]) for each in (found, expected))
         assert (a - b).abs().max() < 0.5
         assert torch.corrcoef(torch.stack([a, b]))[0, 1] > 0.98
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@torch.inference_mode()
+def test_one_kernel_attends_in_all_windows(name: str, tmp_path: Path) -> None:
+    model = MAKERS[name](tmp_path)
+    fast = load_tower(model.source, model.speller.vision, torch.bfloat16, torch.device("cuda"))
+    exact = load_tower(model.source, model.speller.vision, torch.float32, torch.device("cuda"))
+    assert fast._module.config.vision_config._attn_implementation == tower_attention.NAME
+    for shown in SHOWN:
+        arrays = arrays_of(model.prepared(shown))
+        found, expected = fast(arrays), exact(arrays)
+        for a, b in zip([found.values, *found.deep], [expected.values, *expected.deep], strict=True):
+            assert (a.float() - b).norm() < 0.05 * b.norm()
 
 
 def wide(folder: Path) -> Model:
