@@ -8,10 +8,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
-from sgla.errors import Overloaded
+from sgla.errors import BadRequest, Overloaded
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.messages import Array, Prepared
@@ -20,7 +21,7 @@ from sgla.model.vision.spec import Settings, Vision
 MODULES = ("sgla.media.without_torch", "sgla.media.prepare", "transformers.image_processing_backends")
 MOST = 1 << 28  # bytes of what is made of one picture
 TOGETHER = 1 << 31  # of all that are there
-PREPARE = "sgla.media.prepare:prepare"
+PREPARE, WAKE = "sgla.media.prepare:prepare", "sgla.media.prepare:wake"
 Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
 
 
@@ -36,6 +37,11 @@ class PictureRoom:
         self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
         self._bytes: Counter[str] = Counter()  # by client
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def wake(self) -> None:
+        """Start a process, which imports transformers for seconds: no picture has to wait for that."""
+        with suppress(BadRequest):
+            await self._pool.run(WAKE, self._processor, self._settings, result=type(None))
 
     async def prepare(self, pictures: list[Picture], client: str) -> list[Prepared]:
         """In their order; one of a client at a time, so that others have the other process. Raises what the

@@ -76,6 +76,7 @@ class System:
         self.prefilling: Prefilling | None = None  # of a server that reads prompts for others
         self._publisher: Publisher | None = None
         self._pictures: PictureRoom | None = None
+        self._waking: asyncio.Task[None] | None = None  # what prepares pictures
         self._inquest: asyncio.Task[None] | None = None
         self._answers: set[asyncio.Task[dict[str, Any]]] = set()  # to commands
 
@@ -113,6 +114,8 @@ class System:
         self._connect(config, facts, source, tokenizer, template)
         if config.role == "prefill":
             self.prefilling = Prefilling(config, facts, self.ingress)
+        if self._pictures is not None:
+            self._waking = loop.create_task(self._pictures.wake())
         tune_interpreter()
         return facts
 
@@ -295,6 +298,8 @@ class System:
             self._schedule.close()
         if self._tokenize is not None:
             self._tokenize.close()
+        if self._waking is not None:
+            self._waking.cancel()
         if self._pictures is not None:
             await self._pictures.close()
         if self._publisher is not None:

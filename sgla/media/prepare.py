@@ -25,6 +25,11 @@ def processor_of(name: str, settings: str) -> Any:
     return found.from_dict(json.loads(settings))
 
 
+def wake(name: str, settings: str) -> None:
+    """What the first picture would wait for."""
+    processor_of(name, settings)
+
+
 def arrays_of(picture: Picture, processor: str, settings: str, asked: dict[str, Any]) -> dict[str, Any]:
     """By name, in numpy. ``settings``: JSON. Raises InvalidField for what the processor refuses."""
     pixels = np.frombuffer(picture.pixels, np.uint8).reshape(picture.height, picture.width, 3)

@@ -15,6 +15,7 @@ from sgla.actors.pictures import PictureRoom
 from sgla.errors import InvalidField, Overloaded
 from sgla.media import prepare
 from sgla.media.picture import Picture
+from sgla.media.pool import Died
 from sgla.model.vision.llava import LLAVA
 from sgla.model.vision.spec import Settings
 
@@ -110,3 +111,20 @@ async def test_half_of_the_room_is_for_others(room: PictureRoom, monkeypatch: py
     with pytest.raises(Overloaded):
         await room.prepare(pictures(2), "a")
     assert len(await room.prepare(pictures(3), "b")) == len(kept) == 1
+
+
+async def test_what_prepares_is_started_before_a_picture_comes(
+    room: PictureRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def run(function: str, *args: Any, result: Any) -> None:
+        asked.append((function, args))
+        raise Died("its process ended")  # which the first picture will tell of
+
+    monkeypatch.setattr(room._pool, "run", run)
+    await room.wake()
+    [(function, (name, settings))] = asked
+    assert function == "sgla.media.prepare:wake"
+    prepare.wake(name, settings)
+    assert prepare.processor_of.cache_info().currsize
