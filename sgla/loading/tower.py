@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -56,9 +56,14 @@ class Tower:
         }
         made = self._module.get_image_features(**given, return_dict=True)
         found = made.pooler_output
-        values = torch.cat(list(found)) if not isinstance(found, Tensor) else found
         deep = getattr(made, "deepstack_features", None) or []
-        return Features(values.reshape(-1, values.shape[-1]), [torch.cat(list(of)) for of in deep])
+        return Features(joined(found), [joined(of) for of in deep])
+
+
+def joined(found: Tensor | Sequence[Tensor]) -> Tensor:
+    """``[n, d]``, which versions of transformers have whole or in parts."""
+    values = found if isinstance(found, Tensor) else torch.cat(list(found))
+    return values.reshape(-1, values.shape[-1])
 
 
 def small_config(config: dict[str, Any]) -> Any:
