@@ -390,12 +390,14 @@ class Moved(msgspec.Struct, array_like=True, frozen=True):
     """Workers -> schedule, at any time: a ``Copy`` has ended. Every rank tells; the executor hands on that
     all have. If one has failed, what the targets hold means nothing. ``there``: uint8[*] of each cache group,
     which keys of a Copy without target were found; where a tier has computed them, ``cached`` tokens of
-    the text had been there before."""
+    the text had been there before. ``full``: int32[*] of each cache group, or nothing: targets for which a
+    tier has no room, and never had."""
 
     transfer: int
     ok: bool
     there: list[bytes] = []
     cached: int = 0
+    full: list[bytes] = []
 
 
 class StepPlan(msgspec.Struct, array_like=True, kw_only=True):

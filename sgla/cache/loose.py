@@ -16,10 +16,11 @@ class LoosePool(PagePool):
     stand for none.
     """
 
-    __slots__ = ("_given", "_holds", "_idle", "_page", "_ticket")
+    __slots__ = ("_given", "_holds", "_idle", "_page", "_retired", "_ticket")
 
     def __init__(self, total: int) -> None:
         super().__init__(total)
+        self._retired: list[int] = []  # units that nobody gets, since there is no room for them
         self._given = 0  # tickets
         self._ticket = [0] * total  # of each unit
         self._page: dict[int, int] = {}  # the unit of each valid ticket
@@ -122,4 +123,5 @@ class LoosePool(PagePool):
         self.check_holds(held)
         assert len(set(owned)) == len(owned), "a unit has two owners"
         private = {*owned, *(unit for unit in held if not self._ticket[unit])}
-        assert len(self) + self.cached + len(private) == self.total - 1, "units lost or doubled"
+        there = len(self) + self.cached + len(private) + len(self._retired)
+        assert there == self.total - 1, "units lost or doubled"

@@ -17,19 +17,21 @@ class TierPool(LoosePool):
     is *coming* and held; one that a copy comes from is held. Those that nobody holds are lost when others
     need their places, the one longest unused first."""
 
-    __slots__ = ("_coming", "_tickets")
+    __slots__ = ("_coming", "_highest", "_tickets")
 
     def __init__(self, units: int, found: bytes = b"") -> None:
         """``found``: keys of what the first units hold already, zeros for none."""
         super().__init__(units + 1)
         self._tickets: dict[bytes, int] = {}  # of each key; some are void
         self._coming: set[int] = set()  # tickets
+        self._highest = 0  # of the units that have been written to
         keys = {found[at : at + KEY]: at // KEY + 1 for at in range(0, len(found), KEY)}
         keys.pop(bytes(KEY), None)
         for unit in keys.values():
             self._out[unit] = 1
         self._free = [unit for unit in self._free if not self._out[unit]]
         self._tickets = dict(zip(keys, self.give(keys.values(), held=False)))
+        self._highest = max(keys.values(), default=0)
 
     def has_key(self, key: bytes) -> bool:
         """Whether a copy is there, and complete."""
@@ -51,6 +53,7 @@ class TierPool(LoosePool):
                 return 0
             self.evict(1)
         pages = self.alloc(1)
+        self._highest = max(self._highest, pages[0])
         [ticket] = self.give(pages, held=True)
         self._tickets[key] = ticket
         self._coming.add(ticket)
@@ -93,6 +96,29 @@ class TierPool(LoosePool):
             self.void(ticket)
         return pages
 
+    def shrink(self, pages: Iterable[int]) -> None:
+        """There is no room for ``pages``, which are free, nor for any that has never been written to: older
+        copies make room for new ones from now on."""
+        lacking = set(pages)
+        gone = {page for page in self._free if page > self._highest or page in lacking}
+        for page in gone:
+            self._out[page] = 1
+        self._free = [page for page in self._free if page not in gone]
+        self._retired += sorted(gone, reverse=True)
+
+    def grow(self, n: int) -> None:
+        """There may be room again: ``n`` of the units that there was none for are the last to be used."""
+        back = self._retired[-n:]
+        del self._retired[-n:]
+        for page in back:
+            self._out[page] = 0
+        self._free[:0] = reversed(back)
+
+    @property
+    def room(self) -> int:
+        """Units that it has or could have."""
+        return self.total - 1 - len(self._retired)
+
     def flush(self) -> list[int]:
         """Forget what nobody holds. Returns the units."""
         pages = list(self._idle)
@@ -113,6 +139,16 @@ class StorePool:
     @property
     def cached(self) -> int:
         return len(self._known)
+
+    @property
+    def room(self) -> int:
+        return 0
+
+    def grow(self, n: int) -> None:
+        pass
+
+    def shrink(self, pages: Iterable[int]) -> None:
+        pass
 
     def has_key(self, key: bytes) -> bool:
         return key in self._known

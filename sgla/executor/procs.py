@@ -412,7 +412,8 @@ def _common_end(told: Sequence[Moved]) -> Moved:
     """What all ranks can say of a copy."""
     there = [bytes(map(min, zip(*columns))) for columns in zip(*(moved.there for moved in told))]
     cached = min(moved.cached for moved in told)
-    return Moved(told[0].transfer, all(moved.ok for moved in told), there, cached)
+    full = [b"".join(columns) for columns in zip(*(moved.full for moved in told if moved.full))]
+    return Moved(told[0].transfer, all(moved.ok for moved in told), there, cached, full)
 
 
 def _common_tiers(facts: Sequence[Facts]) -> tuple[list[Tier], list[list[bytes]]]:

@@ -15,6 +15,7 @@ from sgla.sched.request import Request
 # text alone.
 LEAVING = 4
 AHEAD = 4  # with write_back, so large a part of the pages has been copied before it is the first to go
+AGAIN, MORE = 256, 64  # texts after which a tier that had no room is tried with so many units more
 
 
 class Saving:
@@ -25,6 +26,7 @@ class Saving:
     def __init__(self, moving: Moving, policy: str) -> None:
         self._moving, self._policy = moving, policy
         self.leaving = [0] * len(moving.tiers)
+        self._saved = 0  # texts
         self._going: deque[tuple[Node, int]] = deque()  # leaves, of which so many pages go next
         self._looked: int | None = None  # pages that the tree had lost when it was last asked for these
 
@@ -34,6 +36,10 @@ class Saving:
         moving = self._moving
         if not moving.told or not count:
             return
+        self._saved += 1
+        if self._saved % AGAIN == 0:
+            for pool in (pool for pools in moving.tiers for pool in pools):
+                pool.grow(MORE)
         tokens = request.tokens[: count * moving.page_size].tobytes()
         node = moving.cache.find(request.namespace, tokens, count * moving.page_size, request.marks)
         if node is None:

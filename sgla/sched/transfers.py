@@ -3,6 +3,7 @@ brought when another wants it."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import compress
 
@@ -286,6 +287,8 @@ class Transfers:
             self.saving.leaving[transfer.tier] -= len(transfer.places[0])
             self._moving.erase(transfer.tier, [pool.received(places, moved.ok) for pool, places in columns])
             stats.saved += moved.ok * len(transfer.places[0])
+            for pool, places in zip(self._moving.tiers[transfer.tier], moved.full):
+                pool.shrink(array("i", places))
         if transfer.keys and moved.ok:
             self._seen(transfer, moved.there)
         if (asker := transfer.asker) is not None:
@@ -310,7 +313,7 @@ class Transfers:
         now = zip(self._moving.stats, self._moving.tiers)
         asking = [t.tier for t in self._moving.under_way.values() if t.asker is not None]
         return [
-            replace(stats, cached=pools[0].cached, asking=asking.count(tier))
+            replace(stats, total=pools[0].room, cached=pools[0].cached, asking=asking.count(tier))
             for tier, (stats, pools) in enumerate(now)
         ]
 

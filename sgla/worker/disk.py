@@ -42,6 +42,9 @@ class UnitFile:
         """``lock``: a file that is closed with it. Raises OSError."""
         self._nbytes, self._units, self._place, self._lock = nbytes, units, place, lock
         self._index = self._open(folder / f"{group}.index", units * ENTRY)
+        os.posix_fallocate(
+            self._index, 0, units * ENTRY
+        )  # what is to be forgotten can be, on a full disk, too
         self._data = self._open(folder / f"{group}.data", units * nbytes)
 
     def _open(self, path: Path, size: int) -> int:

@@ -6,6 +6,7 @@ read, or is not what was written, is computed.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla import clock
-from sgla.messages import Copy, Moved, keys_in
+from sgla.messages import Copy, Moved, int32, keys_in
 from sgla.worker.state import column
 
 SUM = 16  # bytes of a checksum
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # what a disk without room answers
 PATIENCE = 30.0  # seconds in which nothing of a copy may come
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ class Job:
     begun: float
     moved: float | None = None
     wanted: bool = True
+    full: list[tuple[Units, int]] = field(default_factory=list)  # places for which there is no room
     lock: Lock = field(default_factory=Lock)
     done: Future[list[bytes]] = field(default_factory=Future)
 
@@ -189,7 +192,13 @@ class FileTier:
                 self.warn("be had in time; what it holds is computed", TimeoutError("it does not answer"))
                 self._stuck.append(job)
         failed, self._failed = self._failed, []
-        return failed + [_ended(job) for job in over]
+        return failed + [self._moved(job) for job in over]
+
+    def _moved(self, job: Job) -> Moved:
+        if not job.wanted or job.done.exception() is not None:
+            full = [int32([place for at, place in job.full if at is kept]) for kept in self._kept]
+            return Moved(job.copy.transfer, ok=False, full=full if job.full else [])
+        return Moved(job.copy.transfer, ok=True, there=job.done.result())
 
     def _hangs(self, job: Job, now: float) -> bool:
         """A job that waits for a thread does as soon as no other has brought anything for so long."""
@@ -216,12 +225,19 @@ class FileTier:
         def save(kept: Units, memory: UnitMemory, unit: int, place: int, key: bytes) -> None:
             with job.lock:
                 data = memory.read(unit) if job.wanted else None
-            if data is not None:
-                kept.write(place, key, data)
+            try:
+                if data is not None:
+                    kept.write(place, key, data)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                job.full.append((kept, place))
 
         try:
             if job.copy.source:
                 self._each(save, job)
+                if job.full:
+                    raise OSError(errno.ENOSPC, "no room is left, so less is kept from now on")
             else:
                 self._erase(job)
         except OSError as error:
@@ -290,9 +306,3 @@ class FileTier:
             threads.shutdown(wait=not self._stuck, cancel_futures=True)
         for kept in self._kept:
             kept.close()
-
-
-def _ended(job: Job) -> Moved:
-    if not job.wanted or job.done.exception() is not None:
-        return Moved(job.copy.transfer, ok=False)
-    return Moved(job.copy.transfer, ok=True, there=job.done.result())
