@@ -19,13 +19,14 @@ from sgla.cli.settings import settings as fields_of
 from sgla.engine import BeamSearchParams, Engine, Output, SamplingParams
 from sgla.engine.inputs import is_conversation, is_one
 from sgla.engine.params import with_vllms
-from sgla.errors import ConfigError, UnsupportedField
+from sgla.errors import ConfigError, InvalidField, UnsupportedField
 from sgla.messages import TokenLogprob
 from sgla.text.beams import MAX_CANDIDATES
 
 log = logging.getLogger(__name__)
 
-TEXT, IDS = "prompt", "prompt_token_ids"  # keys of vLLM's TextPrompt and TokensPrompt
+# Keys of vLLM's TextPrompt and TokensPrompt.
+TEXT, IDS, MEDIA = "prompt", "prompt_token_ids", "multi_modal_data"
 
 
 class Logprob(msgspec.Struct):
@@ -137,15 +138,19 @@ class LLM:
         priority: Any = 0,
     ) -> list[RequestOutput]:
         """Complete prompts:
-        a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of such.
+        a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of such; beside the
+        text or the ids there may be ``{"multi_modal_data": {"image": one or several}}``.
 
         Without ``sampling_params`` the model's own defaults hold, for 16 tokens; what they do not set is
         vLLM's default.
         ``use_tqdm`` None: a bar on a terminal.
         """
-        batch = [prompt_of(prompt) for prompt in as_list(prompts)]
+        asked = as_list(prompts)
+        batch, images = [prompt_of(prompt, True) for prompt in asked], [pictures_of(one) for one in asked]
         params, adapter = with_vllms(sampling_params), self._adapter(lora_request)
-        results = self.engine.generate(batch, params, priority=priority, progress=use_tqdm, lora_path=adapter)
+        results = self.engine.generate(
+            batch, params, priority=priority, progress=use_tqdm, lora_path=adapter, image_data=images
+        )
         return [self._request(result, prompt) for result, prompt in zip(results, batch)]
 
     def chat(
@@ -374,12 +379,26 @@ def as_list(prompts: Any) -> list[Any]:
     return [prompts] if isinstance(prompts, Mapping) or is_one(prompts) else list(prompts)
 
 
-def prompt_of(prompt: Any) -> Any:
-    """A text or token ids. Raises UnsupportedField for other parts of a prompt."""
+def pictures_of(prompt: Any) -> Any:
+    """Raises UnsupportedField for other media."""
+    media = prompt.get(MEDIA) if isinstance(prompt, Mapping) else None
+    if media is None:
+        return None
+    if not isinstance(media, Mapping):
+        raise InvalidField(f"{MEDIA} must have keys such as 'image'", param=MEDIA)
+    for name, value in media.items():
+        if name != "image" and value is not None:
+            raise UnsupportedField(f"{MEDIA} with {name!r} is not supported; leave it out", param=MEDIA)
+    return media.get("image")
+
+
+def prompt_of(prompt: Any, pictures: bool = False) -> Any:
+    """A text or token ids. ``pictures``: there may be some, too. Raises UnsupportedField for other parts of
+    a prompt."""
     if not isinstance(prompt, Mapping):
         return prompt
     for name, value in prompt.items():
-        if name not in (TEXT, IDS) and value is not None:
+        if name not in (TEXT, IDS, *([MEDIA] if pictures else ())) and value is not None:
             raise UnsupportedField(f"a prompt with {name} is not supported; leave it out", param=name)
     found = prompt.get(IDS) if prompt.get(IDS) is not None else prompt.get(TEXT)
     if found is None:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from sgla import messages
 from sgla.engine.beams import BeamCalls
-from sgla.engine.inputs import Messages, Prompt, conversation_fields, is_conversation, is_one, prompt_fields
+from sgla.engine.inputs import Messages, Prompt, conversation_fields, is_conversation, is_one
 from sgla.engine.loop import Message
 from sgla.engine.outputs import Output
 from sgla.engine.params import SamplingParams
+from sgla.engine.pictures import chat_given, prompt_given
 from sgla.engine.progress import Bar
 from sgla.engine.vectors import VectorCalls
 from sgla.engine.weights import WeightCalls
@@ -50,6 +51,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         priority: Any = 0,
         progress: bool | None = None,
         lora_path: Any = None,
+        image_data: Any = None,
     ) -> Any:
         """Complete one prompt (text or token ids) or a batch of them.
 
@@ -57,8 +59,11 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         prompt gives an ``Output`` (a list of them if ``n > 1``); a batch gives a list of that, and may have a
         list of ``sampling``, of ``priority`` and of ``lora_path``, names of adapters (None: the base).
         ``progress``: whether a batch shows a bar; by default on a terminal and in a notebook.
+        ``image_data``: pictures of the prompt, one or a list, in the order of the model's own token for each
+        in the text; of a batch a list with those of each. A picture is PIL's image, a path, what is in a
+        file, base64, or a URL.
         """
-        return self._call(self._generate(prompts, sampling, priority, progress, lora_path))
+        return self._call(self._generate(prompts, sampling, priority, progress, lora_path, image_data))
 
     def chat(
         self,
@@ -76,6 +81,8 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         results are as of ``generate``.
 
         What ``sampling`` does not set is the model's own default; an output may go on to the context's end.
+        Contents may be lists of parts, of which some are pictures: of the types ``image_url``,
+        ``input_image`` and ``image``, whose values may be what ``generate`` takes, and vLLM's ``image_pil``.
         """
         chat = Chat(tools, add_generation_prompt, continue_final_message, template_kwargs)
         return self._call(self._chat(messages, sampling, chat, progress, lora_path))
@@ -87,9 +94,11 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         *,
         messages: Messages | None = None,
         lora_path: str | None = None,
+        image_data: Any = None,
     ) -> Iterator[Event]:
         """Yield events as they come. Leaving the loop early cancels the request."""
-        job = self._job(sampling, **self._input(prompt, messages), **self._adapter(lora_path), stream=True)
+        given = self._call(self._input(prompt, messages, image_data))
+        job = self._job(sampling, **given, **self._adapter(lora_path), stream=True)
         inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._begin(job, inbox.put)
         try:
@@ -107,9 +116,10 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         priority: Any = 0,
         progress: bool | None = None,
         lora_path: Any = None,
+        image_data: Any = None,
     ) -> Any:
         """``generate`` for asyncio code."""
-        return await self._acall(self._generate(prompts, sampling, priority, progress, lora_path))
+        return await self._acall(self._generate(prompts, sampling, priority, progress, lora_path, image_data))
 
     async def achat(
         self,
@@ -134,9 +144,11 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         *,
         messages: Messages | None = None,
         lora_path: str | None = None,
+        image_data: Any = None,
     ) -> AsyncIterator[Event]:
         """``stream`` for asyncio code."""
-        job = self._job(sampling, **self._input(prompt, messages), **self._adapter(lora_path), stream=True)
+        given = await self._acall(self._input(prompt, messages, image_data))
+        job = self._job(sampling, **given, **self._adapter(lora_path), stream=True)
         inbox: asyncio.Queue[Message] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -227,14 +239,22 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
     # inside
 
     async def _generate(
-        self, prompts: Any, sampling: Any, priority: Any, progress: bool | None, lora_path: Any
+        self,
+        prompts: Any,
+        sampling: Any,
+        priority: Any,
+        progress: bool | None,
+        lora_path: Any,
+        image_data: Any,
     ) -> Any:
         single = is_one(prompts)
         batch = [prompts] if single else list(prompts)
         ranks, names = each(priority, len(batch), "priorities"), each(lora_path, len(batch), "adapters")
+        shown = [image_data] if single else each(image_data, len(batch), "lists of pictures")
+        given = await self._inputs([prompt_given(one, of) for one, of in zip(batch, shown)])
         inputs = [
-            prompt_fields(prompt) | {"priority": rank} | self._adapter(name)
-            for prompt, rank, name in zip(batch, ranks, names)
+            fields | {"priority": rank} | self._adapter(name)
+            for fields, rank, name in zip(given, ranks, names)
         ]
         results = await self._batch(inputs, sampling, progress)
         return results[0] if single else results
@@ -245,9 +265,8 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         single = is_conversation(messages)
         batch = [messages] if single else list(messages)
         names = each(lora_path, len(batch), "adapters")
-        inputs = [
-            chat._asdict() | conversation_fields(one) | self._adapter(name) for one, name in zip(batch, names)
-        ]
+        given = await self._inputs([chat_given(one) for one in batch])
+        inputs = [chat._asdict() | fields | self._adapter(name) for fields, name in zip(given, names)]
         results = await self._batch(inputs, sampling, progress)
         return results[0] if single else results
 

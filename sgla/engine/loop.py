@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -18,9 +18,10 @@ from sgla.actors.cost import job_bytes
 from sgla.actors.system import System
 from sgla.config import Config
 from sgla.defaults import Defaults
-from sgla.engine.inputs import Messages, Prompt, conversation_fields, prompt_fields
+from sgla.engine.inputs import Messages, Prompt
 from sgla.engine.outputs import Collector, Output
 from sgla.engine.params import SamplingParams, is_constrained, resolved
+from sgla.engine.pictures import Given, Loader, chat_given, prompt_given
 from sgla.engine.progress import Bar, LoadBar, shown
 from sgla.errors import ConfigError, SglaError
 from sgla.messages import Event, Job, Pooling, Progress, Rejected
@@ -149,14 +150,23 @@ class EngineLoop:
         number = adapters.named(name).number
         return {"adapter": number, "namespace": adapters.namespace("", number)}
 
-    @staticmethod
-    def _input(prompt: Prompt | None, messages: Messages | None) -> dict[str, Any]:
+    async def _input(
+        self, prompt: Prompt | None, messages: Messages | None, image_data: Any = None
+    ) -> dict[str, Any]:
+        """Fields of a job. On the engine's loop."""
         if (prompt is None) == (messages is None):
             raise TypeError("give either a prompt or messages")
-        if prompt is not None:
-            return prompt_fields(prompt)
-        assert messages is not None
-        return conversation_fields(messages)
+        given = prompt_given(prompt, image_data) if messages is None else chat_given(messages, image_data)
+        return (await self._inputs([given]))[0]
+
+    async def _inputs(self, given: Sequence[Given]) -> list[dict[str, Any]]:
+        """Fields of jobs, with their pictures. On the engine's loop."""
+        if not any(one.images for one in given):
+            return [one.fields for one in given]
+        ingress = self._ready().ingress
+        loader = Loader(self.config, ingress.facts, ingress.media)
+        shown = await asyncio.gather(*(loader.load(one.images, one.param) for one in given))
+        return [one.fields | {"pictures": pictures} for one, pictures in zip(given, shown)]
 
     def _begin(self, job: Job, push: Callable[[Message], None]) -> None:
         """Have ``job`` opened on the engine's loop, where ``push`` hears what comes of it. Not as a task: a

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
-from urllib.parse import unquote_to_bytes
 
 from sgla.config import MediaSettings
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
@@ -16,10 +15,10 @@ from sgla.http.media.parts import Source
 from sgla.http.ports import Ingress
 from sgla.http.turns import Desk
 from sgla.media.picture import Limits, Picture
+from sgla.media.source import MAX_PATH, form_of, path_of
 
 DECODE = "sgla.media.decode:picture"
 MOST = 64  # pictures of a prompt, where --limit-mm-per-prompt does not say
-MAX_PATH = 4096  # characters
 
 
 class Media:
@@ -110,28 +109,3 @@ class Media:
 def _key(source: Source) -> object:
     """Equal texts of some length are only looked for where they are one object."""
     return source.text if len(source.text) <= MAX_PATH else id(source.text)
-
-
-def form_of(text: str) -> str:
-    """url, data, path or base64, which has neither a colon nor a dot."""
-    head = text[:5].lower()
-    if head == "data:":
-        return "data"
-    if head == "file:":
-        return "path"
-    if "://" in text[:64]:
-        return "url"
-    return "path" if len(text) <= MAX_PATH and "." in text else "base64"
-
-
-def path_of(text: str) -> bytes:
-    """Raises InvalidField for a file of another host."""
-    if text[:5].lower() != "file:":
-        return text.encode("utf-8", "surrogatepass")
-    rest = text[5:]
-    if rest.startswith("//"):
-        host, slash, path = rest[2:].partition("/")
-        if host not in ("", "localhost"):
-            raise InvalidField("a file: URL is of this host, as file:///path")
-        rest = slash + path
-    return unquote_to_bytes(rest)

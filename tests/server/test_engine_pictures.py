@@ -1,0 +1,227 @@
+"""Pictures of the Python API are those of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from sgla import LLM, BeamSearchParams, Engine, SamplingParams
+from sgla.errors import InvalidField, SglaError, UnsupportedField
+from sgla.http.app import make_app
+from sgla.http.connections import Runner
+
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 4,
+    "image_size": 16,
+}
+IMAGES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 16},
+    "crop_size": {"height": 16, "width": 16},
+}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+TEXT = "Look: <image> and <image>"
+
+
+def image(color: str, turned: bool = False) -> Image.Image:
+    made = Image.new("RGB", (20, 14), color)
+    made.paste("white", (0, 0, 9, 5))
+    if turned:
+        made.getexif()[0x0112] = 6
+    return made
+
+
+def png(of: Image.Image) -> bytes:
+    out = io.BytesIO()
+    of.save(out, "PNG", exif=of.getexif())
+    return out.getvalue()
+
+
+SHOWN = [image("red"), image("blue", turned=True)]
+FILES = [png(one) for one in SHOWN]
+BASE64 = [base64.b64encode(data).decode() for data in FILES]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-llava")
+    tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
+    text = json.loads((tiny_model / "config.json").read_text())
+    number = text["vocab_size"]
+    made = {**tokenizer["added_tokens"][0], "id": number, "content": "<image>"}
+    tokenizer["added_tokens"].append(made)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((tiny_model / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": number,
+        "vision_config": CLIP,
+        "text_config": {**text, "vocab_size": number + 1, "max_position_embeddings": 512},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES))
+    for name, data in zip(("red.png", "blue.png"), FILES):
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    settings = {
+        "load_format": "dummy",
+        "dtype": "float32",
+        "executor": "inline",
+        "device": "cpu",
+        "threads": 1,
+    }
+    with LLM(str(folder), seed=1, allowed_media_path=str(folder), **settings) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def engine(llm: LLM) -> Engine:
+    return llm.engine
+
+
+@pytest.fixture(scope="module")
+def post(engine: Engine) -> Iterator[Any]:
+    """To the server of the same engine."""
+    system: Any = engine._system
+
+    async def begin() -> Runner:
+        runner = Runner(make_app(system.ingress, engine.config, system.metrics))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    runner = engine._call(begin())
+
+    def post(path: str, body: Any) -> Any:
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    yield post
+    engine._call(runner.cleanup())
+
+
+@pytest.fixture(scope="module")
+def expected(post: Any) -> list[int]:
+    sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    made = post("/generate", {"text": TEXT, "image_data": BASE64, "sampling_params": sampling})
+    ids: list[int] = made["output_ids"]
+    return ids
+
+
+def test_pictures_from_all_sources_are_those_of_http(
+    engine: Engine, expected: list[int], folder: Path
+) -> None:
+    serve = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(folder)))
+    thread = Thread(target=serve.serve_forever, daemon=True)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{serve.server_port}"
+        for first, second in (
+            SHOWN,
+            FILES,
+            BASE64,
+            [f"data:image/png;base64,{text}" for text in BASE64],
+            [folder / "red.png", str(folder / "blue.png")],
+            [f"file://{folder}/red.png", f"{url}/blue.png"],
+        ):
+            assert engine.generate(TEXT, GREEDY, image_data=[first, second]).tokens == expected
+    finally:
+        serve.shutdown()
+        serve.server_close()
+        thread.join()
+    plain, other = engine.generate(["No picture", TEXT], GREEDY, image_data=[None, SHOWN[::-1]])
+    assert plain.tokens == engine.generate("No picture", GREEDY).tokens
+    assert other.tokens == engine.generate(TEXT, GREEDY, image_data=SHOWN[::-1]).tokens != expected
+
+
+def test_streams_have_pictures(engine: Engine, expected: list[int]) -> None:
+    events = list(engine.stream(TEXT, GREEDY, image_data=SHOWN))
+    assert [token for event in events for token in event.tokens] == expected
+
+    async def streamed() -> list[int]:
+        return [t async for event in engine.astream(TEXT, GREEDY, image_data=SHOWN) for t in event.tokens]
+
+    assert asyncio.run(streamed()) == expected
+
+
+def test_vllms_class_takes_pictures(llm: LLM, expected: list[int], post: Any) -> None:
+    asked = {"prompt": TEXT, "multi_modal_data": {"image": SHOWN}}
+    made = llm.generate([asked, "No picture"], GREEDY)
+    assert made[0].outputs[0].token_ids == expected
+    assert made[0].prompt == TEXT
+    text = {"type": "text", "text": "Look: "}
+    content = [text, {"type": "image_pil", "image_pil": SHOWN[0]}, {"type": "text", "text": " and "}]
+    content.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BASE64[1]}"}})
+    [chat] = llm.chat([{"role": "user", "content": content}], GREEDY)
+    assert chat.outputs[0].token_ids == expected
+    sent = [{"type": "image_url", "image_url": f"data:image/png;base64,{text}"} for text in BASE64]
+    content = [content[0], sent[0], content[2], sent[1]]
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 6}
+    name = llm.engine._ready().ingress.model_names[0]
+    answer = post("/v1/chat/completions", {"model": name, "ignore_eos": True, **body})
+    assert answer["choices"][0]["message"]["content"] == chat.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("images", "why"),
+    [
+        ([b"no picture", SHOWN[0]], "image_data: it is no picture"),
+        ([SHOWN[0]], "2 places for pictures"),
+        ([3.5, SHOWN[0]], "a value of type float"),
+        (["nowhere.png", SHOWN[0]], "image_data: the picture cannot be read"),
+        (["ftp://a/b", SHOWN[0]], "begins with http://"),
+        (SHOWN * 40, "a prompt has 80 pictures; 64"),
+    ],
+)
+def test_what_is_no_picture_is_refused(engine: Engine, images: list[Any], why: str) -> None:
+    with pytest.raises(SglaError, match=why):
+        engine.generate(TEXT, GREEDY, image_data=images)
+
+
+def test_other_media_and_calls_are_refused_by_name(llm: LLM, tiny_model: Path) -> None:
+    with pytest.raises(UnsupportedField, match="'video'"):
+        llm.generate({"prompt": TEXT, "multi_modal_data": {"video": SHOWN}})
+    with pytest.raises(InvalidField, match="keys such as 'image'"):
+        llm.generate({"prompt": TEXT, "multi_modal_data": SHOWN})
+    beams = BeamSearchParams(beam_width=2, max_tokens=4)
+    with pytest.raises(UnsupportedField, match="multi_modal_data"):
+        llm.beam_search({"prompt": TEXT, "multi_modal_data": {"image": SHOWN}}, beams)
+    with pytest.raises(InvalidField, match="an assistant sends no pictures"):
+        llm.chat([{"role": "assistant", "content": [{"type": "image", "image": SHOWN[0]}]}])
+    with pytest.raises(InvalidField, match="has no picture"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+    with (
+        Engine(str(tiny_model), executor="fake", device="cpu") as engine,
+        pytest.raises(UnsupportedField, match="takes no images"),
+    ):
+        engine.generate("a", image_data=SHOWN)
