@@ -421,6 +421,13 @@ class MediaSettings(AdapterSettings, kw_only=True):
         dict[str, int],
         Doc(description="pictures that a prompt may have, as '{\"image\": 8}'; 64 where it does not say"),
     ] = {}
+    mm_processor_kwargs: Annotated[
+        dict[str, Any],
+        Doc(
+            description="settings of the model's image processor that say how large pictures become, as "
+            "'{\"max_pixels\": 1003520}'; a request may have its own"
+        ),
+    ] = {}
     max_media_bytes: Annotated[int, Doc(description="largest file of a picture")] = 32 << 20
     max_image_pixels: Annotated[
         int, Doc(description="width times height of the largest picture, looked at before it is decoded")

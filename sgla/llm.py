@@ -26,7 +26,8 @@ from sgla.text.beams import MAX_CANDIDATES
 log = logging.getLogger(__name__)
 
 # Keys of vLLM's TextPrompt and TokensPrompt.
-TEXT, IDS, MEDIA = "prompt", "prompt_token_ids", "multi_modal_data"
+TEXT, IDS = "prompt", "prompt_token_ids"
+MEDIA, SIZES = "multi_modal_data", "mm_processor_kwargs"
 
 
 class Logprob(msgspec.Struct):
@@ -139,7 +140,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts:
         a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of such; beside the
-        text or the ids there may be ``{"multi_modal_data": {"image": one or several}}``.
+        text or the ids there may be ``{"multi_modal_data": {"image": one or several}}`` and
+        ``mm_processor_kwargs``.
 
         Without ``sampling_params`` the model's own defaults hold, for 16 tokens; what they do not set is
         vLLM's default.
@@ -149,7 +151,13 @@ class LLM:
         batch, images = [prompt_of(prompt, True) for prompt in asked], [pictures_of(one) for one in asked]
         params, adapter = with_vllms(sampling_params), self._adapter(lora_request)
         results = self.engine.generate(
-            batch, params, priority=priority, progress=use_tqdm, lora_path=adapter, image_data=images
+            batch,
+            params,
+            priority=priority,
+            progress=use_tqdm,
+            lora_path=adapter,
+            image_data=images,
+            mm_processor_kwargs=[one.get(SIZES) if isinstance(one, Mapping) else None for one in asked],
         )
         return [self._request(result, prompt) for result, prompt in zip(results, batch)]
 
@@ -165,10 +173,9 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        mm_processor_kwargs: None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or a list of them. ``chat_template``: Jinja, instead of the model's."""
-        refuse(mm_processor_kwargs=mm_processor_kwargs)
         if chat_template_content_format != "auto":
             raise UnsupportedField(
                 "chat_template_content_format: the chat template tells how content is rendered; leave it out",
@@ -186,6 +193,7 @@ class LLM:
             continue_final_message=continue_final_message,
             progress=use_tqdm,
             lora_path=self._adapter(lora_request),
+            mm_processor_kwargs=mm_processor_kwargs,
             **kwargs,
         )
         return [self._request(result, None) for result in results]
@@ -398,7 +406,7 @@ def prompt_of(prompt: Any, pictures: bool = False) -> Any:
     if not isinstance(prompt, Mapping):
         return prompt
     for name, value in prompt.items():
-        if name not in (TEXT, IDS, *([MEDIA] if pictures else ())) and value is not None:
+        if name not in (TEXT, IDS, *((MEDIA, SIZES) if pictures else ())) and value is not None:
             raise UnsupportedField(f"a prompt with {name} is not supported; leave it out", param=name)
     found = prompt.get(IDS) if prompt.get(IDS) is not None else prompt.get(TEXT)
     if found is None:

@@ -186,6 +186,7 @@ class Job(msgspec.Struct, kw_only=True):
     # In the order of their places in the prompt: parts {"type": "image"} of messages, or the model's own
     # token for a picture in a text or in ids.
     pictures: list[Picture] = []
+    media_kwargs: dict[str, Any] = {}  # of what prepares them
     prepared: list[Prepared] = []  # of these
 
 

@@ -272,6 +272,7 @@ def words_of(name: str) -> list[str]:
         "preferred_sampling_params": '{"top_k": 7}',
         "hf_overrides": '{"rope_theta": 50000}',
         "limit_mm_per_prompt": '{"image": 4}',
+        "mm_processor_kwargs": '{"max_pixels": 4096}',
         "kv_events_config": '{"topic": "a"}',
     }.get(field, "7")
     return [f"--{name}", "0.5" if isinstance(default, float) else value]

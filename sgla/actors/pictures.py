@@ -4,11 +4,13 @@ memory that workers open, once for all requests that have it at a time."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
@@ -16,6 +18,7 @@ from sgla.errors import BadRequest, Overloaded
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.messages import Array, Prepared
+from sgla.model.vision.sizes import checked_sizes
 from sgla.model.vision.spec import Settings, Vision
 
 MODULES = ("sgla.media.without_torch", "sgla.media.prepare", "transformers.image_processing_backends")
@@ -26,12 +29,19 @@ Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
 
 
 class PictureRoom:
-    """``config`` and ``settings``: of the model's files."""
+    """``config`` and ``settings``: of the model's files; ``sizes``: in place of some of these."""
 
-    def __init__(self, vision: Vision, config: Mapping[str, Any], settings: Settings) -> None:
+    def __init__(
+        self,
+        vision: Vision,
+        config: Mapping[str, Any],
+        settings: Settings,
+        sizes: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         asked = settings.images.get("image_processor_type", "").removesuffix("Fast").removesuffix("Pil")
         self._processor = asked if asked in vision.processors else vision.processors[0]
-        self._settings = json.dumps(settings.images)
+        self._vision, self._sizes = vision, checked_sizes(vision, sizes)
+        self._settings = dict(settings.images)
         self._extra = vision.prepares(config, settings)
         self._pool = Pool(modules=MODULES)
         self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
@@ -41,21 +51,33 @@ class PictureRoom:
     async def wake(self) -> None:
         """Start a process, which imports transformers for seconds: no picture has to wait for that."""
         with suppress(BadRequest):
-            await self._pool.run(WAKE, self._processor, self._settings, result=type(None))
+            await self._pool.run(WAKE, self._processor, self._asked({})[1], result=type(None))
 
-    async def prepare(self, pictures: list[Picture], client: str) -> list[Prepared]:
-        """In their order; one of a client at a time, so that others have the other process. Raises what the
-        pool raises, and Overloaded."""
+    def _asked(self, sizes: Mapping[str, Any]) -> tuple[bytes, str]:
+        """What tells pictures of these ``sizes`` apart from those of others, and settings with them: JSON.
+        Raises InvalidField, UnsupportedField."""
+        given = self._sizes | checked_sizes(self._vision, sizes)
+        mark = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).digest() if given else b""
+        return mark, json.dumps(self._settings | given)
+
+    async def prepare(
+        self, pictures: list[Picture], client: str, sizes: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[Prepared]:
+        """In their order; one of a client at a time, so that others have the other process. ``sizes``: see
+        ``model/vision/sizes.py``. Raises what the pool raises, InvalidField, UnsupportedField and
+        Overloaded."""
         made: dict[bytes, Prepared] = {}
+        mark, settings = self._asked(sizes)
         turn = self._turns.setdefault(client, asyncio.Lock())
         for picture in pictures:
             if picture.digest not in made:
                 async with turn:
-                    made[picture.digest] = await self._one(picture, client)
+                    made[picture.digest] = await self._one(picture, client, mark, settings)
         return [made[picture.digest] for picture in pictures]
 
-    async def _one(self, picture: Picture, client: str) -> Prepared:
-        known = self._there.get(picture.digest)
+    async def _one(self, picture: Picture, client: str, mark: bytes, settings: str) -> Prepared:
+        digest = hashlib.sha256(picture.digest + mark).digest() if mark else picture.digest
+        known = self._there.get(digest)
         if known is not None:
             return known
         if self._bytes[client] > TOGETHER // 2 or self._bytes.total() > TOGETHER:
@@ -65,16 +87,16 @@ class PictureRoom:
             )
         fd = os.memfd_create("picture", os.MFD_CLOEXEC)
         file = f"/proc/{os.getpid()}/fd/{fd}"
-        asked = (picture, self._processor, self._settings, self._extra, file, MOST)
+        asked = (picture, self._processor, settings, self._extra, file, MOST)
         try:
             fields = await self._pool.run(PREPARE, *asked, result=list[Fields])
         except BaseException:
             os.close(fd)
             raise
-        prepared = Prepared(picture.digest, file, [Array(*entry) for entry in fields])
+        prepared = Prepared(digest, file, [Array(*entry) for entry in fields])
         size = os.fstat(fd).st_size
         self._bytes[client] += size
-        self._there[picture.digest] = prepared
+        self._there[digest] = prepared
         finalize(prepared, self._gone, fd, size, client)
         return prepared
 

@@ -131,7 +131,8 @@ def make_pictures(config: Config, source: ModelSource) -> tuple[Speller, Picture
     if vision is None:
         return None, None
     settings = settings_of(source.folder)
-    return Speller(vision, source.config, settings), PictureRoom(vision, source.config, settings)
+    room = PictureRoom(vision, source.config, settings, config.mm_processor_kwargs)
+    return Speller(vision, source.config, settings), room
 
 
 def make_output(tokenizer: Tokenizer, opened: Opened) -> OutputStream:

@@ -72,6 +72,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "json-model-override-args": Alias("hf_overrides"),
     "allowed-local-media-path": Alias("allowed_media_path", {"": None}),
     "limit-mm-data-per-request": Alias("limit_mm_per_prompt"),
+    "mm-process-config": Alias("mm_processor_kwargs"),
     "media-url-max-file-size-mb": Alias("max_media_bytes", unit=1 << 20),
     "max-model-len": Alias("context_length", OPEN),
     "ctx-size": Alias("context_length", OPEN),

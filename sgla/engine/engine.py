@@ -32,6 +32,12 @@ class Chat(NamedTuple):
     add_generation_prompt: bool
     continue_final_message: bool
     template_kwargs: dict[str, Any]
+    sizes: dict[str, Any] | None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of a job, without what its pictures need."""
+        return {name: value for name, value in self._asdict().items() if name != "sizes"}
 
 
 class Engine(VectorCalls, BeamCalls, WeightCalls):
@@ -52,6 +58,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         progress: bool | None = None,
         lora_path: Any = None,
         image_data: Any = None,
+        mm_processor_kwargs: Any = None,
     ) -> Any:
         """Complete one prompt (text or token ids) or a batch of them.
 
@@ -61,9 +68,10 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         ``progress``: whether a batch shows a bar; by default on a terminal and in a notebook.
         ``image_data``: pictures of the prompt, one or a list, in the order of the model's own token for each
         in the text; of a batch a list with those of each. A picture is PIL's image, a path, what is in a
-        file, base64, or a URL.
+        file, base64, or a URL. ``mm_processor_kwargs``: how large they become, of a batch one or a list.
         """
-        return self._call(self._generate(prompts, sampling, priority, progress, lora_path, image_data))
+        shown = image_data, mm_processor_kwargs
+        return self._call(self._generate(prompts, sampling, priority, progress, lora_path, shown))
 
     def chat(
         self,
@@ -75,6 +83,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         continue_final_message: bool = False,
         progress: bool | None = None,
         lora_path: Any = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
         **template_kwargs: Any,
     ) -> Any:
         """Answer a conversation, or a batch of them, through the model's chat template;
@@ -84,7 +93,9 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         Contents may be lists of parts, of which some are pictures: of the types ``image_url``,
         ``input_image`` and ``image``, whose values may be what ``generate`` takes, and vLLM's ``image_pil``.
         """
-        chat = Chat(tools, add_generation_prompt, continue_final_message, template_kwargs)
+        chat = Chat(
+            tools, add_generation_prompt, continue_final_message, template_kwargs, mm_processor_kwargs
+        )
         return self._call(self._chat(messages, sampling, chat, progress, lora_path))
 
     def stream(
@@ -117,6 +128,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         progress: bool | None = None,
         lora_path: Any = None,
         image_data: Any = None,
+        mm_processor_kwargs: Any = None,
     ) -> Any:
         """``generate`` for asyncio code."""
         return await self._acall(self._generate(prompts, sampling, priority, progress, lora_path, image_data))
@@ -131,10 +143,13 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         continue_final_message: bool = False,
         progress: bool | None = None,
         lora_path: Any = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
         **template_kwargs: Any,
     ) -> Any:
         """``chat`` for asyncio code."""
-        chat = Chat(tools, add_generation_prompt, continue_final_message, template_kwargs)
+        chat = Chat(
+            tools, add_generation_prompt, continue_final_message, template_kwargs, mm_processor_kwargs
+        )
         return await self._acall(self._chat(messages, sampling, chat, progress, lora_path))
 
     async def astream(
@@ -245,13 +260,14 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         priority: Any,
         progress: bool | None,
         lora_path: Any,
-        image_data: Any,
+        images: tuple[Any, Any],
     ) -> Any:
         single = is_one(prompts)
         batch = [prompts] if single else list(prompts)
         ranks, names = each(priority, len(batch), "priorities"), each(lora_path, len(batch), "adapters")
-        shown = [image_data] if single else each(image_data, len(batch), "lists of pictures")
-        given = await self._inputs([prompt_given(one, of) for one, of in zip(batch, shown)])
+        shown = [images[0]] if single else each(images[0], len(batch), "lists of pictures")
+        sizes = each(images[1], len(batch), "mm_processor_kwargs")
+        given = await self._inputs(list(map(prompt_given, batch, shown, sizes)))
         inputs = [
             fields | {"priority": rank} | self._adapter(name)
             for fields, rank, name in zip(given, ranks, names)
@@ -265,8 +281,8 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         single = is_conversation(messages)
         batch = [messages] if single else list(messages)
         names = each(lora_path, len(batch), "adapters")
-        given = await self._inputs([chat_given(one) for one in batch])
-        inputs = [chat._asdict() | fields | self._adapter(name) for fields, name in zip(given, names)]
+        given = await self._inputs([chat_given(one, None, chat.sizes) for one in batch])
+        inputs = [chat.fields | fields | self._adapter(name) for fields, name in zip(given, names)]
         results = await self._batch(inputs, sampling, progress)
         return results[0] if single else results
 

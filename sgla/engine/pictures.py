@@ -32,25 +32,26 @@ PARTS = {
 
 
 class Given(NamedTuple):
-    """Fields of a job without its pictures; ``images``: of these, as the caller has them; ``param``: where
-    they were given."""
+    """Fields of a job without its pictures; ``images``: these, as the caller has them; ``param``: where they
+    were given."""
 
     fields: dict[str, Any]
     images: list[Any]
     param: str
 
 
-def prompt_given(prompt: Any, image_data: Any = None) -> Given:
-    """Raises InvalidField."""
-    return Given(prompt_fields(prompt), images_of(image_data), "image_data")
+def prompt_given(prompt: Any, image_data: Any = None, sizes: dict[str, Any] | None = None) -> Given:
+    """``sizes``: see ``model/vision/sizes.py``. Raises InvalidField."""
+    fields = prompt_fields(prompt) | {"media_kwargs": sizes or {}}
+    return Given(fields, images_of(image_data), "image_data")
 
 
-def chat_given(messages: Messages, image_data: Any = None) -> Given:
-    """Raises InvalidField."""
+def chat_given(messages: Messages, image_data: Any = None, sizes: dict[str, Any] | None = None) -> Given:
+    """As ``prompt_given``."""
     if image_data is not None:
         raise InvalidField("the pictures of a chat are parts of its messages", param="image_data")
     made, images = taken(conversation_fields(messages)["messages"])
-    return Given({"messages": made}, images, "messages")
+    return Given({"messages": made, "media_kwargs": sizes or {}}, images, "messages")
 
 
 def images_of(given: Any) -> list[Any]:

@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 
 from sgla.actors.pictures import PictureRoom
-from sgla.errors import InvalidField, Overloaded
+from sgla.config import Config
+from sgla.errors import BadRequest, ConfigError, InvalidField, Overloaded
+from sgla.hub.source import ModelSource
 from sgla.media import prepare
 from sgla.media.picture import Picture
 from sgla.media.pool import Died
 from sgla.model.vision.llava import LLAVA
+from sgla.model.vision.qwen2_vl import QWEN2_VL
+from sgla.model.vision.served import vision_of
+from sgla.model.vision.sizes import checked_sizes
 from sgla.model.vision.spec import Settings
 
 SIZE = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
@@ -128,3 +133,64 @@ async def test_what_prepares_is_started_before_a_picture_comes(
     assert function == "sgla.media.prepare:wake"
     prepare.wake(name, settings)
     assert prepare.processor_of.cache_info().currsize
+
+
+ROWS = Settings({"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 2048}}, {})
+
+
+async def test_sizes_make_another_picture_of_it(tmp_path: Path) -> None:
+    """Of the server, and of a request, whose own count for more."""
+    picture = Picture.of(48, 64, bytes(48 * 64 * 3))
+
+    async def grid(room: PictureRoom, **sizes: Any) -> tuple[list[int], bytes]:
+        room._pool = Here()  # type: ignore[assignment]
+        [made] = await room.prepare([picture], "a", sizes)
+        return next(array.values for array in made.arrays if array.name == "image_grid_thw"), made.digest
+
+    plain, small = PictureRoom(QWEN2_VL, {}, ROWS), PictureRoom(QWEN2_VL, {}, ROWS, {"max_pixels": 1024})
+    whole, digest = await grid(plain)
+    assert whole == [1, 8, 12]
+    assert digest == picture.digest
+    less, other = await grid(plain, max_pixels=1024)
+    assert less == [1, 6, 8]
+    assert (await grid(small)) == (less, other)
+    assert other != digest
+    assert (await grid(plain, size={"shortest_edge": 256, "longest_edge": 1024}))[0] == less
+    more, _ = await grid(small, max_pixels=4096)
+    assert more == [1, 14, 18]
+    assert (await grid(plain, min_pixels=4096, max_pixels=4096))[0] == more
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"do_resize": False}, "with 'do_resize' is not supported.* takes min_pixels, max_pixels, size"),
+        ({"max_pixels": 0}, "max_pixels must be a whole number"),
+        ({"max_pixels": "5"}, "max_pixels must be a whole number"),
+        ({"size": {"depth": 3}}, "size must have some of shortest_edge"),
+        ({"size": {"shortest_edge": 1.5}}, r"size\.shortest_edge must be"),
+        ({"image": 3}, "'image' must be an object"),
+    ],
+)
+async def test_other_settings_of_processors_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadRequest, match=why) as found:
+        await PictureRoom(QWEN2_VL, {}, ROWS).prepare(pictures(1), "a", given)
+    assert found.value.param == "mm_processor_kwargs"
+    assert checked_sizes(QWEN2_VL, {"image": {"max_pixels": 9}}) == {"max_pixels": 9}, "as SGLang has it"
+    with pytest.raises(BadRequest, match="takes none"):
+        checked_sizes(LLAVA, {"max_pixels": 9})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "given", "why"),
+    [
+        ("LlamaForCausalLM", {"max_pixels": 9}, "is for models that take pictures"),
+        ("Qwen2VLForConditionalGeneration", {"do_resize": False}, "--mm-processor-kwargs: .*'do_resize'"),
+    ],
+)
+def test_a_start_refuses_what_no_request_may_have(
+    architecture: str, given: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    source = ModelSource("dummy", tmp_path, (), {"architectures": [architecture]}, {})
+    with pytest.raises(ConfigError, match=why):
+        vision_of(Config(mm_processor_kwargs=given), source)

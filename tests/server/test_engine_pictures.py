@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from functools import partial
@@ -206,6 +207,21 @@ def test_vllms_class_takes_pictures(llm: LLM, expected: list[int], post: Any) ->
 def test_what_is_no_picture_is_refused(engine: Engine, images: list[Any], why: str) -> None:
     with pytest.raises(SglaError, match=why):
         engine.generate(TEXT, GREEDY, image_data=images)
+
+
+def test_settings_of_the_processor_go_through(llm: LLM, post: Any) -> None:
+    """LLaVA 1.5 has no sizes, and says so wherever they come from."""
+    why, asked = "'max_pixels' is not supported", {"max_pixels": 64}
+    prompt = {"prompt": TEXT, "multi_modal_data": {"image": SHOWN}, "mm_processor_kwargs": asked}
+    with pytest.raises(SglaError, match=why):
+        llm.generate(prompt, GREEDY)
+    chat = [{"role": "user", "content": [{"type": "image", "image": SHOWN[0]}]}]
+    with pytest.raises(SglaError, match=why):
+        llm.chat(chat, GREEDY, mm_processor_kwargs=asked)
+    with pytest.raises(urllib.error.HTTPError) as found:
+        post("/generate", {"text": TEXT, "image_data": BASE64, "mm_processor_kwargs": asked})
+    assert found.value.code == 400
+    assert why in found.value.read().decode()
 
 
 def test_other_media_and_calls_are_refused_by_name(llm: LLM, tiny_model: Path) -> None:

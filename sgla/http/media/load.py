@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
+from typing import Any
 
 from sgla.config import MediaSettings
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
@@ -31,6 +32,14 @@ class Media:
         )
         self._fetcher = Fetcher(settings)
         self._desk = Desk(settings.media_processes)
+
+    def sizes(self, given: dict[str, Any] | None, ingress: Ingress) -> dict[str, Any]:
+        """The ``mm_processor_kwargs`` of a request, which are looked at with its pictures. Raises
+        UnsupportedField for a model that takes none."""
+        if given and (ingress.facts is None or "image" not in ingress.facts.media):
+            name = "mm_processor_kwargs"
+            raise UnsupportedField(f"{name}: this model takes no images; leave it out", param=name)
+        return given or {}
 
     def check(self, sources: Sequence[Source], ingress: Ingress) -> None:
         """Raise for the first picture of a prompt that the model or the server does not take."""

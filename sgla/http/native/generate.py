@@ -196,9 +196,10 @@ async def add_pictures(
     check_parts("image_data", found)
     for sources in found:
         server.media.check(sources, server.ingress)
+    sizes = server.media.sizes(fields.mm_processor_kwargs, server.ingress)
     pictures = iter(await server.media.pictures(every, server.ingress, request[SHARE]))
     for prompt, sources in zip(prompts, found):
-        prompt["pictures"] = list(islice(pictures, len(sources)))
+        prompt |= {"pictures": list(islice(pictures, len(sources))), "media_kwargs": sizes}
 
 
 def native_sampling(

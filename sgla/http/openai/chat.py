@@ -93,6 +93,7 @@ async def chat_work(
     prompt = {
         "messages": fields.messages,
         "pictures": await server.media.pictures(sources, server.ingress, request[SHARE]),
+        "media_kwargs": server.media.sizes(fields.mm_processor_kwargs, server.ingress),
         "tools": fields.tools or None,
         "template_kwargs": template_kwargs(fields, server.config.trust_request_chat_template),
         "add_generation_prompt": generate,

@@ -352,6 +352,7 @@ class ChatRequest(OpenAIFields, kw_only=True):
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     thinking: bool | ThinkingSwitch | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(OpenAIFields, kw_only=True):
@@ -394,6 +395,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     session_params: SessionParams | None = None
     lora_path: str | list[str | None] | None = None
     image_data: str | list[str | list[str] | None] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -30,5 +30,6 @@ IDEFICS3 = Vision(
     media=TOKEN,
     spelled=spelled,
     parts=("vision_model", "connector"),
+    sizes=("size",),
     prepares=lambda config, settings: {"return_row_col_info": True},
 )

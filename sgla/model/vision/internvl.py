@@ -20,5 +20,6 @@ INTERNVL = Vision(
     written=TOKEN,
     media=f"{TOKEN}\n",
     spelled=spelled,
+    sizes=("min_patches", "max_patches"),
     prepares=lambda config, settings: {"crop_to_patches": True},
 )

@@ -27,5 +27,6 @@ MISTRAL3 = Vision(
     written=TOKEN,
     media=TOKEN,
     spelled=spelled,
+    sizes=("size",),
     prepares=lambda config, settings: {"patch_size": side(config)},
 )

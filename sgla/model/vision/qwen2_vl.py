@@ -46,6 +46,7 @@ QWEN2_VL = Vision(
     media=f"{BEGIN}{TOKEN}{END}",
     spelled=spelled,
     parts=("visual",),
+    sizes=("min_pixels", "max_pixels", "size"),
     merged=merged,
     sections=sections,
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import BadRequest, ConfigError
 from sgla.hub.source import ModelSource, read_object
 from sgla.model.registry import architecture_of
 from sgla.model.vision import VISIONS
+from sgla.model.vision.sizes import PARAM, checked_sizes
 from sgla.model.vision.spec import Settings, Vision
 
 IMAGES, PROCESSOR = "preprocessor_config.json", "processor_config.json"
@@ -50,15 +53,31 @@ def told(config: Config, source: ModelSource, pools: bool = False) -> list[str]:
     ]
 
 
+@contextmanager
+def faults_of_settings() -> Iterator[None]:
+    """What is wrong in a request is here in a setting."""
+    try:
+        yield
+    except BadRequest as error:
+        raise ConfigError(f"--mm-processor-kwargs: {error.message}", param=PARAM) from error
+
+
 def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple[Vision | None, str]:
     """How the model takes pictures, or None; then also why not, if its family does. ``pools``: it answers
-    with vectors."""
+    with vectors. Raises ConfigError for --mm-processor-kwargs that cannot be honoured."""
     try:
         vision = VISIONS.get(architecture_of(source.config))
     except ConfigError:
         return None, ""
     if vision is None or pools:
+        if config.mm_processor_kwargs:
+            raise ConfigError(
+                "--mm-processor-kwargs is for models that take pictures; leave it out",
+                param="mm_processor_kwargs",
+            )
         return None, ""
+    with faults_of_settings():
+        checked_sizes(vision, config.mm_processor_kwargs)
     reasons = {
         "pictures need the extra 'mm': pip install 'sgla[mm]'": find_spec("PIL") is None,
         f"the model has no {IMAGES}": not settings_of(source.folder).images,

@@ -33,7 +33,8 @@ class Vision:
     and what it is where the file lacks it. ``written``: what a chat template writes for a picture, and
     ``media`` with what belongs around it. ``spelled``: what becomes of that, by configuration, settings and
     arrays. ``parts``: modules of the checkpoint beside the language model. ``together``: tokens of a picture
-    see each other. ``prepares``: settings of the processor that its class in transformers adds.
+    see each other. ``prepares``: settings of the processor that its class in transformers adds; ``sizes``:
+    those that users may give other values.
     ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how many
     frequencies go by each axis, and whether they take turns."""
 
@@ -45,6 +46,7 @@ class Vision:
     parts: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
     together: bool = False
     prepares: Callable[[Config, Settings], dict[str, Any]] = lambda config, settings: {}
+    sizes: tuple[str, ...] = ()
     merged: Callable[[Config], int] | None = None
     sections: Callable[[Config], tuple[list[int], bool]] = lambda config: ([], False)
 
