@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peak", type=float, default=989e12, help="FLOP/s of the chip in bfloat16")
     parser.add_argument("--server-args", default="--context-length 4096")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "pictures.log")
+    parser.add_argument("--plain", action="store_true", help="the tower with transformers' kernels")
     parser.add_argument("--profile", action="store_true", help="also print the tower's kernels")
     return parser.parse_args()
 
@@ -124,12 +126,17 @@ def tower(args: argparse.Namespace) -> None:
     from sgla.media.picture import Picture
     from sgla.media.prepare import arrays_of
     from sgla.model.vision import VISIONS
+    from sgla.worker import seeing
 
     config = json.loads((args.model / "config.json").read_text())
     settings = (args.model / "preprocessor_config.json").read_text()
     vision, device = VISIONS[config["architectures"][0]], torch.device(args.device)
     with torch.inference_mode():
-        made = load_tower(ModelSource("dummy", args.model, (), config, {}), vision, torch.bfloat16, device)
+        source = ModelSource("dummy", args.model, (), config, {})
+        load = partial(load_tower, source, vision, torch.bfloat16, device)
+        made, note = load(), "transformers' kernels"
+        if device.type == "cuda" and not args.plain:
+            made, note = seeing.quick(made, load, vision, seeing.example_of(source, vision, seeing.SMALL))
         shown = Image.open(io.BytesIO(picture(args.side, 0))).tobytes()
         begun = time.perf_counter()
         arrays = arrays_of(Picture.of(args.side, args.side, shown), vision.processors[0], settings, {})
@@ -153,7 +160,7 @@ def tower(args: argparse.Namespace) -> None:
             seconds.append(time.perf_counter() - begun)
         took = statistics.median(seconds)
         emit(
-            args, "tower", seconds=took, patches=patches, flops=total, flops_by_part=parts,
+            args, "tower", note=note, seconds=took, patches=patches, flops=total, flops_by_part=parts,
             flops_per_second=total / took, limit_s=total / args.peak, share_of_limit=total / args.peak / took,
             processor_s=prepared, arithmetic=f"{total / 1e12:.2f} TFLOP / {took * 1e3:.2f} ms = "
             f"{total / took / 1e12:.0f} TFLOP/s of {args.peak / 1e12:.0f}",

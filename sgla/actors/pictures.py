@@ -38,8 +38,7 @@ class PictureRoom:
         settings: Settings,
         sizes: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        asked = settings.images.get("image_processor_type", "").removesuffix("Fast").removesuffix("Pil")
-        self._processor = asked if asked in vision.processors else vision.processors[0]
+        self._processor = vision.processor_of(settings)
         self._vision, self._sizes = vision, checked_sizes(vision, sizes)
         self._settings = dict(settings.images)
         self._extra = vision.prepares(config, settings)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
-from sgla.loading.tower_attention import HALVES, use_packed
 from sgla.model.vision.spec import Vision
 
 # A language model that takes next to nothing stands where transformers' class wants one.
@@ -40,12 +39,12 @@ class Tower:
     """``module``: a model of transformers without its language model."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        self._module, self.device = module, device
+        self.module, self.device = module, device
         self.dtype: torch.dtype = module.dtype
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self._module.parameters(), *self._module.buffers()))
+        return sum(x.nbytes for x in (*self.module.parameters(), *self.module.buffers()))
 
     def __call__(self, arrays: Mapping[str, Tensor]) -> Features:
         """Of one picture. ``arrays``: what the processor made of it."""
@@ -54,7 +53,7 @@ class Tower:
             for name, values in arrays.items()
             if name in READ
         }
-        made = self._module.get_image_features(**given, return_dict=True)
+        made = self.module.get_image_features(**given, return_dict=True)
         found = made.pooler_output
         deep = getattr(made, "deepstack_features", None) or []
         return Features(joined(found), [joined(of) for of in deep])
@@ -120,8 +119,6 @@ def load_tower(
     for name in TEXTS:
         if hasattr(module, name):
             setattr(module, name, nn.Identity())
-    if device.type == "cuda" and dtype in HALVES and vision.merged is not None:
-        use_packed(module)
     return Tower(module.eval().requires_grad_(False).to(device), device)
 
 

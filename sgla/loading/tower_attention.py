@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 
 NAME = "sgla_flash"  # transformers' modules hand lengths over where the name has "flash" in it
-HALVES = torch.bfloat16, torch.float16
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: Any, scale: float) -> Tensor:
+    """q, k and v ``[T, H, d]`` -> the same shape; ``ends`` int[N + 1]: where each of N texts begins, whose
+    tokens see each other, and where the last one ends."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if longest is None:
+        longest = ends.diff().max()
+    ends, most = ends.to(torch.int32), int(longest)
+    more: dict[str, Any] = {} if scale == q.shape[-1] ** -0.5 else {"scale": scale}
+    out = varlen_attn(q, k, v, ends, ends, most, most, **more)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def packed(
@@ -21,22 +34,16 @@ def packed(
     *,
     scaling: float,
     cu_seq_lens_q: Tensor,
-    max_length_q: int,
+    max_length_q: Any,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """q, k and v ``[1, H, T, d]`` -> ``[1, T, H, d]``; ``cu_seq_lens_q`` int[N + 1]: where each of N texts
-    begins, whose tokens see each other."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    """As transformers calls it: ``attend`` of ``[1, H, T, d]`` -> ``[1, T, H, d]``."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    ends = cu_seq_lens_q.to(torch.int32)
-    out = varlen_attn(q, k, v, ends, ends, max_length_q, max_length_q, scale=scaling)
-    assert isinstance(out, Tensor)
-    return out[None], None
+    return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None
 
 
 def use_packed(module: Any) -> None:
-    """Have a model of transformers with a tower of such pictures use it."""
+    """Have a model of transformers use it, whose tower has pictures of any size behind each other."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed)

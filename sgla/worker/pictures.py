@@ -67,6 +67,7 @@ class Pictures:
         self._cache: OrderedDict[bytes, Features] = OrderedDict()  # by digest, the latest used one last
         self._cached, self._bytes = cached, 0
         self.computed = 0  # pictures that the tower has seen
+        self.example: dict[str, Tensor] | None = None  # what a processor makes of a large one
         if axes is not None:
             self._axes = axes.to(tower.device)
 
@@ -163,6 +164,11 @@ class Pictures:
             until=self._put(until) if self._together else None,
             deep=[torch.cat([seen.layer(i)[own] for seen, own in taken]) for i in range(depth)],
         )
+
+    def look(self) -> None:
+        """Have the tower look at the example, if there is one, to see what that takes."""
+        if self.example is not None:
+            self._tower(self.example)
 
     def stand_in(self, tokens: int) -> Media:
         """Of a step of so many tokens, all of which stand for parts of pictures."""

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.loading.tower import load_tower
+from sgla.loading.tower import Tower, load_tower
+from sgla.loading.tower_attention import use_packed
+from sgla.media.picture import Picture
+from sgla.media.prepare import arrays_of
 from sgla.messages import Pooling
 from sgla.model.spec import ModelSpec
-from sgla.model.vision.served import vision_of
+from sgla.model.vision.served import settings_of, vision_of
+from sgla.model.vision.spec import Vision
 from sgla.worker.pictures import CACHED, ON_GPUS, Pictures
+
+# Sides in pixels of pictures that a start on a GPU looks at: to compare, and to see what memory it takes.
+SMALL, LARGE = 448, 2016
+NEAR = 0.05  # of bfloat16
 
 
 class Seeing(NamedTuple):
@@ -38,14 +50,52 @@ def open_pictures(
     if vision is None:
         return None, Seeing(0, {}, {}, note)
     plain = torch.float32 if dtype == "float32" else torch.bfloat16
-    tower = load_tower(source, vision, plain, device, config.random_seed or 0)
+    load = partial(load_tower, source, vision, plain, device, config.random_seed or 0)
+    tower, note = load(), ""
+    if device.type == "cuda" and plain != torch.float32:
+        tower, note = quick(tower, load, vision, example_of(source, vision, SMALL))
     merged = vision.merged(source.config) if vision.merged is not None else 0
     axes = axes_of(*vision.sections(source.config)) if merged else None
     token = vision.token_of(source.config)
     kept = CACHED if device.type == "cpu" else ON_GPUS
     pictures = Pictures(tower, token, spec.hidden, vision.together, merged, axes, kept)
     ledger = {"tower": tower.nbytes, "pictures": kept}
-    return pictures, Seeing(kept, ledger, {"image": vision.media}, "")
+    if device.type == "cuda":
+        pictures.example = example_of(source, vision, LARGE)
+    return pictures, Seeing(kept, ledger, {"image": vision.media}, note)
+
+
+def example_of(source: ModelSource, vision: Vision, side: int) -> dict[str, Tensor]:
+    """What a processor makes of a picture of noise."""
+    settings = settings_of(source.folder)
+    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+    picture, extra = Picture.of(side, side, noise.tobytes()), vision.prepares(source.config, settings)
+    made = arrays_of(picture, vision.processor_of(settings), json.dumps(settings.images), extra)
+    return {name: torch.from_numpy(values) for name, values in made.items()}
+
+
+@torch.inference_mode()
+def quick(
+    tower: Tower, load: Callable[[], Tower], vision: Vision, example: dict[str, Tensor]
+) -> tuple[Tower, str]:
+    """The ``tower`` with our kernels, or another one as transformers has it, and a note, if these do not give
+    what that gives."""
+    from sgla.worker.tower_kernels import hasten
+
+    expected = tower(example)
+    try:
+        if vision.merged is not None:
+            use_packed(tower.module)
+        hasten(tower.module)
+        found = tower(example)
+        pairs = zip([found.values, *found.deep], [expected.values, *expected.deep], strict=True)
+        error = max(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
+        if error < NEAR:
+            return tower, ""
+        why = f"their results differ by {error:.1%}"
+    except Exception as failed:
+        why = f"{type(failed).__name__}: {failed}"[:200]
+    return load(), f"the tower of pictures has transformers' kernels, which are slower: {why}"
 
 
 def axes_of(sections: list[int], woven: bool) -> Tensor:

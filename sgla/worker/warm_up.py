@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sgla.kernels.cuda.batch_gemm import ROWS
-from sgla.kernels.rehearsal import rehearsing
+from sgla.kernels.rehearsal import rehearsing, under_way
 from sgla.kernels.triton import step
 from sgla.messages import PROMPT_LOGPROBS, SAMPLE, NewRow, RowSampling, StepPlan, ThinkLimit
 from sgla.model.spec import ModelSpec
@@ -139,6 +139,8 @@ def _read_most(steps: GpuSteps) -> None:
     steps.run_eagerly(_step(prompts, flags=SAMPLE | PROMPT_LOGPROBS))
     if steps.pictures is not None:
         _run_pictured(steps, _step(prompts))
+        if not under_way():
+            steps.pictures.look()
     decodes, half = min(slots // 2, tokens // 2), max(1, min(tokens, context) // 2)
     start = context - half if steps.attention.grows else half
     left = range(0, tokens - decodes, half)[: slots - decodes]

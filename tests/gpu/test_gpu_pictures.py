@@ -17,7 +17,6 @@ from tiny import Transcript, make_core, run, tiny_config
 from vision_models import Model
 
 from sgla.attention import torch_ops
-from sgla.loading import tower_attention
 from sgla.loading.tower import load_tower
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
@@ -143,16 +142,17 @@ def test_bfloat16_is_near(name: str, backend: str, tmp_path: Path, monkeypatch: 
         assert torch.corrcoef(torch.stack([a, b]))[0, 1] > 0.98
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "internvl"])
 @torch.inference_mode()
-def test_one_kernel_attends_in_all_windows(name: str, tmp_path: Path) -> None:
+def test_kernels_of_towers(name: str, tmp_path: Path) -> None:
+    """A start has compared them with transformers' own, and says so where they are not taken."""
     model = MAKERS[name](tmp_path)
-    fast = load_tower(model.source, model.speller.vision, torch.bfloat16, torch.device("cuda"))
+    runner = gpu_runner(model, dtype="bfloat16")
+    assert not any("slower" in note for note in runner.facts.notes if "tower" in note), runner.facts.notes
     exact = load_tower(model.source, model.speller.vision, torch.float32, torch.device("cuda"))
-    assert fast._module.config.vision_config._attn_implementation == tower_attention.NAME
     for shown in SHOWN:
         arrays = arrays_of(model.prepared(shown))
-        found, expected = fast(arrays), exact(arrays)
+        found, expected = runner.pictures._tower(arrays), exact(arrays)
         for a, b in zip([found.values, *found.deep], [expected.values, *expected.deep], strict=True):
             assert (a.float() - b).norm() < 0.05 * b.norm()
 

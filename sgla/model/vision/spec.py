@@ -50,6 +50,11 @@ class Vision:
     merged: Callable[[Config], int] | None = None
     sections: Callable[[Config], tuple[list[int], bool]] = lambda config: ([], False)
 
+    def processor_of(self, settings: Settings) -> str:
+        """The class of transformers that prepares pictures."""
+        asked = settings.images.get("image_processor_type", "").removesuffix("Fast").removesuffix("Pil")
+        return asked if asked in self.processors else self.processors[0]
+
     def token_of(self, config: Config) -> int:
         key, default = self.token
         found: int = config.get(key, default)
