@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lines
@@ -100,7 +99,7 @@ def check(shard: Shard, rows: int, width: int) -> None:
 def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
-    shard, note = join_gpus(rank, ranks, Path(store), message=args.message)
+    shard, note = join_gpus(rank, ranks, store, message=args.message)
     shared = symmetric.empty(4 << 20, dtype=torch.bfloat16, device=torch.device("cuda", rank))
     symmetric.rendezvous(shared, dist.group.WORLD)
     base = {

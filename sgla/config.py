@@ -12,7 +12,7 @@ import msgspec
 
 Doc = msgspec.Meta
 
-SECRETS = ("api_key", "admin_api_key", "kv_transfer_secret")  # settings that are never shown
+SECRETS = ("api_key", "admin_api_key", "kv_transfer_secret", "dist_secret")  # settings that are never shown
 # With a label of ``tool_server``: the variable that has the bearer token for that MCP server.
 TOOL_TOKEN = "SGLA_TOOL_TOKEN_"
 
@@ -188,6 +188,31 @@ class EngineSettings(ModelSettings, kw_only=True):
             "a part of every expert"
         ),
     ] = 1
+    nnodes: Annotated[
+        int, Doc(description="hosts that share the ranks, or the --dp servers, out; each runs sgla serve")
+    ] = 1
+    node_rank: Annotated[
+        int, Doc(description="which of the --nnodes hosts this is; 0 serves, the others run its ranks")
+    ] = 0
+    dist_init_addr: Annotated[
+        str | None,
+        Doc(description="HOST:PORT of node 0, on which it waits for the other --nnodes; port 29501 if none"),
+    ] = None
+    dist_timeout: Annotated[
+        float | None,
+        Doc(
+            description="seconds that ranks wait for each other's data, and nodes for each other at the "
+            "start; 300"
+        ),
+    ] = None
+    dist_secret: Annotated[
+        str | None,
+        Doc(
+            description="what all nodes know in common; the variable SGLA_DIST_SECRET keeps it out of lists "
+            "of processes"
+        ),
+    ] = None
+    dist_secret_file: Annotated[str | None, Doc(description="file that has it instead")] = None
     threads: Annotated[int | None, Doc(description="CPU threads of each worker")] = None
     executor: Annotated[
         Literal["procs", "inline", "fake"],
@@ -628,6 +653,11 @@ class Config(MediaSettings, kw_only=True):
     def ranks(self) -> int:
         """Processes, and GPUs, that share the model."""
         return self.tp * self.pp
+
+    @property
+    def local_ranks(self) -> int:
+        """Of these, those of one host."""
+        return self.ranks if self.dp > 1 else self.ranks // self.nnodes
 
     def kv_dtype(self, dtype: str) -> str:
         """Of the KV cache of a model that computes in ``dtype``."""

@@ -154,7 +154,10 @@ class Draining(NotReady):
 
 
 class WorkerDied(NotReady):
+    """``killed``: from outside, so it is no consequence of what happened to others."""
+
     code = "worker_died"
+    killed = False
 
 
 class WorkerStuck(NotReady):

@@ -1,4 +1,5 @@
-"""How servers that hand KV to each other talk: who may, and messages with keyed hashes over TCP.
+"""How servers that hand KV to each other, and nodes of one server, talk: who may, and messages with keyed
+hashes over TCP.
 
 A frame is its sizes, a keyed hash, a message in msgpack, and bytes beside it. The key follows from the shared
 secret and from what both sides have drawn for this connection; the hash covers the sizes, the message and the
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import blake2b
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ PROTOCOL = 2
 SUM = 32  # bytes of a hash
 NONCE = 32
 PATIENCE = 5.0  # seconds for a handshake
-GREETING = 1 << 10  # bytes of what may be said before it is known who says it
+GREETING = 1 << 14  # bytes of what may be said before it is known who says it
 MESSAGE = 64 << 20  # bytes: the token ids of a prompt
 STRANGERS = 32  # that a listener talks to at a time; one more takes the place of the oldest
 RETRY = 0.1  # seconds after which a listener that lacks descriptors or threads goes on
@@ -124,6 +125,10 @@ class Unit(msgspec.Struct, tag=True, array_like=True):
     mark: int = 0
 
 
+class Beat(msgspec.Struct, tag=True, array_like=True):
+    """Both, to show that they are there."""
+
+
 Message = Hello | Identity | Accepted | Refused | Ask | Leave | Done | Want | Lent | Borrowed | Unit
 Beside = bytes | memoryview
 Frame = tuple[Message, Beside]
@@ -149,12 +154,26 @@ class Channel:
         key = blake2b(secret.encode(), digest_size=SUM).digest()
         self._keys = blake2b(mine + theirs, key=key).digest(), blake2b(theirs + mine, key=key).digest()
 
-    def trust(self, most: int) -> None:
-        """The greeting is over: messages may be long, and have ``most`` bytes beside them."""
+    def trust(self, most: int, kind: Any = Message, silence: float = 0.0) -> None:
+        """The greeting is over: messages, of this ``kind`` now, may be long, and have ``most`` bytes beside
+        them. ``silence``: seconds in which something must come, if that is so."""
         self._most, self._longest, self._until = most, MESSAGE, None
+        self._decode = msgspec.msgpack.Decoder(kind).decode
         self._socket.settimeout(None)
+        if silence:
+            limit = struct.pack("ll", int(silence), int(silence % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
-    def send(self, message: Message, beside: Beside = b"") -> None:
+    @property
+    def here(self) -> str:
+        """The address of this host on the way to the other side."""
+        return str(self._socket.getsockname()[0])
+
+    @property
+    def there(self) -> str:
+        return str(self._socket.getpeername()[0])
+
+    def send(self, message: Any, beside: Beside = b"") -> None:
         """Raises OSError."""
         body = msgspec.msgpack.encode(message)
         sizes = _SIZES.pack(len(body), len(beside))
@@ -164,8 +183,8 @@ class Channel:
         if beside:
             self._socket.sendall(beside)
 
-    def receive(self) -> Frame:
-        """Raises OSError, also where something is not what was sent."""
+    def receive(self) -> tuple[Any, Beside]:
+        """A message and what is beside it. Raises OSError, also where something is not what was sent."""
         head = self._read(_SIZES.size + SUM)
         length, more = _SIZES.unpack_from(head)
         if length > self._longest or more > self._most:
@@ -210,10 +229,15 @@ class WrongSum(OSError):
 
 
 def connect(
-    host: str, port: int, secret: str, told: Mapping[str, str], most: int = 0
+    host: str,
+    port: int,
+    secret: str,
+    told: Mapping[str, str],
+    most: int = 0,
+    flag: str = "--kv-transfer-secret",
 ) -> tuple[Channel, list[int]]:
-    """A channel to a prefill server, and ``Accepted.ports``. ``told``: ``Identity``. Raises PeerRefused, or
-    OSError if nobody is there."""
+    """A channel to a prefill server, and ``Accepted.ports``. ``told``: ``Identity``; ``flag`` has the secret.
+    Raises PeerRefused, or OSError if nobody is there."""
     channel = Channel(socket.create_connection((host, port), PATIENCE))
     try:
         nonce = os.urandom(NONCE)
@@ -226,7 +250,7 @@ def connect(
         try:
             accepted = _expect(channel, Accepted)
         except WrongSum:
-            raise PeerRefused("it has another secret (--kv-transfer-secret)") from None
+            raise PeerRefused(f"it has another secret ({flag})") from None
         channel.trust(most)
         return channel, accepted.ports
     except BaseException:
@@ -251,18 +275,24 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 class Link:
     """A channel with a thread for each direction. ``take`` gets what comes, in one thread; ``gone`` is called
-    once, when nothing comes any more."""
+    once, when nothing comes any more. ``beat``: seconds after which something is said in any case."""
 
-    def __init__(self, channel: Channel, take: Callable[[Message, Beside], None], gone: Callable[[], None]):
-        self._channel, self._take, self._gone = channel, take, gone
-        self._outbox: SimpleQueue[Message | Callable[[], Frame | None] | None] = SimpleQueue()
+    def __init__(
+        self,
+        channel: Channel,
+        take: Callable[[Any, Beside], None],
+        gone: Callable[[], None],
+        beat: float | None = None,
+    ):
+        self._channel, self._take, self._gone, self._every = channel, take, gone, beat
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._write)]
 
     def begin(self) -> None:
         for thread in self._threads:
             thread.start()
 
-    def post(self, message: Message | Callable[[], Frame | None]) -> None:
+    def post(self, message: Any) -> None:
         """Send it when what was posted before has been sent; a function makes it then, or nothing."""
         self._outbox.put(message)
 
@@ -278,7 +308,7 @@ class Link:
 
     def _write(self) -> None:
         try:
-            while (message := self._outbox.get()) is not None:
+            while (message := self._next()) is not None:
                 frame = message() if callable(message) else (message, b"")
                 if frame is not None:
                     self._channel.send(*frame)
@@ -287,6 +317,18 @@ class Link:
         finally:
             self._channel.close()
 
+    def _next(self) -> Any:
+        try:
+            return self._outbox.get(timeout=self._every)
+        except Empty:
+            return Beat()
+
+    def finish(self, seconds: float) -> None:
+        """Close it when what was posted has been sent, or after so long. Blocks."""
+        self._outbox.put(None)
+        self._threads[1].join(seconds)
+        self.close()
+
     def close(self) -> None:
         self._outbox.put(None)
         self._channel.close()
@@ -294,7 +336,7 @@ class Link:
 
 class Listener:
     """Lets those in that know the secret and have the same identity: ``joined`` gets their channels, in a
-    thread of each. ``ports``: what they are told."""
+    thread of each. ``ports``: what they are told; ``refused`` hears why somebody was sent away."""
 
     def __init__(
         self,
@@ -304,9 +346,11 @@ class Listener:
         told: Mapping[str, str],
         joined: Callable[[Channel], None],
         ports: list[int] | None = None,
+        refused: Callable[[str], None] | None = None,
     ) -> None:
         """Raises OSError if the port cannot be had."""
         self._secret, self._told, self._joined, self._ports = secret, told, joined, ports or []
+        self._refused = refused
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
         self.port: int = self._socket.getsockname()[1]
@@ -376,14 +420,17 @@ class Listener:
         try:
             identity, _ = channel.receive()
         except WrongSum:
-            self._refuse(channel, "")
+            self._refuse(channel, "", "it has another secret")
         if not isinstance(identity, Identity):
             raise OSError("no identity")
         if other := differences(identity.told, self._told):
             self._refuse(channel, other)
         channel.send(Accepted(self._ports))
 
-    def _refuse(self, channel: Channel, why: str) -> None:
+    def _refuse(self, channel: Channel, why: str, known: str = "") -> None:
+        """``known``: what is said here alone."""
+        if self._refused is not None:
+            self._refused(f"{channel.there}: {known or why}")
         channel.send(Refused(why[: GREETING // 2]))
         raise OSError(why)
 

@@ -28,6 +28,7 @@ from sgla.model.stages import check_settings as check_stages
 from sgla.model.stages import fullest, stages_of
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
 from sgla.model.whole_experts import check_experts
+from sgla.nodes import check_nodes
 from sgla.observe import kv_events
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import dialect_of
@@ -137,7 +138,7 @@ def resolve(
         check_offload(config, machine, device, spec, pooled or encoder)
     if device == "cuda":
         check_cards(config, machine, spec, dtype)
-    filling.settle("threads", choose_threads(machine, config.ranks))
+    filling.settle("threads", choose_threads(machine, config.local_ranks))
     settle_steps(filling, device == "cuda")
     settle_cache(filling, machine, device, spec, dtype, guessing)
     if not config.served_model_name:
@@ -168,7 +169,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
 
 def check_cards(config: Config, machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str) -> None:
     """Raise ConfigError for a model that one of the GPUs has no kernels for."""
-    for gpu in machine.gpus[: config.ranks]:
+    for gpu in machine.gpus[: config.local_ranks]:
         if isinstance(spec, ModelSpec):
             experts = experts_kind(spec, dtype, config.quantization)
             check_device(gpu, config, dtype, experts, spec.quantization)
@@ -367,10 +368,11 @@ def check_gpus(config: Config, machine: Machine) -> None:
         )
     if not machine.gpus:
         raise ConfigError("--device cuda: the driver shows no NVIDIA GPU; give --device cpu", param="device")
-    if config.ranks > len(machine.gpus):
+    if config.local_ranks > len(machine.gpus):
         flags = f"--tp {config.tp}" + (f" --pp {config.pp}" if config.pp > 1 else "")
+        flags += f" on {config.nnodes} hosts" if config.nnodes > 1 else ""
         raise ConfigError(
-            f"{flags} needs {config.ranks} GPUs, this machine shows {len(machine.gpus)}", param="tp"
+            f"{flags} needs {config.local_ranks} GPUs, this machine shows {len(machine.gpus)}", param="tp"
         )
 
 
@@ -651,10 +653,9 @@ def notes(config: Config, machine: Machine, device: str, encoder: bool) -> list[
     if config.memory_fraction != 1 and (device != "cuda" or encoder):
         what = "an encoder keeps no KV cache" if encoder else "--kv-cache-bytes sizes that of a CPU"
         found.append(f"--memory-fraction is for the KV cache of a GPU and changes nothing here: {what}")
-    if config.threads and config.threads * config.ranks > machine.cores:
-        found.append(
-            f"{config.threads * config.ranks} threads on {machine.cores} cores: they will wait for each other"
-        )
+    if config.threads and config.threads * config.local_ranks > machine.cores:
+        threads = config.threads * config.local_ranks
+        found.append(f"{threads} threads on {machine.cores} cores: they will wait for each other")
     return found
 
 
@@ -671,6 +672,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "tp": (1, MOST_RANKS),
     "pp": (1, MOST_RANKS),
     "ep": (1, MOST_RANKS),
+    "nnodes": (1, MOST_RANKS),
+    "node_rank": (0, MOST_RANKS - 1),
+    "dist_timeout": (1, math.inf),
     "threads": (1, 4096),
     "fake_step_ms": (0, math.inf),
     "max_running_requests": (1, 65536),
@@ -749,6 +753,7 @@ def check(config: Config) -> None:
         if not (low <= value <= high and math.isfinite(value)):
             span = f"at least {low:g}" if math.isinf(high) else f"from {low} to {high}"
             raise ConfigError(f"--{name.replace('_', '-')} must be {span}, got {value}", param=name)
+    check_nodes(config)
     if config.dp > 1:
         check_replicas(config)
     if "" in config.served_model_name or not config.model:

@@ -342,7 +342,7 @@ def test_values_that_peers_write_differently() -> None:
         "tp": 2,
     }
     assert "--runner: 'pooling' is none of auto, generate, embed" in refused("--runner", "pooling")
-    assert "2 is not supported: a model is split over the GPUs of one host" in refused("--nnodes", "2")
+    assert "1 is not supported: the port is that of --dist-init-addr" in refused("--master-port", "1")
 
 
 @pytest.mark.parametrize(

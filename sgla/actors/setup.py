@@ -21,6 +21,7 @@ from sgla.text.pictures import Speller
 
 if TYPE_CHECKING:
     from sgla.executor.base import Executor
+    from sgla.executor.nodes import NodesExecutor
     from sgla.executor.procs import ProcsExecutor
     from sgla.hub.source import ModelSource
     from sgla.resolve import Resolved
@@ -65,15 +66,20 @@ def settle_device(config: Config) -> Config:
     return msgspec.structs.replace(config, device=resolve(config).config.device)
 
 
-def spawn_workers(config: Config) -> ProcsExecutor | None:
+def spawn_workers(config: Config) -> ProcsExecutor | NodesExecutor | None:
     """Worker processes, which begin to import torch at once; None if the executor lives in this process."""
     if config.executor == "inline" or (config.executor == "fake" and not config.fake_step_ms):
         return None
-    from sgla.executor.procs import ProcsExecutor
+    from sgla.executor.procs import ProcsExecutor, runner_for
 
-    executor = ProcsExecutor(
-        config, runner="sgla.executor.fake:FakeRunner" if config.executor == "fake" else None
-    )
+    executor: ProcsExecutor | NodesExecutor
+    if config.nnodes > 1:
+        from sgla.executor.nodes import NodesExecutor
+        from sgla.observe.machine import detect
+
+        executor = NodesExecutor(config, runner=runner_for(config), torch=detect().torch or "")
+    else:
+        executor = ProcsExecutor(config, runner=runner_for(config))
     executor.spawn()
     return executor
 

@@ -53,7 +53,9 @@ class Word(NamedTuple):
 
 
 OPEN = {"auto": None, "-1": None, "0": None}  # of a length that the model decides
-ONE_HOST = "a model is split over the GPUs of one host, by --tp and --pp"
+ONE_HOST = (
+    "a model is split by --tp and --pp, over several hosts by --nnodes, --node-rank and --dist-init-addr"
+)
 OFF = Switch("prefix_cache", False)
 GRAPHS = "a GPU's steps run from CUDA graphs in any case, with the same answers, and a CPU has none"
 SLEEPS = "every server can give memory back: POST /sleep"
@@ -108,8 +110,10 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     ),
     "ep-size": Alias("ep"),
     "expert-parallel-size": Alias("ep"),
-    "nnodes": Always(ONE_HOST, ("1",)),
-    "node-rank": Always(ONE_HOST, ("0",)),
+    "master-addr": Alias("dist_init_addr"),
+    "master-port": Always("the port is that of --dist-init-addr HOST:PORT, without one 29501", ("29501",)),
+    "distributed-timeout-seconds": Alias("dist_timeout"),
+    "headless": Always("nodes above 0 have no HTTP"),
     "distributed-executor-backend": Always("each rank is a process of this host", ("mp", "uni")),
     "enforce-eager": Always(GRAPHS),
     "disable-cuda-graph": Always(GRAPHS),

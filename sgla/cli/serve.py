@@ -39,6 +39,10 @@ def run(args: argparse.Namespace) -> int:
 def _serve(config: Config, models: Sequence[Config] = ()) -> int:
     """``models``: several, instead of the one of ``config``."""
     setup_logging(config.log_level, config.log_format)
+    if config.node_rank > 0:
+        from sgla.cli.agent import run as agent
+
+        return agent(config)
     if config.dp > 1:
         return serve_replicas(config)
     if config.grpc_port is not None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from sgla.dist.meeting import TIMEOUT, is_far, open_store
 from sgla.dist.shard import Shard, shard_of
 from sgla.errors import ConfigError
 from sgla.kernels.device import describe
@@ -33,50 +33,65 @@ class Joined(NamedTuple):
 
 
 def join_gpus(
-    rank: int, size: int, store: Path, stages: int = 1, timeout: float = 300.0, message: int = MESSAGE
+    rank: int,
+    size: int,
+    store: str,
+    stages: int = 1,
+    timeout: float = TIMEOUT,
+    message: int = MESSAGE,
+    local: range | None = None,
 ) -> Joined:
-    """Take GPU number ``rank``, meet the other ranks through the file ``store`` (see ``shard.join``), and
-    stay until the process ends. The ranks of a stage exchange sums by themselves.
+    """Take the GPU that has the rank's number on this host, whose ranks are ``local`` (None: all), meet the
+    others through ``store`` (``open_store``), and stay until the process ends. The ranks of a stage exchange
+    sums by themselves.
 
     ``timeout`` in seconds holds for the collectives of NCCL, which then end the process. ``message``: bytes
     up to which sums go through the peers' memory. Raises ConfigError if there are too few GPUs.
     """
+    local = range(size) if local is None else local
     count = torch.cuda.device_count()
     if not count:
         why = "the driver shows none" if torch.version.cuda else f"{torch.__version__} is a CPU build"
         raise ConfigError(f"--device cuda: torch sees no GPU, {why}", param="device")
-    if size > count:
-        raise ConfigError(f"--tp x --pp: {size} ranks need {size} GPUs; torch sees {count}", param="tp")
-    torch.cuda.set_device(rank)
+    if len(local) > count:
+        raise ConfigError(
+            f"--tp x --pp: {len(local)} ranks need {len(local)} GPUs; torch sees {count}", param="tp"
+        )
+    gpu = rank - local.start
+    torch.cuda.set_device(gpu)
     if size == 1:
         return Joined(Shard(), "")
     for name, value in _NO_MULTICAST.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this host
+    if not is_far(store):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl",
-        store=dist.FileStore(str(store), size),
+        store=open_store(store, size, timeout),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout),
-        device_id=torch.device("cuda", rank),  # connects now, while the store exists
+        device_id=torch.device("cuda", gpu),  # connects now, while the store exists
     )
     dist.barrier()
     shard = shard_of(rank, size, stages)
     if shard.size == 1:
         return Joined(shard, "")
-    first = shard.number - shard.rank
-    refused = _refuses(range(first, first + shard.size))
+    first = shard.number - shard.rank - local.start
+    refused = _refuses(range(first, first + shard.size), count)
     if refused:
         return Joined(shard, f"ranks: NCCL alone, because {refused}")
     return Joined(
-        replace(shard, exchange=PeerMemory(shard, message)),
+        replace(shard, exchange=PeerMemory(shard, message, gpu)),
         f"ranks: sums up to {message >> 20} MiB through the peers' memory, larger ones through NCCL",
     )
 
 
-def _refuses(gpus: range) -> str | None:
-    """Why the ranks on these cannot store into each other's memory, or None; the same on every rank."""
+def _refuses(gpus: range, count: int) -> str | None:
+    """Why the ranks on these, of ``count`` of this host, cannot store into each other's memory, or None; the
+    same on every rank."""
+    if gpus.start < 0 or gpus.stop > count:
+        return "they are on several hosts"
     if len(gpus) > MAX_RANKS:
         return f"there are more than {MAX_RANKS} ranks"
     if not all(describe(index).tma for index in gpus):
@@ -90,12 +105,12 @@ def _refuses(gpus: range) -> str | None:
 class PeerMemory(AllReduce):
     """``AllReduce`` over memory that torch lets the ranks share."""
 
-    def __init__(self, shard: Shard, message: int) -> None:
+    def __init__(self, shard: Shard, message: int, gpu: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         group = shard.group or dist.group.WORLD
         assert group is not None
-        device = torch.device("cuda", shard.number)
+        device = torch.device("cuda", gpu)
         self._memory = symmetric.empty(inbox_bytes(shard.size, message), dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(self._memory, group)
         self.clear(self._memory)

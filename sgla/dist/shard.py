@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from sgla.dist.meeting import TIMEOUT, open_store, use_interface
 from sgla.dist.pipe import Pipe
 from sgla.kernels.ops import AddedNorm
 
@@ -118,21 +117,21 @@ class Shard:
 
 
 @contextmanager
-def join(rank: int, size: int, store: Path, stages: int = 1, timeout: float = 300.0) -> Iterator[Shard]:
-    """Meet the other ranks on this host over gloo and leave at the end. Each of the ``stages`` has as many.
+def join(rank: int, size: int, store: str, stages: int = 1, timeout: float = TIMEOUT) -> Iterator[Shard]:
+    """Meet the other ranks over gloo and leave at the end. Each of the ``stages`` has as many.
 
-    ``store`` is a path that does not exist yet, the same for all ranks and never used before: they find each
-    other through that file, so no port has to be agreed on. ``timeout`` in seconds holds for each collective.
+    ``store``: see ``open_store``. ``timeout`` in seconds holds for each collective.
     """
     if size == 1:
         yield Shard()
         return
-    # All ranks are on this host;
-    # without this gloo wants to resolve the host's name, which containers often cannot.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    file = dist.FileStore(str(store), size)
+    use_interface(store)
     dist.init_process_group(
-        "gloo", store=file, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        "gloo",
+        store=open_store(store, size, timeout),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
     )
     try:
         yield shard_of(rank, size, stages)

@@ -16,7 +16,7 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from pkgutil import resolve_name
 from typing import Any
 
@@ -25,6 +25,7 @@ from sgla.errors import ConfigError, SglaError
 from sgla.executor.base import STACKS
 from sgla.executor.ring import Ring
 from sgla.messages import Progress
+from sgla.nodes import listening
 from sgla.processes import die_with
 from sgla.worker.loop import serve
 
@@ -78,6 +79,8 @@ def run(pipe: Connection, rank: int, runner: str, answers: bool, timings: dict[s
     make = resolve_name(runner)
     timings["import"] = clock.now() - begun
     config, source, size, rendezvous = pipe.recv()
+    if config.nnodes > 1 and rank == 0:
+        rendezvous = listening(rendezvous, recv_handle(pipe))
     logging.basicConfig(
         format=f"%(asctime)s.%(msecs)03d %(levelname)-7s worker {rank}: %(message)s", datefmt="%H:%M:%S"
     )
@@ -95,7 +98,7 @@ def run(pipe: Connection, rank: int, runner: str, answers: bool, timings: dict[s
     worker.facts.timings = timings | worker.facts.timings
     give_back_memory()
     pipe.send(("facts", worker.facts))
-    spare = len(os.sched_getaffinity(0)) - size * (config.threads or 1)
+    spare = len(os.sched_getaffinity(0)) - config.local_ranks * (config.threads or 1)
     done = serve(worker, rings[0], rings[1] if answers else None, pipe, SPIN if spare > 1 else 0.0)
     return 0 if done else 1
 

@@ -1,4 +1,4 @@
-"""Workers as processes, one a rank.
+"""Workers as processes, one a rank; of a model on several hosts, the ranks of this one.
 
 A worker is a fresh interpreter that imports nothing of the main process's ``__main__``. Between the two: a
 socket pair for set-up and control commands, whose end of file also tells of a death; a ring of plans to every
@@ -18,22 +18,23 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Pipe
-from multiprocessing.reduction import recv_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec.structs import replace
 
 from sgla import clock
 from sgla.config import Config
 from sgla.device import platform
 from sgla.errors import SglaError, WorkerDied
 from sgla.executor.base import STACKS
+from sgla.executor.merging import Ends, common_facts
 from sgla.executor.ring import Ring
-from sgla.messages import KEY, Control, Facts, Moved, Progress, StepPlan, StepResult, Tier
+from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
+from sgla.nodes import answering, ranks_of
 
 if TYPE_CHECKING:
     from sgla.hub.source import ModelSource
@@ -138,13 +139,17 @@ def runner_of(config: Config) -> str:
     return platform("cpu" if config.device == "auto" else config.device).runner
 
 
+def runner_for(config: Config) -> str | None:
+    """Of workers that are no model's; None: ``runner_of``."""
+    return "sgla.executor.fake:FakeRunner" if config.executor == "fake" else None
+
+
 _early: dict[tuple[int, str, bool], Rank] = {}
 
 
 def _roles(config: Config, runner: str) -> list[tuple[int, str, bool]]:
-    """What makes each ``Rank``."""
-    answering = config.ranks - config.tp
-    return [(number, runner, number == answering) for number in range(config.ranks)]
+    """What makes each ``Rank`` of this host."""
+    return [(number, runner, number == answering(config)) for number in ranks_of(config)]
 
 
 def spawn_early(config: Config) -> None:
@@ -176,8 +181,10 @@ class ProcsExecutor:
         self._obituary: asyncio.Task[None] | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(StepResult).decode
-        self._moving: dict[int, list[Moved]] = {}  # of copies: what the ranks that are done have told
+        self._ends = Ends(config.local_ranks)
         self._moved: list[Moved] = []  # to hand on
+        self._told = -1  # readable while they wait, where no rank of this host answers
+        self._store = -1  # where the ranks of all hosts find each other; rank 0 listens on it
         self._commands = 0
 
     def spawn(self) -> None:
@@ -187,7 +194,9 @@ class ProcsExecutor:
             return
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
-        if self._config.ranks > 1:
+        if self._config.nnodes > 1:
+            self._told = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        elif self._config.ranks > 1:
             self._rendezvous = tempfile.mkdtemp(prefix="sgla-")
         for role in _roles(self._config, self._runner):
             rank = _early.pop(role, None) or Rank(*role)
@@ -201,6 +210,17 @@ class ProcsExecutor:
         """Replace what the constructor was told, before ``start``; the number of ranks stays."""
         assert (config.tp, config.pp) == (self._config.tp, self._config.pp)
         self._config, self._source = config, source
+
+    def meet(self, meeting: str, store: int = -1) -> None:
+        """Where the ranks of all hosts find each other (``dist/meeting.py``), before ``start``. ``store``:
+        the descriptor on which rank 0 listens there, if it is on this host."""
+        self._rendezvous, self._store = meeting, store
+
+    @property
+    def ready(self) -> asyncio.Future[Facts]:
+        """Settled when all have loaded, or one has ended; there once they are spawned."""
+        assert self._ready is not None
+        return self._ready
 
     async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
         self._on_progress = on_progress
@@ -220,7 +240,9 @@ class ProcsExecutor:
     def _send_setup(self) -> None:
         for rank in self._ranks:
             try:
-                rank.pipe.send((self._config, self._source, len(self._ranks), self._rendezvous))
+                rank.pipe.send((self._config, self._source, self._config.ranks, self._rendezvous))
+                if self._store >= 0 and rank.number == 0:
+                    send_handle(rank.pipe, self._store, rank.process.pid)
             except OSError:
                 pass  # it died: the end of file on the pipe says so, with more words
 
@@ -235,7 +257,7 @@ class ProcsExecutor:
             self._loop.remove_reader(rank.pipe.fileno())
             self._lose(rank)
             return
-        if kind == "progress" and rank.number == 0:
+        if kind == "progress" and rank is self._ranks[0]:
             self._on_progress(payload)
         elif kind == "reply":
             number, answer = payload
@@ -249,27 +271,16 @@ class ProcsExecutor:
             self._ready.set_exception(payload)
         elif kind == "facts":
             rank.facts = payload
-            if all(r.facts for r in self._ranks) and not self._ready.done():
-                self._ready.set_result(self._common_facts())
+            facts = [r.facts for r in self._ranks if r.facts]
+            if len(facts) == len(self._ranks) and not self._ready.done():
+                self._ready.set_result(common_facts(facts))
 
     def _merge(self, moved: Moved) -> None:
         """Hand on the end of a copy when every rank has told of it. The ranks' pipes bring them, which step
         results do not wait for; the descriptor is that of the results."""
-        told = self._moving.setdefault(moved.transfer, [])
-        told.append(moved)
-        if len(told) == len(self._ranks):
-            self._moved.append(_common_end(self._moving.pop(moved.transfer)))
+        if (common := self._ends.add(moved)) is not None:
+            self._moved.append(common)
             os.eventfd_write(self.results_fd(), 1)
-
-    def _common_facts(self) -> Facts:
-        """Rank 0's, with no more pages than any rank has, and no longer contexts."""
-        facts = [rank.facts for rank in self._ranks if rank.facts]
-        same = zip(*(f.groups for f in facts))
-        facts[0].groups = [min(groups, key=lambda group: group.pages) for groups in same]
-        facts[0].context_len = min(f.context_len for f in facts)
-        facts[0].tiers, facts[0].found = _common_tiers(facts)
-        facts[0].peer_ports = [port for f in facts for port in f.peer_ports]
-        return facts[0]
 
     def _on_stderr(self, rank: Rank) -> None:
         if not rank.forward_stderr():
@@ -293,6 +304,7 @@ class ProcsExecutor:
             rank, failed = killed[0], ""
         self._on_stderr(rank)
         error = WorkerDied(f"a model step failed: {failed}" if failed else rank.obituary())
+        error.killed = rank in killed
         for other in self._ranks:
             if other.process.poll() is None:
                 other.process.kill()
@@ -318,29 +330,37 @@ class ProcsExecutor:
             rank.plans.push(record)
 
     @property
-    def _answering(self) -> Rank:
-        return self._ranks[self._config.ranks - self._config.tp]
+    def _answering(self) -> Rank | None:
+        """None where that rank is on another host."""
+        number = answering(self._config)
+        return next((rank for rank in self._ranks if rank.number == number), None)
 
     def results_fd(self) -> int:
-        results = self._answering.results
-        assert results is not None
-        return results.fileno()
+        rank = self._answering
+        return self._told if rank is None or rank.results is None else rank.results.fileno()
 
     def drain(self) -> list[StepResult | Moved]:
         if self._gone:
             return []
-        ring = self._answering.results
+        results: list[StepResult | Moved] = []
+        if (rank := self._answering) is not None:
+            results += self._steps(rank)
+        elif self._moved:
+            os.eventfd_read(self._told)
+        results += self._moved
+        self._moved.clear()
+        return results
+
+    def _steps(self, rank: Rank) -> list[StepResult]:
+        ring, results = rank.results, []
         assert ring is not None
         ring.clear()
-        results: list[StepResult | Moved] = []
         while (record := ring.pop()) is not None:
             result = self._decode(record)
             if result.error is not None:
-                self._lose(self._answering, result.error)
+                self._lose(rank, result.error)
                 break
             results.append(result)
-        results += self._moved
-        self._moved.clear()
         return results
 
     async def control(self, command: Control) -> dict[str, Any]:
@@ -389,6 +409,9 @@ class ProcsExecutor:
             self._loop.remove_reader(rank.stderr)
             rank.forward_stderr()
             rank.close()
+        if self._told >= 0:
+            os.close(self._told)
+            self._told = -1
         self._remove_rendezvous()
 
     async def inquire(self) -> str:
@@ -403,37 +426,6 @@ class ProcsExecutor:
         self._remove_rendezvous()
 
     def _remove_rendezvous(self) -> None:
-        if self._rendezvous:
+        if self._rendezvous and self._config.nnodes == 1:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
             self._rendezvous = ""
-
-
-def _common_end(told: Sequence[Moved]) -> Moved:
-    """What all ranks can say of a copy."""
-    there = [bytes(map(min, zip(*columns))) for columns in zip(*(moved.there for moved in told))]
-    cached = min(moved.cached for moved in told)
-    full = [b"".join(columns) for columns in zip(*(moved.full for moved in told if moved.full))]
-    return Moved(told[0].transfer, all(moved.ok for moved in told), there, cached, full)
-
-
-def _common_tiers(facts: Sequence[Facts]) -> tuple[list[Tier], list[list[bytes]]]:
-    """No more units than any rank has, and what all ranks have found in them."""
-    tiers, found = list[Tier](), list[list[bytes]]()
-    for t, same in enumerate(zip(*(f.tiers for f in facts))):
-        units = [min(counts) for counts in zip(*(tier.units for tier in same))]
-        tiers.append(replace(same[0], units=units))
-        if facts[0].found:
-            columns = zip(*(f.found[t] for f in facts))
-            found.append([_common_keys(keys, count) for keys, count in zip(columns, units)])
-    return tiers, found
-
-
-def _common_keys(columns: Sequence[bytes], units: int) -> bytes:
-    first, *others = columns
-    if all(other[: units * KEY] == first[: units * KEY] for other in others):
-        return first[: units * KEY]
-    keys = bytearray(units * KEY)
-    for at in range(0, units * KEY, KEY):
-        if len({column[at : at + KEY] for column in columns}) == 1:
-            keys[at : at + KEY] = first[at : at + KEY]
-    return bytes(keys)

@@ -7,7 +7,6 @@ import gc
 import os
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Protocol
 
@@ -17,11 +16,13 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.device import Device, platform
 from sgla.dist import Shard, join
+from sgla.dist.meeting import TIMEOUT
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.device import describe, use
 from sgla.kernels.dispatch import using
 from sgla.memory import give_back
+from sgla.nodes import ranks_of
 from sgla.worker.forward import Forward, compiled
 from sgla.worker.memory import available_bytes, resident_bytes
 
@@ -50,11 +51,11 @@ class Place(Protocol):
 class Cpu:
     """Threads of this machine. ``threads``: how many this rank has."""
 
-    def __init__(self, config: Config, rank: int, size: int, store: Path) -> None:
-        self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // size)
+    def __init__(self, config: Config, rank: int, size: int, store: str) -> None:
+        self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.local_ranks)
         torch.set_num_threads(1 if config.native_kernels else self.threads)
         self._group = ExitStack()
-        shard = self._group.enter_context(join(rank, size, store, config.pp))
+        shard = self._group.enter_context(join(rank, size, store, config.pp, config.dist_timeout or TIMEOUT))
         self.shard = replace(shard, whole_experts=config.ep > 1)
         self.device, self.torch, self.notes = Device("cpu", "cpu"), torch.device("cpu"), list[str]()
 
@@ -80,12 +81,14 @@ class NoPages:
 
 
 class Gpu:
-    """The NVIDIA GPU that has the rank's number."""
+    """The NVIDIA GPU that has the rank's number on its host."""
 
-    def __init__(self, config: Config, rank: int, size: int, store: Path) -> None:
+    def __init__(self, config: Config, rank: int, size: int, store: str) -> None:
         from sgla.dist.gpus import join_gpus
 
-        self.shard, ranks = join_gpus(rank, size, store, config.pp)
+        self._gpu = rank - ranks_of(config).start
+        timeout, local = config.dist_timeout or TIMEOUT, ranks_of(config)
+        self.shard, ranks = join_gpus(rank, size, store, config.pp, timeout, local=local)
         torch.set_num_threads(1)
         self.device, self.torch = describe(), torch.device("cuda")
         use(self.device)
@@ -99,7 +102,7 @@ class Gpu:
         return {"free": free, "total": total}
 
     def begin_thread(self) -> None:
-        torch.cuda.set_device(self.shard.number)
+        torch.cuda.set_device(self._gpu)
 
     def compiled(self, forward: Forward, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         """Op by op, for models without pages."""
@@ -114,8 +117,8 @@ class Gpu:
         return run, ""
 
 
-def take_place(config: Config, rank: int, size: int, store: Path) -> Place:
-    """That of rank ``rank`` of ``size``, which meet through the file ``store``. Raises ConfigError."""
+def take_place(config: Config, rank: int, size: int, store: str) -> Place:
+    """That of rank ``rank`` of ``size``, which meet through ``store``. Raises ConfigError."""
     place: Place = resolve_name(platform(config.device).place)(config, rank, size, store)
     return place
 

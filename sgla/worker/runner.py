@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sgla import clock
 from sgla.config import Config
+from sgla.dist.meeting import store_of
 from sgla.errors import UnsupportedField
 from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
@@ -75,7 +75,7 @@ class Runner(ABC):
         self._report = report
         self.profiler = Profiler(rank)
         with self._phase("ranks"):
-            self.place: Place = take_place(config, rank, size, Path(rendezvous) / "store")
+            self.place: Place = take_place(config, rank, size, store_of(rendezvous))
         self.shard = self.place.shard
         with self._phase("weights"):
             self._load(config, source)

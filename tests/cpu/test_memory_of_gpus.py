@@ -191,7 +191,7 @@ def test_others_run_out(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 def test_torch_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match="is a CPU build" if torch.version.cuda is None else "shows none"):
-        gpus.join_gpus(0, 1, HERE)
+        gpus.join_gpus(0, 1, str(HERE))
 
 
 def test_runners_that_do_not_fit_and_runners_of_short_contexts() -> None:

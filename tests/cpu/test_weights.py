@@ -307,7 +307,7 @@ def generate(shard: Shard) -> dict[str, list[list[int]]]:
 
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    with join(rank, 2, Path(folder) / "store", timeout=60) as shard:
+    with join(rank, 2, f"{folder}/store", timeout=60) as shard:
         result = generate(shard)
         x = torch.tensor([rank + 1], dtype=torch.int32)
         shard.broadcast(x, source=1)

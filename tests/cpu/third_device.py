@@ -3,7 +3,6 @@ its torch body."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from sgla.config import Config
@@ -17,7 +16,7 @@ THIRD = Device("third", "Third 1", memory=1 << 30)
 
 
 class ThirdPlace(Cpu):
-    def __init__(self, config: Config, rank: int, size: int, store: Path) -> None:
+    def __init__(self, config: Config, rank: int, size: int, store: str) -> None:
         super().__init__(config, rank, size, store)
         self.device = THIRD
 

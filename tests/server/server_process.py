@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,15 @@ SLACK = 10.0  # seconds that a busy machine may take beside what is promised, fo
 
 class ServerProcess:
     """``args`` are the flags after ``sgla serve``; the port is picked by the server and read from its
-    output."""
+    output. ``prefix``: a command that starts it; ``variables`` of its environment."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(
+        self, *args: str, prefix: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "SGLA_DEMO": "packaged"}
+        environment |= variables or {}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sgla", "serve", "--port", "0", *args],
+            [*prefix, sys.executable, "-m", "sgla", "serve", "--port", "0", *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,0 +1,223 @@
+"""``sgla serve --nnodes 2``: real processes on two hosts, which are network namespaces; those on loopback
+addresses run always."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from server_process import ServerProcess, serving
+from two_hosts import FAKE, Network, NodeProcess, loopback, namespaces, none_left
+
+PIPELINE = ("--pp", "2", "--device", "cpu")
+MODEL = (*PIPELINE, "--kv-cache-bytes", "64M", "--no-prefix-cache")
+BODY = {"prompt": "The capital of France is", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def cable() -> Iterator[Network]:
+    with namespaces() as network:
+        yield network
+
+
+def stream(server: NodeProcess) -> queue.Queue[bytes]:
+    """A long answer that has begun; its rest comes when it has ended."""
+    with server.host.inside():
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps({**BODY, "max_tokens": 5000, "stream": True}),
+            {"Content-Type": "application/json"},
+        )
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    rest: queue.Queue[bytes] = queue.Queue()
+    threading.Thread(target=lambda: rest.put(all_of(response)), daemon=True).start()
+    return rest
+
+
+def all_of(response: http.client.HTTPResponse) -> bytes:
+    try:
+        return response.read()
+    except http.client.IncompleteRead as error:
+        return error.partial
+
+
+def until(process: ServerProcess, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while text not in process.output:
+        assert time.monotonic() < deadline, process.output
+        assert process.process.poll() is None, process.output
+        time.sleep(0.02)
+
+
+def ended(*processes: NodeProcess) -> list[int]:
+    """Their exit codes."""
+    return [process.wait(30) for process in processes]
+
+
+def test_two_nodes_serve_and_the_loss_of_one_is_told() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as sock:
+        port = sock.getsockname()[1]
+    with loopback(port) as network:
+        first, second = network.nodes(*FAKE, *PIPELINE)
+        first.wait_ready()
+        status, answer = first.request("POST", "/v1/completions", BODY)
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == 12
+        rest, family = stream(first), [*first.family(), *second.family()]
+        second.signal(signal.SIGKILL)
+        assert b"worker_died" in rest.get(timeout=20)
+        assert ended(first, second) == [1, -signal.SIGKILL]
+        assert "node 1 (127.0.0.1) is lost" in first.output
+        assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+def find(first: NodeProcess, second: NodeProcess, who: str) -> psutil.Process:
+    node = first if "0" in who else second
+    if "worker" not in who:
+        return psutil.Process(node.process.pid)
+    deadline = time.monotonic() + 30
+    while not (workers := node.workers()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return workers[0]
+
+
+WHO = ["node 0", "worker of 0", "node 1", "worker of 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", WHO)
+def test_killed_while_serving(cable: Network, who: str) -> None:
+    first, second = cable.nodes(*FAKE, *PIPELINE)
+    first.wait_ready()
+    rest = stream(first)
+    find(first, second, who).send_signal(signal.SIGKILL)
+    if who != "node 0":
+        assert b"worker_died" in rest.get(timeout=20)
+    codes = ended(first, second)
+    assert codes[0] != 0
+    assert codes[1] != 0
+    assert none_left(cable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", WHO)
+def test_killed_while_loading(cable: Network, who: str) -> None:
+    first, second = cable.nodes(*MODEL)
+    until(first, "load ")
+    find(first, second, who).send_signal(signal.SIGKILL)
+    codes = ended(first, second)
+    assert codes[0] != 0
+    assert codes[1] != 0
+    if who == "worker of 1":
+        assert "worker rank 1 " in first.output
+    assert none_left(cable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["node 0", "worker of 0"])
+def test_killed_while_waiting(cable: Network, who: str) -> None:
+    first = cable.node(0, *FAKE, *PIPELINE)
+    until(first, "waits for 1 more")
+    find(first, first, who).send_signal(signal.SIGKILL)
+    assert ended(first)[0] != 0
+    assert none_left(cable)
+
+
+@pytest.mark.slow
+def test_node_1_may_be_killed_while_it_waits_and_come_again(cable: Network) -> None:
+    early = cable.node(1, *FAKE, *PIPELINE)
+    until(early, "waits for node 0")
+    early.signal(signal.SIGKILL)
+    first, _ = cable.nodes(*FAKE, *PIPELINE)
+    first.wait_ready()
+    first.signal(signal.SIGTERM)
+    assert ended(first) == [0]
+    assert none_left(cable)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_both_in_order(cable: Network) -> None:
+    first, second = cable.nodes(*FAKE, *PIPELINE)
+    first.wait_ready()
+    first.signal(signal.SIGTERM)
+    assert ended(first, second) == [0, 0]
+    assert none_left(cable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(*FAKE, *PIPELINE), MODEL], ids=["fake", "model"])
+def test_a_cut_cable_ends_requests_and_both_nodes(cable: Network, flags: tuple[str, ...]) -> None:
+    first, second = cable.nodes(*flags)
+    first.wait_ready()
+    rest = stream(first)
+    begun = time.monotonic()
+    cable.cut()
+    assert b"worker_died" in rest.get(timeout=20)
+    print(f"told after {time.monotonic() - begun:.2f} s")
+    assert ended(first, second) == [1, 1]
+    assert "node 1 (10.213.7.2) is lost" in first.output
+    assert "node 0 is lost" in second.output
+    assert none_left(cable)
+
+
+def text(server: ServerProcess) -> Any:
+    status, answer = server.request("POST", "/v1/completions", {**BODY, "prompt": "Once upon a time " * 40})
+    assert status == 200, answer
+    return answer["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_two_hosts_answer_as_one_also_over_a_slow_cable(cable: Network) -> None:
+    with serving("--threads", "1", "--device", "cpu", "--dtype", "float32") as alone:
+        expected = text(alone)
+    first, second = cable.nodes(*MODEL, "--dtype", "float32")
+    first.wait_ready()
+    assert text(first) == expected
+    try:
+        cable.slow()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"tc has no token bucket here: {error.stderr}")
+    assert text(first) == expected
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    body = {**BODY, "max_tokens": 40, "structured_outputs": {"json": schema}}
+    del body["ignore_eos"]
+    assert "a" in json.loads(first.request("POST", "/v1/completions", body)[1]["choices"][0]["text"])
+    first.signal(signal.SIGTERM)
+    assert ended(first, second) == [0, 0]
+    assert none_left(cable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "flags", "words"),
+    [
+        ({"secret": "another"}, (), "another secret"),
+        ({}, ("--page-size", "32"), "--page-size: 32 here"),
+        ({}, ("--tp", "2"), "--tp: 2 here"),
+    ],
+)
+def test_a_node_that_does_not_belong_ends_and_the_right_one_serves(
+    cable: Network, changes: dict[str, str], flags: tuple[str, ...], words: str
+) -> None:
+    first, wrong = cable.node(0, *FAKE, *PIPELINE), cable.node(1, *FAKE, *PIPELINE, *flags, **changes)
+    assert wrong.wait(60) == 2
+    assert words in wrong.output
+    cable.node(1, *FAKE, *PIPELINE)
+    first.wait_ready()
+    first.signal(signal.SIGTERM)
+    assert ended(first) == [0]
+    assert none_left(cable)
