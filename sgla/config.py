@@ -462,8 +462,12 @@ class MediaSettings(AdapterSettings, kw_only=True):
     ] = 10.0
     media_redirects: Annotated[int, Doc(description="redirects that are followed to a picture")] = 3
     media_processes: Annotated[
-        int, Doc(description="processes in which pictures are decoded; they start with the first picture")
-    ] = 2
+        int | None,
+        Doc(
+            description="processes in which pictures are decoded, and as many that prepare them for the "
+            "model; they start when they are wanted; default = a quarter of the cores, from 2 to 8"
+        ),
+    ] = None
     media_cpu_seconds: Annotated[
         float, Doc(description="seconds of a CPU that decoding or preparing one picture may take")
     ] = 10.0

@@ -17,7 +17,7 @@ from sgla.actors.resting import RESTS, Resting
 from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import BadRequest, Draining, InvalidField, Loading, Overloaded, SglaError, UnsupportedTask
-from sgla.media.pool import Pool
+from sgla.media.pool import Pool, processes_of
 from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
 from sgla.model.sizes import Outline
 
@@ -102,7 +102,7 @@ class Ingress(Resting):
         self.lanes = Lanes()
         self.adapters = AdapterTable(config)
         self.media = Pool(
-            config.media_processes,
+            processes_of(config.media_processes),
             PROCESS + PIXEL * config.max_image_pixels + 4 * config.max_media_bytes,
             config.media_cpu_seconds,
             ["sgla.media.decode"],

@@ -29,7 +29,8 @@ Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
 
 
 class PictureRoom:
-    """``config`` and ``settings``: of the model's files; ``sizes``: in place of some of these."""
+    """``config`` and ``settings``: of the model's files; ``sizes``: in place of some of these. A client has
+    all ``processes`` but one."""
 
     def __init__(
         self,
@@ -37,15 +38,17 @@ class PictureRoom:
         config: Mapping[str, Any],
         settings: Settings,
         sizes: Mapping[str, Any] = MappingProxyType({}),
+        processes: int = 2,
     ) -> None:
         self._processor = vision.processor_of(settings)
         self._vision, self._sizes = vision, checked_sizes(vision, sizes)
         self._settings = dict(settings.images)
         self._extra = vision.prepares(config, settings)
-        self._pool = Pool(modules=MODULES)
+        self._pool, self._most = Pool(processes, modules=MODULES), max(1, processes - 1)
+        self._making: dict[bytes, asyncio.Future[None]] = {}  # by digest
         self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
         self._bytes: Counter[str] = Counter()  # by client
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def wake(self) -> None:
         """Start a process, which imports transformers for seconds: no picture has to wait for that."""
@@ -62,12 +65,11 @@ class PictureRoom:
     async def prepare(
         self, pictures: list[Picture], client: str, sizes: Mapping[str, Any] = MappingProxyType({})
     ) -> list[Prepared]:
-        """In their order; one of a client at a time, so that others have the other process. ``sizes``: see
-        ``model/vision/sizes.py``. Raises what the pool raises, InvalidField, UnsupportedField and
-        Overloaded."""
+        """In their order. ``sizes``: see ``model/vision/sizes.py``. Raises what the pool raises,
+        InvalidField, UnsupportedField and Overloaded."""
         made: dict[bytes, Prepared] = {}
         mark, settings = self._asked(sizes)
-        turn = self._turns.setdefault(client, asyncio.Lock())
+        turn = self._turns.setdefault(client, asyncio.Semaphore(self._most))
         for picture in pictures:
             if picture.digest not in made:
                 async with turn:
@@ -76,9 +78,21 @@ class PictureRoom:
 
     async def _one(self, picture: Picture, client: str, mark: bytes, settings: str) -> Prepared:
         digest = hashlib.sha256(picture.digest + mark).digest() if mark else picture.digest
-        known = self._there.get(digest)
-        if known is not None:
-            return known
+        while True:
+            known = self._there.get(digest)
+            if known is not None:
+                return known
+            if (making := self._making.get(digest)) is None:
+                break
+            await asyncio.wait([making])
+        self._making[digest] = made = asyncio.get_running_loop().create_future()
+        try:
+            return await self._made(picture, digest, settings, client)
+        finally:
+            del self._making[digest]
+            made.set_result(None)
+
+    async def _made(self, picture: Picture, digest: bytes, settings: str, client: str) -> Prepared:
         if self._bytes[client] > TOGETHER // 2 or self._bytes.total() > TOGETHER:
             raise Overloaded(
                 f"pictures of requests take {TOGETHER >> 30} GiB, or yours half of that; retry later",

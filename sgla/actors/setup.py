@@ -12,6 +12,7 @@ import msgspec
 from sgla.actors.pictures import PictureRoom
 from sgla.config import Config
 from sgla.defaults import Defaults, find_defaults
+from sgla.media.pool import processes_of
 from sgla.messages import Facts, Opened, Progress
 from sgla.observe.steplog import RecordedCore
 from sgla.sched.core import Core
@@ -137,7 +138,8 @@ def make_pictures(config: Config, source: ModelSource) -> tuple[Speller, Picture
     if vision is None:
         return None, None
     settings = settings_of(source.folder)
-    room = PictureRoom(vision, source.config, settings, config.mm_processor_kwargs)
+    processes = processes_of(config.media_processes)
+    room = PictureRoom(vision, source.config, settings, config.mm_processor_kwargs, processes)
     return Speller(vision, source.config, settings), room
 
 

@@ -49,7 +49,7 @@ class Tower:
     def __call__(self, arrays: Mapping[str, Tensor]) -> Features:
         """Of one picture. ``arrays``: what the processor made of it."""
         given = {
-            name: values.to(self.device, self.dtype if values.is_floating_point() else None)
+            name: values.to(self.device).to(self.dtype if values.is_floating_point() else values.dtype)
             for name, values in arrays.items()
             if name in READ
         }

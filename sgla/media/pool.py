@@ -24,6 +24,11 @@ KINDS = {kind.__name__: kind for kind in (BadRequest, InvalidField, UnsupportedF
 T = TypeVar("T")
 
 
+def processes_of(asked: int | None) -> int:
+    """As many as are ``asked`` for, or as the cores are for."""
+    return asked or min(8, max(2, len(os.sched_getaffinity(0)) // 4))
+
+
 class Answer(msgspec.Struct, array_like=True):
     """``kind``: the name of an error's class, whose message is ``text``; else ``value`` is the result."""
 

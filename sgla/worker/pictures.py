@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -215,10 +214,10 @@ class Pictures:
 
 def arrays_of(picture: Prepared) -> dict[str, Tensor]:
     """Raises OSError."""
-    data = Path(picture.file).read_bytes()
+    data = np.fromfile(picture.file, np.uint8)
     return {
         array.name: torch.from_numpy(
-            np.frombuffer(data, array.dtype, prod(array.shape), array.first).reshape(array.shape).copy()
+            np.frombuffer(data, array.dtype, prod(array.shape), array.first).reshape(array.shape)
         )
         for array in picture.arrays
     }

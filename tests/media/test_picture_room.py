@@ -194,3 +194,32 @@ def test_a_start_refuses_what_no_request_may_have(
     source = ModelSource("dummy", tmp_path, (), {"architectures": [architecture]}, {})
     with pytest.raises(ConfigError, match=why):
         vision_of(Config(mm_processor_kwargs=given), source)
+
+
+async def test_a_client_leaves_a_process_to_others_and_a_picture_is_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = PictureRoom(LLAVA, {}, Settings(SIZE, {}), processes=3)
+    asked: list[tuple[bytes, asyncio.Future[None]]] = []
+
+    async def run(function: str, picture: Picture, *rest: Any, result: Any) -> list[Any]:
+        asked.append((picture.pixels[:1], asyncio.get_running_loop().create_future()))
+        await asked[-1][1]
+        return []
+
+    monkeypatch.setattr(room._pool, "run", run)
+    tasks = [asyncio.ensure_future(room.prepare(pictures(colour), "a")) for colour in (1, 2, 3, 1)]
+    tasks.append(asyncio.ensure_future(room.prepare(pictures(1), "b")))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert [colour for colour, _ in asked] == [b"\1", b"\2"], "and b waits for what a has begun"
+    tasks[0].cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert sorted(colour for colour, _ in asked[2:]) == [b"\1", b"\3"], "b begins it anew"
+    for _, done in asked:
+        if not done.done():
+            done.set_result(None)
+    found = await asyncio.gather(*tasks[1:])
+    assert found[2] == found[3]
+    assert len(asked) == 4

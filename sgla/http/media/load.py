@@ -16,6 +16,7 @@ from sgla.http.media.parts import Source
 from sgla.http.ports import Ingress
 from sgla.http.turns import Desk
 from sgla.media.picture import Limits, Picture
+from sgla.media.pool import processes_of
 from sgla.media.source import MAX_PATH, form_of, path_of
 
 DECODE = "sgla.media.decode:picture"
@@ -31,7 +32,7 @@ class Media:
             settings.max_media_bytes, settings.max_image_pixels, settings.allowed_media_path or ""
         )
         self._fetcher = Fetcher(settings)
-        self._desk = Desk(settings.media_processes)
+        self._desk = Desk(processes_of(settings.media_processes))
 
     def sizes(self, given: dict[str, Any] | None, ingress: Ingress) -> dict[str, Any]:
         """The ``mm_processor_kwargs`` of a request, which are looked at with its pictures. Raises
