@@ -55,11 +55,13 @@ class PerLayerInputs(NamedTuple):
 
 class StateTensor(NamedTuple):
     """A tensor that a layer keeps of a token, by the name that ``KVLayer`` has for it, or in a unit of its
-    state, by that of ``StateLayer``. ``dtype``: where it is not the KV cache's."""
+    state, by that of ``StateLayer``. ``dtype``: where it is not the KV cache's. ``runs``: of what the rows of
+    a unit are, one run behind the other: heads of all ranks, which split them, and rows of each."""
 
     name: str
     shape: tuple[int, ...]  # of a token or a unit
     dtype: str = ""
+    runs: tuple[tuple[int, int], ...] = ()
 
 
 class Growth(NamedTuple):

@@ -24,7 +24,7 @@ class ConvSpec(StateSpec):
     bias: bool = False  # of the convolution and of the products before and behind it
 
     def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
-        return (StateTensor("conv", (own(self.channels), self.taps - 1)),)
+        return (StateTensor("conv", (own(self.channels), self.taps - 1), runs=((self.channels, 1),)),)
 
     def weights(self, hidden: int) -> int:
         return self.channels * (4 * hidden + self.taps)

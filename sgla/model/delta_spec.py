@@ -44,10 +44,12 @@ class DeltaSpec(StateSpec):
         return keys * (2 * self.key_dim + self.share * self.value_dim)
 
     def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
-        keys = own(self.keys)
+        keys, qk = own(self.keys), (self.keys, self.key_dim)
+        qkv = qk, qk, (self.keys, self.share * self.value_dim)
+        shape = keys * self.share, self.key_dim, self.value_dim
         return (
-            StateTensor("conv", (self.channels(keys), self.taps - 1)),
-            StateTensor("memory", (keys * self.share, self.key_dim, self.value_dim), "float32"),
+            StateTensor("conv", (self.channels(keys), self.taps - 1), runs=qkv),
+            StateTensor("memory", shape, "float32", ((self.keys, self.share),)),
         )
 
     def weights(self, hidden: int) -> int:

@@ -26,8 +26,8 @@ class KimiDeltaSpec(StateSpec):
     def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
         count = own(self.count)
         return (
-            StateTensor("conv", (3 * count * self.dim, self.taps - 1)),
-            StateTensor("memory", (count, self.dim, self.dim), "float32"),
+            StateTensor("conv", (3 * count * self.dim, self.taps - 1), runs=((self.count, self.dim),) * 3),
+            StateTensor("memory", (count, self.dim, self.dim), "float32", ((self.count, 1),)),
         )
 
     def weights(self, hidden: int) -> int:

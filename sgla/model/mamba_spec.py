@@ -55,10 +55,10 @@ class MambaSpec(StateSpec):
 
     def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
         heads, groups = own(self.count), own(self.groups)
-        channels = heads * self.width + 2 * groups * self.size
+        channels, bc = heads * self.width + 2 * groups * self.size, (self.groups, self.size)
         return (
-            StateTensor("conv", (channels, self.taps - 1)),
-            StateTensor("memory", (heads, self.width, self.size), "float32"),
+            StateTensor("conv", (channels, self.taps - 1), runs=((self.count, self.width), bc, bc)),
+            StateTensor("memory", (heads, self.width, self.size), "float32", ((self.count, 1),)),
         )
 
     def weights(self, hidden: int) -> int:
@@ -107,10 +107,10 @@ class FirstMambaSpec(StateSpec):
     eps: float = 0.0
 
     def unit(self, own: Callable[[int], int]) -> tuple[StateTensor, ...]:
-        channels = own(self.inner)
+        channels, runs = own(self.inner), ((self.inner, 1),)
         return (
-            StateTensor("conv", (channels, self.taps - 1)),
-            StateTensor("memory", (channels, 1, self.size), "float32"),
+            StateTensor("conv", (channels, self.taps - 1), runs=runs),
+            StateTensor("memory", (channels, 1, self.size), "float32", runs),
         )
 
     def weights(self, hidden: int) -> int:

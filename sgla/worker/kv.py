@@ -97,6 +97,12 @@ def tokens_of(layer: Layer) -> KVLayer | None:
     return layer if isinstance(layer, KVLayer) else None
 
 
+def state_of_layer(layer: Layer) -> StateLayer | None:
+    """Where a layer keeps a state."""
+    state = layer.state if isinstance(layer, BothLayer) else layer
+    return state if isinstance(state, StateLayer) else None
+
+
 def paged(kv: Sequence[Layer]) -> list[KVLayer]:
     """Where the layers keep tokens that do."""
     return [kept for layer in kv if (kept := tokens_of(layer)) is not None]
@@ -117,8 +123,7 @@ def memory_of(kv: Sequence[Layer], groups: int) -> list[list[Tensor]]:
     for layer in kv:
         if (kept := tokens_of(layer)) is not None:
             tensors[kept.group] |= {x.data_ptr(): x for x in kept.tensors if x.numel()}
-        state = layer.state if isinstance(layer, BothLayer) else layer
-        if isinstance(state, StateLayer):
+        if (state := state_of_layer(layer)) is not None:
             tensors[-1] |= {x.data_ptr(): x for x in (state.conv, state.memory) if x.numel()}
     return [[_in_order(x).view(len(x), -1).view(torch.uint8) for x in found.values()] for found in tensors]
 

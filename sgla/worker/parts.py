@@ -10,9 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from sgla.kernels.ops import Layer
+from sgla.layers.spec import StateTensor
 from sgla.model.spec import ModelSpec
 from sgla.model.state import own_heads
-from sgla.worker.kv import tokens_of
+from sgla.worker.kv import state_of_layer, tokens_of
 
 Content = bytes | memoryview
 
@@ -26,15 +27,25 @@ class Part(NamedTuple):
 
 
 def parts_of_units(kv: Sequence[Layer], spec: ModelSpec, groups: int) -> list[list[Part]]:
-    """Of each cache group, in the order of ``kv.memory_of``. States have none: what of them is of which head
-    is a matter of each kind."""
-    found: list[dict[int, Part]] = [{} for _ in range(groups)]
+    """Of each cache group, in the order of ``kv.memory_of``; of states none, if a layer does not tell which
+    heads theirs are of (``StateTensor.runs``)."""
+    found: list[dict[int, list[Part]]] = [{} for _ in range(groups)]
     for layer, attention in zip(kv, spec.attention_held):
-        if (kept := tokens_of(layer)) is None:
-            continue
-        for x in (x for x in kept.tensors if x.numel()):
-            found[kept.group].setdefault(x.data_ptr(), _part(x, attention.kv_heads))
-    return [list(parts.values()) for parts in found]
+        if (kept := tokens_of(layer)) is not None:
+            for x in (x for x in kept.tensors if x.numel()):
+                found[kept.group].setdefault(x.data_ptr(), [_part(x, attention.kv_heads)])
+        if (state := state_of_layer(layer)) is not None:
+            for tensor in attention.unit(int):
+                x = getattr(state, tensor.name)
+                found[-1][x.data_ptr()] = _runs(x, tensor)
+    told = [parts if all(parts.values()) else {} for parts in found]
+    return [[part for each in parts.values() for part in each] for parts in told]
+
+
+def _runs(x: Tensor, tensor: StateTensor) -> list[Part]:
+    """Of a state ``[units, rows, ...]``."""
+    row = x[0, 0].numel() * x.itemsize
+    return [Part(heads, 1, rows * row) for heads, rows in tensor.runs]
 
 
 def _part(x: Tensor, heads: int) -> Part:

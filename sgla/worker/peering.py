@@ -92,9 +92,11 @@ def fitting(
     others: int,
 ) -> Fit:
     """What this rank reads of a prefill server with ``others`` ranks. Raises PeerRefused."""
-    if others != shard.size and (not others or any(group.every for group in groups)):
+    untold = any(group.every and not part for group, part in zip(groups, parts))
+    if others != shard.size and (not others or untold):
         raise PeerRefused(
-            f"ranks: {shard.size} here, {others} there; a model that keeps states needs the same --tp on both"
+            f"ranks: {shard.size} here, {others} there; of this model's states it is not known which heads "
+            "they are of, so it needs the same --tp on both"
         )
     return Fit(parts, nbytes, shard.rank, shard.size, others)
 

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import torch
 from adapters import save_adapter
-from config_cases import deepseek, gemma3, qwen3_next
+from config_cases import FALCON_H1, MAMBA_1, MAMBA_2, RUN, deepseek, gemma3, qwen3_next
 from forked import CONTEXT, ForkedExecutor
 from safetensors.torch import save_file
 from tiny import LLAMA, VOCAB
@@ -44,14 +44,24 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": deepseek(3, vocab_size=VOCAB),
     "states": qwen3_next(vocab_size=VOCAB),
 }
+# Others that keep states, each of which splits over ranks in its own way.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "both": FALCON_H1 | {"vocab_size": VOCAB},
+    "two groups": FALCON_H1 | {"vocab_size": VOCAB, "mamba_n_groups": 2},
+    "mamba": MAMBA_2 | {"vocab_size": VOCAB},
+    "first mamba": MAMBA_1 | {"vocab_size": VOCAB},
+    "kimi": RUN["Kimi-Linear-48B-A3B"].config | {"vocab_size": VOCAB},
+    "convolutions": RUN["LFM2-1.2B"].config | {"vocab_size": VOCAB},
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
-    for name, model in MODELS.items():
+    for name, model in (MODELS | RECURRENT).items():
         folder = made[name] = tmp_path_factory.mktemp(name)
-        (folder / "config.json").write_text(json.dumps(model | {"max_position_embeddings": 256}))
+        lengths = [key for key in ("max_position_embeddings", "model_max_length") if key in model]
+        (folder / "config.json").write_text(json.dumps(model | dict.fromkeys(lengths, 256)))
         words = {f"<{i}>": i for i in range(VOCAB)}
         Tokenizer(models.WordLevel(words, unk_token="<0>")).save(str(folder / "tokenizer.json"))
     return made
@@ -191,11 +201,17 @@ def test_what_the_peer_had_cached_counts(folders: dict[str, Path], pair: tuple[E
     assert stats(second).hits["prefill"] == 144
 
 
+EITHER = (2, 1, "tcp"), (1, 2, "auto")
+
+
 @pytest.mark.parametrize(
     ("name", "first", "second", "backend"),
     [
         ("windows", 2, 1, "tcp"),
         ("pages", 1, 2, "auto"),
+        ("states", 2, 1, "tcp"),
+        pytest.param("states", 1, 2, "auto", marks=pytest.mark.slow),
+        *(pytest.param(name, *ranks, marks=pytest.mark.slow) for name in RECURRENT for ranks in EITHER),
         pytest.param("windows", 2, 1, "auto", marks=pytest.mark.slow),
         pytest.param("pages", 1, 2, "tcp", marks=pytest.mark.slow),
         pytest.param("latent", 1, 2, "auto", marks=pytest.mark.slow),
