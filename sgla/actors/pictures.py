@@ -55,11 +55,12 @@ class PictureRoom:
         with suppress(BadRequest):
             await self._pool.run(WAKE, self._processor, self._asked({})[1], result=type(None))
 
-    def _asked(self, sizes: Mapping[str, Any]) -> tuple[bytes, str]:
-        """What tells pictures of these ``sizes`` apart from those of others, and settings with them: JSON.
-        Raises InvalidField, UnsupportedField."""
+    def _asked(self, sizes: Mapping[str, Any], several: bool = False) -> tuple[bytes, str]:
+        """What tells pictures of these ``sizes``, and of ``several``, apart from others, and settings with
+        them: JSON. Raises InvalidField, UnsupportedField."""
         given = self._sizes | checked_sizes(self._vision, sizes)
-        mark = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).digest() if given else b""
+        said = json.dumps([given, several], sort_keys=True).encode()
+        mark = hashlib.sha256(said).digest() if given or several else b""
         return mark, json.dumps(self._settings | given)
 
     async def prepare(
@@ -68,15 +69,18 @@ class PictureRoom:
         """In their order. ``sizes``: see ``model/vision/sizes.py``. Raises what the pool raises,
         InvalidField, UnsupportedField and Overloaded."""
         made: dict[bytes, Prepared] = {}
-        mark, settings = self._asked(sizes)
+        several = self._vision.alone and len(pictures) > 1
+        mark, settings = self._asked(sizes, several)
         turn = self._turns.setdefault(client, asyncio.Semaphore(self._most))
         for picture in pictures:
             if picture.digest not in made:
                 async with turn:
-                    made[picture.digest] = await self._one(picture, client, mark, settings)
+                    made[picture.digest] = await self._one(picture, client, mark, settings, several)
         return [made[picture.digest] for picture in pictures]
 
-    async def _one(self, picture: Picture, client: str, mark: bytes, settings: str) -> Prepared:
+    async def _one(
+        self, picture: Picture, client: str, mark: bytes, settings: str, several: bool
+    ) -> Prepared:
         digest = hashlib.sha256(picture.digest + mark).digest() if mark else picture.digest
         while True:
             known = self._there.get(digest)
@@ -87,12 +91,14 @@ class PictureRoom:
             await asyncio.wait([making])
         self._making[digest] = made = asyncio.get_running_loop().create_future()
         try:
-            return await self._made(picture, digest, settings, client)
+            return await self._made(picture, digest, settings, client, several)
         finally:
             del self._making[digest]
             made.set_result(None)
 
-    async def _made(self, picture: Picture, digest: bytes, settings: str, client: str) -> Prepared:
+    async def _made(
+        self, picture: Picture, digest: bytes, settings: str, client: str, several: bool
+    ) -> Prepared:
         if self._bytes[client] > TOGETHER // 2 or self._bytes.total() > TOGETHER:
             raise Overloaded(
                 f"pictures of requests take {TOGETHER >> 30} GiB, or yours half of that; retry later",
@@ -100,7 +106,7 @@ class PictureRoom:
             )
         fd = os.memfd_create("picture", os.MFD_CLOEXEC)
         file = f"/proc/{os.getpid()}/fd/{fd}"
-        asked = (picture, self._processor, settings, self._extra, file, MOST)
+        asked = (picture, self._processor, settings, self._extra, several, file, MOST)
         try:
             fields = await self._pool.run(PREPARE, *asked, result=list[Fields])
         except BaseException:

@@ -83,8 +83,8 @@ def load_model(
         return load_generic(source, spec, dtype, rank, positions, seed, on_model, report)
     if spec.tied and has_own_head(source):
         spec = replace(spec, tied=False)
-    if source.kind == "gguf" and spec.moe is not None:
-        spec = replace(spec, moe=replace(spec.moe, crossed=False))  # the file has gate and up apart
+    if spec.moe is not None and spec.moe.crossed and has_outputs_first(source, spec):
+        spec = replace(spec, moe=replace(spec.moe, crossed=False))
     spec = replace(spec, stage=stage)
     quantization = spec.quantized(quantization, _device().type)
     rename = renaming(spec.architecture)
@@ -115,7 +115,7 @@ def towers_of(architecture: str) -> tuple[str, ...]:
     """Beginnings of the names of tensors that make features of pictures, which ``loading/tower.py`` loads."""
     vision = VISIONS.get(architecture)
     parts = () if vision is None else vision.parts
-    return tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in parts)
+    return tuple(f"{prefix}{part}" for prefix in ("", "model.") for part in parts)
 
 
 def renaming(architecture: str) -> Callable[[str], str]:
@@ -179,6 +179,16 @@ def has_own_head(source: ModelSource) -> bool:
         not torch.equal(head.view[at : at + rows].float(), embedding.view[at : at + rows].float())
         for at in range(0, head.shape[0], rows)
     )
+
+
+def has_outputs_first(source: ModelSource, spec: ModelSpec) -> bool:
+    """Whether the files have gate and up of experts apart, or stacks of ``[output, input]``, as
+    transformers 5 writes those of Qwen3-VL. Raises WeightError."""
+    if source.kind not in ("safetensors", "pt") or spec.moe is None:
+        return source.kind == "gguf"
+    shape = [spec.moe.experts, spec.hidden, spec.moe.intermediate]
+    downs = (x for name, x in stored_tensors(source) if name.endswith(".experts.down_proj"))
+    return shape[1] != shape[2] and list(getattr(next(downs, None), "shape", ())) == shape
 
 
 def load_weights(

@@ -15,7 +15,7 @@ from sgla.model.vision.spec import Vision
 
 # A language model that takes next to nothing stands where transformers' class wants one.
 SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": []}
-READ = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
+READ = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "batch_num_images")
 TEXTS = ("language_model", "text_model")
 
 
@@ -93,7 +93,7 @@ def load_tower(
     from transformers.utils import logging
 
     config = small_config(source.config)
-    settings: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": "sdpa"}
+    settings: dict[str, Any] = {"config": config, "dtype": dtype}
     if source.kind == "dummy":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

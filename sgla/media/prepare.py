@@ -30,24 +30,37 @@ def wake(name: str, settings: str) -> None:
     processor_of(name, settings)
 
 
-def arrays_of(picture: Picture, processor: str, settings: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """By name, in numpy. ``settings``: JSON. Raises InvalidField for what the processor refuses."""
+def arrays_of(
+    picture: Picture, processor: str, settings: str, asked: dict[str, Any], several: bool = False
+) -> dict[str, Any]:
+    """By name, in numpy. ``settings``: JSON. ``several``: as one of several pictures of a prompt. Raises
+    InvalidField for what the processor refuses."""
     pixels = np.frombuffer(picture.pixels, np.uint8).reshape(picture.height, picture.width, 3)
     try:
-        made = processor_of(processor, settings)(images=[pixels], return_tensors="np", **asked)
+        images = [[pixels, pixels]] if several else [pixels]
+        made = processor_of(processor, settings)(images=images, return_tensors="np", **asked)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise InvalidField(f"a picture cannot be prepared: {error}"[:500], param="messages") from error
-    return {name: np.ascontiguousarray(values) for name, values in made.items()}
+    return {
+        name: np.ascontiguousarray(values[:1] if several and len(values) == 2 else values)
+        for name, values in made.items()
+    }
 
 
 def prepare(
-    picture: Picture, processor: str, settings: str, asked: dict[str, Any], file: str, most: int
+    picture: Picture,
+    processor: str,
+    settings: str,
+    asked: dict[str, Any],
+    several: bool,
+    file: str,
+    most: int,
 ) -> list[tuple[str, str, list[int], int, list[int]]]:
     """Write all arrays to ``file``, ``most`` bytes of them, and say where they are: fields of
     ``messages.Array``. Raises InvalidField."""
     found, at = [], 0
     with open(file, "wb") as out:
-        for name, values in arrays_of(picture, processor, settings, asked).items():
+        for name, values in arrays_of(picture, processor, settings, asked, several).items():
             if values.dtype not in DTYPES:
                 raise BadRequest(f"a picture became an array of {values.dtype}")
             at += out.write(bytes(-at % 64))

@@ -41,8 +41,9 @@ class Family:
     layers, ``(reader, layers, positions) -> tuple[AttentionSpec, ...]``, where other keys say them than most
     families have; ``completed``: one ``(reader, spec) -> ModelSpec`` that adds to the spec what few families
     have. ``predictor``: a layer in its files that guesses further tokens. ``outer``: keys of files that have
-    the language model's own in ``text_config``; ``texts``: by the ``model_type`` in there, architectures with
-    the same class that it may be instead. The others are values of ``ModelSpec`` that no key says."""
+    the language model's own in ``text_config``; ``texts``: by the ``model_type`` in there, architectures that
+    it may be instead: with the same class, or of the same ``outer``. The others are values of ``ModelSpec``
+    that no key says."""
 
     types: tuple[str, ...]
     defaults: Mapping[str, Any]

@@ -12,16 +12,21 @@ from sgla.layers.spec import MoESpec
 from sgla.model.limits import EXPERTS, INNER, LAYERS
 
 
-def qwen3(c: Reader, layers: int) -> MoESpec:
+def qwen3(c: Reader, layers: int, default: int = 128) -> MoESpec:
     """A mixture in every ``decoder_sparse_step``-th layer but the ``mlp_only_layers``."""
     step, dense = c.integer("decoder_sparse_step", LAYERS), c.integers("mlp_only_layers", LAYERS)
-    experts = _experts(c, 128)
+    experts = _experts(c, default)
     return MoESpec(
         experts,
         c.integer("moe_intermediate_size", INNER),
         _routing(c, experts, normalize=c.flag("norm_topk_prob")),
         frozenset(i for i in range(layers) if (i + 1) % step == 0 and i not in dense),
     )
+
+
+def qwen3_vl(c: Reader, layers: int) -> MoESpec:
+    """With weights that are normalized, and stacks of [input, output] in its files."""
+    return replace(qwen3(_renamed(c, {}, norm_topk_prob=True), layers, 60), crossed=True, halves=True)
 
 
 def qwen2(c: Reader, layers: int) -> MoESpec:

@@ -54,7 +54,10 @@ def read_decoder(config: Mapping[str, Any]) -> ModelSpec:
     family = family_of(architecture)
     text = _text(architecture, family.outer, config)
     if text is not config and isinstance(kind := text.get("model_type"), str) and kind in family.texts:
-        family = family_of(family.texts[kind])
+        name = family.texts[kind]
+        family = family_of(name)
+        if family.outer is not None and config.get("model_type") in family.outer.types:
+            architecture = name
     unknown = check_keys(architecture, family, text)
     values = {**family.defaults, **text}
     if values.get(ROPE) is None:  # HF's classes fill it in then, too

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from sgla.errors import InvalidField, UnsupportedField
@@ -37,8 +39,10 @@ class Speller:
             return self.in_tokens(job.token_ids, job.prepared, lambda text: encode(text, False, "prompt"))
         if job.messages is not None:
             return self.in_text(render(job), job.prepared, lambda text: encode(text, False, "messages"))
-        special = job.add_special_tokens
-        return self.in_text(job.text or "", job.prepared, lambda text: encode(text, special, "prompt"))
+        framed, special = self.vision.framed, job.add_special_tokens
+        if framed is None:
+            return self.in_text(job.text or "", job.prepared, lambda text: encode(text, special, "prompt"))
+        return self.in_text(framed(job.text or ""), job.prepared, lambda text: encode(text, False, "prompt"))
 
     def in_text(
         self, text: str, pictures: Sequence[Prepared], encode: Encode
@@ -89,7 +93,16 @@ class Speller:
                 first = len(made) if first < 0 else first
                 made += [self._token] * count
             placed.append(Placed(first, len(made), picture, self.vision.together))
-        return made + list(rest), placed
+        made += rest
+        if self.vision.prefix:
+            placed.insert(0, _prefix(made, pictures))
+        return made, placed
+
+
+def _prefix(tokens: list[int], pictures: Sequence[Prepared]) -> Placed:
+    """All tokens of a prompt, which see each other, and are cached for prompts alone that begin with all."""
+    digest = sha256(array("q", tokens).tobytes() + b"".join(picture.digest for picture in pictures))
+    return Placed(0, len(tokens), Prepared(digest.digest(), "", []), True)
 
 
 def _until(tokens: Iterator[int], token: int) -> list[int]:

@@ -30,9 +30,9 @@ Places = NDArray[np.int64]
 
 @dataclass
 class Shown:
-    """The pictures of a slot. ``parts``: the tokens of its prompt that stand for parts of each. ``grid``
-    int64[3, end]: positions of its tokens up to the ``end`` of its last picture, behind which they are
-    ``shift`` more than the numbers of tokens."""
+    """The pictures of a slot. ``parts``: the tokens of its prompt that stand for parts of each, or see each
+    other. ``grid`` int64[3, end]: positions of its tokens up to the ``end`` of its last picture, behind which
+    they are ``shift`` more than the numbers of tokens."""
 
     placed: list[Placed]
     parts: list[Places]
@@ -85,14 +85,16 @@ class Pictures:
         if not new.pictures:
             return
         tokens = column(new.tokens)
-        parts = [
-            placed.first + np.flatnonzero(tokens[placed.first : placed.end] == self._token)
-            for placed in new.pictures
-        ]
+        parts = [self._parts(placed, tokens) for placed in new.pictures]
         shown = Shown(new.pictures, parts, max(placed.end for placed in new.pictures))
         if self._merged:
             shown.grid, shown.shift = grid_of(new.pictures, parts, shown.end, self._merged)
         self._shown[new.slot] = shown
+
+    def _parts(self, placed: Placed, tokens: NDArray[np.int32]) -> Places:
+        if not placed.picture.arrays:
+            return np.arange(placed.first, placed.end)
+        return placed.first + np.flatnonzero(tokens[placed.first : placed.end] == self._token)
 
     def show(self, batch: ForwardBatch, columns: Columns) -> None:
         """Put what pictures change in the step into the ``batch``, which is on the host."""
@@ -140,9 +142,10 @@ class Pictures:
             stop = start + end - first
             for i, parts in enumerate(shown.parts):
                 own = np.flatnonzero((parts >= start) & (parts < stop))
-                if own.size:
-                    at = parts[own] - start + first
+                at = parts[own] - start + first
+                if own.size and shown.placed[i].picture.arrays:
                     found.append((at, self._of(shown, i), own))
+                if shown.placed[i].whole:
                     until[at] = parts[-1] + 1
                 if stop >= shown.placed[i].end:
                     shown.features.pop(i, None)
@@ -150,7 +153,7 @@ class Pictures:
                 known = min(stop, shown.end)
                 grid[:, first : first + known - start] = shown.grid[:, start:known]
                 grid[:, first + known - start : end] += shown.shift
-        if not (found or self._merged):
+        if not (found or self._merged or self._together):
             return None
         depth = max((len(seen.deep) for _, seen, _ in found), default=0)
         none = torch.empty(0, self._width, dtype=self._tower.dtype, device=self._tower.device)

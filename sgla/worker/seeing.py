@@ -58,7 +58,8 @@ def open_pictures(
     axes = axes_of(*vision.sections(source.config)) if merged else None
     token = vision.token_of(source.config)
     kept = CACHED if device.type == "cpu" else ON_GPUS
-    pictures = Pictures(tower, token, spec.hidden, vision.together, merged, axes, kept)
+    together = vision.together or vision.prefix
+    pictures = Pictures(tower, token, spec.hidden, together, merged, axes, kept)
     ledger = {"tower": tower.nbytes, "pictures": kept}
     if device.type == "cuda":
         pictures.example = example_of(source, vision, LARGE)

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from tiny import submit
 
 from sgla.hub.source import ModelSource, open_source
+from sgla.loading.tower import READ
 from sgla.media.picture import Picture
 from sgla.media.prepare import arrays_of, prepare
 from sgla.messages import Array, Prepared, Submit
-from sgla.model.vision import VISIONS
+from sgla.model.vision import vision_for
 from sgla.model.vision.served import settings_of
 from sgla.text.pictures import Speller
 
@@ -75,32 +76,39 @@ class Model(NamedTuple):
     def asked(self) -> dict[str, Any]:
         return self.speller.vision.prepares(self.source.config, settings_of(self.folder))
 
-    def prepared(self, shown: Picture) -> Prepared:
-        file, processor = self.folder / f"{shown.digest.hex()}.bin", self.speller.vision.processors[0]
-        made = prepare(shown, processor, self.settings, self.asked(), str(file), 1 << 26)
-        return Prepared(shown.digest, str(file), [Array(*fields) for fields in made])
+    @property
+    def processor(self) -> str:
+        return self.speller.vision.processors[0]
+
+    def prepared(self, shown: Picture, several: bool = False) -> Prepared:
+        digest = shown.digest + bytes([several])
+        file = self.folder / f"{digest.hex()}.bin"
+        made = prepare(shown, self.processor, self.settings, self.asked(), several, str(file), 1 << 26)
+        return Prepared(digest, str(file), [Array(*fields) for fields in made])
 
     def submit(self, rid: str, text: str, shown: Sequence[Picture], max_new: int = 32) -> Submit:
         text = text.replace("<image>", self.speller.vision.media)
-        tokens, placed = self.speller.in_text(text, [self.prepared(one) for one in shown], encode)
+        several = self.speller.vision.alone and len(shown) > 1
+        made = [self.prepared(one, several) for one in shown]
+        tokens, placed = self.speller.in_text(text, made, encode) if made else (encode(text), [])
         media = [(entry.first, entry.picture.digest) for entry in placed]
         return replace(submit(rid, tokens, max_new), pictures=placed, media=media)
 
     def generated(self, request: Submit, shown: Sequence[Picture], **more: Any) -> list[int]:
         """What transformers' module makes of it."""
-        made = [
-            arrays_of(one, self.speller.vision.processors[0], self.settings, self.asked()) for one in shown
-        ]
-        takes = {"pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask"}
+        several = self.speller.vision.alone and len(shown) > 1
+        made = [arrays_of(one, self.processor, self.settings, self.asked(), several) for one in shown]
         joined = {
             name: torch.from_numpy(side_by_side([arrays[name] for arrays in made]))
             for name in (made[0] if made else {})
-            if name in takes
+            if name in READ
         }
         ids = torch.tensor([request.tokens])
         kinds = (ids == self.speller.vision.token_of(self.source.config)).int()
         if self.speller.vision.together:
             joined["token_type_ids"] = kinds
+        if self.speller.vision.prefix:  # else it is causal, as behind a prefix
+            joined["token_type_ids"] = torch.full_like(ids, 0 if shown else 1)
         if self.speller.vision.merged is not None:
             joined["mm_token_type_ids"] = kinds
         out = self.module.generate(
@@ -116,14 +124,12 @@ class Model(NamedTuple):
 
 
 def side_by_side(arrays: list[Any]) -> Any:
-    """Tiles of all pictures behind each other, and pictures of several sizes with zeros behind them."""
-    if arrays[0].ndim == 5 or (arrays[0].ndim == 4 and arrays[0].dtype != np.float32):
-        return np.concatenate(arrays, 1)
+    """Pictures of several sizes, or of several numbers of tiles, with zeros behind them."""
     if arrays[0].ndim < 4:
         return np.concatenate(arrays)
-    high, wide = (max(array.shape[axis] for array in arrays) for axis in (2, 3))
+    most = [max(sizes) for sizes in zip(*(array.shape for array in arrays))]
     return np.concatenate(
-        [np.pad(x, ((0, 0), (0, 0), (0, high - x.shape[2]), (0, wide - x.shape[3]))) for x in arrays]
+        [np.pad(x, [(0, 0), *((0, to - has) for to, has in zip(most[1:], x.shape[1:]))]) for x in arrays]
     )
 
 
@@ -145,5 +151,5 @@ def save_model(folder: Path, architecture: str, config: Any, images: dict[str, A
     module.generation_config.eos_token_id = None
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     source = open_source(folder)
-    speller = Speller(VISIONS[architecture], source.config, settings_of(folder))
+    speller = Speller(vision_for(architecture, source.config), source.config, settings_of(folder))
     return Model(source, module, speller, folder)

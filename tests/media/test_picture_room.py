@@ -19,6 +19,7 @@ from sgla.media import prepare
 from sgla.media.picture import Picture
 from sgla.media.pool import Died
 from sgla.model.vision.llava import LLAVA
+from sgla.model.vision.llava_next import LLAVA_ONEVISION
 from sgla.model.vision.qwen2_vl import QWEN2_VL
 from sgla.model.vision.served import vision_of
 from sgla.model.vision.sizes import checked_sizes
@@ -223,3 +224,16 @@ async def test_a_client_leaves_a_process_to_others_and_a_picture_is_made_once(
     found = await asyncio.gather(*tasks[1:])
     assert found[2] == found[3]
     assert len(asked) == 4
+
+
+async def test_one_of_several_pictures_is_another_than_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in LLaVA-OneVision; where a family makes no difference, they are the same."""
+    asked: list[bool] = []
+    monkeypatch.setattr(prepare, "arrays_of", lambda *args: asked.append(args[-1]) or MADE)
+    for vision, same in ((LLAVA, True), (LLAVA_ONEVISION, False)):
+        room = PictureRoom(vision, {}, Settings(SIZE, {}))
+        monkeypatch.setattr(room, "_pool", Here())
+        (alone,) = await room.prepare(pictures(1), "")
+        first, _ = await room.prepare(pictures(1, 2), "")
+        assert (first.digest == alone.digest) == same
+    assert asked == [False, False, False, True, True]

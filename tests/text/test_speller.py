@@ -88,3 +88,30 @@ def test_what_is_not_tested_beside_pictures_is_refused(param: str, sampling: Sam
     with pytest.raises(UnsupportedField, match="with pictures") as caught:
         speller("Llava", LLAVA).prompt(job, lambda job: "", lambda text, special, param: encode(text))
     assert caught.value.param == param
+
+
+def test_a_prompt_that_is_read_as_a_whole_is_cached_for_equal_ones_alone() -> None:
+    """PaliGemma's processor puts the beginning behind the pictures, and a line break at the end."""
+    config: dict[str, object] = {
+        "image_token_index": 32,
+        "vision_config": {"image_size": 28, "patch_size": 14},
+    }
+    paligemma, picture = speller("PaliGemma", config), square(28)
+
+    def prompt(text: str, special: bool = True) -> tuple[list[int], list[Placed]]:
+        job = Job(
+            rid="r", text=text, prepared=[picture], sampling=SamplingParams(), add_special_tokens=special
+        )
+
+        def encoded(text: str, special: bool, param: str) -> list[int]:
+            assert not special
+            return encode(text)
+
+        return paligemma.prompt(job, lambda job: "", encoded)
+
+    tokens, (whole, placed) = prompt("<image>it")
+    assert tokens == [32] * 4 + encode("<bos>it\n")
+    assert placed == Placed(0, 4, picture)
+    assert (whole.first, whole.end, whole.whole, whole.picture.arrays) == (0, len(tokens), True, [])
+    assert prompt("<image>it", special=False)[1][0] == whole
+    assert prompt("<image>is")[1][0].picture.digest != whole.picture.digest

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sgla.model.families.dense import FAMILIES as DENSE
+from sgla.model.families.gemma import FAMILIES as GEMMA
 from sgla.model.families.keys import KV_HEADS
+from sgla.model.families.mixtures import FAMILIES as MIXTURES
 from sgla.model.family import Family
 
 _LLAMA = replace(DENSE["LlamaForCausalLM"], pooled=False, gguf=())
@@ -29,6 +31,49 @@ _LLAVA = {
     "vision_feature_layer": -2,
     "multimodal_projector_bias": True,
 }
+_TILES = {"projector_hidden_act": "gelu", "multimodal_projector_bias": True, "image_grid_pinpoints": None}
+_LLAVA_NEXT = {
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "image_seq_length": 576,
+    "use_image_newline_parameter": True,
+    "vision_feature_select_strategy": "default",
+    "vision_feature_layer": -2,
+}
+_ONEVISION = {
+    "image_token_index": 151646,
+    "video_token_index": 151647,
+    "use_image_newline_parameter": True,
+    "vision_aspect_ratio": "anyres_max_9",
+    "vision_feature_select_strategy": "full",
+    "vision_feature_layer": -1,
+}
+_PALIGEMMA = Family(
+    ("paligemma",),
+    {
+        "tie_word_embeddings": True,
+        "text_config": None,
+        "vision_config": None,
+        "ignore_index": -100,
+        "image_token_index": 256000,
+        "vocab_size": 257152,
+        "projection_dim": 2048,
+        "hidden_size": 2048,
+    },
+)
+
+
+def _read_as_prefix(family: Family) -> Family:
+    """A Gemma whose prompts are read by all of their tokens (``Vision.prefix``)."""
+    return replace(
+        family,
+        defaults={**family.defaults, "vocab_size": 257152, "num_image_tokens": None},
+        fixed={**family.fixed, "use_bidirectional_attention": True},
+        outer=_PALIGEMMA,
+        gguf=(),
+    )
+
+
 _QWEN_TOKENS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
@@ -69,6 +114,26 @@ _QWEN3_VL = replace(
     pooled=False,
     gguf=(),
 )
+_QWEN3_VL_MOE = replace(
+    MIXTURES["Qwen3MoeForCausalLM"],
+    types=("qwen3_vl_moe_text",),
+    defaults={
+        **MIXTURES["Qwen3MoeForCausalLM"].defaults,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "rope_theta": 5e5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+    },
+    fixed={**MIXTURES["Qwen3MoeForCausalLM"].fixed, "norm_topk_prob": True},
+    outer=Family(("qwen3_vl_moe",), _TOWER | _QWEN_TOKENS),
+    mixture="sgla.model.mixture_spec:qwen3_vl",
+    sections=True,
+    pooled=False,
+    gguf=(),
+)
 _IDEFICS3 = {"scale_factor": 2, "image_token_id": 128257}
 _INTERNVL = {
     "tie_word_embeddings": True,
@@ -94,6 +159,23 @@ PICTURED = {
     "LlavaForConditionalGeneration": replace(
         _LLAMA, outer=Family(("llava",), _TOWER | _LLAVA), texts={"mistral": "MistralForCausalLM"}
     ),
+    "LlavaNextForConditionalGeneration": replace(
+        _LLAMA,
+        outer=Family(("llava_next",), _TOWER | _TILES | _LLAVA_NEXT),
+        texts={"mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"},
+    ),
+    "LlavaOnevisionForConditionalGeneration": replace(
+        DENSE["Qwen2ForCausalLM"],
+        outer=Family(("llava_onevision",), _TOWER | _TILES | _ONEVISION),
+        pooled=False,
+        gguf=(),
+    ),
+    "PaliGemmaForConditionalGeneration": replace(
+        _read_as_prefix(GEMMA["GemmaForCausalLM"]),
+        texts={"gemma2": "PaliGemma2ForConditionalGeneration"},
+    ),
+    # No file names it: PaliGemma 2 calls itself as PaliGemma does.
+    "PaliGemma2ForConditionalGeneration": _read_as_prefix(GEMMA["Gemma2ForCausalLM"]),
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": replace(
         _QWEN2_VL,
@@ -101,5 +183,6 @@ PICTURED = {
         outer=Family(("qwen2_5_vl",), _TOWER | _QWEN_TOKENS),
     ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL_MOE,
     "SmolVLMForConditionalGeneration": replace(_BESIDE_TILES, outer=Family(("smolvlm",), _TOWER | _IDEFICS3)),
 }

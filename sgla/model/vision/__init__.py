@@ -7,19 +7,34 @@ from sgla.model.vision.gemma3 import GEMMA3
 from sgla.model.vision.idefics3 import IDEFICS3
 from sgla.model.vision.internvl import INTERNVL
 from sgla.model.vision.llava import LLAVA
-from sgla.model.vision.mistral3 import MISTRAL3
+from sgla.model.vision.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
+from sgla.model.vision.mistral3 import MISTRAL3, PIXTRAL
+from sgla.model.vision.paligemma import PALIGEMMA
 from sgla.model.vision.qwen2_vl import QWEN2_VL, QWEN3_5, QWEN3_VL
-from sgla.model.vision.spec import Vision
+from sgla.model.vision.spec import Config, Vision, vision_config
 
 VISIONS: dict[str, Vision] = {
     "Gemma3ForConditionalGeneration": GEMMA3,
     "Idefics3ForConditionalGeneration": IDEFICS3,
     "InternVLForConditionalGeneration": INTERNVL,
     "LlavaForConditionalGeneration": LLAVA,
+    "LlavaNextForConditionalGeneration": LLAVA_NEXT,
+    "LlavaOnevisionForConditionalGeneration": LLAVA_ONEVISION,
     "Mistral3ForConditionalGeneration": MISTRAL3,
+    "PaliGemmaForConditionalGeneration": PALIGEMMA,
+    "PaliGemma2ForConditionalGeneration": PALIGEMMA,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
     "SmolVLMForConditionalGeneration": IDEFICS3,
 }
+
+
+def vision_for(architecture: str, config: Config) -> Vision | None:
+    """How a model takes pictures; None if it does not."""
+    if architecture.startswith("LlavaFor") and vision_config(config).get("model_type") == "pixtral":
+        return PIXTRAL
+    return VISIONS.get(architecture)

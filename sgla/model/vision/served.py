@@ -12,7 +12,7 @@ from sgla.config import Config
 from sgla.errors import BadRequest, ConfigError
 from sgla.hub.source import ModelSource, read_object
 from sgla.model.registry import architecture_of
-from sgla.model.vision import VISIONS
+from sgla.model.vision import vision_for
 from sgla.model.vision.sizes import PARAM, checked_sizes
 from sgla.model.vision.spec import Settings, Vision
 
@@ -29,7 +29,7 @@ def settings_of(folder: Path) -> Settings:
 
 def tower_bytes(source: ModelSource, vision: Vision) -> int:
     """Of the weights in safetensors files that are not of the language model. Raises ConfigError."""
-    names = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in vision.parts)
+    names = tuple(f"{prefix}{part}" for prefix in ("", "model.") for part in vision.parts)
     total = 0
     for path in source.files:
         try:
@@ -66,7 +66,7 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
     """How the model takes pictures, or None; then also why not, if its family does. ``pools``: it answers
     with vectors. Raises ConfigError for --mm-processor-kwargs that cannot be honoured."""
     try:
-        vision = VISIONS.get(architecture_of(source.config))
+        vision = vision_for(architecture_of(source.config), source.config)
     except ConfigError:
         return None, ""
     if vision is None or pools:

@@ -35,6 +35,8 @@ class Vision:
     arrays. ``parts``: modules of the checkpoint beside the language model. ``together``: tokens of a picture
     see each other. ``prepares``: settings of the processor that its class in transformers adds; ``sizes``:
     those that users may give other values.
+    ``alone``: the only picture of a prompt is prepared otherwise than one of several. ``prefix``: all tokens
+    of a prompt see each other, and ``framed`` is what becomes of a plain text with placeholders.
     ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how many
     frequencies go by each axis, and whether they take turns."""
 
@@ -47,6 +49,9 @@ class Vision:
     together: bool = False
     prepares: Callable[[Config, Settings], dict[str, Any]] = lambda config, settings: {}
     sizes: tuple[str, ...] = ()
+    alone: bool = False
+    prefix: bool = False
+    framed: Callable[[str], str] | None = None
     merged: Callable[[Config], int] | None = None
     sections: Callable[[Config], tuple[list[int], bool]] = lambda config: ([], False)
 
