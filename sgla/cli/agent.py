@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 from sgla.actors.base import in_thread
@@ -16,6 +17,9 @@ from sgla.executor.agent import Agent
 from sgla.executor.procs import ProcsExecutor, runner_for
 from sgla.nodes import ranks_of
 from sgla.observe.machine import detect
+from sgla.resolve import resolve
+from sgla.route.nodes import ReplicaAgent
+from sgla.route.replicas import of_replica, shares
 
 EXIT_OK, EXIT_DIED, EXIT_CONFIG = 0, 1, 2
 
@@ -24,7 +28,7 @@ def run(config: Config) -> int:
     """The exit code: 0 when the server has ended in order, or a signal has ended this. Raises ConfigError."""
     progress = ProgressPrinter()
     try:
-        return asyncio.run(_run(config, progress))
+        return asyncio.run(_replicas(config) if config.dp > 1 else _run(config, progress))
     finally:
         progress.close()
 
@@ -41,11 +45,7 @@ async def _run(config: Config, progress: ProgressPrinter) -> int:
             given = resolved.config
             executor = ProcsExecutor(given, runner=runner_for(given))
             executor.spawn()
-        who = f"node {config.node_rank} of {config.nnodes}"
-
-        def say(text: str) -> None:
-            print(f"{who} {text}", flush=True)
-
+        say = partial(_say, config)
         ranks = ranks_of(config)
         say(f"has rank{f' {ranks.start}' if len(ranks) == 1 else f's {ranks.start} to {ranks.stop - 1}'}")
         agent = Agent(resolved.config, given, source, executor, say, detect().torch or "", progress)
@@ -54,7 +54,22 @@ async def _run(config: Config, progress: ProgressPrinter) -> int:
         await (agent.close() if agent is not None else executor.close())
 
 
-async def _until_over(agent: Agent) -> int:
+def _say(config: Config, text: str) -> None:
+    print(f"node {config.node_rank} of {config.nnodes} {text}", flush=True)
+
+
+async def _replicas(config: Config) -> int:
+    """Whole servers, behind the router of node 0."""
+    machine = detect()
+    device = resolve(of_replica(config), machine).config.device
+    agent = ReplicaAgent(config, shares(config, device, machine), machine.torch or "", partial(_say, config))
+    try:
+        return await _until_over(agent)
+    finally:
+        await agent.close()
+
+
+async def _until_over(agent: Agent | ReplicaAgent) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, agent.stop)

@@ -67,13 +67,20 @@ def _serve(config: Config, models: Sequence[Config] = ()) -> int:
 def serve_replicas(config: Config) -> int:
     """Several servers and a router in front of them. Raises ConfigError."""
     from sgla.observe.machine import detect
-    from sgla.route.replicas import Replicas, of_replica, of_router, shares
+    from sgla.route.balancer import Balancer
+    from sgla.route.nodes import Nodes
+    from sgla.route.replicas import Group, Replicas, of_replica, of_router, shares
     from sgla.route.serve import run as route
 
     machine = detect()
     device = resolve(of_replica(config), machine).config.device
     parts = shares(config, device, machine)
-    return route(of_router(config), lambda balancer, url: Replicas(balancer, url, config, parts))
+
+    def group(balancer: Balancer, url: str) -> Group:
+        local = Replicas(balancer, url, of_replica(config), parts)
+        return local if config.nnodes == 1 else Nodes(balancer, local, config, machine.torch or "")
+
+    return route(of_router(config), group)
 
 
 def others(config: Config) -> list[Open]:

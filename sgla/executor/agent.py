@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,34 @@ if TYPE_CHECKING:
 
 RETRY = 0.2  # seconds between tries to reach node 0
 FLAG = "--dist-secret"
+
+
+def reach(
+    config: Config, told: Mapping[str, str], say: Callable[[str], None], over: Callable[[], bool]
+) -> Channel:
+    """A channel to node 0. ``told``: what both must have alike; ``over``: whether to give up. Raises
+    ConfigError where node 0 does not want this node, or is not there in time."""
+    host, port = address(config)
+    secret, limit = secret_of(config), config.dist_timeout or TIMEOUT
+    end, said = clock.now() + limit, False
+    while not over():
+        try:
+            return connect(host, port, secret, told, flag=FLAG)[0]
+        except PeerRefused as error:
+            raise ConfigError(f"node 0 ({host}:{port}) refuses this node: {error}") from error
+        except OSError as error:
+            if clock.now() > end:
+                why = error.strerror or str(error)
+                raise ConfigError(
+                    f"node 0 has not answered on {host}:{port} for {limit:.0f} s ({why}); check "
+                    "--dist-init-addr",
+                    param="dist_init_addr",
+                ) from error
+        if not said:
+            say(f"waits for node 0 on {host}:{port}")
+            said = True
+        time.sleep(RETRY)
+    raise ConfigError("this node was told to end")
 
 
 class Agent:
@@ -52,35 +80,12 @@ class Agent:
 
     async def join(self) -> None:
         """Go to node 0. Raises ConfigError where it does not want this node, or is not there in time."""
-        channel = await asyncio.to_thread(self._connect)
+        channel = await asyncio.to_thread(reach, self._own, self._told, self._say, self.over.done)
         channel.trust(0, bridge.ToAgent, bridge.SILENCE)
         self._here = channel.here
         self._link = Link(channel, self._take, self._gone, bridge.BEAT)
         self._link.post(bridge.Join(self._own.node_rank))
         self._link.begin()
-
-    def _connect(self) -> Channel:
-        host, port = address(self._own)
-        secret, limit = secret_of(self._own), self._own.dist_timeout or TIMEOUT
-        end, said = clock.now() + limit, False
-        while not self.over.done():
-            try:
-                return connect(host, port, secret, self._told, flag=FLAG)[0]
-            except PeerRefused as error:
-                raise ConfigError(f"node 0 ({host}:{port}) refuses this node: {error}") from error
-            except OSError as error:
-                if clock.now() > end:
-                    why = error.strerror or str(error)
-                    raise ConfigError(
-                        f"node 0 has not answered on {host}:{port} for {limit:.0f} s ({why}); check "
-                        "--dist-init-addr",
-                        param="dist_init_addr",
-                    ) from error
-            if not said:
-                self._say(f"waits for node 0 on {host}:{port}")
-                said = True
-            time.sleep(RETRY)
-        raise ConfigError("this node was told to end")
 
     def _take(self, message: Any, beside: Beside) -> None:
         """In the link's thread."""

@@ -45,12 +45,13 @@ class Recent(OrderedDict[str, str]):
 
 
 class Balancer:
-    """``on_down`` is told of workers that went down, ``on_change`` that there are others."""
+    """``on_down`` is told of workers that went down, and whether they are lost; ``on_change`` that there are
+    others."""
 
     def __init__(self, config: RouteConfig, seed: int | None = None) -> None:
         self.config = config
         self.workers: dict[str, Worker] = {}
-        self.on_down: list[Callable[[str], None]] = []
+        self.on_down: list[Callable[[str, bool], None]] = []
         self.on_change: list[Callable[[], None]] = []
         self.on_fault: Callable[[str], None] = lambda url: None  # look at it at once
         self.statuses: Counter[int] = Counter()
@@ -97,8 +98,18 @@ class Balancer:
             return
         if worker.saw(look, clock.now()):
             for tell in self.on_down:
-                tell(url)
+                tell(url, False)
         self._serve_waiting()
+
+    def lose(self, url: str, why: str) -> None:
+        """A worker is gone for good: its answers end, and it is forgotten."""
+        worker = self.workers.get(url)
+        if worker is not None:
+            worker.saw(Look(why), clock.now())
+            worker.draining = True
+            for tell in self.on_down:
+                tell(url, True)
+            self._forget_drained(worker)
 
     def _forget_drained(self, worker: Worker) -> None:
         if worker.draining and not worker.running and self.workers.get(worker.url) is worker:

@@ -27,9 +27,9 @@ class Placed(NamedTuple):
 
 
 class Owner(Protocol):
-    """``on_down`` is called with the URL of a worker that went down."""
+    """``on_down`` is called with the URL of a worker that went down, and whether it is lost."""
 
-    on_down: Callable[[str], None]
+    on_down: Callable[[str, bool], None]
 
     async def place(self, asked: Asked, key: str, tried: Sequence[str]) -> Placed:
         """Raises SglaError. Whoever has it calls ``close``."""
@@ -46,9 +46,9 @@ class LocalOwner:
     """In the same process."""
 
     def __init__(self, balancer: Balancer) -> None:
-        self.on_down: Callable[[str], None] = lambda url: None
+        self.on_down: Callable[[str, bool], None] = lambda url, lost: None
         self._balancer = balancer
-        balancer.on_down.append(lambda url: self.on_down(url))
+        balancer.on_down.append(lambda url, lost: self.on_down(url, lost))
 
     async def place(self, asked: Asked, key: str, tried: Sequence[str]) -> Placed:
         waiting: asyncio.Future[SglaError | None] = asyncio.get_running_loop().create_future()
@@ -122,6 +122,7 @@ class Replied(msgspec.Struct, tag=True):
 
 class Down(msgspec.Struct, tag=True):
     url: str
+    lost: bool = False
 
 
 class Drain(msgspec.Struct, tag=True):
@@ -190,7 +191,7 @@ class RemoteOwner:
     """The owner in another process, as a front has it."""
 
     def __init__(self) -> None:
-        self.on_down: Callable[[str], None] = lambda url: None
+        self.on_down: Callable[[str, bool], None] = lambda url, lost: None
         self.lost = asyncio.Event()  # the owner is gone
         self.draining, self.hurry = asyncio.Event(), asyncio.Event()
         self._channel: Channel | None = None
@@ -234,7 +235,7 @@ class RemoteOwner:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, Down):
-            self.on_down(message.url)
+            self.on_down(message.url, message.lost)
             return
         if isinstance(message, Drain):
             self.draining.set()
@@ -313,8 +314,8 @@ class Desk:
         assert worker is not None
         self._send(Sent(number, worker.url))
 
-    def _tell_down(self, url: str) -> None:
-        self._send(Down(url))
+    def _tell_down(self, url: str, lost: bool) -> None:
+        self._send(Down(url, lost))
 
     def _send(self, message: Message) -> None:
         if self._channel is not None:

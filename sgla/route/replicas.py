@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -47,15 +47,16 @@ class Share(NamedTuple):
 
 
 def shares(config: Config, device: str, machine: Machine) -> list[Share]:
-    """Of each replica. Raises ConfigError where there are too few GPUs."""
-    count, ranks = config.dp, config.ranks
+    """Of each replica of this host. Raises ConfigError where there are too few GPUs."""
+    count, ranks = config.dp // config.nnodes, config.ranks
     if device == "cuda":
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name.strip() for name in given.split(",") if name.strip()]
         names = names or [str(number) for number in range(len(machine.gpus))]
         if count * ranks > len(names):
             raise ConfigError(
-                f"--dp {count} with {ranks} GPUs each needs {count * ranks} GPUs, this machine shows "
+                f"--dp {config.dp} with {ranks} GPUs each needs {count * ranks} GPUs"
+                f"{f' on each of {config.nnodes} hosts' if config.nnodes > 1 else ''}, this machine shows "
                 f"{len(names)}",
                 param="dp",
             )
@@ -65,17 +66,23 @@ def shares(config: Config, device: str, machine: Machine) -> list[Share]:
     return [Share(cores=tuple(cores[i * each : (i + 1) * each] if each else cores)) for i in range(count)]
 
 
-def of_replica(config: Config) -> Config:
-    """Settings of each: one server on this host alone, which believes the router who its clients are."""
+def of_replica(config: Config, host: str = LOCAL, router: str = LOCAL) -> Config:
+    """Settings of each: one server, which the router reaches at ``host``, and which believes the ``router``
+    who its clients are."""
     return msgspec.structs.replace(
         config,
         dp=1,
-        host=LOCAL,
+        nnodes=1,
+        node_rank=0,
+        dist_init_addr=None,
+        dist_secret=None,
+        dist_secret_file=None,
+        host=host,
         port=0,
         ssl_certfile=None,
         ssl_keyfile=None,
         ssl_ca_certs=None,
-        forwarded_allow_ips=[LOCAL],
+        forwarded_allow_ips=[router],
         served_model_name=config.served_model_name or [config.model],
     )
 
@@ -152,13 +159,35 @@ class Replica:
             self.process.send_signal(signal.SIGTERM)
 
 
-class Replicas:
-    """All of them, and their places in the balancer; ``url``: the router's. ``over`` is set with an exit code
-    when none is left."""
+class Places(Protocol):
+    """What is told of replicas that take requests, by their URLs and names."""
 
-    def __init__(self, balancer: Balancer, url: str, config: Config, shares: Sequence[Share]) -> None:
-        self._balancer, self._config, self._shares = balancer, of_replica(config), shares
-        self._url = url
+    shows_workers: bool
+
+    @property
+    def workers(self) -> Container[str]: ...
+    def add(self, url: str, name: str) -> None: ...
+    def remove(self, url: str) -> None: ...
+
+
+class Group(Protocol):
+    """Replicas of this host, or of several. ``over``: see ``Replicas``."""
+
+    over: asyncio.Future[int]
+
+    async def close(self) -> int: ...
+
+
+class Replicas:
+    """All of this host, and their places in the balancer; ``url``: the router's, if it is here.
+    ``config``: of each; ``first``: the number of the first. ``over`` is set with an exit code when none is
+    left."""
+
+    def __init__(
+        self, balancer: Places, url: str, config: Config, shares: Sequence[Share], first: int = 0
+    ) -> None:
+        self._balancer, self._config, self._shares = balancer, config, shares
+        self._url, self._offset = url, first
         balancer.shows_workers = True
         self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._running: dict[int, Replica] = {}
@@ -213,7 +242,7 @@ class Replicas:
         try:
             text = await replica.ready()
             if text and not self._ending:
-                self._balancer.add(replica.url, str(number))
+                self._balancer.add(replica.url, str(self._offset + number))
                 self._tell(number, text.replace(replica.url, self._url))
                 self._first.set()
             return await replica.ended()
@@ -224,11 +253,11 @@ class Replicas:
                 self._balancer.remove(replica.url)
 
     def _tell(self, number: int, text: str) -> None:
-        where = str(self._shares[number])
-        if self._first.is_set():
-            print(f"replica {number} is ready on {where}", flush=True)
+        where, name = str(self._shares[number]), self._offset + number
+        if self._first.is_set() or not self._url:
+            print(f"replica {name} is ready on {where}", flush=True)
         else:
-            print(f"{text}\nreplica {number} of {len(self._shares)} is ready on {where}", flush=True)
+            print(f"{text}\nreplica {name} of {len(self._shares)} is ready on {where}", flush=True)
 
 
-MakeReplicas = Callable[[Balancer, str], Replicas]
+MakeReplicas = Callable[[Balancer, str], Group]

@@ -248,11 +248,12 @@ class Pool:
         if upstream in idle:
             idle.remove(upstream)
 
-    def down(self, url: str) -> None:
-        """Give up the answers of a worker that have not begun, and what is idle."""
+    def down(self, url: str, lost: bool = False) -> None:
+        """Give up the answers of a worker that have not begun, and what is idle; of one that is ``lost`` all
+        answers."""
         for upstream in [each for each in self.active if each.url == url]:
-            if upstream.head is not None and not upstream.head.done():
-                upstream.fail("the worker is down")
+            if lost or (upstream.head is not None and not upstream.head.done()):
+                upstream.fail("the worker is lost" if lost else "the worker is down")
         for upstream in self._idle.pop(url, []):
             upstream.abort()
 

@@ -12,8 +12,8 @@ from unittest import mock
 
 import psutil
 import pytest
-from msgspec.structs import replace
 from forked import ForkedExecutor
+from msgspec.structs import replace
 from test_executor import STUB, collect, make_plan
 from test_stages import MODELS, one, requests
 from tiny import run, run_executor, tiny_config, tiny_source

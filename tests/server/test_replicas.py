@@ -150,7 +150,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> type[Short]:
 def group(count: int) -> tuple[Balancer, Replicas]:
     balancer = Balancer(RouteConfig())
     return balancer, Replicas(
-        balancer, "http://all", Config(dp=count), [Share(cores=(i,)) for i in range(count)]
+        balancer, "http://all", of_replica(Config(dp=count)), [Share(cores=(i,)) for i in range(count)]
     )
 
 

@@ -30,8 +30,9 @@ def cable() -> Iterator[Network]:
         yield network
 
 
-def stream(server: NodeProcess) -> queue.Queue[bytes]:
-    """A long answer that has begun; its rest comes when it has ended."""
+def stream(server: NodeProcess, rest: queue.Queue[bytes] | None = None) -> queue.Queue[bytes]:
+    """A long answer that has begun; its ``rest`` comes when it has ended."""
+    rest = queue.Queue() if rest is None else rest
     with server.host.inside():
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         connection.request(
@@ -42,7 +43,6 @@ def stream(server: NodeProcess) -> queue.Queue[bytes]:
         )
     response = connection.getresponse()
     assert response.readline().startswith(b"data: ")
-    rest: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=lambda: rest.put(all_of(response)), daemon=True).start()
     return rest
 
@@ -81,6 +81,36 @@ def test_two_nodes_serve_and_the_loss_of_one_is_told() -> None:
         assert b"worker_died" in rest.get(timeout=20)
         assert ended(first, second) == [1, -signal.SIGKILL]
         assert "node 1 (127.0.0.1) is lost" in first.output
+        assert not psutil.wait_procs(family, timeout=10)[1]
+
+
+def until_up(server: NodeProcess, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while (told := server.get("/health")[1]).get("up") != count:
+        assert time.monotonic() < deadline, (told, server.output)
+        assert server.process.poll() is None, server.output
+        time.sleep(0.05)
+
+
+def test_a_lost_host_takes_no_replica_along_and_comes_back() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as sock:
+        port = sock.getsockname()[1]
+    with loopback(port) as network:
+        first, second = network.nodes(*FAKE, "--dp", "2", "--device", "cpu", "--drain-timeout", "0")
+        first.wait_listening()
+        until_up(first, 2)
+        ends: queue.Queue[bytes] = queue.Queue()
+        for _ in range(2):  # one on each
+            stream(first, ends)
+        second.signal(signal.SIGKILL)
+        assert b"worker_died" in ends.get(timeout=20)
+        until_up(first, 1)
+        assert first.request("POST", "/v1/completions", BODY)[0] == 200
+        again = network.node(1, *FAKE, "--dp", "2", "--device", "cpu")
+        until_up(first, 2)
+        family = [*first.family(), *again.family()]
+        first.signal(signal.SIGTERM)
+        assert ended(first, again) == [0, 0]
         assert not psutil.wait_procs(family, timeout=10)[1]
 
 
@@ -171,6 +201,27 @@ def test_a_cut_cable_ends_requests_and_both_nodes(cable: Network, flags: tuple[s
     assert ended(first, second) == [1, 1]
     assert "node 1 (10.213.7.2) is lost" in first.output
     assert "node 0 is lost" in second.output
+    assert none_left(cable)
+
+
+@pytest.mark.slow
+def test_a_cut_cable_takes_no_replica_of_node_0_along(cable: Network) -> None:
+    flags = (*FAKE, "--dp", "2", "--device", "cpu", "--drain-timeout", "0")
+    first, second = cable.nodes(*flags)
+    first.wait_listening()
+    until_up(first, 2)
+    ends: queue.Queue[bytes] = queue.Queue()
+    for _ in range(2):
+        stream(first, ends)
+    cable.cut()
+    assert b"worker_died" in ends.get(timeout=20)
+    assert ended(second) == [1]
+    assert first.request("POST", "/v1/completions", BODY)[0] == 200
+    cable.mend()
+    cable.node(1, *flags)
+    until_up(first, 2)
+    first.signal(signal.SIGTERM)
+    assert ended(first) == [0]
     assert none_left(cable)
 
 

@@ -80,7 +80,7 @@ class NodeProcess(ServerProcess):
 
 
 class Network:
-    """Two hosts; with a cable, ``cut`` takes it out, and ``slow`` makes it slow."""
+    """Two hosts; with a cable, ``cut`` takes it out, ``mend`` puts it in, and ``slow`` makes it slow."""
 
     def __init__(self, first: Host, second: Host) -> None:
         self.first, self.second = first, second
@@ -97,6 +97,9 @@ class Network:
 
     def cut(self) -> None:
         self.second.run("ip", "link", "set", "cable", "down")
+
+    def mend(self) -> None:
+        self.second.run("ip", "link", "set", "cable", "up")
 
     def slow(self) -> None:
         """20 Mbit/s, and up to 0.4 s for what waits."""
