@@ -143,7 +143,6 @@ def test_bfloat16_is_near(name: str, backend: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "internvl"])
-@torch.inference_mode()
 def test_kernels_of_towers(name: str, tmp_path: Path) -> None:
     """A start has compared them with transformers' own, and says so where they are not taken."""
     model = MAKERS[name](tmp_path)
@@ -152,7 +151,8 @@ def test_kernels_of_towers(name: str, tmp_path: Path) -> None:
     exact = load_tower(model.source, model.speller.vision, torch.float32, torch.device("cuda"))
     for shown in SHOWN:
         arrays = arrays_of(model.prepared(shown))
-        found, expected = runner.pictures._tower(arrays), exact(arrays)
+        with torch.inference_mode():  # weights are loaded outside of it
+            found, expected = runner.pictures._tower(arrays), exact(arrays)
         for a, b in zip([found.values, *found.deep], [expected.values, *expected.deep], strict=True):
             assert (a.float() - b).norm() < 0.05 * b.norm()
 
