@@ -375,7 +375,7 @@ class Room:
     def __init__(self, error: SglaError | None = None) -> None:
         self.error, self.begun, self.go_on = error, asyncio.Event(), asyncio.Event()
 
-    async def prepare(self, pictures: list[Picture], client: str) -> list[Prepared]:
+    async def prepare(self, pictures: list[Picture], client: str, sizes: dict[str, Any]) -> list[Prepared]:
         self.begun.set()
         await self.go_on.wait()
         if self.error is not None:
@@ -394,7 +394,7 @@ async def test_a_prompt_waits_for_its_pictures(end: str) -> None:
     wanted = job("a", 5)
     wanted.pictures = [picture]
     tokenize.post(wanted)
-    await room.begun.wait()
+    await asyncio.wait_for(room.begun.wait(), 60)
     assert tokenize.preparing("a")
     if end == "cancelled":
         tokenize.cancel("a", 1, "client")
