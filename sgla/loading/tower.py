@@ -48,6 +48,18 @@ class Tower:
 
     def __call__(self, arrays: Mapping[str, Tensor]) -> Features:
         """Of one picture. ``arrays``: what the processor made of it."""
+        return self._seen(arrays)
+
+    def several(self, pictures: Sequence[Mapping[str, Tensor]], counts: list[int]) -> list[Features]:
+        """Of several whose patches lie behind each other, with so many tokens each. Raises RuntimeError if
+        they have not."""
+        whole = self._seen({name: torch.cat([one[name] for one in pictures]) for name in pictures[0]})
+        values, *deep = (x.split(counts) for x in (whole.values, *whole.deep))
+        return [
+            Features(own.clone(), [of[i].clone() for of in deep]) for i, own in enumerate(values)
+        ]  # memory of their own, or one would keep that of all
+
+    def _seen(self, arrays: Mapping[str, Tensor]) -> Features:
         given = {
             name: values.to(self.device).to(self.dtype if values.is_floating_point() else values.dtype)
             for name, values in arrays.items()

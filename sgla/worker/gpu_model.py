@@ -62,7 +62,7 @@ class GpuModel(Runner):
         spec = self._stage(source)
         sizes = choose_sizes(config, spec, self.pooling)
         vision, _ = vision_of(config, source, self.pooling is not None)
-        together = vision is not None and vision.together
+        together = vision is not None and vision.ahead
         kernels, self.notes = choose_kernels(config, spec, self.place, sizes, together)
         self.notes += self.place.notes
         self._make_room()

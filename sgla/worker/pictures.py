@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 
@@ -48,7 +48,8 @@ Row = tuple[Shown, int, int, int]
 
 class Pictures:
     """``token`` stands for a part of a picture; ``width``: of embeddings. ``merged``: see ``Vision``, with
-    ``axes`` int64[rot / 2]; ``together``, too."""
+    ``axes`` int64[rot / 2]; ``together``, too. ``abreast``: bytes of what a processor made of pictures that
+    the tower sees at a time, where they may lie behind each other."""
 
     def __init__(
         self,
@@ -59,12 +60,13 @@ class Pictures:
         merged: int = 0,
         axes: Tensor | None = None,
         cached: int = CACHED,
+        abreast: int = 0,
     ) -> None:
         self._tower, self._token, self._width, self._together = tower, token, width, together
         self._merged, self._axes = merged, axes
         self._shown: dict[int, Shown] = {}  # by slot
         self._cache: OrderedDict[bytes, Features] = OrderedDict()  # by digest, the latest used one last
-        self._cached, self._bytes = cached, 0
+        self._cached, self._bytes, self._abreast = cached, 0, abreast
         self.computed = 0  # pictures that the tower has seen
         self.example: dict[str, Tensor] | None = None  # what a processor makes of a large one
         if axes is not None:
@@ -137,6 +139,8 @@ class Pictures:
     def _media(self, grid: Places, until: Places, rows: list[Row]) -> Media | None:
         """Of the ``rows`` that read pictures. ``grid`` int64[3, T] and ``until`` int64[T]: see ``Media``; of
         tokens that have nothing to do with any."""
+        if self._abreast:
+            self._see(rows)
         found: list[tuple[Places, Features, Places]] = []  # tokens of the step, and which features they have
         for shown, start, first, end in rows:
             stop = start + end - first
@@ -208,11 +212,52 @@ class Pictures:
         if made is None or len(made.values) != count:
             lost = torch.full((count, self._width), torch.nan, device=self._tower.device)
             return Features(lost.to(self._tower.dtype), [])
+        self._keep(picture, made)
+        return made
+
+    def _keep(self, picture: Prepared, made: Features) -> None:
         self._cache[picture.digest] = made
         self._bytes += made.nbytes
         while self._bytes > self._cached:
             self._bytes -= self._cache.popitem(last=False)[1].nbytes
-        return made
+
+    def _see(self, rows: list[Row]) -> None:
+        """Have the tower look at pictures together that the rows read now and whose features are not there.
+        What cannot be had is left to ``_features``."""
+        missing: dict[bytes, tuple[Prepared, int]] = {}
+        for shown, start, first, end in rows:
+            for i, (placed, parts) in enumerate(zip(shown.placed, shown.parts)):
+                read = len(parts) and parts[0] < start + end - first and parts[-1] >= start
+                if (
+                    read
+                    and placed.picture.arrays
+                    and i not in shown.features
+                    and placed.picture.digest not in self._cache
+                ):
+                    missing[placed.picture.digest] = placed.picture, len(parts)
+        for group in groups_of(list(missing.values()), self._abreast):
+            with suppress(OSError, ValueError, RuntimeError, IndexError):
+                pictures, counts = zip(*group)
+                made = self._tower.several([arrays_of(picture) for picture in pictures], list(counts))
+                for picture, features in zip(pictures, made):
+                    self._keep(picture, features)
+                self.computed += len(group)
+
+
+def groups_of(pictures: list[tuple[Prepared, int]], most: int) -> Iterator[list[tuple[Prepared, int]]]:
+    """Those of at most so many bytes together, without ones that would be alone."""
+    group: list[tuple[Prepared, int]] = []
+    total = 0
+    for one in pictures:
+        size = sum(prod(array.shape) * np.dtype(array.dtype).itemsize for array in one[0].arrays)
+        if group and total + size > most:
+            if len(group) > 1:
+                yield group
+            group, total = [], 0
+        group.append(one)
+        total += size
+    if len(group) > 1:
+        yield group
 
 
 def arrays_of(picture: Prepared) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
     vision, _ = vision_of(config, source, pooling is not None)
     backend, notes = attention.choose_backend(
         config.attention_backend,
-        shapes_of(config, spec, Shard(0, config.tp), sizes, vision is not None and vision.together),
+        shapes_of(config, spec, Shard(0, config.tp), sizes, vision is not None and vision.ahead),
         device,
         decode=config.decode_attention_backend,
         prefill=config.prefill_attention_backend,

@@ -26,6 +26,7 @@ from sgla.worker.pictures import CACHED, ON_GPUS, Pictures
 # Sides in pixels of pictures that a start on a GPU looks at: to compare, and to see what memory it takes.
 SMALL, LARGE = 448, 2016
 NEAR = 0.05  # of bfloat16
+ABREAST = 64 << 20  # bytes of pictures at a time, fewer than those of a LARGE one
 
 
 class Seeing(NamedTuple):
@@ -58,8 +59,9 @@ def open_pictures(
     axes = axes_of(*vision.sections(source.config)) if merged else None
     token = vision.token_of(source.config)
     kept = CACHED if device.type == "cpu" else ON_GPUS
-    together = vision.together or vision.prefix
-    pictures = Pictures(tower, token, spec.hidden, together, merged, axes, kept)
+    alone = device.type == "cpu" or not merged or config.deterministic
+    abreast = 0 if alone else ABREAST
+    pictures = Pictures(tower, token, spec.hidden, vision.ahead, merged, axes, kept, abreast)
     ledger = {"tower": tower.nbytes, "pictures": kept}
     if device.type == "cuda":
         pictures.example = example_of(source, vision, LARGE)

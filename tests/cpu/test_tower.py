@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from test_vision import MAKERS, SHOWN
 from torch import Tensor
 from torch.nn.attention import varlen
@@ -16,10 +18,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
+from sgla.kernels.batch import Media
 from sgla.loading import tower_attention
 from sgla.loading.tower import load_tower
+from sgla.messages import NewRow, Placed, RowSampling
 from sgla.worker import seeing, tower_kernels
-from sgla.worker.pictures import arrays_of
+from sgla.worker.pictures import Pictures, arrays_of
 
 
 def one_by_one(
@@ -84,3 +88,43 @@ def test_kernels_that_give_something_else_are_not_taken(
         assert why in note
         with torch.inference_mode():
             assert torch.equal(tower(example).values, plain(example).values)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])
+@torch.inference_mode()
+def test_several_pictures_at_a_time(name: str, tmp_path: Path) -> None:
+    """As many as the bytes are for; one that is lost is no other's trouble."""
+    model = MAKERS[name](tmp_path)
+    vision, config = model.speller.vision, model.source.config
+    assert vision.merged is not None
+    tower = load_tower(model.source, vision, torch.float32, torch.device("cpu"))
+    prepared = [model.prepared(shown) for shown in SHOWN]
+    token = vision.token_of(config)
+    axes = seeing.axes_of(*vision.sections(config))
+    request = model.submit("a", "<image> One, <image><image> three.", SHOWN)
+    counts = [int((np.array(request.tokens[p.first : p.end]) == token).sum()) for p in request.pictures]
+    alone = [tower(arrays_of(one)) for one in prepared]
+    assert [len(one.values) for one in alone] == counts
+
+    def shown(most: int, *pictures: Placed) -> tuple[Pictures, Media]:
+        made = Pictures(tower, vision.token_of(config), 48, False, 2, axes, abreast=most)
+        tokens = np.array(request.tokens, np.int32).tobytes()
+        new = NewRow(slot=0, tokens=tokens, prompt_len=len(request.tokens), pages=[], sampling=RowSampling())
+        made.admit(replace(new, pictures=list(pictures or request.pictures)))
+        zero, length = np.zeros(1, np.int32), np.full(1, len(request.tokens), np.int32)
+        media = made.media(zero, zero, length)
+        assert media is not None
+        return made, media
+
+    expected = torch.cat([one.values for one in alone])
+    for most in (0, 1, 1 << 16, 1 << 30):
+        made, media = shown(most)
+        torch.testing.assert_close(media.values, expected, atol=1e-5, rtol=1e-4)
+        assert made.computed == 3
+    first, second, third = request.pictures
+    lost = replace(second, picture=replace(second.picture, digest=b"gone", file="/nowhere"))
+    _, media = shown(1 << 30, first, lost, third)
+    ends = np.cumsum(counts)
+    assert media.values[ends[0] : ends[1]].isnan().all()
+    assert torch.equal(media.values[: ends[0]], alone[0].values)
+    assert torch.equal(media.values[ends[1] :], alone[2].values)

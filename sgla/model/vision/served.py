@@ -89,7 +89,7 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
         "--pp": config.pp > 1,
         f"--role {config.role}": config.role != "both",
         "--deterministic, whose attention does not let the tokens of a picture see each other": (
-            vision.together and config.deterministic and config.device != "cpu"
+            vision.ahead and config.deterministic and config.device != "cpu"
         ),
     }
     for reason, holds in reasons.items():

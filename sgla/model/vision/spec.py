@@ -55,6 +55,11 @@ class Vision:
     merged: Callable[[Config], int] | None = None
     sections: Callable[[Config], tuple[list[int], bool]] = lambda config: ([], False)
 
+    @property
+    def ahead(self) -> bool:
+        """Some tokens see others that come behind them."""
+        return self.together or self.prefix
+
     def processor_of(self, settings: Settings) -> str:
         """The class of transformers that prepares pictures."""
         asked = settings.images.get("image_processor_type", "").removesuffix("Fast").removesuffix("Pil")
