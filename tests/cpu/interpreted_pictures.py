@@ -29,6 +29,7 @@ GRAPHS = {"attention_backend": "triton"}
 # Settings of the GPU alone.
 CASES: dict[str, dict[str, Any]] = {
     "llava": TORCH,
+    "paligemma": TRITON,
     "gemma3": TRITON,
     "gemma3, torch": TORCH,
     "qwen2.5-vl": TORCH,
@@ -70,7 +71,8 @@ def requests(model: Model) -> list[Submit]:
 
 
 def answers(make: Callable[..., Any], model: Model, **settings: Any) -> dict[str, Any]:
-    runner = make(tiny_config(step_tokens=40, **settings), model.source, 0, 1, "", lambda progress: None)
+    size = 72 if model.speller.vision.prefix else 40  # a prefix is in one step
+    runner = make(tiny_config(step_tokens=size, **settings), model.source, 0, 1, "", lambda progress: None)
     assert runner.facts.media, runner.facts.notes
     before = Graph.replayed
     transcript = run(runner, requests(model), make_core(runner.facts))

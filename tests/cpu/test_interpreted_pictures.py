@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from forked import run_script
 
-SLOW = "gemma3, torch", "qwen3-vl", "qwen3.5", "llava"
+SLOW = "paligemma", "gemma3, torch", "qwen3-vl", "qwen3.5", "llava"
 
 
 @pytest.mark.parametrize(
