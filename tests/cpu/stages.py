@@ -55,7 +55,7 @@ class Stages:
             joined = gpus.Joined(shard, "")
             with (
                 mock.patch.object(place, "join", join),
-                mock.patch.object(gpus, "join_gpus", lambda *_, joined=joined: joined),
+                mock.patch.object(gpus, "join_gpus", lambda *_, joined=joined, **named: joined),
             ):
                 self.runners.append(make(config, source, stage, count, "", lambda progress: None))
         self.plans: deque[StepPlan] = deque()
