@@ -425,26 +425,32 @@ class AdapterSettings(EngineSettings, kw_only=True):
 
 
 class MediaSettings(AdapterSettings, kw_only=True):
-    """Pictures in requests: where they may come from, and their limits."""
+    """Pictures and sounds in requests: where they may come from, and their limits."""
 
     allowed_media_path: Annotated[
         str | None,
-        Doc(description="folder whose pictures requests may name by file:// or a path; none = no files"),
+        Doc(
+            description="folder whose pictures and sounds requests may name by file:// or a path; none = no "
+            "files"
+        ),
     ] = None
     allowed_media_domains: Annotated[
         list[str],
-        Doc(description="hosts that pictures may be fetched from, redirects included; none given = all"),
+        Doc(description="hosts that media may be fetched from, redirects included; none given = all"),
     ] = []
     allow_private_media: Annotated[
         bool,
         Doc(
-            description="fetch pictures from addresses that are not public, too: of this host, of its "
+            description="fetch media from addresses that are not public, too: of this host, of its "
             "network, of a cloud's metadata"
         ),
     ] = False
     limit_mm_per_prompt: Annotated[
         dict[str, int],
-        Doc(description="pictures that a prompt may have, as '{\"image\": 8}'; 64 where it does not say"),
+        Doc(
+            description='pictures and sounds that a prompt may have, as \'{"image": 8, "audio": 2}\'; 64 '
+            "where it does not say"
+        ),
     ] = {}
     mm_processor_kwargs: Annotated[
         dict[str, Any],
@@ -453,23 +459,24 @@ class MediaSettings(AdapterSettings, kw_only=True):
             "'{\"max_pixels\": 1003520}'; a request may have its own"
         ),
     ] = {}
-    max_media_bytes: Annotated[int, Doc(description="largest file of a picture")] = 32 << 20
+    max_media_bytes: Annotated[int, Doc(description="largest file of a picture or a sound")] = 32 << 20
     max_image_pixels: Annotated[
         int, Doc(description="width times height of the largest picture, looked at before it is decoded")
     ] = 1 << 25
+    max_audio_seconds: Annotated[float, Doc(description="length of the longest sound, once decoded")] = 3600.0
     media_timeout: Annotated[
-        float, Doc(description="seconds until a picture must have been fetched, redirects included")
+        float, Doc(description="seconds until a file must have been fetched, redirects included")
     ] = 10.0
-    media_redirects: Annotated[int, Doc(description="redirects that are followed to a picture")] = 3
+    media_redirects: Annotated[int, Doc(description="redirects that are followed to a file")] = 3
     media_processes: Annotated[
         int | None,
         Doc(
-            description="processes in which pictures are decoded, and as many that prepare them for the "
+            description="processes in which media are decoded, and as many that prepare them for the "
             "model; they start when they are wanted; default = a quarter of the cores, from 2 to 8"
         ),
     ] = None
     media_cpu_seconds: Annotated[
-        float, Doc(description="seconds of a CPU that decoding or preparing one picture may take")
+        float, Doc(description="seconds of a CPU that decoding or preparing one picture or sound may take")
     ] = 10.0
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from sgla.media.picture import Picture
+from sgla.media.sound import Sound
 
 LONGEST = 1 << 20  # tokens of a request, its answer included
 
@@ -183,9 +184,9 @@ class Job(msgspec.Struct, kw_only=True):
     truncate: int | None = None
     prompt_logprobs: int | None = None  # most that the prompt may have, alternatives included
     hidden_states: int | None = None  # most numbers that those of its choices may have
-    # In the order of their places in the prompt: parts {"type": "image"} of messages, or the model's own
-    # token for a picture in a text or in ids.
-    pictures: list[Picture] = []
+    # In the order of their places in the prompt: parts {"type": "image"} or {"type": "audio"} of messages, or
+    # the model's own token for one in a text or in ids.
+    pictures: list[Picture | Sound] = []
     media_kwargs: dict[str, Any] = {}  # of what prepares them
     prepared: list[Prepared] = []  # of these
 
@@ -201,8 +202,8 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Prepared(msgspec.Struct, array_like=True, frozen=True, weakref=True):
-    """What a model's tower reads of a picture: ``arrays`` that lie in a ``file``, which is there as long as
-    the main process has this."""
+    """What a model's tower reads of a picture or a sound: ``arrays`` that lie in a ``file``, which is there
+    as long as the main process has this."""
 
     digest: bytes
     file: str
@@ -210,8 +211,8 @@ class Prepared(msgspec.Struct, array_like=True, frozen=True, weakref=True):
 
 
 class Placed(msgspec.Struct, array_like=True, frozen=True):
-    """A picture, and the tokens of a prompt that stand for it or around its parts: from ``first`` to
-    ``end``, which is the first one behind."""
+    """A picture or a sound, and the tokens of a prompt that stand for it or around its parts: from ``first``
+    to ``end``, which is the first one behind."""
 
     first: int
     end: int

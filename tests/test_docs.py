@@ -33,7 +33,7 @@ from sgla.http.request import schema as request
 from sgla.http.responses import agent, answer, compact, items, mcp
 from sgla.http.state import database
 from sgla.hub import gguf_header, source
-from sgla.media import pool
+from sgla.media import listen, pool, sound
 from sgla.model import limits
 from sgla.model.registry import supported
 from sgla.text import beams, prepare, regex, stops, tokenizer
@@ -200,12 +200,14 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "choices of a grammar": (notations.MAX_CHOICES,),
     "characters of a `chat_template`": (templates.MAX_SOURCE,),
     "characters of a name": (request.MAX_NAME, session_store.MAX_NAME),
-    "pictures of a prompt": (load.MOST,),
+    "pictures of a prompt, sounds": (load.MOST,),
     "- the file of one": (DEFAULTS.max_media_bytes, DEFAULTS.max_image_pixels),
     "- characters of its URL": (fetch.MAX_URL, DEFAULTS.media_redirects, DEFAULTS.media_timeout),
     "- CPU time to decode": (DEFAULTS.media_cpu_seconds, pool.BUSY * DEFAULTS.media_cpu_seconds),
-    "- memory of the process that does": (ingress.PROCESS, ingress.PIXEL),
-    "- pictures of a client": (fetch.AT_ONCE, fetch.OWN_NAMES),
+    "- memory of the process that does": (ingress.PROCESS, ingress.PIXEL, ingress.SECOND // sound.RATE),
+    "- seconds of a sound": (sound.SHORTEST, DEFAULTS.max_audio_seconds),
+    "- samples a second": (*listen.RATES, listen.CHANNELS),
+    "- files of a client": (fetch.AT_ONCE, fetch.OWN_NAMES),
     "`custom_id`": (lines.MAX_ID,),
     "`/tokenize`": (tokens.MAX_CHARS, tokens.MAX_TOKENS),
     "`/detokenize`": (tokens.MAX_IDS,),

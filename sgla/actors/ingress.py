@@ -18,6 +18,7 @@ from sgla.config import Config
 from sgla.defaults import Defaults
 from sgla.errors import BadRequest, Draining, InvalidField, Loading, Overloaded, SglaError, UnsupportedTask
 from sgla.media.pool import Pool, processes_of
+from sgla.media.sound import RATE
 from sgla.messages import Control, Event, Facts, Job, Progress, Rejected
 from sgla.model.sizes import Outline
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 # Prompt bytes that may be open at once; keeps a flood of maximal bodies from exhausting the host's memory.
 OPEN_BYTES = 256 << 20
 SPARE = 1 / 8  # of the capacity: clients that have no more than that open may open as much beyond it
-# Of memory that a process for media may take: what any task needs, and what each pixel does.
-PROCESS, PIXEL = 256 << 20, 32
+# Of memory that a process for media may take: what any task needs, what a pixel does, a second of sound.
+PROCESS, PIXEL, SECOND = 256 << 20, 32, 16 * RATE
 SILENT = 30.0  # seconds of a start without progress that are worth telling
 SHUTTING_DOWN = "the server is shutting down"
 PRODUCTS = {"embed": "embeddings", "classify": "classifications"}
@@ -103,7 +104,9 @@ class Ingress(Resting):
         self.adapters = AdapterTable(config)
         self.media = Pool(
             processes_of(config.media_processes),
-            PROCESS + PIXEL * config.max_image_pixels + 4 * config.max_media_bytes,
+            PROCESS
+            + max(PIXEL * config.max_image_pixels, int(SECOND * config.max_audio_seconds))
+            + 4 * config.max_media_bytes,
             config.media_cpu_seconds,
             ["sgla.media.decode"],
         )

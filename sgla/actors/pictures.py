@@ -1,5 +1,5 @@
-"""Pictures of requests, prepared for the model's tower in processes of their own. What is made of one lies in
-memory that workers open, once for all requests that have it at a time."""
+"""Pictures and sounds of requests, prepared for the model's tower in processes of their own. What is made of
+one lies in memory that workers open, once for all requests that have it at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -17,14 +17,19 @@ from weakref import WeakValueDictionary, finalize
 from sgla.errors import BadRequest, Overloaded
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
+from sgla.media.sound import Sound
 from sgla.messages import Array, Prepared
 from sgla.model.vision.sizes import checked_sizes
 from sgla.model.vision.spec import Settings, Vision
 
-MODULES = ("sgla.media.without_torch", "sgla.media.prepare", "transformers.image_processing_backends")
+MODULES = {
+    "image": ("sgla.media.without_torch", "sgla.media.prepare", "transformers.image_processing_backends"),
+    "audio": ("sgla.media.without_torch", "sgla.media.prepare", "transformers.feature_extraction_utils"),
+}
 MOST = 1 << 28  # bytes of what is made of one picture
 TOGETHER = 1 << 31  # of all that are there
 PREPARE, WAKE = "sgla.media.prepare:prepare", "sgla.media.prepare:wake"
+PREPARE_SOUND = "sgla.media.prepare:prepare_sound"
 Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
 
 
@@ -44,7 +49,7 @@ class PictureRoom:
         self._vision, self._sizes = vision, checked_sizes(vision, sizes)
         self._settings = dict(settings.images)
         self._extra = vision.prepares(config, settings)
-        self._pool, self._most = Pool(processes, modules=MODULES), max(1, processes - 1)
+        self._pool, self._most = Pool(processes, modules=MODULES[vision.kind]), max(1, processes - 1)
         self._making: dict[bytes, asyncio.Future[None]] = {}  # by digest
         self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
         self._bytes: Counter[str] = Counter()  # by client
@@ -64,7 +69,10 @@ class PictureRoom:
         return mark, json.dumps(self._settings | given)
 
     async def prepare(
-        self, pictures: list[Picture], client: str, sizes: Mapping[str, Any] = MappingProxyType({})
+        self,
+        pictures: Sequence[Picture | Sound],
+        client: str,
+        sizes: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Prepared]:
         """In their order. ``sizes``: see ``model/vision/sizes.py``. Raises what the pool raises,
         InvalidField, UnsupportedField and Overloaded."""
@@ -79,7 +87,7 @@ class PictureRoom:
         return [made[picture.digest] for picture in pictures]
 
     async def _one(
-        self, picture: Picture, client: str, mark: bytes, settings: str, several: bool
+        self, picture: Picture | Sound, client: str, mark: bytes, settings: str, several: bool
     ) -> Prepared:
         digest = hashlib.sha256(picture.digest + mark).digest() if mark else picture.digest
         while True:
@@ -97,18 +105,22 @@ class PictureRoom:
             made.set_result(None)
 
     async def _made(
-        self, picture: Picture, digest: bytes, settings: str, client: str, several: bool
+        self, picture: Picture | Sound, digest: bytes, settings: str, client: str, several: bool
     ) -> Prepared:
         if self._bytes[client] > TOGETHER // 2 or self._bytes.total() > TOGETHER:
             raise Overloaded(
-                f"pictures of requests take {TOGETHER >> 30} GiB, or yours half of that; retry later",
+                f"{self._vision.things} of requests take {TOGETHER >> 30} GiB, or yours half of that; "
+                "retry later",
                 retry_after=5.0,
             )
         fd = os.memfd_create("picture", os.MFD_CLOEXEC)
         file = f"/proc/{os.getpid()}/fd/{fd}"
-        asked = (picture, self._processor, settings, self._extra, several, file, MOST)
+        if isinstance(picture, Sound):
+            asked: tuple[Any, ...] = (PREPARE_SOUND, picture, self._processor, settings, file, MOST)
+        else:
+            asked = (PREPARE, picture, self._processor, settings, self._extra, several, file, MOST)
         try:
-            fields = await self._pool.run(PREPARE, *asked, result=list[Fields])
+            fields = await self._pool.run(*asked, result=list[Fields])
         except BaseException:
             os.close(fd)
             raise

@@ -28,6 +28,7 @@ from sgla.loading.upload import begin_thread, synchronize, threads_for
 from sgla.messages import Progress
 from sgla.model.base import CausalLM
 from sgla.model.generic_spec import GenericSpec
+from sgla.model.hearing import HEARINGS
 from sgla.model.read import read_decoder
 from sgla.model.registry import class_path, family_of
 from sgla.model.sizes import FOUR_BITS, as_stored, kinds_of, wide_matrices
@@ -112,8 +113,9 @@ def load_model(
 
 
 def towers_of(architecture: str) -> tuple[str, ...]:
-    """Beginnings of the names of tensors that make features of pictures, which ``loading/tower.py`` loads."""
-    vision = VISIONS.get(architecture)
+    """Beginnings of the names of tensors that make features of pictures or sounds, which
+    ``loading/tower.py`` loads."""
+    vision = VISIONS.get(architecture) or HEARINGS.get(architecture)
     parts = () if vision is None else vision.parts
     return tuple(f"{prefix}{part}" for prefix in ("", "model.") for part in parts)
 

@@ -1,4 +1,5 @@
-"""The part of a model that makes features of pictures: transformers' module with the checkpoint's weights."""
+"""The part of a model that makes features of pictures or sounds: transformers' module with the checkpoint's
+weights."""
 
 from __future__ import annotations
 
@@ -11,17 +12,19 @@ from torch import Tensor, nn
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
+from sgla.loading.hearing import features_of
 from sgla.model.vision.spec import Vision
 
 # A language model that takes next to nothing stands where transformers' class wants one.
 SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": []}
 READ = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "batch_num_images")
+HEARD = ("input_features", "attention_mask")
 TEXTS = ("language_model", "text_model")
 
 
 class Features(NamedTuple):
-    """Of one picture: what stands in place of its tokens' embeddings ``[n, d]``, and what is added to the
-    outputs of the first layers."""
+    """Of one picture or sound: what stands in place of its tokens' embeddings ``[n, d]``, and what is added
+    to the outputs of the first layers."""
 
     values: Tensor
     deep: list[Tensor]
@@ -47,7 +50,7 @@ class Tower:
         return sum(x.nbytes for x in (*self.module.parameters(), *self.module.buffers()))
 
     def __call__(self, arrays: Mapping[str, Tensor]) -> Features:
-        """Of one picture. ``arrays``: what the processor made of it."""
+        """Of one picture or sound. ``arrays``: what the processor made of it."""
         return self._seen(arrays)
 
     def several(self, pictures: Sequence[Mapping[str, Tensor]], counts: list[int]) -> list[Features]:
@@ -63,8 +66,10 @@ class Tower:
         given = {
             name: values.to(self.device).to(self.dtype if values.is_floating_point() else values.dtype)
             for name, values in arrays.items()
-            if name in READ
+            if name in READ + HEARD
         }
+        if "input_features" in given:
+            return Features(features_of(self.module, given), [])
         made = self.module.get_image_features(**given, return_dict=True)
         found = made.pooler_output
         deep = getattr(made, "deepstack_features", None) or []

@@ -30,3 +30,7 @@ class Picture(msgspec.Struct, frozen=True, array_like=True):
         digest = hashlib.sha256(struct.pack("<II", height, width))
         digest.update(pixels)
         return cls(digest.digest(), height, width, pixels)
+
+    @property
+    def size(self) -> int:
+        return len(self.pixels)

@@ -1,5 +1,5 @@
-"""What a model's tower reads of a picture: transformers' processor of the checkpoint, in a process of its
-own."""
+"""What a model's tower reads of a picture or a sound: transformers' processor of the checkpoint, in a process
+of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from sgla.errors import BadRequest, InvalidField
 from sgla.media.picture import Picture
+from sgla.media.sound import RATE, Sound
 
 FEW = 64  # values of an array that are told
 DTYPES = {np.dtype(name) for name in ("float32", "int64", "int32", "bool", "uint8")}
@@ -58,15 +59,47 @@ def prepare(
 ) -> list[tuple[str, str, list[int], int, list[int]]]:
     """Write all arrays to ``file``, ``most`` bytes of them, and say where they are: fields of
     ``messages.Array``. Raises InvalidField."""
+    return written(arrays_of(picture, processor, settings, asked, several), "picture", file, most)
+
+
+def prepare_sound(
+    sound: Sound, processor: str, settings: str, file: str, most: int
+) -> list[tuple[str, str, list[int], int, list[int]]]:
+    """As ``prepare``."""
+    return written(heard_of(sound, processor, settings), "sound", file, most)
+
+
+def heard_of(sound: Sound, processor: str, settings: str) -> dict[str, Any]:
+    """By name, in numpy. Raises InvalidField for what the model cannot hear at once."""
+    extractor = processor_of(processor, settings)
+    if sound.seconds > (longest := extractor.n_samples / RATE):
+        raise InvalidField(
+            f"a sound has {sound.seconds:.1f} s, and this model hears {longest:g} s; send it in pieces",
+            param="messages",
+        )
+    samples = np.frombuffer(sound.samples, np.float32)
+    made = extractor(samples, sampling_rate=RATE, return_attention_mask=True, return_tensors="np")
+    mask = made["attention_mask"]
+    return {
+        "input_features": np.ascontiguousarray(made["input_features"]),
+        "attention_mask": np.ascontiguousarray(mask),
+        "frames": mask.sum(-1).astype(np.int64),
+    }
+
+
+def written(
+    arrays: dict[str, Any], thing: str, file: str, most: int
+) -> list[tuple[str, str, list[int], int, list[int]]]:
+    """See ``prepare``."""
     found, at = [], 0
     with open(file, "wb") as out:
-        for name, values in arrays_of(picture, processor, settings, asked, several).items():
+        for name, values in arrays.items():
             if values.dtype not in DTYPES:
-                raise BadRequest(f"a picture became an array of {values.dtype}")
+                raise BadRequest(f"a {thing} became an array of {values.dtype}")
             at += out.write(bytes(-at % 64))
             if at + values.nbytes > most:
                 raise InvalidField(
-                    f"a picture takes more than {most >> 20} MiB once it is prepared; send a smaller one",
+                    f"a {thing} takes more than {most >> 20} MiB once it is prepared; send a smaller one",
                     param="messages",
                 )
             whole = values.dtype.kind == "i" and prod(values.shape) <= FEW

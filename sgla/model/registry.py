@@ -10,6 +10,7 @@ from typing import Any
 from sgla.errors import ConfigError
 from sgla.hub.gguf_layout import Layout
 from sgla.model.families import FAMILIES
+from sgla.model.families.heard import HEARD
 from sgla.model.families.pictured import PICTURED
 from sgla.model.family import Family
 from sgla.model.gguf_layouts import layout_of
@@ -30,7 +31,7 @@ def register(architecture: str, family: Family) -> None:
         _GENERATING[name] = family
 
 
-for _name, _family in (FAMILIES | PICTURED).items():
+for _name, _family in (FAMILIES | PICTURED | HEARD).items():
     if _family.model:
         register(_name, _family)
 

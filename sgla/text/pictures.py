@@ -1,4 +1,4 @@
-"""What stands for pictures in a prompt: as many tokens as the model's tower gives for each."""
+"""What stands for pictures or sounds in a prompt: as many tokens as the model's tower gives for each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Speller:
             ("suffix", job.suffix is not None),
         ):
             if given:
-                message = f"{param} is not supported with pictures; leave one of the two out"
+                message = f"{param} is not supported with {self.vision.things}; leave one of the two out"
                 raise UnsupportedField(message, param=param)
         if job.token_ids is not None:
             return self.in_tokens(job.token_ids, job.prepared, lambda text: encode(text, False, "prompt"))
@@ -66,10 +66,11 @@ class Speller:
         return self._repeated(made + tokens[places[-1] + 1 :], pictures, spelled)
 
     def _spelled(self, places: int, pictures: Sequence[Prepared]) -> list[Spelled]:
+        things = self.vision.things
         if places != len(pictures):
             raise InvalidField(
-                f"the prompt has {places} places for pictures ({self.vision.written}), and the request "
-                f"{len(pictures)} pictures; give each its place, and write that text nowhere else",
+                f"the prompt has {places} places for {things} ({self.vision.written}), and the request "
+                f"{len(pictures)} {things}; give each its place, and write that text nowhere else",
                 param="messages",
             )
         return [self.vision.spelled(self._config, self._settings, picture) for picture in pictures]
@@ -80,7 +81,8 @@ class Speller:
         """With the token for parts of pictures as often as each entry says."""
         if tokens.count(self._token) != sum(len(entry.counts) for entry in spelled):
             raise InvalidField(
-                "the prompt's text has tokens of its own that stand for parts of pictures; leave them out",
+                "the prompt's text has tokens of its own that stand for parts of "
+                f"{self.vision.things}; leave them out",
                 param="messages",
             )
         made: list[int] = []

@@ -38,7 +38,7 @@ from sgla.text.pictures import Speller
 from sgla.text.process import BoundedTemplate
 from sgla.text.regex import RegexError
 from sgla.text.stops import make_stops
-from sgla.text.template import PICTURE, ChatTemplate
+from sgla.text.template import SHOWN, ChatTemplate
 from sgla.text.tokenizer import Tokenizer
 from sgla.text.words import word_tokens
 
@@ -325,7 +325,7 @@ class Preparer:
             "continue_final_message": job.continue_final_message,
         } | job.template_kwargs
         if job.prepared:
-            options["image_placeholder"] = self.limits.media.get("image", "")
+            options["placeholders"] = self.limits.media
         if options["continue_final_message"]:
             options["add_generation_prompt"] = False
         return self.template.render(job.messages, **options)
@@ -521,10 +521,10 @@ def row_sampling(
 
 
 def check_cut(job: Job) -> None:
-    """Raise UnsupportedField for a prompt with pictures that is to be cut between tokens."""
+    """Raise UnsupportedField for a prompt with pictures or sounds that is to be cut between tokens."""
     if (job.pictures or job.prepared) and (job.truncate is not None or job.keep_last is not None):
         raise UnsupportedField(
-            "truncate_prompt_tokens is not supported beside pictures; leave it out",
+            "truncate_prompt_tokens is not supported beside pictures and sounds; leave it out",
             param="truncate_prompt_tokens",
         )
 
@@ -561,7 +561,7 @@ def without(job: Job, start: int, end: int) -> Job:
 
 def pictures_in(messages: Sequence[Mapping[str, Any]]) -> int:
     contents = (message.get("content") for message in messages)
-    return sum(content.count(PICTURE) for content in contents if isinstance(content, list))
+    return sum(part in SHOWN for content in contents if isinstance(content, list) for part in content)
 
 
 def free_part(grammar: Grammar | None, prompt: list[int], tokenizer: Tokenizer) -> Free:

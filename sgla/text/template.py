@@ -7,8 +7,10 @@ The rules of the environment (sandbox, block trimming, ``tojson`` without HTML e
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -30,12 +32,13 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 RESERVED = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-        *("tool_prompt", "image_placeholder"),
+        *("tool_prompt", "placeholders"),
     }
 )
 PROBE = "Kq7wZ"
 MAX_SOURCE = 1 << 16  # characters of a template that comes with a request
-PICTURE = {"type": "image"}  # a part that stands for a picture
+PICTURE, SOUND = {"type": "image"}, {"type": "audio"}  # parts that stand for a picture or a sound
+SHOWN = (PICTURE, SOUND)
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -105,26 +108,27 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        image_placeholder: str = "",
+        placeholders: Mapping[str, str] = MappingProxyType({}),
         **kwargs: Any,
     ) -> str:
-        """The prompt. ``image_placeholder``: what stands for a picture where the template does not show
-        parts that are PICTURE: as in vLLM, in front of the message's text. ``kwargs`` are further variables
-        (``enable_thinking``, ``documents``); ``chat_template`` picks one by name, or is the source of
-        another. A template that knows no tools shows them as text, unless ``tool_prompt`` is False.
+        """The prompt. ``placeholders``: what stands for an "image" or an "audio" where the template
+        does not show parts that are PICTURE or SOUND: as in vLLM, in front of the message's text. ``kwargs``
+        are further variables (``enable_thinking``, ``documents``); ``chat_template`` picks one by name, or is
+        the source of another. A template that knows no tools shows them as text, unless ``tool_prompt`` is
+        False.
 
         Raises BadRequest with the template's own message, and InvalidField for messages it cannot show.
         """
         variant = self._pick(kwargs.pop("chat_template", None), tools)
         if kwargs.pop("tool_prompt", True) and not variant.shows_tools:
-            messages, tools = variant.told(messages, tools, image_placeholder), None
-        messages = variant.with_system_first(messages, image_placeholder)
+            messages, tools = variant.told(messages, tools, placeholders), None
+        messages = variant.with_system_first(messages, placeholders)
         if continue_final_message and (not messages or messages[-1].get("content") in (None, [])):
             raise InvalidField(
                 "continue_final_message needs a last message with text to continue",
                 param="continue_final_message",
             )
-        chat = [variant.fit(message, image_placeholder) for message in messages]
+        chat = [variant.fit(message, placeholders) for message in messages]
         final = _tag_final(chat) if continue_final_message else None
         variables = {
             "documents": None,
@@ -202,20 +206,20 @@ class _Variant:
             ) from error
 
     def told(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, placeholder: str
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, placeholders: Mapping[str, str]
     ) -> list[Message]:
         """``messages`` with tools, calls and results as text, if there are any."""
         if not tools and not any(m.get("tool_calls") or m.get("role") == "tool" for m in messages):
             return messages
-        plain = [_plain(message, placeholder) for message in messages]
+        plain = [_plain(message, placeholders) for message in messages]
         return with_tools(plain, tools, self._takes_system)
 
-    def with_system_first(self, messages: list[Message], placeholder: str) -> list[Message]:
+    def with_system_first(self, messages: list[Message], placeholders: Mapping[str, str]) -> list[Message]:
         """``messages``; where the template refuses system messages behind the first message, as agents send
         them, these are the user's."""
         if all(m.get("role") not in SYSTEM for m in messages[1:]) or self._takes_later_system:
             return messages
-        plain = [_plain(message, placeholder) for message in messages]
+        plain = [_plain(message, placeholders) for message in messages]
         later = [m | {"role": "user"} if m.get("role") in SYSTEM else m for m in plain[1:]]
         return joined([plain[0], *later])
 
@@ -234,7 +238,14 @@ class _Variant:
 
     @cached_property
     def _shows_pictures(self) -> frozenset[str]:
-        """Roles in whose messages a part that is PICTURE comes out as something."""
+        return self._showing(PICTURE)
+
+    @cached_property
+    def _shows_sounds(self) -> frozenset[str]:
+        return self._showing(SOUND)
+
+    def _showing(self, part: Message) -> frozenset[str]:
+        """Roles in whose messages the ``part`` comes out as something."""
         call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
         called = {"role": "assistant", "content": "", "tool_calls": [call]}
         before: dict[str, list[Message]] = {"user": [], "tool": [{"role": "user", "content": "x"}, called]}
@@ -242,8 +253,7 @@ class _Variant:
         found = set()
         for role, chat in before.items():
             without, shown = (
-                self._attempt([*chat, {"role": role, "content": parts}])
-                for parts in ([text], [PICTURE, text])
+                self._attempt([*chat, {"role": role, "content": parts}]) for parts in ([text], [part, text])
             )
             if PROBE in without and PROBE in shown and shown != without and "'type'" not in shown:
                 found.add(role)
@@ -273,12 +283,12 @@ class _Variant:
         except BadRequest:
             return ""
 
-    def fit(self, message: Message, placeholder: str) -> Message:
+    def fit(self, message: Message, placeholders: Mapping[str, str]) -> Message:
         """A copy of an OpenAI message in the shape that this template understands."""
         fitted = dict(message)
         if fitted.get("role") == "developer" and not self._knows_developer:
             fitted["role"] = "system"
-        fitted["content"] = self._fit_content(message, placeholder)
+        fitted["content"] = self._fit_content(message, placeholders)
         if calls := message.get("tool_calls"):
             fitted["tool_calls"] = [
                 _parsed_call(call) if self._takes_objects else _written_call(call) for call in calls
@@ -288,31 +298,41 @@ class _Variant:
             fitted = {"thinking": reasoning, **fitted, "reasoning_content": reasoning}
         return fitted
 
-    def _fit_content(self, message: Message, placeholder: str) -> Any:
+    def _fit_content(self, message: Message, placeholders: Mapping[str, str]) -> Any:
         content = message.get("content")
-        if isinstance(content, list) and PICTURE in content:
-            if self._takes_parts and message.get("role") in self._shows_pictures:
-                return [part if part == PICTURE else _text_part(part) for part in content]
-            content = _flat(content, placeholder)
+        if isinstance(content, list) and (SOUND in content or PICTURE in content):
+            role = message.get("role")
+            shown = (PICTURE not in content or role in self._shows_pictures) and (
+                SOUND not in content or role in self._shows_sounds
+            )
+            if self._takes_parts and shown:
+                return [part if part in SHOWN else _text_part(part) for part in content]
+            content = _flat(content, placeholders)
         if content is None:
             return None if message.get("tool_calls") and self._takes_none else ""
         if isinstance(content, list):
-            return list(map(_text_part, content)) if self._takes_parts else _flat(content, placeholder)
+            return list(map(_text_part, content)) if self._takes_parts else _flat(content, placeholders)
         return content if self._takes_text else [{"type": "text", "text": content}]
 
 
-def _plain(message: Message, placeholder: str) -> Message:
+def _plain(message: Message, placeholders: Mapping[str, str]) -> Message:
     """With content as one text and parsed calls."""
     content, calls = message.get("content"), message.get("tool_calls")
-    text = _flat(content, placeholder) if isinstance(content, list) else content
+    text = _flat(content, placeholders) if isinstance(content, list) else content
     return {**message, "content": text} | ({"tool_calls": list(map(_parsed_call, calls))} if calls else {})
 
 
-def _flat(content: list[Any], placeholder: str) -> str:
-    """Parts as one text. Pictures whose placeholder is not in it come first."""
-    text = "\n".join(_part_text(part) for part in content if part != PICTURE)
-    missing = content.count(PICTURE) - (text.count(placeholder) if placeholder else 0)
-    return "\n".join([*[placeholder] * missing, text] if text or not missing else [placeholder] * missing)
+def _flat(content: list[Any], placeholders: Mapping[str, str]) -> str:
+    """Parts as one text. Pictures and sounds whose placeholder is not in it come first."""
+    text = "\n".join(_part_text(part) for part in content if part not in SHOWN)
+    left = {kind: text.count(name) for kind, name in placeholders.items() if name}
+    missing = []
+    for part in content:
+        if part in SHOWN:
+            left[part["type"]] = left.get(part["type"], 0) - 1
+            if left[part["type"]] < 0:
+                missing.append(placeholders.get(part["type"], ""))
+    return "\n".join([*missing, text] if text or not missing else missing)
 
 
 def _text_part(part: Any) -> dict[str, str]:

@@ -53,7 +53,7 @@ def open_pictures(
     plain = torch.float32 if dtype == "float32" else torch.bfloat16
     load = partial(load_tower, source, vision, plain, device, config.random_seed or 0)
     tower, note = load(), ""
-    if device.type == "cuda" and plain != torch.float32:
+    if device.type == "cuda" and vision.kind == "image" and plain != torch.float32:
         tower, note = quick(tower, load, vision, example_of(source, vision, SMALL))
     merged = vision.merged(source.config) if vision.merged is not None else 0
     axes = axes_of(*vision.sections(source.config)) if merged else None
@@ -63,9 +63,9 @@ def open_pictures(
     abreast = 0 if alone else ABREAST
     pictures = Pictures(tower, token, spec.hidden, vision.ahead, merged, axes, kept, abreast)
     ledger = {"tower": tower.nbytes, "pictures": kept}
-    if device.type == "cuda":
+    if device.type == "cuda" and vision.kind == "image":
         pictures.example = example_of(source, vision, LARGE)
-    return pictures, Seeing(kept, ledger, {"image": vision.media}, note)
+    return pictures, Seeing(kept, ledger, {vision.kind: vision.media}, note)
 
 
 def example_of(source: ModelSource, vision: Vision, side: int) -> dict[str, Tensor]:

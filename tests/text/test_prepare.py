@@ -17,7 +17,7 @@ from sgla.media.picture import Picture
 from sgla.messages import Job, Prepared, SamplingParams, Thinking, ThinkLimit
 from sgla.text.infill import FAMILIES, Marks
 from sgla.text.prepare import Preparer, choice_seed, prepare, without
-from sgla.text.template import PICTURE, ChatTemplate
+from sgla.text.template import PICTURE, SOUND, ChatTemplate
 from sgla.text.tokenizer import Tokenizer
 from sgla.text.words import word_tokens
 
@@ -395,7 +395,7 @@ def test_a_suffix_that_no_context_holds_is_refused(
 
 def test_turns_that_are_dropped_take_their_pictures_with_them() -> None:
     pictures = [Prepared(bytes([i]), "", []) for i in range(4)]
-    contents = [["a", PICTURE], [PICTURE, PICTURE], "b", ["c", PICTURE]]
+    contents = [["a", PICTURE], [PICTURE, SOUND], "b", ["c", PICTURE]]
     messages = [{"role": "user", "content": content} for content in contents]
     kept = without(job(messages=messages, prepared=pictures), 1, 3)
     assert kept.messages == [messages[0], messages[3]]

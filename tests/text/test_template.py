@@ -327,7 +327,7 @@ def seen(*parts: str | dict[str, str], role: str = "user") -> list[dict[str, obj
 def test_pictures_stand_where_the_template_shows_them_or_before_the_text(
     source: str, parts: tuple[str | dict[str, str], ...], shown: str
 ) -> None:
-    assert ChatTemplate(source).render(seen(*parts), image_placeholder="<img>") == shown
+    assert ChatTemplate(source).render(seen(*parts), placeholders={"image": "<img>"}) == shown
 
 
 def test_pictures_that_a_tool_returns_and_beside_tools_that_are_told_as_text() -> None:
@@ -335,14 +335,17 @@ def test_pictures_that_a_tool_returns_and_beside_tools_that_are_told_as_text() -
     turns = [*seen("x"), {"role": "assistant", "content": "", "tool_calls": [call]}]
     chat = [*turns, *seen(PICTURE, "y", role="tool")]
     assert (
-        ChatTemplate(WITH_PARTS + "{{ tools }}").render(chat, image_placeholder="<img>").count("[img]y") == 1
+        ChatTemplate(WITH_PARTS + "{{ tools }}").render(chat, placeholders={"image": "<img>"}).count("[img]y")
+        == 1
     )
     tools = [{"type": "function", "function": {"name": "f"}}]
-    text = ChatTemplate(OF_STRINGS).render([*seen(PICTURE, "x"), *chat[1:]], tools, image_placeholder="<img>")
+    text = ChatTemplate(OF_STRINGS).render(
+        [*seen(PICTURE, "x"), *chat[1:]], tools, placeholders={"image": "<img>"}
+    )
     assert text.index("<img>\nx") < text.index("<img>\ny")
     assert text.count("<img>") == 2
     later = [*seen("x"), *seen(PICTURE, "z", role="system")]
     refusing = OF_STRINGS.replace(
         "<{{", "{% if not loop.first and m.role == 'system' %}{{ raise_exception('no') }}{% endif %}<{{"
     )
-    assert "<img>\nz" in ChatTemplate(refusing).render(later, image_placeholder="<img>")
+    assert "<img>\nz" in ChatTemplate(refusing).render(later, placeholders={"image": "<img>"})

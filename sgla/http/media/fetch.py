@@ -1,4 +1,4 @@
-"""Pictures from other servers: within limits, and not from where only this server gets."""
+"""Pictures and sounds from other servers: within limits, and not from where only this server gets."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Resolver(AbstractResolver):
     def check(self, host: str, address: str) -> None:
         if not self._any_address and not is_public(address):
             raise InvalidField(
-                f"{host[:200]} is no public address, from which alone pictures are fetched "
+                f"{host[:200]} is no public address, from which alone media are fetched "
                 "(--allow-private-media)"
             )
 
@@ -89,7 +89,7 @@ class Resolver(AbstractResolver):
 
 def check_size(size: int, most: int) -> None:
     if size > most:
-        raise InvalidField(f"the picture's file has more than {most} bytes (--max-media-bytes)")
+        raise InvalidField(f"the file has more than {most} bytes (--max-media-bytes)")
 
 
 class Fetcher:

@@ -1,4 +1,4 @@
-"""Sources -> pictures: within the limits of a prompt, and by turns between clients."""
+"""Sources -> pictures and sounds: within the limits of a prompt, and by turns between clients."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from sgla.http.ports import Ingress
 from sgla.http.turns import Desk
 from sgla.media.picture import Limits, Picture
 from sgla.media.pool import processes_of
+from sgla.media.sound import Hearable, Sound
 from sgla.media.source import MAX_PATH, form_of, path_of
 
-DECODE = "sgla.media.decode:picture"
-MOST = 64  # pictures of a prompt, where --limit-mm-per-prompt does not say
+DECODE, LISTEN = "sgla.media.decode:picture", "sgla.media.listen:sound"
+MOST = 64  # pictures of a prompt, and sounds, where --limit-mm-per-prompt does not say
+# What reads them, and what they are called.
+NEEDS = {"image": ("PIL", "Pillow", "images", "pictures"), "audio": ("av", "PyAV", "sounds", "sounds")}
 
 
 class Media:
     """What requests bring beside text."""
 
     def __init__(self, settings: MediaSettings) -> None:
-        self.most = settings.limit_mm_per_prompt.get("image", MOST)
-        self._limits = Limits(
-            settings.max_media_bytes, settings.max_image_pixels, settings.allowed_media_path or ""
-        )
+        self.most = {kind: settings.limit_mm_per_prompt.get(kind, MOST) for kind in NEEDS}
+        size, folder = settings.max_media_bytes, settings.allowed_media_path or ""
+        self._seen = Limits(size, settings.max_image_pixels, folder)
+        self._heard = Hearable(size, settings.max_audio_seconds, folder)
         self._fetcher = Fetcher(settings)
         self._desk = Desk(processes_of(settings.media_processes))
 
@@ -43,27 +46,34 @@ class Media:
         return given or {}
 
     def check(self, sources: Sequence[Source], ingress: Ingress) -> None:
-        """Raise for the first picture of a prompt that the model or the server does not take."""
+        """Raise for the first picture or sound of a prompt that the model or the server does not take."""
+        for kind in NEEDS:
+            self._check([source for source in sources if source.kind == kind], kind, ingress)
+
+    def _check(self, sources: Sequence[Source], kind: str, ingress: Ingress) -> None:
         if not sources:
             return
         place = sources[0].place
-        if ingress.facts is None or "image" not in ingress.facts.media:
-            raise UnsupportedField(f"{place}: this model takes no images; leave it out", param=place)
-        if find_spec("PIL") is None:
+        module, library, taken, things = NEEDS[kind]
+        if ingress.facts is None or kind not in ingress.facts.media:
+            raise UnsupportedField(f"{place}: this model takes no {taken}; leave it out", param=place)
+        if find_spec(module) is None:
             raise UnsupportedField(
-                f"{place}: this server reads no pictures: it lacks Pillow (pip install 'sgla[mm]')",
+                f"{place}: this server reads no {things}: it lacks {library} (pip install 'sgla[mm]')",
                 param=place,
             )
-        if len(sources) > self.most:
+        if len(sources) > self.most[kind]:
             raise InvalidField(
-                f"the prompt has {len(sources)} pictures; {self.most} (--limit-mm-per-prompt) may be",
-                param=sources[self.most].place,
+                f"the prompt has {len(sources)} {things}; {self.most[kind]} (--limit-mm-per-prompt) may be",
+                param=sources[self.most[kind]].place,
             )
 
-    async def pictures(self, sources: Sequence[Source], ingress: Ingress, share: Share) -> list[Picture]:
-        """Of sources that were checked; a source that is there twice is loaded once. The pictures stay in
+    async def pictures(
+        self, sources: Sequence[Source], ingress: Ingress, share: Share
+    ) -> list[Picture | Sound]:
+        """And sounds, of sources that were checked; one that is there twice is loaded once. They stay in
         ``share``. Raises BadRequests that name the place, and what ``share`` does."""
-        tasks: dict[object, asyncio.Task[Picture]] = {}
+        tasks: dict[object, asyncio.Task[Picture | Sound]] = {}
         try:
             for source in sources:
                 if (key := _key(source)) not in tasks:
@@ -75,32 +85,36 @@ class Media:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         return [tasks[_key(source)].result() for source in sources]
 
-    async def _placed(self, source: Source, ingress: Ingress, share: Share) -> Picture:
+    async def _placed(self, source: Source, ingress: Ingress, share: Share) -> Picture | Sound:
         try:
-            return await self._picture(source.text, ingress, share)
+            return await self._loaded(source, ingress, share)
         except BadRequest as error:
             error.message = f"{source.place}: {error.message}"
             error.param = source.place
             raise
 
-    async def _picture(self, text: str, ingress: Ingress, share: Share) -> Picture:
-        form = form_of(text)
+    async def _loaded(self, source: Source, ingress: Ingress, share: Share) -> Picture | Sound:
+        text, form = source.text, form_of(source.text)
         if form == "url":
             data = await self._fetcher.get(text, share)
             try:
-                async with self._turn(share.client):
-                    picture = await self._decoded(data, "file", ingress)
+                made = await self.decoded(source.kind, data, "file", ingress, share.client)
             finally:
                 share.give(len(data))
         else:  # the text counts already, as a part of the body
-            async with self._turn(share.client):
-                data = path_of(text) if form == "path" else text.encode("utf-8", "surrogatepass")
-                picture = await self._decoded(data, form, ingress)
-        share.take(len(picture.pixels))
-        return picture
+            data = path_of(text) if form == "path" else text.encode("utf-8", "surrogatepass")
+            made = await self.decoded(source.kind, data, form, ingress, share.client)
+        share.take(made.size)
+        return made
 
-    async def _decoded(self, data: bytes, form: str, ingress: Ingress) -> Picture:
-        return await ingress.media.run(DECODE, data, form, self._limits, result=Picture)
+    async def decoded(
+        self, kind: str, data: bytes, form: str, ingress: Ingress, client: str
+    ) -> Picture | Sound:
+        """``form``: see ``media/decode.py``. Raises what the pool raises."""
+        async with self._turn(client):
+            if kind == "audio":
+                return await ingress.media.run(LISTEN, data, form, self._heard, result=Sound)
+            return await ingress.media.run(DECODE, data, form, self._seen, result=Picture)
 
     @asynccontextmanager
     async def _turn(self, client: str) -> AsyncIterator[None]:
@@ -118,4 +132,4 @@ class Media:
 
 def _key(source: Source) -> object:
     """Equal texts of some length are only looked for where they are one object."""
-    return source.text if len(source.text) <= MAX_PATH else id(source.text)
+    return source.kind, source.text if len(source.text) <= MAX_PATH else id(source.text)

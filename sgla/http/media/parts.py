@@ -1,4 +1,4 @@
-"""Where pictures stand in requests: content parts of all APIs."""
+"""Where pictures and sounds stand in requests: content parts of all APIs."""
 
 from __future__ import annotations
 
@@ -6,45 +6,62 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from sgla.errors import InvalidField, UnsupportedField
-from sgla.text.template import PICTURE
+from sgla.text.template import PICTURE, SHOWN, SOUND
 
 Message = dict[str, Any]
 
-# Types of parts that clients of OpenAI's, vLLM's and transformers' send -> where the picture's source is.
+# Types of parts that clients of OpenAI's, vLLM's and transformers' send -> where the source is.
 PICTURES = {
     "image_url": ("image_url",),
     "input_image": ("image_url",),
     "image": ("image", "url", "image_url"),
 }
+SOUNDS = {
+    "input_audio": ("input_audio",),
+    "audio_url": ("audio_url",),
+    "audio": ("audio", "url", "audio_url"),
+}
 OTHERS = (
-    *("video_url", "video", "input_video", "audio_url", "audio", "input_audio", "file", "input_file"),
+    *("video_url", "video", "input_video", "file", "input_file"),
     *("image_embeds", "audio_embeds", "image_pil", "vision_chunk"),
 )
+# OpenAI's, and others that are read. What a file is follows from the file.
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "mp4", "webm", "aac", "mpeg", "mpga")
 DETAILS = ("auto", "low", "high", "original")
 READ = ("user", "tool", "system", "developer", "function")  # roles whose messages may have pictures
 
 
 class Source(NamedTuple):
-    """Where a picture comes from: a URL, base64, or a path; ``place``: of it in the request. Stands for the
-    picture among a message's parts."""
+    """Where a picture or a sound (``kind``: "image", "audio") comes from: a URL, base64, or a path;
+    ``place``: of it in the request. Stands for it among a message's parts."""
 
     text: str
     place: str
+    kind: str = "image"
+
+    @property
+    def part(self) -> Message:
+        """What stands for it in a chat template."""
+        return PICTURE if self.kind == "image" else SOUND
 
 
 def source_of(part: dict[str, Any], place: str) -> Source | None:
-    """None for a part that is no picture. Raises InvalidField, and UnsupportedField for other media."""
+    """None for a part that is neither. Raises InvalidField, and UnsupportedField for other media."""
     kind = part.get("type")
     if kind in OTHERS:
         raise UnsupportedField(
-            f"{place}: parts of type {kind!r} are not supported by this server, which reads texts and "
-            "pictures; leave it out",
+            f"{place}: parts of type {kind!r} are not supported by this server, which reads texts, "
+            "pictures and sounds; leave it out",
             param=place,
         )
-    if not isinstance(kind, str) or kind not in PICTURES:
+    if not isinstance(kind, str) or kind not in PICTURES | SOUNDS:
         return None
     if part.get("file_id") is not None:
         raise UnsupportedField(f"{place}.file_id is not supported by this server; send a URL", param=place)
+    return _picture(part, kind, place) if kind in PICTURES else _sound(part, kind, place)
+
+
+def _picture(part: dict[str, Any], kind: str, place: str) -> Source:
     value: Any = next((part[name] for name in PICTURES[kind] if part.get(name) is not None), None)
     detail = part.get("detail")
     if isinstance(value, dict):
@@ -57,8 +74,20 @@ def source_of(part: dict[str, Any], place: str) -> Source | None:
     return Source(value, place)
 
 
+def _sound(part: dict[str, Any], kind: str, place: str) -> Source:
+    value: Any = next((part[name] for name in SOUNDS[kind] if part.get(name) is not None), None)
+    if isinstance(value, dict):
+        named = value.get("format")
+        if named is not None and named not in AUDIO_FORMATS:
+            raise InvalidField(f"{place}: format must be one of {', '.join(AUDIO_FORMATS)}", param=place)
+        value = value.get("data") or value.get("url")
+    if not isinstance(value, str) or not value:
+        raise InvalidField(f"{place}: a sound needs a URL, or base64", param=place)
+    return Source(value, place, "audio")
+
+
 def taken(messages: list[Message]) -> tuple[list[Message], list[Source]]:
-    """``messages`` with PICTURE where they had pictures, and these, in order.
+    """``messages`` with PICTURE and SOUND where they had pictures and sounds, and these, in order.
     Raises InvalidField for one that the assistant says, UnsupportedField."""
     sources: list[Source] = []
     result = []
@@ -66,9 +95,10 @@ def taken(messages: list[Message]) -> tuple[list[Message], list[Source]]:
         content = message.get("content")
         if isinstance(content, list) and any(map(may_be, content)):
             parts = list(_looked_at(content, f"messages[{i}].content", sources))
-            if len(sources) and message.get("role") not in READ and PICTURE in parts:
+            if len(sources) and message.get("role") not in READ and any(part in SHOWN for part in parts):
                 raise InvalidField(
-                    f"messages[{i}]: an assistant sends no pictures", param=f"messages[{i}].content"
+                    f"messages[{i}]: an assistant sends no pictures and no sounds",
+                    param=f"messages[{i}].content",
                 )
             message = {**message, "content": parts}
         result.append(message)
@@ -82,11 +112,11 @@ def has_pictures(messages: list[Message]) -> bool:
 
 
 def may_be(part: Any) -> bool:
-    """Whether a part is a picture, or another medium."""
+    """Whether a part is a picture, a sound, or another medium."""
     if not isinstance(part, dict):
         return isinstance(part, Source)
     kind = part.get("type")
-    return isinstance(kind, str) and (kind in PICTURES or kind in OTHERS)
+    return isinstance(kind, str) and (kind in PICTURES or kind in SOUNDS or kind in OTHERS)
 
 
 def _looked_at(content: list[Any], place: str, sources: list[Source]) -> Iterator[Any]:
@@ -96,4 +126,4 @@ def _looked_at(content: list[Any], place: str, sources: list[Source]) -> Iterato
         )
         if found is not None:
             sources.append(found)
-        yield part if found is None else PICTURE
+        yield part if found is None else found.part

@@ -77,7 +77,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         prompt["clip"] = own_params(fields, i, count).max_new_tokens is None
     if len({params.n for params in sampling}) > 1:
         raise InvalidField("sampling_params: n must be the same for all prompts", param="sampling_params")
-    await add_pictures(request, prompts, picture_sources(fields.image_data, count, many), fields)
+    await add_pictures(request, prompts, media_of(fields, count, many), fields)
     work = await make_work(request, fields, prompts, sampling, rids[0])
     if fields.stream:
         limit_logprobs(work.jobs, server.ingress.facts, MAX_REPEATED)
@@ -165,35 +165,43 @@ def spread(name: str, value: Any, count: int) -> list[Any]:
     return value
 
 
-def picture_sources(value: Any, count: int, many: bool) -> list[list[Source]]:
-    """``image_data`` for each of ``count`` prompts: one picture for all of them, a list for a single prompt,
-    or a list with a picture, a list or nothing for each. Raises InvalidField."""
+def media_of(fields: GenerateRequest, count: int, many: bool) -> list[list[Source]]:
+    """Pictures and sounds for each of ``count`` prompts. Raises InvalidField."""
+    given = (("image_data", "image", fields.image_data), ("audio_data", "audio", fields.audio_data))
+    found = [media_sources(name, kind, value, count, many) for name, kind, value in given]
+    return [list(chain.from_iterable(of)) for of in zip(*found)]
+
+
+def media_sources(name: str, kind: str, value: Any, count: int, many: bool) -> list[list[Source]]:
+    """The field's ``value`` for each of ``count`` prompts: one picture for all of them, a list for a single
+    prompt, or a list with a picture, a list or nothing for each. Raises InvalidField."""
     listed = value if isinstance(value, list) else [] if value is None else None
     if listed is None:
-        return [[Source(value, "image_data")]] * count
+        return [[Source(value, name, kind)]] * count
     if many:
-        each = spread("image_data", listed, count) if listed else [None] * count
-        places = [f"image_data[{i}]" for i in range(count)]
+        each = spread(name, listed, count) if listed else [None] * count
+        places = [f"{name}[{i}]" for i in range(count)]
     else:
         nested = len(listed) == 1 and isinstance(listed[0], list)
-        each, places = [listed[0] if nested else listed], ["image_data"]
+        each, places = [listed[0] if nested else listed], [name]
     found = []
-    for pictures, place in zip(each, places):
-        texts = pictures if isinstance(pictures, list) else [] if pictures is None else [pictures]
+    for things, place in zip(each, places):
+        texts = things if isinstance(things, list) else [] if things is None else [things]
         if not all(isinstance(text, str) and text for text in texts):
             raise InvalidField(f"{place} must be a URL, base64, a path, or a list of such texts", param=place)
-        found.append([Source(text, f"{place}[{i}]") for i, text in enumerate(texts)])
+        found.append([Source(text, f"{place}[{i}]", kind) for i, text in enumerate(texts)])
     return found
 
 
 async def add_pictures(
     request: web.Request, prompts: list[dict[str, Any]], found: list[list[Source]], fields: GenerateRequest
 ) -> None:
-    """Load the pictures of all prompts, which are then Job fields of each."""
+    """Load the pictures and sounds of all prompts, which are then Job fields of each."""
     server, every = request[ASKED], list(chain.from_iterable(found))
     if every and fields.session_params is not None:
-        raise unsupported("image_data", " beside session_params")
-    check_parts("image_data", found)
+        name = "image_data" if every[0].kind == "image" else "audio_data"
+        raise unsupported(name, " beside session_params")
+    check_parts("image_data and audio_data", found)
     for sources in found:
         server.media.check(sources, server.ingress)
     sizes = server.media.sizes(fields.mm_processor_kwargs, server.ingress)

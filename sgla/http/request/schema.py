@@ -395,6 +395,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     session_params: SessionParams | None = None
     lora_path: str | list[str | None] | None = None
     image_data: str | list[str | list[str] | None] | None = None
+    audio_data: str | list[str | list[str] | None] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
 
 

@@ -1,4 +1,4 @@
-"""Whether a model's pictures can be served, and why not. Loads no torch."""
+"""Whether a model's pictures, or sounds, can be served, and why not. Loads no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from pathlib import Path
 from sgla.config import Config
 from sgla.errors import BadRequest, ConfigError
 from sgla.hub.source import ModelSource, read_object
+from sgla.media.sound import RATE
+from sgla.model.hearing import HEARINGS
 from sgla.model.registry import architecture_of
 from sgla.model.vision import vision_for
 from sgla.model.vision.sizes import PARAM, checked_sizes
 from sgla.model.vision.spec import Settings, Vision
 
+NEEDED = {"image": "PIL", "audio": "av"}  # packages
 IMAGES, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 
 
@@ -23,7 +26,7 @@ def settings_of(folder: Path) -> Settings:
     """Raises ConfigError for files that are no JSON objects."""
     found = {name: read_object(folder / name) for name in (IMAGES, PROCESSOR) if (folder / name).is_file()}
     processor = found.get(PROCESSOR, {})
-    nested = processor.get("image_processor")
+    nested = processor.get("image_processor", processor.get("feature_extractor"))
     return Settings(nested if isinstance(nested, dict) else found.get(IMAGES, {}), processor)
 
 
@@ -49,7 +52,8 @@ def told(config: Config, source: ModelSource, pools: bool = False) -> list[str]:
         return [why] if why else []
     size = tower_bytes(source, vision) / 2**20
     return [
-        f"pictures are taken; their tower has {size:,.1f} MiB in the files, on each rank, beside the weights"
+        f"{vision.things} are taken; their tower has {size:,.1f} MiB in the files, on each rank, beside the "
+        "weights"
     ]
 
 
@@ -63,10 +67,11 @@ def faults_of_settings() -> Iterator[None]:
 
 
 def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple[Vision | None, str]:
-    """How the model takes pictures, or None; then also why not, if its family does. ``pools``: it answers
-    with vectors. Raises ConfigError for --mm-processor-kwargs that cannot be honoured."""
+    """How the model takes pictures or sounds, or None; then also why not, if its family does. ``pools``: it
+    answers with vectors. Raises ConfigError for --mm-processor-kwargs that cannot be honoured."""
     try:
-        vision = vision_for(architecture_of(source.config), source.config)
+        architecture = architecture_of(source.config)
+        vision = vision_for(architecture, source.config) or HEARINGS.get(architecture)
     except ConfigError:
         return None, ""
     if vision is None or pools:
@@ -78,13 +83,18 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
         return None, ""
     with faults_of_settings():
         checked_sizes(vision, config.mm_processor_kwargs)
+    settings = settings_of(source.folder)
+    rate = settings.images.get("sampling_rate", RATE)
     reasons = {
-        "pictures need the extra 'mm': pip install 'sgla[mm]'": find_spec("PIL") is None,
-        f"the model has no {IMAGES}": not settings_of(source.folder).images,
+        f"{vision.things} need the extra 'mm': pip install 'sgla[mm]'": find_spec(NEEDED[vision.kind])
+        is None,
+        f"the model has no {IMAGES}": not settings.images,
         f"towers are not read from files of the kind {source.kind}": source.kind
         not in ("safetensors", "dummy"),
+        f"they are sampled at {rate} Hz": vision.kind == "audio" and rate != RATE,
         "--enable-lora": config.enable_lora,
         f"--speculative-algorithm {config.speculative_algorithm}": bool(config.speculative_algorithm),
+        f"--device {config.device}": vision.kind == "audio" and config.device != "cpu",
         "--enable-torch-compile": config.enable_torch_compile,
         "--pp": config.pp > 1,
         f"--role {config.role}": config.role != "both",
@@ -94,5 +104,5 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
     }
     for reason, holds in reasons.items():
         if holds:
-            return None, f"no pictures are taken: {reason}"
+            return None, f"no {vision.things} are taken: {reason}"
     return vision, ""

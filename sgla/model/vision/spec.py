@@ -1,4 +1,4 @@
-"""What an entry of the table of families that take pictures may say. Loads no torch."""
+"""What an entry of the tables of families that take pictures, or sounds, may say. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Config = Mapping[str, Any]
 
 
 class Settings(NamedTuple):
-    """The contents of the model's ``preprocessor_config.json`` and ``processor_config.json``."""
+    """The contents of the model's ``preprocessor_config.json``, of sounds, too, and of
+    ``processor_config.json``."""
 
     images: dict[str, Any]
     processor: dict[str, Any]
@@ -28,7 +29,8 @@ class Spelled(NamedTuple):
 
 @dataclass(frozen=True)
 class Vision:
-    """``processors``: classes of transformers that prepare pictures, as files name them; the first where they
+    """``kind``: what is taken, "image" or "audio"; below, a sound is meant wherever it says picture.
+    ``processors``: classes of transformers that prepare pictures, as files name them; the first where they
     name none. ``token``: the key of config.json with the id of the token that stands for a part of a picture,
     and what it is where the file lacks it. ``written``: what a chat template writes for a picture, and
     ``media`` with what belongs around it. ``spelled``: what becomes of that, by configuration, settings and
@@ -54,6 +56,12 @@ class Vision:
     framed: Callable[[str], str] | None = None
     merged: Callable[[Config], int] | None = None
     sections: Callable[[Config], tuple[list[int], bool]] = lambda config: ([], False)
+    kind: str = "image"
+
+    @property
+    def things(self) -> str:
+        """In messages."""
+        return "pictures" if self.kind == "image" else "sounds"
 
     @property
     def ahead(self) -> bool:
@@ -61,8 +69,9 @@ class Vision:
         return self.together or self.prefix
 
     def processor_of(self, settings: Settings) -> str:
-        """The class of transformers that prepares pictures."""
-        asked = settings.images.get("image_processor_type", "").removesuffix("Fast").removesuffix("Pil")
+        """The class of transformers that prepares them."""
+        key = "image_processor_type" if self.kind == "image" else "feature_extractor_type"
+        asked = settings.images.get(key, "").removesuffix("Fast").removesuffix("Pil")
         return asked if asked in self.processors else self.processors[0]
 
     def token_of(self, config: Config) -> int:

@@ -1,0 +1,21 @@
+"""Features of sounds, by transformers' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def features_of(module: Any, given: Mapping[str, Tensor]) -> Tensor:
+    """``[n, d]`` of one sound, as ``Qwen2AudioModel.forward`` makes them. ``given``: ``input_features``
+    ``[1, mels, frames]``, and ``attention_mask`` int ``[1, frames]``, 1 where there is sound."""
+    mask = given["attention_mask"]
+    heard, count = (int(n) for n in module.audio_tower._get_feat_extract_output_lengths(mask.sum()))
+    room = (mask.shape[1] - 2) // 2 + 1
+    seen = (torch.arange(room, device=mask.device) < heard).expand(1, 1, room, room)
+    found = module.audio_tower(given["input_features"], attention_mask=None if heard >= room else seen)
+    made: Tensor = module.multi_modal_projector(found.last_hidden_state)[0, :count]
+    return made

@@ -1,0 +1,12 @@
+"""Families that take sounds: what stands for one in their prompts. As with pictures (``model/vision``), their
+towers are modules of transformers, their language models families like others."""
+
+from __future__ import annotations
+
+from sgla.model.hearing.qwen2_audio import QWEN2_AUDIO
+from sgla.model.vision.spec import Vision
+
+HEARINGS: dict[str, Vision] = {
+    "Qwen2AudioForConditionalGeneration": QWEN2_AUDIO,
+}
+"""By architecture."""

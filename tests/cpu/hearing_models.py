@@ -1,0 +1,137 @@
+"""Tiny random models that take sounds, sounds, and requests with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from tiny import submit
+from vision_models import TEXT
+
+from sgla.hub.source import ModelSource, open_source
+from sgla.media.prepare import heard_of, prepare_sound
+from sgla.media.sound import RATE, Sound
+from sgla.messages import Array, Prepared, Submit
+from sgla.model.hearing import HEARINGS
+from sgla.model.vision.served import settings_of
+from sgla.text.pictures import Speller
+
+WORDS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+FIRST = 290  # the token of the first of them
+
+
+def encode(text: str) -> list[int]:
+    """A tokenizer for these models."""
+    tokens = []
+    while text:
+        word = next((word for word in WORDS if text.startswith(word)), "")
+        tokens.append(FIRST + WORDS.index(word) if word else 3 + text.encode()[0])
+        text = text[len(word or text[0]) :]
+    return tokens
+
+
+def token(word: str) -> int:
+    return FIRST + WORDS.index(word)
+
+
+def sound(seconds: float, seed: int = 0) -> Sound:
+    """A voice of three tones whose heights and loudness wander, over some noise."""
+    rng, count = np.random.default_rng(seed), int(seconds * RATE)
+    at = np.linspace(0, 1, 8)
+    made = rng.normal(0, 0.01, count)
+    for _ in range(3):
+        pitch = np.interp(np.linspace(0, 1, count), at, rng.uniform(80, 2000, 8))
+        loud = np.interp(np.linspace(0, 1, count), at, rng.uniform(0, 0.3, 8))
+        made += loud * np.sin(2 * np.pi * np.cumsum(pitch) / RATE)
+    return Sound.of(made.astype(np.float32).tobytes())
+
+
+class Heard(NamedTuple):
+    """A checkpoint with the module of transformers that it is of."""
+
+    source: ModelSource
+    module: Any
+    speller: Speller
+    folder: Path
+
+    @property
+    def settings(self) -> str:
+        return json.dumps(settings_of(self.folder).images)
+
+    def prepared(self, heard: Sound) -> Prepared:
+        file, processor = self.folder / f"{heard.digest.hex()}.bin", self.speller.vision.processors[0]
+        made = prepare_sound(heard, processor, self.settings, str(file), 1 << 26)
+        return Prepared(heard.digest, str(file), [Array(*fields) for fields in made])
+
+    def submit(self, rid: str, text: str, heard: Sequence[Sound], max_new: int = 32) -> Submit:
+        text = text.replace("<sound>", self.speller.vision.media)
+        tokens, placed = self.speller.in_text(text, [self.prepared(one) for one in heard], encode)
+        media = [(entry.first, entry.picture.digest) for entry in placed]
+        return replace(submit(rid, tokens, max_new), pictures=placed, media=media)
+
+    def generated(self, request: Submit, heard: Sequence[Sound]) -> list[int]:
+        """What transformers' module makes of it."""
+        processor = self.speller.vision.processors[0]
+        made = [heard_of(one, processor, self.settings) for one in heard]
+        given: dict[str, Any] = {}
+        if made:
+            for name, as_module in (
+                ("input_features", "input_features"),
+                ("attention_mask", "feature_attention_mask"),
+            ):
+                given[as_module] = torch.from_numpy(np.concatenate([arrays[name] for arrays in made]))
+        ids = torch.tensor([request.tokens])
+        out = self.module.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=request.max_new,
+            **given,
+        )
+        found: list[int] = out[0, len(request.tokens) :].tolist()
+        return found
+
+
+def save_model(folder: Path, architecture: str, config: Any, extractor: dict[str, Any]) -> Heard:
+    """A random float32 model in ``folder``. ``extractor``: its preprocessor_config.json."""
+    import transformers
+
+    torch.manual_seed(0)
+    module = getattr(transformers, architecture)._from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.15)
+    module.save_pretrained(folder)
+    module.generation_config.eos_token_id = None
+    (folder / "preprocessor_config.json").write_text(json.dumps(extractor))
+    source = open_source(folder)
+    vision = HEARINGS[architecture]
+    return Heard(source, module, Speller(vision, source.config, settings_of(folder)), folder)
+
+
+TOWER = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "num_mel_bins": 16,
+    "max_source_positions": 100,
+}
+# Two seconds instead of thirty.
+EXTRACTOR = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "chunk_length": 2}
+
+
+def qwen2_audio(folder: Path) -> Heard:
+    from transformers import Qwen2AudioConfig
+
+    config = Qwen2AudioConfig(
+        audio_config={"model_type": "qwen2_audio_encoder", **TOWER},
+        text_config={"model_type": "qwen2", **TEXT},
+        audio_token_index=token("<|AUDIO|>"),
+    )
+    return save_model(folder, "Qwen2AudioForConditionalGeneration", config, EXTRACTOR)

@@ -1,0 +1,56 @@
+"""Sounds in the processes that decode and prepare them, with their limits."""
+
+from __future__ import annotations
+
+import io
+import os
+import wave
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sgla.actors.ingress import PROCESS
+from sgla.actors.pictures import PictureRoom
+from sgla.errors import InvalidField
+from sgla.media.pool import Pool
+from sgla.media.prepare import heard_of
+from sgla.media.sound import RATE, Hearable, Sound
+from sgla.model.hearing.qwen2_audio import QWEN2_AUDIO
+from sgla.model.vision.spec import Settings
+
+EXTRACTOR = {"feature_size": 16, "chunk_length": 2}
+
+
+def wav(samples: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes(samples.astype("<i2").tobytes())
+    return out.getvalue()
+
+
+async def test_a_file_becomes_what_a_tower_reads() -> None:
+    samples = np.random.default_rng(0).integers(-9000, 9000, RATE)
+    pool = Pool(processes=1, memory=PROCESS, modules=["sgla.media.decode"])
+    room = PictureRoom(QWEN2_AUDIO, {}, Settings(EXTRACTOR, {}))
+    try:
+        asked = "sgla.media.listen:sound", wav(samples), "file", Hearable(1 << 20, 10.0)
+        heard = await pool.run(*asked, result=Sound)
+        assert heard == Sound.of((samples / 32768).astype(np.float32).tobytes())
+        with pytest.raises(InvalidField, match="no sound of a kind"):
+            await pool.run(asked[0], b"no", "file", asked[3], result=Sound)
+        first, again = await room.prepare([heard, heard], "a")
+        assert first is again
+        data = Path(first.file).read_bytes()
+        expected = heard_of(heard, "WhisperFeatureExtractor", '{"feature_size": 16, "chunk_length": 2}')
+        for array in first.arrays:
+            whole = np.frombuffer(data, array.dtype, int(np.prod(array.shape)), array.first)
+            np.testing.assert_allclose(whole.reshape(array.shape), expected[array.name], atol=1e-4)
+        assert next(array.values for array in first.arrays if array.name == "frames") == [100]
+        assert os.path.exists(first.file)
+    finally:
+        await pool.close()
+        await room.close()
