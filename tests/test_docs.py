@@ -14,6 +14,7 @@ import yaml
 
 from sgla import census, errors, messages
 from sgla.actors import ingress, lanes
+from sgla.actors import pictures as room
 from sgla.cli.args import parse
 from sgla.cli.several import values_of
 from sgla.config import Config
@@ -208,6 +209,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "- seconds of a sound": (sound.SHORTEST, DEFAULTS.max_audio_seconds),
     "- samples a second": (*listen.RATES, listen.CHANNELS),
     "- files of a client": (fetch.AT_ONCE, fetch.OWN_NAMES),
+    "- what they become": (room.TOGETHER, room.MOST, room.PATIENCE),
     "`custom_id`": (lines.MAX_ID,),
     "`/tokenize`": (tokens.MAX_CHARS, tokens.MAX_TOKENS),
     "`/detokenize`": (tokens.MAX_IDS,),

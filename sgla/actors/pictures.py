@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
-from sgla.errors import BadRequest, Overloaded
+from sgla.errors import BadRequest, InvalidField, Overloaded
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.media.sound import Sound
@@ -28,9 +28,14 @@ MODULES = {
 }
 MOST = 1 << 28  # bytes of what is made of one picture
 TOGETHER = 1 << 31  # of all that are there
+PATIENCE = 60.0  # seconds that a request waits for room
 PREPARE, WAKE = "sgla.media.prepare:prepare", "sgla.media.prepare:wake"
 PREPARE_SOUND = "sgla.media.prepare:prepare_sound"
 Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
+
+
+class Full(Exception):
+    """There is no room for a picture now."""
 
 
 class PictureRoom:
@@ -54,6 +59,8 @@ class PictureRoom:
         self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
         self._bytes: Counter[str] = Counter()  # by client
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._lines: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # who waits for room
+        self._freed = asyncio.Event()
 
     async def wake(self) -> None:
         """Start a process, which imports transformers for seconds: no picture has to wait for that."""
@@ -74,17 +81,63 @@ class PictureRoom:
         client: str,
         sizes: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Prepared]:
-        """In their order. ``sizes``: see ``model/vision/sizes.py``. Raises what the pool raises,
-        InvalidField, UnsupportedField and Overloaded."""
-        made: dict[bytes, Prepared] = {}
+        """In their order. ``sizes``: see ``model/vision/sizes.py``. Where there is no room, those of a client
+        wait in a line. Raises what the pool raises, InvalidField, UnsupportedField and Overloaded."""
         several = self._vision.alone and len(pictures) > 1
         mark, settings = self._asked(sizes, several)
+        asked = mark, settings, several
+        line = self._lines.setdefault(client, asyncio.Lock())
+        if not line.locked() and (made := await self._all(pictures, client, asked)) is not None:
+            return made
+        end = asyncio.get_running_loop().time() + PATIENCE
+        try:
+            async with asyncio.timeout_at(end):
+                await line.acquire()
+            try:
+                return await self._waited(pictures, client, asked, end)
+            finally:
+                line.release()
+        except TimeoutError:
+            raise Overloaded(
+                f"{self._vision.things} of requests take {TOGETHER >> 30} GiB, or yours half of that, and "
+                f"there was no room within {PATIENCE:g} s; retry later",
+                retry_after=5.0,
+            ) from None
+
+    async def _waited(
+        self, pictures: Sequence[Picture | Sound], client: str, asked: tuple[bytes, str, bool], end: float
+    ) -> list[Prepared]:
+        """``_all`` as soon as there is room. Raises TimeoutError at the ``end``."""
+        while (made := await self._all(pictures, client, asked)) is None:
+            self._freed.clear()
+            async with asyncio.timeout_at(end):
+                await self._freed.wait()
+        return made
+
+    async def _all(
+        self, pictures: Sequence[Picture | Sound], client: str, asked: tuple[bytes, str, bool]
+    ) -> list[Prepared] | None:
+        """None if there is no room for one: nobody keeps some while waiting for others, so whoever waits gets
+        room in the end. Raises InvalidField if there never is."""
+        made: dict[bytes, Prepared] = {}
         turn = self._turns.setdefault(client, asyncio.Semaphore(self._most))
         for picture in pictures:
             if picture.digest not in made:
-                async with turn:
-                    made[picture.digest] = await self._one(picture, client, mark, settings, several)
+                try:
+                    async with turn:
+                        made[picture.digest] = await self._one(picture, client, *asked)
+                except Full:
+                    self._check_together(made.values())
+                    return None
         return [made[picture.digest] for picture in pictures]
+
+    def _check_together(self, made: Iterable[Prepared]) -> None:
+        if sum(os.stat(one.file).st_size for one in made) > TOGETHER // 2:
+            raise InvalidField(
+                f"{self._vision.things} of a request take more than {TOGETHER >> 31} GiB once they are "
+                "prepared; send fewer or smaller ones",
+                param="messages",
+            )
 
     async def _one(
         self, picture: Picture | Sound, client: str, mark: bytes, settings: str, several: bool
@@ -108,11 +161,7 @@ class PictureRoom:
         self, picture: Picture | Sound, digest: bytes, settings: str, client: str, several: bool
     ) -> Prepared:
         if self._bytes[client] > TOGETHER // 2 or self._bytes.total() > TOGETHER:
-            raise Overloaded(
-                f"{self._vision.things} of requests take {TOGETHER >> 30} GiB, or yours half of that; "
-                "retry later",
-                retry_after=5.0,
-            )
+            raise Full
         fd = os.memfd_create("picture", os.MFD_CLOEXEC)
         file = f"/proc/{os.getpid()}/fd/{fd}"
         if isinstance(picture, Sound):
@@ -136,6 +185,7 @@ class PictureRoom:
         if not self._bytes[client]:
             del self._bytes[client]
         os.close(fd)
+        self._freed.set()
 
     async def close(self) -> None:
         await self._pool.close()

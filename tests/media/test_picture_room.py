@@ -85,9 +85,11 @@ async def test_what_does_not_fit_is_refused_and_leaves_nothing(
     monkeypatch.setattr("sgla.actors.pictures.MOST", 8)
     with pytest.raises(InvalidField, match="send a smaller one"):
         await room.prepare(pictures(3), "a")
-    monkeypatch.setattr("sgla.actors.pictures.TOGETHER", -1)
-    with pytest.raises(Overloaded):
-        await room.prepare(pictures(3), "a")
+    monkeypatch.setattr("sgla.actors.pictures.MOST", 800)
+    monkeypatch.setattr("sgla.actors.pictures.TOGETHER", 400)
+    with pytest.raises(InvalidField, match="send fewer or smaller ones"):
+        await room.prepare(pictures(*range(9)), "a")
+    gc.collect()
     assert files() == before
 
 
@@ -114,9 +116,32 @@ async def test_a_client_with_many_pictures_leaves_a_process_to_others(room: Pict
 async def test_half_of_the_room_is_for_others(room: PictureRoom, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = await room.prepare(pictures(1), "a")
     monkeypatch.setattr("sgla.actors.pictures.TOGETHER", room._bytes["a"] + 1)
-    with pytest.raises(Overloaded):
+    monkeypatch.setattr("sgla.actors.pictures.PATIENCE", 0.01)
+    with pytest.raises(Overloaded, match=r"no room within 0\.01 s"):
         await room.prepare(pictures(2), "a")
     assert len(await room.prepare(pictures(3), "b")) == len(kept) == 1
+
+
+async def test_requests_wait_for_room_in_a_line(room: PictureRoom, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that would fill it together, each with a part of it, do not stop each other."""
+    monkeypatch.setattr("sgla.actors.pictures.TOGETHER", 6 * 80)
+    order: list[str] = []
+
+    async def asked(name: str, *colours: int) -> None:
+        made = await room.prepare(pictures(*colours), "a")
+        assert len(made) == len(colours)
+        assert room._bytes["a"] <= 4 * 80
+        order.append(name)
+        await asyncio.sleep(0.01)
+
+    given = {"first": (1, 2, 3), "second": (4, 5, 6), "third": (7,), "gone": (8,), "fourth": (9,)}
+    tasks = {name: asyncio.ensure_future(asked(name, *colours)) for name, colours in given.items()}
+    for _ in range(3):
+        await asyncio.sleep(0)
+    tasks.pop("gone").cancel()
+    await asyncio.wait_for(asyncio.gather(*tasks.values()), 5)
+    assert sorted(order) == ["first", "fourth", "second", "third"]
+    assert not room._bytes
 
 
 async def test_what_prepares_is_started_before_a_picture_comes(
