@@ -9,16 +9,20 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import interpreter
+import psutil
 import pytest
+import pytest_timeout
 import torch
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
+from scheduling import OneWaits
 
 from sgla.kernels import build
 from sgla.kernels.cpu import native
@@ -44,7 +48,9 @@ if not torch.cuda.is_available():
 
 
 SLOW = "server", "cpu", "http", "grammar"  # folders whose tests take long, the slowest first
-WAITING = "tests/server/"  # files that wait for processes more than they compute
+LONG = "slow", "gpu", "real"  # marks of tests that may take four times the limit
+BEGUN = pytest.StashKey[float]()
+LIMIT = pytest.StashKey[Any]()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
@@ -61,19 +67,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores + cores // 2, memory >> 32) if cores > 1 else 0
 
 
-class OneWaits(LoadFileScheduling):
-    """The first process runs the files that wait, so that the others have the cores then. One whose own files
-    have all begun helps with the rest."""
-
-    def _assign_work_unit(self, node: Any) -> None:
-        waits = node is self.nodes[0]
-        own = (file for file in self.workqueue if file.startswith(WAITING) == waits)
-        if first := next(own, None):
-            self.workqueue.move_to_end(first, last=False)
-        super()._assign_work_unit(node)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneWaits | None:
     return OneWaits(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
@@ -86,6 +80,39 @@ def _turn(tests: Counter[Path]) -> Callable[[pytest.Item], tuple[int, int, Path]
         return SLOW.index(folder) if folder in SLOW else len(SLOW), -tests[item.path], item.path
 
     return turn
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
+    """A test whose time is up may wait for a process, and wait again when it is told to end. So the processes
+    that it started are killed first."""
+    item.stash[LIMIT], begun = settings, item.stash.setdefault(BEGUN, time.time())
+    armed = yield
+    if callable(fail := signal.getsignal(signal.SIGALRM)):
+
+        def end(number: int, frame: Any) -> None:
+            if not pytest_timeout.is_debugging():
+                kill_children(begun)
+            fail(number, frame)
+
+        signal.signal(signal.SIGALRM, end)
+    return armed
+
+
+def kill_children(begun: float) -> None:
+    """Those that started after ``begun``, and their children. The kernel tells it to the second."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child.create_time() > begun - 1:
+                child.kill()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """pytest-timeout sets no limit to what follows a failure."""
+    if LIMIT in item.stash:
+        item.config.hook.pytest_timeout_cancel_timer(item=item)
+        item.config.hook.pytest_timeout_set_timer(item=item, settings=item.stash[LIMIT])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -106,10 +133,13 @@ def pytest_collection_finish() -> None:
         interpreter.patch_once()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=_turn(Counter(item.path for item in items)))
+    long = pytest.mark.timeout(4 * float(config.getvalue("timeout") or config.getini("timeout")))
     for item in items:
+        if any(map(item.get_closest_marker, LONG)) and not item.get_closest_marker("timeout"):
+            item.add_marker(long)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("native") and isinstance(native.prepare(), build.BuildError):

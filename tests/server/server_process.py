@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+from sgla.processes import tied
+
 SLACK = 10.0  # seconds that a busy machine may take beside what is promised, for ends that could take longer
 
 
@@ -29,7 +31,7 @@ class ServerProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "SGLA_DEMO": "packaged"}
         environment |= variables or {}
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "sgla", "serve", "--port", "0", *args],
+            tied([*prefix, sys.executable, "-m", "sgla", "serve", "--port", "0", *args]),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
