@@ -176,6 +176,8 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
                     _sleep(plans, inputs, spin, COPYING if waits else None)
                 elif flights[0].due > now:
                     _sleep(plans, inputs, 0.0, flights[0].due - now)
+    except BrokenPipeError:  # it has closed it meanwhile
+        return True
     except Exception as error:
         traceback.print_exc()
         publish(StepResult(step=step, tokens=b"", error=f"{type(error).__name__}: {error}"))

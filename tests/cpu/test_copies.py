@@ -4,6 +4,7 @@ by every rank."""
 from __future__ import annotations
 
 import asyncio
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,10 @@ from sgla.config import Config
 from sgla.executor.base import Executor
 from sgla.executor.fake import FakeExecutor, fake_facts
 from sgla.executor.inline import InlineExecutor
-from sgla.messages import Delta, Deltas, Submit, Tier
+from sgla.executor.ring import Ring
+from sgla.messages import Delta, Deltas, Moved, Submit, Tier
 from sgla.sched.core import Core
+from sgla.worker.loop import serve
 
 CONFIG = tiny_config(step_tokens=256)
 LONG = [(7 * i) % 300 for i in range(165)]
@@ -106,6 +109,19 @@ async def test_an_evicted_prefix_comes_back_in_this_process(tmp_path: Path) -> N
     facts = fake_facts(CONFIG, tiny_source())
     facts.tiers = [Tier("host", [64])]
     assert await returned(FakeExecutor(facts)) == 160
+
+
+def test_a_copy_that_ends_behind_the_server_is_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    """The worker ends, too, and says nothing."""
+    facts = fake_facts(CONFIG, tiny_source())
+    facts.tiers = [Tier("host", [64])]
+    runner: Any = SimpleNamespace(
+        facts=facts, copying=True, moved=lambda: [Moved(1, ok=True)], execute=print, control=print
+    )
+    ours, theirs = Pipe()
+    ours.close()
+    assert serve(runner, Ring.create(1 << 12), None, theirs, 0.0)
+    assert capsys.readouterr().err == ""
 
 
 async def test_no_copies_are_planned_for_a_runner_without_tiers() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import runpy
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,109 +19,40 @@ import msgspec
 import pytest
 import torch
 from adapters import save_adapter
-from config_cases import FALCON_H1, MAMBA_1, MAMBA_2, RUN, deepseek, gemma3, qwen3_next
 from forked import CONTEXT, ForkedExecutor
 from safetensors.torch import save_file
-from tiny import LLAMA, VOCAB
-from tokenizers import Tokenizer, models
+from servers import (
+    ASKED,
+    MODELS,
+    RECURRENT,
+    SECRET,
+    TEXTS,
+    begin,
+    check_idle,
+    decoding,
+    port_of,
+    prefilling,
+    same,
+    same_text,
+    stats,
+    tell,
+    wait_until,
+    write,
+)
 
 from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
 from sgla.errors import ConfigError, SglaError
 from sgla.executor import procs
-from sgla.peers import Ask, Borrowed, Channel, Done, Hello, Lent, Message, Unit, Want
+from sgla.peers import Accepted, Ask, Borrowed, Channel, Done, Hello, Identity, Lent, Message, Unit, Want
 from sgla.worker import lent, remote
 from sgla.worker.lent import TOKEN
 from sgla.worker.offer import HostUnits
 
-SECRET = {"kv_transfer_secret": "between us"}
-TEXTS = [[(a * i + a) % 300 for i in range(150)] for a in (7, 11, 13)]
-ASKED = [TEXTS[0], [*TEXTS[0][:100], *TEXTS[1][:40]], TEXTS[0], TEXTS[2][:9], TEXTS[2]]
-MODELS: dict[str, dict[str, Any]] = {
-    "pages": LLAMA,
-    "windows": gemma3(sliding_window=32, vocab_size=VOCAB),
-    "latent": deepseek(3, vocab_size=VOCAB),
-    "states": qwen3_next(vocab_size=VOCAB),
-}
-# Others that keep states, each of which splits over ranks in its own way.
-RECURRENT: dict[str, dict[str, Any]] = {
-    "both": FALCON_H1 | {"vocab_size": VOCAB},
-    "two groups": FALCON_H1 | {"vocab_size": VOCAB, "mamba_n_groups": 2},
-    "mamba": MAMBA_2 | {"vocab_size": VOCAB},
-    "first mamba": MAMBA_1 | {"vocab_size": VOCAB},
-    "kimi": RUN["Kimi-Linear-48B-A3B"].config | {"vocab_size": VOCAB},
-    "convolutions": RUN["LFM2-1.2B"].config | {"vocab_size": VOCAB},
-}
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for name, model in (MODELS | RECURRENT).items():
-        folder = made[name] = tmp_path_factory.mktemp(name)
-        lengths = [key for key in ("max_position_embeddings", "model_max_length") if key in model]
-        (folder / "config.json").write_text(json.dumps(model | dict.fromkeys(lengths, 256)))
-        words = {f"<{i}>": i for i in range(VOCAB)}
-        Tokenizer(models.WordLevel(words, unk_token="<0>")).save(str(folder / "tokenizer.json"))
-    return made
-
-
-def begin(folder: Path, **changes: Any) -> Engine:
-    config = {"device": "cpu", "dtype": "float32", "threads": 1, "executor": "inline", "random_seed": 1}
-    config |= {"load_format": "dummy", "native_kernels": False, "kv_cache_bytes": 2 << 20}
-    return Engine(str(folder), **config | {"step_tokens": 64, "max_running_requests": 4} | changes)
-
-
-def prefilling(folder: Path, **changes: Any) -> Engine:
-    return begin(folder, **{"role": "prefill", "kv_transfer_port": 0} | SECRET | changes)
-
-
-def port_of(engine: Engine) -> int:
-    assert engine._system is not None
-    assert engine._system.prefilling is not None
-    return engine._system.prefilling.port
-
-
-def decoding(folder: Path, port: int, **changes: Any) -> Engine:
-    role = {"role": "decode", "prefill_url": f"tcp://127.0.0.1:{port}"} | SECRET
-    return begin(folder, **role | changes)
-
-
-def tell(engine: Engine, prompts: list[list[int]], **sampling: Any) -> list[Any]:
-    """Tokens, usage, finish and logprobs of each prompt, one after the other. Sums depend on how a text is
-    cut, in their last bits."""
-    wanted = SamplingParams(**{"temperature": 0.7, "seed": 5, "max_tokens": 4, "logprobs": 2} | sampling)
-    told = []
-    for prompt in prompts:
-        out = engine.generate(prompt, wanted)
-        entries = [entry for entry in [*(out.prompt_logprobs or ()), *out.logprobs] if entry is not None]
-        values = [x for entry in entries for x in (entry.logprob, *(value for _, value in entry.top))]
-        told.append((out.tokens, out.usage, out.finish, pytest.approx(values, abs=1e-4)))
-    return told
-
-
-def same(told: list[Any], others: list[Any]) -> bool:
-    for (*first, values), (*second, wanted) in zip(told, others, strict=True):
-        assert first == second
-        assert list(values.expected) == wanted
-    return True
-
-
-def stats(engine: Engine) -> Any:
-    assert engine._system is not None
-    found = engine._system.ingress.stats()
-    assert found is not None
-    return found
-
-
-def check_idle(engine: Engine) -> None:
-    """Nothing is held, nor on its way; no page is lost."""
-    assert engine._system is not None
-    core = engine._system._core
-    assert core is not None
-    core.check()
-    assert core.idle
-    assert not core._memory.transfers.under_way
+    return {name: write(tmp_path_factory.mktemp(name), model) for name, model in (MODELS | RECURRENT).items()}
 
 
 @pytest.fixture(scope="module")
@@ -306,17 +236,40 @@ def test_a_peer_that_dies_costs_time_alone(
     check_idle(first)
 
 
-def same_text(told: list[Any], others: list[Any]) -> bool:
-    """But for what was cached: what a peer has lost is computed again."""
-    return same([(t, f, v) for t, _, f, v in told], [(t, f, v) for t, _, f, v in others])
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 20) -> None:
-    wait, waited = threading.Event(), 0.0
-    while not true():
-        assert waited < seconds
-        wait.wait(0.01)
-        waited += 0.01
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        (Hello, 1),
+        (Hello, 2),
+        (Identity, 1),
+        (Accepted, 1),
+        (Accepted, 2),
+        (Lent, 1),
+        (Borrowed, 1),
+        (Unit, 5),
+    ],
+)
+def test_a_peer_that_dies_while_memory_is_lent_costs_time_alone(
+    folders: dict[str, Path],
+    fresh: Engine,
+    alone: list[Any],
+    kind: type[Message],
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Or before that, while the two greet."""
+    monkeypatch.setattr(remote, "AGAIN", 0.01)
+    dies = Dies(kind, count, False, monkeypatch)
+    with decoding(folders["pages"], port_of(fresh)) as second:
+        assert same_text(tell(second, ASKED), alone)
+        assert dies.happened
+        wait_until(lambda: "answers" in caplog.text)
+        assert same_text(tell(second, [TEXTS[1]]), tell(second, [TEXTS[1]]))
+        assert stats(second).tiers[0].asked > 0
+        check_idle(second)
+    wait_until(lambda: not fresh._system.ingress.open_requests)  # type: ignore[union-attr]
+    check_idle(fresh)
 
 
 def test_units_that_have_changed_are_not_used(

@@ -485,12 +485,14 @@ def test_two_servers_share_a_store(scheme: str, tmp_path: Path, eight: Any) -> N
 
 
 @pytest.mark.usefixtures("asks")
+@pytest.mark.parametrize("how", ["changed", "cut", "empty"])
 def test_damaged_objects_are_computed_and_written_again(
-    tmp_path: Path, eight: Any, caplog: pytest.LogCaptureFixture
+    how: str, tmp_path: Path, eight: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert play(store(tmp_path))[0] == eight
     for path in [path for path in tmp_path.rglob("*") if path.is_file()][::5]:
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        data = path.read_bytes()
+        path.write_bytes({"changed": data[:-1] + b"?", "cut": data[:-1], "empty": b""}[how])
     assert play(store(tmp_path)) == (eight, [0, 0, 0])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert play(store(tmp_path)) == (eight, [96, 96, 96])
@@ -555,6 +557,30 @@ def test_a_store_that_hangs_is_left_alone(
     for job in runner.copies._sources["store"]._stuck:
         job.done.exception()
     assert play(runner, few(runner)) == (eight, [96, 96, 96])
+
+
+@pytest.mark.usefixtures("asks")
+@pytest.mark.parametrize("method", ["exists", "cat_file", "pipe_file"])
+def test_a_store_that_may_not_be_used_any_more(
+    method: str, tmp_path: Path, eight: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked or written to in vain, one warning says so, and metrics count it; later it may be again."""
+    if method != "pipe_file":
+        play(store(tmp_path))
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    runner = store(tmp_path)
+    core = few(runner)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, method, refuse)
+        assert play(runner, core) == (eight, [0, 0, 0])
+    [tier] = core.stats().tiers
+    assert tier.unanswered + tier.failed >= 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert play(runner, core)[0] == eight
+    assert play(store(tmp_path)) == (eight, [96, 96, 96])
 
 
 def test_a_store_that_is_not_there_is_refused() -> None:
