@@ -215,8 +215,11 @@ class EngineSettings(ModelSettings, kw_only=True):
     dist_secret_file: Annotated[str | None, Doc(description="file that has it instead")] = None
     threads: Annotated[int | None, Doc(description="CPU threads of each worker")] = None
     executor: Annotated[
-        Literal["procs", "inline", "fake"],
-        Doc(description="worker processes; in-process (debugging); no model (tests)"),
+        Literal["procs", "ray", "inline", "fake"],
+        Doc(
+            description="worker processes; those of nodes that Ray places, one for each of the --pp stages "
+            "if --nnodes says nothing else; in-process (debugging); no model (tests)"
+        ),
     ] = "procs"
     attention_backend: Annotated[
         Literal["auto", "native", "triton", "flashinfer", "torch", "flex"],

@@ -62,11 +62,12 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
 
 
 class Held(NamedTuple):
-    """What a rank holds: which ``layers``, of these the part of ``tp`` rank ``rank``; whether the embedding
-    and the output layer; which ``experts``, if those are whole; bytes of weights, and those that it keeps of
-    a token."""
+    """What a rank, which is on ``node``, holds: which ``layers``, of these the part of ``tp_rank``; whether
+    the embedding and the output layer; which ``experts``, if those are whole; bytes of weights, and those
+    that it keeps of a token."""
 
     rank: int
+    node: int
     stage: int
     tp_rank: int
     layers: tuple[int, int]  # first and last
@@ -89,7 +90,8 @@ def mesh(config: Config, model: dict[str, Any]) -> list[Held]:
         sizes, whole = (_weights(config, part), kept), None
         if part.moe is not None and config.ep > 1:
             whole = rank * part.moe.experts // config.ep, (rank + 1) * part.moe.experts // config.ep - 1
-        found.append(Held(number, number // config.tp, rank, layers, part.first, part.last, whole, *sizes))
+        place = number, number // config.local_ranks, number // config.tp, rank
+        found.append(Held(*place, layers, part.first, part.last, whole, *sizes))
     return found
 
 

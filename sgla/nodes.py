@@ -91,6 +91,9 @@ def check_nodes(config: Config) -> None:
         raise ConfigError(
             f"--node-rank {config.node_rank} must be below --nnodes {config.nnodes}", param="node_rank"
         )
+    if config.executor == "ray":
+        _check_ray(config)
+        config = msgspec.structs.replace(config, nnodes=count_of(config))
     if config.nnodes == 1:
         return
     if config.dist_secret and config.dist_secret_file:
@@ -105,8 +108,30 @@ def check_nodes(config: Config) -> None:
     if config.executor == "inline":
         raise _refused(config, "with --executor inline, which runs one rank", "executor")
     _check_split(config)
-    address(config)
-    secret_of(config)
+    if config.executor != "ray" or config.dist_init_addr:
+        address(config)
+    if config.executor != "ray" or config.dist_secret_file:
+        secret_of(config)
+
+
+def count_of(config: Config) -> int:
+    """Of nodes; those of Ray are the stages, if nobody says otherwise."""
+    return config.pp if config.executor == "ray" and config.nnodes == 1 else config.nnodes
+
+
+def _check_ray(config: Config) -> None:
+    why = None
+    if config.node_rank:
+        why = f"with --node-rank {config.node_rank}: Ray starts the other nodes; leave it out"
+    elif config.dp > 1:
+        why = f"with --dp {config.dp}: start several servers, with sgla route in front of them"
+    elif count_of(config) == 1:
+        why = (
+            f"with --tp {config.tp} --pp {config.pp}: a stage stays on one host; give --pp, --ep with "
+            "--nnodes, or leave it out"
+        )
+    if why is not None:
+        raise ConfigError(f"--executor ray cannot be honoured {why}", param="executor")
 
 
 def _check_split(config: Config) -> None:

@@ -28,7 +28,7 @@ from sgla.model.stages import check_settings as check_stages
 from sgla.model.stages import fullest, stages_of
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
 from sgla.model.whole_experts import check_experts
-from sgla.nodes import check_nodes
+from sgla.nodes import check_nodes, count_of
 from sgla.observe import kv_events
 from sgla.observe.machine import Machine, detect
 from sgla.text.tools.families import dialect_of
@@ -120,6 +120,8 @@ def resolve(
     spec = read_spec(model) if model is not None else None
     encoder = isinstance(spec, EncoderSpec)
     filling = Filling(by_our_names(config))
+    settle_nodes(filling)
+    config = filling.config
     guessing = read_guessing(filling.config, draft, spec) if isinstance(spec, ModelSpec) else None
     device = filling.settle("device", choose_device(machine))
     if device == "cuda":
@@ -374,6 +376,13 @@ def check_gpus(config: Config, machine: Machine) -> None:
         raise ConfigError(
             f"{flags} needs {config.local_ranks} GPUs, this machine shows {len(machine.gpus)}", param="tp"
         )
+
+
+def settle_nodes(filling: Filling) -> None:
+    count = count_of(filling.config)
+    if count != filling.config.nnodes:
+        filling.config = msgspec.structs.replace(filling.config, nnodes=count)
+        filling.reasons["nnodes"] = "Ray places each of the --pp stages"
 
 
 def settle_adapters(filling: Filling) -> None:

@@ -261,6 +261,7 @@ def words_of(name: str) -> list[str]:
     default = getattr(Config(), field)
     value = {
         "task": "embed",
+        "executor": "ray",
         "policy": "lpm",
         "dp_policy": "least_load",
         "role": "prefill",

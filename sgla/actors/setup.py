@@ -61,10 +61,11 @@ def look_up(config: Config, report: Callable[[Progress], None]) -> tuple[Resolve
 
 
 def settle_device(config: Config) -> Config:
-    """``config`` with the device chosen, which decides what a worker imports."""
+    """``config`` with the device chosen, which decides what a worker imports, and the number of nodes."""
     from sgla.resolve import resolve
 
-    return msgspec.structs.replace(config, device=resolve(config).config.device)
+    found = resolve(config).config
+    return msgspec.structs.replace(config, device=found.device, nnodes=found.nnodes)
 
 
 def spawn_workers(config: Config) -> ProcsExecutor | NodesExecutor | None:
@@ -76,9 +77,11 @@ def spawn_workers(config: Config) -> ProcsExecutor | NodesExecutor | None:
     executor: ProcsExecutor | NodesExecutor
     if config.nnodes > 1:
         from sgla.executor.nodes import NodesExecutor
+        from sgla.executor.ray import RayExecutor
         from sgla.observe.machine import detect
 
-        executor = NodesExecutor(config, runner=runner_for(config), torch=detect().torch or "")
+        kind = RayExecutor if config.executor == "ray" else NodesExecutor
+        executor = kind(config, runner=runner_for(config), torch=detect().torch or "")
     else:
         executor = ProcsExecutor(config, runner=runner_for(config))
     executor.spawn()

@@ -54,7 +54,8 @@ class Word(NamedTuple):
 
 OPEN = {"auto": None, "-1": None, "0": None}  # of a length that the model decides
 ONE_HOST = (
-    "a model is split by --tp and --pp, over several hosts by --nnodes, --node-rank and --dist-init-addr"
+    "a model is split by --tp and --pp, over several hosts by --nnodes, --node-rank and --dist-init-addr, "
+    "or by --executor ray"
 )
 OFF = Switch("prefix_cache", False)
 GRAPHS = "a GPU's steps run from CUDA graphs in any case, with the same answers, and a CPU has none"
@@ -114,7 +115,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "master-port": Always("the port is that of --dist-init-addr HOST:PORT, without one 29501", ("29501",)),
     "distributed-timeout-seconds": Alias("dist_timeout"),
     "headless": Always("nodes above 0 have no HTTP"),
-    "distributed-executor-backend": Always("each rank is a process of this host", ("mp", "uni")),
+    "distributed-executor-backend": Alias("executor", {"mp": "procs", "uni": "procs"}),
     "enforce-eager": Always(GRAPHS),
     "disable-cuda-graph": Always(GRAPHS),
     "optimization-level": Always(GRAPHS, ("0", "1", "2", "3")),

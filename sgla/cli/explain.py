@@ -211,11 +211,13 @@ def mesh_lines(config: Config, ranks: Sequence[Held]) -> Iterator[str]:
     """Who holds what, where several ranks share a model."""
     if not ranks:
         return
-    yield f"ranks      {len(ranks):>10}  {config.pp} stages (--pp) of {config.tp} (--tp)"
+    nodes = f" on {config.nnodes} nodes" if config.nnodes > 1 else ""
+    yield f"ranks      {len(ranks):>10}  {config.pp} stages (--pp) of {config.tp} (--tp){nodes}"
     cache = "" if config.kv_cache_bytes is None else f", KV cache {size_text(config.kv_cache_bytes)}"
     for held in ranks:
         first, last = held.layers
-        what = [f"layers {first} to {last}" if last > first else f"layer {first}"]
+        what = [f"node {held.node}"] if nodes else []
+        what += [f"layers {first} to {last}" if last > first else f"layer {first}"]
         what += ["embedding"] * held.embedding + ["output layer"] * held.output
         if held.experts is not None:
             what.append(f"experts {held.experts[0]} to {held.experts[1]}")

@@ -99,9 +99,12 @@ class NodesExecutor:
         self._started = True
         return facts
 
+    def _meeting(self) -> tuple[str, int]:
+        return address(self._config)
+
     def _open(self) -> None:
         """Raises ConfigError."""
-        given, port = address(self._config)
+        given, port = self._meeting()
         try:
             host = socket.getaddrinfo(given, port, type=socket.SOCK_STREAM)[0][4][0]
             told = common(self._given, self._torch, self._source)
@@ -121,7 +124,8 @@ class NodesExecutor:
     async def _wait_for_all(self) -> None:
         wanted = self._config.nnodes - 1
         limit = self._config.dist_timeout or TIMEOUT
-        self._say(f"node 0 waits for {wanted} more on {self._here}:{address(self._config)[1]}")
+        assert self._listener is not None
+        self._say(f"node 0 waits for {wanted} more on {self._here}:{self._listener.port}")
         waiting: list[asyncio.Future[Any]] = [self._all, self._local.ready]
         await asyncio.wait(waiting, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         if self._local.ready.done():  # one has ended
@@ -131,7 +135,7 @@ class NodesExecutor:
             raise WorkerDied(
                 f"node {', '.join(map(str, missing))} of {wanted + 1} has not come within {limit:.0f} s"
             )
-        assert self._listener is not None
+        self._all.result()
         await asyncio.to_thread(self._listener.close)
 
     def _say(self, text: str) -> None:

@@ -288,3 +288,9 @@ def test_ranks_and_what_they_hold_are_known_before_anything_loads() -> None:
     assert together["weights"] == alone["weights"] + 2 * 4 * VOCAB * 64
     assert sum(held.weights for held in ranks) == together["weights"]
     assert mesh(replace(config, pp=1, tp=1), model) == []
+    over = replace(config, nnodes=2)
+    told = list(mesh_lines(over, mesh(over, model)))
+    assert told[0].endswith(" on 2 nodes")
+    assert [line.split("MiB")[1].split(",")[0].strip() for line in told[1:]] == ["node 0"] * 2 + [
+        "node 1"
+    ] * 2

@@ -1,0 +1,181 @@
+"""``sgla serve --executor ray`` on a real Ray of this machine: actors, and what is left of them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from server_process import ServerProcess
+
+ray = pytest.importorskip("ray")
+
+FLAGS = ("--executor", "ray", "--device", "cpu", "--threads", "1", "--kv-cache-bytes", "64M")
+BODY = {"prompt": "The capital of France is", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+STATE = """
+import json, ray
+from ray.util import placement_group_table
+ray.init(log_to_driver=False)
+groups = [each["state"] for each in placement_group_table().values()]
+print(json.dumps([ray.available_resources().get("CPU", 0), groups]))
+"""
+pytestmark = pytest.mark.slow  # a cluster takes 10 s to start
+
+
+def alone(folder: str) -> dict[str, str]:
+    """Variables that keep Ray away from what else there is of it in this account."""
+    return {
+        "RAY_TMPDIR": folder,
+        "RAY_ADDRESS": "",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """Of Ray's sessions. Its sockets want a short name."""
+    made = tempfile.mkdtemp(prefix="sgla-ray-", dir="/tmp")
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture
+def serve(folder: str) -> Iterator[Any]:
+    """Starts servers; in the end looks for what they left behind."""
+    made: list[ServerProcess] = []
+
+    def start(*flags: str, **variables: str) -> ServerProcess:
+        made.append(ServerProcess(*FLAGS, *flags, variables=alone(folder) | variables))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.stop()
+
+
+def running(folder: str) -> list[psutil.Process]:
+    """Ray's processes whose sessions are in ``folder``, and what they have started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if folder in " ".join(process.cmdline()) or process.environ().get("RAY_TMPDIR") == folder:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+def none_left(folder: str) -> bool:
+    return not psutil.wait_procs(running(folder), timeout=20)[1]
+
+
+def actors(folder: str) -> list[psutil.Process]:
+    return [process for process in running(folder) if "ray::Node" in " ".join(process.cmdline())]
+
+
+@pytest.fixture
+def cluster(folder: str) -> Iterator[str]:
+    """The address of one that others have started."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    command = [str(Path(ray.__file__).parent / "scripts" / "scripts.py"), "start", "--head", "--block"]
+    flags = ["--num-cpus", "2", "--port", str(port), "--temp-dir", folder, "--include-dashboard", "false"]
+    head = subprocess.Popen(
+        [sys.executable, *command, *flags, "--node-ip-address", "127.0.0.1"],
+        env=os.environ | alone(folder),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        head.terminate()
+        head.wait(30)
+        assert none_left(folder)
+
+
+def left(cluster: str, folder: str) -> dict[str, Any]:
+    """What the cluster has, when it has noticed who is gone."""
+    for _ in range(10):
+        variables = os.environ | alone(folder) | {"RAY_ADDRESS": cluster}
+        done = subprocess.run([sys.executable, "-c", STATE], env=variables, capture_output=True, text=True)
+        free, groups = json.loads(done.stdout)
+        if free == 2:
+            break
+        time.sleep(0.5)
+    return {"free": free, "groups": set(groups)}
+
+
+def test_two_nodes_serve_and_a_lost_actor_is_told(serve: Any, folder: str) -> None:
+    server = serve("--pp", "2")
+    server.wait_ready()
+    status, answer = server.request("POST", "/v1/completions", BODY)
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 12
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = {**BODY, "max_tokens": 3000, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    [actor] = actors(folder)
+    begun = time.monotonic()
+    actor.kill()
+    try:
+        rest = response.read()
+    except http.client.IncompleteRead as error:
+        rest = error.partial
+    print(f"told after {time.monotonic() - begun:.2f} s")
+    assert b"worker_died" in rest
+    assert server.wait(30) == 1
+    assert "node 1" in server.output
+    assert none_left(folder)
+
+
+def test_ctrl_c_leaves_nothing_in_a_cluster_of_others(serve: Any, folder: str, cluster: str) -> None:
+    server = serve("--pp", "2", RAY_ADDRESS=cluster)
+    server.wait_ready()
+    assert server.request("POST", "/v1/completions", BODY)[0] == 200
+    family = server.family()
+    server.signal(signal.SIGINT)
+    assert server.wait(30) == 0
+    assert not psutil.wait_procs(family, timeout=20)[1]
+    assert left(cluster, folder) == {"free": 2.0, "groups": {"REMOVED"}}
+    assert not actors(folder)
+
+
+def test_a_killed_server_and_nodes_without_room_leave_nothing(serve: Any, folder: str, cluster: str) -> None:
+    server = serve("--pp", "2", RAY_ADDRESS=cluster)
+    while not actors(folder):
+        assert server.process.poll() is None, server.output
+        time.sleep(0.1)
+    family = server.family()
+    server.signal(signal.SIGKILL)
+    assert server.wait(30) == -signal.SIGKILL
+    assert not psutil.wait_procs(family, timeout=20)[1]
+    assert left(cluster, folder) == {"free": 2.0, "groups": {"REMOVED"}}
+    large = serve("--pp", "3", "--dist-timeout", "2", RAY_ADDRESS=cluster)
+    assert large.wait(60) == 2
+    assert "no room for 3 nodes of 1 CPU for 2 s" in large.output
+    assert "it has 2 CPU, of which 2 CPU are free" in large.output
+    assert left(cluster, folder) == {"free": 2.0, "groups": {"REMOVED"}}
+
+
+def test_an_actor_that_cannot_serve_says_why(serve: Any, folder: str, tmp_path: Path) -> None:
+    """Its own settings are wrong, which only its host can know."""
+    server = serve("--pp", "2", "--dist-secret-file", "/proc/self/comm")  # each process has its own
+    assert server.wait(120) == 2
+    assert "another secret" in server.output
+    assert none_left(folder)
