@@ -565,15 +565,13 @@ def gated(x: Tensor, kind: Gating) -> Tensor:
 class Biases(NamedTuple):
     """What a mixture adds, float32, for E experts: to the ``logits`` of the router [E]; to the scores
     [E] while experts are chosen (``correction``), not to their weights (arXiv 2408.15664); to the products
-    ``gate_up`` [E, 2f] and ``down`` [E, d]. ``factor`` [E]: by what their weights are multiplied. ``counts``:
-    is told who is chosen, on devices that count."""
+    ``gate_up`` [E, 2f] and ``down`` [E, d]. ``factor`` [E]: by what their weights are multiplied."""
 
     logits: Tensor | None = None
     correction: Tensor | None = None
     gate_up: Tensor | None = None
     down: Tensor | None = None
     factor: Tensor | None = None
-    counts: ExpertCounts | None = None
 
 
 NO_BIASES = Biases()
@@ -639,12 +637,13 @@ def moe(
     activation: Gating,
     biases: Biases = NO_BIASES,
     routed: Tensor | None = None,
+    counts: ExpertCounts | None = None,
 ) -> Tensor:
     """``sum of p_e * down_e(act(gate_e(x)) * up_e(x))`` over each token's experts e: x [T, d] -> [T, d].
 
     router [E, d], gate_up [E * 2 f, d], down [E * d, f]: the experts' matrices one below the other, gate_up
     without a gate [E * f, d]; a shared one is the last, with a row of the router if it is gated. ``routed``
-    [T, as wide as the router]: what the router sees, if that is not x.
+    [T, as wide as the router]: what the router sees, if that is not x. ``counts``: is told who is chosen.
     """
     count = len(routing.here(router.n))
 
@@ -653,7 +652,7 @@ def moe(
         x = gated(linear(x, gate_up.part(expert, count), inner), activation)
         return linear(x, down.part(expert, count), outer)
 
-    return mix(x, router, run, routing, biases, routed)
+    return mix(x, router, run, routing, biases, routed, counts)
 
 
 def mix(
@@ -663,13 +662,14 @@ def mix(
     routing: Routing,
     biases: Biases,
     routed: Tensor | None = None,
+    counts: ExpertCounts | None = None,
 ) -> Tensor:
     """``moe`` with ``run(expert, x[n, d]) -> [n, d]``, for each expert here that has tokens, counted from the
     first that is here."""
     logits = linear((x if routed is None else routed).float(), router)
     weights, ids = route(logits, routing, biases)
-    if biases.counts is not None and biases.counts.active:
-        biases.counts.add(ids)
+    if counts is not None and counts.active:
+        counts.add(ids)
     out = x.new_zeros(x.shape, dtype=torch.float32)
     here = routing.here(router.n)
     for expert in ids.unique().tolist():

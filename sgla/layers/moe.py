@@ -89,9 +89,9 @@ class MoE:
             build.vector(f"{name}.gate.e_score_correction_bias", experts) if correction else None,
             *(self._declare_biases(build, f"{name}.experts", crossed) if bias else ()),
         )
-        if build.device == "cpu":
-            build.counts[name] = ExpertCounts(experts)
-            self.biases = self.biases._replace(counts=build.counts[name])
+        self.counts: ExpertCounts | None = None
+        if build.device == "cpu":  # kernels of GPUs do not count
+            self.counts = build.counts[name] = ExpertCounts(experts)
 
     def _declare_each(self, build: Build, name: str) -> None:
         d, f, own = self.hidden, self.intermediate, self.own
@@ -185,7 +185,15 @@ class MoE:
     def chosen(self, x: Tensor, routed: Tensor | None) -> Tensor:
         """What each token's experts make of x together, on this rank. ``routed``: see ``ops.moe``."""
         return ops.moe(
-            x, self.router, self.gate_up, self.down, self.routing, self.activation, self.biases, routed
+            x,
+            self.router,
+            self.gate_up,
+            self.down,
+            self.routing,
+            self.activation,
+            self.biases,
+            routed,
+            self.counts,
         )
 
     def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from sgla.kernels.cpu.native import Opcode
 from sgla.kernels.cpu.panels import FORMATS, Kind, Panels
 from sgla.kernels.cpu.record import Recorder
 from sgla.kernels.dispatch import Lowerings
+from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.lora import Rows, Stack, lora, lora_embedding
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Activation, Clamped, Gating, Routing
@@ -211,6 +212,7 @@ def moe(
     activation: Gating,
     biases: Biases = NO_BIASES,
     routed: Tensor | None = None,
+    counts: ExpertCounts | None = None,
 ) -> Tensor:
     """Routing with torch, between native segments; each expert is a body, or two with an activation
     between them that is torch's."""
@@ -232,11 +234,13 @@ def moe(
         layers = [recorder.body(widths[0], partial(mlp, expert=e)) for e in range(count)]
 
     def run(views: list[Tensor], parts: list[Callable[[Tensor], Tensor]]) -> None:
+        x, *more, y = views
+
         def expert(index: int, rows: Tensor) -> Tensor:
             made = parts[index](rows)
             return made if len(parts) == count else parts[count + index](ops.gated(made, activation))
 
-        views[-1].copy_(ops.mix(views[0], router, expert, routing, biases, *views[1:-1]))
+        y.copy_(ops.mix(x, router, expert, routing, biases, more[0] if more else None, counts))
 
     source = recorder.buffer(x)
     seen = None if routed is None else recorder.buffer(routed)

@@ -84,7 +84,7 @@ def refuses(routing: Routing, activation: Gating, biases: Biases) -> str | None:
     """Why the kernels of CUDA that are made for softmax routers do not serve such a mixture, or None."""
     if not routing.plain:
         return "experts are chosen otherwise than by a softmax over all"
-    if any(bias is not None for bias in biases._replace(counts=None)):
+    if any(bias is not None for bias in biases):
         return "the router or the experts have biases"
     return None if activation in _GATED else "the experts' activation is another one"
 
@@ -101,9 +101,11 @@ def run(
     rounded: fp8.Rounded | None = None,
     residual: Tensor | None = None,
     routed: Tensor | None = None,
+    counts: None = None,
 ) -> Outputs:
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or packed.
-    ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm."""
+    ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm.
+    ``counts``: nobody counts here."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
     count, tokens = routing.experts(router.n), len(x)
     pairs = tokens * (routing.top_k + routing.common)

@@ -307,6 +307,7 @@ class GpuOps:
         activation: Gating,
         biases: Biases = NO_BIASES,
         routed: Tensor | None = None,
+        counts: None = None,
     ) -> Tensor:
         outputs = mixture.run(x, None, router, gate_up, down, routing, activation, biases, routed=routed)
         return outputs.sum().to(x.dtype)
