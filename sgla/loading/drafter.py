@@ -74,6 +74,6 @@ def load_eagle(
     load_weights(
         source, build, "EAGLE-3", ignored=("t2d", "d2t", *ignored), mend=mend, on_progress=report, seed=seed
     )
-    if not 0 <= int(head.ids.min()) <= int(head.ids.max()) < head.vocab:
+    if head.ids is not None and not 0 <= int(head.ids.min()) <= int(head.ids.max()) < head.vocab:
         raise WeightError("d2t of the EAGLE-3 head names tokens that its model has not")
     return head

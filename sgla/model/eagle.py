@@ -3,6 +3,8 @@ those of the authors' checkpoints."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,8 @@ class Eagle:
     through one projection. Its output is a guess at the next hidden state, which the target's output layer
     reads."""
 
+    ids: Tensor | None = None
+
     def __init__(
         self, target: Decoder, spec: ModelSpec, build: Build, positions: int, bias: bool = True
     ) -> None:
@@ -36,7 +40,7 @@ class Eagle:
         self.attention = _attention(build, f"{name}.self_attn", spec, positions, d)
         self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", d, spec.eps)
         self.mlp = GatedMLP(build, f"{name}.mlp", d, spec.intermediate, "silu", spec.mlp_bias)
-        self.embed, self.logits = target.embed, target.logits
+        self.embed, self.out = target.embed, target.lm_head
 
     def read(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -48,9 +52,6 @@ class Eagle:
         x, h = self.mlp_norm.add(self.attention.out(self.attention(h, batch, kv[0])), h)
         made = ops.add(h, self.mlp(x))
         return made, made
-
-    def of_target(self, logits: Tensor) -> Tensor:
-        return logits
 
 
 def _attention(build: Build, name: str, spec: ModelSpec, positions: int, inputs: int) -> SelfAttention:
@@ -66,8 +67,7 @@ def _attention(build: Build, name: str, spec: ModelSpec, positions: int, inputs:
 
 class Eagle3:
     """EAGLE-3 (arXiv 2503.01840), which reads what goes into three layers of its target. ``spec``: of the
-    head, as if it were a Llama of one layer. ``vocab``: tokens that it may guess; ``ids`` int64 ``[vocab]``:
-    which of the target's these are."""
+    head, as if it were a Llama of one layer. ``vocab``: how many tokens of the target it may guess."""
 
     def __init__(
         self, target: Decoder, spec: ModelSpec, build: Build, positions: int, places: int, vocab: int
@@ -81,15 +81,11 @@ class Eagle3:
         self.mlp_norm = RMSNorm(build, f"{name}.post_attention_layernorm", d, spec.eps)
         self.mlp = GatedMLP(build, f"{name}.mlp", d, spec.intermediate, "silu", spec.mlp_bias)
         self.norm = RMSNorm(build, "norm", d, spec.eps)
-        self.logits = LMHead(build, "lm_head", vocab, d)
-        self.ids = torch.arange(vocab)
-        if vocab < self.vocab:
-            build.declare("d2t", (vocab,), self._take_ids)
+        self.out = LMHead(build, "lm_head", vocab, d)
+        self.ids = torch.arange(vocab) if vocab < self.vocab else None
+        if self.ids is not None:
+            build.declare("d2t", (vocab,), partial(_take_ids, self.ids))
         self.embed = target.embed
-
-    def _take_ids(self, source: Share) -> None:
-        """The file has by how much a token's number is another one in the target."""
-        self.ids += source.dense().long()
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, batch: ForwardBatch, kv: list[KVLayer]
@@ -100,9 +96,7 @@ class Eagle3:
         shown, h = self.norm.add(self.mlp(x), h)
         return h, shown
 
-    def of_target(self, logits: Tensor) -> Tensor:
-        if len(self.ids) == self.vocab:
-            return logits
-        whole = logits.new_full((len(logits), self.vocab), -torch.inf)
-        whole[:, self.ids] = logits
-        return whole
+
+def _take_ids(ids: Tensor, source: Share) -> None:
+    """The file has by how much a token's number is another one in the target."""
+    ids += source.dense().long()

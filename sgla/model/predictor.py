@@ -11,17 +11,21 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
 from sgla.layers.linear import MergedColumnLinear
+from sgla.layers.vocab import LMHead
 from sgla.model.base import Decoder
 from sgla.model.family import PredictorNames
 
 
 class Head(Protocol):
     """``width``: values of a hidden state that it goes on with; ``target_width``: of what it reads of the
-    target for a token, from which ``read`` makes such a state. ``vocab``: of the target."""
+    target for a token, from which ``read`` makes such a state. ``out``: what makes its logits. ``ids``
+    int64[*]: which tokens of the target these are of; None: of all ``vocab``."""
 
     width: int
     target_width: int
     vocab: int
+    out: LMHead
+    ids: Tensor | None
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids int32 ``[T]`` -> ``[T, d]``."""
@@ -35,18 +39,14 @@ class Head(Protocol):
         """Of each position ``hidden`` ``[T, width]`` and the embedding ``tokens`` of the token behind it ->
         its own hidden states, and what its logits are made of."""
 
-    def logits(self, shown: Tensor) -> Tensor:
-        """``[S, d]`` -> float32 ``[S, *]``."""
-
-    def of_target(self, logits: Tensor) -> Tensor:
-        """These as float32 ``[S, vocab]``."""
-
 
 class Predictor:
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): a layer like the model's own, on
     the norms of a token's embedding and of what the model has made of the token before, side by side through
     one projection. Embedding and output layer are the model's. ``index``: the layer of the model that it is
     like. As in SGLang's ``deepseek_nextn``, hidden states are those behind the last norm."""
+
+    ids: Tensor | None = None
 
     def __init__(self, target: Decoder, build: Build, names: PredictorNames, index: int) -> None:
         spec = target.spec
@@ -59,7 +59,7 @@ class Predictor:
         )
         self.block = target.block(build, names.block, index)
         self.norm = target.norm_of(build, names.norm)
-        self.embed, self.logits = target.embed, target.logits
+        self.embed, self.out = target.embed, target.lm_head
 
     def read(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -71,6 +71,3 @@ class Predictor:
         x, h = self.block(x, None, batch, kv[0], None)
         made = self.norm.add(x, h)[0]
         return made, made
-
-    def of_target(self, logits: Tensor) -> Tensor:
-        return logits

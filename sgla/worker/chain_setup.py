@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.layers.vocab import LMHead
 from sgla.loading.drafter import load_eagle, load_predictor
 from sgla.loading.load import load_model
 from sgla.messages import VERIFIED, Progress
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.drafting import EagleSpec, read_eagle
-from sgla.model.eagle import Eagle3
 from sgla.model.predictor import Head
 from sgla.model.spec import ModelSpec
 from sgla.quant.weight import Make
@@ -66,13 +64,12 @@ def load_chains(
         model = load_model(source.draft, dtype, quantization, place.shard, length, report, seed, make=make)
         return Chains(GpuSteps(model, kernels, sizes, tables=target.tables), *common)
     assert isinstance(target.model, Decoder)
-    head, out = _load_head(config, source, target.model, dtype, report, seed)
+    head = _load_head(config, source, target.model, dtype, report, seed)
     hand = Hand(ROWS[-1], head.width, kernels.dtype)
     spec = replace(spec, vocab=target.model.spec.vocab)
-    first, further = (HeadModel(head, target.model, spec, out, hand, reads) for reads in (True, False))
+    first, further = (HeadModel(head, target.model, spec, hand, reads) for reads in (True, False))
     steps = GpuSteps(further, kernels, sizes, tables=target.tables)
-    ids = head.ids if isinstance(head, Eagle3) and len(head.ids) < head.vocab else None
-    return HeadChains(steps, *common, first, hand, target.hidden, ids)
+    return HeadChains(steps, *common, first, hand, target.hidden, head.ids)
 
 
 def _load_head(
@@ -82,13 +79,11 @@ def _load_head(
     dtype: str,
     report: Callable[[Progress], None],
     seed: int,
-) -> tuple[Head, LMHead]:
-    """The head, and what makes its logits."""
+) -> Head:
     eagle = eagle_of(config, source, target.spec)
     if eagle is None:
         quantization = target.spec.quantized(config.quantization, "cuda")
-        return load_predictor(source, target, dtype, quantization, report, seed), target.lm_head
+        return load_predictor(source, target, dtype, quantization, report, seed)
     assert source.draft is not None
     kind, length = config.speculative_quantization, target.positions
-    head = load_eagle(source.draft, target, eagle, dtype, kind, length, report, seed)
-    return head, head.logits if isinstance(head, Eagle3) else target.lm_head
+    return load_eagle(source.draft, target, eagle, dtype, kind, length, report, seed)

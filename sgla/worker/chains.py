@@ -41,9 +41,9 @@ AGAIN = 2  # tokens that a chain begins with: the pending one, and the last gues
 class Chains:
     """``steps``: of the model that guesses, with the tables of its ``target``'s; ``most``: guesses of a row.
     Rows read and write the slots, places and limits that ``state`` has. ``shift``: by how much its KV of a
-    token stands before the token."""
+    token stands before the token; ``reads_prompts``: in ``behind``."""
 
-    shift = 0
+    shift, reads_prompts = 0, False
 
     def __init__(
         self, steps: GpuSteps, target: GpuSteps, state: DeviceDrafts, most: int, adaptive: bool
@@ -287,6 +287,10 @@ class Chains:
     def _further(self, batch: DeviceBatch, out: Tensor) -> Tensor:
         """Of a step behind it, whose rows are of different slots: so they may store k and v themselves."""
         return self.steps.forward.step(batch, None, out, decode=self.steps.attention.decode.fused).logits
+
+    def behind(self, slots: Int32s, starts: Int32s, q_lens: Int32s, first: Int32s) -> None:
+        """Behind a step of the target: read its prompt rows, whose tokens begin at ``first`` among those of
+        the step."""
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """Those of tokens of the target."""

@@ -19,7 +19,6 @@ from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
 from sgla.worker.gpu_steps import Launched, eager_order
 from sgla.worker.gpu_weights import GpuWeights
-from sgla.worker.head_chains import HeadChains
 from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
 from sgla.worker.prompt_graphs import prompts_last
@@ -122,7 +121,7 @@ class CudaRunner(GpuWeights):
             launched, in_graph = Launched(out, count, [], pending, None), True
         else:
             launched, in_graph = self.steps.run_eagerly(plan, verify), False
-        if isinstance(self.chains, HeadChains):
+        if self.chains is not None and self.chains.reads_prompts:
             order = prompts_last(q_lens, flags) if in_graph else eager_order(starts, q_lens)
             first = np.empty_like(q_lens)
             first[order] = q_lens[order].cumsum() - q_lens[order]

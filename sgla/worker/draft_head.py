@@ -58,7 +58,7 @@ class HeadForward:
             tokens = head.embed(batch.ids)
             hidden, shown = head.forward(tokens, ops.call(self._give, tokens, head.width), batch, kv)
             rows = ops.inplace(self._kept.keep, ops.gather(hidden, batch.sample_rows))
-            return head.logits(rows if shown is hidden else ops.gather(shown, batch.sample_rows))
+            return head.out(rows if shown is hidden else ops.gather(shown, batch.sample_rows))
 
         def read(batch: ForwardBatch) -> Tensor:
             return head.read(ops.call(self._give, head.embed(batch.ids), head.target_width))
@@ -77,11 +77,19 @@ class HeadForward:
     def __call__(self, given: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Logits float32 [S, V], valid until the next call, and hidden states [S, width]."""
         self._given = given
-        logits = self._forward(batch)
-        return self.head.of_target(logits), self._kept.hidden
+        return of_target(self.head, self._forward(batch)), self._kept.hidden
 
     def _give(self, x: Tensor, out: Tensor) -> None:
         out.copy_(self._given)
+
+
+def of_target(head: Head, logits: Tensor) -> Tensor:
+    """Logits of a head as those of all tokens of its target: float32 ``[S, *]`` -> ``[S, vocab]``."""
+    if head.ids is None:
+        return logits
+    whole = logits.new_full((len(logits), head.vocab), -torch.inf)
+    whole[:, head.ids] = logits
+    return whole
 
 
 class HeadDrafts:

@@ -15,7 +15,6 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.gpu import RecordedForward
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
-from sgla.layers.vocab import LMHead
 from sgla.messages import StepPlan
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.predictor import Head
@@ -48,11 +47,9 @@ class HeadModel(CausalLM):
     """``head`` as a model of the tokens behind those of which hidden states are given: by its target, if it
     ``reads``, or of its own. ``spec``: of its layer."""
 
-    def __init__(
-        self, head: Head, target: Decoder, spec: ModelSpec, out: LMHead, hand: Hand, reads: bool
-    ) -> None:
+    def __init__(self, head: Head, target: Decoder, spec: ModelSpec, hand: Hand, reads: bool) -> None:
         self.spec, self.shard, self.positions = spec, target.shard, target.positions
-        self.embed, self.lm_head = target.embed, out
+        self.embed, self.lm_head = target.embed, head.out
         self._head, self._hand, self._reads = head, hand, reads
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
@@ -71,9 +68,9 @@ class HeadModel(CausalLM):
 
 class HeadChains(Chains):
     """``steps``: of the head behind the first guess; ``first``: the model that reads the target's ``hidden``
-    states. ``ids`` int64[*]: which tokens of the target a head with a vocabulary of its own may guess."""
+    states. ``ids``: of the head."""
 
-    shift = 1
+    shift, reads_prompts = 1, True
 
     def __init__(
         self,
@@ -129,8 +126,6 @@ class HeadChains(Chains):
         super()._catch_up(slots, starts, width)
 
     def behind(self, slots: Int32s, starts: Int32s, q_lens: Int32s, first: Int32s) -> None:
-        """Behind a step of the target: read its prompt rows, whose tokens begin at ``first`` among those of
-        the step."""
         last = first + q_lens - 1
         at, d_slots, positions = upload(np.stack([last, slots, starts + q_lens - 1]))
         self._hidden.keep(d_slots, positions, at.long())

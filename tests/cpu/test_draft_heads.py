@@ -30,6 +30,7 @@ from sgla.model.read import read_decoder
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.draft_head import of_target
 from sgla.worker.state import column
 
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 256}
@@ -201,7 +202,7 @@ def test_a_head_is_read_from_its_files(tmp_path: Path) -> None:
         head = runner._drafter._forward.head  # type: ignore[attr-defined]
         assert head.ids.tolist() == [i + i // 2 for i in range(200)]
         logits = torch.arange(200.0)[None]
-        assert head.of_target(logits)[0, [3, 299 - 1]].tolist() == [2.0, 199.0]
+        assert of_target(head, logits)[0, [3, 299 - 1]].tolist() == [2.0, 199.0]
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:
