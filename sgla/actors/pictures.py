@@ -21,6 +21,7 @@ from sgla.media.sound import Sound
 from sgla.messages import Array, Prepared
 from sgla.model.vision.sizes import checked_sizes
 from sgla.model.vision.spec import Settings, Vision
+from sgla.per_client import PerClient
 
 MODULES = {
     "image": ("sgla.media.without_torch", "sgla.media.prepare", "transformers.image_processing_backends"),
@@ -54,12 +55,12 @@ class PictureRoom:
         self._vision, self._sizes = vision, checked_sizes(vision, sizes)
         self._settings = dict(settings.images)
         self._extra = vision.prepares(config, settings)
-        self._pool, self._most = Pool(processes, modules=MODULES[vision.kind]), max(1, processes - 1)
+        self._pool = Pool(processes, modules=MODULES[vision.kind])
+        self._turns = PerClient(max(1, processes - 1))
         self._making: dict[bytes, asyncio.Future[None]] = {}  # by digest
         self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
         self._bytes: Counter[str] = Counter()  # by client
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._lines: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # who waits for room
+        self._lines = PerClient(1)  # who waits for room
         self._freed = asyncio.Event()
 
     async def wake(self) -> None:
@@ -86,7 +87,7 @@ class PictureRoom:
         several = self._vision.alone and len(pictures) > 1
         mark, settings = self._asked(sizes, several)
         asked = mark, settings, several
-        line = self._lines.setdefault(client, asyncio.Lock())
+        line = self._lines.of(client)
         if not line.locked() and (made := await self._all(pictures, client, asked)) is not None:
             return made
         end = asyncio.get_running_loop().time() + PATIENCE
@@ -120,7 +121,7 @@ class PictureRoom:
         """None if there is no room for one: nobody keeps some while waiting for others, so whoever waits gets
         room in the end. Raises InvalidField if there never is."""
         made: dict[bytes, Prepared] = {}
-        turn = self._turns.setdefault(client, asyncio.Semaphore(self._most))
+        turn = self._turns.of(client)
         for picture in pictures:
             if picture.digest not in made:
                 try:

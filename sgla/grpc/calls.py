@@ -7,7 +7,6 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import unquote
-from weakref import WeakValueDictionary
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -23,6 +22,7 @@ from sgla.http.clients import Client
 from sgla.http.ids import random_id
 from sgla.http.request.work import check_sizes
 from sgla.http.server import Server, unique
+from sgla.per_client import PerClient
 
 Code = grpc.StatusCode
 CODES = {
@@ -111,15 +111,13 @@ class Places:
     """So many messages are received at a time, half of them of one client."""
 
     def __init__(self, most: int) -> None:
-        self._half = max(1, most // 2)
         self._all = asyncio.Semaphore(most)
-        self._of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._own = PerClient(max(1, most // 2))
 
     async def read(self, context: Any, client: Client) -> bytes | None:
         """The next message; None: there are no more. Raises BodyTimeout."""
-        own = self._of.setdefault(client.name, asyncio.Semaphore(self._half))
         try:
-            async with own, self._all, asyncio.timeout(BODY_SECONDS):
+            async with self._own.of(client.name), self._all, asyncio.timeout(BODY_SECONDS):
                 data = await context.read()
         except TimeoutError as error:
             raise BodyTimeout(f"the message did not arrive within {BODY_SECONDS} s") from error

@@ -7,9 +7,9 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Generator, Iterable
 from contextlib import asynccontextmanager
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 from sgla import clock
+from sgla.per_client import PerClient
 
 # That a small request takes from its bytes to its answer.
 # Whoever comes between two pieces of long work would wait for a piece in each.
@@ -92,11 +92,11 @@ class Desk:
 
     def __init__(self, most: int = 1) -> None:
         self.everybodys = asyncio.Semaphore(most)
-        self._own: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._own = PerClient(1)
 
-    def own(self, client: str) -> asyncio.Lock:
+    def own(self, client: str) -> asyncio.Semaphore:
         """Whoever has it is the one task of ``client`` that asks for ``everybodys``."""
-        return self._own.setdefault(client, asyncio.Lock())
+        return self._own.of(client)
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -21,6 +20,7 @@ from sgla.config import SECRETS
 from sgla.errors import ConfigError
 from sgla.http.mcp.address import Address, addresses
 from sgla.http.mcp.protocol import GONE, LATE, LENGTH, NO_ANSWER, RECORD, TRANSPORT, Ask, Failure, Reply
+from sgla.per_client import PerClient
 from sgla.processes import end, python_path
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class ToolServer:
         self._pinging: asyncio.Task[None] | None = None
         self._listed: Reply | ToolError | None = None
         self._fresh = 0.0  # until then
-        self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
+        self._places = PerClient(AT_ONCE)
 
     async def tools(self) -> Reply:
         """Its tools, and those that cannot be used by name. Raises ToolError."""
@@ -185,7 +185,7 @@ class ToolServer:
     async def call(self, name: str, arguments: str, client: str, seconds: float | None = None) -> str:
         """What the tool answers. Raises ToolError."""
         seconds = self._seconds if seconds is None else max(0.0, min(self._seconds, seconds))
-        place = self._places.setdefault(client, asyncio.Semaphore(AT_ONCE))
+        place = self._places.of(client)
         until = clock.now() + seconds
         try:
             async with asyncio.timeout(seconds):

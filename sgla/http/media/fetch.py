@@ -8,7 +8,6 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
-from weakref import WeakValueDictionary
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -17,6 +16,7 @@ from yarl import URL
 from sgla.config import MediaSettings
 from sgla.errors import InvalidField
 from sgla.http.bodies import Share
+from sgla.per_client import PerClient
 from sgla.version import __version__
 
 AT_ONCE = 8  # fetches of a client
@@ -50,12 +50,12 @@ class Resolver(AbstractResolver):
     def __init__(self, any_address: bool) -> None:
         self._any_address = any_address
         self._threads = ThreadPoolExecutor(RESOLVING, thread_name_prefix="resolve")
-        self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._own = PerClient(OWN_NAMES)
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        own = self._own.setdefault(CLIENT.get(), asyncio.Semaphore(OWN_NAMES))
+        own = self._own.of(CLIENT.get())
         await own.acquire()
         loop = asyncio.get_running_loop()
 
@@ -98,14 +98,13 @@ class Fetcher:
         self._domains = frozenset(domain.lower() for domain in settings.allowed_media_domains)
         self._session: aiohttp.ClientSession | None = None
         self._resolver = Resolver(settings.allow_private_media)
-        self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._own = PerClient(AT_ONCE)
 
     async def get(self, url: str, share: Share) -> bytes:
         """The body, which is in ``share``, too. Raises InvalidField, and what ``share`` does."""
-        own = self._own.setdefault(share.client, asyncio.Semaphore(AT_ONCE))
         seconds = self._settings.media_timeout
         CLIENT.set(share.client)
-        async with own:
+        async with self._own.of(share.client):
             try:
                 async with asyncio.timeout(seconds):
                     return await self._follow(self._parsed(url), share)
