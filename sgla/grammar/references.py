@@ -382,8 +382,9 @@ def reached(root: Json) -> list[str]:
     return list(seen)
 
 
-def endless(root: Json) -> bool:
-    """Whether all that a document says is that it is what its references lead to, which is itself."""
+def endless(root: Json, inside: bool = False) -> bool:
+    """Whether all that a document says is that it is what its references lead to, which is itself; with what
+    its values must have ``inside``, whether each of these must have another one."""
     find, refs, ended = Find(root), reached(root)[::-1], set[str]()
 
     def ends(schema: Json) -> bool:
@@ -392,7 +393,8 @@ def endless(root: Json) -> bool:
         if isinstance(schema.get("$ref"), str) and schema["$ref"] not in ended:
             return False
         choices = (schema[key] for key in ("anyOf", "oneOf") if schema.get(key))
-        return all(map(ends, schema.get("allOf", ()))) and all(any(map(ends, each)) for each in choices)
+        every = [*schema.get("allOf", ()), *(wanted(schema) if inside else ())]
+        return all(map(ends, every)) and all(any(map(ends, each)) for each in choices)
 
     known = -1
     while known < len(ended):
@@ -401,6 +403,27 @@ def endless(root: Json) -> bool:
             if ref not in ended and ends(find(ref)):
                 ended.add(ref)
     return not ends(root)
+
+
+def wanted(schema: dict[str, Any]) -> Iterator[Json]:
+    """The schemas of what each value must have inside, as far as its own keywords say so."""
+    if "enum" in schema or "const" in schema:
+        return
+    kind = schema.get("type")
+    if kind in ("object", ["object"]):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if "patternProperties" not in schema:
+            yield from (known.get(name, others) for name in schema.get("required", ()))
+            if not known and schema.get("minProperties", 0) > 0:
+                yield others
+    elif kind in ("array", ["array"]):
+        least, first = schema.get("minItems", 0), schema.get("prefixItems", [])
+        rest = schema.get("items", True)
+        if isinstance(rest, list):
+            first, rest = rest, schema.get("additionalItems", True)
+        yield from (item for i, item in enumerate(first) if i < least)
+        if least > len(first):
+            yield rest
 
 
 def bare(root: Json) -> Json:

@@ -91,6 +91,9 @@ def json_schema(schema: Any, additional: bool) -> Any:
         if endless(settled):
             why = "leads back to itself, so that the schema says nothing; name a schema, or leave it out"
             raise GrammarError(f"JSON Schema keyword '$ref' (at {where(settled, '$ref')}) {why}")
+        if endless(settled, inside=True):
+            why = "wants another such value inside of each, without an end; let a value go without one"
+            raise GrammarError(f"JSON Schema keyword '$ref' (at {where(settled, '$ref')}) {why}")
         adapted = adapt(settled if additional else imply(settled))
         found = ported(bare(unroll(adapted if additional else close(adapted))), adapted)
         place = uncounted(found)

@@ -9,10 +9,12 @@ import pytest
 from test_rewriting import accepted, compiled
 from test_schema import DOCUMENTS
 
-from sgla.grammar.references import bare, settle, unroll
+from sgla.grammar.references import bare, endless, settle, unroll
 
 OLD = "http://json-schema.org/draft-07/schema#"
 STRING = {"type": "string"}
+LIST_AGAIN = {"$ref": "#"}
+LIST = {"type": "object", "properties": {"next": LIST_AGAIN}}
 TREE: dict[str, Any] = {
     "type": "object",
     "properties": {"a": {"$ref": "#/$defs/tree"}, "b": {"type": "integer"}},
@@ -138,7 +140,16 @@ def test_what_the_matcher_does_not_need_is_left_out() -> None:
         ),
         ({"$ref": "http://a/b"}, "(at /) leads to http://a/b, which is not in"),
         ({"not": {"$ref": "#"}}, "no output fits"),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "outputs have no end"),
+        ({**LIST, "required": ["next"]}, "'$ref' (at /properties/next) wants another such value"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "(at /items) wants another such value"),
+        (
+            {"type": "array", "prefixItems": [STRING, {"$ref": "#"}], "minItems": 2},
+            "(at /prefixItems/1) wants another such value",
+        ),
+        (
+            {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
+            "(at /additionalProperties) wants another such value",
+        ),
     ],
     ids=str,
 )
@@ -152,3 +163,23 @@ def test_a_choice_beside_a_reference_to_itself_is_an_end() -> None:
     either = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
     assert accepted(either, "null")
     assert not accepted(either, "1")
+
+
+@pytest.mark.parametrize(
+    ("schema", "output"),
+    [
+        (LIST, "{}"),
+        (
+            {**LIST, "required": ["next"], "properties": {"next": {"anyOf": [LIST_AGAIN, STRING]}}},
+            '{"next": "x"}',
+        ),
+        ({**LIST, "required": ["next"], "type": ["object", "string"]}, '"x"'),
+        ({**LIST, "required": ["next"], "enum": [{"next": {}}]}, None),
+        ({"type": "array", "items": {"$ref": "#"}}, "[[]]"),
+        ({"type": "array", "prefixItems": [STRING, {"$ref": "#"}], "minItems": 1}, '["x"]'),
+    ],
+    ids=str,
+)
+def test_a_value_that_may_go_without_another_has_an_end(schema: Any, output: str | None) -> None:
+    assert not endless(settle(schema), inside=True)
+    assert output is None or accepted(schema, output)
