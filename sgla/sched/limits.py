@@ -108,12 +108,21 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         return min(submit.max_new, most)
 
     def _check_pictures(self, submit: Submit) -> None:
-        """What one step computes must fit beside a token of each other request."""
+        """Tokens that see each other must fit into a step, beside a token of each other request, and into
+        the windows of all layers."""
         longest = max((shown.end - shown.first for shown in submit.pictures if shown.whole), default=0)
+        what = "The prompt" if longest == len(submit.tokens) else "A picture"
         if longest > (most := self.step_tokens - self.rows + 1):
             raise InvalidField(
-                f"A picture has {longest} tokens, which are computed together, and a step of this server has "
+                f"{what} has {longest} tokens, which are computed together, and a step of this server has "
                 f"room for {most}; start it with a larger --step-tokens or fewer --max-running-requests.",
+                param="messages",
+            )
+        window = min((group.window for group in self.groups if group.window), default=longest)
+        if longest > window:
+            raise InvalidField(
+                f"{what} has {longest} tokens, which see each other, and layers of this model have windows "
+                f"of {window} tokens; send a shorter one.",
                 param="messages",
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -845,11 +846,24 @@ def test_no_step_ends_in_a_picture_whose_tokens_see_each_other(monkeypatch: pyte
     assert simulation.core.stats().preemptions > 0
 
 
-def test_a_picture_longer_than_a_step_is_refused() -> None:
-    core = Simulation(make_limits(slots=4, step_tokens=24)).core
-    shown = [Placed(5, 30, Prepared(b"p", "", []), True)]
-    with pytest.raises(InvalidField, match="A picture has 25 tokens"):
-        core.offer(make_submit("r", [*range(40)], 4, pictures=shown), 0.0)
+@pytest.mark.parametrize(
+    ("tokens", "step", "window", "message"),
+    [
+        (40, 24, 0, "A picture has 25 tokens, which are computed together"),
+        (25, 24, 0, "The prompt has 25 tokens, which are computed together"),
+        (40, 64, 24, "A picture has 25 tokens, which see each other, and layers .* windows of 24 "),
+        (40, 64, 25, ""),
+    ],
+)
+def test_tokens_that_see_each_other_must_fit(tokens: int, step: int, window: int, message: str) -> None:
+    """Into a step, and into the windows of layers."""
+    windows = [CacheGroup(33, window)] if window else []
+    core = Simulation(make_limits(slots=4, step_tokens=step, windows=windows)).core
+    first = 5 if tokens > 25 else 0
+    shown = Placed(first, first + 25, Prepared(b"p", "", []), True)
+    asked = make_submit("r", [*range(tokens)], 4, pictures=[shown])
+    with pytest.raises(InvalidField, match=message) if message else nullcontext():
+        core.offer(asked, 0.0)
 
 
 def test_after_a_renewal_nobody_finds_what_was_before() -> None:
