@@ -390,7 +390,10 @@ class EngineSettings(ModelSettings, kw_only=True):
     ] = None
     kv_transfer_backend: Annotated[
         Literal["auto", "tcp", "nixl", "mooncake"],
-        Doc(description="how KV gets from server to server; auto: shared memory on one host, else tcp"),
+        Doc(
+            description="how KV gets from server to server; auto: shared memory on one host, else tcp; nixl, "
+            "mooncake: read by that engine (sgla[nixl], sgla[mooncake])"
+        ),
     ] = "auto"
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None
 

@@ -28,7 +28,7 @@ import numpy as np
 from sgla import clock
 from sgla.version import __version__
 
-PROTOCOL = 2
+PROTOCOL = 3
 SUM = 32  # bytes of a hash
 NONCE = 32
 PATIENCE = 5.0  # seconds for a handshake
@@ -110,13 +110,23 @@ class Lent(msgspec.Struct, tag=True, array_like=True):
     units: list[int]
 
 
+class Exposed(msgspec.Struct, tag=True, array_like=True):
+    """A rank of the prefill -> decode server: the same memory, for a transfer engine. ``engine``: metadata of
+    its own; ``addresses``, ``units``: of each cache group."""
+
+    engine: bytes
+    addresses: list[int]
+    units: list[int]
+
+
 class Borrowed(msgspec.Struct, tag=True, array_like=True):
     """Decode -> a rank of the prefill server: it reads there, no unit need be sent."""
 
 
 class Unit(msgspec.Struct, tag=True, array_like=True):
     """A rank of the prefill -> decode server: a unit, beside the message, with its checksum ``sum``
-    (``tiers.checksum``); or in what was borrowed, at ``place`` as long as its mark there is ``mark``."""
+    (``tiers.checksum``); or in what was borrowed, at ``place`` as long as its mark there is ``mark``;
+    there, too, with a checksum if others could write to it."""
 
     group: int
     key: bytes
@@ -129,7 +139,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     """Both, to show that they are there."""
 
 
-Message = Hello | Identity | Accepted | Refused | Ask | Leave | Done | Want | Lent | Borrowed | Unit
+Message = Hello | Identity | Accepted | Refused | Ask | Leave | Done | Want | Lent | Exposed | Borrowed | Unit
 Beside = bytes | memoryview
 Frame = tuple[Message, Beside]
 

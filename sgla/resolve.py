@@ -3,6 +3,7 @@ each with its reason. Pure."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Mapping
@@ -469,13 +470,10 @@ def check_role(config: Config, vectors: bool) -> None:
         raise ConfigError(
             f"{flag} is not supported yet; a server reads the pictures of its own requests", param="role"
         )
-    if backend not in ("auto", "tcp"):
-        extra = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}[backend]
-        raise ConfigError(
-            f"--kv-transfer-backend {backend} is not built in: pip install {extra} brings its library, but "
-            "nothing here uses it yet; leave it out, which means shared memory on one host and tcp elsewhere",
-            param="kv_transfer_backend",
-        )
+    if backend in ("nixl", "mooncake"):
+        missing = importlib.util.find_spec(backend) is None and f"pip install 'sgla[{backend}]'"
+        if why := missing or (config.role == "both" and "it needs --role prefill or decode"):
+            raise ConfigError(f"--kv-transfer-backend {backend}: {why}", param="kv_transfer_backend")
     if config.role == "both":
         if config.prefill_url is not None:
             raise ConfigError("--prefill-url needs --role decode", param="prefill_url")

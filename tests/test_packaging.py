@@ -349,6 +349,7 @@ def test_every_import_is_a_declared_dependency() -> None:
                 "grpc",
                 "mm",
                 "mooncake",
+                "nixl",
             ),
         ),
         ("tests", ("test", "formats")),

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sgla.peers import Beside, Unit
-from sgla.worker.lent import Segment
 from sgla.worker.parts import Fit
 from sgla.worker.tiers import checksum
 
 Name = tuple[int, int, bytes]
 """Of a unit: which of the ranks that are read it comes from (``Fit.sources``), its cache group, its key."""
+
+
+class Borrows(Protocol):
+    """Memory of units on the prefill server."""
+
+    count: int  # of its places
+
+    def read(self, place: int) -> tuple[NDArray[np.uint8], int]:
+        """A unit, and the mark that it had behind that. Raises OSError."""
+        ...
 
 
 class Arrived(NamedTuple):
@@ -21,18 +33,21 @@ class Arrived(NamedTuple):
     data: Beside
     told: Unit
     came: float
-    segment: Segment | None = None
+    segment: Borrows | None = None
 
     def content(self) -> Beside:
         """Raises OSError if it is not what was computed."""
         if self.segment is None:
-            if checksum(self.told.key, self.data) != self.told.sum:
-                raise OSError("a unit is not what was computed")
-            return self.data
-        copied = self.segment.units[self.told.place].copy()
-        if self.segment.marks[self.told.place] != self.told.mark:
+            return self._checked(self.data)
+        copied, mark = self.segment.read(self.told.place)
+        if mark != self.told.mark:
             raise OSError("a unit was overwritten before it was read; raise --kv-transfer-bytes there")
-        return copied.data
+        return self._checked(copied.data) if self.told.sum else copied.data
+
+    def _checked(self, data: Beside) -> Beside:
+        if checksum(self.told.key, data) != self.told.sum:
+            raise OSError("a unit is not what was computed")
+        return data
 
 
 class Arrivals:

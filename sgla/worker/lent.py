@@ -29,11 +29,17 @@ class Segment:
     ``fd`` it is this process's own. ``whole`` uint8[*] is all of it, of which units begin at ``begin``."""
 
     def __init__(self, memory: mmap.mmap, units: int, nbytes: int, fd: int | None = None) -> None:
-        count, self.fd, self.begin = units + 1, fd, _begin(units)
+        count, self.fd, self.begin = units + 1, fd, begin_of(units)
         self.whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.head = self.whole[:TOKEN]
         self.marks: NDArray[np.int64] = np.frombuffer(memory, np.int64, count, HEAD)
         self.units = self.whole[self.begin :].reshape(count, nbytes)
+        self.count = count
+
+    def read(self, place: int) -> tuple[NDArray[np.uint8], int]:
+        """A copy of the unit, and the mark that it had behind that."""
+        copied = self.units[place].copy()
+        return copied, int(self.marks[place])
 
     def close(self) -> None:
         """The memory itself goes with the last view of it."""
@@ -66,13 +72,13 @@ Mover = Callable[[Sequence[Segment]], Source]
 """What copies between the device and segments of all cache groups. Raises RuntimeError if it cannot."""
 
 
-def _begin(units: int) -> int:
-    """Where units begin: on a page."""
+def begin_of(units: int) -> int:
+    """Where units begin in their segment: on a page."""
     return -(-(HEAD + 8 * (units + 1)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _size(units: int, nbytes: int) -> int:
-    return _begin(units) + (units + 1) * nbytes
+    return begin_of(units) + (units + 1) * nbytes
 
 
 def _seals() -> int:

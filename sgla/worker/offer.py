@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.messages import KEY, Copy, Moved
-from sgla.peers import Beside, Borrowed, Channel, Frame, Lent, Link, Listener, Message, Unit, Want
+from sgla.peers import Beside, Borrowed, Channel, Exposed, Frame, Lent, Link, Listener, Message, Unit, Want
 from sgla.worker.lent import TOKEN, lend
 from sgla.worker.state import column
 from sgla.worker.tiers import Source, checksum
+from sgla.worker.transfer import TransferEngine
 
 
 class HostUnits:
@@ -64,6 +65,12 @@ class HostUnits:
             unit = self._units.get(key)
             return None if unit is None else (unit, int(self.memory.marks[unit]))
 
+    def sum(self, key: bytes) -> bytes:
+        """The checksum of what is there under the key; nothing where none was made."""
+        with self._lock:
+            made = self._sums.get(self._units.get(key, 0))
+        return b"" if made is None else made.result()
+
     def erase(self, unit: int) -> None:
         with self._lock:
             self._drop(unit)
@@ -87,9 +94,10 @@ class Offer:
         rank: int,
         abreast: int,
         token: bytes = b"",
+        engine: TransferEngine | None = None,
     ) -> None:
-        """``token``: of the units' memory, if it is lent. Raises ConfigError if the port, as many behind
-        ``--kv-transfer-port``, cannot be had."""
+        """``token``: of the units' memory, if it is lent; ``engine``: by what other hosts read it. Raises
+        ConfigError if the port, as many behind ``--kv-transfer-port``, cannot be had."""
         self._units, self._mover = kept, mover
         self._saving: dict[int, Copy] = {}  # by their transfer
         self._erased: list[Moved] = []
@@ -97,7 +105,8 @@ class Offer:
         self._links: set[Link] = set()
         self._borrowers: set[Link] = set()
         self._threads = ThreadPoolExecutor(abreast, "kv-sum")
-        self._lent = self._terms(token) if token else None
+        self._engine = engine
+        self._lent = self._exposed(engine) if engine is not None else self._terms(token) if token else None
         self._lock = threading.Lock()
         port = config.kv_transfer_port and config.kv_transfer_port + 1 + rank
         try:
@@ -139,7 +148,8 @@ class Offer:
         return erased + saved
 
     def _saved(self, copy: Copy) -> None:
-        threads = self._threads if len(self._borrowers) < len(self._links) else None
+        summed = self._engine is not None or len(self._borrowers) < len(self._links)
+        threads = self._threads if summed else None
         for g, (targets, keys) in enumerate(zip(copy.targets, copy.keys)):
             for i, unit in enumerate(column(targets).tolist()):
                 key = keys[i * KEY : (i + 1) * KEY]
@@ -167,8 +177,12 @@ class Offer:
 
     def _terms(self, token: bytes) -> Lent | None:
         fds = [fd for units in self._units if (fd := units.memory.fd) is not None]
-        counts = [len(units.memory.units) - 1 for units in self._units]
+        counts = [units.memory.count - 1 for units in self._units]
         return Lent(os.getpid(), token, fds, counts) if len(fds) == len(counts) else None
+
+    def _exposed(self, engine: TransferEngine) -> Exposed:
+        addresses = [engine.register(units.memory.whole) for units in self._units]
+        return Exposed(engine.metadata(), addresses, [units.memory.count - 1 for units in self._units])
 
     def _want(self, link: Link, want: Want) -> None:
         for group, keys in enumerate(want.keys[: len(self._units)]):
@@ -196,8 +210,8 @@ class Offer:
         """What is lost meanwhile is still wanted."""
         units = self._units[group]
         if link in self._borrowers:
-            place = units.lent(key)
-            return self._wait(link, group, key) if place is None else (Unit(group, key, b"", *place), b"")
+            place, made = units.lent(key), units.sum(key)
+            return self._wait(link, group, key) if place is None else (Unit(group, key, made, *place), b"")
         room = np.empty(units.nbytes, np.uint8)
         found = units.take(key, room)
         return self._wait(link, group, key) if found is None else (Unit(group, key, found), room.data)
@@ -224,5 +238,7 @@ class Offer:
             link.close()
         self._threads.shutdown(cancel_futures=True)
         self._mover.close()
+        if self._engine is not None:
+            self._engine.close()
         for units in self._units:
             units.memory.close()

@@ -21,10 +21,13 @@ from sgla.peers import PeerRefused
 from sgla.version import __version__
 from sgla.worker.lent import TOKEN, Mover, Segment, SegmentUnits
 from sgla.worker.memory import mib, tier_units
+from sgla.worker.mooncake_engine import MooncakeEngine
+from sgla.worker.nixl import Nixl
 from sgla.worker.offer import HostUnits, Offer
 from sgla.worker.parts import Fit, Part
 from sgla.worker.remote import COPYING, RemoteTier
 from sgla.worker.tiers import FileTier, UnitMemory
+from sgla.worker.transfer import TransferEngine
 
 SAMPLES, SAMPLE = 256, 4096  # pieces of a file of weights, and their bytes
 LEAST = 1  # pages that a prompt must have before others read it
@@ -56,7 +59,7 @@ def open_peer(
     if config.role == "decode":
         room = ROOM if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
         fit = partial(fitting, parts, groups, [units.nbytes for units in memory], shard)
-        remote = RemoteTier(config, identity, memory, mover, fit, room, abreast)
+        remote = RemoteTier(config, identity, memory, mover, fit, room, abreast, engine_of(config))
         told = Tier("prefill", [0] * len(memory), shared=True, least=LEAST, computes=True)
         return Peering(remote, told, [])
     pages, nbytes = [group.pages for group in groups], [units.nbytes for units in memory]
@@ -80,8 +83,17 @@ def open_peer(
             "--kv-transfer-bytes",
             param="kv_transfer_bytes",
         ) from error
-    offer = Offer(config, identity, kept, moving, rank, abreast, lent)
+    offer = Offer(config, identity, kept, moving, rank, abreast, lent, engine_of(config))
     return Peering(offer, Tier("peers", units, early=True), [offer.port])
+
+
+def engine_of(config: Config) -> TransferEngine | None:
+    """Raises ConfigError."""
+    if config.kv_transfer_backend == "nixl":
+        return Nixl()
+    if config.kv_transfer_backend == "mooncake":
+        return MooncakeEngine(config.host if config.role == "prefill" else None)
+    return None
 
 
 def fitting(
@@ -117,11 +129,13 @@ def peer_identity(
     model = [source.kind, source.config, seed, [_content(path) for path in (*source.files, *beside)]]
     names = ("dtype", "kv_cache_dtype", "quantization", "load_format", "model_impl", "page_size")
     settings = {name: getattr(config, name) for name in (*names, "deterministic")}
+    backend = config.kv_transfer_backend
     return {
         "version": __version__,
         "model": _digest(model),
         "settings": ", ".join(f"{name}={value}" for name, value in settings.items()),
         "layout": _digest([layout, long]),
+        "--kv-transfer-backend": backend if backend in ("nixl", "mooncake") else "auto or tcp",
     }
 
 

@@ -28,6 +28,7 @@ from sgla.peers import (
     Borrowed,
     Channel,
     Done,
+    Exposed,
     Leave,
     Lent,
     Link,
@@ -37,11 +38,12 @@ from sgla.peers import (
     Want,
     connect,
 )
-from sgla.worker.arrivals import Arrivals, Arrived, Name, Taken
+from sgla.worker.arrivals import Arrivals, Arrived, Borrows, Name, Taken
 from sgla.worker.lent import Mover, Segment, borrow
 from sgla.worker.parts import Fit
 from sgla.worker.state import column
 from sgla.worker.tiers import PATIENCE, FileTier, Source, UnitMemory
+from sgla.worker.transfer import FarSegment, TransferEngine
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +114,8 @@ class Links(NamedTuple):
 class RemoteTier:
     """``mover``: what copies from memory that a prefill server on this host lends. ``room``: bytes of prompts
     that may be under way, while others wait for their turn, and of units that may wait to be taken. ``fit``:
-    what a rank here reads of a server with so many ranks; raises PeerRefused if it can read none of it."""
+    what a rank here reads of a server with so many ranks; raises PeerRefused if it can read none of it.
+    ``engine``: what reads the memory of servers on other hosts; without it units are sent."""
 
     def __init__(
         self,
@@ -123,6 +126,7 @@ class RemoteTier:
         fit: Callable[[int], Fit],
         room: int,
         abreast: int,
+        engine: TransferEngine | None = None,
     ) -> None:
         """Raises ConfigError if the prefill server is there and is another one."""
         self._fit, self._arrivals = fit, Arrivals(fit(config.tp), room)
@@ -130,10 +134,11 @@ class RemoteTier:
         taken = [Taken(self._arrivals, group) for group in range(len(memory))]
         self._sent = FileTier("--prefill-url", taken, memory, COPYING, abreast)
         self._mover, self._loans = mover, list[Loan]()  # the last one is used, others come to their end
-        self._segments: dict[int, list[Segment]] = {}  # that were borrowed, by their source
+        self._segments: dict[int, Sequence[Borrows]] = {}  # that were borrowed, by their source
         self._url, self._secret = config.prefill_url or "", config.kv_transfer_secret or ""
         self._told, self._room, self._groups = told, room, len(memory)
         self._borrows = config.kv_transfer_backend == "auto"
+        self._engine = engine
         self._asked: list[Asked] = []
         self._numbers = itertools.count(1)
         self._links: Links | None = None
@@ -218,6 +223,8 @@ class RemoteTier:
         with self._guard:
             if isinstance(message, Lent):
                 self._borrow(source, message)
+            elif isinstance(message, Exposed):
+                self._meet(source, message)
             elif isinstance(message, Unit):
                 self._arrive(source, Arrived(beside, message, now))
             elif isinstance(message, Done):
@@ -233,7 +240,7 @@ class RemoteTier:
         waiting = [asked for asked in self._asked if name in asked.lacking]
         if waiting and told.place >= 0:
             segments = self._segments.get(source)
-            if segments and told.place < len(segments[told.group].units):
+            if segments and told.place < segments[told.group].count:
                 self._arrivals.put(name, arrived._replace(segment=segments[told.group]))
         elif waiting and len(arrived.data) == self._arrivals.fit.nbytes[source][told.group]:
             self._arrivals.put(name, arrived)
@@ -255,6 +262,21 @@ class RemoteTier:
         if len(segments) < len(found) or (fit.whole and not self._lend(segments)):
             return
         self._segments[source] = segments
+        self._links.units[source].post(Borrowed())
+
+    def _meet(self, source: int, exposed: Exposed) -> None:
+        if self._engine is None or self._links is None or source < 0:
+            return
+        nbytes = self._arrivals.fit.nbytes[source]
+        if not len(exposed.addresses) == len(exposed.units) == len(nbytes):
+            return
+        try:
+            theirs = self._engine.meet(source, exposed.engine)
+        except OSError as error:
+            self._sent.warn("be read, and is sent", error)
+            return
+        places = zip(exposed.addresses, exposed.units, nbytes)
+        self._segments[source] = [FarSegment(self._engine, theirs, *place) for place in places]
         self._links.units[source].post(Borrowed())
 
     def _lend(self, segments: list[Segment]) -> bool:
@@ -389,3 +411,5 @@ class RemoteTier:
             link.close()
         for source in self._sources:
             source.close()
+        if self._engine is not None:
+            self._engine.close()

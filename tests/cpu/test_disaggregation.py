@@ -479,8 +479,6 @@ def test_who_sends_nonsense_is_not_let_in(prefill: Engine) -> None:
         ({"role": "decode", "prefill_url": "http://a:1", **SECRET}, "--prefill-url tcp://HOST:PORT"),
         ({"prefill_url": "tcp://a:1"}, "needs --role decode"),
         ({"role": "prefill", "prefix_cache": False, **SECRET}, "--no-prefix-cache"),
-        ({"kv_transfer_backend": "nixl"}, "pip install nixl"),
-        ({"kv_transfer_backend": "mooncake"}, "pip install mooncake-transfer-engine"),
     ],
 )
 def test_what_cannot_be_is_refused(folders: dict[str, Path], changes: dict[str, Any], words: str) -> None:
