@@ -41,7 +41,7 @@ class TrainerGroup:
         store, rank, size = next(rendezvous(where, meeting.rank, meeting.size, timeout=limit))
         store.set_timeout(limit)
         kind = dist.Backend(meeting.backend)
-        self._device = "cuda" if meeting.backend == "nccl" else "cpu"
+        self.device = "cuda" if meeting.backend == "nccl" else "cpu"
         # NCCL's own watch ends the process: it comes long after ours.
         group, _ = c10d._new_process_group_helper(
             size,
@@ -50,7 +50,7 @@ class TrainerGroup:
             kind,
             dist.PrefixStore(meeting.name, store),
             group_name=meeting.name,
-            timeout=30 * limit if self._device == "cuda" else limit,
+            timeout=30 * limit if self.device == "cuda" else limit,
         )
         c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
         self._group = group
@@ -59,7 +59,7 @@ class TrainerGroup:
         """What the trainer broadcasts, in this order. Raises RuntimeError if it does not come; the group is of
         no use then."""
         made = {
-            name: torch.empty(*shape, dtype=dtype, device=self._device)
+            name: torch.empty(*shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in wanted.items()
         }
         works = [dist.broadcast(tensor, 0, self._group, async_op=True) for tensor in made.values()]
@@ -70,12 +70,12 @@ class TrainerGroup:
             sleep(LOOK)
         for work in works:
             work.wait()
-        if self._device == "cuda":
+        if self.device == "cuda":
             torch.cuda.synchronize()
         return made
 
     def close(self) -> None:
         """Leave the group, whatever its state is."""
-        end = c10d._abort_process_group if self._device == "cuda" else dist.destroy_process_group
+        end = c10d._abort_process_group if self.device == "cuda" else dist.destroy_process_group
         with suppress(RuntimeError, ValueError):
             end(self._group)

@@ -18,7 +18,7 @@ from sgla.loading.tensors import Unpickler, of_handle
 
 PATIENCE = 60.0  # seconds for its next message
 FAREWELL = 5.0  # and for what it says to an error
-SPARE = 1 << 30  # bytes of a GPU that stay free
+SPARE = 1 << 30  # bytes of a GPU, and of the host's memory, that stay free
 MOST_BYTES = 64 << 20  # of a message
 
 
@@ -71,12 +71,14 @@ class ParameterServer:
         self._context.destroy()
 
 
-def from_server(address: str, look: Callable[[dict[str, Tensor]], None]) -> dict[str, Tensor]:
-    """All that it brings. ``look``: raises SglaError for tensors that do not fit. Raises the same, and
-    WeightError."""
+def from_server(
+    address: str, look: Callable[[dict[str, Tensor]], None], room: Callable[[], int]
+) -> dict[str, Tensor]:
+    """All that it brings. ``look``: raises SglaError for tensors that do not fit; ``room``: bytes of the
+    host's memory that can be had, 0 if nobody knows. Raises the same, and WeightError."""
     server = ParameterServer(address)
     try:
-        return _received(server, look)
+        return _received(server, look, room)
     except SglaError as error:
         server.refuse(error.message)
         raise
@@ -84,7 +86,9 @@ def from_server(address: str, look: Callable[[dict[str, Tensor]], None]) -> dict
         server.close()
 
 
-def _received(server: ParameterServer, look: Callable[[dict[str, Tensor]], None]) -> dict[str, Tensor]:
+def _received(
+    server: ParameterServer, look: Callable[[dict[str, Tensor]], None], room: Callable[[], int]
+) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     buffer = of_handle(server.hear())
     if buffer.dtype != torch.uint8 or buffer.dim() != 1:
@@ -95,7 +99,7 @@ def _received(server: ParameterServer, look: Callable[[dict[str, Tensor]], None]
         if twice := found.keys() & named:
             raise WeightError(f"{min(twice)} comes twice")
         look(named)
-        found |= {name: _copy(tensor) for name, tensor in named.items()}
+        found |= {name: _copy(tensor, room) for name, tensor in named.items()}
         if buffer.is_cuda:
             torch.cuda.synchronize()
         server.answer()
@@ -122,11 +126,22 @@ def in_buffer(buffer: Tensor, told: Any) -> dict[str, Tensor]:
     return found
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Of a tensor whose place the next bucket takes: on its GPU if there is room, else in host memory."""
-    if tensor.is_cuda and torch.cuda.mem_get_info()[0] < tensor.nbytes + SPARE:
-        return tensor.cpu()
-    return tensor.clone()
+def _copy(tensor: Tensor, room: Callable[[], int]) -> Tensor:
+    """Of a tensor whose place the next bucket takes: on its GPU if there is room, else in host memory. Raises
+    WeightError if there is none."""
+    if tensor.is_cuda and torch.cuda.mem_get_info()[0] >= tensor.nbytes + SPARE:
+        return tensor.clone()
+    check_room(tensor.nbytes, room)
+    return tensor.cpu() if tensor.is_cuda else tensor.clone()
+
+
+def check_room(nbytes: int, room: Callable[[], int]) -> None:
+    """Raises WeightError if the host's memory cannot hold so much more."""
+    if 0 < (left := room()) < nbytes + SPARE:
+        raise WeightError(
+            f"the new weights do not fit beside the old ones: {left >> 20} MiB of the host's memory are left "
+            f"for {nbytes >> 20} MiB, and 1 GiB stays free; update from a folder, which holds none twice"
+        )
 
 
 def _unpickled(data: bytes) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from sgla.dist.trainer import Rendezvous, TrainerGroup
 from sgla.errors import InvalidField, WeightError
-from sgla.loading.buckets import from_server
+from sgla.loading.buckets import check_room, from_server
+from sgla.worker.memory import available_bytes
 
 Wanted = dict[str, tuple[list[int], torch.dtype]]
 Take = Callable[[dict[str, Tensor]], None]
@@ -63,21 +65,28 @@ class Trainers:
 
     def _fetch(self, address: str, look: Take, keep: Take) -> dict[str, Any]:
         try:
-            found = from_server(address, look)
+            found = from_server(address, look, available_bytes)
         except WeightError as error:
             raise InvalidField(f"{error.message}; the old weights stay", param="zmq_handles") from error
         keep(found)
         return {}
 
     def _receive(self, name: str, wanted: Wanted, take: Take) -> dict[str, Any]:
+        group = self._groups[name]
         try:
-            tensors = self._groups[name].receive(wanted)
+            if group.device == "cpu":
+                size = sum(prod(shape) * dtype.itemsize for shape, dtype in wanted.values())
+                check_room(size, available_bytes)
+            tensors = group.receive(wanted)
+        except WeightError as error:
+            raise self._left(name, error.message) from error
         except RuntimeError as error:
-            self.leave(name)
-            raise InvalidField(
-                f"the trainer has not sent what it said: {str(error)[:300]}; the old weights stay, and the "
-                "group is closed: begin it anew",
-                param="group_name",
-            ) from error
+            raise self._left(name, f"the trainer has not sent what it said: {str(error)[:300]}") from error
         take(tensors)
         return {}
+
+    def _left(self, name: str, why: str) -> InvalidField:
+        self.leave(name)
+        return InvalidField(
+            f"{why}; the old weights stay, and the group is closed: begin it anew", param="group_name"
+        )

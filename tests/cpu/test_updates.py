@@ -343,6 +343,10 @@ def test_a_parameter_server_broadcasts_weights(
         assert answer(runner) == one
     with pytest.raises(InvalidField, match="no handle of a tensor"):
         fetch(runner, Server(tmp_path, [5]))
+    with monkeypatch.context() as patch:
+        patch.setattr("sgla.worker.trainers.available_bytes", lambda: 1 << 30)
+        with pytest.raises(InvalidField, match="do not fit beside the old ones"):
+            fetch(runner, Server(tmp_path, chain([memory], buckets(tensors["two"], memory))))
     server = Server(tmp_path, chain([memory], buckets(tensors["two"], memory), [None]))
     fetch(runner, server)
     assert set(server.heard) == {b""}
@@ -405,10 +409,16 @@ def wait(made: Any) -> None:
         made.result(20)
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("how", ["well", "dies", "no room"])
 def test_a_trainer_sends_weights(
-    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], dies: bool
+    folders: dict[str, Path],
+    tensors: dict[str, dict[str, Tensor]],
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    dies = how == "dies"
+    if how == "no room":
+        monkeypatch.setattr("sgla.worker.trainers.available_bytes", lambda: 1 << 30)
     runner = of(folders["one"])
     one, two = answer(runner), answer(of(folders["two"]))
     names = list(tensors["two"])
@@ -423,8 +433,11 @@ def test_a_trainer_sends_weights(
     wait(runner.control(Control(verb="trainer_join", args={"group": "trainer", "backend": "gloo", **place})))
     told = [(name, list(tensors["two"][name].shape), "float32") for name in names]
     receive = Control(verb="weights_receive", args={"group": "trainer", "tensors": told})
-    if dies:
-        with pytest.raises(InvalidField, match="old weights stay"):
+    if how != "well":
+        words = (
+            "has not sent.*old weights stay" if dies else "do not fit beside the old ones.*old weights stay"
+        )
+        with pytest.raises(InvalidField, match=words):
             wait(runner.control(receive))
         with pytest.raises(InvalidField, match="no group"):
             runner.control(receive)
