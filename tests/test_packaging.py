@@ -319,7 +319,7 @@ DISTRIBUTIONS = {
     "mooncake": "mooncake_transfer_engine_non_cuda",
 }
 # huggingface_hub needs tqdm, a CUDA build of torch triton, pytest packaging, openai pydantic, aiohttp
-# multidict and yarl, mcp the others
+# multidict and yarl, ray[serve] starlette, mcp the others
 THROUGH_OTHERS = {
     "tqdm",
     "triton",
@@ -330,6 +330,7 @@ THROUGH_OTHERS = {
     "anyio",
     "httpx2",
     "mcp_types",
+    "starlette",
 }
 
 
@@ -350,6 +351,7 @@ def test_every_import_is_a_declared_dependency() -> None:
                 "mm",
                 "mooncake",
                 "nixl",
+                "ray",
             ),
         ),
         ("tests", ("test", "formats")),

@@ -20,6 +20,8 @@ import psutil
 import pytest
 from server_process import ServerProcess
 
+from sgla.errors import ConfigError
+
 ray = pytest.importorskip("ray")
 
 FLAGS = ("--executor", "ray", "--device", "cpu", "--threads", "1", "--kv-cache-bytes", "64M")
@@ -179,3 +181,64 @@ def test_an_actor_that_cannot_serve_says_why(serve: Any, folder: str, tmp_path: 
     assert server.wait(120) == 2
     assert "another secret" in server.output
     assert none_left(folder)
+
+
+APPLICATION = """
+import sys
+from ray import serve
+from sgla.ray_serve import app
+serve.start(http_options={"port": int(sys.argv[1])})
+serve.run(app({"executor": "fake", "device": "cpu", "context_length": 512}), route_prefix="/")
+print("ready", flush=True)
+sys.stdin.read()
+serve.shutdown()
+"""
+
+
+def test_replicas_of_ray_serve_pass_all_through(folder: str) -> None:
+    pytest.importorskip("ray.serve")
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-c", APPLICATION, str(port)],
+        env=os.environ | alone(folder) | {"SGLA_DEMO": "packaged"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert any(line == b"ready\n" for line in process.stdout)
+
+        def ask(body: dict[str, Any]) -> tuple[int, str, bytes]:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
+            answer = connection.getresponse()
+            return answer.status, answer.headers["Content-Type"], answer.read()
+
+        status, _, whole = ask(BODY)
+        assert status == 200
+        assert json.loads(whole)["usage"]["completion_tokens"] == 12
+        status, kind, stream = ask({**BODY, "stream": True})
+        assert (status, kind.split(";")[0]) == (200, "text/event-stream")
+        assert stream.endswith(b"data: [DONE]\n\n")
+        assert ask({**BODY, "max_tokens": -1})[0] == 400
+    finally:
+        process.stdin.close()
+        process.wait(60)
+    assert none_left(folder)
+
+
+def test_what_is_not_for_a_replica_is_refused() -> None:
+    pytest.importorskip("ray.serve")
+    from sgla.ray_serve import app
+
+    for settings, words in (
+        ({"nnodes": 2}, "nnodes is not for a replica"),
+        ({"executor": "ray", "pp": 2}, "executor ray is not for a replica"),
+        ({"page_size": "x"}, "page_size"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            app(settings)
