@@ -3,6 +3,7 @@ one server computes, whatever becomes of the other."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -15,10 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 import torch
 from adapters import save_adapter
+from aiohttp import web
 from forked import CONTEXT, ForkedExecutor
 from safetensors.torch import save_file
 from servers import (
@@ -44,7 +47,14 @@ from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
 from sgla.errors import ConfigError, SglaError
 from sgla.executor import procs
+from sgla.http.app import make_app
+from sgla.http.connections import Runner
 from sgla.peers import Accepted, Ask, Borrowed, Channel, Done, Hello, Identity, Lent, Message, Unit, Want
+from sgla.route.balancer import Balancer
+from sgla.route.config import RouteConfig
+from sgla.route.front import Front
+from sgla.route.owner import LocalOwner
+from sgla.route.workers import Look
 from sgla.worker import lent, remote
 from sgla.worker.lent import TOKEN
 from sgla.worker.offer import HostUnits
@@ -515,3 +525,56 @@ def test_a_process_that_is_killed(folders: dict[str, Path], alone: list[Any]) ->
         thread.join()
         assert same_text(told, alone[-1:])
         check_idle(second)
+
+
+async def listen(engine: Engine) -> tuple[Runner, str]:
+    """The server's routes; runs on its loop."""
+    assert engine._system is not None
+    runner = Runner(make_app(engine._system.ingress, engine._system.config, engine._system.metrics))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+async def generated(session: aiohttp.ClientSession, url: str) -> list[int]:
+    sampling = {"temperature": 0.7, "sampling_seed": 5, "max_new_tokens": 4}
+    body = {"input_ids": TEXTS[0], "sampling_params": sampling}
+    async with session.post(f"{url}/generate", json=body) as answer:
+        found: list[int] = (await answer.json())["output_ids"]
+        return found
+
+
+async def test_a_router_has_decode_servers_that_share_a_prefill_server(
+    folders: dict[str, Path], alone: list[Any]
+) -> None:
+    """Also once that is gone."""
+    [wanted, *_] = alone[0]
+    with (
+        prefilling(folders["pages"]) as first,
+        decoding(folders["pages"], port_of(first)) as one,
+        decoding(folders["pages"], port_of(first)) as other,
+    ):
+        served = [(engine, *engine._call(listen(engine))) for engine in (one, other)]
+        urls = [url for *_, url in served]
+        balancer = Balancer(RouteConfig(worker=urls, policy="round_robin"), seed=0)
+        for url in urls:
+            balancer.add(url)
+            balancer.saw(url, Look(cards=[{"id": "m", "object": "model"}]))
+        front, listening = (
+            Front(balancer.config, LocalOwner(balancer)),
+            socket.create_server(("127.0.0.1", 0)),
+        )
+        listening.setblocking(False)
+        await front.listen([listening], None)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        async with aiohttp.ClientSession() as session:
+            answers = await asyncio.gather(*(generated(session, url) for _ in range(6)))
+            assert answers == [wanted] * 6
+            assert [stats(engine).tiers[0].asked for engine in (one, other)] == [3, 3]
+            assert stats(first).prefilled_tokens < 2 * len(TEXTS[0]), "it is read once"
+            await asyncio.to_thread(first.shutdown)
+            assert await generated(session, url) == wanted
+        front.close()
+        for engine, runner, _ in served:
+            engine._call(runner.cleanup())
+            check_idle(engine)
