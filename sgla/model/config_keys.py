@@ -36,6 +36,8 @@ _NOT_NULL = frozenset(
     mamba_dt_limit n_shared_experts
     """.split()  # noqa: SIM905
 )
+# Keys whose value is a number, where HF's class fills in a null.
+_QUANTITY = re.compile(r"(num|top_k)_.+|.*(_size|_dim|_rank|_window|_embeddings)")
 _NOT_NULL_OF_ENCODERS = frozenset({"add_cross_attention", "is_decoder"})
 
 # Keys without a part in the forward pass: a whole name, or the end of one.
@@ -112,12 +114,7 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
     unknown = []
     for key, value in config.items():
         name = key.strip("_")
-        if value is None and not may_be_null(family, key):
-            raise ConfigError(
-                f"config.json: {key} null is not supported for {architecture}; give it a value, or leave "
-                "it out",
-                param="model",
-            )
+        _check_kind(architecture, family, key, value)
         if key in family.defaults or name in HARMLESS or _HARMLESS_END.match(name):
             continue
         if key in family.fixed:
@@ -145,6 +142,32 @@ def check_keys(architecture: str, family: Family, config: Mapping[str, Any]) -> 
                 param="model",
             )
     return unknown
+
+
+def _check_kind(architecture: str, family: Family, key: str, value: Any) -> None:
+    """Of a key that HF's class has, whether it uses it or not. Raises ConfigError."""
+    if value is None:
+        if not may_be_null(family, key):
+            raise ConfigError(
+                f"config.json: {key} null is not supported for {architecture}; give it a value, or leave "
+                "it out",
+                param="model",
+            )
+    elif key in family.defaults and (wanted := _unlike(family, key, value)):
+        raise Reader(architecture, {key: value}).error(key, wanted)
+
+
+def _unlike(family: Family, key: str, value: Any) -> str:
+    """What the key has, if that is another kind of value; else ""."""
+    default = family.defaults[key]
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if isinstance(default, int | float) or (default is None and _QUANTITY.fullmatch(key)):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return "" if number or (family.layers_differ and isinstance(value, list)) else "a number"
+    if isinstance(default, str) and default != "auto":
+        return "" if isinstance(value, str) else "a text"
+    return "an object" if key == "rope_parameters" and not isinstance(value, dict) else ""
 
 
 def may_be_null(family: Family, key: str) -> bool:

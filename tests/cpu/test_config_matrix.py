@@ -147,6 +147,24 @@ def test_what_does_not_run_is_refused_by_name(name: str, machine: Machine) -> No
         assert len(caught.value.message) < 2400
 
 
+@pytest.mark.parametrize("value", [[], {}, "", False], ids=str)
+def test_a_number_is_a_number_where_it_is_not_used(value: Any) -> None:
+    """transformers looks at all keys, too: no window is ``null``, not an empty list."""
+    numbers = 0
+    for case in EQUAL.values():
+        family = family_of(case.config["architectures"][0])
+        for key, default in family.defaults.items():
+            whole = isinstance(default, int) and not isinstance(default, bool)
+            if "text_config" in case.config or not (whole or key in ("sliding_window", "head_dim")):
+                continue
+            if family.layers_differ and value == []:
+                continue
+            with pytest.raises(ConfigError, match=key):
+                read_spec(case.config | {key: value})
+            numbers += 1
+    assert numbers > 1000
+
+
 NOTED = {
     "neither.*made_by": RUN["TinyLlama"].config | {"made_by": "somebody"},
     "auto_map.*never run": RUN["Yarn-Llama-2"].config,
