@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgla.config import Config
-from sgla.errors import ConfigError
+from sgla.errors import ConfigError, WorkerDied
 from sgla.executor.bridge import Fault
 from sgla.executor.nodes import NodesExecutor
 from sgla.messages import Facts, Progress
@@ -139,12 +139,15 @@ class RayExecutor(NodesExecutor):
         self._fail(Fault("WorkerDied", "the process that speaks with Ray has ended; see above"))
 
     def _fail(self, fault: Fault) -> None:
-        """Before all nodes have come nobody else would notice; later, their links tell."""
+        """Before all nodes have come nobody else would notice."""
         assert self._placed is not None
         waiting = self._all if self._is_placed and hasattr(self, "_all") else self._placed
+        error = fault.error()
         if not waiting.done():
-            waiting.set_exception(fault.error())
+            waiting.set_exception(error)
             waiting.exception()  # it may be that nobody looks
+        else:
+            self._lose(error if isinstance(error, WorkerDied) else WorkerDied(error.message))
 
     async def start(self, on_progress: Callable[[Progress], None]) -> Facts:
         self.spawn()

@@ -317,6 +317,43 @@ async def test_stages_of_two_ranks_on_two_nodes_equal_one_rank() -> None:
     await equal("dense", tp=2, pp=2)
 
 
+WAIT = 6.0  # seconds: ranks wait so long for each other at the start, too
+
+
+async def stuck(executor: Any, facts: Any, rank: Any) -> str:
+    """What a death is told as when ``rank`` stands still and the others wait for its data."""
+    dead = asyncio.get_running_loop().create_future()
+    executor.on_death(dead.set_result)
+    psutil.Process(rank.process.pid).suspend()
+    running = asyncio.ensure_future(run_executor(executor, facts, requests("short")))
+    try:
+        error: WorkerDied = await asyncio.wait_for(dead, WAIT + 20)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    return error.message
+
+
+@pytest.mark.slow
+async def test_ranks_wait_for_data_as_long_as_dist_timeout_says() -> None:
+    executor = ForkedExecutor(tiny_config(tp=2, dist_timeout=WAIT), tiny_source(**MODELS["dense"]))
+    try:
+        facts = await executor.start(lambda progress: None)
+        message = await stuck(executor, facts, executor._ranks[1])
+    finally:
+        await executor.close()
+    assert message.startswith("a model step failed: ")
+    assert f"{WAIT * 1000:.0f}ms" in message
+
+
+@pytest.mark.slow
+async def test_nodes_wait_for_data_as_long_as_dist_timeout_says() -> None:
+    async with real(tiny_source(**MODELS["dense"]), pp=2, dist_timeout=WAIT) as (executor, facts):
+        message = await stuck(executor, facts, executor._local._ranks[0])
+    assert "a model step failed: " in message
+    assert f"{WAIT * 1000:.0f}ms" in message
+
+
 def test_ranks_of_nodes() -> None:
     config = settings(pp=4, tp=2)
     assert [list(ranks_of(config, node)) for node in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
