@@ -431,13 +431,13 @@ class AdapterSettings(EngineSettings, kw_only=True):
 
 
 class MediaSettings(AdapterSettings, kw_only=True):
-    """Pictures and sounds in requests: where they may come from, and their limits."""
+    """Pictures, sounds and videos in requests: where they may come from, and their limits."""
 
     allowed_media_path: Annotated[
         str | None,
         Doc(
-            description="folder whose pictures and sounds requests may name by file:// or a path; none = no "
-            "files"
+            description="folder whose pictures, sounds and videos requests may name by file:// or a path; "
+            "none = no files"
         ),
     ] = None
     allowed_media_domains: Annotated[
@@ -454,22 +454,29 @@ class MediaSettings(AdapterSettings, kw_only=True):
     limit_mm_per_prompt: Annotated[
         dict[str, int],
         Doc(
-            description='pictures and sounds that a prompt may have, as \'{"image": 8, "audio": 2}\'; 64 '
-            "where it does not say"
+            description="pictures, sounds and videos that a prompt may have, as "
+            '\'{"image": 8, "audio": 2, "video": 1}\'; 64 where it does not say'
         ),
     ] = {}
     mm_processor_kwargs: Annotated[
         dict[str, Any],
         Doc(
-            description="settings of the model's image processor that say how large pictures become, as "
-            "'{\"max_pixels\": 1003520}'; a request may have its own"
+            description="settings of the model's processors that say how large pictures become, and what of "
+            'videos is seen, as \'{"max_pixels": 1003520, "fps": 1}\'; a request may have its own'
         ),
     ] = {}
-    max_media_bytes: Annotated[int, Doc(description="largest file of a picture or a sound")] = 32 << 20
+    max_media_bytes: Annotated[int, Doc(description="largest file of a picture, a sound or a video")] = (
+        32 << 20
+    )
     max_image_pixels: Annotated[
-        int, Doc(description="width times height of the largest picture, looked at before it is decoded")
+        int,
+        Doc(description="width times height of the largest picture or frame, looked at before it is decoded"),
     ] = 1 << 25
     max_audio_seconds: Annotated[float, Doc(description="length of the longest sound, once decoded")] = 3600.0
+    max_video_seconds: Annotated[float, Doc(description="length of the longest video")] = 600.0
+    max_video_frames: Annotated[
+        int, Doc(description="frames that the file of a video may have, of which the model sees a few")
+    ] = 36_000
     media_timeout: Annotated[
         float, Doc(description="seconds until a file must have been fetched, redirects included")
     ] = 10.0
@@ -482,7 +489,8 @@ class MediaSettings(AdapterSettings, kw_only=True):
         ),
     ] = None
     media_cpu_seconds: Annotated[
-        float, Doc(description="seconds of a CPU that decoding or preparing one picture or sound may take")
+        float,
+        Doc(description="seconds of a CPU that decoding or preparing one picture, sound or video may take"),
     ] = 10.0
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from sgla.media.picture import Picture
 from sgla.media.sound import Sound
+from sgla.media.video import Video
 
 LONGEST = 1 << 20  # tokens of a request, its answer included
 
@@ -184,9 +185,9 @@ class Job(msgspec.Struct, kw_only=True):
     truncate: int | None = None
     prompt_logprobs: int | None = None  # most that the prompt may have, alternatives included
     hidden_states: int | None = None  # most numbers that those of its choices may have
-    # In the order of their places in the prompt: parts {"type": "image"} or {"type": "audio"} of messages, or
-    # the model's own token for one in a text or in ids.
-    pictures: list[Picture | Sound] = []
+    # In the order of their places in the prompt: parts {"type": "image"}, {"type": "audio"} or
+    # {"type": "video"} of messages, or the model's own token for one in a text or in ids.
+    pictures: list[Picture | Sound | Video] = []
     media_kwargs: dict[str, Any] = {}  # of what prepares them
     prepared: list[Prepared] = []  # of these
 
@@ -202,12 +203,13 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Prepared(msgspec.Struct, array_like=True, frozen=True, weakref=True):
-    """What a model's tower reads of a picture or a sound: ``arrays`` that lie in a ``file``, which is there
-    as long as the main process has this."""
+    """What a model's tower reads of a picture, a sound or a video (``kind``: "image", "audio", "video"):
+    ``arrays`` that lie in a ``file``, which is there as long as the main process has this."""
 
     digest: bytes
     file: str
     arrays: list[Array]
+    kind: str = "image"
 
 
 class Placed(msgspec.Struct, array_like=True, frozen=True):

@@ -703,6 +703,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_media_bytes": (1, math.inf),
     "max_image_pixels": (1, 1 << 28),
     "max_audio_seconds": (1, 1 << 16),
+    "max_video_seconds": (1, 1 << 16),
+    "max_video_frames": (1, 1 << 24),
     "media_timeout": (0.1, 3600),
     "media_redirects": (0, 32),
     "media_processes": (1, 256),

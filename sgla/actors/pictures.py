@@ -11,15 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, finalize
 
 from sgla.errors import BadRequest, InvalidField, Overloaded
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.media.sound import Sound
+from sgla.media.video import Video
 from sgla.messages import Array, Prepared
-from sgla.model.vision.sizes import checked_sizes
+from sgla.model.vision.sizes import OF_VIDEOS, checked_sizes
 from sgla.model.vision.spec import Settings, Vision
 from sgla.per_client import PerClient
 
@@ -31,8 +32,19 @@ MOST = 1 << 28  # bytes of what is made of one picture
 TOGETHER = 1 << 31  # of all that are there
 PATIENCE = 60.0  # seconds that a request waits for room
 PREPARE, WAKE = "sgla.media.prepare:prepare", "sgla.media.prepare:wake"
-PREPARE_SOUND = "sgla.media.prepare:prepare_sound"
+PREPARE_SOUND, PREPARE_VIDEO = "sgla.media.prepare:prepare_sound", "sgla.media.prepare:prepare_video"
 Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
+Medium = Picture | Sound | Video
+# Settings of files that processors would honour before what a request gives.
+BEFORE = {"size": ("min_pixels", "max_pixels"), "fps": ("num_frames",), "num_frames": ("fps",)}
+
+
+class Asked(NamedTuple):
+    """``mark``: what tells pictures of these ``sizes``, and of ``several``, apart from others."""
+
+    mark: bytes
+    sizes: dict[str, Any]
+    several: bool
 
 
 class Full(Exception):
@@ -41,7 +53,7 @@ class Full(Exception):
 
 class PictureRoom:
     """``config`` and ``settings``: of the model's files; ``sizes``: in place of some of these. A client has
-    all ``processes`` but one."""
+    all ``processes`` but one; a task so many ``seconds`` of a CPU."""
 
     def __init__(
         self,
@@ -50,12 +62,16 @@ class PictureRoom:
         settings: Settings,
         sizes: Mapping[str, Any] = MappingProxyType({}),
         processes: int = 2,
+        seconds: float = 10.0,
     ) -> None:
         self._processor = vision.processor_of(settings)
         self._vision, self._sizes = vision, checked_sizes(vision, sizes)
-        self._settings = dict(settings.images)
+        self._settings = settings
         self._extra = vision.prepares(config, settings)
-        self._pool = Pool(processes, modules=MODULES[vision.kind])
+        film = vision.film
+        self._film = "" if film is None else film.processor
+        self._paced = {} if film is None or film.paced is None else {"tokens_per_second": film.paced(config)}
+        self._pool = Pool(processes, seconds=seconds, modules=MODULES[vision.kind])
         self._turns = PerClient(max(1, processes - 1))
         self._making: dict[bytes, asyncio.Future[None]] = {}  # by digest
         self._there: WeakValueDictionary[bytes, Prepared] = WeakValueDictionary()
@@ -66,27 +82,34 @@ class PictureRoom:
     async def wake(self) -> None:
         """Start a process, which imports transformers for seconds: no picture has to wait for that."""
         with suppress(BadRequest):
-            await self._pool.run(WAKE, self._processor, self._asked({})[1], result=type(None))
+            settings = self._settings_of(False, self._sizes)
+            await self._pool.run(WAKE, self._processor, settings, result=type(None))
 
-    def _asked(self, sizes: Mapping[str, Any], several: bool = False) -> tuple[bytes, str]:
-        """What tells pictures of these ``sizes``, and of ``several``, apart from others, and settings with
-        them: JSON. Raises InvalidField, UnsupportedField."""
+    def _asked(self, sizes: Mapping[str, Any], several: bool = False) -> Asked:
+        """Raises InvalidField, UnsupportedField."""
         given = self._sizes | checked_sizes(self._vision, sizes)
         said = json.dumps([given, several], sort_keys=True).encode()
         mark = hashlib.sha256(said).digest() if given or several else b""
-        return mark, json.dumps(self._settings | given)
+        return Asked(mark, given, several)
+
+    def _settings_of(self, videos: bool, given: Mapping[str, Any]) -> str:
+        """Those of the files with ``given`` ones: JSON."""
+        known = self._settings.videos if videos else self._settings.images
+        hidden = {name for each in given for name in BEFORE.get(each, ())}
+        known = {name: known[name] for name in known if name not in hidden}
+        own = {name: given[name] for name in given if videos or name not in OF_VIDEOS}
+        return json.dumps(known | own)
 
     async def prepare(
         self,
-        pictures: Sequence[Picture | Sound],
+        pictures: Sequence[Medium],
         client: str,
         sizes: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[Prepared]:
         """In their order. ``sizes``: see ``model/vision/sizes.py``. Where there is no room, those of a client
         wait in a line. Raises what the pool raises, InvalidField, UnsupportedField and Overloaded."""
         several = self._vision.alone and len(pictures) > 1
-        mark, settings = self._asked(sizes, several)
-        asked = mark, settings, several
+        asked = self._asked(sizes, several)
         line = self._lines.of(client)
         if not line.locked() and (made := await self._all(pictures, client, asked)) is not None:
             return made
@@ -106,7 +129,7 @@ class PictureRoom:
             ) from None
 
     async def _waited(
-        self, pictures: Sequence[Picture | Sound], client: str, asked: tuple[bytes, str, bool], end: float
+        self, pictures: Sequence[Medium], client: str, asked: Asked, end: float
     ) -> list[Prepared]:
         """``_all`` as soon as there is room. Raises TimeoutError at the ``end``."""
         while (made := await self._all(pictures, client, asked)) is None:
@@ -115,9 +138,7 @@ class PictureRoom:
                 await self._freed.wait()
         return made
 
-    async def _all(
-        self, pictures: Sequence[Picture | Sound], client: str, asked: tuple[bytes, str, bool]
-    ) -> list[Prepared] | None:
+    async def _all(self, pictures: Sequence[Medium], client: str, asked: Asked) -> list[Prepared] | None:
         """None if there is no room for one: nobody keeps some while waiting for others, so whoever waits gets
         room in the end. Raises InvalidField if there never is."""
         made: dict[bytes, Prepared] = {}
@@ -126,7 +147,7 @@ class PictureRoom:
             if picture.digest not in made:
                 try:
                     async with turn:
-                        made[picture.digest] = await self._one(picture, client, *asked)
+                        made[picture.digest] = await self._one(picture, client, asked)
                 except Full:
                     self._check_together(made.values())
                     return None
@@ -140,10 +161,8 @@ class PictureRoom:
                 param="messages",
             )
 
-    async def _one(
-        self, picture: Picture | Sound, client: str, mark: bytes, settings: str, several: bool
-    ) -> Prepared:
-        digest = hashlib.sha256(picture.digest + mark).digest() if mark else picture.digest
+    async def _one(self, picture: Medium, client: str, asked: Asked) -> Prepared:
+        digest = hashlib.sha256(picture.digest + asked.mark).digest() if asked.mark else picture.digest
         while True:
             known = self._there.get(digest)
             if known is not None:
@@ -153,33 +172,36 @@ class PictureRoom:
             await asyncio.wait([making])
         self._making[digest] = made = asyncio.get_running_loop().create_future()
         try:
-            return await self._made(picture, digest, settings, client, several)
+            return await self._made(picture, digest, client, asked)
         finally:
             del self._making[digest]
             made.set_result(None)
 
-    async def _made(
-        self, picture: Picture | Sound, digest: bytes, settings: str, client: str, several: bool
-    ) -> Prepared:
+    async def _made(self, picture: Medium, digest: bytes, client: str, asked: Asked) -> Prepared:
         if self._bytes[client] > TOGETHER // 2 or self._bytes.total() > TOGETHER:
             raise Full
         fd = os.memfd_create("picture", os.MFD_CLOEXEC)
         file = f"/proc/{os.getpid()}/fd/{fd}"
-        if isinstance(picture, Sound):
-            asked: tuple[Any, ...] = (PREPARE_SOUND, picture, self._processor, settings, file, MOST)
-        else:
-            asked = (PREPARE, picture, self._processor, settings, self._extra, several, file, MOST)
         try:
-            fields = await self._pool.run(*asked, result=list[Fields])
+            fields = await self._pool.run(*self._task(picture, asked), file, MOST, result=list[Fields])
         except BaseException:
             os.close(fd)
             raise
-        prepared = Prepared(digest, file, [Array(*entry) for entry in fields])
+        prepared = Prepared(digest, file, [Array(*entry) for entry in fields], kind_of(picture))
         size = os.fstat(fd).st_size
         self._bytes[client] += size
         self._there[digest] = prepared
         finalize(prepared, self._gone, fd, size, client)
         return prepared
+
+    def _task(self, picture: Medium, asked: Asked) -> tuple[Any, ...]:
+        """Of a process: the function, and all but its last two arguments."""
+        settings = self._settings_of(isinstance(picture, Video), asked.sizes)
+        if isinstance(picture, Video):
+            return PREPARE_VIDEO, picture, self._film, settings, self._paced
+        if isinstance(picture, Sound):
+            return PREPARE_SOUND, picture, self._processor, settings
+        return PREPARE, picture, self._processor, settings, self._extra, asked.several
 
     def _gone(self, fd: int, size: int, client: str) -> None:
         self._bytes[client] -= size
@@ -190,3 +212,7 @@ class PictureRoom:
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+def kind_of(picture: Medium) -> str:
+    return {Sound: "audio", Video: "video"}.get(type(picture), "image")

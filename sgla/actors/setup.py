@@ -142,7 +142,9 @@ def make_pictures(config: Config, source: ModelSource) -> tuple[Speller, Picture
         return None, None
     settings = settings_of(source.folder)
     processes = processes_of(config.media_processes)
-    room = PictureRoom(vision, source.config, settings, config.mm_processor_kwargs, processes)
+    room = PictureRoom(
+        vision, source.config, settings, config.mm_processor_kwargs, processes, config.media_cpu_seconds
+    )
     return Speller(vision, source.config, settings), room
 
 

@@ -416,8 +416,8 @@ REFUSED: list[tuple[str, str]] = [
         "mm-* *-mm-* *multimodal* media-* image-* *-image-* "
         "video-* asr-* *mmproj* language-only language-model-only trust-mm-* interleave-mm-strings "
         "enable-precise-embedding-interpolation enable-prompt-embeds enable-mm-embeds",
-        "sound, video and prompts given as vectors are not supported, and pictures need no flag; leave it "
-        "out",
+        "prompts given as vectors are not supported, and pictures, sound and videos need no such flag; leave "
+        "it out",
     ),
     (
         "max-total-tokens num-gpu-blocks-override max-num-queued-tokens",

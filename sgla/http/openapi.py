@@ -13,7 +13,7 @@ from aiohttp import web
 from sgla.defaults import Range
 from sgla.http import ollama
 from sgla.http.anthropic import messages as anthropic
-from sgla.http.media.parts import AUDIO_FORMATS, DETAILS, PICTURES, SOUNDS
+from sgla.http.media.parts import AUDIO_FORMATS, DETAILS, PICTURES, SOUNDS, VIDEOS
 from sgla.http.middleware import OPEN
 from sgla.http.operation import JSON, OPERATIONS, Operation, operation
 from sgla.http.request.chat import ROLES
@@ -71,6 +71,7 @@ URL = {"type": "string", "minLength": 1}
 PICTURE_URL = {
     "anyOf": [URL, {"type": "object", "properties": {"url": URL, "detail": DETAIL}, "required": ["url"]}]
 }
+VIDEO_URL = {"anyOf": [URL, {"type": "object", "properties": {"url": URL}, "required": ["url"]}]}
 SOUND = {
     "anyOf": [
         URL,
@@ -105,6 +106,14 @@ PART = {
                 "required": ["type", names[0]],
             }
             for kind, names in SOUNDS.items()
+        ),
+        *(
+            {
+                "type": "object",
+                "properties": {"type": {"const": kind}, names[0]: VIDEO_URL},
+                "required": ["type", names[0]],
+            }
+            for kind, names in VIDEOS.items()
         ),
     ]
 }

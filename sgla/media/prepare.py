@@ -1,5 +1,5 @@
-"""What a model's tower reads of a picture or a sound: transformers' processor of the checkpoint, in a process
-of its own."""
+"""What a model's tower reads of a picture, a sound or a video: transformers' processor of the checkpoint, or
+what stands for it, in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import numpy as np
 from sgla.errors import BadRequest, InvalidField
 from sgla.media.picture import Picture
 from sgla.media.sound import RATE, Sound
+from sgla.media.video import Video
 
-FEW = 64  # values of an array that are told
+FEW = 1024  # values of an array that are told
 DTYPES = {np.dtype(name) for name in ("float32", "int64", "int32", "bool", "uint8")}
 
 
@@ -67,6 +68,15 @@ def prepare_sound(
 ) -> list[tuple[str, str, list[int], int, list[int]]]:
     """As ``prepare``."""
     return written(heard_of(sound, processor, settings), "sound", file, most)
+
+
+def prepare_video(
+    video: Video, processor: str, settings: str, asked: dict[str, Any], file: str, most: int
+) -> list[tuple[str, str, list[int], int, list[int]]]:
+    """As ``prepare``."""
+    from sgla.media.film import filmed
+
+    return written(filmed(video, processor, settings, asked, most), "video", file, most)
 
 
 def heard_of(sound: Sound, processor: str, settings: str) -> dict[str, Any]:

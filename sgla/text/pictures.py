@@ -1,15 +1,17 @@
-"""What stands for pictures or sounds in a prompt: as many tokens as the model's tower gives for each."""
+"""What stands for pictures, sounds or videos in a prompt: as many tokens as the model's tower gives for
+each."""
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from hashlib import sha256
 from typing import Any
 
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import Job, Placed, Prepared
-from sgla.model.vision.spec import Settings, Spelled, Vision
+from sgla.model.vision.spec import Film, Settings, Spelled, Vision
 
 Encode = Callable[[str], list[int]]  # without special tokens around
 
@@ -19,7 +21,10 @@ class Speller:
 
     def __init__(self, vision: Vision, config: Mapping[str, Any], settings: Settings) -> None:
         self.vision, self._config, self._settings = vision, config, settings
-        self._token = vision.token_of(config)
+        self._takers: dict[str, Vision | Film] = {vision.kind: vision}
+        if vision.film is not None:
+            self._takers["video"] = vision.film
+        self._tokens = {taker.token_of(config) for taker in self._takers.values()}
 
     def prompt(
         self, job: Job, render: Callable[[Job], str], encode: Callable[[str, bool, str], list[int]]
@@ -48,38 +53,57 @@ class Speller:
         self, text: str, pictures: Sequence[Prepared], encode: Encode
     ) -> tuple[list[int], list[Placed]]:
         """The tokens of a text in which each picture has its placeholder. Raises InvalidField."""
-        pieces = text.split(self.vision.written)
-        spelled = self._spelled(len(pieces) - 1, pictures)
-        whole = pieces[0] + "".join(f"{entry.text}{piece}" for entry, piece in zip(spelled, pieces[1:]))
-        return self._repeated(encode(whole), pictures, spelled)
+        kinds = {taker.written: kind for kind, taker in self._takers.items()}
+        pieces = re.split(f"({'|'.join(map(re.escape, kinds))})", text)
+        pictures = self._in_place([kinds[written] for written in pieces[1::2]], pictures)
+        spelled = self._spelled(pictures)
+        pieces[1::2] = [entry.text for entry in spelled]
+        return self._repeated(encode("".join(pieces)), pictures, spelled)
 
     def in_tokens(
         self, tokens: list[int], pictures: Sequence[Prepared], encode: Encode
     ) -> tuple[list[int], list[Placed]]:
         """As ``in_text`` for tokens."""
-        written = encode(self.vision.written)
-        places = [i for i, token in enumerate(tokens) if [token] == written]
-        spelled = self._spelled(len(places), pictures)
+        written = {kind: encode(taker.written) for kind, taker in self._takers.items()}
+        firsts = {ids[0] for ids in written.values() if ids}
+        places = [
+            (i, kind)
+            for i in [i for i, token in enumerate(tokens) if token in firsts]
+            for kind, ids in written.items()
+            if ids and tokens[i : i + len(ids)] == ids
+        ]
+        pictures = self._in_place([kind for _, kind in places], pictures)
+        spelled = self._spelled(pictures)
         made: list[int] = []
-        for entry, first, end in zip(spelled, [-1, *places], [*places, len(tokens)]):
-            made += tokens[first + 1 : end] + encode(entry.text)
-        return self._repeated(made + tokens[places[-1] + 1 :], pictures, spelled)
+        at = 0
+        for entry, (first, kind) in zip(spelled, places):
+            made += tokens[at:first] + encode(entry.text)
+            at = first + len(written[kind])
+        return self._repeated(made + tokens[at:], pictures, spelled)
 
-    def _spelled(self, places: int, pictures: Sequence[Prepared]) -> list[Spelled]:
-        things = self.vision.things
-        if places != len(pictures):
-            raise InvalidField(
-                f"the prompt has {places} places for {things} ({self.vision.written}), and the request "
-                f"{len(pictures)} {things}; give each its place, and write that text nowhere else",
-                param="messages",
-            )
-        return [self.vision.spelled(self._config, self._settings, picture) for picture in pictures]
+    def _in_place(self, kinds: list[str], pictures: Sequence[Prepared]) -> list[Prepared]:
+        """Those for places of such ``kinds``. Raises InvalidField if there are more or fewer."""
+        for kind, taker in self._takers.items():
+            things, places = taker.things, kinds.count(kind)
+            if places != (found := sum(picture.kind == kind for picture in pictures)):
+                raise InvalidField(
+                    f"the prompt has {places} places for {things} ({taker.written}), and the request "
+                    f"{found} {things}; give each its place, and write that text nowhere else",
+                    param="messages",
+                )
+        left = {kind: iter([each for each in pictures if each.kind == kind]) for kind in self._takers}
+        return [next(left[kind]) for kind in kinds]
+
+    def _spelled(self, pictures: Sequence[Prepared]) -> list[Spelled]:
+        return [
+            self._takers[picture.kind].spelled(self._config, self._settings, picture) for picture in pictures
+        ]
 
     def _repeated(
         self, tokens: list[int], pictures: Sequence[Prepared], spelled: list[Spelled]
     ) -> tuple[list[int], list[Placed]]:
         """With the token for parts of pictures as often as each entry says."""
-        if tokens.count(self._token) != sum(len(entry.counts) for entry in spelled):
+        if sum(map(tokens.count, self._tokens)) != sum(len(entry.counts) for entry in spelled):
             raise InvalidField(
                 "the prompt's text has tokens of its own that stand for parts of "
                 f"{self.vision.things}; leave them out",
@@ -91,9 +115,10 @@ class Speller:
         for entry, picture in zip(spelled, pictures):
             first = -1
             for count in entry.counts:
-                made += _until(rest, self._token)
+                *before, token = _until(rest, self._tokens)
+                made += before
                 first = len(made) if first < 0 else first
-                made += [self._token] * count
+                made += [token] * count
             placed.append(Placed(first, len(made), picture, self.vision.together))
         made += rest
         if self.vision.prefix:
@@ -107,6 +132,9 @@ def _prefix(tokens: list[int], pictures: Sequence[Prepared]) -> Placed:
     return Placed(0, len(tokens), Prepared(digest.digest(), "", []), True)
 
 
-def _until(tokens: Iterator[int], token: int) -> list[int]:
-    """Those before the next ``token``, which is taken, too."""
-    return list(iter(lambda: next(tokens), token))
+def _until(tokens: Iterator[int], ends: Set[int]) -> Iterator[int]:
+    """Those up to the next one of ``ends``, and this."""
+    for token in tokens:
+        yield token
+        if token in ends:
+            return

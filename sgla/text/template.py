@@ -37,8 +37,9 @@ RESERVED = frozenset(
 )
 PROBE = "Kq7wZ"
 MAX_SOURCE = 1 << 16  # characters of a template that comes with a request
-PICTURE, SOUND = {"type": "image"}, {"type": "audio"}  # parts that stand for a picture or a sound
-SHOWN = (PICTURE, SOUND)
+# Parts that stand for a picture, a sound, a video.
+PICTURE, SOUND, VIDEO = {"type": "image"}, {"type": "audio"}, {"type": "video"}
+SHOWN = (PICTURE, SOUND, VIDEO)
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -111,11 +112,11 @@ class ChatTemplate:
         placeholders: Mapping[str, str] = MappingProxyType({}),
         **kwargs: Any,
     ) -> str:
-        """The prompt. ``placeholders``: what stands for an "image" or an "audio" where the template
-        does not show parts that are PICTURE or SOUND: as in vLLM, in front of the message's text. ``kwargs``
-        are further variables (``enable_thinking``, ``documents``); ``chat_template`` picks one by name, or is
-        the source of another. A template that knows no tools shows them as text, unless ``tool_prompt`` is
-        False.
+        """The prompt. ``placeholders``: what stands for an "image", an "audio" or a "video" where the
+        template does not show parts that are PICTURE, SOUND or VIDEO: as in vLLM, in front of the message's
+        text. ``kwargs`` are further variables (``enable_thinking``, ``documents``); ``chat_template`` picks
+        one by name, or is the source of another. A template that knows no tools shows them as text, unless
+        ``tool_prompt`` is False.
 
         Raises BadRequest with the template's own message, and InvalidField for messages it cannot show.
         """
@@ -184,6 +185,7 @@ class _Variant:
                 param="chat_template",
             ) from error
         self.shows_tools = shows_tools(source)
+        self._shown: dict[str, frozenset[str]] = {}  # by kind of part
         self._knows_developer = "developer" in source
         self._takes_parts = self._shows([{"type": "text", "text": PROBE}])
         self._takes_text = not self._takes_parts or self._shows(PROBE)
@@ -236,16 +238,13 @@ class _Variant:
             [{"role": "system", "content": PROBE}, {"role": "user", "content": "x"}]
         )
 
-    @cached_property
-    def _shows_pictures(self) -> frozenset[str]:
-        return self._showing(PICTURE)
+    def _showing(self, kind: str) -> frozenset[str]:
+        """Roles in whose messages a part of this kind comes out as something."""
+        if kind not in self._shown:
+            self._shown[kind] = self._shows_part({"type": kind})
+        return self._shown[kind]
 
-    @cached_property
-    def _shows_sounds(self) -> frozenset[str]:
-        return self._showing(SOUND)
-
-    def _showing(self, part: Message) -> frozenset[str]:
-        """Roles in whose messages the ``part`` comes out as something."""
+    def _shows_part(self, part: Message) -> frozenset[str]:
         call = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
         called = {"role": "assistant", "content": "", "tool_calls": [call]}
         before: dict[str, list[Message]] = {"user": [], "tool": [{"role": "user", "content": "x"}, called]}
@@ -300,12 +299,9 @@ class _Variant:
 
     def _fit_content(self, message: Message, placeholders: Mapping[str, str]) -> Any:
         content = message.get("content")
-        if isinstance(content, list) and (SOUND in content or PICTURE in content):
-            role = message.get("role")
-            shown = (PICTURE not in content or role in self._shows_pictures) and (
-                SOUND not in content or role in self._shows_sounds
-            )
-            if self._takes_parts and shown:
+        if isinstance(content, list) and any(part in SHOWN for part in content):
+            role, kinds = message.get("role"), {part["type"] for part in content if part in SHOWN}
+            if self._takes_parts and all(role in self._showing(kind) for kind in kinds):
                 return [part if part in SHOWN else _text_part(part) for part in content]
             content = _flat(content, placeholders)
         if content is None:

@@ -1,5 +1,5 @@
-"""Pictures of the requests in slots: their features, which a tower makes once, and what these change in a
-step."""
+"""Pictures and videos of the requests in slots: their features, which a tower makes once, and what these
+change in a step."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ Row = tuple[Shown, int, int, int]
 
 
 class Pictures:
-    """``token`` stands for a part of a picture; ``width``: of embeddings. ``merged``: see ``Vision``, with
-    ``axes`` int64[rot / 2]; ``together``, too. ``abreast``: bytes of what a processor made of pictures that
-    the tower sees at a time, where they may lie behind each other."""
+    """``tokens`` stand for a part of a picture or a video; ``width``: of embeddings. ``merged``: see
+    ``Vision``, with ``axes`` int64[rot / 2]; ``together``, too. ``abreast``: bytes of what a processor made
+    of pictures that the tower sees at a time, where they may lie behind each other."""
 
     def __init__(
         self,
         tower: Tower,
-        token: int,
+        tokens: tuple[int, ...],
         width: int,
         together: bool,
         merged: int = 0,
@@ -62,7 +62,7 @@ class Pictures:
         cached: int = CACHED,
         abreast: int = 0,
     ) -> None:
-        self._tower, self._token, self._width, self._together = tower, token, width, together
+        self._tower, self._tokens, self._width, self._together = tower, tokens, width, together
         self._merged, self._axes = merged, axes
         self._shown: dict[int, Shown] = {}  # by slot
         self._cache: OrderedDict[bytes, Features] = OrderedDict()  # by digest, the latest used one last
@@ -96,7 +96,7 @@ class Pictures:
     def _parts(self, placed: Placed, tokens: NDArray[np.int32]) -> Places:
         if not placed.picture.arrays:
             return np.arange(placed.first, placed.end)
-        return placed.first + np.flatnonzero(tokens[placed.first : placed.end] == self._token)
+        return placed.first + np.flatnonzero(np.isin(tokens[placed.first : placed.end], self._tokens))
 
     def show(self, batch: ForwardBatch, columns: Columns) -> None:
         """Put what pictures change in the step into the ``batch``, which is on the host."""
@@ -276,14 +276,18 @@ def grid_of(placed: list[Placed], parts: list[Places], end: int, merged: int) ->
     are more than the numbers of the tokens: see ``get_rope_index`` of Qwen2VLModel."""
     grid, at, position = np.zeros((3, end), np.int64), 0, 0
     for entry, tokens in zip(placed, parts):
-        shape = next(array.values for array in entry.picture.arrays if array.name == "image_grid_thw")
-        times, rows, columns = shape[0], shape[1] // merged, shape[2] // merged
-        first, stop = int(tokens[0]), int(tokens[-1]) + 1
-        grid[:, at:first] = position + np.arange(first - at)
-        position += first - at
-        places = np.indices((times, rows, columns)).reshape(3, -1)
-        grid[:, first:stop] = position + places[:, : stop - first]
-        position, at = position + max(rows, columns), stop
+        told = {array.name: array.values for array in entry.picture.arrays}
+        _, rows, columns = (length // merged for length in told["image_grid_thw"])
+        # The frames of a video may have texts between them; then each has a grid of its own.
+        for run in np.split(tokens, np.flatnonzero(np.diff(tokens) > 1) + 1):
+            first, stop = int(run[0]), int(run[-1]) + 1
+            grid[:, at:first] = position + np.arange(first - at)
+            position += first - at
+            places = np.indices((len(run) // (rows * columns), rows, columns)).reshape(3, -1)
+            if "steps" in told:
+                places[0] = np.asarray(told["steps"])[places[0]]
+            grid[:, first:stop] = position + places
+            position, at = int(grid[:, first:stop].max()) + 1, stop
     grid[:, at:end] = position + np.arange(end - at)
     return grid, position - at
 

@@ -57,15 +57,16 @@ def open_pictures(
         tower, note = quick(tower, load, vision, example_of(source, vision, SMALL))
     merged = vision.merged(source.config) if vision.merged is not None else 0
     axes = axes_of(*vision.sections(source.config)) if merged else None
-    token = vision.token_of(source.config)
+    tokens = vision.tokens_of(source.config)
     kept = CACHED if device.type == "cpu" else ON_GPUS
     alone = device.type == "cpu" or not merged or config.deterministic
     abreast = 0 if alone else ABREAST
-    pictures = Pictures(tower, token, spec.hidden, vision.ahead, merged, axes, kept, abreast)
+    pictures = Pictures(tower, tokens, spec.hidden, vision.ahead, merged, axes, kept, abreast)
     ledger = {"tower": tower.nbytes, "pictures": kept}
     if device.type == "cuda" and vision.kind == "image":
         pictures.example = example_of(source, vision, LARGE)
-    return pictures, Seeing(kept, ledger, {vision.kind: vision.media}, note)
+    media = {vision.kind: vision.media} | ({} if vision.film is None else {"video": vision.film.media})
+    return pictures, Seeing(kept, ledger, media, note)
 
 
 def example_of(source: ModelSource, vision: Vision, side: int) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ class Heard(NamedTuple):
     def prepared(self, heard: Sound) -> Prepared:
         file, processor = self.folder / f"{heard.digest.hex()}.bin", self.speller.vision.processors[0]
         made = prepare_sound(heard, processor, self.settings, str(file), 1 << 26)
-        return Prepared(heard.digest, str(file), [Array(*fields) for fields in made])
+        return Prepared(heard.digest, str(file), [Array(*fields) for fields in made], "audio")
 
     def submit(self, rid: str, text: str, heard: Sequence[Sound], max_new: int = 32) -> Submit:
         text = text.replace("<sound>", self.speller.vision.media)

@@ -107,7 +107,7 @@ def test_several_pictures_at_a_time(name: str, tmp_path: Path) -> None:
     assert [len(one.values) for one in alone] == counts
 
     def shown(most: int, *pictures: Placed) -> tuple[Pictures, Media]:
-        made = Pictures(tower, vision.token_of(config), 48, False, 2, axes, abreast=most)
+        made = Pictures(tower, vision.tokens_of(config), 48, False, 2, axes, abreast=most)
         tokens = np.array(request.tokens, np.int32).tobytes()
         new = NewRow(slot=0, tokens=tokens, prompt_len=len(request.tokens), pages=[], sampling=RowSampling())
         made.admit(replace(new, pictures=list(pictures or request.pictures)))

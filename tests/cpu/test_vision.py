@@ -87,7 +87,7 @@ def qwen_vl(folder: Path, kind: str, tower: dict[str, Any], text: dict[str, Any]
         text_config={key: value for key, value in {**TEXT, **text}.items() if value is not None},
         image_token_id=token("<|image_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
-        video_token_id=271,
+        video_token_id=token("<|video_pad|>"),
     )
     images |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
     images["size"] = {"shortest_edge": 256, "longest_edge": 2048}

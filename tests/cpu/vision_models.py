@@ -14,8 +14,10 @@ from tiny import submit
 
 from sgla.hub.source import ModelSource, open_source
 from sgla.loading.tower import READ
+from sgla.media.film import filmed
 from sgla.media.picture import Picture
-from sgla.media.prepare import arrays_of, prepare
+from sgla.media.prepare import arrays_of, prepare, written
+from sgla.media.video import Video
 from sgla.messages import Array, Prepared, Submit
 from sgla.model.vision import vision_for
 from sgla.model.vision.served import settings_of
@@ -37,7 +39,7 @@ TEXT = {
 WORDS = (
     *("<image>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<|image_pad|>"),
     *("<|vision_start|>", "<|vision_end|>", "<fake_token_around_image>", "<global-img>", "[IMG]"),
-    *("[IMG_BREAK]", "[IMG_END]", "<img>", "<IMG_CONTEXT>", "</img>"),
+    *("[IMG_BREAK]", "[IMG_END]", "<img>", "<IMG_CONTEXT>", "</img>", "<|video_pad|>"),
 )
 FIRST = 280  # the token of the first of them
 
@@ -80,24 +82,44 @@ class Model(NamedTuple):
     def processor(self) -> str:
         return self.speller.vision.processors[0]
 
-    def prepared(self, shown: Picture, several: bool = False) -> Prepared:
+    def filmed(self, video: Video) -> dict[str, Any]:
+        """What is made of a video, and what of that goes to its tower in transformers."""
+        film = self.speller.vision.film
+        assert film is not None
+        config = self.source.config
+        paced = {} if film.paced is None else {"tokens_per_second": film.paced(config)}
+        videos = json.dumps(settings_of(self.folder).videos)
+        return filmed(video, film.processor, videos, paced, 1 << 26)
+
+    def prepared(self, shown: Picture | Video, several: bool = False) -> Prepared:
+        if isinstance(shown, Video):
+            video = str(self.folder / f"{shown.digest.hex()}.bin")
+            arrays = [Array(*fields) for fields in written(self.filmed(shown), "video", video, 1 << 26)]
+            return Prepared(shown.digest, video, arrays, "video")
         digest = shown.digest + bytes([several])
         file = self.folder / f"{digest.hex()}.bin"
         made = prepare(shown, self.processor, self.settings, self.asked(), several, str(file), 1 << 26)
         return Prepared(digest, str(file), [Array(*fields) for fields in made])
 
-    def submit(self, rid: str, text: str, shown: Sequence[Picture], max_new: int = 32) -> Submit:
+    def submit(self, rid: str, text: str, shown: Sequence[Picture | Video], max_new: int = 32) -> Submit:
         text = text.replace("<image>", self.speller.vision.media)
+        if (film := self.speller.vision.film) is not None:
+            text = text.replace("<video>", film.media)
         several = self.speller.vision.alone and len(shown) > 1
         made = [self.prepared(one, several) for one in shown]
         tokens, placed = self.speller.in_text(text, made, encode) if made else (encode(text), [])
         media = [(entry.first, entry.picture.digest) for entry in placed]
         return replace(submit(rid, tokens, max_new), pictures=placed, media=media)
 
-    def generated(self, request: Submit, shown: Sequence[Picture], **more: Any) -> list[int]:
+    def generated(self, request: Submit, shown: Sequence[Picture | Video], **more: Any) -> list[int]:
         """What transformers' module makes of it."""
         several = self.speller.vision.alone and len(shown) > 1
-        made = [arrays_of(one, self.processor, self.settings, self.asked(), several) for one in shown]
+        made = [
+            arrays_of(one, self.processor, self.settings, self.asked(), several)
+            for one in shown
+            if isinstance(one, Picture)
+        ]
+        videos = [self.filmed(one) for one in shown if isinstance(one, Video)]
         joined = {
             name: torch.from_numpy(side_by_side([arrays[name] for arrays in made]))
             for name in (made[0] if made else {})
@@ -111,6 +133,15 @@ class Model(NamedTuple):
             joined["token_type_ids"] = torch.full_like(ids, 0 if shown else 1)
         if self.speller.vision.merged is not None:
             joined["mm_token_type_ids"] = kinds
+        if videos:
+            film = self.speller.vision.film
+            assert film is not None
+            for ours, theirs in (
+                ("pixel_values", "pixel_values_videos"),
+                ("image_grid_thw", "video_grid_thw"),
+            ):
+                joined[theirs] = torch.from_numpy(np.concatenate([video[ours] for video in videos]))
+            joined["mm_token_type_ids"] += 2 * (ids == film.token_of(self.source.config)).int()
         out = self.module.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),

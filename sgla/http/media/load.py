@@ -1,4 +1,4 @@
-"""Sources -> pictures and sounds: within the limits of a prompt, and by turns between clients."""
+"""Sources -> pictures, sounds and videos: within the limits of a prompt, and by turns between clients."""
 
 from __future__ import annotations
 
@@ -19,11 +19,22 @@ from sgla.media.picture import Limits, Picture
 from sgla.media.pool import processes_of
 from sgla.media.sound import Hearable, Sound
 from sgla.media.source import MAX_PATH, form_of, path_of
+from sgla.media.video import Video, Watchable
 
-DECODE, LISTEN = "sgla.media.decode:picture", "sgla.media.listen:sound"
-MOST = 64  # pictures of a prompt, and sounds, where --limit-mm-per-prompt does not say
+MOST = 64  # pictures of a prompt, sounds, and videos, where --limit-mm-per-prompt does not say
 # What reads them, and what they are called.
-NEEDS = {"image": ("PIL", "Pillow", "images", "pictures"), "audio": ("av", "PyAV", "sounds", "sounds")}
+NEEDS = {
+    "image": ("PIL", "Pillow", "images", "pictures"),
+    "audio": ("av", "PyAV", "sounds", "sounds"),
+    "video": ("av", "PyAV", "videos", "videos"),
+}
+Medium = Picture | Sound | Video
+# What looks at a file in a process of the pool, and what that gives.
+READERS: dict[str, tuple[str, type[Medium]]] = {
+    "image": ("sgla.media.decode:picture", Picture),
+    "audio": ("sgla.media.listen:sound", Sound),
+    "video": ("sgla.media.watch:video", Video),
+}
 
 
 class Media:
@@ -32,8 +43,12 @@ class Media:
     def __init__(self, settings: MediaSettings) -> None:
         self.most = {kind: settings.limit_mm_per_prompt.get(kind, MOST) for kind in NEEDS}
         size, folder = settings.max_media_bytes, settings.allowed_media_path or ""
-        self._seen = Limits(size, settings.max_image_pixels, folder)
-        self._heard = Hearable(size, settings.max_audio_seconds, folder)
+        pixels, seconds = settings.max_image_pixels, settings.max_video_seconds
+        self._limits = {
+            "image": Limits(size, pixels, folder),
+            "audio": Hearable(size, settings.max_audio_seconds, folder),
+            "video": Watchable(size, pixels, seconds, settings.max_video_frames, folder),
+        }
         self._fetcher = Fetcher(settings)
         self._desk = Desk(processes_of(settings.media_processes))
 
@@ -46,7 +61,8 @@ class Media:
         return given or {}
 
     def check(self, sources: Sequence[Source], ingress: Ingress) -> None:
-        """Raise for the first picture or sound of a prompt that the model or the server does not take."""
+        """Raise for the first picture, sound or video of a prompt that the model or the server does not
+        take."""
         for kind in NEEDS:
             self._check([source for source in sources if source.kind == kind], kind, ingress)
 
@@ -68,12 +84,10 @@ class Media:
                 param=sources[self.most[kind]].place,
             )
 
-    async def pictures(
-        self, sources: Sequence[Source], ingress: Ingress, share: Share
-    ) -> list[Picture | Sound]:
-        """And sounds, of sources that were checked; one that is there twice is loaded once. They stay in
-        ``share``. Raises BadRequests that name the place, and what ``share`` does."""
-        tasks: dict[object, asyncio.Task[Picture | Sound]] = {}
+    async def pictures(self, sources: Sequence[Source], ingress: Ingress, share: Share) -> list[Medium]:
+        """And sounds and videos, of sources that were checked; one that is there twice is loaded once. They
+        stay in ``share``. Raises BadRequests that name the place, and what ``share`` does."""
+        tasks: dict[object, asyncio.Task[Medium]] = {}
         try:
             for source in sources:
                 if (key := _key(source)) not in tasks:
@@ -85,7 +99,7 @@ class Media:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
         return [tasks[_key(source)].result() for source in sources]
 
-    async def _placed(self, source: Source, ingress: Ingress, share: Share) -> Picture | Sound:
+    async def _placed(self, source: Source, ingress: Ingress, share: Share) -> Medium:
         try:
             return await self._loaded(source, ingress, share)
         except BadRequest as error:
@@ -93,7 +107,7 @@ class Media:
             error.param = source.place
             raise
 
-    async def _loaded(self, source: Source, ingress: Ingress, share: Share) -> Picture | Sound:
+    async def _loaded(self, source: Source, ingress: Ingress, share: Share) -> Medium:
         text, form = source.text, form_of(source.text)
         if form == "url":
             data = await self._fetcher.get(text, share)
@@ -107,14 +121,11 @@ class Media:
         share.take(made.size)
         return made
 
-    async def decoded(
-        self, kind: str, data: bytes, form: str, ingress: Ingress, client: str
-    ) -> Picture | Sound:
+    async def decoded(self, kind: str, data: bytes, form: str, ingress: Ingress, client: str) -> Medium:
         """``form``: see ``media/decode.py``. Raises what the pool raises."""
+        function, made = READERS[kind]
         async with self._turn(client):
-            if kind == "audio":
-                return await ingress.media.run(LISTEN, data, form, self._heard, result=Sound)
-            return await ingress.media.run(DECODE, data, form, self._seen, result=Picture)
+            return await ingress.media.run(function, data, form, self._limits[kind], result=made)
 
     @asynccontextmanager
     async def _turn(self, client: str) -> AsyncIterator[None]:

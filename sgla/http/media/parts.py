@@ -1,4 +1,4 @@
-"""Where pictures and sounds stand in requests: content parts of all APIs."""
+"""Where pictures, sounds and videos stand in requests: content parts of all APIs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from sgla.errors import InvalidField, UnsupportedField
-from sgla.text.template import PICTURE, SHOWN, SOUND
+from sgla.text.template import SHOWN
 
 Message = dict[str, Any]
 
@@ -21,8 +21,14 @@ SOUNDS = {
     "audio_url": ("audio_url",),
     "audio": ("audio", "url", "audio_url"),
 }
+VIDEOS = {
+    "video_url": ("video_url",),
+    "input_video": ("video_url", "input_video"),
+    "video": ("video", "url", "video_url"),
+}
+MEDIA = PICTURES | SOUNDS | VIDEOS
 OTHERS = (
-    *("video_url", "video", "input_video", "file", "input_file"),
+    *("file", "input_file"),
     *("image_embeds", "audio_embeds", "image_pil", "vision_chunk"),
 )
 # OpenAI's, and others that are read. What a file is follows from the file.
@@ -32,8 +38,8 @@ READ = ("user", "tool", "system", "developer", "function")  # roles whose messag
 
 
 class Source(NamedTuple):
-    """Where a picture or a sound (``kind``: "image", "audio") comes from: a URL, base64, or a path;
-    ``place``: of it in the request. Stands for it among a message's parts."""
+    """Where a picture, a sound or a video (``kind``: "image", "audio", "video") comes from: a URL, base64, or
+    a path; ``place``: of it in the request. Stands for it among a message's parts."""
 
     text: str
     place: str
@@ -42,22 +48,24 @@ class Source(NamedTuple):
     @property
     def part(self) -> Message:
         """What stands for it in a chat template."""
-        return PICTURE if self.kind == "image" else SOUND
+        return {"type": self.kind}
 
 
 def source_of(part: dict[str, Any], place: str) -> Source | None:
-    """None for a part that is neither. Raises InvalidField, and UnsupportedField for other media."""
+    """None for a part that is none. Raises InvalidField, and UnsupportedField for other media."""
     kind = part.get("type")
     if kind in OTHERS:
         raise UnsupportedField(
             f"{place}: parts of type {kind!r} are not supported by this server, which reads texts, "
-            "pictures and sounds; leave it out",
+            "pictures, sounds and videos; leave it out",
             param=place,
         )
-    if not isinstance(kind, str) or kind not in PICTURES | SOUNDS:
+    if not isinstance(kind, str) or kind not in MEDIA:
         return None
     if part.get("file_id") is not None:
         raise UnsupportedField(f"{place}.file_id is not supported by this server; send a URL", param=place)
+    if kind in VIDEOS:
+        return _video(part, kind, place)
     return _picture(part, kind, place) if kind in PICTURES else _sound(part, kind, place)
 
 
@@ -86,8 +94,17 @@ def _sound(part: dict[str, Any], kind: str, place: str) -> Source:
     return Source(value, place, "audio")
 
 
+def _video(part: dict[str, Any], kind: str, place: str) -> Source:
+    value: Any = next((part[name] for name in VIDEOS[kind] if part.get(name) is not None), None)
+    if isinstance(value, dict):
+        value = value.get("url")
+    if not isinstance(value, str) or not value:
+        raise InvalidField(f"{place}: a video needs a URL, or base64", param=place)
+    return Source(value, place, "video")
+
+
 def taken(messages: list[Message]) -> tuple[list[Message], list[Source]]:
-    """``messages`` with PICTURE and SOUND where they had pictures and sounds, and these, in order.
+    """``messages`` with parts that stand for their pictures, sounds and videos, and these, in order.
     Raises InvalidField for one that the assistant says, UnsupportedField."""
     sources: list[Source] = []
     result = []
@@ -97,7 +114,7 @@ def taken(messages: list[Message]) -> tuple[list[Message], list[Source]]:
             parts = list(_looked_at(content, f"messages[{i}].content", sources))
             if len(sources) and message.get("role") not in READ and any(part in SHOWN for part in parts):
                 raise InvalidField(
-                    f"messages[{i}]: an assistant sends no pictures and no sounds",
+                    f"messages[{i}]: an assistant sends no pictures, sounds or videos",
                     param=f"messages[{i}].content",
                 )
             message = {**message, "content": parts}
@@ -112,11 +129,11 @@ def has_pictures(messages: list[Message]) -> bool:
 
 
 def may_be(part: Any) -> bool:
-    """Whether a part is a picture, a sound, or another medium."""
+    """Whether a part is a picture, a sound, a video, or another medium."""
     if not isinstance(part, dict):
         return isinstance(part, Source)
     kind = part.get("type")
-    return isinstance(kind, str) and (kind in PICTURES or kind in SOUNDS or kind in OTHERS)
+    return isinstance(kind, str) and (kind in MEDIA or kind in OTHERS)
 
 
 def _looked_at(content: list[Any], place: str, sources: list[Source]) -> Iterator[Any]:

@@ -166,8 +166,12 @@ def spread(name: str, value: Any, count: int) -> list[Any]:
 
 
 def media_of(fields: GenerateRequest, count: int, many: bool) -> list[list[Source]]:
-    """Pictures and sounds for each of ``count`` prompts. Raises InvalidField."""
-    given = (("image_data", "image", fields.image_data), ("audio_data", "audio", fields.audio_data))
+    """Pictures, sounds and videos for each of ``count`` prompts. Raises InvalidField."""
+    given = (
+        ("image_data", "image", fields.image_data),
+        ("audio_data", "audio", fields.audio_data),
+        ("video_data", "video", fields.video_data),
+    )
     found = [media_sources(name, kind, value, count, many) for name, kind, value in given]
     return [list(chain.from_iterable(of)) for of in zip(*found)]
 
@@ -196,12 +200,11 @@ def media_sources(name: str, kind: str, value: Any, count: int, many: bool) -> l
 async def add_pictures(
     request: web.Request, prompts: list[dict[str, Any]], found: list[list[Source]], fields: GenerateRequest
 ) -> None:
-    """Load the pictures and sounds of all prompts, which are then Job fields of each."""
+    """Load the pictures, sounds and videos of all prompts, which are then Job fields of each."""
     server, every = request[ASKED], list(chain.from_iterable(found))
     if every and fields.session_params is not None:
-        name = "image_data" if every[0].kind == "image" else "audio_data"
-        raise unsupported(name, " beside session_params")
-    check_parts("image_data and audio_data", found)
+        raise unsupported(f"{every[0].kind}_data", " beside session_params")
+    check_parts("image_data, audio_data and video_data", found)
     for sources in found:
         server.media.check(sources, server.ingress)
     sizes = server.media.sizes(fields.mm_processor_kwargs, server.ingress)

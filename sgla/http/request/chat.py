@@ -28,7 +28,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def checked_messages(messages: list[Message]) -> tuple[list[Message], list[Source]]:
-    """``messages`` with what stands for their pictures and sounds, and where these come from. Raises
+    """``messages`` with what stands for their pictures, sounds and videos, and where these come from. Raises
     InvalidField or UnsupportedField that names the wrong one."""
     if not messages:
         raise InvalidField("messages: at least one message is needed", param="messages")
@@ -44,7 +44,8 @@ def text_messages(messages: list[Message]) -> list[Message]:
     if sources:
         place = sources[0].place
         raise UnsupportedField(
-            f"{place}: pictures and sounds are not supported on this route; leave it out", param=place
+            f"{place}: pictures, sounds and videos are not supported on this route; leave it out",
+            param=place,
         )
     return checked
 
@@ -96,7 +97,8 @@ def _check_part(part: Any, path: str) -> None:
     if kind not in TEXT_PARTS:
         raise unsupported(
             "messages",
-            f" with content of type {kind[:40]!r} ({path}): the model takes texts, pictures and sounds",
+            f" with content of type {kind[:40]!r} ({path}): the model takes texts, pictures, sounds and "
+            "videos",
         )
     if not isinstance(part.get(TEXT_PARTS[kind]), str):
         raise _wrong(f"{path}.{TEXT_PARTS[kind]} must be a string")

@@ -87,7 +87,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "input_embeds": (None,),
     "prompt_embeds": (None,),
     "image_data": _EMPTY,
-    "video_data": _EMPTY,
     "audio_data": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
     "media_io_kwargs": _EMPTY,
@@ -396,6 +395,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     lora_path: str | list[str | None] | None = None
     image_data: str | list[str | list[str] | None] | None = None
     audio_data: str | list[str | list[str] | None] | None = None
+    video_data: str | list[str | list[str] | None] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
 
 

@@ -394,12 +394,13 @@ def check_item(item: Item, path: str) -> None:
 
 
 def plain_text(content: str | list[Any]) -> str:
-    """Raises InvalidField for pictures and sounds."""
+    """Raises InvalidField for pictures, sounds and videos."""
     if isinstance(content, list):
         for part in content:
             if isinstance(part, Source):
                 raise InvalidField(
-                    f"{part.place}: only messages of users and outputs of functions have pictures and sounds",
+                    f"{part.place}: only messages of users and outputs of functions have pictures, sounds "
+                    "and videos",
                     param=part.place,
                 )
     return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)

@@ -10,7 +10,7 @@ from sgla.model.vision.llava import LLAVA
 from sgla.model.vision.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
 from sgla.model.vision.mistral3 import MISTRAL3, PIXTRAL
 from sgla.model.vision.paligemma import PALIGEMMA
-from sgla.model.vision.qwen2_vl import QWEN2_VL, QWEN3_5, QWEN3_VL
+from sgla.model.vision.qwen2_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_VL
 from sgla.model.vision.spec import Config, Vision, vision_config
 
 VISIONS: dict[str, Vision] = {
@@ -24,7 +24,7 @@ VISIONS: dict[str, Vision] = {
     "PaliGemmaForConditionalGeneration": PALIGEMMA,
     "PaliGemma2ForConditionalGeneration": PALIGEMMA,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
-    "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,

@@ -20,14 +20,18 @@ from sgla.model.vision.spec import Settings, Vision
 
 NEEDED = {"image": "PIL", "audio": "av"}  # packages
 IMAGES, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+VIDEOS = "video_preprocessor_config.json"
 
 
 def settings_of(folder: Path) -> Settings:
     """Raises ConfigError for files that are no JSON objects."""
-    found = {name: read_object(folder / name) for name in (IMAGES, PROCESSOR) if (folder / name).is_file()}
+    names = IMAGES, PROCESSOR, VIDEOS
+    found = {name: read_object(folder / name) for name in names if (folder / name).is_file()}
     processor = found.get(PROCESSOR, {})
     nested = processor.get("image_processor", processor.get("feature_extractor"))
-    return Settings(nested if isinstance(nested, dict) else found.get(IMAGES, {}), processor)
+    images = nested if isinstance(nested, dict) else found.get(IMAGES, {})
+    videos = processor.get("video_processor")
+    return Settings(images, processor, videos if isinstance(videos, dict) else found.get(VIDEOS, images))
 
 
 def tower_bytes(source: ModelSource, vision: Vision) -> int:

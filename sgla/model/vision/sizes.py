@@ -1,5 +1,5 @@
-"""What users may ask of a family's image processor (vLLM's ``mm_processor_kwargs``): how large pictures
-become, and so how many tokens they have. Loads no torch."""
+"""What users may ask of a family's processors (vLLM's ``mm_processor_kwargs``): how large pictures and frames
+of videos become, how many of these are seen, and so how many tokens they have. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from sgla.model.vision.spec import Vision
 PARAM = "mm_processor_kwargs"
 EDGES = ("shortest_edge", "longest_edge", "height", "width")
 MOST = 1 << 30
+FASTEST = 240  # frames a second
+OF_VIDEOS = ("fps", "num_frames")
 
 
 def checked_sizes(vision: Vision, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,6 +21,8 @@ def checked_sizes(vision: Vision, given: Mapping[str, Any]) -> dict[str, Any]:
     given = given.get("image", given) if set(given) == {"image"} else given  # as SGLang has it
     if not isinstance(given, Mapping):
         raise InvalidField(f"{PARAM}: 'image' must be an object", param=PARAM)
+    if "fps" in given and "num_frames" in given:
+        raise InvalidField(f"{PARAM} has fps and num_frames; leave one of the two out", param=PARAM)
     for name, value in given.items():
         if name not in vision.sizes:
             takes = ", ".join(vision.sizes) or "none"
@@ -37,6 +41,9 @@ def _check(name: str, value: Any) -> None:
             raise InvalidField(f"{PARAM}: size must have some of {', '.join(EDGES)}", param=PARAM)
         for edge, pixels in value.items():
             _check_number(f"size.{edge}", pixels)
+    elif name == "fps":
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= FASTEST:
+            raise InvalidField(f"{PARAM}: fps must be above 0, and at most {FASTEST}", param=PARAM)
     else:
         _check_number(name, value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sgla.messages import Prepared
@@ -12,11 +13,12 @@ Config = Mapping[str, Any]
 
 
 class Settings(NamedTuple):
-    """The contents of the model's ``preprocessor_config.json``, of sounds, too, and of
-    ``processor_config.json``."""
+    """The contents of the model's ``preprocessor_config.json``, of sounds, too, of ``processor_config.json``,
+    and of ``video_preprocessor_config.json``."""
 
     images: dict[str, Any]
     processor: dict[str, Any]
+    videos: Mapping[str, Any] = MappingProxyType({})
 
 
 class Spelled(NamedTuple):
@@ -25,6 +27,23 @@ class Spelled(NamedTuple):
 
     text: str
     counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Film:
+    """How a family takes videos beside pictures, which the same tower sees; see ``Vision``. ``processor``: a
+    key of ``media/film.py``'s settings. ``paced``: how many positions a second has, if they go by time."""
+
+    processor: str
+    token: tuple[str, int]
+    written: str
+    media: str
+    spelled: Callable[[Config, Settings, Prepared], Spelled]
+    paced: Callable[[Config], float] | None = None
+    things: str = "videos"
+
+    def token_of(self, config: Config) -> int:
+        return _token(config, self.token)
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,7 @@ class Vision:
     ``alone``: the only picture of a prompt is prepared otherwise than one of several. ``prefix``: all tokens
     of a prompt see each other, and ``framed`` is what becomes of a plain text with placeholders.
     ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how many
-    frequencies go by each axis, and whether they take turns."""
+    frequencies go by each axis, and whether they take turns. ``film``: how videos are taken, if they are."""
 
     processors: tuple[str, ...]
     token: tuple[str, int]
@@ -57,6 +76,7 @@ class Vision:
     merged: Callable[[Config], int] | None = None
     sections: Callable[[Config], tuple[list[int], bool]] = lambda config: ([], False)
     kind: str = "image"
+    film: Film | None = None
 
     @property
     def things(self) -> str:
@@ -75,9 +95,18 @@ class Vision:
         return asked if asked in self.processors else self.processors[0]
 
     def token_of(self, config: Config) -> int:
-        key, default = self.token
-        found: int = config.get(key, default)
-        return found
+        return _token(config, self.token)
+
+    def tokens_of(self, config: Config) -> tuple[int, ...]:
+        """Of videos, too."""
+        film = () if self.film is None else (self.film.token_of(config),)
+        return (self.token_of(config), *film)
+
+
+def _token(config: Config, token: tuple[str, int]) -> int:
+    key, default = token
+    found: int = config.get(key, default)
+    return found
 
 
 def array(picture: Prepared, name: str) -> list[int]:

@@ -1,0 +1,109 @@
+"""Models that take videos, against transformers: float32 on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from test_vision import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from tiny import make_core, run, tiny_config
+from video_files import clip
+from vision_models import Model, picture
+
+from sgla.media.film import Film
+from sgla.media.video import Video, Watchable
+from sgla.media.watch import video
+from sgla.messages import Submit
+from sgla.worker.cpu import CpuRunner
+from sgla.worker.pictures import grid_of
+
+MAKERS = {"qwen3-vl": qwen3_vl, "qwen2-vl": qwen2_vl, "qwen2.5-vl": qwen2_5_vl, "qwen3.5": qwen3_5}
+LIMITS = Watchable(1 << 24, 1 << 20, 60.0, 1000)
+
+
+def film(**of: Any) -> Video:
+    return video(clip(**of), "file", LIMITS)
+
+
+# 8 frames, 5 of 15, one.
+VIDEOS = [film(rate=2), film(frames=15, width=88, rate=6, seed=1), film(frames=1, height=56, seed=2)]
+SHOWN = {
+    "one": ("Look: <video> and tell.", VIDEOS[:1]),
+    "all": ("<video> and <image>, <video><video> last.", [VIDEOS[0], picture(20, 30, 1), *VIDEOS[1:]]),
+}
+
+
+class Served(NamedTuple):
+    model: Model
+    runner: CpuRunner
+    requests: list[Submit]
+    expected: dict[str, list[int]]  # of transformers
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name == "qwen3-vl" else pytest.param(name, marks=pytest.mark.slow) for name in MAKERS],
+)
+def served(request: Any, tmp_path_factory: Any) -> Served:
+    model = MAKERS[request.param](tmp_path_factory.mktemp("model"))
+    requests = [model.submit(rid, text, shown) for rid, (text, shown) in SHOWN.items()]
+    expected = {r.rid: model.generated(r, SHOWN[r.rid][1]) for r in requests}
+    config = tiny_config(step_tokens=512, native_kernels=True)
+    return Served(model, CpuRunner(config, model.source, 0, 1, "", lambda progress: None), requests, expected)
+
+
+def test_equal_to_transformers(served: Served) -> None:
+    """Together, again with what the first time has left in the cache, and in chunks."""
+    core = make_core(served.runner.facts)
+    assert run(served.runner, served.requests, core).tokens() == served.expected
+    assert served.runner._pictures is not None
+    assert served.runner._pictures.computed == 4
+    again = [replace(request, rid=f"{request.rid} again") for request in served.requests]
+    warm = run(served.runner, again, core)
+    assert {rid.split()[0]: tokens for rid, tokens in warm.tokens().items()} == served.expected
+    for request in again:
+        assert warm[request.rid][0].cached_tokens >= (len(request.tokens) - 1) // 16 * 16
+    chunked = run(served.runner, served.requests[:1], step_tokens=19, prefix_cache=False)
+    assert chunked.tokens()["one"] == served.expected["one"]
+
+
+def test_positions_equal_transformers(served: Served) -> None:
+    """Where a video's frames come to later positions than its rows and columns, what is behind it goes on
+    from there, as in the paper (arXiv 2409.12191); transformers 5 goes on from the rows and columns."""
+    model, request = served.model, served.requests[1]
+    vision, config = model.speller.vision, model.source.config
+    assert vision.film is not None
+    assert vision.merged is not None
+    ids = np.array(request.tokens)
+    image, film = vision.tokens_of(config)
+    places = [
+        p.first + np.flatnonzero(np.isin(ids[p.first : p.end], (image, film))) for p in request.pictures
+    ]
+    grid, shift = grid_of(request.pictures, places, len(ids), vision.merged(config))
+    told = [{array.name: array.values for array in p.picture.arrays} for p in request.pictures]
+    sampler = Film(vision.film.processor, {})
+    more = {}
+    if vision.film.paced is not None:
+        seen = [len(sampler.numbers(one)) / one.frames * one.rate for one in VIDEOS]
+        more["second_per_grid_ts"] = torch.tensor([2 / each for each in seen])
+    expected, delta = model.module.model.get_rope_index(
+        input_ids=torch.from_numpy(ids)[None],
+        mm_token_type_ids=torch.from_numpy((ids == image) + 2 * (ids == film))[None],
+        image_grid_thw=torch.tensor([each["image_grid_thw"] for each in told if "steps" not in each]),
+        video_grid_thw=torch.tensor([each["image_grid_thw"] for each in told if "steps" in each]),
+        **more,
+    )
+    if vision.film.paced is None:
+        np.testing.assert_array_equal(grid, expected[:, 0])
+        assert shift == delta.item()
+        return
+    ends, behind = [int(p[-1]) + 1 for p in places], 0
+    for first, end, each in zip([0, *ends], ends, told):
+        np.testing.assert_array_equal(grid[:, first:end] - behind, expected[:, 0, first:end])
+        _, rows, columns = (length // 2 for length in each["image_grid_thw"])
+        behind += max(0, max(each.get("steps", [0])) + 1 - max(rows, columns))
+    assert behind > 0
+    assert shift == grid.max() + 1 - len(ids)
