@@ -116,6 +116,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "distributed-timeout-seconds": Alias("dist_timeout"),
     "headless": Always("nodes above 0 have no HTTP"),
     "distributed-executor-backend": Alias("executor", {"mp": "procs", "uni": "procs"}),
+    "use-ray": Switch("executor", "ray"),
+    "worker-use-ray": Switch("executor", "ray"),
     "enforce-eager": Always(GRAPHS),
     "disable-cuda-graph": Always(GRAPHS),
     "optimization-level": Always(GRAPHS, ("0", "1", "2", "3")),
@@ -464,7 +466,7 @@ REFUSED: list[tuple[str, str]] = [
         "data-parallel-* dp-* attn-* attention-context-* attention-data-* *-dp-* pp-* pipeline-* "
         "*-context-parallel-* dcp-* cp-* *-cp dist-* nccl-* *-nccl* master-* *elastic* max-ep-size "
         "mooncake-* enable-attn-* *-attn-tp* enable-cp-* enable-dp-* gated-launch-port "
-        "distributed-* cpu-distributed-* ray-* worker-use-ray use-ray numa* device-ids base-gpu-id "
+        "distributed-* cpu-distributed-* ray-* numa* device-ids base-gpu-id "
         "gpu-id-step *-all-reduce* *-allreduce* *mscclpp *symm-mem enable-p2p-check headless tensor-split "
         "split-mode main-gpu enable-kv-cache-sharding enable-batch-sharded-sampling enable-tp-lm-head-* "
         "*layernorm-sp disable-nccl-*",
