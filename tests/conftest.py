@@ -5,6 +5,7 @@ where these cannot be built."""
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
 import signal
@@ -51,6 +52,7 @@ SLOW = "server", "cpu", "http", "grammar"  # folders whose tests take long, the 
 LONG = "slow", "gpu", "real"  # marks of tests that may take four times the limit
 BEGUN = pytest.StashKey[float]()
 LIMIT = pytest.StashKey[Any]()
+WATCHED = pytest.StashKey[float]()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # they share the cores
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
@@ -86,6 +88,7 @@ def _turn(tests: Counter[Path]) -> Callable[[pytest.Item], tuple[int, int, Path]
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
     """A test whose time is up may wait for a process, and wait again when it is told to end. So the processes
     that it started are killed first."""
+    watch(item.config, settings.timeout)
     item.stash[LIMIT], begun = settings, item.stash.setdefault(BEGUN, time.time())
     armed = yield
     if callable(fail := signal.getsignal(signal.SIGALRM)):
@@ -97,6 +100,25 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None
 
         signal.signal(signal.SIGALRM, end)
     return armed
+
+
+def watch(config: pytest.Config, seconds: float) -> None:
+    """A C call that does not return ends the process one or two minutes later than the limit, with its stack;
+    pytest names the test. The watch is set once a minute, since that takes a thread and some milliseconds."""
+    now = time.monotonic()
+    if config.stash.get(WATCHED, 0.0) < now + seconds + 60:
+        stderr: Any = config.pluginmanager.get_plugin("faulthandler")  # what it was before it was captured
+        file = config.stash[stderr.fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(seconds + 120, exit=True, file=file)
+        config.stash[WATCHED] = now + seconds + 120
+
+
+def pytest_exception_interact(node: pytest.Item) -> None:
+    node.config.stash[WATCHED] = 0.0  # pytest ends the watch then, for debuggers
+
+
+def pytest_sessionfinish() -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 def kill_children(begun: float) -> None:

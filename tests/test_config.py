@@ -204,8 +204,9 @@ def test_every_field_is_a_flag(name: str) -> None:
         assert getattr(config_of(flag.replace("--", "--no-")), name) is False
         return
     words, value = sample(name)
-    assert getattr(config_of(flag, *words), name) == value != default
-    assert msgspec.structs.replace(config_of(flag, *words), **{name: default}) == Config()
+    config = config_of(flag, *words)
+    assert getattr(config, name) == value != default
+    assert msgspec.structs.replace(config, **{name: default}) == Config()
 
 
 def test_model_may_be_positional() -> None:

@@ -231,7 +231,12 @@ def test_larger_groups_have_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap", "v_dim", "sinks"), [(0, 0.0, 16, False), (5, 0.0, 16, True), (0, 3.0, 24, True)]
+    ("window", "softcap", "v_dim", "sinks"),
+    [
+        pytest.param(0, 0.0, 16, False, marks=pytest.mark.slow),
+        pytest.param(0, 3.0, 24, True, marks=pytest.mark.slow),
+        (5, 3.0, 24, True),
+    ],
 )
 def test_flex_is_an_oracle_of_its_own(window: int, softcap: float, v_dim: int, sinks: bool) -> None:
     """Decode rows, a whole prompt and one behind a history; pages behind a window hold no numbers, and those

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import anthropic
 import pytest
 from aiohttp import web
 from http_fake import FakeIngress
@@ -250,6 +249,8 @@ async def test_published_clients(site: Site) -> None:
 
 
 async def test_the_client_of_anthropic(site: Site) -> None:
+    import anthropic  # which takes longer than all else that is imported here
+
     messages: Any = CHATS["anthropic"][1]["messages"]
     async with anthropic.AsyncAnthropic(
         api_key="x", base_url=site.url, http_client=anthropic.DefaultAsyncHttpxClient(verify=False)

@@ -27,6 +27,10 @@ DEAR = {  # a quarter as large as the others
     *("gzip bomb", "held gzip bodies", "tool calls", "slow schemas", "everything", "batch of 200 MB"),
     *("56 schemas of 230 KB", "4,096 choices, 4,096 biases", "4,096 choices, 64 stops"),
 }
+ALIKE = {  # to others, and dear; .ci/full makes them at their whole size
+    *("4,096 choices, 64 stops", "56 schemas of 230 KB", "1M logprobs, streamed", "n 128, patterns of 512"),
+}
+MADE = attack.BEYOND | near_limits.PLAIN | near_limits.FAKE | stored.STORED | batch_attacks.ATTACKS
 MEMORY = 48 << 20  # bytes that may be left of all the attacks, beside 15 % of what a warm server takes
 # Fewer descriptors, slots and places in the queue than the small attacks ask for.
 DESCRIPTORS = 150
@@ -71,7 +75,7 @@ def made(name: str, server: ServerProcess) -> attack.Outcome:
 
 
 @pytest.mark.parametrize(
-    "name", attack.BEYOND | near_limits.PLAIN | near_limits.FAKE | stored.STORED | batch_attacks.ATTACKS
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in MADE]
 )
 def test_an_attack_is_answered_and_costs_nobody_else(
     server: ServerProcess, before: int, probe: attack.Probe, name: str
@@ -111,7 +115,7 @@ def test_schemas_of_tools_are_not_multiplied(tiny_model: Path) -> None:
 ASKED: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 2}
 
 
-@pytest.mark.parametrize("more", [(), ("--max-connections", "8")])
+@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.slow), ("--max-connections", "8")])
 def test_a_terminate_ends_the_process_and_tells_every_stream(tiny_model: Path, more: tuple[str, ...]) -> None:
     """Streams longer than the drain, and a text that is being parsed. What does not fit is refused. Ends of
     workers are in ``test_shutdown.py``."""

@@ -89,7 +89,7 @@ def test_killed_worker_ends_every_request_and_the_process(
         wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family))
 
 
-@pytest.mark.parametrize("delay", [0.0, 1.0])
+@pytest.mark.parametrize("delay", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_worker_killed_during_start_fails_the_start(tiny_model: Path, delay: float) -> None:
     with serving("--model", str(tiny_model), ready=False) as server:
         server.wait_listening()

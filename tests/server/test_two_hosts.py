@@ -92,6 +92,7 @@ def until_up(server: NodeProcess, count: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_lost_host_takes_no_replica_along_and_comes_back() -> None:
     with socket.create_server(("127.0.0.2", 0)) as sock:
         port = sock.getsockname()[1]

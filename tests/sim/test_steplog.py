@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from examples import examples
 from msgspec.structs import replace
 from simulation import Simulation, make_limits, make_submit, random_limits, random_submits
 
@@ -60,7 +61,7 @@ def play(random: Random, steps: int) -> Recorded:
 @pytest.mark.parametrize("steps", [5, 40, 100_000])
 def test_random_scenarios_repeat_themselves(steps: int) -> None:
     later = plans = 0
-    for seed in range(120):
+    for seed in range(examples(160)):
         simulation = play(Random(seed), steps)
         log = simulation.log()
         for chapter in log.chapters:
@@ -73,7 +74,7 @@ def test_random_scenarios_repeat_themselves(steps: int) -> None:
         assert made == [compared(plan) for plan in simulation.plans[len(simulation.plans) - len(made) :]]
         assert len(made) >= min(len(simulation.plans), steps)
         later += len(log.chapters) > 1
-    assert plans > 1200
+    assert plans > 10 * examples(160)
     assert (later > 3) == (steps < 1000)
 
 

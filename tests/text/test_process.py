@@ -55,7 +55,12 @@ def test_renders_as_the_template_does() -> None:
     assert bounded.source == plain.source
 
 
-@pytest.mark.parametrize("kind", BOMBS)
+ALIKE = {"doubling", "join", "nested lists"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ALIKE)) for kind in BOMBS]
+)
 @pytest.mark.usefixtures("short_limits")
 def test_a_template_that_explodes_is_refused_and_the_next_is_rendered(kind: str) -> None:
     template = BoundedTemplate(TWICE.replace("%s", BOMBS[kind]))
