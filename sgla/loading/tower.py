@@ -54,9 +54,10 @@ class Tower:
         return self._seen(arrays)
 
     def several(self, pictures: Sequence[Mapping[str, Tensor]], counts: list[int]) -> list[Features]:
-        """Of several whose patches lie behind each other, with so many tokens each. Raises RuntimeError if
-        they have not."""
-        whole = self._seen({name: torch.cat([one[name] for one in pictures]) for name in pictures[0]})
+        """Of several, and of videos, whose patches lie behind each other, with so many tokens each. Raises
+        RuntimeError if they have not."""
+        names = [name for name in READ if name in pictures[0]]
+        whole = self._seen({name: torch.cat([one[name] for one in pictures]) for name in names})
         values, *deep = (x.split(counts) for x in (whole.values, *whole.deep))
         return [
             Features(own.clone(), [of[i].clone() for of in deep]) for i, own in enumerate(values)

@@ -18,7 +18,7 @@ from sgla.media.video import Video, Watchable
 from sgla.media.watch import video
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
-from sgla.worker.pictures import grid_of
+from sgla.worker.pictures import arrays_of, grid_of
 
 MAKERS = {"qwen3-vl": qwen3_vl, "qwen2-vl": qwen2_vl, "qwen2.5-vl": qwen2_5_vl, "qwen3.5": qwen3_5}
 LIMITS = Watchable(1 << 24, 1 << 20, 60.0, 1000)
@@ -107,3 +107,16 @@ def test_positions_equal_transformers(served: Served) -> None:
         behind += max(0, max(each.get("steps", [0])) + 1 - max(rows, columns))
     assert behind > 0
     assert shift == grid.max() + 1 - len(ids)
+
+
+def test_a_tower_sees_pictures_and_videos_together(served: Served) -> None:
+    """As one after the other, in any order: on GPUs it does so."""
+    assert served.runner._pictures is not None
+    tower, shown = served.runner._pictures._tower, [p.picture for p in served.requests[1].pictures]
+    arrays = [arrays_of(one) for one in shown]
+    with torch.inference_mode():
+        alone = [tower(each) for each in arrays]
+        for order in ([0, 1, 2, 3], [1, 0, 3, 2]):
+            found = tower.several([arrays[i] for i in order], [len(alone[i].values) for i in order])
+            for own, i in zip(found, order):
+                torch.testing.assert_close(own.values, alone[i].values, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,61 @@
+"""Videos in the processes that look at their files, and that decode and prepare them, with their limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from video_files import clip
+
+from sgla.actors.ingress import PROCESS
+from sgla.actors.pictures import PictureRoom
+from sgla.errors import BadRequest, InvalidField
+from sgla.media.film import filmed
+from sgla.media.pool import Pool
+from sgla.media.video import Video, Watchable
+from sgla.model.vision.qwen2_vl import QWEN2_5_VL
+from sgla.model.vision.spec import Settings
+
+FILES = Settings({"min_pixels": 56 * 56, "max_pixels": 1 << 20}, {}, {"min_pixels": 56 * 56, "fps": 4.0})
+WATCH, LIMITS = "sgla.media.watch:video", Watchable(1 << 20, 1 << 20, 60.0, 1000)
+
+
+async def test_a_file_becomes_what_a_tower_reads() -> None:
+    """As large as the model's files or the request say, of which the latter counts for more. What cannot be
+    decoded, or takes too long, costs its request alone."""
+    pool = Pool(processes=1, memory=PROCESS, modules=["sgla.media.decode"])
+    room = PictureRoom(QWEN2_5_VL, {}, FILES)
+    try:
+        shown = await pool.run(WATCH, clip(), "file", LIMITS, result=Video)
+        assert shown == Video.of(clip(), "mp4", 8, 4.0, 48, 64)
+        with pytest.raises(InvalidField, match="no video of a kind"):
+            await pool.run(WATCH, b"no", "file", LIMITS, result=Video)
+        first, again = await room.prepare([shown, shown], "a")
+        assert first is again
+        assert first.kind == "video"
+        data = Path(first.file).read_bytes()
+        expected = filmed(
+            shown,
+            "Qwen2VLVideoProcessor",
+            '{"min_pixels": 3136, "fps": 4}',
+            {"tokens_per_second": 4},
+            1 << 26,
+        )
+        assert [array.name for array in first.arrays] == list(expected)
+        for array in first.arrays:
+            whole = np.frombuffer(data, array.dtype, int(np.prod(array.shape)), array.first)
+            np.testing.assert_array_equal(whole.reshape(array.shape), expected[array.name])
+        size = {"size": {"shortest_edge": 56 * 56, "longest_edge": 56 * 112}, "num_frames": 2}
+        (less,) = await room.prepare([shown], "a", size)
+        assert less.digest != first.digest
+        assert next(array.values for array in less.arrays if array.name == "image_grid_thw") == [1, 4, 4]
+        with pytest.raises(InvalidField, match="fps and num_frames"):
+            await room.prepare([shown], "a", {"fps": 1, "num_frames": 2})
+        broken = Video.of(bytes(100), "mp4", 8, 4.0, 48, 64)
+        with pytest.raises(BadRequest, match="cannot be decoded"):
+            await room.prepare([broken], "a")
+        assert len(await room.prepare([shown], "a")) == 1
+    finally:
+        await pool.close()
+        await room.close()
