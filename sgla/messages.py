@@ -98,6 +98,25 @@ class Processor(msgspec.Struct, array_like=True, frozen=True):
     arguments: dict[str, Any] = {}
 
 
+class Transcript(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What a model that transcribes may write. ``suppressed``: tokens that never come, ``first_suppressed``:
+    that an output does not begin with. ``untimed``: the token that asks for no timestamps, behind which those
+    of times stand in the vocabulary. With ``timed`` they come in pairs and never fall, and an output begins
+    with one that is at most the ``latest``-th (-1: with any). ``end``: of a text; words stand before it."""
+
+    suppressed: list[int]
+    first_suppressed: list[int]
+    untimed: int
+    end: int
+    latest: int = -1
+    timed: bool = False
+
+    @property
+    def first_time(self) -> int:
+        """The token of 0 s."""
+        return self.untimed + 1
+
+
 class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, weakref=True):
     """How to choose the tokens of one request. The defaults are OpenAI's.
 
@@ -145,6 +164,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, weakref=True):
     processors: list[Processor] = []
     repetition_detection: Repetition | None = None
     hidden_states: bool = False
+    transcript: Transcript | None = None  # of a model that transcribes
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -190,6 +210,14 @@ class Job(msgspec.Struct, kw_only=True):
     pictures: list[Picture | Sound | Video] = []
     media_kwargs: dict[str, Any] = {}  # of what prepares them
     prepared: list[Prepared] = []  # of these
+    window: Window | None = None  # a transcription: the part that it hears of its one sound
+
+
+class Window(msgspec.Struct, array_like=True, frozen=True):
+    """Frames of a sound's spectrogram from ``first`` to ``end``, which is the first one behind."""
+
+    first: int
+    end: int
 
 
 class Array(msgspec.Struct, array_like=True, frozen=True):
@@ -338,6 +366,7 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     processors: list[Processor] = []
     # Every row of the request brings its tokens' hidden states; it reads no cached prefix.
     hidden: bool = False
+    transcript: Transcript | None = None
 
 
 class NewRow(msgspec.Struct, array_like=True, kw_only=True):
@@ -664,6 +693,21 @@ class Pooling(msgspec.Struct, kw_only=True):
     max_length: int | None = None  # the longest input the files recommend
 
 
+class Speech(msgspec.Struct, kw_only=True):
+    """How a model that transcribes is told what to write (``model/whisper_spec.py`` reads it from its files):
+    the tokens that ``begin`` a text, name ``languages`` and ``tasks`` ("transcribe", "translate"), and stand
+    before a text that came before (``previous``). It hears ``frames`` at a time, of ``hop`` samples each, and
+    has a token for every second one."""
+
+    begin: int
+    languages: dict[str, int]  # by code; {}: it knows one
+    tasks: dict[str, int]  # {}: it transcribes alone
+    previous: int | None
+    transcript: Transcript
+    frames: int
+    hop: int
+
+
 class CacheGroup(msgspec.Struct, frozen=True):
     """Pages of layers that keep the same tokens: all, or of each request the last ``window``. Pages wholly
     behind a window go back to the pool while the request runs. Or, with ``every``, states: layers that make
@@ -735,6 +779,7 @@ class Facts(msgspec.Struct, kw_only=True):
     # Kinds of media that the model takes ("image"): what stands for one in a prompt's text, where the chat
     # template does not write it. {}: none.
     media: dict[str, str] = {}
+    speech: Speech | None = None  # the model writes what it hears, and nothing else
     tiers: list[Tier] = []  # the nearest first
     # Of each tier and cache group, the keys of what its units hold at the start, KEY bytes each in the order
     # of their numbers, zeros for none; or b"".

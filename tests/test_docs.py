@@ -19,7 +19,7 @@ from sgla.cli.args import parse
 from sgla.cli.several import values_of
 from sgla.config import Config
 from sgla.grammar import compiler, matcher, notations, sandbox, schema
-from sgla.http import accepting, bodies, connections
+from sgla.http import accepting, bodies, connections, forms
 from sgla.http.app import ROUTES
 from sgla.http.batches import asking, files, lines, store, upload
 from sgla.http.conversations import routes as conversations
@@ -239,9 +239,9 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "a page of a list": (items.PAGE,),
     "what a response repeats": (answer.MAX_ECHOED,),
     "requests of a client that wait": (database.WAITING,),
-    "fields of its form": (upload.MAX_FIELDS, upload.MAX_LINES),
+    "fields of its form": (forms.MAX_FIELDS, forms.MAX_LINES),
     "size of a file": (files.MOST_BYTES,),
-    "time for a file": (upload.SECONDS, upload.SILENT),
+    "time for a file": (upload.SECONDS, forms.SILENT),
     "age of a file": (files.TTL,),
     "lines of a batch": (lines.MAX_LINES,),
     "an answer in a batch": (asking.MAX_ANSWER,),

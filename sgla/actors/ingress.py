@@ -398,6 +398,11 @@ class Ingress(Resting):
 def check_task(job: Job, facts: Facts | None) -> None:
     """Raise UnsupportedTask for a job that the model cannot do."""
     assert facts is not None
+    if facts.speech is not None and job.window is None:
+        raise UnsupportedTask(
+            "this server's model writes what it hears; send it a sound by /v1/audio/transcriptions or "
+            "/v1/audio/translations, or serve another model for this route"
+        )
     pooling = facts.pooling
     if pooling is not None and job.pool is None:
         raise UnsupportedTask(

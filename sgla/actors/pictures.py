@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 import os
+import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.media.sound import Sound
 from sgla.media.video import Video
-from sgla.messages import Array, Prepared
+from sgla.messages import Array, Prepared, Window
 from sgla.model.vision.sizes import OF_VIDEOS, checked_sizes
 from sgla.model.vision.spec import Settings, Vision
 from sgla.per_client import PerClient
@@ -33,6 +34,7 @@ TOGETHER = 1 << 31  # of all that are there
 PATIENCE = 60.0  # seconds that a request waits for room
 PREPARE, WAKE = "sgla.media.prepare:prepare", "sgla.media.prepare:wake"
 PREPARE_SOUND, PREPARE_VIDEO = "sgla.media.prepare:prepare_sound", "sgla.media.prepare:prepare_video"
+PREPARE_LOG_MEL = "sgla.media.prepare:prepare_log_mel"
 Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
 Medium = Picture | Sound | Video
 # Settings of files that processors would honour before what a request gives.
@@ -105,6 +107,21 @@ class PictureRoom:
         pictures: Sequence[Medium],
         client: str,
         sizes: Mapping[str, Any] = MappingProxyType({}),
+        window: Window | None = None,
+    ) -> list[Prepared]:
+        """In their order; ``window``: the part that is wanted of sounds that are heard window by window. What
+        a request has already is had without waiting, since others may wait for its room. Raises as
+        ``_whole`` does."""
+        if window is None:
+            return await self._whole(pictures, client, sizes)
+        there = [self._there.get(picture.digest) for picture in pictures]
+        whole = [one for one in there if one is not None]
+        if len(whole) < len(pictures):
+            whole = await self._whole(pictures, client, sizes)
+        return [windowed(one, window) for one in whole]
+
+    async def _whole(
+        self, pictures: Sequence[Medium], client: str, sizes: Mapping[str, Any]
     ) -> list[Prepared]:
         """In their order. ``sizes``: see ``model/vision/sizes.py``. Where there is no room, those of a client
         wait in a line. Raises what the pool raises, InvalidField, UnsupportedField and Overloaded."""
@@ -200,7 +217,8 @@ class PictureRoom:
         if isinstance(picture, Video):
             return PREPARE_VIDEO, picture, self._film, settings, self._paced
         if isinstance(picture, Sound):
-            return PREPARE_SOUND, picture, self._processor, settings
+            prepare = PREPARE_LOG_MEL if self._vision.crossed else PREPARE_SOUND
+            return prepare, picture, self._processor, settings
         return PREPARE, picture, self._processor, settings, self._extra, asked.several
 
     def _gone(self, fd: int, size: int, client: str) -> None:
@@ -216,3 +234,15 @@ class PictureRoom:
 
 def kind_of(picture: Medium) -> str:
     return {Sound: "audio", Video: "video"}.get(type(picture), "image")
+
+
+def windowed(whole: Prepared, window: Window) -> Prepared:
+    """A part of a spectrogram, which begins elsewhere in the same file."""
+    (log_mel,) = whole.arrays
+    frames, width = log_mel.shape
+    first, end = window.first, min(window.end, frames)
+    part = Array(log_mel.name, log_mel.dtype, [end - first, width], log_mel.first + 4 * width * first)
+    digest = hashlib.sha256(whole.digest + struct.pack("<qq", first, end)).digest()
+    made = Prepared(digest, whole.file, [part])
+    finalize(made, id, whole)  # which is there, with its file, as long as the part is
+    return made

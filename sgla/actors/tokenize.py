@@ -133,7 +133,7 @@ class Tokenize(Actor[Job]):
         """Have the job's pictures prepared, then its prompt."""
         failed: Rejected | None = None
         try:
-            job.prepared = await room.prepare(job.pictures, job.client, job.media_kwargs)
+            job.prepared = await room.prepare(job.pictures, job.client, job.media_kwargs, job.window)
         except SglaError as error:
             failed = error.rejected(job.rid)
         except Exception:

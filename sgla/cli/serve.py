@@ -109,6 +109,7 @@ def ready_text(
     body = {"model": name, **fields}
     key = "-H 'Authorization: Bearer YOUR_KEY' " if config.api_key else ""
     text = json.dumps(body).replace("'", "'\\''")
+    sent = "-F file=@speech.wav" if facts.speech else f"-H 'Content-Type: application/json' -d '{text}'"
     cached = (facts.groups[0].pages - 1) * facts.page_size  # without the dummy page
     return (
         f"ready in {seconds:.1f} s: {name} on {facts.device}, {facts.dtype}, "
@@ -117,12 +118,14 @@ def ready_text(
         + model_text(path)
         + (f"sampling: {defaults}\n" if facts.pooling is None else "")
         + "".join(f"note: {note}\n" for note in filter(None, (*facts.notes, about(config.model))))
-        + f"try: curl {url}{route} {key}-H 'Content-Type: application/json' -d '{text}'"
+        + f"try: curl {url}{route} {key}{sent}"
     )
 
 
 def example(facts: Facts) -> tuple[str, dict[str, Any]]:
     """A route that the model answers, and the fields of a body for it."""
+    if facts.speech is not None:
+        return "/v1/audio/transcriptions", {}
     if facts.pooling is None:
         return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
     if facts.pooling.task == "embed":

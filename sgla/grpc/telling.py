@@ -28,7 +28,7 @@ def model_facts(server: Server) -> dict[str, Any]:
         "model_path": config.model,
         "tokenizer_path": config.tokenizer or config.model,
         "served_model_name": ingress.model_names[0],
-        "is_generation": facts.pooling is None,
+        "is_generation": facts.pooling is None and facts.speech is None,
         "max_context_length": facts.context_len,
         "max_req_input_len": facts.context_len - 1,
         "vocab_size": facts.vocab_size,

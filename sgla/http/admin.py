@@ -163,7 +163,7 @@ async def model_info(request: web.Request) -> web.Response:
             "tokenizer_path": config.tokenizer or config.model,
             "served_model_name": server.ingress.model_names[0],
             "about": about(config.model),
-            "is_generation": facts is None or facts.pooling is None,
+            "is_generation": facts is None or (facts.pooling is None and facts.speech is None),
             "has_image_understanding": facts is not None and "image" in facts.media,
             "has_audio_understanding": facts is not None and "audio" in facts.media,
             "preferred_sampling_params": server.sampling_defaults.values,

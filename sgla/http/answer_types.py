@@ -489,3 +489,35 @@ class WorldSize(msgspec.Struct):
 
 class Sleeping(msgspec.Struct):
     is_sleeping: bool
+
+
+class Heard(msgspec.Struct):
+    type: Literal["duration"]
+    seconds: int
+
+
+class Transcription(msgspec.Struct):
+    text: str
+    usage: Heard
+
+
+class TranscriptSegment(msgspec.Struct):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class VerboseTranscription(msgspec.Struct):
+    task: Literal["transcribe", "translate"]
+    language: str
+    duration: float
+    text: str
+    segments: list[TranscriptSegment]
+    usage: Heard

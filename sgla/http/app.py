@@ -12,7 +12,7 @@ from aiohttp import web
 from sgla import clock
 from sgla.config import Config
 from sgla.errors import NotFound, SglaError, Unauthorized
-from sgla.http import admin, control, invocations, ollama, openapi, page, weights
+from sgla.http import admin, control, forms, invocations, ollama, openapi, page, weights
 from sgla.http.access import LINES, AccessLines, log_access, worth_telling
 from sgla.http.anthropic import messages as anthropic
 from sgla.http.batches import routes as batches
@@ -38,8 +38,8 @@ from sgla.http.middleware import (
 from sgla.http.models import MODELS, Handler, Lookup, Models, chosen
 from sgla.http.native import generate as native
 from sgla.http.native import parsing, sessions, tokens
+from sgla.http.openai import audio, render
 from sgla.http.openai import chat as openai_chat
-from sgla.http.openai import render
 from sgla.http.openai import text as openai_text
 from sgla.http.operation import JSON, OPERATIONS
 from sgla.http.pooling import classify, cohere, embeddings, moderations, pooling, rerank, score
@@ -65,6 +65,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/completions": {"POST": openai_text.completions},
     "/v1/chat/completions/render": {"POST": render.chat},
     "/v1/completions/render": {"POST": render.text},
+    "/v1/audio/transcriptions": {"POST": audio.transcriptions},
+    "/v1/audio/translations": {"POST": audio.translations},
     responses.PREFIX: {"POST": responses.create},
     f"{responses.PREFIX}/input_tokens": {"POST": compact.input_tokens},
     f"{responses.PREFIX}/compact": {"POST": compact.compact},
@@ -227,7 +229,7 @@ def make_app(
 
     Run it with ``connections.Runner``: its connections leave bodies compressed.
     """
-    upload.ignore_warnings()
+    forms.ignore_warnings()
     app = web.Application(client_max_size=config.max_body_bytes)
     server = app[SERVER] = Server(ingress, config, metrics)
     app[MODELS] = Models([server, *(server.beside(*other) for other in beside)], lookups())

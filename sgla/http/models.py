@@ -11,6 +11,7 @@ from aiohttp import web
 
 from sgla import clock
 from sgla.errors import ModelNotFound
+from sgla.http.ports import Ingress
 from sgla.http.request.intake import peeked
 from sgla.http.server import ASKED, TAKEN, Server
 from sgla.observe.metrics import text_of
@@ -92,10 +93,26 @@ async def chosen(request: web.Request, handler: Handler) -> AsyncIterator[None]:
     lookup = models.lookups.get(handler, Lookup())
     if models.several:
         await _choose(request, models, lookup.fields)
-    ingress = request[ASKED].ingress
+    async with used(request[ASKED].ingress, lookup.wakes):
+        yield
+
+
+@asynccontextmanager
+async def named_later(request: web.Request, asked: str | None) -> AsyncIterator[Server]:
+    """As ``chosen``, in a handler that learns the model's name while it reads the body."""
+    models = request.app[MODELS]
+    if models.several and "model" not in request.query:
+        request[ASKED] = models.find(asked)
+    async with used(request[ASKED].ingress, wakes=True):
+        yield request[ASKED]
+
+
+@asynccontextmanager
+async def used(ingress: Ingress, wakes: bool) -> AsyncIterator[None]:
+    """The model does not fall asleep meanwhile, and is awake where the handler ``wakes`` it."""
     ingress.enter()
     try:
-        if lookup.wakes:
+        if wakes:
             await ingress.awake()
         yield
     finally:

@@ -404,7 +404,7 @@ async def show(request: web.Request) -> web.Response:
     dialect, facts, model = server_dialect(server), server.ingress.facts, server.ingress.model
     assert facts is not None
     assert model is not None
-    task = facts.pooling.task if facts.pooling else "generate"
+    task = facts.pooling.task if facts.pooling else "transcribe" if facts.speech else "generate"
     able = {
         "completion": task == "generate",
         "embedding": task == "embed",

@@ -13,7 +13,7 @@ from sgla import clock
 from sgla.errors import NotReady, SglaError
 from sgla.http.answer.collect import Collector
 from sgla.http.ports import Ingress
-from sgla.messages import Job, SamplingParams
+from sgla.messages import Job, SamplingParams, Window
 
 PATIENCE = 20.0  # seconds until the engine counts as broken
 KEPT = 1.0  # seconds for which an answer holds
@@ -69,6 +69,7 @@ class Probe:
             sampling=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True),
             token_ids=[0],
             pool=[] if pools else None,
+            window=Window(0, 0),  # for a model that hears
         )
         self._ingress.open_all([(job, sink)], extra=True)
         try:

@@ -55,7 +55,7 @@ class SelfAttention:
         cos_sin: Tensor,
         *,
         norms: HeadNorms,
-        qkv_bias: bool = False,
+        qkv_bias: bool | tuple[bool, ...] = False,
         out_bias: bool = False,
         growth: Tensor | None = None,
         interleaved: bool = False,

@@ -21,7 +21,8 @@ from sgla.quant.weight import SourceTensor
 
 class MergedColumnLinear:
     """Several projections of the same input as one matrix; ``parts``: name, full output size, this rank's
-    rows of it. ``fused``: the name under which a checkpoint may hold them all, one below the other.
+    rows of it. ``bias``: of all, or whether each has one. ``fused``: the name under which a checkpoint may
+    hold them all, one below the other.
     ``orders``: of the rows of each head, for the first parts."""
 
     def __init__(
@@ -29,19 +30,20 @@ class MergedColumnLinear:
         build: Build,
         k: int,
         parts: list[tuple[str, int, range]],
-        bias: bool = False,
+        bias: bool | tuple[bool, ...] = False,
         fused: str = "",
         orders: tuple[Tensor | None, ...] = (),
     ) -> None:
         n = sum(len(rows) for _, _, rows in parts)
         self.weight = build.empty(n, k, *(name for name, _, _ in parts), *((fused,) if fused else ()))
-        self.bias = torch.zeros(n) if bias else None
+        biased = bias if isinstance(bias, tuple) else (bias,) * len(parts)
+        self.bias = torch.zeros(n) if any(biased) else None
         self.stack, self.rows = build.stack(k, [(*part, order) for part, order in zip_longest(parts, orders)])
         at = first = 0
         inside: list[tuple[str, range]] = []
-        for (name, size, rows), order in zip_longest(parts, orders):
+        for (name, size, rows), own_bias, order in zip_longest(parts, biased, orders):
             build.declare(f"{name}.weight", (size, k), partial(self._take_weight, at, rows, order))
-            if bias:
+            if own_bias:
                 build.declare(f"{name}.bias", (size,), partial(self._take_bias, at, rows, order))
             inside.append((name, range(first, first + size)))
             at, first = at + len(rows), first + size
@@ -52,7 +54,7 @@ class MergedColumnLinear:
             )
             build.stacks[f"{fused}.bias"] = (
                 (first,),
-                [StackPart(f"{p}.bias", None, rows) for p, rows in inside],
+                [StackPart(f"{p}.bias", None, rows) for (p, rows), own in zip(inside, biased) if own],
             )
 
     def _take_weight(self, at: int, rows: range, order: Tensor | None, source: Share) -> None:
@@ -80,7 +82,7 @@ class QKVLinear(MergedColumnLinear):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        bias: bool = False,
+        bias: bool | tuple[bool, ...] = False,
         order: Tensor | None = None,
     ) -> None:
         own, own_kv = split_heads(heads, kv_heads, build.shard)

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def heard(module: Any, log_mel: Tensor) -> Tensor:
+    """``[n, d]`` of a window of sound, as ``WhisperModel.encoder`` makes them. ``log_mel``: [frames, mels];
+    those that the last window of a sound lacks are zeros, as in transformers."""
+    lacking = 2 * module.config.max_source_positions - len(log_mel)
+    made: Tensor = module.encoder(F.pad(log_mel.T, (0, lacking))[None]).last_hidden_state[0]
+    return made
 
 
 def features_of(module: Any, given: Mapping[str, Tensor]) -> Tensor:

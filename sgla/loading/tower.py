@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
-from sgla.loading.hearing import features_of
+from sgla.loading.hearing import features_of, heard
 from sgla.model.vision.spec import Vision
 
 # A language model that takes next to nothing stands where transformers' class wants one.
 SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": []}
 READ = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "batch_num_images")
-HEARD = ("input_features", "attention_mask")
-TEXTS = ("language_model", "text_model")
+HEARD = ("input_features", "attention_mask", "log_mel")
+TEXTS = ("language_model", "text_model", "decoder")
 
 
 class Features(NamedTuple):
@@ -69,6 +69,8 @@ class Tower:
             for name, values in arrays.items()
             if name in READ + HEARD
         }
+        if "log_mel" in given:
+            return Features(heard(self.module, given["log_mel"]), [])
         if "input_features" in given:
             return Features(features_of(self.module, given), [])
         made = self.module.get_image_features(**given, return_dict=True)
@@ -96,6 +98,9 @@ def small_config(config: dict[str, Any]) -> Any:
         raise ConfigError(
             f"config.json cannot be read by transformers: {error}"[:500], param="model"
         ) from error
+    if found.is_encoder_decoder:
+        found.decoder_layers, found.vocab_size, found.pad_token_id = 0, SMALL["vocab_size"], None
+        return found
     text = found.get_text_config()
     for key, value in SMALL.items():
         if hasattr(text, key):

@@ -15,6 +15,7 @@ from sgla.media.picture import Picture
 from sgla.media.sound import RATE, Sound
 from sgla.media.video import Video
 
+FRAMES = 3000  # of a spectrogram that are made at a time
 FEW = 1024  # values of an array that are told
 DTYPES = {np.dtype(name) for name in ("float32", "int64", "int32", "bool", "uint8")}
 
@@ -77,6 +78,42 @@ def prepare_video(
     from sgla.media.film import filmed
 
     return written(filmed(video, processor, settings, asked, most), "video", file, most)
+
+
+def prepare_log_mel(
+    sound: Sound, processor: str, settings: str, file: str, most: int
+) -> list[tuple[str, str, list[int], int, list[int]]]:
+    """As ``prepare``, of a sound that a model hears window by window."""
+    return written({"log_mel": log_mel_of(sound, processor, settings)}, "sound", file, most)
+
+
+def log_mel_of(sound: Sound, processor: str, settings: str) -> Any:
+    """float32[frames, mels]: as transformers has it, a short sound is filled up with silence to a window, and
+    a longer one is not."""
+    extractor = processor_of(processor, settings)
+    samples = np.frombuffer(sound.samples, np.float32)
+    if len(samples) > extractor.n_samples:
+        return _long(extractor, samples)
+    made = extractor(samples, sampling_rate=RATE, return_tensors="np")
+    return np.ascontiguousarray(made["input_features"][0].T)
+
+
+def _long(extractor: Any, samples: Any) -> Any:
+    """What the ``extractor`` makes of them, in pieces: of an hour at once it takes 2.5 GB."""
+    from transformers.audio_utils import spectrogram, window_function
+
+    width, hop, frames = extractor.n_fft, extractor.hop_length, len(samples) // extractor.hop_length
+    how = {"frame_length": width, "hop_length": hop, "power": 2.0, "dither": extractor.dither}
+    how |= {"mel_filters": extractor.mel_filters, "log_mel": "log10", "center": False}
+    made = np.empty((frames, extractor.feature_size), np.float32)
+    for first in range(0, frames, FRAMES):
+        end = min(first + FRAMES, frames)
+        begin, stop = first * hop - width // 2, (end - 1) * hop + width // 2
+        around = max(0, -begin), max(0, stop - len(samples))
+        part = np.pad(samples[max(0, begin) : stop], around, mode="reflect")
+        made[first:end] = spectrogram(part, window_function(width, "hann"), **how).T
+    np.maximum(made, made.max() - 8, out=made)
+    return (made + 4) / 4
 
 
 def heard_of(sound: Sound, processor: str, settings: str) -> dict[str, Any]:

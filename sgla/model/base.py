@@ -82,6 +82,12 @@ class CausalLM(ABC):
         """The columns ``lm_head.own`` of ``logits``, which this rank computes alone."""
         return self.lm_head.part(hidden)
 
+    def seat(self, slots: int, dtype: torch.dtype) -> None:  # noqa: B027  (most do nothing)
+        """Make the tables of what requests hear, where layers attend to it."""
+
+    def hear(self, slot: int, heard: Tensor) -> None:  # noqa: B027
+        """``heard`` float32 ``[spec.heard, d]``: what the request in this slot hears."""
+
     def state(self) -> list[LayerState]:
         """Of each layer."""
         return state_of(self.spec, self.shard.size, self.shard.rank)

@@ -44,6 +44,7 @@ class ModelSpec:
     moe: MoESpec | None = None
     inner: tuple[int, ...] = ()  # widths of the layers' MLPs, where they differ
     per_layer: PerLayerInputs | None = None
+    heard: int = 0  # places of what an encoder makes of a sound, to which each layer attends; 0: none does
     predictors: int = 0  # layers behind the last, which guess further tokens; they are left out
     method: Method | None = field(default=None, compare=False)  # in which the checkpoint is quantized
     stage: range | None = None  # layers that a stage of a pipeline has; None: there are no stages

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sgla.messages import RowSampling, ThinkLimit
+from sgla.messages import RowSampling, ThinkLimit, Transcript
 from sgla.sampling.draw import Floats
 from sgla.sampling.processors import Custom, Factory
 
@@ -152,6 +152,57 @@ class ThinkingBudget:
             logits[limit.close] = 0
 
 
+class Transcribing:
+    """Whisper's rules, as transformers has them (SuppressTokens, SuppressTokensAtBegin and
+    WhisperTimeStampLogitsProcessor)."""
+
+    def __init__(self, transcript: Transcript, tokens: NDArray[np.int32], prompt_len: int) -> None:
+        self._said = transcript
+        self._suppressed = np.array(transcript.suppressed, np.int64)
+        self._first_suppressed = np.array(transcript.first_suppressed, np.int64)
+        self._tokens = tokens
+        self._prompt_len = prompt_len
+
+    def apply(self, logits: Floats, position: int) -> None:
+        logits[self._suppressed[self._suppressed < len(logits)]] = -np.inf
+        output = self._tokens[self._prompt_len : position]
+        if not len(output):
+            logits[self._first_suppressed[self._first_suppressed < len(logits)]] = -np.inf
+        if self._said.timed:
+            self._pair(logits, output)
+            self._prefer(logits)
+
+    def _pair(self, logits: Floats, output: NDArray[np.int32]) -> None:
+        """Timestamps come in pairs, but for the first and the last, and never fall."""
+        first = self._said.first_time
+        logits[self._said.untimed] = -np.inf
+        if not len(output):
+            logits[:first] = -np.inf
+            if self._said.latest >= 0:
+                logits[first + self._said.latest + 1 :] = -np.inf
+            return
+        times = output[output >= first]
+        ended = output[-1] >= first
+        paired = len(output) < 2 or output[-2] >= first
+        if ended and paired:
+            logits[first:] = -np.inf
+        elif ended:
+            logits[: self._said.end] = -np.inf
+        if len(times):
+            logits[first : times[-1] + (0 if ended and not paired else 1)] = -np.inf
+
+    def _prefer(self, logits: Floats) -> None:
+        """A timestamp comes where all together are more probable than any other token."""
+        first = self._said.first_time
+        times, words = logits[first:], logits[:first]
+        most = times.max(initial=-np.inf)
+        if most == -np.inf:
+            return
+        together = most + np.log(np.exp(times - most).sum())
+        if together > words.max(initial=-np.inf):
+            words[:] = -np.inf
+
+
 def forbids(sampling: RowSampling) -> bool:
     """Whether a request has rules that may forbid what its grammar forces."""
     early = sampling.min_tokens > 0 and sampling.stop_ids
@@ -182,6 +233,8 @@ def make_rules(
         rules.append(Allowed(sampling.allowed, vocab_size))
     if sampling.thinking is not None:
         rules.append(ThinkingBudget(sampling.thinking, tokens, prompt_len))
+    if sampling.transcript is not None:
+        rules.append(Transcribing(sampling.transcript, tokens, prompt_len))
     for asked in sampling.processors:
         rules.append(Custom(processors[asked.name], asked, tokens, prompt_len))
     return rules

@@ -31,6 +31,8 @@ class Speller:
     ) -> tuple[list[int], list[Placed]]:
         """The token ids of a job with pictures, and where these are. ``encode``: a text, whether special
         tokens are added, and the field that errors name. Raises InvalidField, UnsupportedField."""
+        if self.vision.crossed:
+            return list(job.token_ids or ()), [Placed(0, 1, heard) for heard in job.prepared]
         sampling = job.sampling
         for param, given in (
             ("prompt_logprobs", sampling.prompt_logprobs is not None),

@@ -517,6 +517,7 @@ def row_sampling(
         logprob_ids=sampling.logprob_token_ids,
         processors=sampling.processors,
         hidden=sampling.hidden_states,
+        transcript=sampling.transcript,
     )
 
 

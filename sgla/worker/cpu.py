@@ -37,6 +37,8 @@ class CpuRunner(CpuWeights):
             self._drafter.admit(new.slot)
             if self._pictures is not None:
                 self._pictures.admit(new)
+            if self._listening is not None:
+                self._listening.admit(new, self.model)
         columns, wanted = read(plan, self.tables, self._drafter.guess(plan))
         if not self.shard.samples:
             return self._hand_on(plan.step, columns)

@@ -20,6 +20,7 @@ from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
 from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
 from sgla.worker.forward import Forward, KeptHidden, compiled, compiling, eager_forward, make_forward
+from sgla.worker.listening import Listening
 from sgla.worker.pictures import PicturedForward, Pictures
 from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
@@ -35,7 +36,7 @@ def number_of(name: str) -> int:
 class CpuModel(Runner):
     """Has its ``model``, and the ``_forward`` pass over ``_own``, the pages of its layers. ``tables``: of
     slots; ``_pooler``: of a model that answers with vectors; ``_kept``: its hidden states, if requests may
-    want them; ``_pictures``: if it takes any."""
+    want them; ``_pictures``: if it takes any; ``_listening``: if its layers attend to sounds."""
 
     place: Cpu
     config: Config
@@ -46,6 +47,7 @@ class CpuModel(Runner):
     _pooler: Pooler | None = None
     _kept: KeptHidden | None = None
     _pictures: Pictures | None = None
+    _listening: Listening | None = None
     _forward: Forward
     _model_again: Callable[[ModelSource], CausalLM]
     _forward_again: Callable[[], tuple[Forward, str]]
@@ -86,6 +88,8 @@ class CpuModel(Runner):
         if self.pooling is None:
             shared = dtype, quantization, self.shard, context_len, report, seed
             made = load_model(source, *shared, adapters=places, stage=stage)
+            if self._listening is not None:
+                made.seat(slots, self._listening.dtype)
             if config.enable_torch_compile:
                 compiling(made, config, report)
             return made

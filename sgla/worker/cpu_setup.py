@@ -23,6 +23,7 @@ from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import KeptHidden
 from sgla.worker.kv import memory_of
+from sgla.worker.listening import open_listening
 from sgla.worker.parts import parts_of_units
 from sgla.worker.peering import by_threads
 from sgla.worker.seeing import open_pictures
@@ -45,7 +46,13 @@ class CpuSetup(CpuModel):
         spec, step_tokens = self._stage(source), config.step_tokens or STEP_TOKENS
         slots = most_rows(config, spec.hidden, self.pooling, SLOTS)
         demand = Demand(slots, step_tokens, config.prefix_cache)
-        self._pictures, seeing = open_pictures(config, source, spec, self.place.torch, dtype, self.pooling)
+        if spec.heard:
+            own = slots, self.shard.size, self.place.threads
+            self._listening, seeing = open_listening(config, source, spec, dtype, *own)
+        else:
+            self._pictures, seeing = open_pictures(
+                config, source, spec, self.place.torch, dtype, self.pooling
+            )
         kv = take_kv(config, source, spec, self.place, dtype, demand, seeing.taken)
         self.kv, self._own, self._rewind = kv.layers, kv.own, kv.rewind
         context_len = kv.size.context_len
@@ -76,6 +83,7 @@ class CpuSetup(CpuModel):
             adapters=adapters.places if adapters else 0,
             notes=[note for note in (kernels, kv.size.note, seeing.note) if note],
             media=seeing.media,
+            speech=seeing.speech,
             guided_drafts=True,
             **self.copies.facts,
             **answer_facts(config, spec, self.pooling, declared(processors)),

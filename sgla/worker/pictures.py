@@ -4,9 +4,8 @@ change in a step."""
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 
@@ -19,6 +18,7 @@ from sgla.kernels.batch import ForwardBatch, Media
 from sgla.loading.tower import Features, Tower
 from sgla.messages import NewRow, Placed, Prepared
 from sgla.worker.batch import Columns
+from sgla.worker.features import FeatureCache, arrays_of, threads
 from sgla.worker.state import Int32s, column
 
 CACHED, ON_GPUS = 128 << 20, 512 << 20  # bytes of features that are kept for requests to come
@@ -65,12 +65,15 @@ class Pictures:
         self._tower, self._tokens, self._width, self._together = tower, tokens, width, together
         self._merged, self._axes = merged, axes
         self._shown: dict[int, Shown] = {}  # by slot
-        self._cache: OrderedDict[bytes, Features] = OrderedDict()  # by digest, the latest used one last
-        self._cached, self._bytes, self._abreast = cached, 0, abreast
-        self.computed = 0  # pictures that the tower has seen
+        self._cache, self._abreast = FeatureCache(tower, width, cached), abreast
         self.example: dict[str, Tensor] | None = None  # what a processor makes of a large one
         if axes is not None:
             self._axes = axes.to(tower.device)
+
+    @property
+    def computed(self) -> int:
+        """Pictures that the tower has seen."""
+        return self._cache.computed
 
     @property
     def turns(self) -> bool:
@@ -194,36 +197,12 @@ class Pictures:
 
     def _of(self, shown: Shown, i: int) -> Features:
         if i not in shown.features:
-            shown.features[i] = self._features(shown.placed[i].picture, len(shown.parts[i]))
+            shown.features[i] = self._cache.of(shown.placed[i].picture, len(shown.parts[i]))
         return shown.features[i]
-
-    def _features(self, picture: Prepared, count: int) -> Features:
-        """What cannot be had is no number, so that its request fails alone."""
-        known = self._cache.get(picture.digest)
-        if known is not None:
-            self._cache.move_to_end(picture.digest)
-            return known
-        self.computed += 1
-        try:
-            made = self._tower(arrays_of(picture))
-        except (OSError, ValueError, RuntimeError, IndexError) as error:
-            log.warning("no features of a picture: %s: %s", type(error).__name__, str(error)[:300])
-            made = None
-        if made is None or len(made.values) != count:
-            lost = torch.full((count, self._width), torch.nan, device=self._tower.device)
-            return Features(lost.to(self._tower.dtype), [])
-        self._keep(picture, made)
-        return made
-
-    def _keep(self, picture: Prepared, made: Features) -> None:
-        self._cache[picture.digest] = made
-        self._bytes += made.nbytes
-        while self._bytes > self._cached:
-            self._bytes -= self._cache.popitem(last=False)[1].nbytes
 
     def _see(self, rows: list[Row]) -> None:
         """Have the tower look at pictures together that the rows read now and whose features are not there.
-        What cannot be had is left to ``_features``."""
+        What cannot be had is left to the cache."""
         missing: dict[bytes, tuple[Prepared, int]] = {}
         for shown, start, first, end in rows:
             for i, (placed, parts) in enumerate(zip(shown.placed, shown.parts)):
@@ -240,8 +219,8 @@ class Pictures:
                 pictures, counts = zip(*group)
                 made = self._tower.several([arrays_of(picture) for picture in pictures], list(counts))
                 for picture, features in zip(pictures, made):
-                    self._keep(picture, features)
-                self.computed += len(group)
+                    self._cache.keep(picture, features)
+                self._cache.computed += len(group)
 
 
 def groups_of(pictures: list[tuple[Prepared, int]], most: int) -> Iterator[list[tuple[Prepared, int]]]:
@@ -258,17 +237,6 @@ def groups_of(pictures: list[tuple[Prepared, int]], most: int) -> Iterator[list[
         total += size
     if len(group) > 1:
         yield group
-
-
-def arrays_of(picture: Prepared) -> dict[str, Tensor]:
-    """Raises OSError."""
-    data = np.fromfile(picture.file, np.uint8)
-    return {
-        array.name: torch.from_numpy(
-            np.frombuffer(data, array.dtype, prod(array.shape), array.first).reshape(array.shape)
-        )
-        for array in picture.arrays
-    }
 
 
 def grid_of(placed: list[Placed], parts: list[Places], end: int, merged: int) -> tuple[Places, int]:
@@ -290,17 +258,6 @@ def grid_of(placed: list[Placed], parts: list[Places], end: int, merged: int) ->
             position, at = int(grid[:, first:stop].max()) + 1, stop
     grid[:, at:end] = position + np.arange(end - at)
     return grid, position - at
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """torch computes with so many."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class PicturedForward:

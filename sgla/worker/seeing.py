@@ -17,7 +17,7 @@ from sgla.loading.tower import Tower, load_tower
 from sgla.loading.tower_attention import use_packed
 from sgla.media.picture import Picture
 from sgla.media.prepare import arrays_of
-from sgla.messages import Pooling
+from sgla.messages import Pooling, Speech
 from sgla.model.spec import ModelSpec
 from sgla.model.vision.served import settings_of, vision_of
 from sgla.model.vision.spec import Vision
@@ -30,12 +30,13 @@ ABREAST = 64 << 20  # bytes of pictures at a time, fewer than those of a LARGE o
 
 
 class Seeing(NamedTuple):
-    """``taken``: bytes that it is going to take; ``media``: of ``Facts``."""
+    """``taken``: bytes that it is going to take; ``media`` and ``speech``: of ``Facts``."""
 
     taken: int
     ledger: dict[str, int]
     media: dict[str, str]
     note: str
+    speech: Speech | None = None
 
 
 def open_pictures(

@@ -135,3 +135,70 @@ def qwen2_audio(folder: Path) -> Heard:
         audio_token_index=token("<|AUDIO|>"),
     )
     return save_model(folder, "Qwen2AudioForConditionalGeneration", config, EXTRACTOR)
+
+
+SPECIALS = (
+    *("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|fr|>", "<|translate|>"),
+    *("<|transcribe|>", "<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"),
+)
+END = 258  # behind two words that are not bytes
+
+
+def special(word: str) -> int:
+    return END + SPECIALS.index(f"<|{word}|>")
+
+
+def whisper(folder: Path, seed: int = 0) -> tuple[ModelSource, Any]:
+    """A tiny random Whisper, which hears two seconds at a time, with transformers' module."""
+    from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        **TOWER,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_target_positions=64,
+        vocab_size=special("notimestamps") + 1 + 101,
+        decoder_start_token_id=special("startoftranscript"),
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), END),
+        begin_suppress_tokens=None,
+    )
+    torch.manual_seed(seed)
+    module = WhisperForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name and name.endswith("weight"):
+                parameter.normal_(1.0, 0.15)
+            elif "encoder.embed_positions" not in name:
+                parameter.normal_(0.0, 0.15 if "embed" in name else 0.5)
+    module.generation_config = GenerationConfig(
+        decoder_start_token_id=special("startoftranscript"),
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), END),
+        lang_to_id={f"<|{name}|>": special(name) for name in ("en", "de", "fr")},
+        task_to_id={name: special(name) for name in ("transcribe", "translate")},
+        is_multilingual=True,
+        no_timestamps_token_id=special("notimestamps"),
+        prev_sot_token_id=special("startofprev"),
+        suppress_tokens=[5, 9, special("startofprev"), special("startoftranscript")],
+        begin_suppress_tokens=[35, END],
+        max_initial_timestamp_index=50,
+        max_length=64,
+        return_timestamps=False,
+    )
+    module.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(EXTRACTOR))
+    return open_source(folder), module
+
+
+def write_tokenizer(folder: Path) -> None:
+    """That of ``whisper``: bytes, and the tokens behind them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġa", "th"]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.add_tokens([AddedToken(f"<|{i / 50:.2f}|>", special=False) for i in range(101)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

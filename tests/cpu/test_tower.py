@@ -23,7 +23,8 @@ from sgla.loading import tower_attention
 from sgla.loading.tower import load_tower
 from sgla.messages import NewRow, Placed, RowSampling
 from sgla.worker import seeing, tower_kernels
-from sgla.worker.pictures import Pictures, arrays_of
+from sgla.worker.features import arrays_of
+from sgla.worker.pictures import Pictures
 
 
 def one_by_one(

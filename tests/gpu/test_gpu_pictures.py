@@ -20,7 +20,7 @@ from sgla.attention import torch_ops
 from sgla.loading.tower import load_tower
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
-from sgla.worker.pictures import arrays_of
+from sgla.worker.features import arrays_of
 
 NAMES = "llava", "gemma3", "qwen2.5-vl", "qwen3-vl", "internvl"
 TEXTS = {0: "No picture at all.", 1: "Look: <image> and tell.", 3: "<image> One, <image><image> three."}

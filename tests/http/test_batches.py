@@ -17,9 +17,10 @@ from http_site import Serve, Site
 
 from sgla import clock
 from sgla.errors import Overloaded
+from sgla.http import forms
 from sgla.http.batches import asking as asking_module
 from sgla.http.batches import runner as runner_module
-from sgla.http.batches import turns, upload, usage
+from sgla.http.batches import turns, usage
 from sgla.http.batches.files import COST, PIECE, Files
 from sgla.http.batches.reading import BOM, Lines
 from sgla.http.batches.runner import RUNNER, Runner
@@ -160,7 +161,7 @@ FORM = (
         ({"Content-Type": "application/json"}, b"{}"),
         ({"Content-Type": "multipart/form-data"}, b"x"),
         ({"Content-Type": "multipart/form-data; boundary=b"}, b"no boundary"),
-        ({"Content-Type": "multipart/form-data; boundary=b"}, b"\n" * upload.MAX_LINES + FORM),
+        ({"Content-Type": "multipart/form-data; boundary=b"}, b"\n" * forms.MAX_LINES + FORM),
         (
             {"Content-Type": "multipart/form-data; boundary=b"},
             b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nx',

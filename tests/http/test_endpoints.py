@@ -102,6 +102,8 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     "/page/{id}": (None, "not_found"),
     "/weights/{id}": (None, "not_found"),
     "/v1/moderations": ({"input": "x"}, NO_VECTORS),
+    "/v1/audio/transcriptions": (None, "unsupported_task"),
+    "/v1/audio/translations": (None, "unsupported_task"),
 }
 
 

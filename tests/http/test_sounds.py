@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from aiohttp import web
 from http_fake import FakeIngress
 from http_site import Serve, Site
-from sound_files import CODECS, RATE, TONE, encoded, floats, raw_wav, wav
+from sound_files import CODECS, RATE, TONE, encoded, floats, hostile, raw_wav, wav
 
 from sgla.errors import InvalidField
 from sgla.http.server import SERVER
@@ -136,42 +134,6 @@ def test_ten_hours_of_silence_are_not_decoded_to_their_end() -> None:
     data = raw_wav(1, 1, 1000, 8, b"\x80" * 36_000_000)
     with pytest.raises(InvalidField, match="more than 60 s"):
         sound(data, "file", Hearable(len(data), 60.0))
-
-
-def hostile() -> Iterator[tuple[str, bytes]]:
-    for cut in (0, 4, 11, 20, 30, 40, 43, 44, 46, 1000):
-        yield f"wav cut at {cut}", FILE[:cut]
-    for name in ("flac", "m4a", "webm", "ogg", "mp3"):
-        yield f"{name} cut", encoded(*CODECS[name])[:60]
-        yield f"{name} overwritten", encoded(*CODECS[name])[:8] + b"\0" * 4000
-    yield "no samples", wav([])
-    yield "one sample", wav([0.5])
-    yield "too short", wav(np.zeros(RATE // 11))
-    yield "too long", wav(np.zeros(RATE * 21))
-    yield "minutes of silence in a small file", encoded("flac", "flac", 16000, np.zeros(RATE * 600, "f4"))
-    yield "too large a file", FILE + bytes(1 << 20)
-    yield "NaN", floats([float("nan")] * RATE)
-    yield "one NaN", floats([*TONE, float("nan")])
-    yield "infinite", floats([*TONE, float("inf")])
-    yield "beyond any scale", floats(TONE * 1e30)
-    yield "a head that tells of more", raw_wav(1, 1, RATE, 16, FILE[44:], 1 << 30)
-    yield "no channels", raw_wav(1, 0, RATE, 16, FILE[44:])
-    yield "many channels", raw_wav(1, 60000, RATE, 16, FILE[44:])
-    yield "no rate", raw_wav(1, 1, 0, 16, FILE[44:])
-    yield "a rate of a billion", raw_wav(1, 1, 1 << 30, 16, FILE[44:])
-    yield "a rate of one", raw_wav(1, 1, 1, 16, bytes(2 * 100))
-    yield "no bits", raw_wav(1, 1, RATE, 0, FILE[44:])
-    yield "an unknown codec", raw_wav(0x7777, 1, RATE, 16, FILE[44:])
-    yield "a chunk without an end", b"RIFF\xff\xff\xff\x7fWAVEjunk" + struct.pack("<I", 1 << 31)
-    yield "a playlist", b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/x.ts\n"
-    yield "a list of files", b"ffconcat version 1.0\nfile /etc/passwd\n"
-    yield "a description", b"v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\nm=audio 9 RTP/AVP 0\r\n"
-    yield "a picture", b"\x89PNG\r\n\x1a\n" + bytes(60)
-    yield "a text", b"the sound of a dog"
-    yield "html", b"<!doctype html>"
-    yield "zeros", bytes(5000)
-    yield "ones", b"\xff" * 5000
-    yield "an mp4 without sound", struct.pack(">I", 16) + b"ftypisom" + bytes(4)
 
 
 async def refused(site: Site, name: str, text: Any) -> str:

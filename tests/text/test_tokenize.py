@@ -375,7 +375,9 @@ class Room:
     def __init__(self, error: SglaError | None = None) -> None:
         self.error, self.begun, self.go_on = error, asyncio.Event(), asyncio.Event()
 
-    async def prepare(self, pictures: list[Picture], client: str, sizes: dict[str, Any]) -> list[Prepared]:
+    async def prepare(
+        self, pictures: list[Picture], client: str, sizes: dict[str, Any], window: Any
+    ) -> list[Prepared]:
         self.begun.set()
         await self.go_on.wait()
         if self.error is not None:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-import warnings
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import BodyPartReader, MultipartReader, StreamReader, web
-from aiohttp.client_exceptions import ClientPayloadError
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.multipart import BadContentDispositionHeader, BadContentDispositionParam
+from aiohttp import BodyPartReader, web
 
 from sgla.errors import BadRequest, InvalidField, TooLarge, UnsupportedField
 from sgla.http import answer_types as to
 from sgla.http.batches.files import PIECE, PURPOSE, TTL, Files, file_object
-from sgla.http.bodies import SHARE, BodyTimeout, UnsupportedEncoding
+from sgla.http.bodies import SHARE
 from sgla.http.clients import CLIENT, Client
+from sgla.http.forms import MAX_FIELDS, MAX_VALUE, parts, pieces, reading, text_of
 from sgla.http.operation import FORM, operation
 from sgla.http.server import ASKED
 
 PURPOSES = ("assistants", "batch_output", "evals", "fine-tune", "user_data", "vision")  # OpenAI's others
 SECONDS = 3600  # that an upload may take
-SILENT = 60  # seconds after which the next piece must have come
-MAX_FIELDS = 16  # of the form
-MAX_LINES = 4096  # of the form outside of its fields: headers, boundaries, and what stands before these
-MAX_VALUE = 4096  # bytes of a field that is no file
 MAX_FILENAME = 255  # characters
 HELD = 4 * PIECE  # bytes of memory that an upload takes
 MIN_KEPT = 3600  # seconds
@@ -46,56 +38,18 @@ class FileForm(
     seconds: int | None = None
 
 
-def ignore_warnings() -> None:
-    """Of headers of parts that are wrong:
-    their text is the client's, and Python keeps each one that it has shown."""
-    for category in (BadContentDispositionHeader, BadContentDispositionParam):
-        warnings.filterwarnings("ignore", category=category)
-
-
 @operation("OpenAI: upload the input of a batch", FileForm, to.File, accepts=FORM)
 async def create(request: web.Request) -> web.Response:
     files = request[ASKED].files
-    # aiohttp's ``content_type`` is parsed by Python's e-mail package, which takes 0.1 s for a long one.
-    if request.headers.get("Content-Type", "").partition(";")[0].strip().lower() != "multipart/form-data":
-        raise BadRequest("a file comes as multipart/form-data with the fields purpose and file")
-    if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise UnsupportedEncoding("files are taken as they are; leave out Content-Encoding")
-    check_size((request.content_length or 0) - MAX_FIELDS * MAX_VALUE, files.longest)
-    request[SHARE].take(HELD)
     upload = Upload(files, request[CLIENT])
     try:
-        async with asyncio.timeout(SECONDS):
+        async with reading(request, "purpose and file", SECONDS):
+            check_size((request.content_length or 0) - MAX_FIELDS * MAX_VALUE, files.longest)
+            request[SHARE].take(HELD)
             await upload.read(request)
-        return web.Response(body=await upload.finish(), content_type="application/json")
-    except TimeoutError as error:
-        raise BodyTimeout(
-            f"the file did not arrive within {SECONDS} s, or nothing of it for {SILENT} s"
-        ) from error
-    except (ClientPayloadError, HttpProcessingError, web.RequestPayloadError) as error:
-        raise BadRequest(f"the request body could not be read: {error}") from error
-    except (ValueError, AssertionError, RuntimeError) as error:  # aiohttp's, of what is no form
-        raise BadRequest(f"the request body is no form: {error}") from error
+            return web.Response(body=await upload.finish(), content_type="application/json")
     finally:
         upload.close()
-
-
-class Content:
-    """What a form is read from.
-    A line takes microseconds of the loop, however short it is: too many raise BadRequest."""
-
-    def __init__(self, content: StreamReader) -> None:
-        self._content = content
-        self._lines = 0
-
-    async def readline(self, **options: Any) -> bytes:
-        self._lines += 1
-        if self._lines > MAX_LINES:
-            raise BadRequest(f"the form has more than {MAX_LINES} lines outside of its fields")
-        return await self._content.readline(**options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._content, name)
 
 
 class Upload:
@@ -110,19 +64,11 @@ class Upload:
         self._size = 0
 
     async def read(self, request: web.Request) -> None:
-        reader = MultipartReader(request.headers, Content(request.content))  # type: ignore[arg-type]
-        for _ in range(MAX_FIELDS):
-            async with asyncio.timeout(SILENT):
-                part = await reader.next()
-            if part is None:
-                return
-            if not isinstance(part, BodyPartReader):
-                raise BadRequest("a field of the form is a form itself; send the file as one field")
+        async for part in parts(request):
             if part.name == "file":
                 await self._store(part)
             else:
-                self._fields[part.name or ""] = (await value_of(part)).decode()
-        raise BadRequest(f"the form has more than {MAX_FIELDS} fields")
+                self._fields[part.name or ""] = await text_of(part)
 
     async def _store(self, part: BodyPartReader) -> None:
         if self._number is not None:
@@ -131,9 +77,8 @@ class Upload:
         self._name = (part.filename or "upload")[:MAX_FILENAME]
         number = self._number = await files.open(client)
         count, piece = 0, bytearray()
-        while not part.at_eof():
-            async with asyncio.timeout(SILENT):
-                piece += await part.read_chunk(PIECE)
+        async for read in pieces(part, PIECE):
+            piece += read
             if len(piece) < PIECE and not part.at_eof():
                 continue
             if piece:
@@ -169,18 +114,6 @@ class Upload:
         """Remove what has come, unless it is found."""
         if self._number is not None:
             self._files.drop(self._number, self._client)
-
-
-async def value_of(part: BodyPartReader) -> bytes:
-    value = bytearray()
-    while not part.at_eof():
-        async with asyncio.timeout(SILENT):
-            value += await part.read_chunk(MAX_VALUE)
-        if len(value) > MAX_VALUE:
-            raise BadRequest(
-                f"the field {(part.name or '')[:40]!r} of the form has more than {MAX_VALUE} bytes"
-            )
-    return bytes(value)
 
 
 def expiry(asked: dict[str, Any], param: str = "expires_after") -> int:

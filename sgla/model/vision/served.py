@@ -72,7 +72,8 @@ def faults_of_settings() -> Iterator[None]:
 
 def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple[Vision | None, str]:
     """How the model takes pictures or sounds, or None; then also why not, if its family does. ``pools``: it
-    answers with vectors. Raises ConfigError for --mm-processor-kwargs that cannot be honoured."""
+    answers with vectors. Raises ConfigError for --mm-processor-kwargs that cannot be honoured, and why sounds
+    cannot be served by a model that is for nothing else."""
     try:
         architecture = architecture_of(source.config)
         vision = vision_for(architecture, source.config) or HEARINGS.get(architecture)
@@ -100,6 +101,7 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
         f"--speculative-algorithm {config.speculative_algorithm}": bool(config.speculative_algorithm),
         f"--device {config.device}": vision.kind == "audio" and config.device != "cpu",
         "--enable-torch-compile": config.enable_torch_compile,
+        "--nnodes": vision.crossed and config.nnodes > 1,
         "--pp": config.pp > 1,
         f"--role {config.role}": config.role != "both",
         "--deterministic, whose attention does not let the tokens of a picture see each other": (
@@ -107,6 +109,8 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
         ),
     }
     for reason, holds in reasons.items():
+        if holds and vision.crossed:
+            raise ConfigError(f"{architecture} hears sounds and does nothing else: {reason}", param="model")
         if holds:
             return None, f"no {vision.things} are taken: {reason}"
     return vision, ""

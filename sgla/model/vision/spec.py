@@ -59,7 +59,9 @@ class Vision:
     ``alone``: the only picture of a prompt is prepared otherwise than one of several. ``prefix``: all tokens
     of a prompt see each other, and ``framed`` is what becomes of a plain text with placeholders.
     ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how many
-    frequencies go by each axis, and whether they take turns. ``film``: how videos are taken, if they are."""
+    frequencies go by each axis, and whether they take turns. ``film``: how videos are taken, if they are.
+    ``crossed``: layers attend to the features, which stand in place of no tokens, and the model does nothing
+    else."""
 
     processors: tuple[str, ...]
     token: tuple[str, int]
@@ -77,6 +79,7 @@ class Vision:
     sections: Callable[[Config], tuple[list[int], bool]] = lambda config: ([], False)
     kind: str = "image"
     film: Film | None = None
+    crossed: bool = False
 
     @property
     def things(self) -> str:

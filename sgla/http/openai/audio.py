@@ -1,0 +1,315 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations: a file with a sound becomes a text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator
+from typing import Any, Literal, get_type_hints
+
+from aiohttp import web
+
+from sgla.errors import BadRequest, InvalidField, SglaError, UnsupportedField, UnsupportedTask
+from sgla.http import answer_types as to
+from sgla.http.answer.encoder import DONE, HEADERS
+from sgla.http.bodies import BODY_SECONDS, SHARE
+from sgla.http.errors import error_body
+from sgla.http.forms import parts, pieces, reading, text_of
+from sgla.http.media.parts import Source
+from sgla.http.models import MODELS, named_later
+from sgla.http.openai.hearing import Asked, Rated, Transcription, check_prompt, compression
+from sgla.http.operation import EVENTS, FORM, operation
+from sgla.http.request.intake import decoded
+from sgla.http.request.schema import RequestFields, Schema
+from sgla.http.server import ASKED, Server
+from sgla.http.wire import encode, json_response
+from sgla.media.sound import Sound
+from sgla.messages import Speech
+from sgla.text.languages import CODES, NAMES
+from sgla.text.transcript import clock_time
+
+PIECE = 64 << 10  # bytes of a file that are read at once
+Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
+
+
+class TranslationForm(RequestFields, kw_only=True):
+    """The fields of the form; ``file`` has the sound."""
+
+    file: str
+    language: str | None = None
+    prompt: str | None = None
+    response_format: Format | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    timestamp_granularities: list[str] | None = None
+
+
+class TranscriptionForm(TranslationForm, kw_only=True):
+    include: list[str] | None = None
+    chunking_strategy: str | None = None
+    known_speaker_names: list[str] | None = None
+    known_speaker_references: list[str] | None = None
+
+
+SCHEMAS: dict[str, Schema[Any]] = {
+    "transcribe": Schema(TranscriptionForm),
+    "translate": Schema(TranslationForm),
+}
+
+
+@operation(
+    "OpenAI: write down what a sound says",
+    TranscriptionForm,
+    (to.Transcription, to.VerboseTranscription),
+    stream=EVENTS,
+    accepts=FORM,
+)
+async def transcriptions(request: web.Request) -> web.StreamResponse:
+    return await heard(request, "transcribe")
+
+
+@operation(
+    "OpenAI: write down in English what a sound says",
+    TranslationForm,
+    (to.Transcription, to.VerboseTranscription),
+    stream=EVENTS,
+    accepts=FORM,
+)
+async def translations(request: web.Request) -> web.StreamResponse:
+    return await heard(request, "translate")
+
+
+async def heard(request: web.Request, task: str) -> web.StreamResponse:
+    request[ASKED].ingress.require_ready()
+    if not request.app[MODELS].several:
+        speech_of(request[ASKED])
+    body, data = await form_of(request)
+    share = request[SHARE]
+    fields: TranslationForm = await decoded(request, SCHEMAS[task], body, share)
+    if data is None:
+        raise InvalidField("file is required", param="file")
+    async with named_later(request, fields.model) as server:
+        server.ingress.require_ready()
+        fields.model = server.model(fields.model)
+        asked = asked_of(server, speech_of(server), fields, task)
+        sound = await decoded_sound(server, data, share.client)
+        share.take(sound.size)
+        share.give(len(data))
+        del data
+        transcription = Transcription(request, server, fields, sound, asked)
+        if fields.stream:
+            return await streamed(request, transcription)
+        async for _ in transcription.write():
+            pass
+        return answer(transcription, sound, fields.response_format or "json", asked)
+
+
+async def form_of(request: web.Request) -> tuple[bytes, bytes | None]:
+    """The form's fields as JSON, and the file. Raises BadRequest kinds."""
+    most, share = request[ASKED].config.max_media_bytes, request[SHARE]
+    values: dict[str, list[str]] = {}
+    data: bytearray | None = None
+    async with reading(request, "file and model", BODY_SECONDS):
+        async for part in parts(request):
+            if part.name != "file":
+                name = (part.name or "").partition("[")[0]  # clients write name[] and name[key], too
+                values.setdefault(name, []).append(await text_of(part))
+                continue
+            if data is not None:
+                raise BadRequest("the form has more than one file; send them one by one")
+            data = bytearray()
+            async for piece in pieces(part, PIECE):
+                if len(data) + len(piece) > most:
+                    raise InvalidField(
+                        f"file: it has more than {most} bytes (--max-media-bytes)", param="file"
+                    )
+                share.take(len(piece))
+                data += piece
+    found = encode({"file": "", **{name: value_of(name, given) for name, given in values.items()}})
+    share.take(len(found))
+    return found, None if data is None else bytes(data)
+
+
+def value_of(name: str, given: list[str]) -> Any:
+    """What a form says in texts. Raises InvalidField."""
+    kind = HINTS.get(name)
+    if kind == list[str] | None:
+        return given
+    if len(given) > 1:
+        raise InvalidField(f"{name[:100]} stands in the form more than once", param=name[:100])
+    if kind is None or kind in (str, str | None, Format | None):
+        return given[0]
+    try:
+        return json.loads(given[0])
+    except ValueError:
+        return given[0]  # whose type the schema tells of
+
+
+HINTS: dict[str, Any] = get_type_hints(TranscriptionForm)
+
+
+def speech_of(server: Server) -> Speech:
+    """Of a model that hears. Raises UnsupportedTask."""
+    facts = server.ingress.facts
+    speech = facts.speech if facts is not None else None
+    if speech is None:
+        raise UnsupportedTask(
+            "this server's model does not transcribe; this route needs one that does, such as Whisper; a "
+            "model for chats that takes sounds has them in /v1/chat/completions",
+            param="model",
+        )
+    return speech
+
+
+def asked_of(server: Server, speech: Speech, fields: TranslationForm, task: str) -> Asked:
+    """Raises InvalidField, UnsupportedField, UnsupportedTask."""
+    form = fields.response_format or "json"
+    check_fields(fields, form)
+    if task == "translate" and task not in speech.tasks:
+        raise UnsupportedTask("this server's model does not translate", param="model")
+    before: list[int] = []
+    if fields.prompt and (said := fields.prompt.strip()):
+        before = server.ingress.tokenizer.encode(f" {said}", add_special_tokens=False)
+    facts = server.ingress.facts
+    assert facts is not None
+    return Asked(
+        task=task,
+        language=language_of(fields.language, speech),
+        before=check_prompt(before, speech, facts.context_len),
+        timed=form not in ("json", "text"),
+        rated=form == "verbose_json",
+        temperature=fields.temperature or 0.0,
+        seed=fields.seed,
+    )
+
+
+def check_fields(fields: TranslationForm, form: str) -> None:
+    """Raise UnsupportedField for what is not honoured."""
+    for name in ("include", "known_speaker_names", "known_speaker_references"):
+        if getattr(fields, name, None):
+            raise UnsupportedField(f"{name} is not supported by this server; leave it out", param=name)
+    if getattr(fields, "chunking_strategy", None) not in (None, "", "auto"):
+        raise UnsupportedField(
+            "chunking_strategy: this server cuts sounds where the model's timestamps are (auto)",
+            param="chunking_strategy",
+        )
+    name = "timestamp_granularities"
+    for granularity in fields.timestamp_granularities or []:
+        if granularity == "word":
+            raise UnsupportedField(f"{name}: timestamps are of segments, not of words", param=name)
+        if granularity != "segment":
+            raise InvalidField(f"{name} must be segment", param=name)
+        if form != "verbose_json":
+            raise InvalidField(f"{name} needs response_format verbose_json", param=name)
+    if fields.stream and form not in ("json", "text"):
+        raise UnsupportedField(f"stream: {form} is not streamed; json is", param="stream")
+
+
+def language_of(name: str | None, speech: Speech) -> str | None:
+    """Its code. Raises InvalidField."""
+    if not name:
+        return None
+    code = CODES.get(name.lower(), name.lower())
+    if code not in (speech.languages or {"en": 0}):
+        there = ", ".join(sorted(speech.languages)) or "en"
+        raise InvalidField(f"language: {name[:40]!r} is none of the model's: {there}", param="language")
+    return code
+
+
+async def decoded_sound(server: Server, data: bytes, client: str) -> Sound:
+    """Raises BadRequest kinds."""
+    server.media.check([Source("", "file", "audio")], server.ingress)
+    try:
+        sound = await server.media.decoded("audio", data, "file", server.ingress, client)
+    except BadRequest as error:
+        error.message, error.param = f"file: {error.message}", "file"
+        raise
+    assert isinstance(sound, Sound)
+    return sound
+
+
+def answer(made: Transcription, sound: Sound, form: Format, asked: Asked) -> web.Response:
+    text = made.text
+    if form == "text":
+        return web.Response(text=f"{text}\n")
+    if form in ("srt", "vtt"):
+        return web.Response(text=subtitles(made, form))
+    usage = {"type": "duration", "seconds": math.ceil(sound.seconds)}
+    if form == "json":
+        return json_response({"text": text, "usage": usage})
+    shown = [segment_object(i, rated, made, asked) for i, rated in enumerate(made.segments)]
+    return json_response(
+        {
+            "task": asked.task,
+            "language": NAMES.get(made.language or "en", made.language),
+            "duration": sound.seconds,
+            "text": text,
+            "segments": shown,
+            "usage": usage,
+        }
+    )
+
+
+def segment_object(number: int, rated: Rated, made: Transcription, asked: Asked) -> dict[str, Any]:
+    segment, text = rated.segment, made.words(rated.segment.tokens)
+    return {
+        "id": number,
+        "seek": segment.seek,
+        "start": round(segment.start, 3),
+        "end": round(segment.end, 3),
+        "text": text,
+        "tokens": segment.tokens,
+        "temperature": asked.temperature,
+        "avg_logprob": rated.logprob,
+        "compression_ratio": compression(text),
+        "no_speech_prob": rated.silence,
+    }
+
+
+def subtitles(made: Transcription, form: str) -> str:
+    """SubRip, or WebVTT."""
+    point, found = ("," if form == "srt" else "."), ["WEBVTT\n\n"] if form == "vtt" else []
+    for number, rated in enumerate(made.segments, 1):
+        start, end = (clock_time(at, point) for at in (rated.segment.start, rated.segment.end))
+        text = made.words(rated.segment.tokens).strip().replace("-->", "->")
+        head = f"{number}\n" if form == "srt" else ""
+        found.append(f"{head}{start} --> {end}\n{text}\n\n")
+    return "".join(found)
+
+
+async def streamed(request: web.Request, made: Transcription) -> web.StreamResponse:
+    """What refuses the request before its first text comes has its status."""
+    events = blocks(made)
+    first = await anext(events)
+    response = web.StreamResponse(headers=HEADERS)
+    await response.prepare(request)
+    await response.write(first)
+    try:
+        async for block in events:
+            await response.write(block)
+    except SglaError as error:
+        await response.write(event(error_body(error)))
+    await response.write(DONE)
+    return response
+
+
+async def blocks(made: Transcription) -> AsyncIterator[bytes]:
+    begun = False
+    async for text in made.write():
+        delta = text if begun else text.lstrip()
+        if delta:
+            begun = True
+            yield event({"type": "transcript.text.delta", "delta": delta})
+    heard = made.frames // 2
+    usage = {
+        "type": "tokens",
+        "input_tokens": made.prompt_tokens + heard,
+        "input_token_details": {"text_tokens": made.prompt_tokens, "audio_tokens": heard},
+        "output_tokens": made.completion_tokens,
+        "total_tokens": made.prompt_tokens + heard + made.completion_tokens,
+    }
+    yield event({"type": "transcript.text.done", "text": made.text, "usage": usage})
+
+
+def event(body: Any) -> bytes:
+    return b"data: %b\n\n" % encode(body)

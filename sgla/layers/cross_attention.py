@@ -1,0 +1,55 @@
+"""Attention to what an encoder has made of something else than the tokens: keys and values are computed once,
+when a request takes its slot, and stand in a table."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.dispatch import op
+from sgla.layers.build import Build
+from sgla.layers.linear import MergedColumnLinear, RowLinear
+from sgla.layers.spec import AttentionSpec
+
+
+@op(like="q")
+def cross_attention(q: Tensor, keys: Tensor, values: Tensor, batch: ForwardBatch, scale: float) -> Tensor:
+    """Each token sees all that its request's slot has: q [T, H * hd]; keys and values [slots, H, N, hd] ->
+    [T, H * hd]."""
+    starts, seen = batch.q_start.tolist(), torch.empty_like(q)
+    for slot, first, end in zip(batch.slots.tolist(), starts, starts[1:]):
+        queries = q[first:end].unflatten(1, (keys.shape[1], -1)).transpose(0, 1).to(keys.dtype)
+        made = F.scaled_dot_product_attention(queries, keys[slot], values[slot], scale=scale)
+        seen[first:end] = made.transpose(0, 1).flatten(1)
+    return seen
+
+
+class CrossAttention:
+    """``[T, d] -> [T, H * hd]``, which ``out`` brings back to the width. Every head has keys and values of
+    its own, and keys have no bias. ``seat`` makes the tables before the first step."""
+
+    keys: Tensor  # [slots, H, N, hd]
+    values: Tensor
+
+    def __init__(self, build: Build, name: str, hidden: int, layer: AttentionSpec) -> None:
+        self.layer, width = layer, layer.heads * layer.head_dim
+        self.heads = build.shard.range(layer.heads)
+        own = range(self.heads.start * layer.head_dim, self.heads.stop * layer.head_dim)
+        self.q = MergedColumnLinear(build, hidden, [(f"{name}.q_proj", width, own)], True)
+        parts = [(f"{name}.{part}_proj", width, own) for part in "kv"]
+        self.kv = MergedColumnLinear(build, hidden, parts, (False, True))
+        self.out = RowLinear(build, f"{name}.o_proj", hidden, width, own, True)
+
+    def seat(self, slots: int, places: int, dtype: torch.dtype) -> None:
+        shape = slots, len(self.heads), places, self.layer.head_dim
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype) for _ in range(2))
+
+    def hear(self, slot: int, heard: Tensor) -> None:
+        """``heard`` float32 ``[N, d]``: what the slot's request sees from now on."""
+        for table, made in zip((self.keys, self.values), self.kv(heard).chunk(2, dim=1)):
+            table[slot] = made.unflatten(1, (len(self.heads), -1)).transpose(0, 1)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        return cross_attention(self.q(x), self.keys, self.values, batch, self.layer.scale)

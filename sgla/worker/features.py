@@ -1,0 +1,80 @@
+"""Features of pictures and sounds, which a tower makes once for all requests that have the same."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sgla.loading.tower import Features, Tower
+from sgla.messages import Array, Prepared
+
+log = logging.getLogger(__name__)
+
+
+class FeatureCache:
+    """``width``: of features; ``most``: bytes of them that are kept for requests to come."""
+
+    def __init__(self, tower: Tower, width: int, most: int) -> None:
+        self._tower, self._width, self._most = tower, width, most
+        self._kept: OrderedDict[bytes, Features] = OrderedDict()  # by digest, the latest used one last
+        self._bytes = 0
+        self.computed = 0  # that the tower has made
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._kept
+
+    def of(self, picture: Prepared, count: int) -> Features:
+        """So many; what cannot be had is no number, so that its request fails alone."""
+        known = self._kept.get(picture.digest)
+        if known is not None:
+            self._kept.move_to_end(picture.digest)
+            return known
+        self.computed += 1
+        try:
+            made = self._tower(arrays_of(picture))
+        except (OSError, ValueError, RuntimeError, IndexError) as error:
+            log.warning("no features of a picture or a sound: %s: %s", type(error).__name__, str(error)[:300])
+            made = None
+        if made is None or len(made.values) != count:
+            lost = torch.full((count, self._width), torch.nan, device=self._tower.device)
+            return Features(lost.to(self._tower.dtype), [])
+        self.keep(picture, made)
+        return made
+
+    def keep(self, picture: Prepared, made: Features) -> None:
+        self._kept[picture.digest] = made
+        self._bytes += made.nbytes
+        while self._bytes > self._most:
+            self._bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def arrays_of(picture: Prepared) -> dict[str, Tensor]:
+    """Raises OSError."""
+    with open(picture.file, "rb") as file:
+        return {array.name: torch.from_numpy(_read(file, array)) for array in picture.arrays}
+
+
+def _read(file: BinaryIO, array: Array) -> NDArray[Any]:
+    """Of a sound of an hour a window alone."""
+    file.seek(array.first)
+    return np.fromfile(file, array.dtype, prod(array.shape)).reshape(array.shape)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch computes with so many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
