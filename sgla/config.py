@@ -364,12 +364,20 @@ class EngineSettings(ModelSettings, kw_only=True):
         Literal["both", "prefill", "decode", "encode"],
         Doc(
             description="prefill: read prompts for decode servers; decode: have prompts read by the server "
-            "of --prefill-url; both: do all alone"
+            "of --prefill-url; encode: make features of pictures for servers with --encode-url; both: do all "
+            "alone"
         ),
     ] = "both"
     prefill_url: Annotated[
         str | None,
         Doc(description="the prefill server of --role decode, as tcp://HOST:PORT, its --kv-transfer-port"),
+    ] = None
+    encode_url: Annotated[
+        str | None,
+        Doc(
+            description="a server with --role encode that makes features of this one's pictures, as "
+            "tcp://HOST:PORT, its --kv-transfer-port"
+        ),
     ] = None
     kv_transfer_port: Annotated[
         int, Doc(description="port where --role prefill waits for decode servers; 0 picks one")

@@ -776,6 +776,7 @@ class Facts(msgspec.Struct, kw_only=True):
     guided_drafts: bool = False  # rows with a grammar guess, too
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
     hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
+    encodes: bool = False  # it makes features of pictures for other servers, and takes no request
     # Kinds of media that the model takes ("image"): what stands for one in a prompt's text, where the chat
     # template does not write it. {}: none.
     media: dict[str, str] = {}

@@ -135,11 +135,31 @@ class Unit(msgspec.Struct, tag=True, array_like=True):
     mark: int = 0
 
 
+class Encode(msgspec.Struct, tag=True, array_like=True):
+    """To a server with ``--role encode``: features of a picture, which ``digest`` names, of the ``arrays``
+    (``media.arrays``) beside the message, with their checksum ``sum``."""
+
+    number: int
+    digest: bytes
+    arrays: list[tuple[str, str, list[int], int]]
+    sum: bytes
+
+
+class Encoded(msgspec.Struct, tag=True, array_like=True):
+    """Its answer: features in float32, or an ``error``."""
+
+    number: int
+    arrays: list[tuple[str, str, list[int], int]] = []
+    sum: bytes = b""
+    error: str = ""
+
+
 class Beat(msgspec.Struct, tag=True, array_like=True):
     """Both, to show that they are there."""
 
 
-Message = Hello | Identity | Accepted | Refused | Ask | Leave | Done | Want | Lent | Exposed | Borrowed | Unit
+Transfers = Ask | Leave | Done | Want | Lent | Exposed | Borrowed | Unit
+Message = Hello | Identity | Accepted | Refused | Transfers | Encode | Encoded
 Beside = bytes | memoryview
 Frame = tuple[Message, Beside]
 
@@ -357,10 +377,11 @@ class Listener:
         joined: Callable[[Channel], None],
         ports: list[int] | None = None,
         refused: Callable[[str], None] | None = None,
+        most: int = 0,
     ) -> None:
-        """Raises OSError if the port cannot be had."""
+        """``most``: bytes beside a message. Raises OSError if the port cannot be had."""
         self._secret, self._told, self._joined, self._ports = secret, told, joined, ports or []
-        self._refused = refused
+        self._refused, self._most = refused, most
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
         self.port: int = self._socket.getsockname()[1]
@@ -407,7 +428,7 @@ class Listener:
         try:
             channel = Channel(sock)
             self._welcome(channel)
-            channel.trust(0)
+            channel.trust(self._most)
         except (OSError, RecursionError):
             self._forget(sock)
             sock.close()

@@ -463,18 +463,47 @@ def check_events(config: Config, vectors: bool) -> None:
         )
 
 
+def check_encoding(config: Config) -> None:
+    """Raise ConfigError for settings of servers that make features of pictures for others, or have them
+    made."""
+    url, encodes = config.encode_url, config.role == "encode"
+    if url is None and not encodes:
+        return
+    flag, param = ("--role encode", "role") if encodes else (f"--encode-url {url}", "encode_url")
+    beside = {
+        "--tp or --pp above 1, since the tower is whole": encodes and config.ranks > 1,
+        "tiers of prefixes, of which it has none": encodes
+        and bool(config.kv_disk or config.kv_store or config.kv_host_bytes),
+        f"--role {config.role}, which takes no pictures": not encodes and config.role != "both",
+        "--encode-url": encodes and url is not None,
+        "--executor fake": config.executor == "fake",
+    }
+    for what, there in beside.items():
+        if there:
+            raise ConfigError(f"{flag} cannot be honoured with {what}; leave one out", param=param)
+    if not config.kv_transfer_secret:
+        raise ConfigError(
+            f"{flag} needs a secret that the servers share: set SGLA_KV_TRANSFER_SECRET",
+            param="kv_transfer_secret",
+        )
+    parts = urlsplit(url or "tcp://a:1")
+    if not (parts.scheme == "tcp" and parts.hostname and _port_of(parts)):
+        raise ConfigError(
+            "--encode-url takes tcp://HOST:PORT, the host and the --kv-transfer-port of a server with --role "
+            f"encode, got {url!r}",
+            param="encode_url",
+        )
+
+
 def check_role(config: Config, vectors: bool) -> None:
     """Raise ConfigError for settings of servers that hand KV to each other."""
     flag, backend = f"--role {config.role}", config.kv_transfer_backend
-    if config.role == "encode":
-        raise ConfigError(
-            f"{flag} is not supported yet; a server reads the pictures of its own requests", param="role"
-        )
+    check_encoding(config)
     if backend in ("nixl", "mooncake"):
         missing = importlib.util.find_spec(backend) is None and f"pip install 'sgla[{backend}]'"
-        if why := missing or (config.role == "both" and "it needs --role prefill or decode"):
+        if why := missing or (config.role in ("both", "encode") and "it needs --role prefill or decode"):
             raise ConfigError(f"--kv-transfer-backend {backend}: {why}", param="kv_transfer_backend")
-    if config.role == "both":
+    if config.role in ("both", "encode"):
         if config.prefill_url is not None:
             raise ConfigError("--prefill-url needs --role decode", param="prefill_url")
         return

@@ -404,6 +404,10 @@ def check_task(job: Job, facts: Facts | None) -> None:
             "/v1/audio/translations, or serve another model for this route"
         )
     pooling = facts.pooling
+    if facts.encodes:
+        raise UnsupportedTask(
+            "this server reads pictures for others (--role encode); ask one that has it as --encode-url"
+        )
     if pooling is not None and job.pool is None:
         raise UnsupportedTask(
             f"this server's model makes {PRODUCTS[pooling.task]}, not text; "

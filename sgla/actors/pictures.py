@@ -9,13 +9,16 @@ import json
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary, finalize
 
+from sgla.actors.encoding import Encoding
 from sgla.errors import BadRequest, InvalidField, Overloaded
+from sgla.media.arrays import ALIGNED, joined
 from sgla.media.picture import Picture
 from sgla.media.pool import Pool
 from sgla.media.sound import Sound
@@ -35,6 +38,7 @@ PATIENCE = 60.0  # seconds that a request waits for room
 PREPARE, WAKE = "sgla.media.prepare:prepare", "sgla.media.prepare:wake"
 PREPARE_SOUND, PREPARE_VIDEO = "sgla.media.prepare:prepare_sound", "sgla.media.prepare:prepare_video"
 PREPARE_LOG_MEL = "sgla.media.prepare:prepare_log_mel"
+T = TypeVar("T")
 Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
 Medium = Picture | Sound | Video
 # Settings of files that processors would honour before what a request gives.
@@ -80,6 +84,7 @@ class PictureRoom:
         self._bytes: Counter[str] = Counter()  # by client
         self._lines = PerClient(1)  # who waits for room
         self._freed = asyncio.Event()
+        self.encoding: Encoding | None = None  # where features are made, if that is not in the workers
 
     async def wake(self) -> None:
         """Start a process, which imports transformers for seconds: no picture has to wait for that."""
@@ -201,6 +206,8 @@ class PictureRoom:
         file = f"/proc/{os.getpid()}/fd/{fd}"
         try:
             fields = await self._pool.run(*self._task(picture, asked), file, MOST, result=list[Fields])
+            if self.encoding is not None:
+                fields += await self._features(self.encoding, digest, fields, file)
         except BaseException:
             os.close(fd)
             raise
@@ -220,6 +227,23 @@ class PictureRoom:
             prepare = PREPARE_LOG_MEL if self._vision.crossed else PREPARE_SOUND
             return prepare, picture, self._processor, settings
         return PREPARE, picture, self._processor, settings, self._extra, asked.several
+
+    async def _features(
+        self, encoding: Encoding, digest: bytes, fields: list[Fields], file: str
+    ) -> list[Fields]:
+        """Have another server make them, and write them behind what is in the file."""
+        told = [field[:4] for field in fields]
+        data = await _to_its_end(Path(file).read_bytes)
+        arrays, more = joined(await encoding.features(digest, told, data))
+        begin = -(-len(data) // ALIGNED) * ALIGNED
+
+        def write() -> None:
+            with open(file, "r+b") as out:
+                out.seek(begin)
+                out.write(more)
+
+        await _to_its_end(write)
+        return [(name, kind, shape, begin + first, []) for name, kind, shape, first in arrays]
 
     def _gone(self, fd: int, size: int, client: str) -> None:
         self._bytes[client] -= size
@@ -246,3 +270,13 @@ def windowed(whole: Prepared, window: Window) -> Prepared:
     made = Prepared(digest, whole.file, [part])
     finalize(made, id, whole)  # which is there, with its file, as long as the part is
     return made
+
+
+async def _to_its_end(work: Callable[[], T]) -> T:
+    """In a thread. Whoever is cancelled waits for it, or it might find another file under the same number."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

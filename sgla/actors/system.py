@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sgla import clock
 from sgla.actors.base import in_thread
 from sgla.actors.detokenize import Detokenize
+from sgla.actors.encoding import Encoding
 from sgla.actors.ingress import Ingress
 from sgla.actors.pictures import PictureRoom
 from sgla.actors.prefilling import Prefilling
@@ -74,6 +75,7 @@ class System:
         self._core: Core | None = None
         self._watchdog: Watchdog | None = None
         self.prefilling: Prefilling | None = None  # of a server that reads prompts for others
+        self._encoding: Encoding | None = None  # where features of pictures are made, if that is not here
         self._publisher: Publisher | None = None
         self._pictures: PictureRoom | None = None
         self._waking: asyncio.Task[None] | None = None  # what prepares pictures
@@ -112,6 +114,9 @@ class System:
         if config.lora_modules:
             await self.ingress.adapters.begin(self._executor.control)
         self._connect(config, facts, source, tokenizer, template)
+        if config.encode_url is not None and self._pictures is not None:
+            self._encoding = self._pictures.encoding = Encoding(config, facts.identity)
+            await in_thread(self._encoding.begin)
         if config.role == "prefill":
             self.prefilling = Prefilling(config, facts, self.ingress)
         if self._pictures is not None:
@@ -302,6 +307,8 @@ class System:
             self._waking.cancel()
         if self._pictures is not None:
             await self._pictures.close()
+        if self._encoding is not None:
+            await in_thread(self._encoding.close)
         if self._publisher is not None:
             self._publisher.close()
         await self.ingress.media.close()

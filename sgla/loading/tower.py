@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.loading.hearing import features_of, heard
+from sgla.media.arrays import FEATURES
 from sgla.model.vision.spec import Vision
 
 # A language model that takes next to nothing stands where transformers' class wants one.
@@ -77,6 +78,25 @@ class Tower:
         found = made.pooler_output
         deep = getattr(made, "deepstack_features", None) or []
         return Features(joined(found), [joined(of) for of in deep])
+
+
+class Elsewhere:
+    """In place of a ``Tower``: another server has made the features, which lie beside what its processor made
+    of a picture."""
+
+    nbytes = 0
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def __call__(self, arrays: Mapping[str, Tensor]) -> Features:
+        found = [arrays[name].to(self.device, self.dtype) for name in arrays if name.startswith(FEATURES)]
+        if not found:
+            raise RuntimeError("no server has made them")
+        return Features(found[0], found[1:])
+
+    def several(self, pictures: Sequence[Mapping[str, Tensor]], counts: list[int]) -> list[Features]:
+        return [self(arrays) for arrays in pictures]
 
 
 def joined(found: Tensor | Sequence[Tensor]) -> Tensor:

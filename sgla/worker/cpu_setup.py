@@ -53,6 +53,7 @@ class CpuSetup(CpuModel):
             self._pictures, seeing = open_pictures(
                 config, source, spec, self.place.torch, dtype, self.pooling
             )
+        self.copies.identity = seeing.identity or {}
         kv = take_kv(config, source, spec, self.place, dtype, demand, seeing.taken)
         self.kv, self._own, self._rewind = kv.layers, kv.own, kv.rewind
         context_len = kv.size.context_len

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sgla.loading.tower import Features, Tower
+from sgla.loading.tower import Elsewhere, Features, Tower
 from sgla.messages import Array, Prepared
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class FeatureCache:
     """``width``: of features; ``most``: bytes of them that are kept for requests to come."""
 
-    def __init__(self, tower: Tower, width: int, most: int) -> None:
+    def __init__(self, tower: Tower | Elsewhere, width: int, most: int) -> None:
         self._tower, self._width, self._most = tower, width, most
         self._kept: OrderedDict[bytes, Features] = OrderedDict()  # by digest, the latest used one last
         self._bytes = 0

@@ -71,6 +71,7 @@ class GpuModel(Runner):
             self.pictures, self.seeing = open_pictures(
                 config, source, spec, self.place.torch, dtype_of(config), self.pooling
             )
+        self.copies.identity = self.seeing.identity or {}
         self.notes += [self.seeing.note] if self.seeing.note else []
         self.budget = Budget(
             weights_of(config, spec, self.place, guessing), sizes.step_tokens, sizes.slots, self.seeing.taken

@@ -124,19 +124,23 @@ def peer_identity(
     """What KV depends on beside the text, the same for all ranks: of weights a part of their bytes, so that
     copies on two hosts are alike. ``layout``: of units on all ranks together; ``long``: see
     ``disk.identity_of``."""
-    beside = sorted([*source.folder.glob("*.json"), *source.folder.glob("*.py")])
-    seed = config.random_seed if source.kind == "dummy" else None
-    model = [source.kind, source.config, seed, [_content(path) for path in (*source.files, *beside)]]
     names = ("dtype", "kv_cache_dtype", "quantization", "load_format", "model_impl", "page_size")
     settings = {name: getattr(config, name) for name in (*names, "deterministic")}
     backend = config.kv_transfer_backend
     return {
         "version": __version__,
-        "model": _digest(model),
+        "model": model_digest(config, source),
         "settings": ", ".join(f"{name}={value}" for name, value in settings.items()),
         "layout": _digest([layout, long]),
         "--kv-transfer-backend": backend if backend in ("nixl", "mooncake") else "auto or tcp",
     }
+
+
+def model_digest(config: Config, source: ModelSource) -> str:
+    """Of its configuration, and of pieces of its weights."""
+    beside = sorted([*source.folder.glob("*.json"), *source.folder.glob("*.py")])
+    seed = config.random_seed if source.kind == "dummy" else None
+    return _digest([source.kind, source.config, seed, [_content(path) for path in (*source.files, *beside)]])
 
 
 def _digest(value: object) -> str:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch, Media
-from sgla.loading.tower import Features, Tower
+from sgla.loading.tower import Elsewhere, Features, Tower
 from sgla.messages import NewRow, Placed, Prepared
 from sgla.worker.batch import Columns
 from sgla.worker.features import FeatureCache, arrays_of, threads
@@ -53,7 +53,7 @@ class Pictures:
 
     def __init__(
         self,
-        tower: Tower,
+        tower: Tower | Elsewhere,
         tokens: tuple[int, ...],
         width: int,
         together: bool,

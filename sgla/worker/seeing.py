@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
-from sgla.loading.tower import Tower, load_tower
+from sgla.loading.tower import Elsewhere, Tower, load_tower
 from sgla.loading.tower_attention import use_packed
 from sgla.media.picture import Picture
 from sgla.media.prepare import arrays_of
@@ -21,6 +21,8 @@ from sgla.messages import Pooling, Speech
 from sgla.model.spec import ModelSpec
 from sgla.model.vision.served import settings_of, vision_of
 from sgla.model.vision.spec import Vision
+from sgla.version import __version__
+from sgla.worker.peering import model_digest
 from sgla.worker.pictures import CACHED, ON_GPUS, Pictures
 
 # Sides in pixels of pictures that a start on a GPU looks at: to compare, and to see what memory it takes.
@@ -37,6 +39,7 @@ class Seeing(NamedTuple):
     media: dict[str, str]
     note: str
     speech: Speech | None = None
+    identity: dict[str, str] | None = None  # for a server that makes the features
 
 
 def open_pictures(
@@ -51,23 +54,43 @@ def open_pictures(
     vision, note = vision_of(config, source, pooling is not None)
     if vision is None:
         return None, Seeing(0, {}, {}, note)
-    plain = torch.float32 if dtype == "float32" else torch.bfloat16
-    load = partial(load_tower, source, vision, plain, device, config.random_seed or 0)
-    tower, note = load(), ""
-    if device.type == "cuda" and vision.kind == "image" and plain != torch.float32:
-        tower, note = quick(tower, load, vision, example_of(source, vision, SMALL))
+    plain = plain_of(dtype)
+    tower: Tower | Elsewhere = Elsewhere(device, plain)
+    if config.encode_url is None:
+        tower, note = open_tower(config, source, vision, device, dtype)
     merged = vision.merged(source.config) if vision.merged is not None else 0
     axes = axes_of(*vision.sections(source.config)) if merged else None
     tokens = vision.tokens_of(source.config)
     kept = CACHED if device.type == "cpu" else ON_GPUS
-    alone = device.type == "cpu" or not merged or config.deterministic
+    alone = device.type == "cpu" or not merged or config.deterministic or config.encode_url is not None
     abreast = 0 if alone else ABREAST
     pictures = Pictures(tower, tokens, spec.hidden, vision.ahead, merged, axes, kept, abreast)
     ledger = {"tower": tower.nbytes, "pictures": kept}
-    if device.type == "cuda" and vision.kind == "image":
+    if device.type == "cuda" and vision.kind == "image" and config.encode_url is None:
         pictures.example = example_of(source, vision, LARGE)
+    identity = {} if config.encode_url is None else encode_identity(config, source, plain)
     media = {vision.kind: vision.media} | ({} if vision.film is None else {"video": vision.film.media})
-    return pictures, Seeing(kept, ledger, media, note)
+    return pictures, Seeing(kept, ledger, media, note, identity=identity)
+
+
+def plain_of(dtype: str) -> torch.dtype:
+    return torch.float32 if dtype == "float32" else torch.bfloat16
+
+
+def open_tower(
+    config: Config, source: ModelSource, vision: Vision, device: torch.device, dtype: str
+) -> tuple[Tower, str]:
+    """And a note on its kernels. Raises ConfigError and WeightError."""
+    plain = plain_of(dtype)
+    load = partial(load_tower, source, vision, plain, device, config.random_seed or 0)
+    if device.type == "cuda" and vision.kind == "image" and plain != torch.float32:
+        return quick(load(), load, vision, example_of(source, vision, SMALL))
+    return load(), ""
+
+
+def encode_identity(config: Config, source: ModelSource, plain: torch.dtype) -> dict[str, str]:
+    """What features depend on beside the picture."""
+    return {"version": __version__, "model": model_digest(config, source), "tower": str(plain)}
 
 
 def example_of(source: ModelSource, vision: Vision, side: int) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from sgla.messages import Progress
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_decoder
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.encode import EncodeRunner
 from sgla.worker.encoder import EncoderRunner
 from sgla.worker.runner import Runner
 
@@ -37,6 +38,8 @@ def cpu_runner(
     check_answers(config, "cpu", pooling is not None, encoder)
     if config.deterministic:
         check_deterministic(source)
+    if config.role == "encode":
+        return EncodeRunner(config, source, rank, size, rendezvous, report, pooling)
     kind = EncoderRunner if encoder else CpuRunner
     return kind(config, source, rank, size, rendezvous, report, pooling)
 

@@ -11,6 +11,7 @@ from sgla.hub.source import ModelSource
 from sgla.messages import Progress
 from sgla.model.pooling import read_pooling
 from sgla.worker.cuda import CudaRunner
+from sgla.worker.encode import EncodeRunner
 from sgla.worker.encoder import EncoderRunner
 from sgla.worker.runner import Runner
 
@@ -27,5 +28,7 @@ def cuda_runner(
     pooling = read_pooling(source, config.task)
     encoder = pooling is not None and pooling.encoder
     check_answers(config, "cuda", pooling is not None, encoder)
+    if config.role == "encode":
+        return EncodeRunner(config, source, rank, size, rendezvous, report, pooling)
     kind = EncoderRunner if encoder else CudaRunner
     return kind(config, source, rank, size, rendezvous, report, pooling)

@@ -483,7 +483,10 @@ def test_who_sends_nonsense_is_not_let_in(prefill: Engine) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"role": "encode"}, "pictures of its own requests"),
+        ({"role": "encode", **SECRET}, "the model takes no pictures"),
+        ({"role": "encode"}, "SGLA_KV_TRANSFER_SECRET"),
+        ({"encode_url": "http://a:1", **SECRET}, "--encode-url takes tcp://HOST:PORT"),
+        ({"encode_url": "tcp://a:1", "role": "prefill", **SECRET}, "which takes no pictures"),
         ({"role": "prefill"}, "SGLA_KV_TRANSFER_SECRET"),
         ({"role": "decode", **SECRET}, "--prefill-url tcp://HOST:PORT"),
         ({"role": "decode", "prefill_url": "http://a:1", **SECRET}, "--prefill-url tcp://HOST:PORT"),

@@ -38,6 +38,25 @@ CONFIG = {
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(20))]
 
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 4,
+    "image_size": 16,
+}
+IMAGES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 16},
+    "crop_size": {"height": 16, "width": 16},
+}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
 
 def write_tokenizer(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -111,3 +130,27 @@ def tiny_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     flags = ("--dtype", "float32", "--served-model-name", "tiny", "--profile-folder", str(folder))
     with serving("--model", str(tiny_model), *flags) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_llava(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that takes pictures, without weights."""
+    folder = tmp_path_factory.mktemp("tiny-llava")
+    tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
+    text = json.loads((tiny_model / "config.json").read_text())
+    number = text["vocab_size"]
+    made = {**tokenizer["added_tokens"][0], "id": number, "content": "<image>"}
+    tokenizer["added_tokens"].append(made)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((tiny_model / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": number,
+        "vision_config": CLIP,
+        "text_config": {**text, "vocab_size": number + 1, "max_position_embeddings": 512},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES))
+    return folder

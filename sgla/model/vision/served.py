@@ -86,6 +86,12 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
                 param="mm_processor_kwargs",
             )
         return None, ""
+    if vision.crossed and (config.encode_url or config.role == "encode"):
+        raise ConfigError(
+            "the encoder of such a model runs where its decoder does; leave out "
+            f"{'--encode-url' if config.encode_url else '--role encode'}",
+            param="encode_url",
+        )
     with faults_of_settings():
         checked_sizes(vision, config.mm_processor_kwargs)
     settings = settings_of(source.folder)
@@ -103,7 +109,7 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
         "--enable-torch-compile": config.enable_torch_compile,
         "--nnodes": vision.crossed and config.nnodes > 1,
         "--pp": config.pp > 1,
-        f"--role {config.role}": config.role != "both",
+        f"--role {config.role}": config.role in ("prefill", "decode"),
         "--deterministic, whose attention does not let the tokens of a picture see each other": (
             vision.ahead and config.deterministic and config.device != "cpu"
         ),
