@@ -164,7 +164,9 @@ def _unlike(family: Family, key: str, value: Any) -> str:
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, int | float) or (default is None and _QUANTITY.fullmatch(key)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        return "" if number or (family.layers_differ and isinstance(value, list)) else "a number"
+        if number or (family.layers_differ and isinstance(value, list)):
+            return ""
+        return "a whole number" if _QUANTITY.fullmatch(key) else "a number"
     if isinstance(default, str) and default != "auto":
         return "" if isinstance(value, str) else "a text"
     return "an object" if key == "rope_parameters" and not isinstance(value, dict) else ""

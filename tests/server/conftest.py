@@ -52,7 +52,7 @@ IMAGES = {
     "size": {"shortest_edge": 16},
     "crop_size": {"height": 16, "width": 16},
 }
-TEMPLATE = (
+SHOWING = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
     "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
@@ -142,7 +142,7 @@ def tiny_llava(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     made = {**tokenizer["added_tokens"][0], "id": number, "content": "<image>"}
     tokenizer["added_tokens"].append(made)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = json.loads((tiny_model / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    settings = json.loads((tiny_model / "tokenizer_config.json").read_text()) | {"chat_template": SHOWING}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     config = {
         "architectures": ["LlavaForConditionalGeneration"],
