@@ -294,7 +294,7 @@ def paligemma(folder: Path, kind: str = "gemma", **text: Any) -> Model:
 
 
 def paligemma2(folder: Path) -> Model:
-    return paligemma(folder, "gemma2", query_pre_attn_scalar=8, sliding_window=64)
+    return paligemma(folder, "gemma2", query_pre_attn_scalar=8, sliding_window=128)
 
 
 def qwen3_vl_moe(folder: Path) -> Model:
