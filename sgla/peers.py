@@ -11,6 +11,7 @@ share it. Nothing is encrypted.
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import socket
 import struct
@@ -26,6 +27,7 @@ import msgspec
 import numpy as np
 
 from sgla import clock
+from sgla.errors import ConfigError
 from sgla.version import __version__
 
 PROTOCOL = 3
@@ -35,6 +37,7 @@ PATIENCE = 5.0  # seconds for a handshake
 GREETING = 1 << 14  # bytes of what may be said before it is known who says it
 MESSAGE = 64 << 20  # bytes: the token ids of a prompt
 STRANGERS = 32  # that a listener talks to at a time; one more takes the place of the oldest
+AGAIN = 1.0  # seconds between tries to connect to a server that was lost
 RETRY = 0.1  # seconds after which a listener that lacks descriptors or threads goes on
 # A host that is gone without a word is found out within 11 s.
 ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
@@ -362,6 +365,63 @@ class Link:
     def close(self) -> None:
         self._outbox.put(None)
         self._channel.close()
+
+
+class Reconnecting:
+    """Connects to the server at ``url``, which the ``flag`` names, at the start and whenever it is lost.
+    ``connect``, in any thread, raises OSError if nobody is there and PeerRefused; ``meanwhile``: what happens
+    without the server, for ``log``."""
+
+    def __init__(
+        self, flag: str, url: str, meanwhile: str, connect: Callable[[], None], log: logging.Logger, name: str
+    ) -> None:
+        self._said, self._meanwhile, self._connect, self._log = f"{flag} {url}", meanwhile, connect, log
+        self._param = flag.strip("-").replace("-", "_")
+        self._closing, self._lost = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._keep, name=name, daemon=True)
+
+    def begin(self) -> None:
+        """Raises ConfigError if another server is there."""
+        try:
+            self._connect()
+        except OSError as error:
+            self._log.warning("%s: %s; %s until it answers", self._said, error, self._meanwhile)
+            self._lost.set()
+        except PeerRefused as error:
+            raise ConfigError(f"{self._said}: {error}", param=self._param) from error
+        self._thread.start()
+
+    def lost(self) -> None:
+        """The connection has gone."""
+        if not self._closing.is_set():
+            self._log.warning("%s is gone; %s until it answers", self._said, self._meanwhile)
+        self._lost.set()
+
+    def _keep(self) -> None:
+        refused = ""
+        while not self._closing.is_set():
+            self._lost.wait()
+            if self._closing.wait(AGAIN):
+                return
+            self._lost.clear()  # before there is a connection that could go
+            try:
+                self._connect()
+                self._log.warning("%s answers", self._said)
+                continue
+            except OSError:
+                pass
+            except PeerRefused as error:
+                if str(error) != refused:
+                    refused = str(error)
+                    self._log.error("%s: %s; %s", self._said, refused, self._meanwhile)
+            self._lost.set()
+
+    def close(self) -> None:
+        """Connect no more. Blocks."""
+        self._closing.set()
+        self._lost.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
 
 class Listener:

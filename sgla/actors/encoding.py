@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from sgla.config import Config
-from sgla.errors import BackendFailed, ConfigError, NotReady
+from sgla.errors import BackendFailed, NotReady
 from sgla.media.arrays import Bytes, Told, checked, parted
-from sgla.peers import Beside, Encode, Encoded, Leave, Link, Message, PeerRefused, connect
+from sgla.peers import AGAIN, Beside, Encode, Encoded, Leave, Link, Message, Reconnecting, connect
 
 MOST = 1 << 28  # bytes of features of a picture
 PATIENCE = 60.0  # seconds for an answer
-AGAIN = 1.0  # between tries to connect
 
 log = logging.getLogger(__name__)
 
@@ -31,45 +29,22 @@ class Encoding:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[Encoded, Beside]]] = {}
         self._link: Link | None = None
-        self._closing, self._lost = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._keep_connected, name="encode", daemon=True)
+        self._server = Reconnecting(
+            "--encode-url", self._url, "pictures are refused", self._connect, log, "encode"
+        )
 
     def begin(self) -> None:
         """In any thread: connect, now and whenever the connection is lost. Raises ConfigError if it is
         another server; if there is none, requests with pictures are refused until it answers."""
-        try:
-            self._connect()
-        except OSError as error:
-            log.warning("--encode-url %s: %s; pictures are refused until it answers", self._url, error)
-            self._lost.set()
-        except PeerRefused as error:
-            raise ConfigError(f"--encode-url {self._url}: {error}", param="encode_url") from error
-        self._thread.start()
+        self._server.begin()
 
     def _connect(self) -> None:
         """In any thread. Raises OSError and PeerRefused."""
         parts = urlsplit(self._url)
         channel, _ = connect(parts.hostname or "", parts.port or 0, self._secret, self._told, MOST)
         link = Link(channel, self._take, lambda: self._call(self._gone, link))
-        self._lost.clear()
         self._link = link
         link.begin()
-
-    def _keep_connected(self) -> None:
-        refused = ""
-        while not self._closing.is_set():
-            self._lost.wait()
-            if self._closing.wait(AGAIN):
-                return
-            try:
-                self._connect()
-                log.warning("--encode-url %s answers", self._url)
-            except OSError:
-                continue
-            except PeerRefused as error:
-                if str(error) != refused:
-                    refused = str(error)
-                    log.error("--encode-url %s: %s; pictures are refused", self._url, refused)
 
     def _take(self, message: Message, beside: Beside) -> None:
         """In the link's thread."""
@@ -94,9 +69,7 @@ class Encoding:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(self._missing())
-        if not self._closing.is_set():
-            log.warning("--encode-url %s is gone; pictures are refused until it answers", self._url)
-            self._lost.set()
+        self._server.lost()
 
     def _missing(self) -> NotReady:
         return NotReady(
@@ -128,9 +101,6 @@ class Encoding:
         return parted(told.arrays, found)
 
     def close(self) -> None:
-        self._closing.set()
-        self._lost.set()
+        self._server.close()
         if self._link is not None:
             self._link.close()
-        if self._thread.is_alive():
-            self._thread.join()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 
 from sgla import clock
 from sgla.config import Config
-from sgla.errors import ConfigError
 from sgla.messages import KEY, Copy, Moved
 from sgla.peers import (
     Ask,
@@ -33,7 +31,7 @@ from sgla.peers import (
     Lent,
     Link,
     Message,
-    PeerRefused,
+    Reconnecting,
     Unit,
     Want,
     connect,
@@ -49,7 +47,6 @@ log = logging.getLogger(__name__)
 
 STALLED = 2.0  # seconds without a unit after the prompt has been computed
 KEPT = 30.0  # seconds for which a unit that nobody has taken is kept
-AGAIN = 1.0  # seconds between tries to connect
 COPYING = 4  # threads
 
 
@@ -142,17 +139,10 @@ class RemoteTier:
         self._asked: list[Asked] = []
         self._numbers = itertools.count(1)
         self._links: Links | None = None
-        self._closing = threading.Event()
-        self._lost = threading.Event()
-        try:
-            self._connect()
-        except OSError as error:
-            log.warning("--prefill-url %s: %s; prompts are read here until it answers", self._url, error)
-            self._lost.set()
-        except PeerRefused as error:
-            raise ConfigError(f"--prefill-url {self._url}: {error}", param="prefill_url") from error
-        self._thread = threading.Thread(target=self._keep_connected, name="kv-prefill", daemon=True)
-        self._thread.start()
+        self._server = Reconnecting(
+            "--prefill-url", self._url, "prompts are read here", self._connect, log, "kv-prefill"
+        )
+        self._server.begin()
 
     # --- the connection
 
@@ -176,7 +166,6 @@ class RemoteTier:
                 self._arrivals.suit(fit)
             self._segments.clear()
             self._links = Links(first, others)
-            self._lost.clear()
         for link in (first, *others):
             link.begin()
 
@@ -195,27 +184,9 @@ class RemoteTier:
                 if asked.sent:
                     asked.done = asked.done or Done(asked.number)
                     asked.lacking.clear()
-            self._lost.set()
         for other in (links.asking, *links.units):
             other.close()
-        if not self._closing.is_set():
-            log.warning("--prefill-url %s is gone; prompts are read here until it answers", self._url)
-
-    def _keep_connected(self) -> None:
-        refused = ""
-        while not self._closing.is_set():
-            self._lost.wait()
-            if self._closing.wait(AGAIN):
-                return
-            try:
-                self._connect()
-                log.warning("--prefill-url %s answers", self._url)
-            except OSError:
-                continue
-            except PeerRefused as error:
-                if str(error) != refused:
-                    refused = str(error)
-                    log.error("--prefill-url %s: %s; prompts are read here", self._url, refused)
+        self._server.lost()
 
     def _take(self, source: int, message: Message, beside: Beside) -> None:
         """``source``: the one that it comes from, -1 where questions are asked."""
@@ -403,9 +374,7 @@ class RemoteTier:
         self._want(links, list(left), drop=True)
 
     def close(self) -> None:
-        self._closing.set()
-        self._lost.set()
-        self._thread.join()
+        self._server.close()
         links = self._links
         for link in () if links is None else (links.asking, *links.units):
             link.close()

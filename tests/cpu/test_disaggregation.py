@@ -43,6 +43,7 @@ from servers import (
     write,
 )
 
+from sgla import peers
 from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
 from sgla.errors import ConfigError, SglaError
@@ -234,7 +235,7 @@ def test_a_peer_that_dies_costs_time_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first, second = pair
-    monkeypatch.setattr(remote, "AGAIN", 0.01)
+    monkeypatch.setattr(peers, "AGAIN", 0.01)
     dies = Dies(kind, count, changed, monkeypatch)
     assert same_text(tell(second, ASKED), alone)
     assert dies.happened
@@ -269,7 +270,7 @@ def test_a_peer_that_dies_while_memory_is_lent_costs_time_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Or before that, while the two greet."""
-    monkeypatch.setattr(remote, "AGAIN", 0.01)
+    monkeypatch.setattr(peers, "AGAIN", 0.01)
     dies = Dies(kind, count, False, monkeypatch)
     with decoding(folders["pages"], port_of(fresh)) as second:
         assert same_text(tell(second, ASKED), alone)

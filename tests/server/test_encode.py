@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sgla import Engine, SamplingParams
+from sgla import Engine, SamplingParams, peers
 from sgla.actors import encoding
 from sgla.errors import ConfigError, SglaError, UnsupportedTask
 from sgla.loading.tower import Tower
@@ -79,7 +79,7 @@ def server(tiny_llava: Path) -> Iterator[Engine]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "AGAIN", 0.01)
+    monkeypatch.setattr(peers, "AGAIN", 0.01)
 
 
 @pytest.fixture(scope="module")
