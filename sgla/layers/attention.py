@@ -7,13 +7,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.ops import KVLayer
 from sgla.layers.build import Build
 from sgla.layers.linear import QKVLinear, RowLinear, split_heads
-from sgla.layers.norm import RMSNorm
+from sgla.layers.norm import RMSNorm, SplitRMSNorms
 from sgla.layers.spec import AttentionSpec
 
 
@@ -73,7 +72,7 @@ class SelfAttention:
 
     def _make_norms(self, build: Build, name: str, norms: HeadNorms) -> None:
         self.q_norm = self.k_norm = None
-        self.wide_norms: tuple[RMSNorm, RMSNorm] | None = None
+        self.wide_norms: SplitRMSNorms | None = None
         self.late: tuple[Tensor, Tensor] | None = None
         heads, kv_heads, head_dim = self.layer.heads, self.layer.kv_heads, self.layer.head_dim
         if norms.of == "head":
@@ -85,21 +84,20 @@ class SelfAttention:
         elif norms.of == "unit":
             self.q_norm = self.k_norm = torch.ones(head_dim)
         elif norms.of == "width":
-            if build.shard.size > 1:
-                raise ConfigError(
-                    f"{name}: a norm over all heads is not split over ranks yet; use --tp 1", param="tp"
-                )
-            self.wide_norms = (
-                RMSNorm(build, f"{name}.q_norm", heads * head_dim, *norms[1:3]),
-                RMSNorm(build, f"{name}.k_norm", kv_heads * head_dim, *norms[1:3]),
-            )
-            self.widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+            own, own_kv = split_heads(heads, kv_heads, build.shard)
+            q, kv = (range(part.start * head_dim, part.stop * head_dim) for part in (own, own_kv))
+            parts = [
+                (f"{name}.q_norm", heads * head_dim, q, 1),
+                (f"{name}.k_norm", kv_heads * head_dim, kv, max(build.shard.size // kv_heads, 1)),
+            ]
+            self.wide_norms = SplitRMSNorms(build, parts, *norms[1:3])
+            self.widths = [len(q), len(kv), len(kv)]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         qkv = self.qkv(x)
         if self.wide_norms is not None:
             q, k, v = qkv.split(self.widths, dim=1)
-            qkv = torch.cat([self.wide_norms[0](q), self.wide_norms[1](k), v], dim=1)
+            qkv = torch.cat([*self.wide_norms(q, k), v], dim=1)
         positions, cos_sin = batch.turns(self.cos_sin)
         q = ops.qk_norm_rope_store(
             qkv, positions, cos_sin, self.q_norm, self.k_norm, self.eps, kv, batch.out_loc

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from tiny import over_two_ranks, run, submit, tiny_config, tiny_source
 
 from sgla import packages
-from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
 from sgla.hub.source import open_source
@@ -99,6 +98,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", {"head_dim": 16, "num_key_value_heads": 3}),
     "arcee": ("arcee", {"head_dim": 8}),
     "olmo2": ("olmo2", {}),
+    "olmo2 with one key": ("olmo2", {"num_key_value_heads": 1}),
     "exaone4": ("exaone4", WINDOWED),
     "exaone4 without windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "cohere": ("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
@@ -167,11 +167,14 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         ("neox", "auto"),
         ("gemma4 sharing keys and values", "int8"),
         ("gemma4 with experts", "auto"),
+        ("olmo2", "auto"),
+        ("olmo2 with one key", "auto"),
     ],
 )
 async def test_two_ranks_equal_one(name: str, cache: str, tmp_path: Path) -> None:
     """Rows in another order, matrices that a checkpoint has fused, MLPs without a gate, layers that read
-    others' keys and values (with scales of their heads), experts beside an MLP."""
+    others' keys and values (with scales of their heads), experts beside an MLP, norms over the heads of all
+    ranks, which may each have the one key."""
     model_type, changes = FAMILIES[name]
     save_checkpoint(tmp_path, model_type, **changes)
     source = open_source(tmp_path)
@@ -179,12 +182,6 @@ async def test_two_ranks_equal_one(name: str, cache: str, tmp_path: Path) -> Non
     one = CpuRunner(tiny_config(kv_cache_dtype=cache), source, 0, 1, "", lambda progress: None)
     both = await over_two_ranks(source, requests, kv_cache_dtype=cache)
     assert both.tokens() == run(one, requests).tokens()
-
-
-def test_what_ranks_cannot_split_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, "olmo2")
-    with pytest.raises(ConfigError, match="use --tp 1"):
-        load_model(open_source(tmp_path), shard=Shard(0, 2))
 
 
 @pytest.mark.parametrize("native", [False, True])

@@ -178,7 +178,10 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     [
         "gpt-oss",
         "glm-5",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "phi", "deepseek")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen2", "phi", "deepseek", "minimax", "olmoe")
+        ),
     ],
 )
 async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:
