@@ -3,7 +3,8 @@
     python bench/pictures.py [--model bench/models/qwen2.5-vl-7b] [--device cuda] [--only tower new ...]
 
 Weights are random, and so is the tokenizer's vocabulary; nothing is downloaded. ``tower``: the FLOP/s at which it
-makes features of pictures, beside ``--peak``, the arithmetic limit of the chip. Over HTTP, ``--requests`` at once
+makes features of a picture, and ``towers`` of groups of them one behind the other, as a server has them read,
+beside ``--peak``, the limit of the chip. Over HTTP, ``--requests`` at once
 and as many as ``--alone`` one after the other, ``--output-len`` tokens out: ``new`` pictures, the same ones behind
 another text (``features``: the tower does not see them again), and the same requests again (``cached``: their
 tokens, too). Times to the first token in seconds.
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,35 +143,56 @@ def tower(args: argparse.Namespace) -> None:
         begun = time.perf_counter()
         arrays = arrays_of(Picture.of(args.side, args.side, shown), vision.processors[0], settings, {})
         prepared = time.perf_counter() - begun
+        pinned = device.type == "cuda"
         given = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        if pinned:
+            given = {name: values.pin_memory() for name, values in given.items()}
         patches = len(arrays["pixel_values"])
+        tokens = int(patches // config["vision_config"]["spatial_merge_size"] ** 2)
+        group = max(1, seeing.ABREAST // sum(x.nbytes for x in given.values())) if pinned else 1
         parts = flops(config, patches)
         total = sum(parts.values())
 
-        def once() -> None:
+        def alone() -> None:
             made(given)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
 
+        def abreast() -> None:
+            for _ in range(4):
+                made.several([given] * group, [tokens] * group)
+
+        for kind, once, count in (("tower", alone, 1), ("towers", abreast, 4 * group)):
+            took = seconds_of(once, device) / count
+            emit(
+                args, kind, note=note, seconds=took, abreast=1 if count == 1 else group, patches=patches,
+                flops=total, flops_by_part=parts, flops_per_second=total / took, limit_s=total / args.peak,
+                share_of_limit=total / args.peak / took, processor_s=prepared,
+                arithmetic=f"{total / 1e12:.2f} TFLOP / {took * 1e3:.2f} ms = {total / took / 1e12:.0f} "
+                f"TFLOP/s of {args.peak / 1e12:.0f}",
+            )  # fmt: skip
+            if args.profile:
+                with torch.profiler.profile() as found:
+                    once()
+                    synchronize(device)
+                by = f"self_{device.type}_time_total"
+                print(found.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=80))
+
+
+def synchronize(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(once: Callable[[], None], device: Any) -> float:
+    """Median, behind two that do not count."""
+    seconds: list[float] = []
+    for _ in range(12 if device.type == "cuda" else 4):
+        begun = time.perf_counter()
         once()
-        once()
-        seconds: list[float] = []
-        for _ in range(10 if device.type == "cuda" else 2):
-            begun = time.perf_counter()
-            once()
-            seconds.append(time.perf_counter() - begun)
-        took = statistics.median(seconds)
-        emit(
-            args, "tower", note=note, seconds=took, patches=patches, flops=total, flops_by_part=parts,
-            flops_per_second=total / took, limit_s=total / args.peak, share_of_limit=total / args.peak / took,
-            processor_s=prepared, arithmetic=f"{total / 1e12:.2f} TFLOP / {took * 1e3:.2f} ms = "
-            f"{total / took / 1e12:.0f} TFLOP/s of {args.peak / 1e12:.0f}",
-        )  # fmt: skip
-        if args.profile:
-            with torch.profiler.profile() as found:
-                once()
-            by = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-            print(found.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=80))
+        synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[2:])
 
 
 async def measure(args: argparse.Namespace, url: str, ready: float) -> None:

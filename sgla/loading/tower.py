@@ -58,18 +58,20 @@ class Tower:
         """Of several, and of videos, whose patches lie behind each other, with so many tokens each. Raises
         RuntimeError if they have not."""
         names = [name for name in READ if name in pictures[0]]
-        whole = self._seen({name: torch.cat([one[name] for one in pictures]) for name in names})
+        there = [{name: self._put(one[name]) for name in names} for one in pictures]
+        whole = self._seen({name: torch.cat([one[name] for one in there]) for name in names})
         values, *deep = (x.split(counts) for x in (whole.values, *whole.deep))
         return [
             Features(own.clone(), [of[i].clone() for of in deep]) for i, own in enumerate(values)
         ]  # memory of their own, or one would keep that of all
 
+    def _put(self, values: Tensor) -> Tensor:
+        """On the device, without waiting for pinned ones, in the type of the weights."""
+        there = values.to(self.device, non_blocking=values.is_pinned())
+        return there.to(self.dtype) if values.is_floating_point() else there
+
     def _seen(self, arrays: Mapping[str, Tensor]) -> Features:
-        given = {
-            name: values.to(self.device).to(self.dtype if values.is_floating_point() else values.dtype)
-            for name, values in arrays.items()
-            if name in READ + HEARD
-        }
+        given = {name: self._put(values) for name, values in arrays.items() if name in READ + HEARD}
         if "log_mel" in given:
             return Features(heard(self.module, given["log_mel"]), [])
         if "input_features" in given:

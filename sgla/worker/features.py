@@ -6,12 +6,10 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
-from typing import Any, BinaryIO
+from io import BufferedReader
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.loading.tower import Elsewhere, Features, Tower
@@ -40,7 +38,7 @@ class FeatureCache:
             return known
         self.computed += 1
         try:
-            made = self._tower(arrays_of(picture))
+            made = self._tower(arrays_of(picture, self._tower.device.type == "cuda"))
         except (OSError, ValueError, RuntimeError, IndexError) as error:
             log.warning("no features of a picture or a sound: %s: %s", type(error).__name__, str(error)[:300])
             made = None
@@ -57,16 +55,21 @@ class FeatureCache:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
 
 
-def arrays_of(picture: Prepared) -> dict[str, Tensor]:
-    """Raises OSError."""
+def arrays_of(picture: Prepared, pinned: bool = False) -> dict[str, Tensor]:
+    """``pinned``: in memory that a GPU copies from while the host goes on. Raises OSError, and ValueError for
+    a file that is too short."""
     with open(picture.file, "rb") as file:
-        return {array.name: torch.from_numpy(_read(file, array)) for array in picture.arrays}
+        return {array.name: _read(file, array, pinned) for array in picture.arrays}
 
 
-def _read(file: BinaryIO, array: Array) -> NDArray[Any]:
+def _read(file: BufferedReader, array: Array, pinned: bool) -> Tensor:
     """Of a sound of an hour a window alone."""
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    made = torch.empty(array.shape, dtype=dtype, pin_memory=pinned)
     file.seek(array.first)
-    return np.fromfile(file, array.dtype, prod(array.shape)).reshape(array.shape)
+    if file.readinto(made.numpy().reshape(-1).view(np.uint8)) != made.nbytes:
+        raise ValueError(f"{array.name} of a picture ends too early")
+    return made
 
 
 @contextmanager

@@ -217,7 +217,9 @@ class Pictures:
         for group in groups_of(list(missing.values()), self._abreast):
             with suppress(OSError, ValueError, RuntimeError, IndexError):
                 pictures, counts = zip(*group)
-                made = self._tower.several([arrays_of(picture) for picture in pictures], list(counts))
+                pinned = self._tower.device.type == "cuda"
+                read = [arrays_of(picture, pinned) for picture in pictures]
+                made = self._tower.several(read, list(counts))
                 for picture, features in zip(pictures, made):
                     self._cache.keep(picture, features)
                 self._cache.computed += len(group)
