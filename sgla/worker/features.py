@@ -67,7 +67,7 @@ def _read(file: BufferedReader, array: Array, pinned: bool) -> Tensor:
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     made = torch.empty(array.shape, dtype=dtype, pin_memory=pinned)
     file.seek(array.first)
-    if file.readinto(made.numpy().reshape(-1).view(np.uint8)) != made.nbytes:
+    if file.readinto(made.numpy().reshape(-1).view(np.uint8).data) != made.nbytes:
         raise ValueError(f"{array.name} of a picture ends too early")
     return made
 
