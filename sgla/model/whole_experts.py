@@ -18,8 +18,8 @@ def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | N
             f"--ep {config.ep} must be as large as --tp, whose ranks share the experts out, or 1", param="ep"
         )
     obstacle = None
-    if device != "cpu":
-        obstacle = f"on --device {device} yet"
+    if device not in ("cpu", "cuda"):
+        obstacle = f"on --device {device}"
     elif isinstance(spec, EncoderSpec | GenericSpec) or (spec is not None and spec.moe is None):
         obstacle = "by a model without experts, or through transformers' module"
     elif spec is not None and spec.moe is not None and spec.moe.experts < config.ep:

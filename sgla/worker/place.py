@@ -88,7 +88,8 @@ class Gpu:
 
         self._gpu = rank - ranks_of(config).start
         timeout, local = config.dist_timeout or TIMEOUT, ranks_of(config)
-        self.shard, ranks = join_gpus(rank, size, store, config.pp, timeout, local=local)
+        shard, ranks = join_gpus(rank, size, store, config.pp, timeout, local=local)
+        self.shard = replace(shard, whole_experts=config.ep > 1)
         torch.set_num_threads(1)
         self.device, self.torch = describe(), torch.device("cuda")
         use(self.device)

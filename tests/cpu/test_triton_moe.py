@@ -4,6 +4,7 @@ where there is no GPU."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from sgla.kernels import ops
+from sgla.kernels.gpu import mixture
 from sgla.kernels.ops import Biases
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import e2m1, moe, moe_tiles
@@ -167,6 +169,58 @@ def test_packed_experts_equal_the_oracle(activation, kind, tokens, d, f, splits)
     inner = e2m1.product(x, packed[1], biases.gate_up, f, ids, groups, tile, activation)
     y = e2m1.product(inner, packed[2], biases.down, d, ids, groups, tile)
     torch.testing.assert_close(moe.combine(y, p), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def poisoned():
+    """Memory that nobody has written to is NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+PLAIN, PICKY = Routing(2, normalize=True), Routing(2, "sparsemixer", jitter=0.01)
+WHOLE = [  # tokens, storage, activation, routing, and whether there are biases
+    (2, "f32", "silu", PLAIN, False),
+    (19, "f32", "gelu_tanh", PLAIN, False),
+    (19, "f32", "relu2", PLAIN, False),
+    (19, "f32", Clamped(1.702, 1.0), PLAIN, True),
+    (2, "mxfp4", Clamped(1.702, 1.0), PLAIN, True),
+    (19, "int8g32", "silu", PLAIN, False),
+    (5, "f32", "silu", PICKY, False),
+]
+
+
+@pytest.mark.parametrize(("tokens", "kind", "activation", "routing", "biased"), WHOLE)
+def test_ranks_with_whole_experts_add_up(poisoned, tokens, kind, activation, routing, biased) -> None:
+    """Of 5 experts one rank has two and the other three."""
+    experts, d, f = 5, 64, 32
+    x, norm, residual = torch.randn(tokens, d), torch.rand(d), torch.randn(tokens, d)
+    router, gate_up, down = weights(experts, f, d)
+    each = f if activation == "relu2" else 2 * f
+    gate_up = gate_up[: experts * each]
+    inner, outer = (torch.randn(experts, each), torch.randn(experts, d)) if biased else (None, None)
+
+    def made(held: range):
+        at, end = held.start, held.stop
+        rows = gate_up[at * each : end * each], down[at * d : end * d]
+        own = [b if b is None else b[at:end].contiguous() for b in (inner, outer)]
+        parts = pack(router, "f32"), *(pack(w.contiguous(), kind) for w in rows)
+        here = replace(routing, held=held)
+        return parts, here, Biases(gate_up=own[0], down=own[1])
+
+    total = torch.zeros(tokens, d)
+    for held in (range(2), range(2, 5)):
+        parts, here, biases = made(held)
+        outputs = mixture.run(x, None, *parts, here, activation, biases)
+        found, added = outputs.sum(), residual.clone()
+        torch.testing.assert_close(found, ops.moe(x, *parts, here, activation, biases), rtol=1e-4, atol=1e-5)
+        normed = outputs.add_norm(added, norm, 1e-6)
+        torch.testing.assert_close(added, residual + found, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(normed, ops.rms_norm(added, norm, 1e-6), rtol=1e-4, atol=1e-5)
+        total += found
+    parts, here, biases = made(range(experts))
+    torch.testing.assert_close(total, ops.moe(x, *parts, here, activation, biases), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4])

@@ -122,7 +122,7 @@ def make(tmp_path: Path) -> Any:
     config = json.loads((Path(__file__).parents[2] / "bench/models/qwen3-0.6b/config.json").read_text())
     engines = []
 
-    def make(tp: int, quantization: str | None = None, **shape: Any) -> Engine:
+    def make(tp: int, quantization: str | None = None, ep: int = 1, **shape: Any) -> Engine:
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
         small = {"num_hidden_layers": 3, "vocab_size": 5000, "bos_token_id": 0, "eos_token_id": 1}
@@ -130,7 +130,7 @@ def make(tmp_path: Path) -> Any:
         (folder / "config.json").write_text(json.dumps(config | shape))
         engines.append(
             Engine(
-                str(folder), load_format="dummy", device="cuda", tp=tp, kv_cache_bytes=256 << 20,
+                str(folder), load_format="dummy", device="cuda", tp=tp, ep=ep, kv_cache_bytes=256 << 20,
                 context_length=1024, max_running_requests=24, step_tokens=1024, quantization=quantization,
             )
         )  # fmt: skip
@@ -166,9 +166,16 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(
-    ("shape", "quantization"), [*((shape, None) for shape in SHAPES), ("mixture", "fp8")]
+    ("shape", "quantization", "whole"),
+    [
+        *((shape, None, False) for shape in SHAPES),
+        ("mixture", "fp8", False),
+        ("mixture", None, True),
+        ("mixture", "fp8", True),
+    ],
 )
-def test_ranks_equal_one(make: Any, ranks: int, shape: str, quantization: str | None) -> None:
+def test_ranks_equal_one(make: Any, ranks: int, shape: str, quantization: str | None, whole: bool) -> None:
+    """``whole``: each expert is on one rank."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     prompts, sampling = requests()
@@ -176,7 +183,7 @@ def test_ranks_equal_one(make: Any, ranks: int, shape: str, quantization: str | 
     tokens, logprobs, gaps = [], [], []
 
     def run(tp: int, quantization: str | None) -> None:
-        engine = make(tp, quantization, **SHAPES[shape])
+        engine = make(tp, quantization, ep=tp if whole else 1, **SHAPES[shape])
         outputs = engine.generate(prompts, sampling)
         tokens.append([list(output.tokens) for output in outputs])
         (output,) = engine.generate([prompts[-1]], [scored])

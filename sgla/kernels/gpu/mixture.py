@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ _GATED = ("silu", "gelu_tanh")  # activations that kernels have between both pro
 MANY = 96  # pairs of an expert, on average, from which on CUDA kernels multiply what is in bfloat16
 OURS = 64  # tokens up to which the linear layer before the router is our kernel
 FEW = 2  # tokens whose experts are read for each token alone: they seldom share one
+
+
+class Count(NamedTuple):
+    """Of experts: on this rank, and on all that have whole ones. The second says how many pairs each has."""
+
+    here: int
+    every: int
 
 
 class Outputs(Protocol):
@@ -107,11 +114,11 @@ def run(
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm.
     ``counts``: nobody counts here."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
-    count, tokens = routing.experts(router.n), len(x)
+    count, tokens = Count(len(routing.here(router.n)), routing.experts(router.n)), len(x)
     pairs = tokens * (routing.top_k + routing.common)
     apart = activation not in _GATED or biases.gate_up is not None or biases.down is not None
-    one_kernel = not apart and _one_kernel(x, down, pairs, count)
-    places = experts.places(count) if one_kernel else 0
+    one_kernel = not apart and _one_kernel(x, down, pairs, count.here)
+    places = experts.places(count.here) if one_kernel else 0
     softmax = routed is None and refuses(routing, activation, biases) is None
     if softmax and tokens > ROUTED and _native(x, router):
         weight, eps = norm or (None, 0.0)
@@ -133,29 +140,29 @@ def run(
 
 def _products(
     routed: RoutedExperts,
-    count: int,
+    count: Count,
     gate_up: Weight,
     down: Weight,
     activation: Literal["silu", "gelu_tanh"],
     rounded: fp8.Rounded | None,
 ) -> Outputs:
-    """The experts' two products, of ``count`` experts."""
+    """The experts' two products."""
     x, probabilities, ids, _ = routed
     tokens, d = x.shape
     if tokens <= FEW:
         inner = moe.few_gate_up(x, probabilities, ids, gate_up.data, gate_up.scale, down.k, activation)
         return Few(inner, ids, down, d)
     if (
-        ids.numel() >= MANY * count
+        ids.numel() >= MANY * count.every
         and down.kind == "bf16"
         and this_device().wgmma
         and grouped_gemm.refuses(down.k, d) is None
     ):
-        groups = moe.group(ids, count, grouped_gemm.ROWS)
+        groups = moe.group(ids, count.here, grouped_gemm.ROWS)
         inner = grouped_gemm.product(x, gate_up.data, down.k, groups, activation)
         return Grouped(grouped_gemm.product(inner, down.data, d, groups), probabilities)
     tiles = _tiles(ids, count, down, d)
-    groups = moe.group(ids, count, tiles.rows)
+    groups = moe.group(ids, count.here, tiles.rows)
     inner = moe.experts(
         *(rounded or _input(x, gate_up)),
         gate_up.data,
@@ -170,17 +177,17 @@ def _products(
 
 
 def _packed(
-    routed: RoutedExperts, count: int, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
+    routed: RoutedExperts, count: Count, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
 ) -> Outputs:
     """Both products of packed experts, each with its biases."""
     x, probabilities, ids, _ = routed
-    tiles = e2m1.tiles_for(ids.numel(), count, x.itemsize, this_device().wgmma)
-    groups = None if tiles.rows is None else moe.group(ids, count, tiles.rows)
+    tiles = e2m1.tiles_for(ids.numel(), count.every, x.itemsize, this_device().wgmma)
+    groups = None if tiles.rows is None else moe.group(ids, count.here, tiles.rows)
     if activation in _GATED or isinstance(activation, Clamped):
         inner = e2m1.product(x, gate_up, biases.gate_up, down.k, ids, groups, tiles.gate_up, activation)
     else:
-        order = torch.arange(ids.numel(), device=x.device) if groups is None else groups.order.long()
-        n, rows = gate_up.n // count, x[order // ids.shape[1]]
+        order = torch.arange(ids.numel(), device=x.device) if groups is None else _order(groups)
+        n, rows = gate_up.n // count.here, x[order // ids.shape[1]]
         inner = e2m1.product(rows, gate_up, biases.gate_up, n, ids, groups, tiles.down)
         inner = ops.gated(inner.float(), activation).to(x.dtype)[order]
     y = e2m1.product(inner, down, biases.down, x.shape[1], ids, groups, tiles.down)
@@ -188,16 +195,17 @@ def _packed(
 
 
 def _apart(
-    routed: RoutedExperts, count: int, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
+    routed: RoutedExperts, count: Count, gate_up: Weight, down: Weight, activation: Gating, biases: Biases
 ) -> Outputs:
     """Both products grouped, and between and behind them what their kernels do not do."""
     x, probabilities, ids, _ = routed
     d, each = x.shape[1], ids.flatten().long()
     tiles = _tiles(ids, count, down, d)
-    groups = moe.group(ids, count, tiles.rows)
-    order = groups.order.long()
+    groups = moe.group(ids, count.here, tiles.rows)
+    order = _order(groups)
     rows = _input(x[order // groups.top_k], gate_up)
-    inner = moe.experts(*rows, gate_up.data, gate_up.scale, gate_up.n // count, groups, tiles.down).float()
+    n = gate_up.n // count.here
+    inner = moe.experts(*rows, gate_up.data, gate_up.scale, n, groups, tiles.down).float()
     if biases.gate_up is not None:
         inner = inner + biases.gate_up[each]
     inner = ops.gated(inner, activation).to(x.dtype)[order]
@@ -205,9 +213,14 @@ def _apart(
     return Grouped(y if biases.down is None else y + biases.down[each].to(y.dtype), probabilities)
 
 
-def _tiles(ids: Tensor, count: int, down: Weight, d: int) -> moe.Tiles:
+def _order(groups: moe.Groups) -> Tensor:
+    """int64, within bounds even where pairs are another rank's."""
+    return groups.order.long().clamp_(0, groups.order.numel() - 1)
+
+
+def _tiles(ids: Tensor, count: Count, down: Weight, d: int) -> moe.Tiles:
     size, hopper = down.data.element_size(), this_device().wgmma
-    return moe_tiles.tiles_for(ids.shape[0], count, ids.shape[1], down.k, d, size, hopper)
+    return moe_tiles.tiles_for(ids.shape[0], count.every, ids.shape[1], down.k, d, size, hopper)
 
 
 def _route(
@@ -236,6 +249,10 @@ def _route(
     done = torch.empty(places, dtype=torch.int32, device=x.device) if places else None
     if moe.route_refuses(routing) is not None:
         probabilities, ids = ops.route(logits, routing, biases)
+        if routing.held is not None:
+            ids = ids - routing.held.start
+            here = (ids >= 0) & (ids < len(routing.held))
+            probabilities, ids = probabilities * here, ids.masked_fill(~here, -1)
         return RoutedExperts(x, probabilities, ids.int(), done if done is None else done.zero_())
     return RoutedExperts(x, *moe.route(logits, routing, biases, done), done)
 

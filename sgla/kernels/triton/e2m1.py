@@ -139,10 +139,12 @@ def _join(
         if GATED:
             up += tl.load(at + n, mask=i < n, other=0.0)
     if BIAS:
-        own = bias + tl.load(ids + pair) * width + i
-        acc += tl.load(own, mask=i < n, other=0.0)
+        expert = tl.load(ids + pair)
+        own = bias + expert * width + i
+        here = tl.where(expert < 0, 0, n)
+        acc += tl.load(own, mask=i < here, other=0.0)
         if GATED:
-            up += tl.load(own + n, mask=i < n, other=0.0)
+            up += tl.load(own + n, mask=i < here, other=0.0)
     if GATED:
         acc = _gate(acc, up, alpha, limit, KIND)
     tl.store(out + pair * n + i, acc, mask=i < n)
@@ -196,6 +198,8 @@ def _experts(
         pair = tl.load(order + place, mask=live, other=0)
     else:
         expert = tl.load(ids + block)
+        if expert < 0:
+            return
         place = block + m * 0
         live = m < 1
         pair = place

@@ -4,6 +4,9 @@
 A *pair* is one token's choice of one expert: token ``p // top_k``. Sorted by expert, pairs form *blocks* of
 equal size, each of one expert, with a table int32 ``[blocks, 3]``: expert (-1: nothing to do), first and last
 + 1 place in the order. Grids depend on the number of tokens alone, so that every launch can be captured.
+
+A pair whose expert is on another rank has the expert -1 and the probability 0. It is in no block, and what
+stands in its place of a product is anything.
 """
 
 from __future__ import annotations
@@ -115,15 +118,16 @@ def _ordered(x):
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
     logits, bias, correction, factor, ids, probabilities, done, tokens, experts, top_k, places, least, scale,
-    s_logits,
+    s_logits, first, held,
     PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
     CORRECTION: tl.constexpr, FACTOR: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, LEAST: tl.constexpr,
-    E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
+    HELD: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the best experts of BT tokens; equal ones go to the lower number. SHARED: and so many
     more, with the sigmoid of the logit behind the others' if they are GATED. The first program clears
-    ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE."""
+    ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE. HELD: experts from ``first`` on
+    are counted from there, and those that are not ``held`` become -1."""
     _begin(PDL)
     if PLACES > 0 and tl.program_id(0) == 0:
         z = tl.arange(0, PLACES)
@@ -188,6 +192,11 @@ def _route(
             own = tl.sigmoid(tl.load(logits + t * s_logits + experts, mask=t < tokens, other=0.0))
         chosen = tl.where(column >= top_k, experts + column - top_k, chosen)
         p = tl.where(column >= top_k, own[:, None], p)
+    if HELD:
+        chosen -= first
+        here = (chosen >= 0) & (chosen < held)
+        chosen = tl.where(here, chosen, -1)
+        p = tl.where(here, p, 0.0)
     pair = t[:, None] * width + column
     mask = live & (column < width)
     tl.store(ids + pair, chosen, mask=mask)
@@ -200,7 +209,8 @@ def _count(ids, counts, pairs, E: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.con
     _begin(PDL)
     chunk = tl.program_id(0)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    found = tl.histogram(tl.load(ids + i, mask=i < pairs, other=0), E, mask=i < pairs)
+    expert = tl.load(ids + i, mask=i < pairs, other=-1)
+    found = tl.histogram(tl.maximum(expert, 0), E, mask=expert >= 0)
     tl.store(counts + chunk * E + tl.arange(0, E), found)
 
 
@@ -341,7 +351,9 @@ def _combine(
         v = tl.load(residual + token * d + i, mask=i < d, other=0.0).to(tl.float32)
     for j in tl.static_range(TOP_K):
         p = tl.load(probabilities + token * TOP_K + j)
-        v += p * tl.load(y + (token * TOP_K + j) * d + i, mask=i < d, other=0.0).to(tl.float32)
+        here = tl.where(p == 0, 0, d)
+        made = tl.load(y + (token * TOP_K + j) * d + i, mask=i < here, other=0.0)
+        v += p * made.to(tl.float32)
     h = v.to(total.dtype.element_ty)
     tl.store(total + token * d + i, h, mask=i < d)
     if NORM:
@@ -364,11 +376,12 @@ def _few_gate_up(
     p = tl.load(probabilities + pair)
     r = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
+    here = tl.where(expert < 0, 0, f)
     source = w + (expert.to(tl.int64) * 2 * f + r)[:, None] * D + k[None, :]
     gate = tl.zeros([BN, BK], tl.float32)
     up = tl.zeros([BN, BK], tl.float32)
     for at in tl.static_range(0, D, BK):
-        mask = (r < f)[:, None] & (at + k < D)[None, :]
+        mask = (r < here)[:, None] & (at + k < D)[None, :]
         g = tl.load(source + at, mask=mask, other=0.0)
         u = tl.load(source + f.to(tl.int64) * D + at, mask=mask, other=0.0)
         a = tl.load(x + token.to(tl.int64) * D + at + k, mask=at + k < D, other=0.0).to(tl.float32)[None, :]
@@ -378,8 +391,8 @@ def _few_gate_up(
     u = tl.sum(up, 1)
     if SCALED:
         scale = w_scale + expert * 2 * f + r
-        g *= tl.load(scale, mask=r < f, other=0.0)
-        u *= tl.load(scale + f, mask=r < f, other=0.0)
+        g *= tl.load(scale, mask=r < here, other=0.0)
+        u *= tl.load(scale + f, mask=r < here, other=0.0)
     tl.store(out + pair.to(tl.int64) * f + r, p * _activate(g, GELU) * u, mask=r < f)
 
 
@@ -398,7 +411,7 @@ def _few_down(
     pair = token * TOP_K + j
     expert = tl.load(ids + pair, mask=j < TOP_K, other=0, cache_modifier=".cg").to(tl.int64)
     row = expert[None, :] * d + c[:, None]
-    inside = (c < d)[:, None] & (j < TOP_K)[None, :]
+    inside = (c < d)[:, None] & ((j < TOP_K) & (expert >= 0))[None, :]
     source = w + row[:, :, None] * F + k
     inner = x + pair[None, :, None] * F + k
     live = (j < TOP_K)[None, :, None]
@@ -448,8 +461,8 @@ def route_refuses(routing: Routing) -> str | None:
 def route(
     logits: Tensor, routing: Routing, biases: Biases = NO_BIASES, done: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``. ``done`` int32[n]
-    becomes zeros."""
+    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``; the ids count from the
+    first expert that is ``held``. ``done`` int32[n] becomes zeros."""
     tokens, shared = logits.shape[0], routing.common
     experts, width = routing.experts(logits.shape[1]) - shared, routing.top_k + shared
     ids = _indices(tokens, width, device=logits.device)
@@ -457,23 +470,26 @@ def route(
     each = 1 if tokens <= 512 else 4
     vectors = (logits if b is None else b for b in (biases.logits, biases.correction, biases.factor))
     places = 0 if done is None else done.numel()
+    held = routing.held or range(0)
     _route[(triton.cdiv(tokens, each),)](
         logits, *vectors, ids, probabilities, ids if done is None else done, tokens, experts,
-        routing.top_k, places, routing.least, routing.scale, logits.stride(0),
+        routing.top_k, places, routing.least, routing.scale, logits.stride(0), held.start, len(held),
         PLACES=triton.next_power_of_2(places) if places else 0,
         NORMALIZE=routing.normalize, SIGMOID=routing.score == "sigmoid", BIAS=biases.logits is not None,
         CORRECTION=biases.correction is not None, FACTOR=biases.factor is not None,
         SHARED=shared, GATED=routing.shared == "gated",
         GROUPS=max(2, triton.next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
         SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two,
-        LEAST=routing.least > 0, E=triton.next_power_of_2(experts), K=triton.next_power_of_2(width), BT=each,
+        LEAST=routing.least > 0, HELD=routing.held is not None, E=triton.next_power_of_2(experts),
+        K=triton.next_power_of_2(width), BT=each,
         num_warps=each, **_pdl(),
     )  # fmt: skip
     return probabilities, ids
 
 
 def group(ids: Tensor, experts: int, rows: int) -> Groups:
-    """Sort the pairs of ids int32 ``[T, top_k]`` by expert, into blocks of at most ``rows`` pairs."""
+    """Sort the pairs of ids int32 ``[T, top_k]`` by expert, into blocks of at most ``rows`` pairs. Where some
+    are -1, as many places of the order stay anything."""
     pairs = ids.numel()
     active = min(experts, pairs)
     count = active + (pairs - active) // rows
