@@ -1,10 +1,10 @@
-"""Tokens a second of one server, and of several of the same model behind one port (``sgla serve --dp N``): one
-JSON line for each number of replicas.
+"""Tokens a second of one server, and of several of the same model behind one port (``sgla serve --dp N``):
+one JSON line for each number of replicas.
 
     python bench/replicas.py --model bench/models/qwen3-8b --counts 1,2 --server-args "--device cuda"
 
-Each replica has W1 of ``offline.py`` to do: 256 requests, 100-1024 tokens in and out, temperature 0.6, all sent
-at once. Weights are random, prompts are token ids, and answers come whole, so that one client is enough.
+Each replica has W1 of ``offline.py`` to do: 256 requests, 100-1024 tokens in and out, temperature 0.6, all
+sent at once. Weights are random, prompts are token ids, and answers come whole: so one client is enough.
 ``times``: tokens a second against those of the first number.
 """
 
@@ -44,7 +44,8 @@ def requests(count: int, shortest: int, longest: int, seed: int) -> list[Request
 
 async def ask(client: aiohttp.ClientSession, request: Request) -> int:
     """Tokens of the answer."""
-    body = {"prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0.6, "ignore_eos": True}
+    body = {"prompt": request.prompt, "max_tokens": request.max_tokens}
+    body |= {"temperature": 0.6, "ignore_eos": True}
     async with client.post("/v1/completions", json=body) as response:
         answer = await response.json(content_type=None)
     if response.status != 200:
