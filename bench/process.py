@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -23,16 +23,28 @@ class Server:
     """Context manager. ``ready_s``: seconds from spawn to the first 200 of ``path``; ``peak_rss``: bytes, sum
     over processes."""
 
-    def __init__(self, command: Sequence[str], url: str, path: str, log: Path, timeout: float = 600) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        url: str,
+        path: str,
+        log: Path,
+        timeout: float = 600,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """``env``: beside this process's."""
         self.command, self.url, self.log = list(command), url, log
+        self._env = {**os.environ, **(env or {})}
+        self._began = 0.0
         self._path, self._timeout = path, timeout
         self.ready_s = 0.0
         self.peak_rss = 0
         self._stopped = threading.Event()
 
-    def __enter__(self) -> Server:
+    def start(self) -> Server:
+        """Begin, and do not wait: several start at once if each is entered behind that."""
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that close() is reached
-        began = time.monotonic()
+        self._began = time.monotonic()
         with open(self.log, "wb") as output:
             self.process = subprocess.Popen(
                 self.command,
@@ -40,15 +52,21 @@ class Server:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env=self._env,
             )
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()
+        return self
+
+    def __enter__(self) -> Server:
+        if not self._began:
+            self.start()
         try:
-            self._wait(began)
+            self._wait(self._began)
         except BaseException:
             self.close()
             raise
-        self.ready_s = time.monotonic() - began
+        self.ready_s = time.monotonic() - self._began
         return self
 
     def __exit__(

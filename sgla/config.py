@@ -393,14 +393,16 @@ class EngineSettings(ModelSettings, kw_only=True):
         int | None,
         Doc(
             description="host memory for KV on its way, of all ranks together; as much as the KV cache of "
-            "--role prefill and at most 16G a rank, 1G a rank of --role decode"
+            "--role prefill and at most 16G a rank, 1G a rank of --role decode; with cuda_ipc memory of the "
+            "GPUs of --role prefill, 8G a rank"
         ),
     ] = None
     kv_transfer_backend: Annotated[
-        Literal["auto", "tcp", "nixl", "mooncake"],
+        Literal["auto", "tcp", "cuda_ipc", "nixl", "mooncake"],
         Doc(
-            description="how KV gets from server to server; auto: shared memory on one host, else tcp; nixl, "
-            "mooncake: read by that engine (sgla[nixl], sgla[mooncake])"
+            description="how KV gets from server to server; auto: shared memory on one host, else tcp; "
+            "cuda_ipc: from GPU to GPU of one host; nixl, mooncake: read by that engine (sgla[nixl], "
+            "sgla[mooncake])"
         ),
     ] = "auto"
     random_seed: Annotated[int | None, Doc(description="makes requests without a seed repeatable too")] = None

@@ -30,7 +30,7 @@ from sgla import clock
 from sgla.errors import ConfigError
 from sgla.version import __version__
 
-PROTOCOL = 3
+PROTOCOL = 4
 SUM = 32  # bytes of a hash
 NONCE = 32
 PATIENCE = 5.0  # seconds for a handshake
@@ -105,12 +105,13 @@ class Want(msgspec.Struct, tag=True, array_like=True):
 
 class Lent(msgspec.Struct, tag=True, array_like=True):
     """A rank of the prefill -> decode server: the memory in which its units are. ``fds``, ``units``: of each
-    cache group."""
+    cache group; ``handles``: of each, if they lie in a GPU's memory."""
 
     pid: int
     token: bytes
     fds: list[int]
     units: list[int]
+    handles: list[bytes] = []
 
 
 class Exposed(msgspec.Struct, tag=True, array_like=True):
@@ -138,6 +139,16 @@ class Unit(msgspec.Struct, tag=True, array_like=True):
     mark: int = 0
 
 
+class Placed(msgspec.Struct, tag=True, array_like=True):
+    """A rank of the prefill -> decode server: units of a cache group in what was borrowed, as ``Unit`` tells
+    of one. ``keys``: KEY bytes each; ``places``: int32, ``marks``: int64."""
+
+    group: int
+    keys: bytes
+    places: bytes
+    marks: bytes
+
+
 class Encode(msgspec.Struct, tag=True, array_like=True):
     """To a server with ``--role encode``: features of a picture, which ``digest`` names, of the ``arrays``
     (``media.arrays``) beside the message, with their checksum ``sum``."""
@@ -161,7 +172,7 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     """Both, to show that they are there."""
 
 
-Transfers = Ask | Leave | Done | Want | Lent | Exposed | Borrowed | Unit
+Transfers = Ask | Leave | Done | Want | Lent | Exposed | Borrowed | Unit | Placed
 Message = Hello | Identity | Accepted | Refused | Transfers | Encode | Encoded
 Beside = bytes | memoryview
 Frame = tuple[Message, Beside]

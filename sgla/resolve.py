@@ -248,7 +248,7 @@ def check_features(config: Config, machine: Machine, device: str, vectors: bool,
     check_guesses(config, device)
     check_stages(config, device, vectors)
     check_tiers(config, machine)
-    check_role(config, vectors)
+    check_role(config, device, vectors)
     check_events(config, vectors)
     if config.deterministic:
         check_deterministic(config, device)
@@ -495,18 +495,38 @@ def check_encoding(config: Config) -> None:
         )
 
 
-def check_role(config: Config, vectors: bool) -> None:
+def check_unused(config: Config) -> None:
+    """Raise ConfigError for settings of KV on its way that a server has none of."""
+    names = ["kv_transfer_backend", "kv_transfer_bytes"]
+    if config.role == "both":
+        names.append("kv_transfer_port")
+    plain = Config()
+    for name in names:
+        if (value := getattr(config, name)) != getattr(plain, name):
+            others = ", decode or encode" if name == "kv_transfer_port" else " or decode"
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: it needs --role prefill{others}; leave it out",
+                param=name,
+            )
+
+
+def check_role(config: Config, device: str, vectors: bool) -> None:
     """Raise ConfigError for settings of servers that hand KV to each other."""
     flag, backend = f"--role {config.role}", config.kv_transfer_backend
     check_encoding(config)
-    if backend in ("nixl", "mooncake"):
-        missing = importlib.util.find_spec(backend) is None and f"pip install 'sgla[{backend}]'"
-        if why := missing or (config.role in ("both", "encode") and "it needs --role prefill or decode"):
-            raise ConfigError(f"--kv-transfer-backend {backend}: {why}", param="kv_transfer_backend")
+    if backend in ("nixl", "mooncake") and importlib.util.find_spec(backend) is None:
+        raise ConfigError(
+            f"--kv-transfer-backend {backend}: pip install 'sgla[{backend}]'", param="kv_transfer_backend"
+        )
     if config.role in ("both", "encode"):
         if config.prefill_url is not None:
             raise ConfigError("--prefill-url needs --role decode", param="prefill_url")
+        check_unused(config)
         return
+    if backend == "cuda_ipc" and device != "cuda":
+        raise ConfigError(
+            "--kv-transfer-backend cuda_ipc needs GPUs; leave it out on the CPU", param="kv_transfer_backend"
+        )
     obstacle = None
     if not config.prefix_cache:
         obstacle = "--no-prefix-cache, which keeps no prefixes"

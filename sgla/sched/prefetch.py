@@ -12,8 +12,8 @@ AHEAD = 4  # part of the device's pages that may be brought, unless it is for on
 
 
 class Prefetch:
-    """For tiers that take long to answer. A request is held until what is brought has come, and keeps its
-    turn; the tree has it then, and may lose it again, since nobody holds it."""
+    """So that copies run beside the steps that others wait for. A request is held until what is brought has
+    come, and keeps its turn; the tree has it then, and may lose it again, since nobody holds it."""
 
     def __init__(self, memory: Memory, queues: Queues) -> None:
         self._memory, self._queues = memory, queues
@@ -23,7 +23,7 @@ class Prefetch:
     def begin(self) -> None:
         """Ask for the requests that come next, once for each."""
         memory, queues = self._memory, self._queues
-        if not (memory.transfers.slow and queues.waiting):
+        if not (memory.transfers.keeps and queues.waiting):
             return
         early = (State.WAITING, State.HELD)
         self._brought = {r: pages for r, pages in self._brought.items() if r.state in early}

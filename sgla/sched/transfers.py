@@ -43,9 +43,9 @@ class Transfers:
         self._coming: dict[bytes, int] = {}  # keys of pages, and the transfers that bring them
 
     @property
-    def slow(self) -> bool:
-        """Some tier takes long to answer, and computes nothing."""
-        return any((told.lasting or told.shared) and not told.computes for told in self._moving.told)
+    def keeps(self) -> bool:
+        """Some tier has what the tree has lost. One that computes it is not asked before a request's turn."""
+        return any(not told.computes for told in self._moving.told)
 
     def load(self, request: Request, first: int, most: int | None = None) -> bool:
         """Have what follows behind the ``first`` pages, which the tree has, copied to the device, from the

@@ -23,6 +23,7 @@ from sgla.worker.draft_setup import DraftSetup
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.forward import KeptHidden
 from sgla.worker.kv import memory_of
+from sgla.worker.lent import HostLending
 from sgla.worker.listening import open_listening
 from sgla.worker.parts import parts_of_units
 from sgla.worker.peering import by_threads
@@ -111,7 +112,7 @@ class CpuSetup(CpuModel):
         tensors = memory_of(self.kv, len(groups))
         memory = [HostMemory([tensor.numpy() for tensor in found]) for found in tensors]
         long, parts = spec.long_ropes(context_len), parts_of_units(self.kv, spec, len(groups))
-        units = Units(groups, memory, parts, ["cpu"], long, partial(by_threads, memory))
+        units = Units(groups, memory, parts, ["cpu"], long, partial(by_threads, memory), HostLending())
         self.identity = open_tiers(self.copies, self.config, self.source, self.shard, units)
 
     def _make_sampler(self, vocab: int, processors: dict[str, Factory]) -> Sampler:

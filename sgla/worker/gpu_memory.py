@@ -185,11 +185,11 @@ def within(room: int, pool: Pool) -> list[int]:
 
 
 class Budget:
-    """Who has which bytes of this rank's GPU: ``ledger``, by purpose. ``features``: bytes that are kept for
-    those of pictures."""
+    """Who has which bytes of this rank's GPU: ``ledger``, by purpose. ``beside``: bytes that are kept for
+    features of pictures and for other servers."""
 
-    def __init__(self, weights: Weights, step_tokens: int, slots: int, features: int = 0) -> None:
-        self.weights, self._step_tokens, self._slots, self._features = weights, step_tokens, slots, features
+    def __init__(self, weights: Weights, step_tokens: int, slots: int, beside: int = 0) -> None:
+        self.weights, self._step_tokens, self._slots, self._beside = weights, step_tokens, slots, beside
         self.ledger: dict[str, int] = {}
 
     def pool(self, config: Config, pool: Pool, peak: Peak, graphs: int) -> list[int]:
@@ -198,7 +198,7 @@ class Budget:
         torch.cuda.empty_cache()
         kept = ledger_of(peak, graphs)
         free, total = torch.cuda.mem_get_info()
-        free -= sum(kept.values()) + self._features + round((1 - config.memory_fraction) * total)
+        free -= sum(kept.values()) + self._beside + round((1 - config.memory_fraction) * total)
 
         def advise(missing: int) -> Advice:
             if config.memory_fraction < 1:

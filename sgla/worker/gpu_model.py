@@ -29,6 +29,7 @@ from sgla.worker.gpu_load import choose_kernels, choose_sizes, dtype_of, weights
 from sgla.worker.gpu_memory import FEWER_ROWS, OTHER_MODEL, Budget, within_memory
 from sgla.worker.gpu_steps import GpuSteps, Kernels, Sizes
 from sgla.worker.gpu_tiers import staging
+from sgla.worker.peering import gpu_room
 from sgla.worker.pictures import Pictures
 from sgla.worker.place import Gpu
 from sgla.worker.pooler import Pooler
@@ -73,8 +74,9 @@ class GpuModel(Runner):
             )
         self.copies.identity = self.seeing.identity or {}
         self.notes += [self.seeing.note] if self.seeing.note else []
+        beside = self.seeing.taken + gpu_room(config, self.shard.size)
         self.budget = Budget(
-            weights_of(config, spec, self.place, guessing), sizes.step_tokens, sizes.slots, self.seeing.taken
+            weights_of(config, spec, self.place, guessing), sizes.step_tokens, sizes.slots, beside
         )
         self.budget.weights.check(self.place.free())
         self._begin_copies()

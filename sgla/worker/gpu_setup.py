@@ -16,12 +16,14 @@ from sgla.sampling.constraints import Constraints, mask_threads
 from sgla.worker.facts import answer_facts
 from sgla.worker.flights import Flights
 from sgla.worker.forward import compiling
+from sgla.worker.gpu_lent import GpuLending
 from sgla.worker.gpu_load import dtype_of
 from sgla.worker.gpu_memory import FEWER_TOKENS, Peak, graph_bytes, within_memory
 from sgla.worker.gpu_model import GpuModel
 from sgla.worker.gpu_tiers import ABREAST, GpuMemory, by_lanes, open_host
 from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
 from sgla.worker.kv import memory_of
+from sgla.worker.lent import HostLending
 from sgla.worker.memory import cache_groups, mib
 from sgla.worker.parts import parts_of_units
 from sgla.worker.prompt_graphs import HISTORY, REAL, PromptGraphs
@@ -136,7 +138,9 @@ class GpuSetup(GpuModel):
         spec, kv = self.steps.model.spec, self.steps.kv
         long, parts = spec.long_ropes(context_len), parts_of_units(kv, spec, len(groups))
         mover = partial(by_lanes, tensors, self._handing, self.place.begin_thread)
-        units = Units(groups, memory, parts, ["cuda", self.steps.scales], long, mover, ABREAST)
+        on_gpu = config.kv_transfer_backend == "cuda_ipc"
+        lending = GpuLending(self.place.begin_thread) if on_gpu else HostLending()
+        units = Units(groups, memory, parts, ["cuda", self.steps.scales], long, mover, lending, ABREAST)
         self.identity = open_tiers(self.copies, config, self.source, self.shard, units)
 
     def _graph_bytes(self, prompts: int) -> int:

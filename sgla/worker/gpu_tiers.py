@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,23 +16,32 @@ from sgla.config import Config
 from sgla.errors import OutOfMemory
 from sgla.messages import CacheGroup, Copy, Moved, Tier
 from sgla.worker.device_state import upload
+from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
 from sgla.worker.memory import mib, tier_units
 from sgla.worker.pinned import Pinned
 from sgla.worker.state import Int32s, column
 
-STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece, in each direction
-AHEAD = 3  # pieces that are queued
+STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
+HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
+AHEAD = 4  # pieces that are queued
 ABREAST = 8  # units of a copy that threads read or write at a time
 
 
 def staging() -> Tensor:
-    """Where what crosses is gathered, for both directions: uint8[2, STAGED]"""
-    return torch.empty(2, STAGED, dtype=torch.uint8, device="cuda")
+    """Where what crosses is gathered, for both directions: uint8[2, HALVES, STAGED]"""
+    return torch.empty(2, HALVES, STAGED, dtype=torch.uint8, device="cuda")
+
+
+class Room(Protocol):
+    """Units beside the cache: ``bytes`` uint8[*], pinned or on a GPU."""
+
+    @property
+    def bytes(self) -> Tensor: ...
 
 
 class Chunk(NamedTuple):
-    """Units of a group that cross together, and their places on the host. ``last`` of a transfer."""
+    """Units of a group that cross together, and their places beside the cache. ``last`` of a transfer."""
 
     group: int
     units: Int32s
@@ -41,16 +50,32 @@ class Chunk(NamedTuple):
     last: bool
 
 
+class Queued(NamedTuple):
+    """A chunk that has crossed once ``end`` has passed, and what has to be there until then."""
+
+    chunk: Chunk
+    end: torch.cuda.Event
+    made: list[Tensor]
+
+
+class Route(NamedTuple):
+    """What copies a chunk in one direction: into what is staged, and out of it. ``begin`` returns what
+    ``end`` has to know."""
+
+    begin: Callable[[Chunk, Tensor], list[Tensor]]
+    end: Callable[[Chunk, Tensor, list[Tensor]], None]
+
+
 class Lane:
-    """Copies of one direction, on a stream of their own, behind the steps that had been launched when each
-    was told of. A few chunks are queued at a time, so that to queue much does not hold up steps.
-    ``staging``: uint8[STAGED]"""
+    """Copies of one direction, on streams of their own, behind the steps that had been launched when each was
+    told of: one fills what is staged, the other one empties it, so that a link is never idle. A few chunks
+    are queued at a time, so that to queue much does not hold up steps. ``staging``: uint8[HALVES, STAGED]"""
 
     def __init__(self, staging: Tensor) -> None:
-        self.staging = staging
-        self._stream = torch.cuda.Stream()
+        self._halves: deque[tuple[Tensor, torch.cuda.Event | None]] = deque((half, None) for half in staging)
+        self._first, self._second = torch.cuda.Stream(), torch.cuda.Stream()
         self._waiting: deque[tuple[Chunk, torch.cuda.Event]] = deque()
-        self._queued: deque[tuple[Chunk, torch.cuda.Event]] = deque()
+        self._queued: deque[Queued] = deque()
 
     @property
     def under_way(self) -> bool:
@@ -61,38 +86,53 @@ class Lane:
         begin.record()
         self._waiting += ((chunk, begin) for chunk in chunks)
 
-    def go_on(self, copy: Callable[[Chunk, Tensor], None]) -> list[int]:
+    def go_on(self, route: Route) -> list[int]:
         """Queue what is next. Returns the transfers that have ended since the last call."""
         ended = []
-        while self._queued and self._queued[0][1].query():
-            chunk, _ = self._queued.popleft()
+        while self._queued and self._queued[0].end.query():
+            chunk = self._queued.popleft().chunk
             ended += [chunk.transfer] if chunk.last else []
         while self._waiting and len(self._queued) < AHEAD:
-            chunk, begin = self._waiting.popleft()
-            end = torch.cuda.Event()
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(begin)
-                copy(chunk, self.staging)
-                end.record()
-            self._queued.append((chunk, end))
+            self._queued.append(self._queue(*self._waiting.popleft(), route))
         return ended
+
+    def _queue(self, chunk: Chunk, begin: torch.cuda.Event, route: Route) -> Queued:
+        half, empty = self._halves.popleft()
+        full, end = torch.cuda.Event(), torch.cuda.Event()
+        with torch.cuda.stream(self._first):
+            self._first.wait_event(begin)
+            if empty is not None:
+                self._first.wait_event(empty)
+            made = route.begin(chunk, half)
+            full.record()
+        with torch.cuda.stream(self._second):
+            self._second.wait_event(full)
+            route.end(chunk, half, made)
+            end.record()
+        self._halves.append((half, end))
+        return Queued(chunk, end, made)
 
 
 class HostTier:
-    """``memory``: of each cache group, on the device (``kv.memory_of``); ``host``: of each, room for units
-    whose numbers begin with 1. What a unit holds in all layers lies together there. What is loaded does not
-    wait for what is saved."""
+    """``memory``: of each cache group, on the device (``kv.memory_of``); ``rooms``: of each, room for units
+    whose numbers begin with 1, as a rule in the host's memory. What a unit holds in all layers lies together
+    there. What is loaded does not wait for what is saved."""
 
-    def __init__(self, memory: Sequence[Sequence[Tensor]], host: Sequence[Pinned], staging: Tensor) -> None:
-        """``staging``: uint8[2, STAGED]"""
+    def __init__(self, memory: Sequence[Sequence[Tensor]], rooms: Sequence[Room], staging: Tensor) -> None:
+        """``staging``: uint8[2, HALVES, STAGED]"""
         self._memory = [_joined(_wide(tensors)) for tensors in memory]
-        self._pinned = host
+        self._rooms = rooms  # which keep their memory
+        flat = [room.bytes.flatten() for room in rooms]
         widths = [_width(tensors) for tensors in memory]
-        self._host = [
-            pinned.bytes[: len(pinned.bytes) // max(1, width) * width].view(-1, width)
-            for pinned, width in zip(host, widths)
+        self._beside = [
+            beside[: len(beside) // max(1, width) * width].view(-1, width)
+            for beside, width in zip(flat, widths)
         ]
         self._in, self._out = Lane(staging[0]), Lane(staging[1])
+        self._inward, self._outward = (
+            Route(self._cross_in, self._scatter),
+            Route(self._gather, self._cross_out),
+        )
 
     @property
     def under_way(self) -> bool:
@@ -115,7 +155,7 @@ class HostTier:
         """At least one part, which may be empty."""
         some = False
         for g, (here, there) in enumerate(zip(units, places)):
-            width = self._host[g].shape[1]
+            width = self._beside[g].shape[1]
             most = max(1, STAGED // width) if width else 0
             for at in range(0, len(here) if most else 0, most):
                 some = True
@@ -123,43 +163,53 @@ class HostTier:
         if not some:
             yield 0, units[0][:0], places[0][:0]
 
-    def _load(self, chunk: Chunk, staging: Tensor) -> None:
-        self._copy(chunk, staging, True)
+    def _cross_in(self, chunk: Chunk, half: Tensor) -> list[Tensor]:
+        if (rows := self._staged(chunk, half)) is None:
+            return []
+        index = upload(chunk.units).long()
+        beside, places = self._beside[chunk.group], chunk.places.tolist()
+        for first, count, place in _runs(places):
+            rows[first : first + count].copy_(beside[place : place + count], non_blocking=True)
+        return [index]
 
-    def _save(self, chunk: Chunk, staging: Tensor) -> None:
-        self._copy(chunk, staging, False)
-
-    def _copy(self, chunk: Chunk, staging: Tensor, inward: bool) -> None:
-        if not len(chunk.units):
+    def _scatter(self, chunk: Chunk, half: Tensor, made: list[Tensor]) -> None:
+        if (rows := self._staged(chunk, half)) is None:
+            self._direct(chunk, True)
             return
-        if self._host[chunk.group].shape[1] > len(staging):
-            self._direct(chunk.group, chunk.units.tolist(), chunk.places.tolist(), inward)
-        else:
-            self._staged(chunk, staging, inward)
+        for tensor, part in zip(self._memory[chunk.group], self._parts(chunk.group, rows)):
+            tensor.index_copy_(0, made[0], part)
 
-    def _direct(self, g: int, units: list[int], places: list[int], inward: bool) -> None:
+    def _gather(self, chunk: Chunk, half: Tensor) -> list[Tensor]:
+        if (rows := self._staged(chunk, half)) is None:
+            return []
+        index = upload(chunk.units).long()
+        for tensor, part in zip(self._memory[chunk.group], self._parts(chunk.group, rows)):
+            torch.index_select(tensor, 0, index, out=part)
+        return []
+
+    def _cross_out(self, chunk: Chunk, half: Tensor, made: list[Tensor]) -> None:
+        if (rows := self._staged(chunk, half)) is None:
+            self._direct(chunk, False)
+            return
+        beside = self._beside[chunk.group]
+        for first, count, place in _runs(chunk.places.tolist()):
+            beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
+
+    def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:
+        """Room for the chunk's units, uint8[n, bytes of a unit]; None: they are too large for it, or none."""
+        width = self._beside[chunk.group].shape[1]
+        if width > len(half) or not len(chunk.units):
+            return None
+        return half[: len(chunk.units) * width].view(len(chunk.units), width)
+
+    def _direct(self, chunk: Chunk, inward: bool) -> None:
         """Units that are large: each part crosses by itself."""
-        for unit, place in zip(units, places):
-            for tensor, part in zip(self._memory[g], self._parts(g, self._host[g][place : place + 1])):
+        g = chunk.group
+        for unit, place in zip(chunk.units.tolist(), chunk.places.tolist()):
+            for tensor, part in zip(self._memory[g], self._parts(g, self._beside[g][place : place + 1])):
                 for here, there in zip(tensor[unit], part[0]):
                     ends = (here, there) if inward else (there, here)
                     ends[0].copy_(ends[1], non_blocking=True)
-
-    def _staged(self, chunk: Chunk, staging: Tensor, inward: bool) -> None:
-        host = self._host[chunk.group]
-        index, there = upload(chunk.units).long(), chunk.places.tolist()
-        rows = staging[: len(there) * host.shape[1]].view(len(there), host.shape[1])
-        pairs = list(zip(self._memory[chunk.group], self._parts(chunk.group, rows)))
-        if inward:
-            for first, count, place in _runs(there):
-                rows[first : first + count].copy_(host[place : place + count], non_blocking=True)
-            for tensor, part in pairs:
-                tensor.index_copy_(0, index, part)
-        else:
-            for tensor, part in pairs:
-                torch.index_select(tensor, 0, index, out=part)
-            for first, count, place in _runs(there):
-                host[place : place + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _parts(self, g: int, rows: Tensor) -> list[Tensor]:
         return parts_of(rows, self._memory[g])
@@ -168,7 +218,7 @@ class HostTier:
 
     def ended(self) -> list[Moved]:
         """The copies that have ended since the last call."""
-        done = self._in.go_on(self._load) + self._out.go_on(self._save)
+        done = self._in.go_on(self._inward) + self._out.go_on(self._outward)
         return [Moved(transfer, ok=True) for transfer in done]
 
     def close(self) -> None: ...
@@ -212,7 +262,8 @@ def by_lanes(
     """A ``lent.Mover``, made in any thread: see ``HostTier`` and ``GpuMemory``."""
     assert staging is not None
     begin_thread()
-    return HostTier(tensors, [Pinned(memory=s.whole, begin=s.begin) for s in segments], staging)
+    rooms = [s if isinstance(s, GpuSegment) else Pinned(memory=s.whole, begin=s.begin) for s in segments]
+    return HostTier(tensors, rooms, staging)
 
 
 def _width(tensors: Sequence[Tensor]) -> int:

@@ -1,5 +1,5 @@
 """Units in memory that processes of one host share: a prefill server lends them, a decode server copies them
-out, and nothing is sent.
+out, and nothing is sent. They lie in the host's memory here, in a GPU's in ``gpu_lent``.
 
 Each unit has a mark, which is another one whenever the unit is about to be written and when it has been. Who
 has copied a unit looks whether its mark is still the one that it was told. That needs a processor that keeps
@@ -14,10 +14,12 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sgla.peers import Lent
 from sgla.worker.tiers import Source
 
 TOKEN = 32  # bytes that tell a segment from all others
@@ -28,6 +30,8 @@ class Segment:
     """Of one cache group: a token, a mark of each unit, and the units, whose numbers begin with 1. Without
     ``fd`` it is this process's own. ``whole`` uint8[*] is all of it, of which units begin at ``begin``."""
 
+    handle = b""  # of units that lie elsewhere: what others find them by
+
     def __init__(self, memory: mmap.mmap, units: int, nbytes: int, fd: int | None = None) -> None:
         count, self.fd, self.begin = units + 1, fd, begin_of(units)
         self.whole: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
@@ -36,9 +40,14 @@ class Segment:
         self.units = self.whole[self.begin :].reshape(count, nbytes)
         self.count = count
 
+    def content(self, place: int) -> NDArray[np.uint8]:
+        """A unit as it is, or was a moment ago."""
+        found: NDArray[np.uint8] = self.units[place]
+        return found
+
     def read(self, place: int) -> tuple[NDArray[np.uint8], int]:
         """A copy of the unit, and the mark that it had behind that."""
-        copied = self.units[place].copy()
+        copied = self.content(place).copy()
         return copied, int(self.marks[place])
 
     def close(self) -> None:
@@ -86,30 +95,57 @@ def _seals() -> int:
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def lend(units: int, nbytes: int, token: bytes) -> Segment:
-    """Memory of ``units`` units, zeros at first, which others can borrow where the system can do that."""
+class Lending(Protocol):
+    """Where units for other servers lie."""
+
+    def lend(self, units: int, nbytes: int, token: bytes) -> Segment:
+        """Memory of ``units`` units, which others can borrow where the system can do that."""
+        ...
+
+    def borrow(self, lent: Lent, group: int, nbytes: int) -> Segment | None:
+        """What a process lends; None: it is on another host, or may not be read, or is another. Raises
+        RuntimeError."""
+        ...
+
+
+class HostLending:
+    """In the host's memory."""
+
+    def lend(self, units: int, nbytes: int, token: bytes) -> Segment:
+        """Zeros at first."""
+        memory, fd = shared(units, nbytes, token)
+        return Segment(memory, units, nbytes, fd)
+
+    def borrow(self, lent: Lent, group: int, nbytes: int) -> Segment | None:
+        units = lent.units[group]
+        memory = sharing(lent.pid, lent.fds[group], lent.token, units, nbytes)
+        return None if memory is None else Segment(memory, units, nbytes)
+
+
+def shared(units: int, nbytes: int, token: bytes) -> tuple[mmap.mmap, int | None]:
+    """Memory of a segment, and its descriptor if others can have it."""
     size = _size(units, nbytes)
     if not hasattr(os, "memfd_create") or platform.machine() not in ("x86_64", "AMD64"):
-        return Segment(mmap.mmap(-1, size), units, nbytes)
+        return mmap.mmap(-1, size), None
     fd = os.memfd_create("sgla-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(fd, size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
-    segment = Segment(mmap.mmap(fd, size), units, nbytes, fd)
-    segment.head[:] = np.frombuffer(token, np.uint8)
-    return segment
+    memory = mmap.mmap(fd, size)
+    memory[:TOKEN] = token
+    return memory, fd
 
 
-def borrow(pid: int, fd: int, token: bytes, units: int, nbytes: int) -> Segment | None:
-    """What the process ``pid`` lends; None: it is on another host, or may not be read, or is another."""
+def sharing(pid: int, fd: int, token: bytes, units: int, nbytes: int) -> mmap.mmap | None:
+    """The memory of a segment of the process ``pid``."""
     with suppress(OSError, ValueError):
         own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             sealed = fcntl.fcntl(own, fcntl.F_GET_SEALS) & _seals() == _seals()
             if not sealed or os.fstat(own).st_size != _size(units, nbytes):
                 return None
-            segment = Segment(mmap.mmap(own, _size(units, nbytes)), units, nbytes)
+            memory = mmap.mmap(own, _size(units, nbytes))
         finally:
             os.close(own)
-        if segment.head.tobytes() == token:
-            return segment
+        if memory[:TOKEN] == token:
+            return memory
     return None

@@ -16,7 +16,7 @@ from sgla.errors import SglaError
 from sgla.messages import Control, Facts, Moved, StepPlan, StepResult
 
 LOOK = 0.01  # seconds between looks at the pipe while steps are on their way
-COPYING = 0.001  # and at copies, while there is nothing else
+COPYING = 2e-4  # and at copies, while there is nothing else
 
 
 Reply = dict[str, Any] | Future[dict[str, Any]]  # to a command: what came of it, at once or later

@@ -13,19 +13,36 @@ from numpy.typing import NDArray
 
 from sgla.config import Config
 from sgla.errors import ConfigError
-from sgla.messages import KEY, Copy, Moved
-from sgla.peers import Beside, Borrowed, Channel, Exposed, Frame, Lent, Link, Listener, Message, Unit, Want
-from sgla.worker.lent import TOKEN, lend
+from sgla.messages import Copy, Moved, keys_in
+from sgla.peers import (
+    Beside,
+    Borrowed,
+    Channel,
+    Exposed,
+    Frame,
+    Lent,
+    Link,
+    Listener,
+    Message,
+    Placed,
+    Unit,
+    Want,
+)
+from sgla.worker.lent import Lending
 from sgla.worker.state import column
 from sgla.worker.tiers import Source, checksum
 from sgla.worker.transfer import TransferEngine
+
+Name = tuple[int, bytes]
+"""Of a unit: its cache group and its key."""
 
 
 class HostUnits:
     """Units of one cache group in memory that other processes may read, and what they are."""
 
-    def __init__(self, units: int, nbytes: int, token: bytes = bytes(TOKEN)) -> None:
-        self.nbytes, self.memory = nbytes, lend(units, nbytes, token)
+    def __init__(self, units: int, nbytes: int, token: bytes, lending: Lending) -> None:
+        """``lending``: where. Raises RuntimeError."""
+        self.nbytes, self.memory = nbytes, lending.lend(units, nbytes, token)
         self._keys = [b""] * (units + 1)
         self._sums: dict[int, Future[bytes]] = {}  # of units of which one is made
         self._units: dict[bytes, int] = {}
@@ -43,7 +60,10 @@ class HostUnits:
             self.memory.marks[unit] += 1
             self._keys[unit], self._units[key] = key, unit
             if threads is not None:
-                self._sums[unit] = threads.submit(checksum, key, self.memory.units[unit].data)
+                self._sums[unit] = threads.submit(self._checksum, unit, key)
+
+    def _checksum(self, unit: int, key: bytes) -> bytes:
+        return checksum(key, self.memory.content(unit).data)
 
     def has(self, key: bytes) -> bool:
         return key in self._units
@@ -55,7 +75,7 @@ class HostUnits:
             unit = self._units.get(key)
             if unit is None:
                 return None
-            np.copyto(into, self.memory.units[unit])
+            np.copyto(into, self.memory.content(unit))
             made = self._sums.get(unit)
         return checksum(key, into.data) if made is None else made.result()
 
@@ -101,7 +121,7 @@ class Offer:
         self._units, self._mover = kept, mover
         self._saving: dict[int, Copy] = {}  # by their transfer
         self._erased: list[Moved] = []
-        self._wanted: dict[tuple[int, bytes], list[Link]] = {}
+        self._wanted: dict[Name, list[Link]] = {}
         self._links: set[Link] = set()
         self._borrowers: set[Link] = set()
         self._threads = ThreadPoolExecutor(abreast, "kv-sum")
@@ -150,11 +170,12 @@ class Offer:
     def _saved(self, copy: Copy) -> None:
         summed = self._engine is not None or len(self._borrowers) < len(self._links)
         threads = self._threads if summed else None
+        names: list[Name] = []
         for g, (targets, keys) in enumerate(zip(copy.targets, copy.keys)):
-            for i, unit in enumerate(column(targets).tolist()):
-                key = keys[i * KEY : (i + 1) * KEY]
+            for unit, key in zip(column(targets).tolist(), keys_in(keys)):
                 self._units[g].end(unit, key, threads)
-                self.written(g, key)
+                names.append((g, key))
+        self.written(names)
 
     @property
     def port(self) -> int:
@@ -178,16 +199,20 @@ class Offer:
     def _terms(self, token: bytes) -> Lent | None:
         fds = [fd for units in self._units if (fd := units.memory.fd) is not None]
         counts = [units.memory.count - 1 for units in self._units]
-        return Lent(os.getpid(), token, fds, counts) if len(fds) == len(counts) else None
+        handles = [units.memory.handle for units in self._units]
+        if len(fds) < len(counts):
+            return None
+        return Lent(os.getpid(), token, fds, counts, handles if any(handles) else [])
 
     def _exposed(self, engine: TransferEngine) -> Exposed:
         addresses = [engine.register(units.memory.whole) for units in self._units]
         return Exposed(engine.metadata(), addresses, [units.memory.count - 1 for units in self._units])
 
     def _want(self, link: Link, want: Want) -> None:
+        there: list[Name] = []
         for group, keys in enumerate(want.keys[: len(self._units)]):
-            for at in range(0, len(keys), KEY):
-                name = group, keys[at : at + KEY]
+            for key in keys_in(keys):
+                name = group, key
                 with self._lock:
                     links = self._wanted.setdefault(name, [])
                     if link in links:
@@ -196,22 +221,47 @@ class Offer:
                         links.append(link)
                     if not links:
                         del self._wanted[name]
-                if not want.drop and self._units[group].has(name[1]):
-                    self.written(*name)
+                if not want.drop and self._units[group].has(key):
+                    there.append(name)
+        self.written(there)
 
-    def written(self, group: int, key: bytes) -> None:
-        """Send a unit to all who want it."""
+    def written(self, names: Sequence[Name]) -> None:
+        """Send units to all who want them, or tell them where they are."""
+        wanted: dict[Link, list[Name]] = {}
         with self._lock:
-            links = self._wanted.pop((group, key), [])
-        for link in links:
-            link.post(partial(self._frame, link, group, key))
+            for name in names:
+                for link in self._wanted.pop(name, ()):
+                    wanted.setdefault(link, []).append(name)
+        for link, own in wanted.items():
+            if link in self._borrowers and self._engine is None:
+                for group in range(len(self._units)):
+                    keys = [key for g, key in own if g == group]
+                    link.post(partial(self._placed, link, group, keys))
+            else:
+                for name in own:
+                    link.post(partial(self._frame, link, *name))
+
+    def _placed(self, link: Link, group: int, keys: Sequence[bytes]) -> Frame | None:
+        """What is lost meanwhile is still wanted."""
+        found = [(key, *place) for key in keys if (place := self._lent_at(link, group, key)) is not None]
+        if not found:
+            return None
+        there, places, marks = zip(*found)
+        told = np.array(places, np.int32).tobytes(), np.array(marks, np.int64).tobytes()
+        return Placed(group, b"".join(there), *told), b""
+
+    def _lent_at(self, link: Link, group: int, key: bytes) -> tuple[int, int] | None:
+        place = self._units[group].lent(key)
+        if place is None:
+            self._wait(link, group, key)
+        return place
 
     def _frame(self, link: Link, group: int, key: bytes) -> Frame | None:
-        """What is lost meanwhile is still wanted."""
+        """``_placed`` of one unit, which is sent, or has a checksum where it lies."""
         units = self._units[group]
         if link in self._borrowers:
-            place, made = units.lent(key), units.sum(key)
-            return self._wait(link, group, key) if place is None else (Unit(group, key, made, *place), b"")
+            place, made = self._lent_at(link, group, key), units.sum(key)
+            return None if place is None else (Unit(group, key, made, *place), b"")
         room = np.empty(units.nbytes, np.uint8)
         found = units.take(key, room)
         return self._wait(link, group, key) if found is None else (Unit(group, key, found), room.data)

@@ -19,7 +19,7 @@ from sgla.hub.source import ModelSource
 from sgla.messages import CacheGroup, Tier
 from sgla.peers import PeerRefused
 from sgla.version import __version__
-from sgla.worker.lent import TOKEN, Mover, Segment, SegmentUnits
+from sgla.worker.lent import TOKEN, Lending, Mover, Segment, SegmentUnits
 from sgla.worker.memory import mib, tier_units
 from sgla.worker.mooncake_engine import MooncakeEngine
 from sgla.worker.nixl import Nixl
@@ -31,7 +31,9 @@ from sgla.worker.transfer import TransferEngine
 
 SAMPLES, SAMPLE = 256, 4096  # pieces of a file of weights, and their bytes
 LEAST = 1  # pages that a prompt must have before others read it
-MOST = 16 << 30  # bytes of units that a rank of a prefill server keeps for others, if nobody says how many
+# Bytes of units that a rank of a prefill server keeps for others, if nobody says how many: of its host's
+# memory at most, and of its GPU's.
+MOST, ON_GPU = 16 << 30, 8 << 30
 ROOM = 1 << 30  # bytes of units on their way to a rank, if nobody says how many
 
 
@@ -49,6 +51,7 @@ def open_peer(
     groups: Sequence[CacheGroup],
     memory: Sequence[UnitMemory],
     mover: Mover,
+    lending: Lending,
     parts: Sequence[Sequence[Part]],
     shard: Shard,
     abreast: int = 1,
@@ -59,12 +62,14 @@ def open_peer(
     if config.role == "decode":
         room = ROOM if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
         fit = partial(fitting, parts, groups, [units.nbytes for units in memory], shard)
-        remote = RemoteTier(config, identity, memory, mover, fit, room, abreast, engine_of(config))
+        remote = RemoteTier(config, identity, memory, mover, lending, fit, room, abreast, engine_of(config))
         told = Tier("prefill", [0] * len(memory), shared=True, least=LEAST, computes=True)
         return Peering(remote, told, [])
     pages, nbytes = [group.pages for group in groups], [units.nbytes for units in memory]
     own = sum(count * n for count, n in zip(pages, nbytes))
-    room = min(own, MOST) if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
+    room = gpu_room(config, size)
+    if not room:
+        room = min(own, MOST) if config.kv_transfer_bytes is None else config.kv_transfer_bytes // size
     units = tier_units(room, pages, nbytes)
     if not all(units):
         raise ConfigError(
@@ -73,18 +78,25 @@ def open_peer(
             param="kv_transfer_bytes",
         )
     token = os.urandom(TOKEN)
-    kept = [HostUnits(count, n, token) for count, n in zip(units, nbytes)]
-    lent = token if config.kv_transfer_backend == "auto" else b""
+    lent = token if config.kv_transfer_backend in ("auto", "cuda_ipc") else b""
     try:
+        kept = [HostUnits(count, n, token, lending) for count, n in zip(units, nbytes)]
         moving = mover([units.memory for units in kept])
     except RuntimeError as error:  # of pages that cannot be locked
         raise OutOfMemory(
-            f"the host's memory ran out while {mib(room)} for KV on its way were taken ({error}); lower "
+            f"memory ran out while {mib(room)} for KV on its way were taken ({error}); lower "
             "--kv-transfer-bytes",
             param="kv_transfer_bytes",
         ) from error
     offer = Offer(config, identity, kept, moving, rank, abreast, lent, engine_of(config))
     return Peering(offer, Tier("peers", units, early=True), [offer.port])
+
+
+def gpu_room(config: Config, ranks: int) -> int:
+    """Bytes of its GPU that each of so many ranks keeps for KV on its way to other servers."""
+    if config.role != "prefill" or config.kv_transfer_backend != "cuda_ipc":
+        return 0
+    return ON_GPU if config.kv_transfer_bytes is None else config.kv_transfer_bytes // ranks
 
 
 def engine_of(config: Config) -> TransferEngine | None:
@@ -132,7 +144,7 @@ def peer_identity(
         "model": model_digest(config, source),
         "settings": ", ".join(f"{name}={value}" for name, value in settings.items()),
         "layout": _digest([layout, long]),
-        "--kv-transfer-backend": backend if backend in ("nixl", "mooncake") else "auto or tcp",
+        "--kv-transfer-backend": "auto or tcp" if backend in ("auto", "tcp") else backend,
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sgla import clock
 from sgla.config import Config
-from sgla.messages import KEY, Copy, Moved
+from sgla.messages import Copy, Moved, keys_in
 from sgla.peers import (
     Ask,
     Beside,
@@ -31,13 +31,14 @@ from sgla.peers import (
     Lent,
     Link,
     Message,
+    Placed,
     Reconnecting,
     Unit,
     Want,
     connect,
 )
 from sgla.worker.arrivals import Arrivals, Arrived, Borrows, Name, Taken
-from sgla.worker.lent import Mover, Segment, borrow
+from sgla.worker.lent import Lending, Mover, Segment
 from sgla.worker.parts import Fit
 from sgla.worker.state import column
 from sgla.worker.tiers import PATIENCE, FileTier, Source, UnitMemory
@@ -101,6 +102,12 @@ class Loan:
         self._mover.close()
 
 
+def units_of(placed: Placed) -> Iterator[Unit]:
+    places, marks = np.frombuffer(placed.places, np.int32), np.frombuffer(placed.marks, np.int64)
+    for key, place, mark in zip(keys_in(placed.keys), places.tolist(), marks.tolist()):
+        yield Unit(placed.group, key, place=place, mark=mark)
+
+
 class Links(NamedTuple):
     """For questions, and for units of each rank that is read."""
 
@@ -109,9 +116,10 @@ class Links(NamedTuple):
 
 
 class RemoteTier:
-    """``mover``: what copies from memory that a prefill server on this host lends. ``room``: bytes of prompts
-    that may be under way, while others wait for their turn, and of units that may wait to be taken. ``fit``:
-    what a rank here reads of a server with so many ranks; raises PeerRefused if it can read none of it.
+    """``mover``: what copies from memory that a prefill server on this host lends by its ``lending``.
+    ``room``: bytes of prompts that may be under way, while others wait for their turn, and of units that may
+    wait to be taken; where units stay with the prefill server, half of what it has for them. ``fit``: what a
+    rank here reads of a server with so many ranks; raises PeerRefused if it can read none of it.
     ``engine``: what reads the memory of servers on other hosts; without it units are sent."""
 
     def __init__(
@@ -120,6 +128,7 @@ class RemoteTier:
         told: dict[str, str],
         memory: Sequence[UnitMemory],
         mover: Mover,
+        lending: Lending,
         fit: Callable[[int], Fit],
         room: int,
         abreast: int,
@@ -130,11 +139,12 @@ class RemoteTier:
         self._guard = self._arrivals.lock
         taken = [Taken(self._arrivals, group) for group in range(len(memory))]
         self._sent = FileTier("--prefill-url", taken, memory, COPYING, abreast)
-        self._mover, self._loans = mover, list[Loan]()  # the last one is used, others come to their end
+        self._mover, self._lending = mover, lending
+        self._loans = list[Loan]()  # the last one is used, others come to their end
         self._segments: dict[int, Sequence[Borrows]] = {}  # that were borrowed, by their source
         self._url, self._secret = config.prefill_url or "", config.kv_transfer_secret or ""
         self._told, self._room, self._groups = told, room, len(memory)
-        self._borrows = config.kv_transfer_backend == "auto"
+        self._borrows = config.kv_transfer_backend in ("auto", "cuda_ipc")
         self._engine = engine
         self._asked: list[Asked] = []
         self._numbers = itertools.count(1)
@@ -198,6 +208,9 @@ class RemoteTier:
                 self._meet(source, message)
             elif isinstance(message, Unit):
                 self._arrive(source, Arrived(beside, message, now))
+            elif isinstance(message, Placed):
+                for unit in units_of(message):
+                    self._arrive(source, Arrived(b"", unit, now))
             elif isinstance(message, Done):
                 for asked in self._asked:
                     if asked.number == message.number:
@@ -224,11 +237,14 @@ class RemoteTier:
             return
         fit = self._arrivals.fit
         nbytes = fit.nbytes[source]
-        if not len(lent.fds) == len(lent.units) == len(nbytes):
+        handles = len(lent.handles) or len(nbytes)
+        if not len(lent.fds) == len(lent.units) == len(nbytes) == handles:
             return
-        found = [
-            borrow(lent.pid, fd, lent.token, units, n) for fd, units, n in zip(lent.fds, lent.units, nbytes)
-        ]
+        try:
+            found = [self._lending.borrow(lent, group, n) for group, n in enumerate(nbytes)]
+        except RuntimeError as error:  # of GPUs that no link joins
+            self._sent.warn("be read, and is sent", OSError(str(error)))
+            return
         segments = [segment for segment in found if segment is not None]
         if len(segments) < len(found) or (fit.whole and not self._lend(segments)):
             return
@@ -273,7 +289,7 @@ class RemoteTier:
         return bool(self._asked) or any(source.under_way for source in self._sources)
 
     def begin(self, copy: Copy) -> None:
-        parted = [[keys[at : at + KEY] for at in range(0, len(keys), KEY)] for keys in copy.keys]
+        parted = [keys_in(keys) for keys in copy.keys]
         if copy.target:
             self._load(copy, parted)
             return
@@ -294,14 +310,26 @@ class RemoteTier:
         """Ask for what there is room for, in its order."""
         with self._guard:
             for asked in [asked for asked in self._asked if not asked.sent]:
-                nbytes = self._nbytes(asked)
-                if self._links is None or nbytes > self._room:
+                nbytes, room = self._nbytes(asked), self._most
+                if self._links is None or nbytes > room:
                     asked.sent, asked.done = True, Done(asked.number)
                     continue
                 taken = sum(self._nbytes(other) for other in self._asked if other.sent and not other.done)
-                if taken + nbytes > self._room:
+                if taken + nbytes > room:
                     return
                 self._ask(asked, self._links)
+
+    @property
+    def _most(self) -> int:
+        """Bytes of prompts that may be under way."""
+        if self._links is None or len(self._segments) < len(self._links.units):
+            return self._room
+        nbytes = self._arrivals.fit.nbytes
+        lent = [
+            sum(segment.count * n for segment, n in zip(self._segments[source], sizes))
+            for source, sizes in enumerate(nbytes)
+        ]
+        return sum(lent) // 2
 
     def _nbytes(self, asked: Asked) -> int:
         return self._arrivals.nbytes([len(keys) for keys in asked.keys])

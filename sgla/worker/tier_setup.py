@@ -12,7 +12,7 @@ from sgla.hub.source import ModelSource
 from sgla.messages import CacheGroup
 from sgla.worker.copies import Copies
 from sgla.worker.disk import identity_of, open_disk
-from sgla.worker.lent import Mover
+from sgla.worker.lent import Lending, Mover
 from sgla.worker.parts import Part
 from sgla.worker.peering import open_peer, peer_identity
 from sgla.worker.store import open_store
@@ -22,8 +22,8 @@ from sgla.worker.tiers import UnitMemory
 class Units(NamedTuple):
     """What tiers have copies of. ``memory``: of each cache group, where its units are on the device;
     ``parts``: of each, how they lie there; ``layout``: what else of that matters, the same on all ranks;
-    ``long``: see ``identity_of``; ``mover``: of what other servers read or lend; ``abreast``: see
-    ``FileTier``."""
+    ``long``: see ``identity_of``; ``mover``: of what other servers read or lend, and ``lending``, where that
+    lies; ``abreast``: see ``FileTier``."""
 
     groups: Sequence[CacheGroup]
     memory: Sequence[UnitMemory]
@@ -31,6 +31,7 @@ class Units(NamedTuple):
     layout: Sequence[object]
     long: Sequence[bool]
     mover: Mover
+    lending: Lending
     abreast: int = 1
 
 
@@ -59,7 +60,7 @@ def open_tiers(
     None if there are no tiers at all. Raises ConfigError and OutOfMemory."""
     if not (copies.tiers or asks_for_tiers(config)):
         return None
-    groups, memory, parts, layout, long, mover, abreast = units
+    groups, memory, parts, layout, long, mover, lending, abreast = units
     identity, rank, size = Identity(config, source, units), shard.number, shard.count
     if config.kv_disk is not None:
         disk, tier, keys = open_disk(config.kv_disk, identity.text, groups, memory, rank, size, abreast)
@@ -71,7 +72,7 @@ def open_tiers(
         copies.add_tier(tier, store, [b""] * len(groups))
     if config.role != "both":
         told = peer_identity(config, source, [*layout, parts], long)
-        peer = open_peer(config, told, groups, memory, mover, parts, shard, abreast)
+        peer = open_peer(config, told, groups, memory, mover, lending, parts, shard, abreast)
         copies.add_tier(peer.told, peer.tier, [b""] * len(groups))
         copies.peer_ports, copies.identity = peer.ports, told
     return identity

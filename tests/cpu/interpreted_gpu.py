@@ -47,7 +47,7 @@ from sgla.loading import drafter, load
 from sgla.messages import Control, Submit
 from sgla.model import registry
 from sgla.model.generic_spec import FACTS
-from sgla.worker import gpu_setup, place
+from sgla.worker import gpu_lent, gpu_setup, place
 from sgla.worker.gpu_memory import Peak
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
@@ -88,6 +88,8 @@ def become_gpu() -> None:
         del LOWERINGS[op]
     attention.splits_for = lambda rows, kv_heads, processors: 2  # programs run one after the other here
     gpu_setup.measure, gpu_setup.warm_up = (lambda *args: Peak(0, 0)), (lambda *args: None)
+    gpu_lent.driver = Nothing
+    gpu_lent._tensor = lambda at, units, nbytes: torch.zeros(units + 1, nbytes, dtype=torch.uint8)
     OnCpu().__enter__()
     place.Gpu.begin_thread = lambda self: OnCpu().__enter__()  # type: ignore[assignment, method-assign, return-value]
 
@@ -410,6 +412,13 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     "prefixes on the host": (DECODER, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
     "prefixes on a disk": (DECODER, "", by_turns, ONE, {"kv_disk": "{}/disk:1M", **TORCH}),
     "prefixes for others": (DECODER, "", by_turns, ONE, {**PREFILL, **TORCH}),
+    "prefixes for others on a GPU": (
+        DECODER,
+        "",
+        by_turns,
+        ONE,
+        {**PREFILL, "kv_transfer_backend": "cuda_ipc", **TORCH},
+    ),
     "states in a store": (STATES_KEPT, "", by_turns, ONE, {"kv_store": "{}/store", **TORCH}),
     "after a sleep": (DECODER, "", short_text, {}, {"kv_host_bytes": 1 << 20, **TORCH}),
     "states on the host": (STATES_KEPT, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),

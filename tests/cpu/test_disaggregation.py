@@ -50,7 +50,21 @@ from sgla.errors import ConfigError, SglaError
 from sgla.executor import procs
 from sgla.http.app import make_app
 from sgla.http.connections import Runner
-from sgla.peers import Accepted, Ask, Borrowed, Channel, Done, Hello, Identity, Lent, Message, Unit, Want
+from sgla.messages import KEY
+from sgla.peers import (
+    Accepted,
+    Ask,
+    Borrowed,
+    Channel,
+    Done,
+    Hello,
+    Identity,
+    Lent,
+    Message,
+    Placed,
+    Unit,
+    Want,
+)
 from sgla.route.balancer import Balancer
 from sgla.route.config import RouteConfig
 from sgla.route.front import Front
@@ -257,7 +271,8 @@ def test_a_peer_that_dies_costs_time_alone(
         (Accepted, 2),
         (Lent, 1),
         (Borrowed, 1),
-        (Unit, 5),
+        (Placed, 1),
+        (Placed, 3),
     ],
 )
 def test_a_peer_that_dies_while_memory_is_lent_costs_time_alone(
@@ -303,7 +318,7 @@ def test_units_that_have_changed_are_not_used(
 def test_memory_is_borrowed_on_one_host(
     folders: dict[str, Path], fresh: Engine, alone: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent = []
+    sent: list[tuple[Message, int]] = []
     send = Channel.send
 
     def watch(channel: Channel, message: Message, beside: bytes = b"") -> None:
@@ -314,9 +329,9 @@ def test_memory_is_borrowed_on_one_host(
     with decoding(folders["pages"], port_of(fresh)) as second:
         assert same_text(tell(second, ASKED), alone)
         assert stats(second).tiers[0].failed == 0
-    units = [(message.place >= 0, beside) for message, beside in sent if isinstance(message, Unit)]
-    assert len(units) > 12
-    assert set(units) == {(True, 0)}
+    placed = [message for message, _ in sent if isinstance(message, Placed)]
+    assert sum(len(message.keys) // KEY for message in placed) > 12
+    assert not any(isinstance(message, Unit) or beside for message, beside in sent)
 
 
 def test_borrowed_units_that_are_overwritten_are_not_used(
@@ -363,11 +378,11 @@ def test_a_system_without_sealed_memory_lends_none(monkeypatch: pytest.MonkeyPat
     for name in [name for name in vars(fcntl) if name.startswith("F_SEAL") or name.endswith("_SEALS")]:
         monkeypatch.delattr(fcntl, name)
     monkeypatch.delattr(os, "memfd_create")
-    found = runpy.run_path(lent.__file__)
-    segment = found["lend"](3, 16, bytes(TOKEN))
+    lending = runpy.run_path(lent.__file__)["HostLending"]()
+    segment = lending.lend(3, 16, bytes(TOKEN))
     assert segment.fd is None
     assert segment.units.shape == (4, 16)
-    assert found["borrow"](1 << 22, 0, bytes(TOKEN), 3, 16) is None
+    assert lending.borrow(Lent(1 << 22, bytes(TOKEN), [0], [3]), 0, 16) is None
 
 
 def test_a_prefill_server_brings_back_what_its_tree_has_lost(folders: dict[str, Path]) -> None:
@@ -435,7 +450,8 @@ def test_prompt_logprobs_are_computed_here(pair: tuple[Engine, Engine], folders:
 
 def test_small_memory_costs_time_alone(folders: dict[str, Path], prefill: Engine, alone: list[Any]) -> None:
     """There is room for a third of a prompt on its way, and on the device for one."""
-    sizes = {"kv_transfer_bytes": 32 << 10, "kv_cache_bytes": 256 << 10, "context_length": 200}
+    sizes: dict[str, Any] = {"kv_transfer_bytes": 32 << 10, "kv_cache_bytes": 256 << 10}
+    sizes |= {"context_length": 200, "kv_transfer_backend": "tcp"}
     with decoding(folders["pages"], port_of(prefill), **sizes) as second:
         wanted = SamplingParams(temperature=0.7, seed=5, max_tokens=4)
         outputs = second.generate(ASKED * 2, wanted)
@@ -492,6 +508,10 @@ def test_who_sends_nonsense_is_not_let_in(prefill: Engine) -> None:
         ({"role": "decode", **SECRET}, "--prefill-url tcp://HOST:PORT"),
         ({"role": "decode", "prefill_url": "http://a:1", **SECRET}, "--prefill-url tcp://HOST:PORT"),
         ({"prefill_url": "tcp://a:1"}, "needs --role decode"),
+        ({"kv_transfer_backend": "tcp"}, "--kv-transfer-backend tcp: it needs --role prefill or decode"),
+        ({"kv_transfer_bytes": 1 << 20}, "--kv-transfer-bytes 1048576: it needs --role prefill or decode"),
+        ({"kv_transfer_port": 1}, "--kv-transfer-port 1: it needs --role prefill, decode or encode"),
+        ({"role": "prefill", "kv_transfer_backend": "cuda_ipc", **SECRET}, "cuda_ipc needs GPUs"),
         ({"role": "prefill", "prefix_cache": False, **SECRET}, "--no-prefix-cache"),
     ],
 )

@@ -18,6 +18,7 @@ CASES = {
     "adapters": {"logprobs"},
     "prefixes on a disk": {"logprobs"},
     "prefixes for others": {"logprobs"},
+    "prefixes for others on a GPU": {"logprobs"},
     "after a sleep": {"logprobs"},
     "pages of int8": {"logprobs"},
     "toy family": {"logprobs"},
