@@ -161,6 +161,7 @@ def numbers(talks: Sequence[Talk], seconds: float, answers: bool) -> dict[str, A
     ``later_ttft_*``."""
     records = [record for talk in talks for record in talk.records]
     told = summarize(records, seconds)
+    every = [1e3 * (r.chunks[0] - r.start) for r in records if r.chunks]
     later = [1e3 * (r.chunks[0] - r.start) for talk in talks for r in talk.records[1:] if r.chunks]
     ends = [talk.records[-1].prompt_tokens for talk in talks if talk.records]
     whole = max(told["in_tokens"], 1)
@@ -170,6 +171,7 @@ def numbers(talks: Sequence[Talk], seconds: float, answers: bool) -> dict[str, A
         "working_set": sum(ends),
         "hit_rate": round(told["cached_tokens"] / whole, 4),
         "attainable": round(sum(talk.attainable(answers) for talk in talks) / whole, 4),
+        "ttft_mean_ms": round(sum(every) / max(len(every), 1), 1),
         "later_ttft_mean_ms": round(sum(later) / max(len(later), 1), 1),
         "later_ttft_p90_ms": round(percentile(later, 0.9), 1),
         **told,
