@@ -166,8 +166,6 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
         check_compiles(config)
     if isinstance(spec, ModelSpec) and spec.recurrent:
         check_recurrent(config, device)
-    if isinstance(spec, ModelSpec) and device == "cuda":
-        check_whole(config, spec)
 
 
 def check_cards(config: Config, machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str) -> None:
@@ -572,18 +570,6 @@ def check_recurrent(config: Config, device: str) -> None:
             f"--{name.replace('_', '-')} cannot be honoured for a model whose layers keep a state of all "
             "tokens; leave it out",
             param=name,
-        )
-
-
-def check_whole(config: Config, spec: ModelSpec) -> None:
-    """Raise ConfigError for what GPUs have no kernel for: a context in which tokens read chosen ones, or
-    those of a chunk."""
-    most = min((layer.whole_until for layer in spec.attention if layer.whole_until), default=0)
-    if most and (config.context_length or spec.context_len) > most:
-        raise ConfigError(
-            f"beyond {most} tokens {spec.architecture} attends to a part of them, for which GPUs have no "
-            f"kernel yet; give --context-length {most}, or --device cpu",
-            param="context_length",
         )
 
 

@@ -13,8 +13,8 @@
 //
 // in: 0 q [T, n * k]; out: 0 [T, n * k]; n: q heads, k: head dim; f: 0 scale, 1 softcap
 // p: 0 sinks [n], of int8 pages 3 scales of k and 4 of v [pages, kv heads, page size]
-// a: 0 kv heads, 1 window, 2 Cached, 3 page stride, 4 token stride, 5 head stride, 6 k, 7 v, 8 y is bfloat16,
-// 9 cache group
+// a: 0 kv heads, 1 window (below 0: chunks), 2 Cached, 3 page stride, 4 token stride, 5 head stride, 6 k,
+// 7 v, 8 y is bfloat16, 9 cache group
 
 #include <algorithm>
 #include <cmath>
@@ -40,6 +40,11 @@ struct Shape {
       : heads(i.n), dim(i.k), kv_heads(i.a[0]), group(i.n / i.a[0]), window(i.a[1]),
         width(round_up(i.k, PANEL)), scale(i.f[0]), softcap(i.f[1]), type((Cached)i.a[2]) {}
 
+  // The first token that the one at ``position`` sees.
+  int64_t first(int64_t position) const {
+    if (window < 0) return position - position % -window;
+    return window ? std::max<int64_t>(0, position - window + 1) : 0;
+  }
   int64_t max_rows() const { return std::max<int64_t>(group, TASK_ROWS / group * group); }
   int64_t state_size(int64_t rows) const { return rows * width + 2 * round_up(rows, LANES); }
   int64_t state_size() const { return state_size(max_rows()); }
@@ -124,7 +129,7 @@ struct Task {
   }
 
   int64_t end() const { return members ? common : q.position + q.count; }
-  int64_t begin() const { return s.window ? std::max<int64_t>(0, q.position - s.window + 1) : 0; }
+  int64_t begin() const { return s.first(q.position); }
 
   void load_queries() {
     const float* x = c.at(i.in[0]) + head * s.group * s.dim;
@@ -350,7 +355,7 @@ struct Task {
   // Scores of row r (a head of the token at ``position``), scaled, capped and masked, to weights. Returns
   // their maximum, -inf if the row sees nothing.
   INLINE float mask(int64_t r, int64_t position, int64_t at, int64_t count) {
-    int low = s.window ? (int)std::max<int64_t>(0, position - s.window + 1 - at) : 0;
+    int low = (int)std::max<int64_t>(0, s.first(position) - at);
     int high = (int)std::min(count, position + 1 - at);
     vf top = splat(-INFINITY);
     vi lane;

@@ -36,7 +36,8 @@ class AttentionShape(NamedTuple):
     ``context_len``: tokens of the longest history, which only deterministic kernels want to know; ``v_dim``
     0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of the layers have them; ``alone``: all layers
     of the model have these heads; ``latent``: v is the beginning of k (multi-head latent attention);
-    ``together``: tokens of a picture see each other (``Media.until``)."""
+    ``together``: tokens of a picture see each other (``Media.until``); ``chunked``: windows of some layers
+    are chunks."""
 
     heads: int
     kv_heads: int
@@ -55,6 +56,7 @@ class AttentionShape(NamedTuple):
     alone: bool = True
     latent: bool = False
     together: bool = False
+    chunked: bool = False
 
     @property
     def group(self) -> int:

@@ -54,7 +54,7 @@ def attend(q: Tensor, kv: KVLayer, pages: Tensor, kv_len: int, scoring: Scoring)
     """q ``[T, Hq * hd]``, the last T of the ``kv_len`` tokens in ``pages`` int32[n] -> ``[T, Hq * vd]``."""
     tokens, dim = q.shape[0], kv.k.shape[3]
     first = kv_len - tokens  # place of the first token
-    begin = max(0, first - scoring.window + 1) if scoring.window else 0  # what is before may be another's
+    begin = max(0, scoring.begin(first)) if scoring.window else 0  # what is before may be another's
     size = kv.k.shape[1]
     which, offset = pages[begin // size : -(-kv_len // size)].long(), begin // size * size
     k, v = (
@@ -68,7 +68,7 @@ def attend(q: Tensor, kv: KVLayer, pages: Tensor, kv_len: int, scoring: Scoring)
             value = scoring.softcap * torch.tanh(value / scoring.softcap)
         seen = place <= at[token]
         if scoring.window:
-            seen = seen & (place > at[token] - scoring.window)
+            seen = seen & (place >= scoring.begin(at[token] + begin) - begin)
         return torch.where(seen, value, -float("inf"))
 
     queries = q.view(1, tokens, -1, dim).transpose(1, 2).float()

@@ -81,6 +81,8 @@ def refuses(shape: AttentionShape) -> str | None:
     """Why these kernels cannot be used, or None."""
     if shape.mixed:
         return shape.mixed
+    if shape.chunked:
+        return "windows of layers are chunks"
     if shape.kv_dtype == "int8":
         return "its kernels read no KV cache in int8"
     if shape.head_dim > HEAD_DIM:

@@ -35,6 +35,8 @@ class NativeDecode:
         """Why this kernel cannot be used, or None."""
         if shape.mixed:
             return shape.mixed
+        if shape.chunked:
+            return "windows of layers are chunks"
         return decode_attention.refuses(
             device, shape.dtype, shape.head_dim, shape.group, shape.page_size, shape.max_rows
         )

@@ -42,7 +42,7 @@ class TritonDecode:
         return attention.decode(
             q, kv.k, kv.v, batch.pages(kv.group), batch.slots[:n], batch.kv_len[:n],
             scoring.scale * kv.k_scale, scoring.window, scoring.softcap, splits, kv.v_scale,
-            self._device.shared, scoring.sinks, kv.scales,
+            self._device.shared, scoring.sinks, kv.scales, scoring.chunked,
         )  # fmt: skip
 
 
@@ -79,6 +79,7 @@ class TritonPrompts:
             scoring.sinks,
             kv.scales,
             until,
+            scoring.chunked,
         )
 
 

@@ -281,7 +281,7 @@ BACKENDS: dict[str, Word | str] = {
     **dict.fromkeys(("flashmla", "cutlass_mla", "trtllm_mla", "flashinfer_mla", "triton_mla"), LATENT),
     **dict.fromkeys(("dual_chunk", "dual_chunk_flash_attn"), DUAL),
     **dict.fromkeys(("aiter", "rocm_attn", "rocm_aiter_fa", "wave"), AMD),
-    "nsa": "the sparse attention of DeepSeek-V3.2 is not supported; use DeepSeek-V3.1",
+    "nsa": CHOSEN,
     "hybrid_linear_attn": STATES,
     "ascend": "Ascend NPUs are not supported yet: --device cpu, without it",
     "intel_xpu": "Intel GPUs are not supported yet: --device cpu, without it",

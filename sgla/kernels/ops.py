@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 if TYPE_CHECKING:
     from sgla.kernels.batch import ForwardBatch
     from sgla.quant.weight import Weight
+
+
+Place = TypeVar("Place", int, Tensor)
 
 
 @dataclass(slots=True)
@@ -347,6 +350,11 @@ class Scoring(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
+    chunked: bool = False
+
+    def begin(self, position: Place) -> Place:
+        """The first place that a token sees in a layer with windows, which may be one before all."""
+        return position // self.window * self.window if self.chunked else position - self.window + 1
 
 
 @op(like=outcome)
@@ -358,32 +366,23 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """Causal attention over the pages: q [T, Hq * hd] -> [T, Hq * vd].
 
-    ``window > 0``: a token sees itself and the ``window - 1`` tokens before it. ``softcap > 0``: scores
-    become ``softcap * tanh(score / softcap)``. ``sinks`` float32[Hq]: a score of each head that takes its
-    share of the softmax and has no value (arXiv 2309.17453, as gpt-oss learns it).
+    ``window > 0``: a token sees itself and the ``window - 1`` tokens before it; ``chunked``: those before it
+    in its own chunk of ``window`` tokens. ``softcap > 0``: scores become ``softcap * tanh(score /
+    softcap)``. ``sinks`` float32[Hq]: a score of each head that takes its share of the softmax and has no
+    value (arXiv 2309.17453, as gpt-oss learns it).
+
+    Prefill and decode rows apart, so that padding stays bounded by rows of like kind.
     """
-    return _attention(q, kv, batch, Scoring(scale, window, softcap, sinks))
-
-
-@op(like=outcome)
-def chunked_attention(q: Tensor, kv: KVLayer, batch: ForwardBatch, scale: float, chunk: int) -> Tensor:
-    """As ``attention``, where a token sees those before it that are in its own chunk of ``chunk`` tokens."""
-    return _attention(q, kv, batch, Scoring(scale, chunk), chunked=True)
-
-
-def _attention(
-    q: Tensor, kv: KVLayer, batch: ForwardBatch, scoring: Scoring, chunked: bool = False
-) -> Tensor:
-    """Prefill and decode rows apart, so that padding stays bounded by rows of like kind."""
-    out = outcome(q, kv)
+    out, scoring = outcome(q, kv), Scoring(scale, window, softcap, sinks, chunked)
     starts = batch.q_start[: batch.rows].long()
     q_lens = batch.q_start[1 : batch.rows + 1].long() - starts
     for rows in ((q_lens == 1).nonzero()[:, 0], (q_lens > 1).nonzero()[:, 0]):
         if rows.numel():
-            _attend(q, out, rows, starts[rows], q_lens[rows], kv, batch, scoring, chunked)
+            _attend(q, out, rows, starts[rows], q_lens[rows], kv, batch, scoring)
     return out
 
 
@@ -396,11 +395,9 @@ def _attend(
     kv: KVLayer,
     batch: ForwardBatch,
     scoring: Scoring,
-    chunked: bool,
 ) -> None:
-    """Attention of some rows, padded to the longest query and the longest history among them.
-    ``chunked``: windows are chunks that lie behind each other."""
-    scale, window, softcap, sinks = scoring
+    """Attention of some rows, padded to the longest query and the longest history among them."""
+    scale, window, softcap, sinks, _ = scoring
     page_size, _, dim = kv.k.shape[1:]
     kv_lens = batch.kv_len[rows].long()
     index = torch.arange(int(q_lens.max()), device=q.device)
@@ -413,16 +410,14 @@ def _attend(
     place = torch.arange(keys.shape[2], device=q.device)
     unread = place >= kv_lens[:, None]
     if window:
-        unread |= place <= (kv_lens - q_lens)[:, None] - window
+        unread |= place < scoring.begin(kv_lens - q_lens)[:, None]
     for x in (keys, values):  # what is not the row's may be no number, and 0 times that is none either
         x.masked_fill_(unread[:, None, :, None], 0.0)
-    age = position[:, :, None] - place
-    most = position[:, :, None] % window if chunked else window - 1
-    seen = age >= 0
+    seen = place <= position[:, :, None]
     if batch.media is not None and batch.media.until is not None:
         seen = place < batch.media.until[tokens][:, :, None]
     if window:
-        seen = seen & (age <= most)
+        seen = seen & (place >= scoring.begin(position)[:, :, None])
     odd = _clear(keys, values) if index.numel() > 1 else None
     if softcap or sinks is not None:
         result = _weighed(queries, keys, values, seen[:, None], scale, softcap, sinks)

@@ -112,7 +112,9 @@ class SelfAttention:
     def attend(self, q: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         """What each token sees: ``[T, Hq * hd]``, of q as wide."""
         layer = self.layer
-        return ops.attention(q, kv, batch, layer.scale, layer.window, layer.softcap, self.sinks)
+        return ops.attention(
+            q, kv, batch, layer.scale, layer.window, layer.softcap, self.sinks, layer.chunked
+        )
 
 
 def neox_order(rotated: int, head_dim: int) -> Tensor:

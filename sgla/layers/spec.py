@@ -100,9 +100,9 @@ class AttentionSpec:
 
     @property
     def whole_until(self) -> int:
-        """Tokens of a context up to which each reads all before it, or all of its window, as ops.attention
-        does; 0: that is always so."""
-        return self.window if self.chunked else 0
+        """Tokens of a context up to which each reads all before it, as ops.attention does, where that is not
+        always so; else 0."""
+        return 0
 
     @property
     def latent(self) -> bool:

@@ -8,17 +8,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from sgla.kernels import ops
-from sgla.kernels.batch import ForwardBatch
-from sgla.kernels.ops import KVLayer
 from sgla.layers.attention import LayerAttention, SelfAttention
 from sgla.layers.build import Build
 from sgla.layers.moe import MoE
 from sgla.model.llama import Llama
-
-
-class ChunkedAttention(SelfAttention):
-    def attend(self, q: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
-        return ops.chunked_attention(q, kv, batch, self.layer.scale, self.layer.window)
 
 
 class Mixture(MoE):
@@ -35,10 +28,9 @@ class Llama4(Llama):
 
     def attention(self, build: Build, name: str, index: int) -> LayerAttention:
         layer = self.spec.attention[index]
-        chunked = layer.chunked and layer.window < self.positions
-        made = self.self_attention(build, name, index, ChunkedAttention if chunked else SelfAttention)
-        if layer.chunked and not chunked:
-            made.layer = replace(layer, window=0)
+        made = self.self_attention(build, name, index, SelfAttention)
+        if layer.window >= self.positions:
+            made.layer = replace(layer, window=0, chunked=False)
         if layer.rope is None:
             made.q_norm = made.k_norm = None
         return made

@@ -110,7 +110,7 @@ class CudaRunner(GpuWeights):
         """A step with prompt tokens, or one that brings hidden states."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         states = state_columns(plan, slots, starts, self.steps.tables.host)
-        graphs = self._captures and not self.steps.deterministic
+        graphs = self._captures and self.steps.reads_in_graphs
         graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
         if self.steps.adapted is not None and self.steps.adapted.any(slots):
             graphs = False

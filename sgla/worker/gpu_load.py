@@ -104,6 +104,7 @@ def shapes_of(
             alone=len(groups) == 1,
             latent=layers[0].latent,
             together=together,
+            chunked=any(layer.chunked and layer.window < sizes.context_len for layer in layers),
         )
         for key, layers in groups.items()
     ]

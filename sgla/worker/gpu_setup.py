@@ -148,7 +148,7 @@ class GpuSetup(GpuModel):
         if not self._captures:
             return 0
         largest = max(self.steps.slots, self.prompts.limit)  # tokens of a graph
-        count = self.graphs.count + (0 if self.steps.deterministic else len(self.prompts.pairs))
+        count = self.graphs.count + (len(self.prompts.pairs) if self.steps.reads_in_graphs else 0)
         layers = self.steps.model.spec.layers
         if self.chains is not None:
             prompts += self.chains.graph_bytes
@@ -158,7 +158,7 @@ class GpuSetup(GpuModel):
         """Steps that run as a graph read prompts more cheaply than larger ones.
         Not those of mixtures; several ranks were not measured."""
         every = StepCost(tokens=self.steps.step_tokens, tile=STEP_TILE)
-        if self.steps.deterministic or self.steps.model.spec.moe or self.shard.count > 1:
+        if not self.steps.reads_in_graphs or self.steps.model.spec.moe or self.shard.count > 1:
             return [every]
         limit = self.prompts.limit
         tokens = min(limit, MIXED) if self.budget.ledger["weights"] > HEAVY else limit
@@ -185,7 +185,7 @@ class GpuSetup(GpuModel):
         capture = TriedCapture() if foreign else Capture()
         try:
             self.graphs.capture(capture)
-            if not self.steps.deterministic:
+            if self.steps.reads_in_graphs:
                 self.prompts.capture(capture)
         except RuntimeError as error:
             if not foreign or isinstance(error, torch.OutOfMemoryError):

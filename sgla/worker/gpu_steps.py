@@ -109,6 +109,8 @@ class GpuSteps:
         self.attention, self.ops, self.cascade, self.dtype, self.kv_dtype, self.deterministic = kernels
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
+        picks = any(0 < layer.whole_until < self.context_len for layer in model.spec.attention)
+        self.reads_in_graphs = not (self.deterministic or picks)  # prompts
         self._sampled = sizes_up_to(self.rows)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)
         self.own, self.state = len(model.state()), with_draft(model.state(), beside)

@@ -70,7 +70,7 @@ def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
             _rehearse_eager(steps)
             steps.tables.host.place[:] = 0
         DecodeGraphs(steps).rehearse()
-        if not steps.deterministic:
+        if steps.reads_in_graphs:
             PromptGraphs(steps).rehearse()
         if steps.drafts is not None:
             verify = Verify(steps.drafts, msgspec.structs.replace(_step([(0, 0, 1)]), drafts=bytes(4)))

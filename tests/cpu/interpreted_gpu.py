@@ -218,6 +218,32 @@ WINDOWS = gemma3(
     max_position_embeddings=64,
     layer_types=["sliding_attention", "full_attention"],
 )
+CHUNKS = {key: value for key, value in DECODER.items() if key != "num_hidden_layers"} | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": WINDOW,
+    "moe_layers": [],
+    "intermediate_size_mlp": 96,
+}
+PICKED = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": DECODER["num_attention_heads"],
+    "max_position_embeddings": 64,
+    "mlp_layer_types": ["dense", "dense"],
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "index_topk": 6,
+    "index_n_heads": 3,
+    "index_head_dim": 8,
+}
 STATES_KEPT = DECODER | {
     "architectures": ["Qwen3_5ForCausalLM"],
     "model_type": "qwen3_5_text",
@@ -387,6 +413,14 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         SMALL_STEPS,
         {"decode_attention_backend": "torch", "prefill_attention_backend": "triton"},
     ),
+    "chunks": (
+        CHUNKS,
+        "",
+        long_text,
+        SMALL_STEPS,
+        {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
+    ),
+    "picked tokens": (PICKED, "", long_text, SMALL_STEPS, {"attention_backend": "torch"}),
     "pages of int8": (
         DECODER,
         "",

@@ -231,14 +231,17 @@ def test_larger_groups_have_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "softcap", "v_dim", "sinks"),
+    ("window", "softcap", "v_dim", "sinks", "chunked"),
     [
-        pytest.param(0, 0.0, 16, False, marks=pytest.mark.slow),
-        pytest.param(0, 3.0, 24, True, marks=pytest.mark.slow),
-        (5, 3.0, 24, True),
+        pytest.param(0, 0.0, 16, False, False, marks=pytest.mark.slow),
+        pytest.param(0, 3.0, 24, True, False, marks=pytest.mark.slow),
+        pytest.param(5, 0.0, 16, False, True, marks=pytest.mark.slow),
+        (5, 3.0, 24, True, False),
     ],
 )
-def test_flex_is_an_oracle_of_its_own(window: int, softcap: float, v_dim: int, sinks: bool) -> None:
+def test_flex_is_an_oracle_of_its_own(
+    window: int, softcap: float, v_dim: int, sinks: bool, chunked: bool
+) -> None:
     """Decode rows, a whole prompt and one behind a history; pages behind a window hold no numbers, and those
     of v of another width are of 8 bits."""
     ints = partial(torch.tensor, dtype=torch.int32)
@@ -250,7 +253,8 @@ def test_flex_is_an_oracle_of_its_own(window: int, softcap: float, v_dim: int, s
     if v_dim > 16:
         narrow = torch.float8_e4m3fn
         kv = KVLayer(kv.k.to(narrow), kv.v.to(narrow), k_scale=0.5, v_scale=2.0)
-    q, scoring = torch.randn(tokens, 4 * 16), Scoring(0.3, window, softcap, torch.randn(4) if sinks else None)
+    q = torch.randn(tokens, 4 * 16)
+    scoring = Scoring(0.3, window, softcap, torch.randn(4) if sinks else None, chunked)
     prompts = (np.array(x, np.int32) for x in ([2, 3], q_lens[2:], kv_lens[2:], table.tolist()))
     batch = attention.DeviceBatch(
         rows=4, tokens=tokens, ids=ints([0] * tokens), positions=ints([0] * tokens), slots=ints([0, 1, 2, 3]),

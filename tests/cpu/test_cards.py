@@ -117,7 +117,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sgla.device import nvidia
-from sgla.kernels.triton import attention, latent
+from sgla.kernels.triton import attention, latent, picking
 
 TYPES = dict.fromkeys(('q', 'k', 'v', 'out'), '*bf16') | dict.fromkeys(
     ('part', 'part_ml', 'sinks', 'k_scales', 'v_scales'), '*fp32'
@@ -134,7 +134,7 @@ def shared(kernel, arch, stages, pages='*bf16', **sizes):
     target, options = GPUTarget('cuda', 10 * arch[0] + arch[1], 32), {'num_warps': 4, 'num_stages': stages}
     return triton.compile(source, target=target, options=options).metadata.shared
 
-found, heads = [], {'GROUP': 2, 'SOFTCAP': False, 'SINKS': True}
+found, heads = [], {'GROUP': 2, 'SOFTCAP': False, 'SINKS': True, 'CHUNKED': True}
 for arch in json.loads(sys.argv[1]):
     cut = attention.decode_cut(64, 16, 2, nvidia('', tuple(arch)).shared)
     sizes = {'HD': 64, 'HB': 64, 'VD': 64, 'VB': 64, 'GROUP_BLOCK': 16, 'BLOCK': cut.n}
@@ -148,17 +148,19 @@ room = nvidia('', (8, 9)).shared
 decode, extend = latent.decode_cut(576, 512, 20, 2, room), latent.extend_cut(576, 512, 2, room)
 for kernel, cut in ((latent._decode, decode), (latent._extend, extend)):
     found.append(shared(kernel, (8, 9), latent._ahead(cut), C=512, CB=512, R=64, RB=64, M=cut.m, N=cut.n))
+TYPES |= {'out': '*i64', 'weights': '*fp32', 'lengths': '*i32'}
+found.append(shared(picking._ranks, (8, 9), 2, D=128, DB=128, H=64, N=picking.BLOCK))
 print(json.dumps(found))
 """
 
 
 def test_attention_compiles_for_each_kind_of_cards() -> None:
     """Of decode rows, and for a small card that of pages of 8 bits, of prompts with heads padded
-    to 256 and of DeepSeek's latents."""
+    to 256 and of DeepSeek's latents, and scores by which tokens are picked."""
     pytest.importorskip("triton")
     cards = list(CARDS)
     command = [sys.executable, "-c", COMPILE, json.dumps([CARDS[name] for name in cards])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name, shared in zip([*cards, *["L40S"] * 5], json.loads(done.stdout), strict=True):
+    for name, shared in zip([*cards, *["L40S"] * 6], json.loads(done.stdout), strict=True):
         assert 0 < shared <= nvidia(name, CARDS[name]).shared

@@ -12,6 +12,8 @@ from interpreted import KINDS, answers_of, check
 CASES = {
     "windows, decode": set(),
     "windows, prompts": set(),
+    "chunks": set(),
+    "picked tokens": set(),
     "text": set(KINDS),
     "stages": set(KINDS),
     "weights on the host": {"logprobs"},

@@ -16,11 +16,13 @@ pytest.importorskip("triton")
 
 from draws import DISTRIBUTIONS, possible
 
-from sgla.attention.base import cut
+from sgla.attention.base import DeviceBatch, cut
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.gpu import picked
 from sgla.kernels.ops import KVLayer
-from sgla.kernels.triton import attention, elementwise, latent, sampling, step, turning
+from sgla.kernels.picking import pick, picked_attention
+from sgla.kernels.triton import attention, elementwise, latent, picking, sampling, step, turning
 from sgla.sampling.draw import Distribution, bits_of
 
 
@@ -120,6 +122,45 @@ def test_extend(group: int, dim: int, window: int, softcap: float, tile: tuple[i
     how = attention.Cut(*tile, 2)
     attention.extend(q, kv.k, kv.v, batch.page_table, tiles, 0.3, out, how, window, softcap)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_windows_that_are_chunks() -> None:
+    """Decode rows in one part and in several, the last of a chunk, the first of the next one, and further on;
+    a prompt that begins in the middle of one, and a whole one. What is before a chunk is no number."""
+    q, kv, batch = random_batch([1, 1, 1, 20, 70], [32, 33, 75, 43, 70], 2, 1, 16)
+    before = batch.page_table[batch.slots[2], :16].long()
+    kv.k[before] = kv.v[before] = float("nan")
+    expected = ops.attention(q, kv, batch, 0.3, 32, chunked=True)
+    for splits in (1, 4):
+        rows = batch.page_table, batch.slots[:3], batch.kv_len[:3], 0.3, 32, 0.0, splits
+        out = attention.decode(q[:3], kv.k, kv.v, *rows, chunked=True)
+        torch.testing.assert_close(out, expected[:3], rtol=1e-4, atol=1e-5)
+    starts, lens = (np.array(x, np.int32) for x in ([23, 0], [20, 70]))
+    tiles = torch.from_numpy(cut(batch.slots[3:].numpy(), starts, lens, 3, 32))
+    out, how = torch.empty_like(q), attention.Cut(32, 16, 2)
+    attention.extend(q, kv.k, kv.v, batch.page_table, tiles, 0.3, out, how, 32, chunked=True)
+    torch.testing.assert_close(out[3:], expected[3:], rtol=1e-4, atol=1e-5)
+
+
+def test_picked_tokens() -> None:
+    """The same are picked, of equals the earliest, and attention to them is that of its body; in a few parts,
+    behind a row with no history and beside one with more tokens than are picked."""
+    q, kv, batch = random_batch([1, 1, 1], [1, 90, 101], 3, 1, 24, values=8)
+    scored, weights = torch.randn(3, 5, 8), torch.randn(3, 5).abs()
+    kv.v[:] = (kv.v * 2).round() / 2  # so that sums are exact, and many the same
+    scored, weights = scored.round(), weights.round()
+    table = batch.page_table, batch.slots, batch.kv_len
+    found = picking.places(picking.ranks(scored, weights, kv.v, *table, 110).topk(20).values)
+    given = scored, kv.v[batch.page_table[batch.slots.long(), 0].long(), 0, 0], weights, kv
+    batch.out_loc = batch.page_table[batch.slots.long(), 0] * batch.page_size
+    expected = pick(*given, batch, 20)
+    assert torch.equal(found, expected)
+    assert (found == -1).sum() == 19
+    decode = DeviceBatch(**{name: getattr(batch, name) for name in ForwardBatch.__slots__}, decode_rows=3)
+    out = picked.attend(q, kv.latent(16), decode, 0.3, found)
+    torch.testing.assert_close(
+        out, picked_attention(q, kv.latent(16), batch, 0.3, expected), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("group", "dim"), [(16, 80), (1, 96), (12, 100), (3, 112), (2, 192), (1, 256)])

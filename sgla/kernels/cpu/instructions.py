@@ -167,12 +167,13 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     if not recorder.has(batch) or not _native(kv):
         return NotImplemented
     source, dim, kv_heads = recorder.buffer(q), kv.k.shape[3], kv.k.shape[2]
     out, y = recorder.make(source.width, source.sampled)
-    a = [kv_heads, window, *_layout(kv), 0, kv.group]
+    a = [kv_heads, -window if chunked else window, *_layout(kv), 0, kv.group]
     heads = source.width // dim
     recorder.nodes.append(
         Node(

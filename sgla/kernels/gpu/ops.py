@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sgla.kernels import ops
+from sgla.kernels import ops, picking
 from sgla.kernels.batch import out_loc_of
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
 from sgla.kernels.gpu import integers, mixture, states
+from sgla.kernels.gpu import picked as picks
 from sgla.kernels.integers import are_integers
 from sgla.kernels.lora import Rows, Stack, add_lora, lora, lora_embedding
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
@@ -226,8 +227,17 @@ class GpuOps:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunked: bool = False,
     ) -> Tensor:
-        return self.attend(q, kv, batch, Scoring(scale, window, softcap, sinks))
+        return self.attend(q, kv, batch, Scoring(scale, window, softcap, sinks, chunked))
+
+    @LOWERINGS.of(picking.pick)
+    def pick(self, q: Tensor, key: Tensor, weights: Tensor, kv: KVLayer, batch: Any, most: int) -> Tensor:
+        return picks.pick(q, key, weights, kv, batch, most)
+
+    @LOWERINGS.of(picking.picked_attention)
+    def picked_attention(self, q: Tensor, kv: KVLayer, batch: Any, scale: float, picked: Tensor) -> Tensor:
+        return picks.attend(q, kv, batch, scale, picked)
 
     @LOWERINGS.of(ops.causal_conv)
     def causal_conv(

@@ -56,7 +56,7 @@ def _decode(
     table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     none: tl.constexpr = 0 if INT8 else 0.0
@@ -64,7 +64,10 @@ def _decode(
     slot = tl.load(slots + row).to(tl.int64)
     first = 0
     if window > 0:
-        first = tl.maximum(length - window, 0)
+        if CHUNKED:
+            first = (length - 1) // window * window
+        else:
+            first = tl.maximum(length - window, 0)
     share = tl.cdiv(tl.cdiv(length - first, splits), BLOCK) * BLOCK
     begin = first + split * share
     end = tl.minimum(begin + share, length)
@@ -150,7 +153,7 @@ def _extend(
     table_stride, page_size, q_heads, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    INT8: tl.constexpr, UNTIL: tl.constexpr,
+    INT8: tl.constexpr, UNTIL: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
@@ -176,7 +179,10 @@ def _extend(
         unseen = position + 1
     oldest = 0  # what is behind may be another request's, and no number
     if window > 0:
-        oldest = tl.maximum(start_at - window + 1, 0)
+        if CHUNKED:
+            oldest = start_at // window * window
+        else:
+            oldest = tl.maximum(start_at - window + 1, 0)
     first = oldest // BLOCK_N * BLOCK_N
     top = tl.full([BLOCK_M], NEG, dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -196,7 +202,10 @@ def _extend(
         s = _score(s, scale, softcap, SOFTCAP)
         seen = n[None, :] < unseen[:, None]
         if window > 0:
-            seen = seen & (n[None, :] > position[:, None] - window)
+            if CHUNKED:
+                seen = seen & (n[None, :] >= position[:, None] // window * window)
+            else:
+                seen = seen & (n[None, :] > position[:, None] - window)
         s = tl.where(seen, s, NEG)
         new_top = tl.maximum(top, tl.max(s, 1))
         p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
@@ -254,13 +263,14 @@ def decode(
     shared: int = 1 << 30,
     sinks: Tensor | None = None,
     kv_scales: Scales = None,
+    chunked: bool = False,
 ) -> Tensor:
     """One query token a row: q ``[R or more, Hq * hd]`` -> ``[R or more, Hq * vd]``, R rows of it;
     k, v ``[pages, page_size, Hkv, hd or vd]``.
 
     ``shared``: bytes of shared memory that a block may have.
     Of e4m3 pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``. ``kv_scales``:
-    of int8 pages.
+    of int8 pages. ``chunked``: see ``ops.attention``.
 
     Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
     A row with ``kv_len`` 0 gives zeros.
@@ -283,7 +293,8 @@ def decode(
         page_table.stride(0), page_size, kv_heads, splits, factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, INT8=kv_scales is not None, num_warps=4, num_stages=cut.stages,
+        SINKS=sinks is not None, INT8=kv_scales is not None, CHUNKED=chunked,
+        num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(heads,)](
@@ -346,12 +357,13 @@ def extend(
     sinks: Tensor | None = None,
     kv_scales: Scales = None,
     until: Tensor | None = None,
+    chunked: bool = False,
 ) -> None:
     """Causal attention of rows with any number of query tokens: q ``[T, Hq * hd]`` -> ``out`` ``[T, Hq *
     vd]``; ``tiles`` int32[n, 4]: slot, first token in q, its position, and how many tokens (at most
     ``cut.m``; 0: none); ``v_scale`` and ``kv_scales`` as in ``decode``. ``until`` int64[T]: the first place
-    that a token does not see, where that is not the one behind its own. Tokens in no tile are left as they
-    are."""
+    that a token does not see, where that is not the one behind its own; ``chunked``: see ``ops.attention``.
+    Tokens in no tile are left as they are."""
     page_size, kv_heads, dim = k.shape[1:]
     q_heads, values = q.shape[1] // dim, v.shape[3]
     factor, cap = scales(scale, softcap)
@@ -362,6 +374,6 @@ def extend(
         factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, INT8=kv_scales is not None, UNTIL=until is not None,
+        SINKS=sinks is not None, INT8=kv_scales is not None, UNTIL=until is not None, CHUNKED=chunked,
         num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
     )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Layers that read a part of the tokens before: those that an indexer picks, and those of a chunk."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_gpu_runner import make
+from test_gpu_windows import run
+
+from sgla.kernels.gpu.ops import LOWERINGS
+from sgla.kernels.picking import pick, picked_attention
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))
+from tiny import make_core, submit
+
+MODEL: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "vocab_size": 5000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+    "mlp_layer_types": ["dense"] * 3,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_topk": 64,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+}
+CHUNKED: dict[str, Any] = {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "vocab_size": 5000,
+    "hidden_size": 512,
+    "intermediate_size_mlp": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "moe_layers": [],
+    "attention_chunk_size": 100,
+}
+
+
+@pytest.mark.parametrize("config", [MODEL, CHUNKED])
+def test_kernels_read_what_torch_does(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32; steps of decode rows alone are graphs with kernels, and none with torch."""
+    texts = [[(7 * i + n) % 5000 for i in range(length)] for n, length in enumerate((3, 90, 500))]
+    requests = [submit(str(n), text, 24) for n, text in enumerate(texts)]
+    found = []
+    for backend in ("auto", "torch"):
+        runner = make(config, dtype="float32", attention_backend=backend)
+        found.append(run(runner, requests, make_core(runner.facts, step_tokens=256)))
+        for op in (pick, picked_attention):
+            monkeypatch.delitem(LOWERINGS, op)
+    assert found[0] == found[1]
