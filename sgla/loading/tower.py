@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.source import ModelSource
 from sgla.loading.hearing import features_of, heard
+from sgla.loading.tower_grid import Grids
 from sgla.media.arrays import FEATURES
 from sgla.model.vision.spec import Vision
 
 # A language model that takes next to nothing stands where transformers' class wants one.
 SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": []}
-READ = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "batch_num_images")
+GRID = "image_grid_thw"
+READ = ("pixel_values", "pixel_attention_mask", GRID, "image_sizes", "batch_num_images")
 HEARD = ("input_features", "attention_mask", "log_mel")
 TEXTS = ("language_model", "text_model", "decoder")
 
@@ -45,6 +47,7 @@ class Tower:
     def __init__(self, module: Any, device: torch.device) -> None:
         self.module, self.device = module, device
         self.dtype: torch.dtype = module.dtype
+        self.grids: Grids | None = None  # where the host computes what follows from shapes of pictures
 
     @property
     def nbytes(self) -> int:
@@ -58,20 +61,28 @@ class Tower:
         """Of several, and of videos, whose patches lie behind each other, with so many tokens each. Raises
         RuntimeError if they have not."""
         names = [name for name in READ if name in pictures[0]]
-        there = [{name: self._put(one[name]) for name in names} for one in pictures]
-        whole = self._seen({name: torch.cat([one[name] for one in there]) for name in names})
+        whole = self._seen(
+            {name: torch.cat([self._put(name, one[name]) for one in pictures]) for name in names}
+        )
         values, *deep = (x.split(counts) for x in (whole.values, *whole.deep))
         return [
             Features(own.clone(), [of[i].clone() for of in deep]) for i, own in enumerate(values)
         ]  # memory of their own, or one would keep that of all
 
-    def _put(self, values: Tensor) -> Tensor:
-        """On the device, without waiting for pinned ones, in the type of the weights."""
+    def _put(self, name: str, values: Tensor) -> Tensor:
+        """On the device, without waiting for pinned ones, in the type of the weights; shapes stay where they
+        are looked at."""
+        if self.grids is not None and name == GRID:
+            return values
         there = values.to(self.device, non_blocking=values.is_pinned())
         return there.to(self.dtype) if values.is_floating_point() else there
 
     def _seen(self, arrays: Mapping[str, Tensor]) -> Features:
-        given = {name: self._put(values) for name, values in arrays.items() if name in READ + HEARD}
+        given: dict[str, Any] = {
+            name: self._put(name, values) for name, values in arrays.items() if name in READ + HEARD
+        }
+        if self.grids is not None:
+            given |= self.grids.of(given[GRID])
         if "log_mel" in given:
             return Features(heard(self.module, given["log_mel"]), [])
         if "input_features" in given:

@@ -15,6 +15,7 @@ from sgla.config import Config
 from sgla.hub.source import ModelSource
 from sgla.loading.tower import Elsewhere, Tower, load_tower
 from sgla.loading.tower_attention import use_packed
+from sgla.loading.tower_grid import Grids
 from sgla.media.picture import Picture
 from sgla.media.prepare import arrays_of
 from sgla.messages import Pooling, Speech
@@ -114,6 +115,8 @@ def quick(
     try:
         if vision.merged is not None:
             use_packed(tower.module)
+            if Grids.fit(tower.module):
+                tower.grids = Grids(tower.module, tower.device)
         hasten(tower.module)
         found = tower(example)
         pairs = zip([found.values, *found.deep], [expected.values, *expected.deep], strict=True)

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sgla.kernels.triton import elementwise
-from sgla.kernels.triton.tower import rotate
+from sgla.kernels.triton.tower import rotate, windows
 from sgla.loading.tower_attention import attend
 
+WINDOW = 64  # tokens at most that one program attends to
 EVEN = 64  # columns of a product, or fast kernels would not take it
 
 
@@ -82,6 +83,9 @@ def attended(
     """``[T, d]`` -> the same shape."""
     qkv = part.qkv(hidden_states)
     cos, sin = (x.contiguous() for x in position_embeddings)
+    if max_seqlen is not None and max_seqlen <= WINDOW:
+        seen = windows(qkv, cos, sin, cu_seqlens, max_seqlen, part.num_heads, part.scaling)
+        return part.proj(seen)  # type: ignore[no-any-return]
     rotate(qkv, cos, sin, part.num_heads)
     q, k, v = qkv.view(len(qkv), 3, part.num_heads, -1).unbind(1)
     return part.proj(attend(q, k, v, cu_seqlens, max_seqlen, part.scaling).flatten(1))  # type: ignore[no-any-return]
@@ -103,7 +107,25 @@ def patches(part: Any) -> Any:
     return lambda x: F.linear(x.reshape(-1, weight.shape[1]).to(weight.dtype), weight, bias)
 
 
+def is_block(part: Any) -> bool:
+    """A layer: norms before attention and before an MLP, whose results are added to what they are made of."""
+    whole = all(hasattr(part, name) for name in ("norm1", "norm2", "attn", "mlp"))
+    return whole and is_attention(part.attn) and is_norm(part.norm2)
+
+
+def block(part: Any) -> Any:
+    weight, eps = part.norm2.weight.float(), part.norm2.variance_epsilon
+
+    def run(hidden_states: Tensor, *given: Any, **more: Any) -> Tensor:
+        x = part.attn.forward(part.norm1.forward(hidden_states), *given, **more)
+        x, total = elementwise.add_rms_norm(x, hidden_states.contiguous(), weight, eps)
+        return total + part.mlp.forward(x)  # type: ignore[no-any-return]
+
+    return run
+
+
 KINDS = (
+    (is_block, block),
     (is_norm, norm),
     (is_gated, gated),
     (is_attention, attention),

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from sgla.kernels.batch import Media
 from sgla.loading import tower_attention
 from sgla.loading.tower import load_tower
+from sgla.loading.tower_grid import Grids
 from sgla.messages import NewRow, Placed, RowSampling
 from sgla.worker import seeing, tower_kernels
 from sgla.worker.features import arrays_of
@@ -47,24 +48,30 @@ def one_by_one(
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("qwen2.5-vl", 10),
+        ("qwen2.5-vl", 12),
         *(pytest.param(n, 3, marks=pytest.mark.slow) for n in ("qwen2-vl", "qwen3-vl")),
     ],
 )
 @torch.inference_mode()
 def test_kernels_of_towers(name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First one kernel for the attention of all windows, then those for other parts, too."""
+    """First one kernel for the attention of all windows, then those for other parts, too, then what follows
+    from shapes computed once on the host, and small windows by a kernel of their own."""
     monkeypatch.setattr(varlen, "varlen_attn", one_by_one)
     model = MAKERS[name](tmp_path)
     tower = load_tower(model.source, model.speller.vision, torch.float32, torch.device("cpu"))
     given = [arrays_of(model.prepared(shown)) for shown in SHOWN]
     apart = [tower(arrays) for arrays in given]
-    for step in (0, 1):
+    monkeypatch.setattr(tower_kernels, "WINDOW", 0)
+    for step in (0, 1, 2):
         if step == 0:
             tower_attention.use_packed(tower.module)
-        else:
+        elif step == 1:
             assert tower_kernels.hasten(tower.module) == parts
-        for arrays, expected in zip(given, apart):
+        else:
+            monkeypatch.setattr(tower_kernels, "WINDOW", 64)
+            assert Grids.fit(tower.module)
+            tower.grids = Grids(tower.module, tower.device)
+        for arrays, expected in [*zip(given, apart), (given[0], apart[0])]:
             found = tower(arrays)
             torch.testing.assert_close(found.values, expected.values, atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(found.deep, expected.deep, atol=1e-5, rtol=1e-4)
