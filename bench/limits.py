@@ -4,6 +4,8 @@ that it must make."""
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +17,9 @@ from sgla.model.sizes import parameters, weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
 
-READ, PRODUCTS = 4.34e12, 795e12  # measured: bytes a second, bf16 operations a second
+# Measured: bytes a second; bf16 operations a second, in short and over seconds, when power is what limits.
+READ, PRODUCTS, SUSTAINED = 4.34e12, 795e12, 690e12
+MOST_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -66,17 +70,57 @@ class Limits:
 
     def read(self, contexts: Sequence[int]) -> float:
         """Seconds in which it reads what it must."""
-        return (self.weights(len(contexts)) + sum(map(self.history, contexts))) / READ
+        rows = sum(count * self.history(context) for context, count in Counter(contexts).items())
+        return (self.weights(len(contexts)) + rows) / READ
 
     def prompt(self, tokens: int) -> float:
         """Seconds of the matrices' products for so many tokens; attention is left out."""
         return 2 * parameters(replace(self.spec, tied=True)).active * tokens / PRODUCTS
 
+    def document(self, tokens: int, cached: int = 0) -> float:
+        """Seconds of a long prompt at the sustained rate: of what stands behind ``cached`` tokens, with its
+        attention and without the output layer, which only the last token meets."""
+        head = self.spec.vocab * self.spec.hidden
+        products = (parameters(replace(self.spec, tied=True)).active - head) * (tokens - cached)
+        return 2 * (products + self.scores(cached, tokens)) / SUSTAINED
+
+    def scores(self, first: int, last: int) -> float:
+        """Products of queries with keys, and of their weights with values, of the tokens between."""
+        return sum(
+            layer.heads * (layer.head_dim + layer.v_dim) * seen(first, last, layer.window)
+            for layer in self.spec.attention
+            if layer.heads
+        )
+
     def crowd(self, inputs: Sequence[int], outputs: Sequence[int], every: int = 16) -> float:
-        """Seconds of requests that come together: all prompts, then steps, of which each ``every``-th is
+        """Seconds of requests that come together: all prompts, then steps."""
+        return self.prompt(sum(inputs)) + self.steps(inputs, outputs, every)
+
+    def steps(self, inputs: Sequence[int], outputs: Sequence[int], every: int = 16) -> float:
+        """Seconds of the decode steps of requests that go on together, of which each ``every``-th is
         computed."""
-        spent = self.prompt(sum(inputs))
+        spent = 0.0
         for at in range(0, max(outputs), every):
             rows = [n + at for n, out in zip(inputs, outputs, strict=True) if out > at]
-            spent += every * self.step(rows)
+            spent += min(every, max(outputs) - at) * self.step(rows)
         return spent
+
+    def rate(self, inputs: float, outputs: float, gap: float) -> float:
+        """Requests a second, at most, whose tokens come ``gap`` seconds apart: a step has a token of each
+        request that goes on, and the prompts that came meanwhile."""
+
+        def seconds(rows: int) -> float:  # by Little's law rows / outputs prompts come in a step
+            step = self.step([round(inputs + outputs / 2)] * rows)
+            return step + rows / outputs * self.prompt(round(inputs))
+
+        rows = bisect_right(range(MOST_ROWS), gap, lo=1, key=seconds) - 1
+        return rows / outputs / seconds(rows) if rows else 0.0
+
+
+def seen(first: int, last: int, window: int) -> int:
+    """Pairs of a token from ``first`` on, and each that it reads, itself included."""
+    whole = last * (last + 1) // 2 - first * (first + 1) // 2
+    if not window or last <= window:
+        return whole
+    full = max(first, window)  # from here on each reads a whole window
+    return (full * (full + 1) - first * (first + 1)) // 2 + (last - full) * window

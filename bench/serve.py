@@ -5,12 +5,14 @@
     python bench/serve.py --engine url --url http://127.0.0.1:8000 --only single c8
     python bench/serve.py --only W6 --model bench/models/qwen3-8b --dummy TOKENIZER --server-args "--device cuda --context-length 8192"
     python bench/serve.py --only W6 --model bench/models/qwen3-8b --dummy TOKENIZER --engine vllm --python peer-venv/bin/python
+    python bench/serve.py --only W9 --model bench/models/qwen3-8b --dummy TOKENIZER --beside "--engine vllm --python peer-venv/bin/python"
 
-All workloads stream ``/v1/completions`` and ignore EOS. Prompts are new in every run, so no prefix is cached
-before it. W6 is for a GPU, where vllm and sglang have not been run with this script; the others are for a CPU
-and run if ``--only`` names none. ``--dummy`` serves a folder that has only config.json, with random weights.
+All workloads but W7 stream ``/v1/completions``; all ignore EOS. Prompts are new in every run, so no prefix is
+cached before it. W6 to W10 are for a GPU; the others are for a CPU and run if ``--only`` names none. W7 to W10
+are those of ``users.py``: agents, long documents, chats that arrive, many kinds of requests. vllm and sglang
+have not been run with this script on a GPU. ``--beside``: two servers by turns (``turns.py``). ``--dummy`` serves a folder that has only config.json, with random weights.
 Its tokens have to make text, since one without makes no chunk and two steps would look like one: so the
-tokenizer in the folder TOKENIZER, of any model, is given a made-up word for each further id.
+tokenizer in the folder TOKENIZER, of any model or of ``words.py``, is given a made-up word for each further id.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lines
+import turns
+import users
 from process import Server, free_port
 
 from sgla.bench import load, report, workloads
@@ -70,6 +74,7 @@ CPU = {
     "prefill-8x512": Workload(8, 512, 1),
     "shared-32x768+32": Workload(32, 32, 16, prefix_len=768),
 }
+CONTEXT = 8192  # of a server that does not tell
 WORKLOADS = CPU | {"W6": Workload(256, 1024, 256, concurrency=64, warm_up=32)}
 
 
@@ -116,13 +121,16 @@ ENGINES = {
 
 
 def main() -> None:
-    args = parse()
+    args = parse(sys.argv[1:])
+    if args.beside:
+        turns.measure(args, lambda side: [sys.executable, __file__, *side])
+        return
     if args.dummy and (args.engine == "url" or not ENGINES[args.engine].dummy):
         raise SystemExit(f"--dummy is not for --engine {args.engine}: it cannot serve random weights")
     if args.engine == "url":
         facts = asyncio.run(describe(args.url))
         target = target_of(args.url, facts["model"])
-        for line in measure(args, target, args.text):
+        for line in measure(args, target, facts["context"]):
             emit(args, facts["engine"], facts["version"], line)
         return
     engine, url, log = ENGINES[args.engine], f"http://127.0.0.1:{free_port()}", Path(args.log)
@@ -142,7 +150,8 @@ def main() -> None:
             facts = asyncio.run(describe(url))
             version = version_of(args.python, engine.package) or facts["version"]
             emit(args, args.engine, version, {"w": "start", "s": round(server.ready_s, 2)})
-            for line in measure(args, target_of(url, facts["model"]), args.text or engine.text):
+            target, args.text = target_of(url, facts["model"]), args.text or engine.text
+            for line in measure(args, target, facts["context"]):
                 emit(args, args.engine, version, line)
     emit(args, args.engine, version, {"w": "memory", "peak_rss_mb": round(server.peak_rss / 1e6)})
 
@@ -163,7 +172,7 @@ def extend_tokenizer(source: Path, model: Path, folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -180,12 +189,14 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--server-args", default="", help="more arguments for the server")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(CPU))
+    parser.add_argument("--only", nargs="+", choices=[*WORKLOADS, *users.WORKLOADS], default=list(CPU))
     parser.add_argument("--text", action="store_true", help="send text even if token ids are understood")
     parser.add_argument(
         "--log", default=os.path.join(tempfile.gettempdir(), "bench-server.log"), help="the server's output"
     )
-    return parser.parse_args()
+    users.add_arguments(parser)
+    turns.add_arguments(parser)
+    return parser.parse_args(arguments)
 
 
 def target_of(url: str, model: str) -> load.Target:
@@ -193,10 +204,17 @@ def target_of(url: str, model: str) -> load.Target:
     return load.Target(url=url, model=model, extra=extra)
 
 
-def measure(args: argparse.Namespace, target: load.Target, text: bool) -> Iterator[dict[str, object]]:
-    """The lines of all workloads, after one request that warms the server up."""
+def measure(
+    args: argparse.Namespace, target: load.Target, context: int | None
+) -> Iterator[dict[str, object]]:
+    """The lines of all workloads, after one request that warms the server up. ``context``: the server's, as
+    far as it tells."""
+    text = args.text
     once(target, Workload(1, 32, 8), seed=999, text=text)
     for name in args.only:
+        if name in users.WORKLOADS:
+            yield from users.WORKLOADS[name](args, target, context or CONTEXT)
+            continue
         workload = WORKLOADS[name]
         if workload.warm_up:
             first = replace(workload, requests=workload.at_once, output_len=workload.warm_up)

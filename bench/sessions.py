@@ -27,6 +27,7 @@ from typing import Any
 
 import aiohttp
 import lines
+from traffic import sizes
 
 from sgla.bench.load import TIMEOUT, Record, Target, ask
 from sgla.bench.report import percentile, summarize
@@ -125,12 +126,6 @@ def step(draw: random.Random, number: int, size: int, plain: bool) -> list[Messa
     ]
 
 
-def sizes(draw: random.Random, count: int, whole: int) -> list[int]:
-    """Tokens of so many outputs, most of which are short, ``whole`` together."""
-    drawn = [draw.lognormvariate(0, 1) for _ in range(count)]
-    return [round(whole * x / sum(drawn)) for x in drawn]
-
-
 async def agents(args: argparse.Namespace, target: Target) -> list[Talk]:
     shared = random.Random(args.seed)
     system, tools = words(shared, args.system).strip(), None if args.plain else described()
@@ -172,6 +167,7 @@ def numbers(talks: Sequence[Talk], seconds: float, answers: bool) -> dict[str, A
         "hit_rate": round(told["cached_tokens"] / whole, 4),
         "attainable": round(sum(talk.attainable(answers) for talk in talks) / whole, 4),
         "ttft_mean_ms": round(sum(every) / max(len(every), 1), 1),
+        "turns_s": round(len(records) / seconds, 3),
         "later_ttft_mean_ms": round(sum(later) / max(len(later), 1), 1),
         "later_ttft_p90_ms": round(percentile(later, 0.9), 1),
         **told,

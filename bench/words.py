@@ -1,27 +1,43 @@
-"""A tokenizer for models with random weights: a word for each id, the load generator's words among them."""
+"""A tokenizer for models with random weights: bytes, the load generator's words, and a made-up word for each
+further id, so that every token makes text.
+
+    python bench/words.py MODEL FOLDER   # for --dummy of serve.py, or a "tokenizer" in --extra of offline.py
+
+Its chat template shows messages and the number of tools.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
+from itertools import accumulate, pairwise
 from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sgla.bench.workloads import WORDS
 
-FIRST = 100  # id of the first of them
+SPACE = "\u0120"  # as byte-level tokenizers write it
+SPECIAL = "<|im_start|>", "<|im_end|>"
 
 
 def write_tokenizer(model: Path, folder: Path) -> None:
     """``model``: a folder with config.json."""
     size = json.loads((model / "config.json").read_text())["vocab_size"]
-    words = {word: FIRST + i for i, word in enumerate(dict.fromkeys(WORDS))}
-    known = set(words.values())
-    vocab = words | {f"w{i}": i for i in range(size) if i not in known}
-    made = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"},
-    }
+    chains = [[*accumulate(SPACE + word)] for word in WORDS]
+    merges = dict.fromkeys((a, b[len(a) :]) for chain in chains for a, b in pairwise(chain))
+    known = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocab = {token: i for i, token in enumerate([*known, *(f"w{i}" for i in range(len(known), size))])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[*merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(made))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[1]}
+    config["chat_template"] = Path(__file__).with_name("tools.jinja").read_text()
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+if __name__ == "__main__":
+    write_tokenizer(*map(Path, sys.argv[1:3]))

@@ -186,3 +186,82 @@ def test_outputs_of_tools_follow_from_the_seed() -> None:
     assert len(output["content"].split()) == 240
     [said] = sessions.step(Random(1), 3, 240, plain=True)
     assert said["role"] == "user"
+
+
+def test_two_engines_run_by_turns_and_are_compared_turn_by_turn() -> None:
+    import turns
+
+    calls = []
+    speeds = {"a": iter([100.0, 120.0, 90.0]), "b": iter([50.0, 50.0, 60.0])}
+
+    def run(command: list[str]) -> list[dict[str, Any]]:
+        [name] = command
+        calls.append(name)
+        speed = next(speeds[name])
+        lines = [{"w": "W1", "engine": name, "out_tok_s": speed, "ttft_ms": 1000 / speed, "rep": 0}]
+        return [*lines, {"w": "W2", "error": "x"}, *([{"w": "W3", "s": 1.0}] if name == "a" else [])]
+
+    [line] = turns.by_turns(["a"], ["b"], 3, run)
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert (line["w"], line["engines"], line["turns"]) == ("W1", ["a", "b"], 3)
+    assert line["ratio"] == {"out_tok_s": [2.0, 1.5, 2.4], "ttft_ms": [2.0, 1.5, 2.4]}
+    assert (line["ours"]["out_tok_s"], line["theirs"]["out_tok_s"]) == (100.0, 50.0)
+
+
+def test_a_side_has_the_arguments_of_the_call_and_its_own() -> None:
+    import offline
+    import turns
+
+    arguments = ["--model", "m", "--beside", "--engine vllm --python p", "--turns=5", "--repeat", "3"]
+    mine = turns.without(arguments)
+    assert mine == ["--model", "m", "--repeat", "3"]
+    other = offline.parse([*mine, "--engine", "vllm", "--python", "p"])
+    assert (other.engine, other.python, other.model, other.beside) == ("vllm", "p", "m", None)
+
+
+def test_limits_of_long_prompts() -> None:
+    """One of 32,768 tokens takes Qwen3-8B 1.12 s at 690 TFLOP/s, and a step behind it reads for 4.6 ms."""
+    from limits import Limits, seen
+
+    limits = Limits.of(str(BENCH / "models" / "qwen3-8b"), {})
+    assert limits.document(32768) == pytest.approx(1.12, abs=0.005)
+    assert limits.step([32768 + 128]) == pytest.approx(4.6e-3, abs=5e-5)
+    whole = limits.document(60_000)
+    assert limits.document(30_000) + limits.document(60_000, 30_000) == pytest.approx(whole)
+    for first, last, window in ((0, 10, 0), (0, 10, 4), (2, 10, 4), (6, 10, 4), (3, 4, 9)):
+        pairs = sum(min(i + 1, window or last) for i in range(first, last))
+        assert seen(first, last, window) == pairs
+    rates = [limits.rate(200, 200, gap) for gap in (0.001, 0.004, 0.01, 0.025)]
+    assert 0 == rates[0] < rates[1] < rates[2] < rates[3]
+
+
+def test_traffic_is_the_same_for_each_engine() -> None:
+    import traffic
+
+    first, again = (traffic.agents(7, 16, 30, 60_000, 2.0) for _ in range(2))
+    assert first == again
+    ends = [sum(task.added) for task in first]
+    assert 0.38 * 60_000 < min(ends) < 0.6 * 60_000 < max(ends) <= 60_000
+    assert all(len(task.added) == len(task.gaps) == 30 for task in first)
+    assert traffic.documents(40_960) == [32_768]
+    assert traffic.documents(131_072) == [32_768, 65_536, 131_072 - traffic.DOCUMENT_OUT]
+    with pytest.raises(ValueError, match="too short"):
+        traffic.documents(8192)
+    lengths = traffic.chats(0, 2000)
+    assert lengths == traffic.chats(0, 2000)
+    assert 150 < sum(n for n, _ in lengths) / 2000 < 250
+    assert 180 < sum(n for _, n in lengths) / 2000 < 250
+    assert traffic.good([400, 600, 400], [20, 20, 30]) == 1
+
+
+def test_a_tokenizer_for_machines_that_have_none(tmp_path: Path) -> None:
+    import words
+    from tokenizers import Tokenizer
+
+    words.write_tokenizer(BENCH / "models" / "llama-3.1-8b", tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 128_256
+    text = " people through the night, \u00e9!"
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids) == text
+    assert len(tokenizer.encode(" people through the night").ids) == 4

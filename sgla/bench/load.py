@@ -24,7 +24,8 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 
 
 class Target(msgspec.Struct, kw_only=True):
-    """A server and how to ask it. ``api``: completions | chat. ``extra`` goes into every body."""
+    """A server and how to ask it. ``api``: completions | chat. ``extra`` goes into every body, unless a
+    request says otherwise."""
 
     url: str
     model: str = ""
@@ -97,11 +98,11 @@ async def converse(
     for turn in session:
         if target.api == "chat":
             messages.append({"role": "user", "content": str(turn.prompt)})
-            record = await ask(client, target, {"messages": messages}, turn.max_tokens)
+            record = await ask(client, target, {"messages": messages} | turn.extra, turn.max_tokens)
             messages.append({"role": "assistant", "content": record.text})
         else:
             prompt: Prompt = history + turn.prompt if isinstance(turn.prompt, str) else turn.prompt
-            record = await ask(client, target, {"prompt": prompt}, turn.max_tokens)
+            record = await ask(client, target, {"prompt": prompt} | turn.extra, turn.max_tokens)
             history = prompt + record.text if isinstance(prompt, str) else ""
         records.append(record)
         on_end(record)
@@ -114,7 +115,7 @@ async def ask(
     client: aiohttp.ClientSession, target: Target, prompt: dict[str, Any], max_tokens: int
 ) -> Record:
     """One streamed request. Failures are noted in the record."""
-    body = prompt | {"model": target.model, "max_tokens": max_tokens, "stream": True} | target.extra
+    body = {"model": target.model, "max_tokens": max_tokens, "stream": True} | target.extra | prompt
     route = "/v1/chat/completions" if target.api == "chat" else "/v1/completions"
     data = msgspec.json.encode(body)
     record = Record(start=now())

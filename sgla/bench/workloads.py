@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 
@@ -27,8 +28,11 @@ let room word""".split()  # noqa: SIM905
 
 
 class Turn(msgspec.Struct):
+    """``extra``: more fields of its body."""
+
     prompt: Prompt
     max_tokens: int
+    extra: dict[str, Any] = {}
 
 
 Session = list[Turn]  # one after another, each turn's prompt after the earlier turns and their answers

@@ -1,0 +1,119 @@
+"""A long prompt that arrives while others are answered: one JSON line a run.
+
+    python bench/arrival.py --model bench/models/llama-3.1-8b --tokens 100000 --streams 32 [--repeat 3]
+
+Seconds to the first token of a prompt of ``--tokens``, alone, and beside ``--streams`` that go on behind 512
+tokens each; gaps between the tokens of these while the prompt is read, and while nothing is. Steps are
+limited by the same inter-token target as those of a server. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import lines
+
+from sgla import Engine, SamplingParams
+from sgla.bench.report import percentile
+from sgla.clock import now
+
+BEFORE = 2.0  # seconds that the streams go on before the prompt comes
+LEAD = 512  # tokens of their prompts
+
+
+@dataclass
+class Streams:
+    """``came``: when each stream's tokens did."""
+
+    came: list[list[float]] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Milliseconds between tokens, of those that came in this time."""
+        return [1e3 * (b - a) for times in self.came for a, b in pairwise(times) if begin <= b <= end]
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.draw = args, random.Random(1)
+        settings = {"load_format": "dummy", "device": "cuda", "itl_target_ms": None} | json.loads(args.extra)
+        self.engine = Engine(args.model, context_length=args.tokens + 64, **settings)
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self.draw.randrange(self.args.vocab) for _ in range(tokens)]
+
+    async def first_token(self) -> tuple[float, float]:
+        """When the prompt was sent, and when its token was there."""
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        prompt = self.prompt(self.args.tokens)
+        begun = now()
+        async for _ in self.engine.astream(prompt, params):
+            pass
+        return begun, now()
+
+    async def start(self, streams: Streams) -> None:
+        params = SamplingParams(max_tokens=self.args.tokens - LEAD, temperature=0, ignore_eos=True)
+
+        async def follow(prompt: list[int], times: list[float]) -> None:
+            async for event in self.engine.astream(prompt, params):
+                times += [now()] if event.tokens else []
+
+        for _ in range(self.args.streams):
+            streams.came.append([])
+            work = follow(self.prompt(LEAD), streams.came[-1])
+            streams.tasks.append(asyncio.create_task(work))
+        while not all(streams.came):
+            await asyncio.sleep(0.01)
+
+    async def run(self) -> dict[str, Any]:
+        alone = [end - begun for begun, end in [await self.first_token() for _ in range(self.args.alone)]]
+        streams = Streams()
+        await self.start(streams)
+        quiet = now()
+        await asyncio.sleep(BEFORE)
+        begun, end = await self.first_token()
+        for task in streams.tasks:
+            task.cancel()
+        await asyncio.gather(*streams.tasks, return_exceptions=True)
+        beside, before = streams.gaps(begun, end), streams.gaps(quiet, begun)
+        return {
+            "alone_s": round(median(alone), 4),
+            "beside_s": round(end - begun, 4),
+            "ttft_ratio": round((end - begun) / median(alone), 3),
+            "itl_ms": round(percentile(beside, 0.5), 3),
+            "itl_p99_ms": round(percentile(beside, 0.99), 3),
+            "itl_max_ms": round(max(beside, default=0.0), 3),
+            "quiet_itl_ms": round(percentile(before, 0.5), 3),
+            "tokens_beside": len(beside),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="bench/models/llama-3.1-8b", help="folder with config.json")
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--alone", type=int, default=2, help="prompts alone, for each run")
+    parser.add_argument("--vocab", type=int, default=100_000)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--extra", default="{}", help="more settings of the engine, as JSON")
+    args = parser.parse_args()
+    bench = Bench(args)
+    with bench.engine:
+        for repeat in range(args.repeat):
+            found = asyncio.run(bench.run())
+            head = {"bench": "arrival", "model": args.model, "tokens": args.tokens, "streams": args.streams}
+            lines.emit(head | {"rep": repeat, "extra": args.extra} | found)
+
+
+if __name__ == "__main__":
+    main()
