@@ -145,6 +145,26 @@ class Resting(ABC):
         what = {"servers": dict(servers)}
         return await self._whole(self._changed(partial(self._take, what, version)))
 
+    async def check_weights(self, action: str) -> list[dict[str, Any]]:
+        """What each rank tells of its weights: see ``ChangingRunner``. Raises InvalidField where they are not
+        what they were, and UnsupportedField."""
+        self.require_ready()
+        return await self._check(action)
+
+    async def _check(self, action: str) -> list[dict[str, Any]]:
+        assert self._control is not None
+        told = await self._control(Control(verb="weights_check", args={"action": action}))
+        ranks: list[dict[str, Any]] = told["ranks"]
+        return ranks
+
+    async def scramble_weights(self) -> bool:
+        """As ``update_weights``, to random ones."""
+        return await self._whole(self._changed(self._scramble))
+
+    async def _scramble(self) -> None:
+        await self._check("reset_tensors")
+        self._brought(None)
+
     async def join_trainer(self, group: str, **where: Any) -> None:
         """A group of a trainer, ``where`` it meets (``dist/trainer.py``). Raises InvalidField."""
         self.require_ready(resting=True)

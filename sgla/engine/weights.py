@@ -98,6 +98,17 @@ class WeightCalls(EngineLoop):
     def destroy_weights_update_group(self, group_name: str = GROUP) -> None:
         self._call(self._ready().ingress.leave_trainer(group_name))
 
+    def check_weights(self, action: str) -> list[dict[str, Any]]:
+        """SGLang's: keep a ``snapshot`` of what each rank computes with, have random weights
+        (``reset_tensors``), ``compare`` with the snapshot, or tell a ``checksum``. Raises InvalidField where
+        weights are not those of the snapshot."""
+        ingress = self._ready().ingress
+        if action != "reset_tensors":
+            return self._call(ingress.check_weights(action))
+        if not self._call(ingress.scramble_weights()):
+            raise InvalidField("requests are running that are not paused", param="action")
+        return []
+
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first rows of a tensor in the model's files."""
         args = {"name": name, "rows": truncate_size}

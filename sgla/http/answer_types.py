@@ -475,6 +475,17 @@ class Told(msgspec.Struct):
     message: str
 
 
+class Sums(msgspec.Struct):
+    """Of a rank. ``checksum``: of all tensors that it computes with."""
+
+    tensors: int
+    checksum: str
+
+
+class Checked(Told):
+    ranks: list[Sums]
+
+
 class Transferred(msgspec.Struct):
     message: str
 

@@ -176,6 +176,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/update_weights_from_distributed": {"POST": weights.update_from_trainer},
     "/destroy_weights_update_group": {"POST": weights.leave_trainer},
     "/get_weights_by_name": {"POST": weights.show_weights},
+    "/weights_checker": {"POST": weights.check_weights},
     "/load_lora_adapter": {"POST": control.load_adapter},
     "/unload_lora_adapter": {"POST": control.unload_adapter},
     "/v1/load_lora_adapter": {"POST": control.load_adapter_text},

@@ -34,6 +34,7 @@ SECRET = {
             "init_weights_update_group",
             "update_weights_from_distributed",
             "destroy_weights_update_group",
+            "weights_checker",
         ),
         "changes the model",
     ),

@@ -20,6 +20,7 @@ from sgla.http.operation import BINARY, HTML, operation
 from sgla.http.request.intake import intake, optional_intake
 from sgla.http.request.schema import (
     CallRequest,
+    CheckWeightsRequest,
     JoinTrainerRequest,
     LeaveTrainerRequest,
     Schema,
@@ -45,6 +46,7 @@ FROM_SERVERS = Schema(UpdateFromServersRequest)
 JOIN = Schema(JoinTrainerRequest)
 LEAVE = Schema(LeaveTrainerRequest)
 SHOW = Schema(ShowWeightsRequest)
+CHECK = Schema(CheckWeightsRequest)
 CALL = Schema(CallRequest)
 ENGINE = Schema(TransferEngineRequest)
 TRANSFER = Schema(TransferRequest)
@@ -208,6 +210,19 @@ async def show_weights(request: web.Request) -> web.Response:
     args = {"name": fields.name, "rows": fields.truncate_size}
     told = await request[ASKED].ingress.control(Control(verb="weights_show", args=args))
     return json_response(told["ranks"][0]["values"])
+
+
+@operation("SGLang: whether weights are what they were", CheckWeightsRequest, (to.Checked, to.Updated))
+async def check_weights(request: web.Request) -> web.Response:
+    """``snapshot`` keeps checksums of all that the model computes with, ``reset_tensors`` puts random weights
+    in its place, ``compare`` is a 400 that names what differs from the snapshot, ``checksum`` tells."""
+    fields = await intake(request, CHECK)
+    ingress = request[ASKED].ingress
+    if fields.action == "reset_tensors":
+        return await _changed(request[ASKED], WeightChange(), ingress.scramble_weights())
+    ranks = await ingress.check_weights(fields.action)
+    message = "the weights are those of the snapshot" if fields.action == "compare" else fields.action
+    return json_response({"success": True, "message": message, "ranks": ranks})
 
 
 @operation("Links to the model's files, for a server that copies them", media=HTML)

@@ -253,6 +253,10 @@ class Declared:
         jobs: dict[str, SourceTensor] = {name: Sound(tensor) for name, tensor in found.items()}
         _run({name: Slot(tensor.shape, _read) for name, tensor in jobs.items()}, jobs, lambda progress: None)
 
+    def scramble(self, source: ModelSource) -> None:
+        """Random numbers in place of all, other ones than those of random weights."""
+        replace(self, seed=self.seed + 1).load(replace(source, kind="dummy"))
+
     def take(self, tensors: Mapping[str, Tensor], look: bool = False) -> None:
         """Some of them, in place, under the names that checkpoints have, or only ``look`` whether they fit.
         Raises WeightError; then nothing has changed."""

@@ -40,6 +40,9 @@ class Refills(Protocol):
     def look(self, source: ModelSource) -> None:
         """Whether they fit and are finite. Raises WeightError."""
 
+    def scramble(self, source: ModelSource) -> None:
+        """Random numbers in place of all of ``source``."""
+
     def take(self, tensors: Mapping[str, Tensor], look: bool = False) -> None:
         """Some, by their names in files, or only ``look`` whether they fit. Raises WeightError; then nothing
         has changed."""

@@ -60,6 +60,7 @@ ONE_BY_ONE = frozenset(
         "/update_weights_from_distributed",
         "/update_weights_from_ipc",
         "/update_weights_from_tensor",
+        "/weights_checker",
     )
 )
 

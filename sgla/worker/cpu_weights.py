@@ -63,6 +63,15 @@ class CpuWeights(ChangingRunner, CpuSetup):
             raise WeightError("tensors cannot be taken by modules of transformers")
         self.model.declared.take(tensors, look)
 
+    def _scramble(self) -> None:
+        if self.model.declared is None:
+            raise UnsupportedField("modules of transformers are not given random weights", param="action")
+        self.model.declared.scramble(self.source)
+
+    @property
+    def _model(self) -> object:
+        return self.model
+
     def _drop(self) -> None:
         self._awake = False
         del self.model, self._forward

@@ -120,6 +120,14 @@ class GpuWeights(ChangingRunner, GpuSetup):
         with self._changes() as declared:
             declared.take(tensors, look)
 
+    def _scramble(self) -> None:
+        with self._changes() as declared:
+            declared.scramble(self.source)
+
+    @property
+    def _model(self) -> object:
+        return self.steps.model
+
     @contextmanager
     def _changes(self) -> Iterator[Refills]:
         """What comes goes where every graph finds it."""

@@ -36,6 +36,7 @@ CHANGES = (
     "weights_receive",
     "weights_take",
     "weights_show",
+    "weights_check",
     "trainer_join",
     "trainer_leave",
 )

@@ -25,6 +25,7 @@ from sgla.model.read import read_decoder
 from sgla.worker.runner import CHANGES, Command, Runner
 from sgla.worker.tier_setup import Identity
 from sgla.worker.trainers import Trainers
+from sgla.worker.weight_sums import weight_sums
 
 MOST_VALUES = 1 << 20  # of a tensor that is shown
 
@@ -38,6 +39,7 @@ class ChangingRunner(Runner):
     identity: Identity | None = None
     brought = False  # some weights have come as tensors, and are in no file
     _received: Mapping[str, Tensor] = MappingProxyType({})  # and is not taken yet
+    _sums: dict[str, int] | None = None  # of a snapshot of the weights
     _before: ModelSource | None = None  # that of the weights which the latest ones came in place of
 
     def _commands(self) -> dict[str, Command]:
@@ -48,8 +50,8 @@ class ChangingRunner(Runner):
         reads tensors from the files ``paths``, of which each rank may have its own (``names``: if they have
         handles alone), from a trainer's ``group``, or from parameter ``servers``, and looks whether they
         fit; then ``weights_take`` takes them, or drops them.
-        ``weights_show`` has the first ``rows`` of the tensor ``name``. ``trainer_join`` and ``trainer_leave``
-        a group."""
+        ``weights_show`` has the first ``rows`` of the tensor ``name``; ``weights_check`` does what ``action``
+        says (``_check_weights``). ``trainer_join`` and ``trainer_leave`` a group."""
         changes: dict[str, Command] = {
             "sleep": lambda args: self._sleep(args["kv"], args["weights"]),
             "wake": lambda args: self._wake(args["kv"], args["weights"]),
@@ -57,6 +59,7 @@ class ChangingRunner(Runner):
             "weights_receive": self._receive,
             "weights_take": lambda args: self._bring(args["keep"]),
             "weights_show": lambda args: {"values": self._show(args["name"], args["rows"])},
+            "weights_check": lambda args: self._check_weights(args["action"]),
             "trainer_join": self._join,
             "trainer_leave": lambda args: self.trainers.leave(args["group"]),
         }
@@ -84,6 +87,15 @@ class ChangingRunner(Runner):
     def _take_tensors(self, tensors: Mapping[str, Tensor], look: bool) -> None:
         """These in place of the others of the same names, or only ``look`` whether they fit. Raises
         WeightError: then nothing has changed."""
+
+    @abstractmethod
+    def _scramble(self) -> None:
+        """Random weights in place of those that there are."""
+
+    @property
+    @abstractmethod
+    def _model(self) -> object:
+        """What has the weights."""
 
     @property
     @abstractmethod
@@ -216,6 +228,32 @@ class ChangingRunner(Runner):
                 param="model_path",
             )
         return replace(found, draft=self.source.draft)
+
+    def _check_weights(self, action: str) -> dict[str, Any]:
+        """Take a ``snapshot``, have random weights (``reset_tensors``), ``compare`` with the snapshot, or
+        tell the ``checksum`` of all. Raises InvalidField where some differ, UnsupportedField."""
+        if action == "reset_tensors":
+            self._check_changes()
+            if self.source.kind == "gguf":
+                raise UnsupportedField("weights of GGUF files cannot be updated", param="action")
+            self._scramble()
+            self.brought = True
+            return {}
+        sums = weight_sums(self._model)
+        if action == "snapshot":
+            self._sums = sums
+        if action == "compare":
+            if self._sums is None:
+                raise InvalidField("there is no snapshot to compare with; take one first", param="action")
+            names = [name for name in sums | self._sums if sums.get(name) != self._sums.get(name)]
+            if names:
+                raise InvalidField(
+                    f"{len(names)} of {len(sums)} tensors are not those of the snapshot: "
+                    + ", ".join(names[:8]),
+                    param="action",
+                )
+        whole = sum(sums.values()) % (1 << 64)
+        return {"tensors": len(sums), "checksum": f"{whole:016x}"}
 
     def _show(self, name: str, rows: int) -> list[Any]:
         if self.brought:

@@ -36,6 +36,7 @@ from sgla.errors import InvalidField, UnsupportedField, WeightError
 from sgla.loading.tensors import packed, received
 from sgla.messages import Control
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.weight_sums import CHUNK, total
 
 QKV = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
 
@@ -93,6 +94,59 @@ def test_tensors_make_the_model_of_a_file_with_them(
     assert answer(runner) == two
     runner.control(Control(verb="weights_update", args={"path": str(folders["one"])}))
     assert answer(runner) == one
+
+
+def check(runner: CpuRunner, action: str) -> dict[str, Any]:
+    told = runner.control(Control(verb="weights_check", args={"action": action}))
+    assert isinstance(told, dict)
+    return told
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"native_kernels": True}, {"native_kernels": True, "quantization": "int8"}]
+)
+def test_a_checker_tells_whether_weights_are_what_they_were(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], settings: dict[str, Any]
+) -> None:
+    """After random ones and an update they are; one bit of one tensor is told by its name."""
+    runner = of(folders["one"], **settings)
+    before = answer(runner)
+    with pytest.raises(InvalidField, match="no snapshot"):
+        check(runner, "compare")
+    told = check(runner, "snapshot")
+    assert check(runner, "compare") == check(runner, "checksum") == told
+    assert check(runner, "reset_tensors") == {}
+    assert answer(runner) != before
+    with pytest.raises(InvalidField, match="tensors are not those of the snapshot: embed"):
+        check(runner, "compare")
+    bring(runner, save(tensors["one"]))
+    assert check(runner, "compare") == told
+    assert answer(runner) == before
+    name = "model.layers.1.input_layernorm.weight"
+    changed = tensors["one"][name].clone()
+    changed.view(torch.int16)[-1] ^= 1
+    bring(runner, save({name: changed}))
+    with pytest.raises(InvalidField, match=r"1 of \d+ tensors are not those of the snapshot: blocks.1.\S+$"):
+        check(runner, "compare")
+
+
+def test_sums_tell_what_differs_and_where() -> None:
+    """Of tensors of any type and size, in whatever order they lie."""
+    plain = torch.arange(99, dtype=torch.float32).view(9, 11)
+    assert total(plain) == total(plain.t().contiguous().t())
+    for i in (0, 50, 98):
+        other = plain.clone()
+        other.view(-1)[i] += 1
+        assert total(other) != total(plain)
+    swapped = plain.clone()
+    swapped[[0, 1]] = plain[[1, 0]]
+    assert total(swapped) != total(plain)
+    odd = torch.arange(13, dtype=torch.uint8)
+    assert total(odd) != total(odd.flip(0))
+    assert total(odd[:0]) != total(odd[:1])
+    large = torch.zeros(CHUNK + 7, dtype=torch.int64)
+    large[0] = 1
+    assert total(large) != total(large.roll(CHUNK))
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,12 @@ class FakeIngress:
             return {"ranks": [{"values": [[0.5]] * command.args["rows"]}]}
         return {"verb": command.verb, **command.args}
 
+    async def check_weights(self, action: str) -> list[dict[str, Any]]:
+        return [{"tensors": 3, "checksum": action}]
+
+    async def scramble_weights(self) -> bool:
+        return self.flushable
+
     def pause(self, paused: bool) -> None:
         self.paused = paused
 

@@ -69,6 +69,7 @@ EXAMPLES: dict[str, tuple[Any, str | None]] = {
     ),
     "/destroy_weights_update_group": ({}, None),
     "/get_weights_by_name": ({"name": "x"}, None),
+    "/weights_checker": ({"action": "snapshot"}, None),
     **dict.fromkeys(
         ("/load_lora_adapter", "/v1/load_lora_adapter"),
         ({"lora_name": "x", "lora_path": "y"}, "unsupported_parameter"),

@@ -57,7 +57,7 @@ async def test_admin_keys(serve: Serve) -> None:
         assert (await site.get("/v1/models", **bearer(key)))[0] == user_status
         for route in sorted({f"/{first}" for first in ADMIN - {"weights"}} | ADMIN_OF_V1):
             bare = "lora" in route or route in ("/collective_rpc", "/update_weights")  # it has no name
-            bare |= "_weights" in route and "destroy" not in route
+            bare |= ("_weights" in route and "destroy" not in route) or route == "/weights_checker"
             wanted = 400 if admin_status == 200 and bare else admin_status
             async with site.http.post(route, json={}, **bearer(key)) as response:
                 assert response.status == wanted
@@ -228,6 +228,14 @@ async def test_weights_are_updated_and_shown(serve: Serve) -> None:
     assert (await site.get("/get_world_size", **key)) == (200, {"world_size": 1})
     shown = await site.post("/get_weights_by_name", {"name": "x", "truncate_size": 2}, **key)
     assert shown == (200, [[0.5], [0.5]])
+    checked = await site.post("/weights_checker", {"action": "compare"}, **key)
+    assert checked[1] == {
+        "success": True,
+        "message": "the weights are those of the snapshot",
+        "ranks": [{"tensors": 3, "checksum": "compare"}],
+    }
+    assert (await site.post("/weights_checker", {"action": "reset_tensors"}, **key))[0] == 200
+    assert (await site.post("/weights_checker", {"action": "x"}, **key))[0] == 400
     for wrong in ({"flush_cache": False}, {"is_async": True}, {"load_format": "auto"}, {"model_path": 1}):
         assert (await site.post(route, body | wrong, **key))[0] == 400, wrong
     site.ingress.flushable = False

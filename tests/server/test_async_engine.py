@@ -251,4 +251,11 @@ def test_an_engine_takes_other_weights_beside_paused_requests(tiny_model: Path, 
         assert engine.generate("abcd" * 8, greedy).tokens == expected
         assert engine.update_weights_from_disk(str(tiny_model))
         assert engine.generate("abcd" * 8, greedy).tokens == before
+        [told] = engine.check_weights("snapshot")
+        assert engine.check_weights("reset_tensors") == []
+        assert engine.generate("abcd" * 8, greedy).tokens != before
+        with pytest.raises(SglaError, match="not those of the snapshot"):
+            engine.check_weights("compare")
+        assert engine.update_weights_from_disk(str(tiny_model))
+        assert engine.check_weights("compare") == [told]
         assert engine.get_weights_by_name("model.norm.weight", 2) == named["model.norm.weight"][:2].tolist()

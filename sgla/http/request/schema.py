@@ -491,6 +491,11 @@ class JoinTrainerRequest(msgspec.Struct, kw_only=True):
     backend: Literal["nccl", "gloo"] = "nccl"
 
 
+class CheckWeightsRequest(msgspec.Struct, kw_only=True):
+    action: Literal["snapshot", "reset_tensors", "compare", "checksum"]
+    model: str | None = None
+
+
 class LeaveTrainerRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     group_name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = GROUP
