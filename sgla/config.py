@@ -188,6 +188,18 @@ class EngineSettings(ModelSettings, kw_only=True):
             "a part of every expert"
         ),
     ] = 1
+    parallel: Annotated[
+        str,
+        Doc(
+            description="auto: choose --dp, --pp, --tp and --ep, as far as they are not given, by the model, "
+            "the GPUs, the links between them and --goal, and say why (sgla serve); a number is "
+            "--max-running-requests, as llama.cpp has it"
+        ),
+    ] = "given"
+    goal: Annotated[
+        Literal["throughput", "latency"],
+        Doc(description="what --parallel auto chooses for: tokens a second of all, or a single answer"),
+    ] = "throughput"
     nnodes: Annotated[
         int, Doc(description="hosts that share the ranks, or the --dp servers, out; each runs sgla serve")
     ] = 1

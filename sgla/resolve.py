@@ -223,6 +223,8 @@ def check_one(config: Config) -> None:
         raise ConfigError("several models (--models) are for sgla serve and sgla explain", param="models")
     if config.dp > 1:
         raise ConfigError("several replicas (--dp) are for sgla serve and sgla explain", param="dp")
+    if config.parallel == "auto":
+        raise ConfigError("--parallel auto is for sgla serve and sgla explain", param="parallel")
 
 
 def check_features(config: Config, machine: Machine, device: str, vectors: bool, encoder: bool) -> None:
@@ -798,7 +800,10 @@ def check(config: Config) -> None:
         if not (low <= value <= high and math.isfinite(value)):
             span = f"at least {low:g}" if math.isinf(high) else f"from {low} to {high}"
             raise ConfigError(f"--{name.replace('_', '-')} must be {span}, got {value}", param=name)
-    check_nodes(config)
+    if config.parallel not in ("given", "auto"):
+        raise ConfigError(f"--parallel is auto, or a number, got {config.parallel[:99]!r}", param="parallel")
+    if config.parallel == "given":
+        check_nodes(config)
     if config.dp > 1:
         check_replicas(config)
     if "" in config.served_model_name or not config.model:

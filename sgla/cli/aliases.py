@@ -160,7 +160,6 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     # scheduling and cache
     "max-num-seqs": Alias("max_running_requests"),
     "max-batch-size": Alias("max_running_requests"),
-    "parallel": Alias("max_running_requests"),
     "max-num-queued-reqs": Alias("max_queued_requests"),
     "max-num-batched-tokens": Alias("step_tokens"),
     "chunked-prefill-size": Alias("step_tokens"),

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from sgla.cli.args import descriptions
+from sgla.cli.parallel import settled
 from sgla.cli.settings import complain, load_config
 from sgla.cli.several import is_on_demand, models_of
 from sgla.cli.show import table
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     config = choose_model(config, complain, ask=False)
     if args.kernels:
         return kernels(config, machine)
+    why: list[str] = []
+    config = settled(config, why.append, machine, download=False)
     whole, config = config, msgspec.structs.replace(config, dp=1)
     source = model_source(config)
     model = source.config if source else None
@@ -56,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     counts = parameters(read_spec(model)) if model else None
     defaults = find_defaults(config, source)
     resolved.notes.extend((*(source.notes if source else ()), *defaults.notes))
+    resolved.notes.extend(why)
     resolved.notes.extend(told(resolved.config, source, pooled) if source else ())
     if args.json:
         print(as_json(resolved, rows, defaults, counts, ranks))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sgla.cli.parallel import settled
 from sgla.cli.progress import ProgressPrinter
 from sgla.cli.settings import complain, load_config
 from sgla.cli.several import is_on_demand, models_of
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
 def _serve(config: Config, models: Sequence[Config] = ()) -> int:
     """``models``: several, instead of the one of ``config``."""
     setup_logging(config.log_level, config.log_format)
+    config = settled(config, complain)
     if config.node_rank > 0:
         from sgla.cli.agent import run as agent
 

@@ -331,8 +331,16 @@ def load_config(
     given = read_environment(environ, complain) | dict(flags)
     values = (read_file(path, complain) if path else {}) | given
     try:
-        return msgspec.convert(values, Config)
+        return _with_slots(msgspec.convert(values, Config))
     except msgspec.ValidationError as error:
         where, text = fault(error, Config)
         source = f"--config {path}: " if path and root(where) not in given else ""
         raise ConfigError(f"{source}{text}") from error
+
+
+def _with_slots(config: Config) -> Config:
+    """llama.cpp's ``--parallel N``, which is another thing than ours."""
+    if not config.parallel.isdigit():
+        return config
+    complain(f"--parallel {config.parallel} is --max-running-requests {config.parallel} here")
+    return msgspec.structs.replace(config, parallel="given", max_running_requests=int(config.parallel))

@@ -130,6 +130,35 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Device:
     return nvidia(name.value.decode(errors="replace"), (major, minor), multiprocessors, memory.value)
 
 
+NVLINK = {
+    1: 20e9,
+    2: 25e9,
+    3: 25e9,
+    4: 25e9,
+    5: 50e9,
+}  # bytes a second of a link in one direction, by version
+LINKS = 18  # that a GPU may have
+
+
+def nvlink_rate() -> float:
+    """Bytes a second that the first GPU sends by NVLink, as NVIDIA's management library (NVML) tells; 0
+    without any, or without the library."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0.0
+    device, state, version, rate = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_uint(), 0.0
+    if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)):
+        return 0.0
+    for link in range(LINKS):
+        if library.nvmlDeviceGetNvLinkState(device, link, ctypes.byref(state)) or not state.value:
+            continue
+        if not library.nvmlDeviceGetNvLinkVersion(device, link, ctypes.byref(version)):
+            rate += NVLINK.get(version.value, 25e9)
+    library.nvmlShutdown()
+    return rate
+
+
 def _usable_cores() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in _cgroups():

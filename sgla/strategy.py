@@ -1,0 +1,241 @@
+"""``--parallel auto``: how a model is best shared out between GPUs, by arithmetic; nothing is measured.
+
+A step's time is what its bytes, its products and its exchanges between ranks take, one after the other. That
+orders the ways to share a model out well enough, and says more than it is worth about each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.model.generic_spec import GenericSpec
+from sgla.model.read import read_spec
+from sgla.model.sizes import parameters, weight_bytes
+from sgla.model.spec import ModelSpec
+from sgla.model.stages import stages_of
+from sgla.model.state import state_of, token_bytes
+from sgla.observe.machine import Machine
+from sgla.resolve import GIB, check, resolve
+
+AXES = ("dp", "pp", "tp", "ep")
+ROWS, TOKENS = 256, 1024  # requests of a full step, if nobody says otherwise, and the mean of their tokens
+LEAST = 8192  # tokens that a KV cache must hold, if the context is not given
+SPARE = 2 * GIB  # of a GPU, for what steps take, graphs and libraries
+NARROW = 128  # columns of an expert on a rank, below which it is better whole
+PCIE = 25e9  # bytes a second between two GPUs without NVLink
+MEETING = {True: 8e-6, False: 30e-6}  # seconds of a small sum over ranks, with NVLink and without
+SAME = 0.02  # of a number, that estimates may differ by and mean nothing
+
+
+class Rates(NamedTuple):
+    """Bytes that a GPU reads a second, and operations in bfloat16, as they are reached."""
+
+    read: float
+    products: float
+
+
+RATES = {  # by a word of the GPU's name; those of the H200 were measured, the others are the makers' by 0.85
+    "B200": Rates(6.8e12, 1900e12),
+    "H200": Rates(4.34e12, 795e12),
+    "H100": Rates(2.85e12, 795e12),
+    "A100": Rates(1.7e12, 265e12),
+    "L40S": Rates(0.73e12, 300e12),
+    "L4": Rates(0.25e12, 100e12),
+}
+OTHERS = Rates(0.7e12, 100e12)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to share a model out. ``weights``: bytes of a GPU; ``rows``: requests of a replica at a time;
+    ``alone``: seconds a token of a single request; ``rate``: tokens a second of all replicas; ``whole``: a
+    rank's experts."""
+
+    dp: int
+    pp: int
+    tp: int
+    ep: int
+    weights: int
+    rows: int
+    alone: float
+    rate: float
+
+    @property
+    def flags(self) -> str:
+        return (
+            " ".join(f"--{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
+            or "--tp 1"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.flags}: {self.weights / GIB:.1f} GiB of weights a GPU, {self.alone * 1e3:.2f} ms a token "
+            f"for one request, {self.rate:,.0f} tokens a second for {self.rows * self.dp}"
+        )
+
+
+class Chosen(NamedTuple):
+    """``why``: lines for people."""
+
+    config: Config
+    why: list[str]
+
+
+@dataclass(frozen=True)
+class Chips:
+    """What there is: GPUs of ``memory`` bytes each on a host, and bytes a second between two of them (0: no
+    NVLink)."""
+
+    name: str
+    count: int
+    memory: int
+    link: float
+
+    @property
+    def rates(self) -> Rates:
+        return next((rates for word, rates in RATES.items() if word in self.name), OTHERS)
+
+    def __str__(self) -> str:
+        link = f"NVLink of {self.link / 1e9:.0f} GB/s" if self.link else "no NVLink"
+        return f"{self.count} GPUs ({self.name}), {link}" if self.count > 1 else f"one GPU ({self.name})"
+
+
+class Estimate:
+    """Of ``spec``, on these ``chips``, as ``config`` has it."""
+
+    def __init__(self, spec: ModelSpec, config: Config, chips: Chips) -> None:
+        self.spec, self.config, self.chips = spec, config, chips
+        self.dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        self.quantization = spec.quantized(config.quantization, "cuda")
+
+    def way(self, axes: Mapping[str, int]) -> Way | None:
+        """None if it does not fit."""
+        tp, pp, dp = axes["tp"], axes["pp"], axes["dp"]
+        config = msgspec.structs.replace(self.config, device="cuda", **axes)
+        stages = stages_of(config, self.spec)
+        weights = max(weight_bytes(s, self.dtype, self.quantization, tp, "cuda") for s in stages)
+        token = max(token_bytes(state_of(s, tp), config.kv_dtype(self.dtype)) for s in stages)
+        room = self.chips.memory * config.memory_fraction - SPARE - weights
+        tokens = room / max(token, 1)
+        if room <= 0 or tokens < (config.context_length or min(LEAST, self.spec.context_len)):
+            return None
+        rows = int(max(1, min(config.max_running_requests or ROWS, tokens // TOKENS)))
+        cohort = max(1, rows // pp)
+        rate = dp * cohort * pp / self.seconds(cohort, tp, pp)
+        return Way(dp, pp, tp, axes["ep"], weights, rows, self.seconds(1, tp, pp), rate)
+
+    def seconds(self, rows: int, tp: int, pp: int) -> float:
+        """Of a step with so many rows on one replica, whose stages come one after the other. All stages work
+        at a time, so in as long each of them has such a step of its own."""
+        rates, near = self.chips.rates, self.chips.link or PCIE
+        kept = rows * TOKENS * token_bytes(state_of(self.spec, tp), self.config.kv_dtype(self.dtype))
+        read = (self.weights(rows) / tp + kept) / rates.read
+        made = 2 * parameters(replace(self.spec, tied=True)).active * rows / tp / rates.products
+        sent = rows * self.spec.hidden * 2
+        meeting = MEETING[bool(self.chips.link)]
+        sums = 2 * self.spec.layers * (meeting + 2 * sent * (tp - 1) / tp / near) if tp > 1 else 0.0
+        return max(read, made) + sums + (pp - 1) * (meeting + sent / near)
+
+    def weights(self, rows: int) -> float:
+        """Bytes of the matrices that the step reads: of experts those that some row chooses, on average."""
+        none, every = self.bounds
+        if self.spec.moe is None:
+            return every
+        missed = (1 - self.spec.moe.routing.top_k / self.spec.moe.experts) ** rows
+        return none + (every - none) * (1 - missed)
+
+    @cached_property
+    def bounds(self) -> tuple[int, int]:
+        """Bytes without experts, and with all."""
+        spec = replace(self.spec, tied=True)
+        bare = spec if spec.moe is None else replace(spec, moe=replace(spec.moe, experts=0))
+        none, every = (weight_bytes(s, self.dtype, self.quantization, 1, "cuda") for s in (bare, spec))
+        return none, every
+
+
+def ways(config: Config, chips: Chips, spec: ModelSpec) -> Iterator[dict[str, int]]:
+    """All products of axes that take the GPUs of all hosts, and have those that are given. Ranks of a layer
+    stay on one host."""
+    total, plain = chips.count * config.nnodes, Config()
+    given = {axis: getattr(config, axis) for axis in AXES if getattr(config, axis) != getattr(plain, axis)}
+    sizes = [size for size in range(1, total + 1) if total % size == 0]
+    for pp, tp in product(sizes, sizes):
+        if total % (pp * tp) or tp > chips.count:
+            continue
+        if any(getattr(layer, "heads", tp) % tp for layer in spec.attention):
+            continue
+        axes = {"dp": total // (pp * tp), "pp": pp, "tp": tp}
+        axes["ep"] = given.get("ep", tp if _narrow(spec, tp) else 1)
+        if given.items() <= axes.items():
+            yield axes
+
+
+def _narrow(spec: ModelSpec, tp: int) -> bool:
+    """Whether experts are better whole than cut into so many."""
+    moe = spec.moe
+    return moe is not None and tp > 1 and moe.intermediate / tp < NARROW and moe.experts >= tp
+
+
+def choose(config: Config, machine: Machine, model: Mapping[str, Any], link: float) -> Chosen:
+    """The best way for ``config.goal``, and why. ``link``: as of ``Chips``. Raises ConfigError if there is
+    none."""
+    spec = read_spec(model)
+    config = msgspec.structs.replace(config, parallel="given")
+    one = msgspec.structs.replace(config, **dict.fromkeys(AXES, 1), nnodes=1, node_rank=0)
+    device = resolve(one, machine, model).config.device
+    if device != "cuda":
+        return Chosen(config, [f"parallel: one rank, which has all cores (--device {device})"])
+    chips = Chips(machine.gpus[0].name, len(machine.gpus), min(gpu.memory for gpu in machine.gpus), link)
+    if not isinstance(spec, ModelSpec) or isinstance(spec, GenericSpec):
+        axes = {"dp": chips.count * config.nnodes} if config.dp == 1 else {}
+        told = f"parallel: --dp {axes.get('dp', config.dp)} for {chips}, since such a model is not cut"
+        return Chosen(msgspec.structs.replace(config, **axes), [told])
+    estimate, found, why = Estimate(spec, config, chips), list[Way](), list[str]()
+    for axes in ways(config, chips, spec):
+        flags = " ".join(f"--{axis} {size}" for axis, size in axes.items() if size > 1)
+        try:
+            _check(config, axes, machine, model)
+            way = estimate.way(axes)
+        except ConfigError as error:
+            why.append(f"- {flags or '--tp 1'}: refused: {error.message}")
+            continue
+        if way is None:
+            why.append(f"- {flags or '--tp 1'}: weights and a KV cache do not fit a GPU")
+        else:
+            found.append(way)
+    if not found:
+        raise ConfigError(
+            f"--parallel auto: there is no way to serve this model on {chips}\n" + "\n".join(why),
+            param="parallel",
+        )
+    found = sorted(found, key=lambda way: _order(way, config.goal, found))
+    best = found[0]
+    what = "the most tokens a second" if config.goal == "throughput" else "the quickest single answer"
+    told = [f"parallel: {best.flags} for {chips}, by estimate {what} (--goal {config.goal})"]
+    told += [f"- {way}" for way in found]
+    return Chosen(msgspec.structs.replace(config, **{axis: getattr(best, axis) for axis in AXES}), told + why)
+
+
+def _order(way: Way, goal: str, found: list[Way]) -> tuple[float, float, int]:
+    """What is better comes first. What is about as good as the best counts as that; then the other goal
+    says."""
+    fast, much = min(w.alone for w in found), max(w.rate for w in found)
+    slow = 1.0 if way.alone <= fast * (1 + SAME) else way.alone / fast
+    less = 1.0 if way.rate >= much * (1 - SAME) else much / way.rate
+    return (less, slow, way.tp * way.pp) if goal == "throughput" else (slow, less, way.tp * way.pp)
+
+
+def _check(config: Config, axes: Mapping[str, int], machine: Machine, model: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what this way cannot be together with."""
+    changed = msgspec.structs.replace(config, device="cuda", **axes)
+    check(changed)
+    one = {"dp": 1, "nnodes": 1, "node_rank": 0} if changed.dp > 1 else {}
+    resolve(msgspec.structs.replace(changed, **one), machine, model)
