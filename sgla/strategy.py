@@ -196,8 +196,8 @@ def choose(config: Config, machine: Machine, model: Mapping[str, Any], link: flo
     chips = Chips(machine.gpus[0].name, len(machine.gpus), min(gpu.memory for gpu in machine.gpus), link)
     if not isinstance(spec, ModelSpec) or isinstance(spec, GenericSpec):
         axes = {"dp": chips.count * config.nnodes} if config.dp == 1 else {}
-        told = f"parallel: --dp {axes.get('dp', config.dp)} for {chips}, since such a model is not cut"
-        return Chosen(msgspec.structs.replace(config, **axes), [told])
+        line = f"parallel: --dp {axes.get('dp', config.dp)} for {chips}, since such a model is not cut"
+        return Chosen(msgspec.structs.replace(config, **axes), [line])
     estimate, found, why = Estimate(spec, config, chips), list[Way](), list[str]()
     for axes in ways(config, chips, spec):
         flags = " ".join(f"--{axis} {size}" for axis, size in axes.items() if size > 1)
