@@ -37,7 +37,7 @@ class HeadNorms(NamedTuple):
 
 
 class SelfAttention:
-    """Grouped-query attention with rotary positions: ``[T, d] -> [T, Hq * hd]``, which ``out`` brings back to
+    """Grouped-query attention with rotary positions: ``[T, d] -> [T, Hq * vd]``, which ``out`` brings back to
     the width; KV is written to and read from the pages.
 
     ``cos_sin`` float32 ``[positions, rot]``. ``interleaved``: the checkpoint rotates dims 2i and 2i + 1
@@ -62,10 +62,12 @@ class SelfAttention:
     ) -> None:
         heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
         own, _ = split_heads(heads, kv_heads, build.shard)
-        columns = range(own.start * head_dim, own.stop * head_dim)
+        columns = range(own.start * layer.v_dim, own.stop * layer.v_dim)
         order = neox_order(cos_sin.shape[1], head_dim) if interleaved else None
-        self.qkv = QKVLinear(build, name, inputs or hidden, heads, kv_heads, head_dim, qkv_bias, order)
-        self.out = RowLinear(build, f"{name}.o_proj", hidden, heads * head_dim, columns, out_bias)
+        self.qkv = QKVLinear(
+            build, name, inputs or hidden, heads, kv_heads, head_dim, qkv_bias, order, layer.v_dim
+        )
+        self.out = RowLinear(build, f"{name}.o_proj", hidden, heads * layer.v_dim, columns, out_bias)
         self.layer, self.cos_sin, self.eps, self.growth = layer, cos_sin, norms.eps, growth
         self.sinks = build.vector(f"{name}.sinks", heads, own) if layer.sinks else None
         self._make_norms(build, name, norms)
@@ -91,7 +93,7 @@ class SelfAttention:
                 (f"{name}.k_norm", kv_heads * head_dim, kv, max(build.shard.size // kv_heads, 1)),
             ]
             self.wide_norms = SplitRMSNorms(build, parts, *norms[1:3])
-            self.widths = [len(q), len(kv), len(kv)]
+            self.widths = [len(q), len(kv), len(own_kv) * self.layer.v_dim]
 
     def __call__(self, x: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
         qkv = self.qkv(x)
@@ -110,11 +112,12 @@ class SelfAttention:
         return self.attend(q, batch, kv)
 
     def attend(self, q: Tensor, batch: ForwardBatch, kv: KVLayer) -> Tensor:
-        """What each token sees: ``[T, Hq * hd]``, of q as wide."""
+        """What each token sees: ``[T, Hq * vd]``, of q ``[T, Hq * hd]``."""
         layer = self.layer
-        return ops.attention(
+        seen = ops.attention(
             q, kv, batch, layer.scale, layer.window, layer.softcap, self.sinks, layer.chunked
         )
+        return seen if layer.value_scale == 1.0 else (seen * layer.value_scale).to(seen.dtype)
 
 
 def neox_order(rotated: int, head_dim: int) -> Tensor:

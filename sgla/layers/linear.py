@@ -71,8 +71,8 @@ class MergedColumnLinear:
 
 
 class QKVLinear(MergedColumnLinear):
-    """q, k and v of this rank's heads: ``[T, d] -> [T, (Hq + 2 Hkv) * hd]``.
-    ``order``: of the rows of each head of q and k."""
+    """q, k and v of this rank's heads: ``[T, d] -> [T, (Hq + Hkv) * hd + Hkv * vd]``.
+    ``order``: of the rows of each head of q and k; ``values``: vd, where it is not hd."""
 
     def __init__(
         self,
@@ -84,13 +84,14 @@ class QKVLinear(MergedColumnLinear):
         head_dim: int,
         bias: bool | tuple[bool, ...] = False,
         order: Tensor | None = None,
+        values: int = 0,
     ) -> None:
         own, own_kv = split_heads(heads, kv_heads, build.shard)
-        q, kv = _rows(own, head_dim), _rows(own_kv, head_dim)
+        values = values or head_dim
         parts = [
-            (f"{name}.q_proj", heads * head_dim, q),
-            (f"{name}.k_proj", kv_heads * head_dim, kv),
-            (f"{name}.v_proj", kv_heads * head_dim, kv),
+            (f"{name}.q_proj", heads * head_dim, _rows(own, head_dim)),
+            (f"{name}.k_proj", kv_heads * head_dim, _rows(own_kv, head_dim)),
+            (f"{name}.v_proj", kv_heads * values, _rows(own_kv, values)),
         ]
         orders = () if order is None else (order, order)
         super().__init__(build, hidden, parts, bias, f"{name}.qkv_proj", orders)

@@ -79,7 +79,8 @@ class AttentionSpec:
     values. ``rope`` None: positions are not rotated; ``window`` 0: a token reads all before it. ``sinks``:
     each head has a score that takes its share of the softmax and has no value. A family whose layers are
     others has a subclass. ``growth``: of queries. ``chunked``: a token reads those of its own chunk, which
-    are as long as the window and lie behind each other."""
+    are as long as the window and lie behind each other. ``values``: of a head of v, where they are not
+    ``head_dim``, and what these are multiplied by (``value_scale``)."""
 
     heads: int
     kv_heads: int
@@ -92,11 +93,13 @@ class AttentionSpec:
     growth: Growth | None = None
     chunked: bool = False
     reads: int | None = None  # the layer whose keys and values it reads, with the same window; None: its own
+    values: int = 0
+    value_scale: float = 1.0
 
     @property
     def v_dim(self) -> int:
         """Values of a head of v."""
-        return self.head_dim
+        return self.values or self.head_dim
 
     @property
     def whole_until(self) -> int:
@@ -121,7 +124,7 @@ class AttentionSpec:
     def weights(self, hidden: int) -> int:
         """Values of its matrices."""
         own = 0 if self.reads is not None else self.kv_heads
-        return hidden * self.head_dim * 2 * (self.heads + own)
+        return hidden * (self.head_dim + self.v_dim) * (self.heads + own)
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,13 @@ def hunyuan_v3(c: Reader, layers: int) -> MoESpec:
     return deepseek_v3(_renamed(c, names, n_group=1, topk_group=1, norm_topk_prob=True), layers)
 
 
+def mimo(c: Reader, layers: int) -> MoESpec:
+    """MiMo-V2: DeepSeek-V3's without a shared expert."""
+    scale = 1.0 if not c.given("routed_scaling_factor") else c.number("routed_scaling_factor")
+    found = deepseek_v3(_renamed(c, {}, n_shared_experts=1, routed_scaling_factor=scale), layers)
+    return replace(found, shared=0)
+
+
 def kimi(c: Reader, layers: int) -> MoESpec:
     """Kimi Linear: DeepSeek-V3's, by another name."""
     return deepseek_v3(_renamed(c, {"n_routed_experts": "num_local_experts"}), layers)

@@ -71,8 +71,8 @@ def ropes(
             param="model",
         )
     return (
-        _rope(full, c, c.values.get("rope_theta"), head_dim, positions),
-        _rope(local, c, c.values.get("rope_local_base_freq", local_theta), head_dim, positions),
+        _rope(full, c, c.values.get("rope_theta"), head_dim, positions, partial),
+        _rope(local, c, c.values.get("rope_local_base_freq", local_theta), head_dim, positions, partial),
     )
 
 

@@ -815,6 +815,28 @@ RUN["Kimi-Linear-48B-A3B"] = Case(
         "v_head_dim": 8,
     }
 )
+MIMO = decoder(
+    "MiMoV2FlashForCausalLM",
+    "mimo_v2_flash",
+    attention_value_scale=0.707,
+    head_dim=24,
+    moe_intermediate_size=16,
+    n_routed_experts=8,
+    n_shared_experts=None,
+    num_experts_per_tok=2,
+    num_hidden_layers=4,
+    num_key_value_heads=2,
+    rope_theta=5000000,
+    routed_scaling_factor=None,
+    scoring_func="sigmoid",
+    sliding_window=8,
+    sliding_window_size=8,
+    swa_head_dim=24,
+    swa_rope_theta=10000,
+    topk_method="noaux_tc",
+    v_head_dim=16,
+)
+RUN["MiMo-V2-Flash"] = Case(MIMO)
 RUN["LFM2-1.2B"] = Case(
     TINY
     | {
@@ -1767,6 +1789,8 @@ REFUSED: dict[str, Case] = {
         llama4({"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 4}),
         "attention_chunk_size",
     ),
+    "MiMo with a KV head for each": Case(MIMO | {"num_key_value_heads": 4}, "num_key_value_heads"),
+    "MiMo whose windows have other heads": Case(MIMO | {"swa_head_dim": 16}, "swa_head_dim"),
     "Gemma 4 that sees ahead": Case(
         gemma4({"use_bidirectional_attention": "all"}), "use_bidirectional_attention"
     ),

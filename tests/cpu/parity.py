@@ -194,6 +194,12 @@ LAYOUTS: dict[str, Layouts] = {
     "minimax_m2": Layouts(
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8}
     ),
+    "mimo_v2_flash": Layouts(
+        {key: value for key, value in ROUTED.items() if key != "n_shared_experts"}
+        | {"num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 12}
+        | WINDOW,
+        other=SLIDES | {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": PARTS},
+    ),
     "hunyuan_v1_moe": Layouts({"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
     "hy_v3": Layouts(EXPERTS | {"head_dim": 8, "num_shared_experts": 1}),
     "qwen3_next": Layouts(

@@ -445,6 +445,7 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8}
 ONLY: dict[str, dict[str, Any]] = {
     "Llama4ForCausalLM": {"num_experts_per_tok": 1},
     "GPTJForCausalLM": {"rotary_dim": 4},
+    "MiMoV2FlashForCausalLM": {"num_key_value_heads": 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv"]},
     "GraniteMoeHybridForCausalLM": MAMBA,
     "BambaForCausalLM": MAMBA,
@@ -464,9 +465,9 @@ def small(family: str) -> dict[str, Any]:
     sizes |= {key: (TINY | SMALL)[ours] for key, ours in known.names.items() if ours in TINY}
     if family == "Olmo3ForCausalLM":  # so many layers have all kinds
         sizes["num_hidden_layers"] = 4
-    sizes |= ONLY.get(family, {})
     if known.attention and "num_key_value_heads" in known.defaults:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    sizes |= ONLY.get(family, {})
     return sizes | {"architectures": [name], "model_type": known.types[0], "pad_token_id": 0}
 
 

@@ -60,6 +60,9 @@ LLAMA4 = {
     "floor_scale": 12,
     "attn_scale": 0.4,
 }
+MIMO = {key: value for key, value in GROUPS.items() if key != "n_shared_experts"}
+MIMO |= {"head_dim": 24, "v_head_dim": 12, "num_key_value_heads": 1, "sliding_window": 10}
+SPLIT_TOO = "qwen2", "phi", "deepseek", "minimax", "mimo"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "deepseek": ("deepseek", ROUTED | {"first_k_dense_replace": 1, "n_shared_experts": 2}),
@@ -151,6 +154,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("deepseek_v32", INDEXED | {"first_k_dense_replace": 1, "rope_parameters": YARN}),
     "deepseek-v3.2, short": ("deepseek_v32", INDEXED | {"index_topk": 512}),
     "glm-5": ("glm_moe_dsa", INDEXED | {"num_hidden_layers": 4, "index_topk_freq": 2}),
+    "mimo": ("mimo_v2_flash", MIMO),
     "hunyuan": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
     "hunyuan v3": ("hy_v3", EXPERTS | {"head_dim": 8, "num_shared_experts": 2}),
 }
@@ -178,10 +182,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     [
         "gpt-oss",
         "glm-5",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen2", "phi", "deepseek", "minimax", "olmoe")
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SPLIT_TOO),
     ],
 )
 async def test_two_ranks_equal_one(name: str, tmp_path: Path) -> None:

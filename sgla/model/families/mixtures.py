@@ -461,6 +461,68 @@ FAMILIES = {
         qk_norm="width",
         gguf=(Gguf("minimax-m2", tensors=BALANCED, gating=(SIGMOID,)),),
     ),
+    "MiMoV2FlashForCausalLM": Family(
+        ("mimo_v2_flash",),
+        DECODER
+        | sizes(152576, 4096, 16384, 48, 64, 131072, 4)
+        | {
+            "head_dim": 192,
+            "v_head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 5e6,
+                    "partial_rotary_factor": 0.334,
+                },
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.334,
+                },
+            },
+            "attention_bias": False,
+            "attention_value_scale": 0.707,
+            "sliding_window": 129,
+            "sliding_window_size": None,
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        CAUSAL
+        | SIGMOID_ROUTED
+        | {
+            "partial_rotary_factor": 0.334,
+            "rope_theta": 5e6,
+            "swa_rope_theta": 1e4,
+            "n_shared_experts": None,
+        },
+        {
+            "num_local_experts": "n_routed_experts",
+            "swa_head_dim": "head_dim",
+            "swa_v_head_dim": "v_head_dim",
+            "swa_num_attention_heads": "num_attention_heads",
+            "layernorm_epsilon": "rms_norm_eps",
+        },
+        model="sgla.model.llama:Predicting",
+        nulls=(
+            "attention_value_scale",
+            "routed_scaling_factor",
+            "n_shared_experts",
+            "rope_theta",
+            "sliding_window_size",
+        ),
+        attention="sgla.model.mimo_spec:read",
+        mixture="sgla.model.mixture_spec:mimo",
+        renamed=((".attention_sink_bias", ".sinks"),),
+        out_bias=False,
+    ),
     "HYV3ForCausalLM": Family(
         ("hy_v3",),
         DECODER
