@@ -487,6 +487,13 @@ class MediaSettings(AdapterSettings, kw_only=True):
             'videos is seen, as \'{"max_pixels": 1003520, "fps": 1}\'; a request may have its own'
         ),
     ] = {}
+    diffusion_config: Annotated[
+        dict[str, Any],
+        Doc(
+            description="how a diffusion language model makes blocks out of noise, in place of what its "
+            'generation_config.json says, as \'{"max_denoising_steps": 24, "confidence_threshold": 0.01}\''
+        ),
+    ] = {}
     max_media_bytes: Annotated[int, Doc(description="largest file of a picture, a sound or a video")] = (
         32 << 20
     )

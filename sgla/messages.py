@@ -391,6 +391,7 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
 VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little
 SAMPLE = 1  # StepPlan.flags: the row's last token is the last known one, so sample its successor
 PROMPT_LOGPROBS = 2  # StepPlan.flags: return logprobs of the prompt tokens this row's span predicts
+DENOISE = 8  # StepPlan.flags: the row is a block that comes out of noise
 POOL = 4  # StepPlan.flags: the row is for a vector, due when its span reaches the prompt's end
 
 
@@ -448,6 +449,9 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     A row with ``drafts[r] >= 0`` begins where its slot has got to, which is at most ``starts[r]``, and
     computes its pending token and at most so many more, which the worker guesses. It samples a successor of
     each and keeps those up to the first wrong guess.
+
+    A row with the flag DENOISE has the next block of its slot, of which the worker predicts all tokens once
+    more. It brings none of them, or all; their KV is there once a later row has read them.
     """
 
     step: int
@@ -502,7 +506,8 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     """The worker that answers -> schedule. ``tokens`` int32[*]: of the S SAMPLE rows in row order,
     ``counts[i]`` new ones of the i-th: those that it guessed right and the next one, or the next one and
     those that a grammar forces behind it; none if the token it was planned to sample has come already. KV is
-    there of all but the last one, or the forced ones and the one before these. The token table has all."""
+    there of all but the last one, or the forced ones and the one before these. The token table has all. Those
+    of a DENOISE row count among the S; of what it brings no KV is there."""
 
     step: int
     tokens: bytes
@@ -774,6 +779,7 @@ class Facts(msgspec.Struct, kw_only=True):
     drafts: int = 0  # most tokens that a decode row may guess and verify; 0: none
     padded_drafts: bool = False  # a step computes all drafts that its rows may have, guessed or not
     guided_drafts: bool = False  # rows with a grammar guess, too
+    canvas: int = 0  # tokens of a block, which come together out of noise; 0: tokens come one by one
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
     hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
     encodes: bool = False  # it makes features of pictures for other servers, and takes no request

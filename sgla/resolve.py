@@ -18,6 +18,7 @@ from sgla.device import check as check_device
 from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
+from sgla.model.diffusion_gemma_spec import check_canvas
 from sgla.model.drafting import by_our_names, check_context, draft_state, read_guessing
 from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec
@@ -142,7 +143,7 @@ def resolve(
     if device == "cuda":
         check_cards(config, machine, spec, dtype)
     filling.settle("threads", choose_threads(machine, config.local_ranks))
-    settle_steps(filling, device == "cuda")
+    settle_steps(filling, device == "cuda", spec.canvas if isinstance(spec, ModelSpec) else 0)
     settle_cache(filling, machine, device, spec, dtype, guessing)
     if not config.served_model_name:
         filling.filled["served_model_name"] = [config.model]
@@ -164,6 +165,8 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
         check_generic(config, device, pooled)
     elif spec is not None:
         check_compiles(config)
+    if isinstance(spec, ModelSpec):
+        check_canvas(config, device, spec)
     if isinstance(spec, ModelSpec) and spec.recurrent:
         check_recurrent(config, device)
 
@@ -300,8 +303,8 @@ def host_bytes(config: Config, spec: ModelSpec, dtype: str) -> int:
     return offloaded(spec, dtype, quantization, config.tp, nbytes).host * config.tp
 
 
-def settle_steps(filling: Filling, cuda: bool) -> None:
-    """How many rows and tokens a step has, and how long it may take."""
+def settle_steps(filling: Filling, cuda: bool, canvas: int) -> None:
+    """How many rows and tokens a step has, and how long it may take. ``canvas``: of a ModelSpec."""
     rows, tokens, seconds = (
         (
             Settled(256, "rows a GPU decodes at little extra cost"),
@@ -315,6 +318,8 @@ def settle_steps(filling: Filling, cuda: bool) -> None:
             Settled(200.0, "five tokens a second while prompts are read"),
         )
     )
+    if 2 * canvas > tokens.value:
+        tokens = Settled(2 * canvas, "a block, and as much of prompts")
     ahead = Settled(2, "plans the next step while this one runs")
     if (stages := filling.config.pp) > 1:
         ahead = Settled(stages + 1, "a step in each stage, and one that is planned meanwhile")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
 from sgla.actors.adapters import AdapterTable
+from sgla.actors.blocks import check_blocks
 from sgla.actors.cost import job_bytes
 from sgla.actors.lanes import Lanes
 from sgla.actors.resting import RESTS, Resting
@@ -403,6 +404,8 @@ def check_task(job: Job, facts: Facts | None) -> None:
             "this server's model writes what it hears; send it a sound by /v1/audio/transcriptions or "
             "/v1/audio/translations, or serve another model for this route"
         )
+    if facts.canvas and job.pool is None:
+        check_blocks(job.sampling)
     pooling = facts.pooling
     if facts.encodes:
         raise UnsupportedTask(

@@ -118,6 +118,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         drafts=facts.drafts,
         padded_drafts=facts.padded_drafts,
         guided_drafts=facts.guided_drafts,
+        canvas=facts.canvas,
         depth=config.depth or 2,
         stages=config.pp,
         itl_target=config.itl_target_ms / 1000 if config.itl_target_ms else None,

@@ -378,9 +378,13 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "speculative-* spec-* decoupled-spec-* model-draft draft* num-speculative-tokens "
-        "num-lookahead-slots enable-multi-layer-eagle diffusion-config dllm-*",
+        "num-lookahead-slots enable-multi-layer-eagle",
         "of speculative decoding there are --speculative-algorithm, --speculative-model, "
         "--speculative-quantization and --speculative-num-draft-tokens; leave this out",
+    ),
+    (
+        "dllm-*",
+        "how blocks come out of noise generation_config.json says, and --diffusion-config; leave this out",
     ),
     (
         "hicache-storage-*",

@@ -48,6 +48,17 @@ class Media:
 
 
 @dataclass(slots=True)
+class Canvas:
+    """The tokens of a step with T tokens that are parts of blocks, which come out of noise. Those of a block
+    see each other, and as much before it as its first one does."""
+
+    tokens: torch.Tensor  # int64[M], which ones
+    predicted: torch.Tensor  # float32[M, d], the embeddings that were predicted for them before
+    until: torch.Tensor  # int64[T], the first place that a token does not see
+    origin: torch.Tensor  # int64[T], the place from which windows are counted back
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """R rows with T tokens in all, S of which need logits.
     Tensors are int32; on CPU they may share numpy memory.
@@ -72,6 +83,7 @@ class ForwardBatch:
     draws: NDArray[Any] | None = None  # ``native.DRAW`` [at most S]: a native program fills in their tokens
     states: StateRows | None = None  # for layers that keep one
     media: Media | None = None  # where the step has tokens of pictures
+    canvas: Canvas | None = None  # where the step has blocks that come out of noise
 
     def turns(self, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """By what each token's keys and queries are turned: places int32[T] in a table, and the table."""

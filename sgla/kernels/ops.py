@@ -416,6 +416,9 @@ def _attend(
     seen = place <= position[:, :, None]
     if batch.media is not None and batch.media.until is not None:
         seen = place < batch.media.until[tokens][:, :, None]
+    if batch.canvas is not None:
+        seen = place < batch.canvas.until[tokens][:, :, None]
+        position = batch.canvas.origin[tokens]
     if window:
         seen = seen & (place >= scoring.begin(position)[:, :, None])
     odd = _clear(keys, values) if index.numel() > 1 else None

@@ -55,6 +55,7 @@ class Family:
     completed: str = ""
     outer: Family | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()  # keys of an ``outer`` that the language model reads, too
     of_checkpoints: bool = False  # transformers has no such class: its code comes with checkpoints
     layers_differ: bool = False  # heads, KV heads and head_dim may be lists
     pooled: bool = False

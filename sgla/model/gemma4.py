@@ -144,7 +144,12 @@ class Block:
         if self.per_layer is not None and values is not None:
             h = h + x
             x = self.per_layer(h, values)
-        return (x * self.scale).to(x.dtype), (h * self.scale).to(h.dtype)
+        scale = self.scale_of(batch, rows)
+        return (x * scale).to(x.dtype), (h * scale).to(h.dtype)
+
+    def scale_of(self, batch: ForwardBatch, rows: Tensor | None) -> Tensor:
+        """By what the outputs of tokens, or of ``rows`` of them, are multiplied: ``[1]`` or ``[*, 1]``."""
+        return self.scale
 
 
 class PerLayerEmbedding:
@@ -187,7 +192,7 @@ class Gemma4(Decoder):
         return Block(self, build, name, index)
 
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
-        x: Tensor = self.embed(batch.ids)
+        x: Tensor = self.embedded(batch)
         values = None if self.per_layer is None else self.per_layer(batch.ids, x)
         h: Tensor | None = None
         for i, (block, layer) in enumerate(zip(self.blocks, kv)):

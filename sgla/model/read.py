@@ -116,7 +116,8 @@ def _text(architecture: str, outer: Family | None, config: Mapping[str, Any]) ->
     if text.get("tie_word_embeddings", tied) != tied:
         raise ConfigError("config.json: tie_word_embeddings is another one in text_config", param="model")
     dtype = {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
-    return {**text, **dtype, "tie_word_embeddings": tied}
+    beside = {key: whole.values[key] for key in outer.beside}
+    return {**text, **dtype, **beside, "tie_word_embeddings": tied}
 
 
 def _read(c: Reader, family: Family) -> ModelSpec:

@@ -44,6 +44,7 @@ class ModelSpec:
     moe: MoESpec | None = None
     inner: tuple[int, ...] = ()  # widths of the layers' MLPs, where they differ
     per_layer: PerLayerInputs | None = None
+    canvas: int = 0  # tokens of a block that come together, out of noise; 0: tokens come one by one
     heard: int = 0  # places of what an encoder makes of a sound, to which each layer attends; 0: none does
     predictors: int = 0  # layers behind the last, which guess further tokens; they are left out
     method: Method | None = field(default=None, compare=False)  # in which the checkpoint is quantized

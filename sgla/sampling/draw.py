@@ -107,6 +107,12 @@ def bits_of(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np
     return h << np.uint32(9) | h >> np.uint32(23)
 
 
+def uniform(seed: int, position: int, vocab: int) -> int:
+    """A token of so many that is as probable as any other: 64 bits of seed and position, mixed once more, so
+    that it tells nothing of what ``draw`` draws there."""
+    return _mix(_mix(_mix(seed) ^ position)) % vocab
+
+
 def noise(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
     """``log2(E)`` of ``bits``, with E = -log(1 - v) and v uniform in (0, 1), a float32."""
     v = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)

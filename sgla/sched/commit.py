@@ -38,7 +38,10 @@ def commit(step: Step, result: StepResult, now: float) -> Outcome:
     broken, faults = _fail(step, result, ended) if result.failed else ([], 0)
     forced = 0
     verified: list[tuple[int, int]] = []
-    if result.counts or step.drafts:
+    if step.canvases:
+        _commit_blocks(step, result, deltas, ended, now)
+        outputs = sum(len(delta.tokens) for delta in deltas)
+    elif result.counts or step.drafts:
         forced, verified = _commit_runs(step, result, deltas, ended, now)
         outputs = sum(len(delta.tokens) for delta in deltas)
     else:
@@ -82,6 +85,38 @@ def _commit_singles(
             ended.append(request)
 
 
+def _commit_blocks(
+    step: Step, result: StepResult, deltas: list[Delta], ended: list[Request], now: float
+) -> None:
+    """The blocks that have come out of noise, up to where their requests end. They are to be read, then."""
+    tokens, counts = array("I", result.tokens), array("i", result.counts)
+    assert len(counts) == len(step.samples), "a count for each block"
+    assert sum(counts) == len(tokens), "counts and tokens disagree"
+    at = 0
+    for request, count in zip(step.samples, counts):
+        run, at = tokens[at : at + count], at + count
+        request.loose -= 1
+        if not run or request.finish is not None:
+            continue
+        delta = Delta(rid=request.rid)
+        deltas.append(delta)
+        if request.first_token is None:
+            _first(request, delta, now)
+        if _take(run, request, delta):
+            ended.append(request)
+        request.known = len(request.tokens)
+
+
+def _take(run: array[int], request: Request, delta: Delta) -> bool:
+    """Append tokens to the request up to its last one; whether that was among them."""
+    for token in run:
+        delta.tokens.append(token)
+        request.tokens.append(token)
+        if request.ends(token, delta):
+            return True
+    return False
+
+
 def _commit_runs(
     step: Step, result: StepResult, deltas: list[Delta], ended: list[Request], now: float
 ) -> tuple[int, list[tuple[int, int]]]:
@@ -103,12 +138,8 @@ def _commit_runs(
             deltas.append(delta)
             if request.first_token is None:
                 _first(request, delta, now)
-            for token in run:
-                delta.tokens.append(token)
-                request.tokens.append(token)
-                if request.ends(token, delta):
-                    ended.append(request)
-                    break
+            if _take(run, request, delta):
+                ended.append(request)
             if drafts < 0:
                 forced += len(delta.tokens) - 1
             else:

@@ -137,7 +137,7 @@ class Core:
             queues.running or queues.waiting or memory.copies
         ):
             return None
-        step = Step(queues.steps + 1, self._paged)
+        step = Step(queues.steps + 1, self._paged, self.limits.canvas)
         self._pressure.begin()
         memory.cache.expire(now)
         memory.adapters.begin()
@@ -168,6 +168,8 @@ class Core:
     def _rows_of_one(self, step: Step) -> list[Request]:
         """One token for each row that has one to compute; returns the rows that have more, or prompt, to
         compute."""
+        if self.limits.canvas:
+            return self._plan_canvases(step)
         if self._cohorts is not None:
             return self._cohorts.plan(step, self._taking_part())
         return self._plan_verifies(step) if self.limits.drafts else self._plan_decodes(step)
@@ -225,6 +227,26 @@ class Core:
                     continue
                 step.tell_pages(request)
             step.add_verify(request, drafts, request.goal)
+        return prefills
+
+    def _plan_canvases(self, step: Step) -> list[Request]:
+        """``_rows_of_one`` of a model that writes blocks: of requests whose latest result is there, who waits
+        longest is first. They leave half of a step to prompts, and to blocks that are to be read."""
+        size, page = self.limits.canvas, self.limits.page_size
+        running = list(self._taking_part())
+        prefills = [request for request in running if request.planned < request.known]
+        waiting = self._queues.waiting[:1] if self._memory.slots else []
+        unread = sum(request.known - request.planned for request in prefills + waiting)
+        room = self.limits.step_tokens - min(unread, self.limits.step_tokens // 2)
+        due = (request for request in running if request.planned == request.known and not request.loose)
+        for request in sorted(due, key=lambda request: request.last_step):
+            if step.tokens + size > room:
+                break
+            if request.state is not State.RUNNING:  # retracted for an earlier one
+                continue
+            lacking = -(-(request.planned + size - request.allocated) // page)
+            if lacking <= 0 or self._pressure.grow(request, lacking):
+                step.add_canvas(request)
         return prefills
 
     def _may_guess(self, request: Request, step: int) -> bool:

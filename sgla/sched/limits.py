@@ -35,6 +35,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     drafts: int = 0  # most tokens that a decode row may guess and verify
     padded_drafts: bool = False  # Facts.padded_drafts
     guided_drafts: bool = False  # Facts.guided_drafts
+    canvas: int = 0  # Facts.canvas
     tiers: list[Tier] = []  # Facts.tiers
     adapters: int = 0  # Facts.adapters
     depth: int = 2  # most steps in flight
@@ -52,6 +53,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
         assert 1 <= self.depth <= max(3, self.stages + 1), "more steps in flight than are of use"
+        assert 2 * self.canvas <= self.step_tokens, "half a step has no room for a block"
         assert self.stages == 1 or not self.drafts, "who samples a token is not who reads it next"
         assert not self.costs or self.costs[-1].tokens >= self.step_tokens, (
             "steps that the table does not have"
@@ -103,6 +105,8 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         if submit.max_new == 0 and prompt <= longest:
             return 0
         most = min(self.context_len, self.pool_tokens + 1) - prompt
+        if self.canvas:
+            most = (longest - prompt) // self.canvas * self.canvas  # whole blocks are computed
         if most < 1:
             raise ContextTooLong.of(longest, prompt, 0)
         return min(submit.max_new, most)

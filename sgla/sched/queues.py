@@ -67,6 +67,10 @@ class Queues:
             self._prompt = Prompt(submit.tokens)
         turn = 0 if submit.yields else self.turns.take(submit.client, alone=not self.waiting)
         request = Request(submit, self._prompt, max_new, self._seq, submit.arrival or now, priority, turn)
+        if self._limits.canvas:
+            request.goal = (
+                request.limit
+            )  # KV of its last block is never needed, and how long that is is not known
         request.namespace = self._space(submit)
         for position, digest in submit.media:
             page, offset = divmod(position, self._limits.page_size)

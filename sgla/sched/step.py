@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, Copy, NewRow, StepPlan, int32
+from sgla.messages import DENOISE, POOL, PROMPT_LOGPROBS, SAMPLE, Copy, NewRow, StepPlan, int32
 from sgla.sched.budget import pairs
 from sgla.sched.request import Request
 
@@ -14,6 +14,7 @@ class Step:
     outputs whose prompt is complete with this step."""
 
     __slots__ = (
+        "_canvas",
         "_checkpoints",
         "_drafts",
         "_flags",
@@ -41,9 +42,10 @@ class Step:
         "zeroed",
     )
 
-    def __init__(self, number: int, groups: int = 1) -> None:
-        """``groups``: how many have pages."""
+    def __init__(self, number: int, groups: int = 1, canvas: int = 0) -> None:
+        """``groups``: how many have pages; ``canvas``: of Limits."""
         self.number = number
+        self._canvas = canvas
         self.rows: list[Request] = []
         self.samples: list[Request] = []
         self.ends: list[Request] = []
@@ -108,6 +110,27 @@ class Step:
         self.tokens += 1 + drafts
         self.work += pairs(start, 1 + drafts)
 
+    def add_canvas(self, request: Request) -> None:
+        """A row with the request's next block, with pages for it, before all prefills. Until its result has
+        come it is not known whether the request goes on with this block or behind it."""
+        self.tell_pages(request)
+        self.rows.append(request)
+        self.samples.append(request)
+        self._slots.append(request.slot)
+        self._starts.append(request.planned)
+        self._q_lens += int32((self._canvas,))
+        self._flags.append(DENOISE)
+        request.loose += 1
+        request.last_step = self.number
+        self.decodes += 1
+        self.tokens += self._canvas
+        self.work += pairs(request.planned, self._canvas)
+
+    @property
+    def canvases(self) -> bool:
+        """Its decode rows are blocks."""
+        return self._canvas > 0
+
     def add_prefill(self, request: Request, count: int) -> None:
         """A row of ``count`` tokens, with pages for them;
         moves ``planned``, and ``known`` if the row samples."""
@@ -124,12 +147,12 @@ class Step:
         if request.pools:
             flags |= POOL
         if end == request.known:
-            if request.limit > request.prompt_len:
+            if request.limit <= request.prompt_len:
+                self.ends.append(request)
+            elif not self._canvas:
                 flags |= SAMPLE
                 request.known += 1
                 self.samples.append(request)
-            else:
-                self.ends.append(request)
         self.rows.append(request)
         self._slots.append(request.slot)
         self._starts.append(start)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sgla import clock
 from sgla.kernels.batch import ForwardBatch
-from sgla.messages import SAMPLE, NewRow, RowSampling, StepPlan, StepResult
+from sgla.messages import DENOISE, SAMPLE, NewRow, RowSampling, StepPlan, StepResult
 from sgla.sampling import Samples, faults
 from sgla.sampling.logprobs import Scores, score
 from sgla.sampling.logprobs import join as join_scores
@@ -18,6 +18,7 @@ from sgla.sampling.runs import ragged
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.cpu_weights import CpuWeights
 from sgla.worker.drafts import verify
+from sgla.worker.features import threads
 from sgla.worker.kv import zero_pages
 from sgla.worker.pooler import add_vectors, label_logprobs
 from sgla.worker.state import Int32s, column
@@ -39,11 +40,15 @@ class CpuRunner(CpuWeights):
                 self._pictures.admit(new)
             if self._listening is not None:
                 self._listening.admit(new, self.model)
+            if self._canvases is not None:
+                self._canvases.admit(new)
         columns, wanted = read(plan, self.tables, self._drafter.guess(plan))
         if not self.shard.samples:
             return self._hand_on(plan.step, columns)
         if self._pooler is not None:
             return self._pool(plan.step, columns, wanted)
+        if self._canvases is not None:
+            return self._denoise(plan, columns)
         if self._rewind is not None:
             columns = self._rewind.mark(columns, wanted)
         parts = cut(columns, self._most_logits)
@@ -90,6 +95,18 @@ class CpuRunner(CpuWeights):
         hidden = self._forward(build(columns, self.tables))
         result = StepResult(step=step, tokens=b"")
         add_vectors(result, zip(rows, self._pooler(columns, first, rows, lengths, hidden).numpy()))
+        self.profiler.step()
+        return result
+
+    def _denoise(self, plan: StepPlan, columns: Columns) -> StepResult:
+        """A step of a model that writes blocks; one of prompts alone brings nothing."""
+        assert self._canvases is not None
+        if any(flags & DENOISE for flags in plan.flags):
+            with threads(self.place.threads):
+                result = self._canvases.step(plan, columns, self.model, self._own)
+        else:
+            self._forward(build(columns, self.tables))
+            result = StepResult(step=plan.step, tokens=b"")
         self.profiler.step()
         return result
 

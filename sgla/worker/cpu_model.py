@@ -19,6 +19,7 @@ from sgla.loading.load import load_model
 from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
 from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
+from sgla.worker.canvases import Canvases
 from sgla.worker.forward import Forward, KeptHidden, compiled, compiling, eager_forward, make_forward
 from sgla.worker.listening import Listening
 from sgla.worker.pictures import PicturedForward, Pictures
@@ -36,7 +37,8 @@ def number_of(name: str) -> int:
 class CpuModel(Runner):
     """Has its ``model``, and the ``_forward`` pass over ``_own``, the pages of its layers. ``tables``: of
     slots; ``_pooler``: of a model that answers with vectors; ``_kept``: its hidden states, if requests may
-    want them; ``_pictures``: if it takes any; ``_listening``: if its layers attend to sounds."""
+    want them; ``_pictures``: if it takes any; ``_listening``: if its layers attend to sounds; ``_canvases``:
+    if it writes blocks."""
 
     place: Cpu
     config: Config
@@ -48,6 +50,7 @@ class CpuModel(Runner):
     _kept: KeptHidden | None = None
     _pictures: Pictures | None = None
     _listening: Listening | None = None
+    _canvases: Canvases | None = None
     _forward: Forward
     _model_again: Callable[[ModelSource], CausalLM]
     _forward_again: Callable[[], tuple[Forward, str]]

@@ -10,6 +10,7 @@ from sgla.grammar.matcher import Matchers
 from sgla.hub.source import ModelSource
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.messages import CacheGroup, Facts
+from sgla.model.diffusion_gemma_spec import denoising_of
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand
 from sgla.sampling import Sampler
@@ -17,6 +18,7 @@ from sgla.sampling.draw import draw
 from sgla.sampling.native import find_draw
 from sgla.sampling.processors import Factory, declared
 from sgla.sampling.processors import load as load_processors
+from sgla.worker.canvases import Canvases, canvas_bytes
 from sgla.worker.cpu_kv import CpuKV, take_kv
 from sgla.worker.cpu_model import CpuModel
 from sgla.worker.draft_setup import DraftSetup
@@ -55,7 +57,8 @@ class CpuSetup(CpuModel):
                 config, source, spec, self.place.torch, dtype, self.pooling
             )
         self.copies.identity = seeing.identity or {}
-        kv = take_kv(config, source, spec, self.place, dtype, demand, seeing.taken)
+        canvases = canvas_bytes(spec, slots)
+        kv = take_kv(config, source, spec, self.place, dtype, demand, seeing.taken + canvases)
         self.kv, self._own, self._rewind = kv.layers, kv.own, kv.rewind
         context_len = kv.size.context_len
         self._open_tiers(kv.groups, spec, context_len)
@@ -70,6 +73,7 @@ class CpuSetup(CpuModel):
             "weights": kv.weights,
             "kv": kv.size.bytes,
             "adapters": adapters.nbytes if adapters else 0,
+            **({"canvas": canvases} if canvases else {}),
             **seeing.ledger,
         }
         self.facts = Facts(
@@ -93,14 +97,23 @@ class CpuSetup(CpuModel):
 
     def _make_steps(self, kv: CpuKV, dtype: str, step_tokens: int, processors: dict[str, Factory]) -> str:
         """What computes a step, samples and guesses; a note on the kernels."""
-        config, slots, native = self.config, len(self.tables.limit), self.config.native_kernels
+        spec, config, slots, native = (
+            self.model.spec,
+            self.config,
+            len(self.tables.limit),
+            self.config.native_kernels,
+        )
         self._most_logits = max(slots, LOGIT_ROWS)
         self._kept = KeptHidden() if config.enable_return_hidden_states else None
         limits = ProgramLimits(step_tokens, self._most_logits)
         drafts = DraftSetup(config, self.source, self.model, dtype, self._report)
         self._forward_again = partial(self._make_forward, limits, native, drafts.hook)
         self._forward, kernels = self._forward_again()
-        self.sampler = self._make_sampler(self.model.spec.vocab, processors)
+        self.sampler = self._make_sampler(spec.vocab, processors)
+        if spec.canvas:
+            how = denoising_of(self.source.generation_config, config.diffusion_config)
+            pick = find_draw() if native else draw
+            self._canvases = Canvases(self.tables, spec, how, pick)
         threads = self.place.threads
         self._drafter = drafts.make(self.tables, self.sampler, kv.guessing, step_tokens, threads)
         return kernels

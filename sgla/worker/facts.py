@@ -41,6 +41,8 @@ def answer_facts(
     ``Facts``."""
     if pooling is not None:
         return {"pooling": pooling}
+    if isinstance(spec, ModelSpec) and spec.canvas:
+        return {"canvas": spec.canvas}
     return {
         "grammars": True,
         "scores": True,

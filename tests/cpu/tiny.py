@@ -65,6 +65,7 @@ def make_core(facts: Facts, *, pages: int = 0, windows: Sequence[int] = (), **ch
         "context_len": facts.context_len,
         "step_tokens": facts.step_tokens,
         "hidden": facts.hidden,
+        "canvas": facts.canvas,
         "tiers": facts.tiers,
     }
     return Core(Limits(**limits | changes), facts.found)

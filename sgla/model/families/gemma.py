@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sgla.model.diffusion_gemma_spec import BUILT_IN
 from sgla.model.families.keys import CAUSAL, DECODER, sizes
 from sgla.model.family import Family
 from sgla.model.gguf_words import GEMMA_NORMS, Gguf
@@ -36,6 +37,53 @@ _GEMMA4 = Family(
     ("gemma4",),
     {"tie_word_embeddings": True, "text_config": None, "vision_config": None, "audio_config": None},
 )
+_DIFFUSION = Family(
+    ("diffusion_gemma",),
+    {
+        "tie_word_embeddings": True,
+        "text_config": None,
+        "vision_config": None,
+        "boi_token_id": 255999,
+        "eoi_token_id": 258882,
+        "image_token_id": 258880,
+        "canvas_length": 256,
+    },
+    beside=("canvas_length",),
+)
+
+_GEMMA4_KEYS = (
+    {key: value for key, value in _WITHOUT_HIDDEN_ACT.items() if key != "rope_theta"}
+    | sizes(262144, 2304, 9216, 30, 8, 131072, 4)
+    | {
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "per_layer_config": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+        },
+        "attention_bias": False,
+        "sliding_window": 512,
+        "layer_types": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": None,
+        "num_experts": None,
+        "top_k_experts": None,
+        "moe_intermediate_size": None,
+    }
+)
+_GEMMA4_NULLS = (
+    *("num_global_key_value_heads", "per_layer_config", "use_bidirectional_attention"),
+    *("num_experts", "top_k_experts", "moe_intermediate_size"),
+)
+_GEMMA4_NAMES = ((".router.proj.", ".moe.gate."), (".experts.", ".moe.experts."))
 
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
@@ -75,54 +123,42 @@ FAMILIES = {
         scaled_embedding=True,
         gguf=(Gguf("gemma3", GEMMA_NORMS, missing={"rope.freq_base": 1e6}, by_width=62),),
     ),
+    "DiffusionGemmaForBlockDiffusion": Family(
+        ("diffusion_gemma_text",),
+        _GEMMA4_KEYS | {"final_logit_softcapping": 30.0, "canvas_length": 256},
+        CAUSAL | BUILT_IN | {"attn_logit_softcapping": None, "vocab_size_per_layer_input": 262144},
+        {"hidden_act": "hidden_activation"},
+        model="sgla.model.diffusion_gemma:DiffusionGemma",
+        nulls=_GEMMA4_NULLS,
+        attention="sgla.model.diffusion_gemma_spec:read",
+        scaled_embedding=True,
+        qk_norm="head",
+        completed="sgla.model.diffusion_gemma_spec:complete",
+        outer=_DIFFUSION,
+        renamed=(("model.decoder.", "model."), *_GEMMA4_NAMES),
+    ),
     "Gemma4ForCausalLM": Family(
         ("gemma4_text",),
-        {key: value for key, value in _WITHOUT_HIDDEN_ACT.items() if key != "rope_theta"}
-        | sizes(262144, 2304, 9216, 30, 8, 131072, 4)
+        _GEMMA4_KEYS
         | {
-            "head_dim": 256,
-            "global_head_dim": 512,
-            "num_global_key_value_heads": None,
-            "per_layer_config": None,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "tie_word_embeddings": True,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                "full_attention": {
-                    "rope_type": "proportional",
-                    "partial_rotary_factor": 0.25,
-                    "rope_theta": 1e6,
-                },
-            },
-            "attention_bias": False,
-            "sliding_window": 512,
-            "layer_types": None,
-            "final_logit_softcapping": None,
-            "use_bidirectional_attention": None,
             "vocab_size_per_layer_input": 262144,
             "hidden_size_per_layer_input": 256,
             "attention_k_eq_v": False,
             "num_kv_shared_layers": 0,
             "enable_moe_block": False,
             "use_double_wide_mlp": False,
-            "num_experts": None,
-            "top_k_experts": None,
-            "moe_intermediate_size": None,
         },
         CAUSAL | {"attn_logit_softcapping": None},
         {"hidden_act": "hidden_activation"},
         model="sgla.model.gemma4:Gemma4",
-        nulls=(
-            *("num_global_key_value_heads", "per_layer_config", "use_bidirectional_attention"),
-            *("num_experts", "top_k_experts", "moe_intermediate_size"),
-        ),
+        nulls=_GEMMA4_NULLS,
         attention="sgla.model.gemma4_spec:read",
         scaled_embedding=True,
         qk_norm="head",
         completed="sgla.model.gemma4_spec:complete",
         also=("Gemma4ForConditionalGeneration",),
         outer=_GEMMA4,
-        renamed=((".router.proj.", ".moe.gate."), (".experts.", ".moe.experts.")),
+        renamed=_GEMMA4_NAMES,
     ),
     "GemmaForCausalLM": Family(
         ("gemma",),
