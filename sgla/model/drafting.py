@@ -142,7 +142,8 @@ def read_eagle(draft: Mapping[str, Any], target: ModelSpec, third: bool) -> Eagl
     if _is_eagle3(draft) != third:
         why = f"it is no head of EAGLE-3, which {EAGLE3[0]} would be"
         raise _unfit(why if third else f"it is a head of EAGLE-3; give {FLAG} eagle3")
-    known = family_of("LlamaForCausalLM").defaults.keys() | {"model_type", "dtype", "torch_dtype"}
+    others = {"model_type", "dtype", "torch_dtype", "quantization_config"}
+    known = family_of("LlamaForCausalLM").defaults.keys() | others
     shape = {key: value for key, value in draft.items() if key in known}
     if not third and draft.get("num_hidden_layers") != 1:
         raise _unfit(f"it has {draft.get('num_hidden_layers')} layers, and a head of EAGLE one")
