@@ -158,6 +158,13 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "layer behind the norm"
         ),
     ] = False
+    enable_return_routed_experts: Annotated[
+        bool,
+        Doc(
+            description="let requests ask by return_routed_experts which experts of a mixture each token "
+            "went to"
+        ),
+    ] = False
     context_length: Annotated[int | None, Doc(description="longest prompt + output, tokens")] = None
     deterministic: Annotated[
         bool, Doc(description="a request's results are the same bits in any batch; slower on a GPU")

@@ -29,6 +29,7 @@ OF_TEXT = (
     "deterministic",
     "enable_lora",
     "enable_return_hidden_states",
+    "enable_return_routed_experts",
     "kv_disk",
     "kv_host_bytes",
     "kv_store",

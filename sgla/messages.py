@@ -130,7 +130,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, weakref=True):
     ``text.regex``. ``bad_words``: texts whose tokens, at the beginning of a word or not, are never completed.
     ``allowed_token_ids``: the only tokens an output may have, those that end it included.
     ``no_repeat_ngram_size``: no output has so many tokens in a row twice (0: off). ``hidden_states``: the
-    answer has the model's last hidden state of every token that was computed.
+    answer has the model's last hidden state of every token that was computed; ``routed_experts``: the
+    experts of each layer that it went to.
     """
 
     temperature: float = 1.0
@@ -164,6 +165,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, frozen=True, weakref=True):
     processors: list[Processor] = []
     repetition_detection: Repetition | None = None
     hidden_states: bool = False
+    routed_experts: bool = False
     transcript: Transcript | None = None  # of a model that transcribes
 
 
@@ -204,7 +206,7 @@ class Job(msgspec.Struct, kw_only=True):
     pair: str | None = None
     truncate: int | None = None
     prompt_logprobs: int | None = None  # most that the prompt may have, alternatives included
-    hidden_states: int | None = None  # most numbers that those of its choices may have
+    hidden_states: int | None = None  # most numbers that hidden states or experts of its choices may have
     # In the order of their places in the prompt: parts {"type": "image"}, {"type": "audio"} or
     # {"type": "video"} of messages, or the model's own token for one in a text or in ids.
     pictures: list[Picture | Sound | Video] = []
@@ -364,9 +366,16 @@ class RowSampling(msgspec.Struct, array_like=True, kw_only=True):
     # model that generates).
     pool: list[int] | None = None
     processors: list[Processor] = []
-    # Every row of the request brings its tokens' hidden states; it reads no cached prefix.
+    # Every row of the request brings its tokens' hidden states, or the experts that these went to; it reads
+    # no cached prefix.
     hidden: bool = False
+    experts: bool = False
     transcript: Transcript | None = None
+
+    @property
+    def states(self) -> bool:
+        """Its rows bring something of each token."""
+        return self.hidden or self.experts
 
 
 class NewRow(msgspec.Struct, array_like=True, kw_only=True):
@@ -519,7 +528,8 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     failed: list[Failed] = []
     vectors: list[bytes] = []  # float32[*]: one for each POOL row whose prompt is complete, in row order
     # float32[q_len, width]:
-    # the hidden states behind the last norm, of each row of a request with ``hidden``, in row order
+    # the hidden states behind the last norm, of each row of a request with ``hidden``, in row order; of one
+    # with ``experts`` these, int32[q_len, layers, experts of a token], zeros of layers without any
     hidden: list[bytes] = []
     guessed: bytes = b""  # int32[S]: how many tokens each row guessed; b"": none guessed any
 
@@ -573,7 +583,7 @@ class Delta(msgspec.Struct, gc=False):
     cached_tokens: int = 0
     error: Rejected | None = None  # with finish == "error"
     vector: bytes | None = None  # float32[*], with finish == "stop": the answer to a request with ``pool``
-    # float32[*, width]: hidden states of the tokens before the last one of ``tokens``.
+    # float32[*, width]: hidden states of the tokens before the last one of ``tokens``, or their experts.
     hidden: list[bytes] | None = None
     # Steps so far that brought tokens where it may guess, the tokens guessed in these, and the right ones.
     guesses: tuple[int, int, int] = (0, 0, 0)
@@ -782,6 +792,8 @@ class Facts(msgspec.Struct, kw_only=True):
     canvas: int = 0  # tokens of a block, which come together out of noise; 0: tokens come one by one
     scores: bool = False  # of a model that generates: RowSampling.pool is honoured
     hidden: int = 0  # values of a hidden state; 0: RowSampling.hidden is not honoured
+    # Layers, and experts of a token in each; []: RowSampling.experts is not honoured.
+    experts: list[int] = []
     encodes: bool = False  # it makes features of pictures for other servers, and takes no request
     # Kinds of media that the model takes ("image"): what stands for one in a prompt's text, where the chat
     # template does not write it. {}: none.

@@ -29,7 +29,7 @@ from sgla.model.spec import ModelSpec
 from sgla.model.stages import check_settings as check_stages
 from sgla.model.stages import fullest, stages_of
 from sgla.model.state import Demand, Pool, kv_groups, state_of, token_bytes, unit_bytes, with_draft
-from sgla.model.whole_experts import check_experts
+from sgla.model.whole_experts import check_experts, check_routed
 from sgla.nodes import check_nodes, count_of
 from sgla.observe import kv_events
 from sgla.observe.machine import Machine, detect
@@ -161,6 +161,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
     """Raise ConfigError for settings that this model cannot have on such a device."""
     check_adapters(config, device, isinstance(spec, GenericSpec))
     check_experts(config, device, spec)
+    check_routed(config, spec)
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
     elif spec is not None:

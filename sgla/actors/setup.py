@@ -128,6 +128,7 @@ def make_limits(config: Config, facts: Facts) -> Limits:
         prefix_cache=config.prefix_cache and (facts.pooling is None or facts.pooling.kind == "last"),
         encoder=facts.pooling is not None and facts.pooling.encoder,
         hidden=facts.hidden,
+        experts=facts.experts,
         tiers=facts.tiers,
         write_policy=config.kv_write_policy,
         adapters=facts.adapters,

@@ -25,7 +25,8 @@ class Output(msgspec.Struct, kw_only=True):
     matched: str | int | None = None
     usage: Usage = msgspec.field(default_factory=Usage)
     vector: bytes | None = None  # float32[*], of a job with ``pool``
-    # float32[*, width], of all tokens but the last, if they were asked for
+    # float32[*, width], of all tokens but the last, if they were asked for; of a request for
+    # ``routed_experts`` these, int32[*, layers, experts of a token]
     hidden_states: list[bytes] | None = None
 
     def add(self, event: Event) -> None:

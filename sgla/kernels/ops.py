@@ -666,7 +666,7 @@ def mix(
     first that is here."""
     logits = linear((x if routed is None else routed).float(), router)
     weights, ids = route(logits, routing, biases)
-    if counts is not None and counts.active:
+    if counts is not None:
         counts.add(ids)
     out = x.new_zeros(x.shape, dtype=torch.float32)
     here = routing.here(router.n)

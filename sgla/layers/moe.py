@@ -89,9 +89,7 @@ class MoE:
             build.vector(f"{name}.gate.e_score_correction_bias", experts) if correction else None,
             *(self._declare_biases(build, f"{name}.experts", crossed) if bias else ()),
         )
-        self.counts: ExpertCounts | None = None
-        if build.device == "cpu":  # kernels of GPUs do not count
-            self.counts = build.counts[name] = ExpertCounts(experts)
+        self.counts = build.counts[name] = ExpertCounts(experts)
 
     def _declare_each(self, build: Build, name: str) -> None:
         d, f, own = self.hidden, self.intermediate, self.own

@@ -9,6 +9,27 @@ from sgla.model.generic_spec import GenericSpec
 from sgla.model.spec import ModelSpec
 
 
+def check_routed(config: Config, spec: ModelSpec | EncoderSpec | None) -> None:
+    """Raise ConfigError where nobody can tell to which experts tokens go."""
+    if spec is None or not config.enable_return_routed_experts:
+        return
+    param = "enable_return_routed_experts"
+    if isinstance(spec, GenericSpec) or getattr(spec, "moe", None) is None:
+        what = "a model that modules of transformers run" if isinstance(spec, GenericSpec) else "this model"
+        raise ConfigError(
+            f"--enable-return-routed-experts cannot be honoured with {what}, of which no experts are known; "
+            "leave it out",
+            param=param,
+        )
+    for name in ("pp", "ep"):
+        if getattr(config, name) > 1:
+            raise ConfigError(
+                f"--enable-return-routed-experts cannot be honoured with --{name} {getattr(config, name)}; "
+                "leave one out",
+                param=param,
+            )
+
+
 def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
     """Raise ConfigError for an ``--ep`` that cannot be. ``spec``: None if the model is not known."""
     if config.ep == 1:

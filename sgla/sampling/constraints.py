@@ -71,7 +71,7 @@ class Constraints:
         self._new.pop(slot, None)
         self._has[slot] = bool(new.sampling.grammar)
         asked = new.sampling
-        self._sampled[slot] = asked.logprobs >= 0 or asked.hidden or forbids(asked)
+        self._sampled[slot] = asked.logprobs >= 0 or asked.states or forbids(asked)
         self._known[slot] = 0
         if new.sampling.grammar:
             self._new[slot] = new

@@ -88,7 +88,7 @@ class Sampler:
         if sampling.temperature >= COLD:
             distribution = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         self._known[slot] = 0
-        told = sampling.logprobs >= 0 or sampling.hidden or guesses
+        told = sampling.logprobs >= 0 or sampling.states or guesses
         skip_forced = self._skip_forced and not told and not forbids(sampling)
         self._of_slot[slot] = SlotSampling(
             distribution,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import msgspec
 from msgspec.structs import replace
 
@@ -49,6 +51,7 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
     encoder: bool = False  # prompts are computed in one step, longer ones alone in it, and need no pages
     patience: float = 10.0  # seconds in the waiting list after which arrival order beats the policy
     hidden: int = 0  # values of a hidden state
+    experts: list[int] = []  # Facts.experts
 
     def __post_init__(self) -> None:
         assert min(self.slots, self.page_size, self.step_tokens) > 0, "empty limits"
@@ -135,13 +138,16 @@ class Limits(msgspec.Struct, kw_only=True, frozen=True):
         tokens = self.step_tokens if 0 <= sampling.prompt_logprobs < WIDE else self.rows
         prompt = sampling.prompt_logprobs if sampling.prompt_logprobs < WIDE else 0
         named = max(sampling.logprobs, prompt) + len(sampling.logprob_ids)
-        states = self.rows * 4 * self.hidden if sampling.hidden else 0
+        states = self.rows * self._state_bytes(sampling)
         return tokens * (8 * (named + 1) + 4 * len(sampling.pool or ())) + states
 
-    @property
-    def stated_tokens(self) -> int:
-        """How many tokens of a request that wants hidden states a step may read."""
-        return max(1, STATES // (4 * self.hidden))
+    def _state_bytes(self, sampling: RowSampling) -> int:
+        """That rows bring of each token."""
+        return 4 * (self.hidden * sampling.hidden + prod(self.experts) * sampling.experts)
+
+    def stated_tokens(self, sampling: RowSampling) -> int:
+        """How many tokens of a request whose rows bring states a step may read."""
+        return max(1, STATES // self._state_bytes(sampling))
 
 
 def wide_tokens(sampling: RowSampling) -> int | None:

@@ -125,7 +125,7 @@ class Prefill:
         wide = None if request.prompt_logprobs is None else wide_tokens(request.submit.sampling)
         if request.hidden is None:
             return wide
-        return min(wide or LONGEST, self._limits.stated_tokens)
+        return min(wide or LONGEST, self._limits.stated_tokens(request.submit.sampling))
 
     def _fit(self, request: Request, count: int) -> int:
         """Get pages for ``count`` more tokens; returns for how many there are."""

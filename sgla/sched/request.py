@@ -27,7 +27,7 @@ class Prompt:
 
 
 class HiddenStates:
-    """Hidden states of a request on their way to its Deltas, each once:
+    """Hidden states of a request, or the experts of its tokens, on their way to its Deltas, each once:
     after a retraction its tokens are computed again."""
 
     __slots__ = ("_have", "_seen", "_waiting")
@@ -219,7 +219,7 @@ class Request:
         self.apart = ""  # why it could not use these (cache/spaces.py)
         self.preemptions = 0
         self.prompt_logprobs = self._unknown()
-        self.hidden = HiddenStates() if submit.sampling.hidden else None
+        self.hidden = HiddenStates() if submit.sampling.states else None
         self.scheduled: float | None = None
         self.first_token: float | None = None
         self.probed: tuple[int, Node | None, int] = (-1, None, 0)  # cache version, node, length
@@ -233,7 +233,7 @@ class Request:
         """Whether its decode rows may have drafts: not where a step brings states of its tokens, and where a
         grammar tells what comes only if rows with one are ``guided``."""
         sampling = self.submit.sampling
-        return (guided or not sampling.grammar) and not (sampling.hidden or self.pools)
+        return (guided or not sampling.grammar) and not (sampling.states or self.pools)
 
     @property
     def plan_bytes(self) -> int:

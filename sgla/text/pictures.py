@@ -37,6 +37,7 @@ class Speller:
         for param, given in (
             ("prompt_logprobs", sampling.prompt_logprobs is not None),
             ("return_hidden_states", sampling.hidden_states),
+            ("return_routed_experts", sampling.routed_experts),
             ("suffix", job.suffix is not None),
         ):
             if given:

@@ -8,6 +8,7 @@ import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 from weakref import ref
@@ -95,6 +96,7 @@ class ModelFacts(Protocol):
     context_len: int
     vocab_size: int
     hidden: int
+    experts: list[int]
     media: dict[str, str]
 
 
@@ -131,9 +133,8 @@ class Preparer:
         if job.prompt_logprobs is not None:
             check_prompt_logprobs(len(tokens), job.sampling.n, common.sampling, job.prompt_logprobs)
         if job.hidden_states is not None:
-            check_hidden_states(
-                (len(tokens) + max_new) * job.sampling.n, self.limits.hidden, job.hidden_states
-            )
+            width = prod(self.limits.experts) if job.sampling.routed_experts else self.limits.hidden
+            check_states((len(tokens) + max_new) * job.sampling.n, width, job)
         repetition = check_repetition(job.sampling.repetition_detection)
         free = free_part(job.sampling.grammar, tokens, self.tokenizer)
         thinking = self._think_limit(job.sampling.thinking, tokens)
@@ -175,6 +176,17 @@ class Preparer:
                 "return_hidden_states needs a server that runs with "
                 "--enable-return-hidden-states; leave it out",
                 param="return_hidden_states",
+            )
+        if job.sampling.routed_experts and not self.limits.experts:
+            raise UnsupportedField(
+                "return_routed_experts needs a server that runs with "
+                "--enable-return-routed-experts; leave it out",
+                param="return_routed_experts",
+            )
+        if job.sampling.routed_experts and job.sampling.hidden_states:
+            raise UnsupportedField(
+                "return_routed_experts cannot be had beside return_hidden_states; ask for them one by one",
+                param="return_routed_experts",
             )
         grammar = job.sampling.grammar
         if grammar is not None and not self.grammars:
@@ -462,13 +474,16 @@ def check_prompt_logprobs(tokens: int, n: int, sampling: RowSampling, most: int)
         )
 
 
-def check_hidden_states(tokens: int, width: int, most: int) -> None:
-    """Raise InvalidField for more than ``most`` numbers in the hidden states of so many tokens."""
-    if tokens * width > most:
+def check_states(tokens: int, width: int, job: Job) -> None:
+    """Raise InvalidField for more numbers in the hidden states of so many tokens, or in the experts that they
+    go to, than there is room for."""
+    if tokens * width > (job.hidden_states or 0):
+        routed = job.sampling.routed_experts
         raise InvalidField(
-            f"the hidden states of the answer may have {tokens * width} numbers, {most} is the limit of this "
-            "request; send a shorter prompt, or ask for fewer choices or tokens",
-            param="return_hidden_states",
+            f"the {'routed experts' if routed else 'hidden states'} of the answer may have {tokens * width} "
+            f"numbers, {job.hidden_states} is the limit of this request; send a shorter prompt, or ask for "
+            "fewer choices or tokens",
+            param="return_routed_experts" if routed else "return_hidden_states",
         )
 
 
@@ -517,6 +532,7 @@ def row_sampling(
         logprob_ids=sampling.logprob_token_ids,
         processors=sampling.processors,
         hidden=sampling.hidden_states,
+        experts=sampling.routed_experts,
         transcript=sampling.transcript,
     )
 

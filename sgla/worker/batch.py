@@ -10,7 +10,7 @@ import torch
 
 from sgla.kernels.batch import ForwardBatch, StateRows
 from sgla.messages import POOL, PROMPT_LOGPROBS, SAMPLE, StepPlan
-from sgla.worker.state import Int32s, SlotTables, column
+from sgla.worker.state import EXPERTS, Int32s, SlotTables, column
 
 
 class StateColumns(NamedTuple):
@@ -59,12 +59,14 @@ class PooledRow(NamedTuple):
     slot: int
 
 
-class HiddenSpan(NamedTuple):
-    """The tokens ``first:end`` of a step, those of a row that brings their hidden states."""
+class BroughtSpan(NamedTuple):
+    """The tokens ``first:end`` of a step, those of a row that brings their hidden states, or (``experts``)
+    the experts that they go to."""
 
     row: int
     first: int
     end: int
+    experts: bool
 
 
 class Wanted(NamedTuple):
@@ -78,7 +80,7 @@ class Wanted(NamedTuple):
     runs: Int32s
     prompt_spans: list[PromptSpan]
     pooled: list[PooledRow]
-    hidden: list[HiddenSpan]
+    brought: list[BroughtSpan]
 
     @property
     def first(self) -> Int32s:
@@ -88,7 +90,7 @@ class Wanted(NamedTuple):
     @property
     def plain(self) -> bool:
         """Logits are wanted to sample from them, and nothing else."""
-        return not (self.prompt_spans or self.pooled or self.hidden)
+        return not (self.prompt_spans or self.pooled or self.brought)
 
 
 def read(
@@ -117,15 +119,16 @@ def read(
         for row in np.flatnonzero(flags & POOL).tolist()
         if starts[row] + q_lens[row] == tables.prompt_len[slots[row]]
     ]
-    hidden = [
-        HiddenSpan(row, int(ends[row] - q_lens[row]), int(ends[row]))
-        for row in np.flatnonzero(tables.hidden[slots]).tolist()
+    kinds = tables.brings[slots]
+    brought = [
+        BroughtSpan(row, int(ends[row] - q_lens[row]), int(ends[row]), kinds[row] == EXPERTS)
+        for row in np.flatnonzero(kinds).tolist()
     ]
-    wanted = Wanted(sampled, slots[sampled], positions, last, runs, spans, pooled, hidden)
+    wanted = Wanted(sampled, slots[sampled], positions, last, runs, spans, pooled, brought)
     logits = last
     if not wanted.plain:
         tails = np.array([row.token for row in pooled], np.int32)
-        bounds = [(s.first, s.end) for s in spans] + [(s.first, s.end) for s in hidden]
+        bounds = [(s.first, s.end) for s in spans] + [(s.first, s.end) for s in brought]
         inner = (np.arange(first, end, dtype=np.int32) for first, end in bounds)
         logits = np.unique(np.concatenate([last, tails, *inner]))
     return Columns(slots, starts, q_lens, logits, state_columns(plan, slots, starts, tables)), wanted

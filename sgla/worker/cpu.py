@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sgla import clock
 from sgla.kernels.batch import ForwardBatch
+from sgla.kernels.expert_counts import chosen, keep_chosen
 from sgla.messages import DENOISE, SAMPLE, NewRow, RowSampling, StepPlan, StepResult
 from sgla.sampling import Samples, faults
 from sgla.sampling.logprobs import Scores, score
@@ -18,6 +19,7 @@ from sgla.sampling.runs import ragged
 from sgla.worker.batch import Columns, Wanted, build, cut, read
 from sgla.worker.cpu_weights import CpuWeights
 from sgla.worker.drafts import verify
+from sgla.worker.facts import number_of
 from sgla.worker.features import threads
 from sgla.worker.kv import zero_pages
 from sgla.worker.pooler import add_vectors, label_logprobs
@@ -151,14 +153,18 @@ class CpuRunner(CpuWeights):
     def _score_and_sample(
         self, parts: list[Columns], wanted: Wanted, extras: StepResult
     ) -> tuple[Samples, Int32s]:
-        """A step with prompt logprobs, or with scores of labels or hidden states, which go to ``extras``;
+        """A step with prompt logprobs, or with scores of labels or states of tokens, which go to ``extras``;
         in parts, so that few rows of logits exist at a time."""
         scores: list[list[Scores]] = [[] for _ in wanted.prompt_spans]
-        hidden: list[list[bytes]] = [[] for _ in wanted.hidden]
+        states: list[list[bytes]] = [[] for _ in wanted.brought]
+        routed = any(span.experts for span in wanted.brought)
         rows: list[torch.Tensor] = []
         at = 0
         for part in parts:
+            if routed:
+                keep_chosen(self.model.counts)
             logits, tokens = self._forward(self._batch(part)), part.logits + at
+            experts = self._chosen(part) if routed else None
             at += int(part.q_lens.sum())
             if self.shard.rank:
                 continue
@@ -176,11 +182,12 @@ class CpuRunner(CpuWeights):
                     k = int(self.tables.prompt_logprobs[span.slot])
                     part_logits = logits.numpy()[inside[0] : inside[-1] + 1]
                     found.append(score(part_logits, targets, k, self.sampler.logprob_ids(span.slot)))
-            for wants, pieces in zip(wanted.hidden, hidden):
-                assert self._kept is not None
+            for wants, pieces in zip(wanted.brought, states):
                 own = (tokens >= wants.first) & (tokens < wants.end)
-                pieces.append(self._kept.hidden.numpy()[own].tobytes())
-        extras.hidden += map(b"".join, hidden)
+                kept = experts if self._kept is None or wants.experts else self._kept.hidden
+                assert kept is not None
+                pieces.append(kept.numpy()[own].tobytes())
+        extras.hidden += map(b"".join, states)
         samples, counts = self._sample(torch.cat(rows) if rows else torch.empty(0), wanted)
         prompts = []
         for span, found in zip(wanted.prompt_spans, scores):
@@ -193,6 +200,12 @@ class CpuRunner(CpuWeights):
             else:
                 extras.failed.append(faults.no_logprobs(span.row))
         return samples._replace(logprobs=prompts + samples.logprobs), counts
+
+    def _chosen(self, part: Columns) -> torch.Tensor:
+        """Experts of the tokens that have logits, of the step that has been computed: see ``chosen``."""
+        layers, top_k = self.facts.experts
+        counts = {number_of(name): each for name, each in self.model.counts.items()}
+        return chosen(counts, layers, top_k, torch.from_numpy(part.logits).long())
 
     def _warm_up(self) -> None:
         """One token through everything, on the dummy page; slot 0 forgets it when a request takes it."""

@@ -20,6 +20,7 @@ from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
 from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
 from sgla.worker.canvases import Canvases
+from sgla.worker.facts import number_of
 from sgla.worker.forward import Forward, KeptHidden, compiled, compiling, eager_forward, make_forward
 from sgla.worker.listening import Listening
 from sgla.worker.pictures import PicturedForward, Pictures
@@ -27,11 +28,6 @@ from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.runner import COUNTS, Command, Runner
 from sgla.worker.state import SlotTables
-
-
-def number_of(name: str) -> int:
-    """That of a layer, of the name of a part of it."""
-    return int(name.partition(".layers.")[2].partition(".")[0])
 
 
 class CpuModel(Runner):

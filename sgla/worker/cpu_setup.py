@@ -47,7 +47,7 @@ class CpuSetup(CpuModel):
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         processors = load_processors(config.logits_processors)
         spec, step_tokens = self._stage(source), config.step_tokens or STEP_TOKENS
-        slots = most_rows(config, spec.hidden, self.pooling, SLOTS)
+        slots = most_rows(config, spec, self.pooling, SLOTS)
         demand = Demand(slots, step_tokens, config.prefix_cache)
         if spec.heard:
             own = slots, self.shard.size, self.place.threads

@@ -81,7 +81,7 @@ class CudaRunner(GpuWeights):
             and plan.flags == DECODE_FLAGS * rows
             and len(plan.q_lens) == 4 * rows
             and int(column(plan.q_lens).max()) == 1
-            and not self._brings_hidden(plan)
+            and not self._brings_states(plan)
         )
 
     @torch.inference_mode()
@@ -114,7 +114,7 @@ class CudaRunner(GpuWeights):
         graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
         if self.steps.adapted is not None and self.steps.adapted.any(slots):
             graphs = False
-        if self._brings_hidden(plan) or self._reads_pictures(slots, starts):
+        if self._brings_states(plan) or self._reads_pictures(slots, starts):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
@@ -135,7 +135,7 @@ class CudaRunner(GpuWeights):
         pictures = self.steps.pictures
         return pictures is not None and pictures.reads(slots.tolist(), starts.tolist())
 
-    def _brings_hidden(self, plan: StepPlan) -> bool:
-        """It has rows of which hidden states are wanted."""
-        wanted = self.config.enable_return_hidden_states
-        return wanted and bool(self.steps.tables.host.hidden[column(plan.slots)].any())
+    def _brings_states(self, plan: StepPlan) -> bool:
+        """It has rows that bring something of each token."""
+        wanted = self.config.enable_return_hidden_states or self.config.enable_return_routed_experts
+        return wanted and bool(self.steps.tables.host.brings[column(plan.slots)].any())

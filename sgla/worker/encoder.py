@@ -50,7 +50,7 @@ class EncoderRunner(Runner):
         self.facts = Facts(
             groups=[CacheGroup(1)],
             page_size=config.page_size,
-            slots=most_rows(config, spec.hidden, self.pooling, ROWS),
+            slots=most_rows(config, spec, self.pooling, ROWS),
             context_len=context,
             vocab_size=spec.vocab,
             step_tokens=config.step_tokens or STEP_TOKENS,

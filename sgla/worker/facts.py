@@ -3,6 +3,7 @@ that leaves room for."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from sgla.config import Config
@@ -15,15 +16,28 @@ from sgla.model.spec import ModelSpec
 STATE_BYTES, VECTOR_BYTES = 3 << 18, 1 << 20
 
 
-def most_rows(config: Config, hidden: int, pooling: Pooling | None, rows: int) -> int:
+def number_of(name: str) -> int:
+    """That of a layer, of the name of a part of it."""
+    return int(name.partition(".layers.")[2].partition(".")[0])
+
+
+def experts_of(config: Config, spec: ModelSpec | EncoderSpec) -> list[int]:
+    """``Facts.experts``"""
+    if not (config.enable_return_routed_experts and isinstance(spec, ModelSpec) and spec.moe):
+        return []
+    return [spec.layers, spec.moe.routing.top_k]
+
+
+def most_rows(config: Config, spec: ModelSpec | EncoderSpec, pooling: Pooling | None, rows: int) -> int:
     """Rows that may be resident: ``rows`` if nobody says otherwise, and as many as results have room for.
-    ``hidden``: values of a hidden state."""
+    ``spec``: of the model."""
     rows = config.max_running_requests or rows
     if pooling is not None:
         return min(rows, max(1, VECTOR_BYTES // (4 * pooling.size)))
+    widest = prod(experts_of(config, spec) or [0])
     if config.enable_return_hidden_states:
-        return min(rows, max(1, STATE_BYTES // (4 * hidden)))
-    return rows
+        widest = max(widest, spec.hidden)
+    return min(rows, max(1, STATE_BYTES // (4 * widest))) if widest else rows
 
 
 def drafts_of(config: Config) -> int:
@@ -48,5 +62,6 @@ def answer_facts(
         "scores": True,
         "processors": processors or {},
         "hidden": spec.hidden if config.enable_return_hidden_states else 0,
+        "experts": experts_of(config, spec),
         "drafts": drafts_of(config),
     }

@@ -33,7 +33,7 @@ def dtype_of(config: Config) -> str:
 
 
 def choose_sizes(config: Config, spec: ModelSpec, pooling: Pooling | None) -> Sizes:
-    slots = most_rows(config, spec.hidden, pooling, SLOTS)
+    slots = most_rows(config, spec, pooling, SLOTS)
     return Sizes(
         slots,
         config.step_tokens or STEP_TOKENS,

@@ -14,6 +14,7 @@ from sgla.attention import Attention, DeviceBatch, ExtendRows
 from sgla.attention.base import DevicePrefixes
 from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.kernels.batch import Media
+from sgla.kernels.expert_counts import chosen, keep_chosen
 from sgla.kernels.gpu import GpuOps, RecordedForward
 from sgla.kernels.gpu.states import DeviceStates, device_states
 from sgla.kernels.ops import Layer
@@ -25,6 +26,7 @@ from sgla.quant.weight import Make
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
 from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, read
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
+from sgla.worker.facts import number_of
 from sgla.worker.flights import Extras
 from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
@@ -219,15 +221,21 @@ class GpuSteps:
         if not self.shard.samples:
             self.forward.hidden(batch)
             return Launched(batch.ids, 0, [], None, None)
-        whole = bool(wanted.prompt_spans or wanted.hidden) or (self.pooler is not None and self.pooler.whole)
+        whole = bool(wanted.prompt_spans or wanted.brought) or (self.pooler is not None and self.pooler.whole)
+        routed = any(span.experts for span in wanted.brought)
+        if routed:
+            keep_chosen(self.model.counts)
         hidden = self.forward.hidden(batch, None if whole else at)
+        experts = self._chosen(len(hidden)) if routed else None
         if self.hidden is not None:
             self.hidden.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
         picked = hidden[at[: count + len(tails)]] if whole else hidden
         scored = [one for span in wanted.prompt_spans for one in self._score_prompt(span, hidden, shift)]
         vectors = self._vectors(wanted, columns, picked[count : count + len(tails)], hidden, shift)
-        begun = [(row.first + shift[row.row], row.end + shift[row.row]) for row in wanted.hidden]
-        spans = [to_host(hidden[begin:end].float()) for begin, end in begun]
+        spans = []
+        for row in wanted.brought:
+            of = experts if row.experts and experts is not None else hidden.float()
+            spans.append(to_host(of[row.first + shift[row.row] : row.end + shift[row.row]]))
         extras = Extras(vectors, spans) if vectors or spans else None
         if not count:
             return Launched(batch.ids, 0, scored, None, extras)
@@ -239,6 +247,13 @@ class GpuSteps:
             return Launched(out, count, scored, None, extras)
         pending = Pending(logits, where, positions, out, wanted.rows, (host[1], host[2]))
         return Launched(out, count, scored, pending, extras)
+
+    def _chosen(self, tokens: int) -> Tensor:
+        """Experts of all tokens of the step that has been launched: see ``chosen``."""
+        assert self.model.spec.moe is not None
+        counts = {number_of(name): each for name, each in self.model.counts.items()}
+        rows = torch.arange(tokens, device="cuda")
+        return chosen(counts, self.model.spec.layers, self.model.spec.moe.routing.top_k, rows)
 
     def _vectors(
         self, wanted: Wanted, columns: Columns, tails: Tensor, hidden: Tensor, shift: Any

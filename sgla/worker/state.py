@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from sgla.messages import NewRow, StepPlan
 
 Int32s = NDArray[np.int32]
+HIDDEN, EXPERTS = 1, 2  # what a row brings of each token: its hidden state, or the experts that it goes to
 
 
 def column(data: bytes) -> Int32s:
@@ -33,7 +34,7 @@ class SlotTables:
         self.page_count: Int32s = np.zeros(slots, np.int32)
         self.prompt_len: Int32s = np.zeros(slots, np.int32)
         self.prompt_logprobs: Int32s = np.zeros(slots, np.int32)
-        self.hidden: NDArray[np.bool_] = np.zeros(slots, bool)  # hidden states are wanted
+        self.brings: NDArray[np.int8] = np.zeros(slots, np.int8)  # what rows bring of each token
         self.computed: Int32s = np.zeros(slots, np.int32)  # tokens with KV, of slots that sample
         self.limit: Int32s = np.zeros(slots, np.int32)  # NewRow.limit
         self.place: Int32s = np.zeros(slots, np.int32)  # NewRow.place
@@ -71,6 +72,6 @@ class SlotTables:
         self.prompt_logprobs[new.slot] = new.sampling.prompt_logprobs
         self.limit[new.slot] = new.limit
         self.place[new.slot] = new.place
-        self.hidden[new.slot] = new.sampling.hidden
+        self.brings[new.slot] = HIDDEN * new.sampling.hidden + EXPERTS * new.sampling.experts
         if new.sampling.pool is not None:
             self.labels[new.slot] = np.array(new.sampling.pool, np.int32)

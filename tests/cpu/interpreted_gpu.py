@@ -108,6 +108,11 @@ def short_text() -> list[Submit]:
     return [submit("greedy", [5, 9, 2], 3), submit("scored", list(range(1, 20)), 2, logprobs=2)]
 
 
+def routed_text() -> list[Submit]:
+    """Beside the others one that wants to know which experts its tokens went to."""
+    return [*short_text(), submit("routed", list(range(3, 40)), 3, experts=True)]
+
+
 def inputs() -> list[Submit]:
     lengths = (1, 40, 5, 5, 17)
     prompts = [np.random.default_rng(n).integers(2, 300, length).tolist() for n, length in enumerate(lengths)]
@@ -380,8 +385,8 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     "experts in mxfp4": (
         PACKED,
         "",
-        short_text,
-        {"quantization": "checkpoint"},
+        routed_text,
+        {"quantization": "checkpoint", "enable_return_routed_experts": True},
         {"attention_backend": "torch"},
     ),
     "layer norm": (LAYER_NORM, "", short_text, {}, {"attention_backend": "torch"}),
@@ -465,8 +470,8 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
 def shown(transcript: Transcript) -> dict[str, Any]:
     """What each request got: tokens, and all floats one after the other."""
 
-    def floats(data: list[bytes]) -> list[float]:
-        return np.frombuffer(b"".join(data), np.float32).tolist()
+    def floats(data: list[bytes], kind: Any = np.float32) -> list[float]:
+        return np.frombuffer(b"".join(data), kind).tolist()
 
     found: dict[str, Any] = {}
     for rid, deltas in transcript.items():
@@ -475,7 +480,10 @@ def shown(transcript: Transcript) -> dict[str, Any]:
             "tokens": [token for delta in deltas for token in delta.tokens],
             "logprobs": [place.logprob for place in places if place is not None],
             "vector": floats([deltas[-1].vector or b""]),
-            "states": floats([states for delta in deltas for states in delta.hidden or []]),
+            "states": floats(
+                [states for delta in deltas for states in delta.hidden or []],
+                np.int32 if rid == "routed" else np.float32,
+            ),
         }
     return found
 

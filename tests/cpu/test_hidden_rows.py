@@ -64,6 +64,39 @@ def states(found: Transcript, rid: str, width: int) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dense", [[], [1]])
+def test_experts_are_those_of_transformers(dense: list[int], native: bool, tmp_path: Path) -> None:
+    """Of each token that was computed, in layers that are mixtures; beside rows that bring hidden states."""
+    model_type, changes = LAYOUTS["qwen3 mixture"]
+    hf = save_checkpoint(tmp_path, model_type, **changes, mlp_only_layers=dense, num_hidden_layers=3)
+    config = tiny_config(
+        native_kernels=native, enable_return_hidden_states=True, enable_return_routed_experts=True
+    )
+    runner = CpuRunner(config, open_source(tmp_path), 0, 1, "", lambda progress: None)
+    assert runner.facts.experts == [3, 2]
+    wanted = requests(runner.facts.vocab_size)
+    for request in wanted[1:4]:
+        request.sampling.hidden, request.sampling.experts = False, request.sampling.hidden
+    for limits in ({}, {"step_tokens": 13, "depth": 1}, {"pages": 12, "reserve": 0.0}):
+        found = run(runner, wanted, **limits)
+        assert not found["plain"][-1].hidden
+        assert states(found, "short", runner.facts.hidden).shape[0] > 3
+        for rid in "ab":
+            data = b"".join(part for delta in found[rid] for part in delta.hidden or [])
+            chosen = np.frombuffer(data, np.int32).reshape(-1, 3, 2)
+            [request] = [each for each in wanted if each.rid == rid]
+            tokens = [*request.tokens, *found.tokens()[rid]][:-1]
+            with torch.inference_mode():
+                logits = hf(torch.tensor([tokens]), output_router_logits=True).router_logits
+            for layer in range(3):
+                if layer in dense:
+                    assert not chosen[:, layer].any()
+                    continue
+                best = logits[layer - sum(one < layer for one in dense)].topk(2).indices
+                assert (np.sort(chosen[:, layer]) == np.sort(best.numpy())).all()
+
+
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_states_are_those_of_transformers(layout: str, native: bool, tmp_path: Path) -> None:
     model_type, changes = LAYOUTS[layout]

@@ -26,7 +26,7 @@ CASES = {
     "toy family": {"logprobs"},
     "toy latent": {"logprobs"},
     "toy format": {"logprobs"},
-    "experts in mxfp4": {"logprobs"},
+    "experts in mxfp4": {"logprobs", "states"},
     "layer norm": {"logprobs"},
     "last": {"vector"},
     "mean": {"vector"},

@@ -66,6 +66,7 @@ def make_core(facts: Facts, *, pages: int = 0, windows: Sequence[int] = (), **ch
         "step_tokens": facts.step_tokens,
         "hidden": facts.hidden,
         "canvas": facts.canvas,
+        "experts": facts.experts,
         "tiers": facts.tiers,
     }
     return Core(Limits(**limits | changes), facts.found)

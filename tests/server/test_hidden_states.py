@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 from local_server import local_server
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess, serving
+from tokenizers import Tokenizer, models
 
 from sgla import LLM, SamplingParams
+from sgla.engine import Engine
+from sgla.errors import ConfigError
+from sgla.http.app import make_app
+from sgla.http.connections import Runner
 
 TEXT = "The quick brown fox jumps over the lazy dog."
 FLAGS = ("--dtype", "float32", "--context-length", "512", "--enable-return-hidden-states")
@@ -237,3 +245,80 @@ def test_guesses_of_other_requests_are_counted(server: ServerProcess, hf: Any) -
     assert values["sgla:spec_accept_rate"] == right / guessed
     assert values["sgla:spec_accept_length"] > 2
     assert values["vllm:spec_decode_num_accepted_tokens_total"] == right
+
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 128,
+}
+
+
+def write_mixture(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(MIXTURE))
+    words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(300)}, unk_token="<0>"))
+    words.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+OF_EXPERTS = "moe_intermediate_size", "mlp_only_layers", "num_experts", "num_experts_per_tok"
+LLAMA = {key: value for key, value in MIXTURE.items() if key not in OF_EXPERTS}
+LLAMA |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def dummy_engine(folder: Path, **settings: Any) -> Engine:
+    return Engine(str(folder), device="cpu", load_format="dummy", executor="inline", threads=1, **settings)
+
+
+async def listening(engine: Engine) -> tuple[Runner, str]:
+    """The server's routes; runs on its loop."""
+    assert engine._system is not None
+    runner = Runner(make_app(engine._system.ingress, engine._system.config, engine._system.metrics))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+async def test_routed_experts(tmp_path: Path) -> None:
+    """As trainers read them, for each token but the last; a cached prompt has the same."""
+    folder, prompt = write_mixture(tmp_path), list(range(40))
+    settings: dict[str, Any] = {"enable_return_routed_experts": True, "dtype": "float32"}
+    with dummy_engine(folder, **settings) as engine:
+        runner, url = engine._call(listening(engine))
+        sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling}
+        async with aiohttp.ClientSession() as session:
+
+            async def ask(**fields: Any) -> Any:
+                async with session.post(f"{url}/generate", json=body | fields) as answer:
+                    return answer.status, await answer.json()
+
+            found = []
+            for _ in range(2):
+                _, told = await ask(return_routed_experts=True)
+                data = b64decode(told["meta_info"]["routed_experts"])
+                tokens = len(prompt) + len(told["output_ids"])
+                found.append(np.frombuffer(data, np.int32).reshape(tokens - 1, 3, 3))
+            assert (found[0] == found[1]).all()
+            assert not found[0][:, 1].any(), "that layer has no experts"
+            assert all(len(set(chosen)) == 3 for chosen in found[0][:, 2].tolist())
+            assert "routed_experts" not in (await ask())[1]["meta_info"]
+            for wrong in ({"return_hidden_states": True}, {"sampling_params": sampling | {"n": 2 << 16}}):
+                assert (await ask(return_routed_experts=True, **wrong))[0] == 400
+        engine._call(runner.cleanup())
+    with pytest.raises(ConfigError, match="--pp 2"):
+        dummy_engine(folder, **settings, pp=2)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(ConfigError, match="of which no experts are known"):
+        dummy_engine(folder, **settings)

@@ -3,6 +3,7 @@ Text in a stream is cumulative; lists of prompts give lists of results."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -231,6 +232,7 @@ def native_sampling(
         logprob_start=max(0, start),
         logprob_token_ids=ids,
         hidden_states=bool(spread("return_hidden_states", fields.return_hidden_states, count)[i]),
+        routed_experts=bool(spread("return_routed_experts", fields.return_routed_experts, count)[i]),
     )
 
 
@@ -289,6 +291,8 @@ class AnswerFormat:
             meta["e2e_latency"] = clock.now() - self._since
             if sampling.hidden_states:
                 meta["hidden_states"] = self._hidden_states(choice)
+            if sampling.routed_experts:
+                meta["routed_experts"] = b64encode(b"".join(choice.hidden)).decode()
         return {
             "text": choice.text,
             "output_ids": choice.tokens,

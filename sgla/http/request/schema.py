@@ -110,6 +110,8 @@ INSTEAD = {
     "return_hidden_states": " on this route; /generate, chats and completions of a server with "
     "--enable-return-hidden-states answer with them, and /v1/embeddings of one with --task embed with a "
     "prompt's last one",
+    "return_routed_experts": " on this route; /generate of a server with --enable-return-routed-experts "
+    "answers with them",
 }
 
 # Fields of the APIs that cannot change the output here.
@@ -391,6 +393,7 @@ class GenerateRequest(RequestFields, kw_only=True):
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     return_hidden_states: bool | list[bool] | None = None
+    return_routed_experts: bool | list[bool] | None = None
     session_params: SessionParams | None = None
     lora_path: str | list[str | None] | None = None
     image_data: str | list[str | list[str] | None] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import msgspec
@@ -173,23 +174,24 @@ def limit_logprobs(jobs: Sequence[Job], facts: Facts | None, limit: int, outputs
 
 
 def limit_hidden_states(jobs: Sequence[Job], facts: Facts | None, limit: int) -> None:
-    """Raise InvalidField for hidden states of more numbers than an answer may have, and set for how many
-    there is room in each job's ``hidden_states``: as ``limit_logprobs`` does."""
+    """Raise InvalidField for hidden states or routed experts of more numbers than an answer may have, and set
+    for how many there is room in each job's ``hidden_states``: as ``limit_logprobs`` does."""
     if facts is None:
         return
     most, context, later = 0, facts.context_len, counted_later(jobs)
     for job in jobs:
-        if job.sampling.hidden_states:
+        if job.sampling.hidden_states or job.sampling.routed_experts:
             prompt, outputs = 0 if later else most_tokens(job, context), job.sampling.max_tokens
             tokens = context if outputs is None else min(prompt + outputs, context)
-            room = job.sampling.n * tokens * facts.hidden
+            width = prod(facts.experts) if job.sampling.routed_experts else facts.hidden
+            room = job.sampling.n * tokens * width
             most += room
             room = limit if later else room
             job.hidden_states = room if job.hidden_states is None else min(room, job.hidden_states)
     if most > limit:
         raise InvalidField(
-            f"the hidden states of the answer may have {most} numbers, {limit} is the limit of one request; "
-            "send fewer or shorter prompts, or ask for fewer choices or tokens",
+            f"hidden states or routed experts of the answer may have {most} numbers, {limit} is the limit of "
+            "one request; send fewer or shorter prompts, or ask for fewer choices or tokens",
             param="return_hidden_states",
         )
 

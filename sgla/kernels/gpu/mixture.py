@@ -13,6 +13,7 @@ from sgla.kernels.cuda import experts, grouped_gemm
 from sgla.kernels.cuda import router as router_cuda
 from sgla.kernels.cuda.router import RoutedExperts
 from sgla.kernels.device import this_device
+from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.integers import KINDS
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Clamped, Gating, Routing
@@ -108,11 +109,11 @@ def run(
     rounded: fp8.Rounded | None = None,
     residual: Tensor | None = None,
     routed: Tensor | None = None,
-    counts: None = None,
+    counts: ExpertCounts | None = None,
 ) -> Outputs:
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or packed.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm.
-    ``counts``: nobody counts here."""
+    ``counts``: is told who is chosen, where that is kept; nobody counts here."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
     count, tokens = Count(len(routing.here(router.n)), routing.experts(router.n)), len(x)
     pairs = tokens * (routing.top_k + routing.common)
@@ -128,6 +129,8 @@ def run(
         )  # fmt: skip
     else:
         sent = _route(x, norm, residual, routed, router, routing, biases, places)
+    if counts is not None and counts.chosen is not None:
+        counts.chosen.append(sent.ids)
     if gate_up.kind in PACKED:
         return _packed(sent, count, gate_up, down, activation, biases)
     if apart:

@@ -18,6 +18,7 @@ from sgla.kernels.batch import out_loc_of
 from sgla.kernels.cuda import prompt_gemm
 from sgla.kernels.cuda.decode_attention import Projection
 from sgla.kernels.dispatch import Lowerings, Op
+from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.gpu import integers, mixture, states
 from sgla.kernels.gpu import picked as picks
 from sgla.kernels.integers import are_integers
@@ -317,9 +318,11 @@ class GpuOps:
         activation: Gating,
         biases: Biases = NO_BIASES,
         routed: Tensor | None = None,
-        counts: None = None,
+        counts: ExpertCounts | None = None,
     ) -> Tensor:
-        outputs = mixture.run(x, None, router, gate_up, down, routing, activation, biases, routed=routed)
+        outputs = mixture.run(
+            x, None, router, gate_up, down, routing, activation, biases, routed=routed, counts=counts
+        )
         return outputs.sum().to(x.dtype)
 
     @LOWERINGS.of(ops.gather)
