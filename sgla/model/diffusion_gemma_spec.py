@@ -60,6 +60,7 @@ LACKS = (
     "enable_lora",
     "speculative_algorithm",
     "enable_return_hidden_states",
+    "enable_return_routed_experts",
     "logits_processors",
     "tp",
     "pp",

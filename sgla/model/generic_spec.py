@@ -25,6 +25,7 @@ LACKS = (
     "quantization",
     "deterministic",
     "enable_return_hidden_states",
+    "enable_return_routed_experts",
     "cpu_offload_gb",
 )
 COST = (

@@ -11,23 +11,16 @@ from sgla.model.spec import ModelSpec
 
 def check_routed(config: Config, spec: ModelSpec | EncoderSpec | None) -> None:
     """Raise ConfigError where nobody can tell to which experts tokens go."""
-    if spec is None or not config.enable_return_routed_experts:
+    if spec is None or isinstance(spec, GenericSpec) or not config.enable_return_routed_experts:
         return
-    param = "enable_return_routed_experts"
-    if isinstance(spec, GenericSpec) or getattr(spec, "moe", None) is None:
-        what = "a model that modules of transformers run" if isinstance(spec, GenericSpec) else "this model"
+    what = f"--ep {config.ep}, where a rank knows its own alone" if config.ep > 1 else ""
+    if isinstance(spec, EncoderSpec) or spec.moe is None:
+        what = "a model without experts"
+    if what:
         raise ConfigError(
-            f"--enable-return-routed-experts cannot be honoured with {what}, of which no experts are known; "
-            "leave it out",
-            param=param,
+            f"--enable-return-routed-experts cannot be honoured with {what}; leave it out",
+            param="enable_return_routed_experts",
         )
-    for name in ("pp", "ep"):
-        if getattr(config, name) > 1:
-            raise ConfigError(
-                f"--enable-return-routed-experts cannot be honoured with --{name} {getattr(config, name)}; "
-                "leave one out",
-                param=param,
-            )
 
 
 def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
