@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sgla.kernels.triton import elementwise
-from sgla.kernels.triton.tower import rotate, windows
+from sgla.kernels.triton.tower import rotate
 from sgla.loading.tower_attention import attend
 
-WINDOW = 64  # tokens at most that one program attends to
 EVEN = 64  # columns of a product, or fast kernels would not take it
 
 
@@ -83,9 +82,6 @@ def attended(
     """``[T, d]`` -> the same shape."""
     qkv = part.qkv(hidden_states)
     cos, sin = (x.contiguous() for x in position_embeddings)
-    if max_seqlen is not None and max_seqlen <= WINDOW:
-        seen = windows(qkv, cos, sin, cu_seqlens, max_seqlen, part.num_heads, part.scaling)
-        return part.proj(seen)  # type: ignore[no-any-return]
     rotate(qkv, cos, sin, part.num_heads)
     q, k, v = qkv.view(len(qkv), 3, part.num_heads, -1).unbind(1)
     return part.proj(attend(q, k, v, cu_seqlens, max_seqlen, part.scaling).flatten(1))  # type: ignore[no-any-return]

@@ -55,20 +55,18 @@ def one_by_one(
 @torch.inference_mode()
 def test_kernels_of_towers(name: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First one kernel for the attention of all windows, then those for other parts, too, then what follows
-    from shapes computed once on the host, and small windows by a kernel of their own."""
+    from shapes computed once on the host."""
     monkeypatch.setattr(varlen, "varlen_attn", one_by_one)
     model = MAKERS[name](tmp_path)
     tower = load_tower(model.source, model.speller.vision, torch.float32, torch.device("cpu"))
     given = [arrays_of(model.prepared(shown)) for shown in SHOWN]
     apart = [tower(arrays) for arrays in given]
-    monkeypatch.setattr(tower_kernels, "WINDOW", 0)
     for step in (0, 1, 2):
         if step == 0:
             tower_attention.use_packed(tower.module)
         elif step == 1:
             assert tower_kernels.hasten(tower.module) == parts
         else:
-            monkeypatch.setattr(tower_kernels, "WINDOW", 64)
             assert Grids.fit(tower.module)
             tower.grids = Grids(tower.module, tower.device)
         for arrays, expected in [*zip(given, apart), (given[0], apart[0])]:
