@@ -195,6 +195,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "a part of every expert"
         ),
     ] = 1
+    dp_attention: Annotated[
+        bool,
+        Doc(
+            description="attention by data: each of the --tp ranks has all heads, and requests and a KV "
+            "cache of its own, and they share out MLPs and experts alone (CPU)"
+        ),
+    ] = False
     parallel: Annotated[
         str,
         Doc(
@@ -714,6 +721,11 @@ class Config(MediaSettings, kw_only=True):
     def ranks(self) -> int:
         """Processes, and GPUs, that share the model."""
         return self.tp * self.pp
+
+    @property
+    def heads_over(self) -> int:
+        """Ranks that share out attention, and what is kept of a token."""
+        return 1 if self.dp_attention else self.tp
 
     @property
     def local_ranks(self) -> int:

@@ -43,7 +43,7 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
     weights = sum(_weights(config, part) for part, _ in _parts(config, spec))
     weights += draft_bytes(config, guessing, config.dtype, kind)
     states = [
-        with_draft(state_of(part, config.tp, rank), draft_state(guessing))
+        with_draft(state_of(part, config.heads_over, rank % config.heads_over), draft_state(guessing))
         for part, rank in _parts(config, spec)
     ]
     rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}
@@ -85,7 +85,7 @@ def mesh(config: Config, model: dict[str, Any]) -> list[Held]:
         return []
     dtype, found = config.kv_dtype(config.dtype), list[Held]()
     for number, (part, rank) in enumerate(_parts(config, spec)):
-        kept = token_bytes(state_of(part, config.tp, rank), dtype)
+        kept = token_bytes(state_of(part, config.heads_over, rank % config.heads_over), dtype)
         layers = part.held.start, part.held.stop - 1
         sizes, whole = (_weights(config, part), kept), None
         if part.moe is not None and config.ep > 1:
@@ -102,7 +102,8 @@ def _parts(config: Config, spec: ModelSpec) -> Iterator[tuple[ModelSpec, int]]:
 
 def _weights(config: Config, part: ModelSpec) -> int:
     kind = "cuda" if config.device == "cuda" else "cpu"
-    return weight_bytes(part, config.dtype, part.quantized(config.quantization, kind), config.tp, kind)
+    quantization = part.quantized(config.quantization, kind)
+    return weight_bytes(part, config.dtype, quantization, config.tp, kind, config.heads_over)
 
 
 def need_of(name: str, config: Config, model: dict[str, Any], draft: dict[str, Any] | None = None) -> Need:

@@ -482,6 +482,8 @@ class StepPlan(msgspec.Struct, array_like=True, kw_only=True):
     zeroed: list[bytes] = []
     tokens: bytes = b""  # int32[*], with several stages: those that the first rows begin with
     dropped: list[int] = []  # copies that nobody wants any more: they end soon, and have failed
+    # With attention by data: the step of each rank, None where it has nothing to do. Nothing else is there.
+    parts: list[StepPlan | None] = []
 
 
 class LogprobBlock(msgspec.Struct, array_like=True, kw_only=True):
@@ -532,6 +534,7 @@ class StepResult(msgspec.Struct, array_like=True, kw_only=True):
     # with ``experts`` these, int32[q_len, layers, experts of a token], zeros of layers without any
     hidden: list[bytes] = []
     guessed: bytes = b""  # int32[S]: how many tokens each row guessed; b"": none guessed any
+    parts: list[StepResult] = []  # of each rank, as in StepPlan
 
 
 class Pairs(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -19,6 +19,7 @@ from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
 from sgla.model.diffusion_gemma_spec import check_canvas
+from sgla.model.data_attention import check_data
 from sgla.model.drafting import by_our_names, check_context, draft_state, read_guessing
 from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec
@@ -135,6 +136,8 @@ def resolve(
     settle_adapters(filling)
     config = filling.config
     check_model(config, device, spec, pooled)
+    if config.dp_attention:
+        filling.filled["step_log"], filling.reasons["step_log"] = 0, "--dp-attention: steps are not recorded"
     check_features(config, machine, device, pooled or encoder, encoder)
     if config.speculative_algorithm:
         filling.settle("speculative_num_draft_tokens", choose_drafts(config.speculative_algorithm))
@@ -162,6 +165,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
     check_adapters(config, device, isinstance(spec, GenericSpec))
     check_experts(config, device, spec)
     check_routed(config, spec)
+    check_data(config, device, spec, pooled)
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
     elif spec is not None:
@@ -631,7 +635,7 @@ def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: ModelSpec | N
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
     demand = Demand(config.max_running_requests, config.step_tokens, config.prefix_cache)
-    state = with_draft(state_of(fullest(config, spec), config.tp), draft_state(guessing))
+    state = with_draft(state_of(fullest(config, spec), config.heads_over), draft_state(guessing))
     return Pool(kv_groups(state, context, dtype), config.page_size, demand)
 
 
@@ -653,7 +657,7 @@ def choose_kv_bytes(
 ) -> Settled:
     """Of a CPU: room for ROOM_TOKENS and a state for each row, at least 512 MiB, at most a quarter of what is
     free. ``dtype``: of the KV cache."""
-    own = state_of(fullest(config, spec), config.tp) if isinstance(spec, ModelSpec) else []
+    own = state_of(fullest(config, spec), config.heads_over) if isinstance(spec, ModelSpec) else []
     state = with_draft(own, draft_state(guessing))
     assert config.max_running_requests is not None
     rows = (config.max_running_requests + 1) * unit_bytes(state, dtype)

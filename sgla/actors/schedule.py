@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sgla.executor.base import Executor
     from sgla.observe.metrics import Metrics
     from sgla.sched.core import Core
+    from sgla.sched.parts import PartedCore
 
 TICK = 0.05  # seconds between looks at deadlines while requests are open, and to the last one behind them
 TURN = 512  # requests that come or go in one turn of the loop: a few ms
@@ -31,7 +32,7 @@ class Schedule(Actor[Submit | Ready | Cancel | Keep]):
 
     def __init__(
         self,
-        core: Core,
+        core: Core | PartedCore,
         executor: Executor,
         detokenize: Detokenize,
         metrics: Metrics,

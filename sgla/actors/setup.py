@@ -17,6 +17,7 @@ from sgla.messages import Facts, Opened, Progress
 from sgla.observe.steplog import RecordedCore
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
+from sgla.sched.parts import PartedCore
 from sgla.text.output import OutputStream
 from sgla.text.pictures import Speller
 
@@ -99,8 +100,10 @@ def make_local(config: Config, source: ModelSource) -> Executor:
     return InlineExecutor(config, source)
 
 
-def make_core(config: Config, facts: Facts) -> Core:
+def make_core(config: Config, facts: Facts) -> Core | PartedCore:
     limits = make_limits(config, facts)
+    if config.dp_attention:
+        return PartedCore(limits, config.tp)
     if config.step_log:
         return RecordedCore(limits, config.step_log, facts.found)
     return Core(limits, facts.found)

@@ -40,6 +40,7 @@ from sgla.observe.kv_events import Publisher
 from sgla.observe.metrics import Metrics
 from sgla.observe.steplog import RecordedCore
 from sgla.sched.core import Core
+from sgla.sched.parts import PartedCore
 from sgla.text.prepare import Preparer
 from sgla.text.tokenizer import load_text, vocabulary
 
@@ -72,7 +73,7 @@ class System:
         self._executor: Executor | None = None
         self._tokenize: Tokenize | None = None
         self._schedule: Schedule | None = None
-        self._core: Core | None = None
+        self._core: Core | PartedCore | None = None
         self._watchdog: Watchdog | None = None
         self.prefilling: Prefilling | None = None  # of a server that reads prompts for others
         self._encoding: Encoding | None = None  # where features of pictures are made, if that is not here

@@ -110,6 +110,7 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
         {"auto": "cache_aware", "shortest_queue": "least_load", "total_requests": "least_load"},
     ),
     "ep-size": Alias("ep"),
+    "enable-dp-attention": Switch("dp_attention", True),
     "expert-parallel-size": Alias("ep"),
     "master-addr": Alias("dist_init_addr"),
     "master-port": Always("the port is that of --dist-init-addr HOST:PORT, without one 29501", ("29501",)),

@@ -331,15 +331,18 @@ def load_config(
     given = read_environment(environ, complain) | dict(flags)
     values = (read_file(path, complain) if path else {}) | given
     try:
-        return _with_slots(msgspec.convert(values, Config))
+        return _as_meant(msgspec.convert(values, Config))
     except msgspec.ValidationError as error:
         where, text = fault(error, Config)
         source = f"--config {path}: " if path and root(where) not in given else ""
         raise ConfigError(f"{source}{text}") from error
 
 
-def _with_slots(config: Config) -> Config:
-    """llama.cpp's ``--parallel N``, which is another thing than ours."""
+def _as_meant(config: Config) -> Config:
+    """llama.cpp's ``--parallel N``, which is another thing than ours, and SGLang's ``--dp N`` of attention by
+    data, which says what ``--tp`` says."""
+    if config.dp_attention and config.dp == config.tp:
+        config = msgspec.structs.replace(config, dp=1)
     if not config.parallel.isdigit():
         return config
     complain(f"--parallel {config.parallel} is --max-running-requests {config.parallel} here")

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from sgla.dist.lockstep import Lockstep
 from sgla.dist.meeting import TIMEOUT, open_store, use_interface
 from sgla.dist.pipe import Pipe
 from sgla.kernels.ops import AddedNorm
@@ -33,7 +34,8 @@ class Shard:
     All ranks must call the same collectives in the same order, with the same shapes.
 
     ``pipe``: its stage, if there are several; the ranks of one are a ``group`` of their own.
-    ``whole_experts``: experts of a mixture are whole, and each rank has some.
+    ``whole_experts``: experts of a mixture are whole, and each rank has some. ``lockstep``: attention is whole
+    on each rank, and MLPs and experts are shared out with others, among whom ``mlps`` is its place.
     """
 
     rank: int = 0
@@ -42,6 +44,13 @@ class Shard:
     pipe: Pipe | None = None
     group: dist.ProcessGroup | None = None
     whole_experts: bool = False
+    lockstep: Lockstep | None = None
+    mlps: Shard | None = None
+
+    @property
+    def of_mlps(self) -> Shard:
+        """Its place among the ranks that share MLPs and experts out."""
+        return self.mlps or self
 
     @property
     def number(self) -> int:

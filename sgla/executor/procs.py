@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -149,7 +150,8 @@ _early: dict[tuple[int, str, bool], Rank] = {}
 
 def _roles(config: Config, runner: str) -> list[tuple[int, str, bool]]:
     """What makes each ``Rank`` of this host."""
-    return [(number, runner, number == answering(config)) for number in ranks_of(config)]
+    every = config.dp_attention
+    return [(number, runner, every or number == answering(config)) for number in ranks_of(config)]
 
 
 def spawn_early(config: Config) -> None:
@@ -184,6 +186,8 @@ class ProcsExecutor:
         self._ends = Ends(config.local_ranks)
         self._moved: list[Moved] = []  # to hand on
         self._told = -1  # readable while they wait, where no rank of this host answers
+        self._parts: list[deque[StepResult]] | None = None  # of each rank, where all answer
+        self._any: select.epoll | None = None  # readable while one of them has answered
         self._store = -1  # where the ranks of all hosts find each other; rank 0 listens on it
         self._commands = 0
 
@@ -198,6 +202,8 @@ class ProcsExecutor:
             self._told = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         elif self._config.ranks > 1:
             self._rendezvous = tempfile.mkdtemp(prefix="sgla-")
+        if self._config.dp_attention:
+            self._parts, self._any = [deque() for _ in ranks_of(self._config)], select.epoll()
         for role in _roles(self._config, self._runner):
             rank = _early.pop(role, None) or Rank(*role)
             self._ranks.append(rank)
@@ -253,6 +259,8 @@ class ProcsExecutor:
             if kind == "rings":
                 rings = [Ring.attach(recv_handle(rank.pipe), recv_handle(rank.pipe)) for _ in range(payload)]
                 rank.plans, rank.results = rings[0], rings[1] if payload > 1 else None
+                if self._any is not None and rank.results is not None:
+                    self._any.register(rank.results.fileno(), select.EPOLLIN)
         except (EOFError, OSError):
             self._loop.remove_reader(rank.pipe.fileno())
             self._lose(rank)
@@ -336,12 +344,16 @@ class ProcsExecutor:
         return next((rank for rank in self._ranks if rank.number == number), None)
 
     def results_fd(self) -> int:
+        if self._any is not None:
+            return self._any.fileno()
         rank = self._answering
         return self._told if rank is None or rank.results is None else rank.results.fileno()
 
     def drain(self) -> list[StepResult | Moved]:
         if self._gone:
             return []
+        if self._parts is not None:
+            return self._joined(self._parts)
         results: list[StepResult | Moved] = []
         if (rank := self._answering) is not None:
             results += self._steps(rank)
@@ -350,6 +362,22 @@ class ProcsExecutor:
         results += self._moved
         self._moved.clear()
         return results
+
+    def _joined(self, parts: list[deque[StepResult]]) -> list[StepResult | Moved]:
+        """The steps that all ranks have answered, in order."""
+        for rank, own in zip(self._ranks, parts):
+            own += self._steps(rank)
+        whole = [[own.popleft() for own in parts] for _ in range(min(map(len, parts)))]
+        return [
+            StepResult(
+                step=0,
+                tokens=b"",
+                seconds=max(part.seconds for part in same),
+                gap=min(part.gap for part in same),
+                parts=same,
+            )
+            for same in whole
+        ]
 
     def _steps(self, rank: Rank) -> list[StepResult]:
         ring, results = rank.results, []
@@ -409,6 +437,8 @@ class ProcsExecutor:
             self._loop.remove_reader(rank.stderr)
             rank.forward_stderr()
             rank.close()
+        if self._any is not None:
+            self._any.close()
         if self._told >= 0:
             os.close(self._told)
             self._told = -1

@@ -101,17 +101,26 @@ class GateUpLinear(MergedColumnLinear):
     """Gate and up projection of a gated MLP: ``[T, d] -> [T, 2 f]``."""
 
     def __init__(self, build: Build, name: str, hidden: int, intermediate: int, bias: bool = False) -> None:
-        own = build.shard.range(intermediate, GROUP)
+        own = build.shard.of_mlps.range(intermediate, GROUP)
         parts = [(f"{name}.{which}_proj", intermediate, own) for which in ("gate", "up")]
         super().__init__(build, hidden, parts, bias, f"{name}.gate_up_proj")
 
 
 class RowLinear:
     """``[T, k of this rank] -> [T, n]``, summed over the ranks.
-    ``columns`` are this rank's of the ``k`` inputs."""
+    ``columns`` are this rank's of the ``k`` inputs; ``shard``: its place, if that is another one."""
 
-    def __init__(self, build: Build, name: str, n: int, k: int, columns: range, bias: bool = False) -> None:
-        self.shard = build.shard
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        n: int,
+        k: int,
+        columns: range,
+        bias: bool = False,
+        shard: Shard | None = None,
+    ) -> None:
+        self.shard = shard or build.shard
         self.weight = build.empty(n, len(columns), name)
         build.declare(
             f"{name}.weight", (n, k), lambda source: fill(self.weight, 0, source, range(n), columns)

@@ -24,11 +24,14 @@ class GatedMLP:
         bias: bool = False,
     ) -> None:
         self.gate_up = GateUpLinear(build, name, hidden, intermediate, bias)
-        columns = build.shard.range(intermediate, GROUP)
-        self.down = RowLinear(build, f"{name}.down_proj", hidden, intermediate, columns, bias)
+        shard, self.lockstep = build.shard.of_mlps, build.shard.lockstep
+        columns = shard.range(intermediate, GROUP)
+        self.down = RowLinear(build, f"{name}.down_proj", hidden, intermediate, columns, bias, shard)
         self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.lockstep is not None:
+            return self.lockstep.share(self.part, x)
         return self.down(ops.act_mul(self.gate_up(x), self.activation))
 
     def part(self, x: Tensor) -> Tensor:
@@ -51,12 +54,15 @@ class PlainMLP:
         names: tuple[str, str],
     ) -> None:
         up, down = (f"{name}.{part}" for part in names)
-        columns = build.shard.range(intermediate, GROUP)
+        shard, self.lockstep = build.shard.of_mlps, build.shard.lockstep
+        columns = shard.range(intermediate, GROUP)
         self.up = MergedColumnLinear(build, hidden, [(up, intermediate, columns)], bias)
-        self.down = RowLinear(build, down, hidden, intermediate, columns, bias)
+        self.down = RowLinear(build, down, hidden, intermediate, columns, bias, shard)
         self.activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.lockstep is not None:
+            return self.lockstep.share(self.part, x)
         return self.down(ops.activate(self.up(x), self.activation))
 
     def part(self, x: Tensor) -> Tensor:

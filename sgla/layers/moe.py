@@ -50,11 +50,12 @@ class MoE:
         shared: SharedExpert | None = None,
         routed: int = 0,
     ) -> None:
-        self.shard, self.activation, self.shared = build.shard, activation, shared
-        self.own, self.held = build.shard.range(intermediate, GROUP), range(experts)
-        if build.shard.whole_experts:
+        self.shard, self.activation, self.shared = build.shard.of_mlps, activation, shared
+        self.lockstep = build.shard.lockstep
+        self.own, self.held = self.shard.range(intermediate, GROUP), range(experts)
+        if self.shard.whole_experts:
             assert not routing.shared
-            self.own, self.held = range(intermediate), build.shard.range(experts)
+            self.own, self.held = range(intermediate), self.shard.range(experts)
             routing = replace(routing, held=self.held)
         self.routing, self.experts = routing, experts
         self.hidden, self.intermediate = hidden, intermediate
@@ -194,10 +195,16 @@ class MoE:
             self.counts,
         )
 
-    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+    def part(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """Of which the sum over the ranks is the output."""
         y = self.chosen(x, routed)
-        if self.shared is not None:
-            y = self.shared.add(y, x)
+        return y if self.shared is None else self.shared.add(y, x)
+
+    def __call__(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        if self.lockstep is not None:
+            assert routed is None
+            return self.lockstep.share(self.part, x)
+        y = self.part(x, routed)
         return y if self.shard.size == 1 else ops.all_reduce(y, self.shard)
 
 

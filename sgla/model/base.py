@@ -225,7 +225,12 @@ class Decoder(CausalLM):
     def _joins(self, build: Build, name: str) -> bool:
         """Whether the shared expert of a mixture becomes one of the others, or several."""
         spec, moe = self.spec, self.spec.moe
-        if moe is None or not moe.shared or moe.shared % moe.intermediate or build.shard.whole_experts:
+        if (
+            moe is None
+            or not moe.shared
+            or moe.shared % moe.intermediate
+            or build.shard.of_mlps.whole_experts
+        ):
             return False
         parts = moe.shared // moe.intermediate
         if moe.experts + parts > JOINED or (parts > 1 and moe.routing.top_k + parts > EACH):

@@ -116,11 +116,17 @@ def short_count(count: int) -> str:
 
 
 def weight_bytes(
-    spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int, device: str = "cpu"
+    spec: ModelSpec | EncoderSpec,
+    dtype: str,
+    quantization: str | None,
+    ranks: int,
+    device: str = "cpu",
+    heads_over: int | None = None,
 ) -> int:
     """Bytes of one rank's matrices on this kind of device, of the layers that its stage has; norms are left
-    out, and whether the file has 4 bits itself."""
-    whole = _matrix_bytes(spec, dtype, quantization, ranks, device)
+    out, and whether the file has 4 bits itself. ``heads_over``: ranks that share out attention and output
+    layer, if not all do."""
+    whole = _matrix_bytes(spec, dtype, quantization, ranks, device, heads_over)
     if isinstance(spec, ModelSpec) and quantization in FOUR_BITS and device == "cpu":
         made = as_stored(spec.method, quantization) is None
         whole += wide_matrices(spec).nbytes * len(spec.held) / spec.layers / ranks if made else 0
@@ -128,8 +134,14 @@ def weight_bytes(
 
 
 def _matrix_bytes(
-    spec: ModelSpec | EncoderSpec, dtype: str, quantization: str | None, ranks: int, device: str = "cpu"
+    spec: ModelSpec | EncoderSpec,
+    dtype: str,
+    quantization: str | None,
+    ranks: int,
+    device: str = "cpu",
+    heads_over: int | None = None,
 ) -> float:
+    heads_over = heads_over or ranks
     if isinstance(spec, EncoderSpec | GenericSpec):
         values = spec.own if isinstance(spec, GenericSpec) and ranks > 1 else spec.values
         return values * FORMATS[kinds_of(dtype, quantization, None, device).linear].bytes
@@ -144,11 +156,12 @@ def _matrix_bytes(
     if spec.first:
         positions = spec.learned * spec.hidden * FORMATS[kinds.plain].bytes
     if spec.last and not spec.tied:
-        head = spec.vocab * spec.hidden * vocab / ranks
+        head = spec.vocab * spec.hidden * vocab / heads_over
     layers = attention + _mlps(spec, spec.moe.experts if spec.moe else 0)
     others = layers - _experts(spec) if kept is not None and kept.experts_alone else 0
     matrices = (layers - others) * linear + others * FORMATS[kinds.plain].bytes
-    return matrices / ranks + table + positions + head
+    more = attention * linear * (1 / heads_over - 1 / ranks)
+    return matrices / ranks + more + table + positions + head
 
 
 def _experts(spec: ModelSpec) -> int:

@@ -71,7 +71,7 @@ class Queues:
             request.goal = (
                 request.limit
             )  # KV of its last block is never needed, and how long that is is not known
-        request.namespace = self._space(submit)
+        request.namespace = self.space(submit)
         for position, digest in submit.media:
             page, offset = divmod(position, self._limits.page_size)
             request.marks[page] = request.marks.get(page, b"") + int32((offset, len(digest))) + digest
@@ -90,9 +90,9 @@ class Queues:
         that run go on with what they have."""
         self.weights += 1
         for request in (*self.waiting, *self.held.values()):
-            request.namespace = self._space(request.submit)
+            request.namespace = self.space(request.submit)
 
-    def _space(self, submit: Submit) -> str:
+    def space(self, submit: Submit) -> str:
         """No other request's begins like that of one with later weights."""
         if not self.weights and not submit.namespace.startswith(RENEWED):
             return submit.namespace

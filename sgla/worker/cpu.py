@@ -31,6 +31,14 @@ class CpuRunner(CpuWeights):
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
+        if self._together is None:
+            return self._compute(plan)
+        own = plan.parts[self.shard.of_mlps.rank] if plan.parts else plan
+        result = StepResult(step=plan.step, tokens=b"") if own is None else self._compute(own)
+        self._together.end()
+        return result
+
+    def _compute(self, plan: StepPlan) -> StepResult:
         """All ranks of the last stage return the same tokens; logprobs come from the first of them."""
         self._apply(plan)
         if not plan.slots:

@@ -49,7 +49,8 @@ def take_kv(
     OutOfMemory, also for weights that do not fit, and ConfigError."""
     shard = place.shard
     guessing = read_guessing(config, None if source.draft is None else source.draft.config, spec)
-    weights = weight_bytes(spec, dtype, config.quantization, shard.size)
+    ranks = shard.of_mlps.size
+    weights = weight_bytes(spec, dtype, config.quantization, ranks, heads_over=shard.size)
     weights += draft_bytes(config, guessing, dtype)
     check_weights(weights, place.free() - taken)
     own = state_of(spec, shard.size, shard.rank)

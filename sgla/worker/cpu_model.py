@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sgla.config import Config
@@ -28,6 +29,7 @@ from sgla.worker.place import Cpu
 from sgla.worker.pooler import Pooler
 from sgla.worker.runner import COUNTS, Command, Runner
 from sgla.worker.state import SlotTables
+from sgla.worker.together import Together
 
 
 class CpuModel(Runner):
@@ -48,6 +50,7 @@ class CpuModel(Runner):
     _listening: Listening | None = None
     _canvases: Canvases | None = None
     _forward: Forward
+    _together: Together | None = None
     _model_again: Callable[[ModelSource], CausalLM]
     _forward_again: Callable[[], tuple[Forward, str]]
 
@@ -61,7 +64,7 @@ class CpuModel(Runner):
             raise UnsupportedField("the model has no experts, or sleeps, so there is nothing to count")
         if verb == "experts_dump":
             taken = {number_of(name): counts.taken() for name, counts in self.model.counts.items()}
-            return {"experts": taken} if self.shard.rank == 0 else {}
+            return {"experts": taken} if self.shard.of_mlps.rank == 0 else {}
         for counts in self.model.counts.values():
             counts.active = verb == "experts_start"
             if counts.active:
@@ -103,6 +106,11 @@ class CpuModel(Runner):
     ) -> tuple[Forward, str]:
         """``hook``: see ``make_forward``. Also a note for the start-up report."""
         threads = self.place.threads
+        if self.shard.lockstep is not None:
+            torch.set_num_threads(threads)
+            plain = eager_forward(self.model, self._own, self._kept, hook)
+            self._together = Together(plain, self.shard.lockstep, self.tables)
+            return self._together, ""
         if not self.shard.samples:
             return compiled(lambda batch: self.model.forward(batch, self._own), limits, threads, native)
         if self._pooler is not None:

@@ -66,7 +66,8 @@ class CpuSetup(CpuModel):
         self._model_again = partial(self._load_model, dtype, context_len, slots, spec.stage)
         self.model = self._model_again(source)
         states = kv.paged < len(kv.groups)
-        self.tables = SlotTables(slots, context_len, config.page_size, kv.paged, states)
+        spare = self.shard.lockstep is not None  # a slot of nobody
+        self.tables = SlotTables(slots + spare, context_len, config.page_size, kv.paged, states)
         kernels = self._make_steps(kv, dtype, step_tokens, processors)
         adapters = None if self.adapters is None else self.adapters.adapters
         ledger = {
@@ -97,18 +98,17 @@ class CpuSetup(CpuModel):
 
     def _make_steps(self, kv: CpuKV, dtype: str, step_tokens: int, processors: dict[str, Factory]) -> str:
         """What computes a step, samples and guesses; a note on the kernels."""
-        spec, config, slots, native = (
-            self.model.spec,
-            self.config,
-            len(self.tables.limit),
-            self.config.native_kernels,
-        )
+        spec, config, slots = self.model.spec, self.config, len(self.tables.limit)
+        lockstep = self.shard.lockstep
+        native = config.native_kernels and lockstep is None  # a program has as many rows behind attention
         self._most_logits = max(slots, LOGIT_ROWS)
         self._kept = KeptHidden() if config.enable_return_hidden_states else None
         limits = ProgramLimits(step_tokens, self._most_logits)
         drafts = DraftSetup(config, self.source, self.model, dtype, self._report)
         self._forward_again = partial(self._make_forward, limits, native, drafts.hook)
         self._forward, kernels = self._forward_again()
+        if lockstep is not None:
+            kernels = "CPU kernels in torch (slow): ranks share out MLPs alone (--dp-attention)"
         self.sampler = self._make_sampler(spec.vocab, processors)
         if spec.canvas:
             how = denoising_of(self.source.generation_config, config.diffusion_config)

@@ -16,6 +16,7 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.device import Device, platform
 from sgla.dist import Shard, join
+from sgla.dist.lockstep import Lockstep
 from sgla.dist.meeting import TIMEOUT
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
@@ -57,6 +58,8 @@ class Cpu:
         self._group = ExitStack()
         shard = self._group.enter_context(join(rank, size, store, config.pp, config.dist_timeout or TIMEOUT))
         self.shard = replace(shard, whole_experts=config.ep > 1)
+        if config.dp_attention:
+            self.shard = Shard(lockstep=Lockstep(rank, size), mlps=self.shard)
         self.device, self.torch, self.notes = Device("cpu", "cpu"), torch.device("cpu"), list[str]()
 
     def free(self) -> int:

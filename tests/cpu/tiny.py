@@ -156,9 +156,11 @@ def run(
     return transcript
 
 
-async def run_executor(executor: Executor, facts: Facts, submits: list[Submit], **limits: Any) -> Transcript:
-    """All requests at once through a started executor."""
-    core, transcript, done = make_core(facts, **limits), Transcript(), asyncio.Event()
+async def run_executor(
+    executor: Executor, facts: Facts, submits: list[Submit], core: Any = None, **limits: Any
+) -> Transcript:
+    """All requests at once through a started executor; ``core``: one that knows it already."""
+    core, transcript, done = core or make_core(facts, **limits), Transcript(), asyncio.Event()
 
     def advance() -> None:
         while (plan := core.plan(0.0)) is not None:

@@ -1,0 +1,56 @@
+"""Whether ranks can have attention and requests of their own (``--dp-attention``). Loads no torch."""
+
+from __future__ import annotations
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.model.encoder import EncoderSpec
+from sgla.model.generic_spec import GenericSpec
+from sgla.model.spec import ModelSpec
+
+# Settings that it is not together with, and why; all others are.
+REFUSED = {
+    "pp": "stages have not been tried with it",
+    "nnodes": "its ranks are on one host",
+    "speculative_algorithm": "ranks would have to verify as many guesses at a time",
+    "enable_lora": "places of adapters are of one scheduler",
+    "kv_disk": "copies are of one scheduler",
+    "kv_host_bytes": "copies are of one scheduler",
+    "kv_store": "copies are of one scheduler",
+    "kv_events_config": "events are of one scheduler",
+    "role": "KV is handed over by one scheduler",
+    "encode_url": "pictures are not taken",
+    "logits_processors": "they have not been tried with it",
+    "enable_return_routed_experts": "experts see the tokens of all ranks",
+    "enable_torch_compile": "a module of transformers is not cut so",
+}
+# Architectures whose layers share out what is behind attention in a way of their own.
+OTHERS = ("Gemma4", "NemotronH", "Whisper")
+
+
+def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, vectors: bool) -> None:
+    """Raise ConfigError for what ``--dp-attention`` cannot be together with. ``spec``: None if the model is
+    not known; ``vectors``: it answers with some."""
+    if not config.dp_attention:
+        return
+    obstacle = None
+    if config.tp == 1:
+        obstacle = "with --tp 1, which has nothing to share out; give --tp"
+    elif config.executor != "procs":
+        obstacle = f"with --executor {config.executor}"
+    elif device != "cpu":
+        obstacle = f"on --device {device} yet"
+    elif vectors or isinstance(spec, EncoderSpec):
+        obstacle = "by a model that answers with vectors"
+    elif isinstance(spec, GenericSpec):
+        obstacle = "by a model that runs through transformers' module"
+    elif spec is not None and (spec.heard or spec.canvas or spec.architecture.startswith(OTHERS)):
+        obstacle = f"by {spec.architecture}"
+    if obstacle:
+        raise ConfigError(f"--dp-attention cannot be honoured {obstacle}", param="dp_attention")
+    for name, why in REFUSED.items():
+        if getattr(config, name) != getattr(Config(), name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} cannot be honoured with --dp-attention: {why}; leave one out", param=name
+            )

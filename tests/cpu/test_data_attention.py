@@ -1,0 +1,194 @@
+"""Attention by data: ranks with requests of their own, which share out MLPs and experts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from forked import ForkedExecutor
+from msgspec.structs import replace
+from test_stages import MODELS, one, requests, scores
+from tiny import Transcript, make_core, run, run_executor, submit, tiny_config, tiny_source
+
+from sgla.cli.settings import load_config
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.ledger import mesh
+from sgla.messages import Control, Facts, Ready, StepResult
+from sgla.model.data_attention import REFUSED, check_data
+from sgla.model.read import read_spec
+from sgla.observe.machine import Machine
+from sgla.resolve import resolve
+from sgla.sched.parts import PartedCore
+
+
+def parted(facts: Facts, count: int = 2, **limits: Any) -> PartedCore:
+    return PartedCore(make_core(facts, **limits).limits, count)
+
+
+@asynccontextmanager
+async def ranks(source: Any, **changes: Any) -> AsyncIterator[Callable[..., Any]]:
+    """Runs requests through two ranks, with a scheduler that lasts."""
+    executor = ForkedExecutor(tiny_config(tp=2, dp_attention=True, **changes), source)
+    try:
+        facts = await executor.start(lambda progress: None)
+        core = parted(facts)
+
+        async def through(wanted: Any) -> Transcript:
+            return await run_executor(executor, facts, wanted, core)
+
+        through.core, through.executor = core, executor
+        yield through
+    finally:
+        await executor.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [("mixture", {}), ("mixture", {"ep": 2}), ("latent", {"ep": 2}), ("dense, tied", {}), ("states", {})],
+)
+async def test_ranks_with_own_requests_equal_one(model: str, changes: dict[str, Any]) -> None:
+    """With a cold cache and a warm one. Prompts are read in chunks, beside ranks that decode or have nothing
+    to do."""
+    source, wanted = tiny_source(**MODELS[model]), requests(model)
+    expected = run(one(source), wanted)
+    async with ranks(source, **changes) as through:
+        for _ in range(2):
+            found = await through(wanted)
+            assert found.tokens() == expected.tokens()
+            for rid, values in scores(expected).items():
+                assert scores(found)[rid] == pytest.approx(values, abs=1e-4)
+        assert all(core.stats().steps > 3 for core in through.core.cores)
+
+
+async def test_choices_of_experts_are_counted_once_and_a_lost_rank_is_told() -> None:
+    """Each token chooses two in each layer, on whatever rank it is; tokens of nobody choose none."""
+    prompts = [submit(str(n), list(range(n, n + 20)), 6, prompt_logprobs=0) for n in range(3)]
+    async with ranks(tiny_source(**MODELS["mixture"]), ep=2) as through:
+        executor = through.executor
+        await executor.control(Control(verb="experts_start"))
+        await through(prompts)
+        told = (await executor.control(Control(verb="experts_dump")))["ranks"]
+        (counts,) = [rank["experts"] for rank in told if rank]
+        assert {layer: sum(numbers) for layer, numbers in counts.items()} == dict.fromkeys(
+            range(3), 3 * 2 * 25
+        )
+        lost = asyncio.get_running_loop().create_future()
+        executor.on_death(lost.set_result)
+        executor._ranks[1].process.kill()
+        assert "rank 1" in str(await asyncio.wait_for(lost, 10))
+
+
+def cores(**limits: Any) -> PartedCore:
+    return parted(one(tiny_source()).facts, **limits)
+
+
+def homes(core: PartedCore) -> dict[str, int]:
+    return {rid: i for i, own in enumerate(core.cores) for rid in own.rids}
+
+
+def test_requests_go_where_least_is_to_do() -> None:
+    core = cores()
+    for rid, length in (("long", 60), ("a", 5), ("b", 5), ("c", 5), ("e", 5)):
+        core.offer(submit(rid, list(range(length)), 3), 0.0)
+    assert homes(core) == {"long": 0, "a": 1, "b": 1, "c": 1, "e": 0}
+    choice = replace(submit("d", [7] * 9, 3), parent="long")
+    core.offer(choice, 0.0)
+    assert homes(core)["d"] == 0, "choices of a prompt are together, since it is read once"
+    assert core.stats().waiting == 6
+    assert core.cancel("long", "stop").finish == "stop"
+    assert core.cancel("long", "stop") is None
+    core.ready(Ready(rid="nobody", reason="grammar"))
+
+
+def test_a_prompt_goes_where_it_is_cached() -> None:
+    core, runners = cores(), [one(tiny_source()) for _ in range(2)]
+
+    def finish() -> None:
+        while not core.idle:
+            while (plan := core.plan(0.0)) is not None:
+                parts = [
+                    StepResult(step=0, tokens=b"") if own is None else runner.execute(own)
+                    for runner, own in zip(runners, plan.parts, strict=True)
+                ]
+                core.retire(StepResult(step=0, tokens=b"", parts=parts), 0.0)
+            core.check()
+
+    core.offer(submit("x", [9] * 40, 2), 0.0)
+    finish()
+    home = next(i for i, own in enumerate(core.cores) if own.stats().cached_tokens)
+    core.offer(submit("z", [9] * 50, 2), 0.0)
+    core.offer(submit("y", [8] * 40, 2), 0.0)
+    assert homes(core) == {"z": home, "y": 1 - home}
+    finish()
+    told = core.stats()
+    assert (told.hit_tokens, told.finished, told.running) == (32, {"length": 3}, 0)
+    assert len(core.drain_finished()) == 3
+    assert core.renew()
+    assert core.flush_cache()
+    assert core.stats().cached_tokens == 0
+
+
+def test_what_has_ended_is_forgotten_and_deadlines_hold() -> None:
+    core = cores()
+    for n in range(300):
+        core.offer(replace(submit(str(n), [1, 2], 2), deadline=1.0), 0.0)
+        core.cancel(str(n), "abort")
+    assert len(core._home) < 80
+    assert len(core._families) < 80
+    core.offer(replace(submit("late", [1, 2], 2), deadline=1.0), 0.0)
+    assert core.next_deadline == 1.0
+    assert [delta.finish for delta in core.expire(2.0)] == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tp": 1}, "with --tp 1"),
+        ({"executor": "inline"}, "with --executor inline"),
+        ({"kv_disk": "/tmp:1G"}, "--kv-disk cannot be honoured with --dp-attention"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_loads(settings: dict[str, Any], words: str) -> None:
+    machine = Machine(cores=2, physical_cores=2, memory_available=1 << 34)
+    config = Config(**{"device": "cpu", "tp": 2, "dp_attention": True} | settings)
+    with pytest.raises(ConfigError, match=words):
+        resolve(config, machine, tiny_source().config)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_it_is_not_together_with(name: str) -> None:
+    kinds: dict[type, Any] = {int: 2, bool: True, dict: {"a": 1}, list: ["x"]}
+    value = kinds.get(type(getattr(Config(), name)), "x")
+    config = replace(Config(tp=2, dp_attention=True), **{name: value})
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} cannot be honoured") as caught:
+        check_data(config, "cpu", None, False)
+    assert caught.value.param == name
+
+
+def test_models_that_it_does_not_go_together_with() -> None:
+    spec, config = read_spec(tiny_source().config), Config(tp=2, dp_attention=True)
+    check_data(config, "cpu", spec, False)
+    for changed, device, vectors, words in (
+        (dataclasses.replace(spec, architecture="Gemma4ForCausalLM"), "cpu", False, "by Gemma4"),
+        (spec, "cpu", True, "with vectors"),
+        (spec, "cuda", False, "on --device cuda"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_data(config, device, changed, vectors)
+
+
+def test_who_holds_what_is_known_before_anything_loads() -> None:
+    config = tiny_source(**MODELS["mixture"]).config
+    data, cut = (mesh(tiny_config(tp=2, dp_attention=whole), config) for whole in (True, False))
+    assert [held.kv_bytes_per_token for held in data] == [2 * held.kv_bytes_per_token for held in cut]
+    assert all(held.weights > other.weights for held, other in zip(data, cut))
+
+
+def test_sglangs_flags_mean_it() -> None:
+    found = load_config({"tp": 2, "dp": 2, "dp_attention": True}, environ={})
+    assert (found.tp, found.dp, found.dp_attention) == (2, 1, True)
