@@ -18,8 +18,8 @@ from sgla.device import check as check_device
 from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
-from sgla.model.diffusion_gemma_spec import check_canvas
 from sgla.model.data_attention import check_data
+from sgla.model.diffusion_gemma_spec import check_canvas
 from sgla.model.drafting import by_our_names, check_context, draft_state, read_guessing
 from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec

@@ -26,12 +26,11 @@ from sgla.sched.prefill import Prefill
 from sgla.sched.pressure import Pressure
 from sgla.sched.queues import Queues, before_yielding
 from sgla.sched.recurrent import Recurrent
-from sgla.sched.request import Prompt, Request, State
+from sgla.sched.request import Request, State
 from sgla.sched.stats import Finished, Ledger, Stats, WindowStats
 from sgla.sched.step import Step
 
 MISSES = 4  # rows without a right guess after which a request guesses in every second step, then more rarely
-ROW = 32  # tokens of a prompt that are as much work as a request that runs
 RAREST = 4  # doublings at most: in one of 16 steps
 
 
@@ -315,19 +314,12 @@ class Core:
 
     @property
     def open(self) -> Mapping[str, Request]:
-        """The requests that have not ended, by rid."""
+        """The same, by rid."""
         return self._queues.open
-
-    @property
-    def work(self) -> int:
-        """Tokens of prompts that are unread, and ``ROW`` for each request."""
-        requests = self._queues.open.values()
-        return sum(max(request.prompt_len - request.planned, 0) + ROW for request in requests)
 
     def cached(self, submit: Submit) -> int:
         """Tokens of its prompt that are cached now."""
-        space, data = self._queues.space(submit), Prompt(submit.tokens).data
-        return self._memory.cache.match(space, data, len(submit.tokens) - 1).length
+        return self._memory.cached(self._queues.space(submit), submit.tokens)
 
     def tell_events(self, medium: str) -> Callable[[], list[KvEvent]]:
         """Keep what happens to cached pages from now on. Returns what fetches it. ``medium``: see

@@ -20,7 +20,7 @@ from sgla.sched.adapters import Adapters
 from sgla.sched.limits import Limits
 from sgla.sched.moving import Numbers, Pools
 from sgla.sched.recurrent import Recurrent
-from sgla.sched.request import Request
+from sgla.sched.request import Prompt, Request
 from sgla.sched.transfers import Transfers
 
 STEP = "step"  # see Memory.attach
@@ -124,6 +124,10 @@ class Memory:
         if request.adapter:
             self.adapters.take(request)
         return ""
+
+    def cached(self, namespace: str, tokens: Sequence[int]) -> int:
+        """How many of them are, but for the last."""
+        return self.cache.match(namespace, Prompt(tokens).data, len(tokens) - 1).length
 
     def remember(self, request: Request) -> None:
         """What there was, and has ever been, of a request that begins."""

@@ -14,6 +14,8 @@ from sgla.sched.core import Core
 from sgla.sched.limits import Limits
 from sgla.sched.stats import Finished, Stats, WindowStats
 
+ROW = 32  # tokens of a prompt that are as much work as a request that runs
+
 
 class PartedCore:
     """A ``Core`` for each of ``count`` ranks, as one. A request stays with one of them: the one that has
@@ -33,7 +35,7 @@ class PartedCore:
         """Raises as ``Core.offer``."""
         core = self._families.get(submit.parent)
         if core is None or core.idle:
-            core = min(self.cores, key=lambda core: core.work + len(submit.tokens) - core.cached(submit))
+            core = min(self.cores, key=lambda core: _work(core) + len(submit.tokens) - core.cached(submit))
         core.offer(submit, now)
         self._home[submit.rid] = self._families[submit.parent] = core
         if len(self._home) > 2 * len(self.rids) + 64:
@@ -120,6 +122,11 @@ class PartedCore:
     def check(self) -> None:
         for core in self.cores:
             core.check()
+
+
+def _work(core: Core) -> int:
+    """Tokens of prompts that are unread, and ``ROW`` for each request."""
+    return sum(max(request.prompt_len - request.planned, 0) + ROW for request in core.open.values())
 
 
 def _together(values: Sequence[Any]) -> Any:
