@@ -65,7 +65,7 @@ def main() -> None:
     norms = model["model_type"] == "qwen3"
     sizes = model["hidden_size"], heads, kv_heads, model["intermediate_size"]
     shape = ds.DenseShape(*sizes, norms, 16, args.kind)
-    if not shape.pays(layers, vocab):
+    if not shape.fits(layers, vocab):
         raise SystemExit(f"the kernel does not take {shape}")
     cuts: list[dict[str, int]] = [{}]
     for rows, flying, few in itertools.product((4, 6), (2, 3, 4, 6), (5, 2)):

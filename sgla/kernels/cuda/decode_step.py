@@ -131,15 +131,19 @@ class DenseShape(NamedTuple):
         return _kernel(self)
 
     def pays(self, layers: int, vocab: int) -> bool:
-        """Whether the kernel takes this model on this GPU, and is faster than one kernel after the other."""
+        """Whether the kernel takes this model on this GPU, and is faster than one kernel after the other.
+        With packed weights it is not yet (docs/experiments.md)."""
+        return self.bits == 16 and 2 * self.layer_weights <= MOST_BYTES and self.fits(layers, vocab)
+
+    def fits(self, layers: int, vocab: int) -> bool:
+        """Whether the kernel takes this model on this GPU."""
         widths = self.hidden, self.qkv, self.inner, self.heads * HEAD_DIM
         if any(n % (BLOCKS * WARPS) for n in widths):
             return False
         attends = self.kv_heads in (4, 8, 16) and self.group <= 6 and self.page_size % 16 == 0
-        small = self.bits < 16 or 2 * self.layer_weights <= MOST_BYTES
         fits = self.hidden <= BLOCKS * WARPS * 8 and layers <= MAX_LAYERS and self.depth >= LEAST_DEPTH
         fits = fits and (self.bits != 8 or self.inner <= BLOCKS * WARPS * 16) and vocab % 4 == 0
-        return gpu_holds_blocks() and attends and small and fits
+        return gpu_holds_blocks() and attends and fits
 
 
 class LayerWeights(NamedTuple):
