@@ -219,7 +219,8 @@ def test_deep_trees_are_copied() -> None:
 
 def test_every_input_is_recorded() -> None:
     """Whoever gives Core another method decides here whether the log must have it."""
-    readers = {"check", "drain_finished", "idle", "next_deadline", "rids", "stats", "tell_events"}
+    readers = {"cached", "check", "drain_finished", "idle", "next_deadline", "open", "rids", "stats"}
+    readers |= {"tell_events"}
     recorded = {name for name in vars(RecordedCore) if not name.startswith("_")} - {"rest", "written"}
     assert {name for name in vars(Core) if not name.startswith("_")} == readers | recorded
 
