@@ -374,9 +374,16 @@ class EngineSettings(ModelSettings, kw_only=True):
     kv_store: Annotated[
         str | None,
         Doc(
-            description="folder or address that fsspec knows (s3://, gs://, file://; needs sgla[remote]), or "
-            "mooncake://MASTER:PORT (sgla[mooncake]), where servers of the same model keep prefixes for each "
-            "other"
+            description="folder or address that fsspec knows (s3://, gs://, file://; needs sgla[remote]), "
+            "mooncake://MASTER:PORT (sgla[mooncake]) or lm://HOST:PORT (LMCache's server), where servers of "
+            "the same model keep prefixes for each other"
+        ),
+    ] = None
+    kv_host_ratio: Annotated[
+        float | None,
+        Doc(
+            description="host memory for what the KV cache of GPUs loses, as a multiple of that; "
+            "--kv-host-bytes counts more"
         ),
     ] = None
     kv_write_policy: Annotated[

@@ -32,6 +32,7 @@ OF_TEXT = (
     "enable_return_routed_experts",
     "kv_disk",
     "kv_host_bytes",
+    "kv_host_ratio",
     "kv_store",
     "logits_processors",
     "speculative_algorithm",
@@ -107,7 +108,7 @@ class Platform(NamedTuple):
 
 
 PLATFORMS = {
-    "cpu": Platform("sgla.worker.start_cpu:cpu_runner", lacks=("kv_host_bytes",)),
+    "cpu": Platform("sgla.worker.start_cpu:cpu_runner", lacks=("kv_host_bytes", "kv_host_ratio")),
     "cuda": Platform(
         "sgla.worker.start_gpu:cuda_runner",
         lacks=("logits_processors",),

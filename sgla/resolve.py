@@ -449,7 +449,7 @@ def check_tiers(config: Config, machine: Machine) -> None:
         obstacle = "with --no-prefix-cache, which keeps no prefixes"
     elif config.executor == "fake":
         obstacle = "by --executor fake"
-    for name in ("kv_disk", "kv_host_bytes", "kv_store"):
+    for name in ("kv_disk", "kv_host_bytes", "kv_host_ratio", "kv_store"):
         if obstacle and (value := getattr(config, name)) is not None:
             flag = f"--{name.replace('_', '-')} {str(value)[:99]}"
             raise ConfigError(f"{flag} cannot be honoured {obstacle}; leave it out", param=name)
@@ -483,7 +483,7 @@ def check_encoding(config: Config) -> None:
     beside = {
         "--tp or --pp above 1, since the tower is whole": encodes and config.ranks > 1,
         "tiers of prefixes, of which it has none": encodes
-        and bool(config.kv_disk or config.kv_store or config.kv_host_bytes),
+        and bool(config.kv_disk or config.kv_store or config.kv_host_bytes or config.kv_host_ratio),
         f"--role {config.role}, which takes no pictures": not encodes and config.role != "both",
         "--encode-url": encodes and url is not None,
         "--executor fake": config.executor == "fake",
@@ -738,6 +738,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "depth": (1, 3),
     "kv_cache_bytes": (1, math.inf),
     "kv_host_bytes": (1, math.inf),
+    "kv_host_ratio": (0.01, 1000),
     "memory_fraction": (0.05, 1),
     "page_size": (1, 1024),
     "dp": (1, 256),

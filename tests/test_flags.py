@@ -547,7 +547,7 @@ def test_all_refused_flags_are_named_at_once() -> None:
     text = refused(
         "--speculative-token-map",
         "4",
-        "--hicache-ratio",
+        "--enable-hicache",
         "2",
         "a/b",
         "--hf-token=secret",
@@ -556,7 +556,7 @@ def test_all_refused_flags_are_named_at_once() -> None:
     )
     for part in (
         "--speculative-token-map is not",
-        "--hicache-ratio is not",
+        "--enable-hicache is not",
         "set HF_TOKEN",
         "did you mean --port?",
     ):
@@ -708,3 +708,24 @@ def test_commands_of_peers_are_named_as_ours() -> None:
 )
 def test_host_memory_of_peers_is_in_gigabytes(flag: str, value: str, size: int | None) -> None:
     assert parse(["serve", "demo", flag, value]).flags.get("kv_host_bytes") == size
+
+
+@pytest.mark.parametrize(
+    ("words", "ratio", "size"),
+    [
+        (["--enable-hierarchical-cache"], 2.0, None),
+        (["--enable-hierarchical-cache", "--hicache-ratio", "3.5"], 3.5, None),
+        (["--hicache-ratio", "3.5", "--enable-hierarchical-cache"], 3.5, None),
+        (
+            ["--enable-hierarchical-cache", "--hicache-size", "30", "--hicache-io-backend", "direct"],
+            2.0,
+            30 * 10**9,
+        ),
+        (["--enable-hierarchical-cache", "--hicache-mem-layout", "page_first"], 2.0, None),
+    ],
+)
+def test_a_hierarchical_cache_is_a_tier_in_the_hosts_memory(
+    words: list[str], ratio: float, size: int | None
+) -> None:
+    flags = parse(["serve", "demo", *words]).flags
+    assert (flags["kv_host_ratio"], flags.get("kv_host_bytes")) == (ratio, size)

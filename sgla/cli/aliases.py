@@ -22,10 +22,11 @@ class Alias(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Takes no value: the setting ``field`` becomes ``value``."""
+    """Takes no value: the setting ``field`` becomes ``value``; ``weak``: if no other flag says what."""
 
     field: str
     value: Any
+    weak: bool = False
 
 
 class Always(NamedTuple):
@@ -59,6 +60,7 @@ ONE_HOST = (
 )
 OFF = Switch("prefix_cache", False)
 GRAPHS = "a GPU's steps run from CUDA graphs in any case, with the same answers, and a CPU has none"
+HICACHE = "what a page holds lies together in the host's memory, and copies run beside steps"
 SLEEPS = "every server can give memory back: POST /sleep"
 
 LOOKUPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")  # of llama.cpp
@@ -138,6 +140,12 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
     "swap-space": Always("requests that lose their KV cache are computed again", ("0", "0.0", "4", "4.0")),
     "kv-offloading-size": Alias("kv_host_bytes", {"0": None, "0.0": None}, 1 << 30),
     "hicache-size": Alias("kv_host_bytes", {"0": None}, 10**9),
+    "enable-hierarchical-cache": Switch("kv_host_ratio", 2.0, weak=True),
+    "hicache-ratio": Alias("kv_host_ratio"),
+    "hicache-io-backend": Always(HICACHE, ("kernel", "direct", "kernel_ascend")),
+    "hicache-mem-layout": Always(
+        HICACHE, ("layer_first", "page_first", "page_first_direct", "page_first_kv_split", "page_head")
+    ),
     "enable-sleep-mode": Always(SLEEPS),
     "enable-memory-saver": Always(SLEEPS),
     "enable-cumem-allocator": Always(SLEEPS),
@@ -389,8 +397,8 @@ REFUSED: list[tuple[str, str]] = [
     ),
     (
         "hicache-storage-*",
-        "--kv-store FOLDER, an address that fsspec knows, or mooncake://MASTER:PORT keeps prefixes for "
-        "several servers; --kv-disk PATH:BYTES for one",
+        "--kv-store FOLDER, an address that fsspec knows, mooncake://MASTER:PORT or lm://HOST:PORT keeps "
+        "prefixes for several servers; --kv-disk PATH:BYTES for one",
     ),
     (
         "*kv-transfer-config",
@@ -412,7 +420,7 @@ REFUSED: list[tuple[str, str]] = [
         ),
     ),
     (
-        "hicache-* enable-hicache enable-hierarchical-cache radix-cache-backend *lmcache* *flexkv* "
+        "hicache-* enable-hicache radix-cache-backend *lmcache* *flexkv* "
         "*hisparse* hierarchical-sparse-* *external-linker* enable-linker-* kv-offloading-* kv-canary* "
         "enable-session-radix-cache",
         "--kv-host-bytes 64G keeps prefixes of a GPU in the host's memory, --kv-disk PATH:BYTES keeps them "

@@ -188,7 +188,7 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
     fields: dict[str, Any] = {}
     flags: dict[str, str] = {}
     given = [*([Given("MODEL", "model", model)] if model is not None else []), *given]
-    for flag, name, value in _named_models(given):
+    for flag, name, value in _strong(_named_models(given)):
         if isinstance(value, list):
             fields.setdefault(name, []).extend(part for word in value for part in parse_list(name, word))
         elif flags.setdefault(name, flag) == flag or fields[name] == value:
@@ -200,6 +200,17 @@ def _flags(parser: argparse.ArgumentParser, given: Sequence[Given], model: str |
                 f"{flags[name]} and {flag} are the same setting with two values; give one", param=name
             )
     return fields
+
+
+def _strong(given: Sequence[Given]) -> list[Given]:
+    """Without switches that say less than another flag does."""
+
+    def weak(one: Given) -> bool:
+        alias = ALIASES.get(one.flag.removeprefix("--"))
+        return isinstance(alias, Switch) and alias.weak
+
+    said = {one.name for one in given if not weak(one)}
+    return [one for one in given if not (weak(one) and one.name in said)]
 
 
 def _named_models(given: Sequence[Given]) -> Sequence[Given]:

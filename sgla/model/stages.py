@@ -21,6 +21,7 @@ REFUSED = {
     "enable_torch_compile": "a module of transformers is not cut into stages",
     "cpu_offload_gb": "a stage holds fewer layers instead",
     "kv_host_bytes": "it has not been tried with stages",
+    "kv_host_ratio": "it has not been tried with stages",
     "enable_return_routed_experts": "each stage knows the experts of its own layers alone",
     "role": "the servers would have to cut their models alike",
 }

@@ -113,7 +113,7 @@ class GpuModel(Runner):
         if places is not None:
             self.adapters = AdapterStore(places, self._pin)
             self.copies.add("adapters", AdapterCopies(self.adapters))
-        self._staging = staging() if self.config.kv_host_bytes else None
+        self._staging = staging() if self.config.kv_host_bytes or self.config.kv_host_ratio else None
         self._handing = staging() if self.config.role != "both" else None  # of units for another server
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import mul
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from sgla.messages import CacheGroup, Copy, Moved, Tier
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
-from sgla.worker.memory import mib, tier_units
+from sgla.worker.memory import available_bytes, mib, tier_units
 from sgla.worker.pinned import Pinned
 from sgla.worker.state import Int32s, column
 
@@ -231,16 +232,22 @@ def open_host(
     tensors: Sequence[Sequence[Tensor]],
     staging: Tensor,
 ) -> tuple[Tier, HostTier]:
-    """The tier of ``--kv-host-bytes``, of which each of ``ranks`` has its part. ``tensors``: of each cache
-    group (``kv.memory_of``); ``staging``: see ``HostTier``. Raises OutOfMemory."""
-    assert config.kv_host_bytes is not None
-    nbytes = [_width(found) for found in tensors]
-    room = config.kv_host_bytes // ranks
-    units = tier_units(room, [group.pages for group in groups], nbytes)
+    """The tier of ``--kv-host-bytes``, of which each of ``ranks`` has its part, or of ``--kv-host-ratio``.
+    ``tensors``: of each cache group (``kv.memory_of``); ``staging``: see ``HostTier``. Raises OutOfMemory."""
+    nbytes, pages = [_width(found) for found in tensors], [group.pages for group in groups]
+    param, flag = "kv_host_bytes", f"--kv-host-bytes {config.kv_host_bytes}"
+    if config.kv_host_bytes is not None:
+        room = config.kv_host_bytes // ranks
+    else:
+        param, flag = "kv_host_ratio", f"--kv-host-ratio {config.kv_host_ratio}"
+        room = int((config.kv_host_ratio or 0) * sum(map(mul, nbytes, pages)))
+    units = tier_units(room, pages, nbytes)
     if not all(units):
+        raise OutOfMemory(f"{flag} has no room for one page; raise it, or leave it out", param=param)
+    if room > (there := available_bytes()) > 0:
         raise OutOfMemory(
-            f"--kv-host-bytes {config.kv_host_bytes} has no room for one page; raise it, or leave it out",
-            param="kv_host_bytes",
+            f"{flag} takes {mib(room)} of the host's memory, and {mib(there)} are there; lower it",
+            param=param,
         )
     try:
         host = [Pinned(max(1, (count + 1) * n)) for count, n in zip(units, nbytes)]
@@ -248,8 +255,8 @@ def open_host(
     except RuntimeError as error:  # of pages that cannot be locked
         raise OutOfMemory(
             f"the host's memory ran out while {mib(room)} for prefixes were taken ({error}); lower "
-            "--kv-host-bytes",
-            param="kv_host_bytes",
+            f"--{param.replace('_', '-')}",
+            param=param,
         ) from error
 
 

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from sgla.errors import ConfigError
 from sgla.messages import Tier
 from sgla.worker.disk import places_of
+from sgla.worker.lmcache import SCHEMES, open_lmcache
 from sgla.worker.mooncake import SCHEME, open_mooncake
 from sgla.worker.tiers import SUM, FileTier, UnitMemory, checksum
 
 COPYING, ASKING = 8, 16  # threads
-OTHERS = {"lm": "LMCache", "lmcache": "LMCache", "nixl": "NIXL"}  # by what their addresses begin with
 ASKED = 256  # tokens that a prompt must have beyond what is known before it is worth asking for them
 
 
@@ -96,10 +96,12 @@ def _open(url: str, ranks: int) -> tuple[Store, str]:
     scheme = url.partition("://")[0]
     if scheme == SCHEME:
         return open_mooncake(url, ranks), SCHEME
-    if scheme in OTHERS:
+    if scheme in SCHEMES:
+        return open_lmcache(url), "sgla"
+    if scheme == "nixl":
         raise ConfigError(
-            f"--kv-store {url}: there is no {OTHERS[scheme]} here; a folder, an address that fsspec knows "
-            "(s3://) and mooncake:// are stores",
+            f"--kv-store {url}: NIXL keeps nothing; a folder, an address that fsspec knows (s3://), "
+            "mooncake:// and lm:// are stores, and --kv-transfer-backend nixl carries KV between servers",
             param="kv_store",
         )
     try:

@@ -460,7 +460,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     ),
     "states in a store": (STATES_KEPT, "", by_turns, ONE, {"kv_store": "{}/store", **TORCH}),
     "after a sleep": (DECODER, "", short_text, {}, {"kv_host_bytes": 1 << 20, **TORCH}),
-    "states on the host": (STATES_KEPT, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
+    "states on the host": (STATES_KEPT, "", by_turns, ONE, {"kv_host_ratio": 2.0, **TORCH}),
     "encoder": (ENCODER, "mean_tokens", inputs, {"context_length": 64}, {}),
     "rotary encoder": (ROTARY, "mean_tokens", inputs, {"context_length": 64}, {}),
     "encoder in bfloat16": (ENCODER, "cls_token", inputs, {"context_length": 64}, {"dtype": "bfloat16"}),
