@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from sgla.attention.base import (
     Attention,
     AttentionShape,
-    ByLayer,
     Decode,
     DeviceBatch,
     Extend,
@@ -16,6 +15,7 @@ from sgla.attention.base import (
     Heads,
     Prompts,
     Unusable,
+    by_layer,
 )
 from sgla.device import Device
 from sgla.errors import ConfigError
@@ -94,9 +94,10 @@ def choose_backend(
     parts = [_choose(asked, shape, device) for shape in shapes]
     if len(parts) == 1:
         return parts[0]
-    backend = ByLayer({shape.width: part for shape, (part, _) in zip(shapes, parts)})
+    backend = by_layer({shape.width: part for shape, (part, _) in zip(shapes, parts)})
     notes = [note for _, notes in parts for note in notes[1:]]
-    return backend, [f"attention: {backend.name}, no graphs", *dict.fromkeys(notes)]
+    slow = "" if backend.captures else ", no graphs"
+    return backend, [f"attention: {backend.name}{slow}", *dict.fromkeys(notes)]
 
 
 def _choose(

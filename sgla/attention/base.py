@@ -3,8 +3,9 @@ batch that says which rows are which."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from sgla.kernels.gpu.ops import FusedDecode
 
 Int32s = NDArray[np.int32]
+P = TypeVar("P")
+B = TypeVar("B", bound="Backend")
 
 
 class Heads(NamedTuple):
@@ -167,7 +170,8 @@ class Prompts(Protocol):
     """The same rows in a captured step, where the host cannot plan: their plan lies on the device, as tiles
     of at most ``tile`` tokens (``cut``)."""
 
-    tile: int
+    @property
+    def tile(self) -> int: ...
 
     def forward(
         self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
@@ -256,36 +260,64 @@ class InGraph(NamedTuple):
         return out
 
 
-class ByLayer(Attention):
-    """Attention of a model whose layers have several kinds of heads. Its steps are no graphs, and every part
-    reads the pages."""
+class _Parts(Generic[P]):
+    """What each kind of layers has of a backend, told apart by their heads."""
 
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: dict[Heads, Attention]) -> None:
-        first = next(iter(parts.values()))
-        Attention.__init__(self, first.decode, first.extend, first.prompts)
+    def __init__(self, parts: Mapping[Heads, P]) -> None:
         self._parts = parts
 
-    @property
-    def captures(self) -> bool:
-        return False
+    def of(self, q: Tensor, kv: KVLayer) -> P:
+        kv_heads, head_dim = kv.k.shape[2:]
+        return self._parts[Heads(q.shape[1] // head_dim, kv_heads, head_dim, kv.v.shape[3])]
 
-    @property
-    def grows(self) -> bool:
-        return any(part.grows for part in self._parts.values())
 
-    @property
-    def name(self) -> str:
-        return "; ".join(
-            f"{part.name} of {heads.heads} heads of {heads.head_dim}" for heads, part in self._parts.items()
-        )
+class _Backends(_Parts[B]):
+    def __init__(self, parts: Mapping[Heads, B]) -> None:
+        super().__init__(parts)
+        self.name = "; ".join(f"{x.name} of {h.heads} heads of {h.head_dim}" for h, x in parts.items())
+        self.captured = all(part.captured for part in parts.values())
+        self.grows = any(part.grows for part in parts.values())
+
+    @staticmethod
+    def refuses(shape: AttentionShape, device: Device) -> str | None:
+        """Each part has been asked for its layers."""
+        return None
+
+
+class DecodeByLayer(_Backends[Decode]):
+    cascades, fused = False, None
+
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
+        return self.of(q, kv).forward(q, kv, batch, scoring)
+
+
+class ExtendByLayer(_Backends[Extend]):
+    narrow, in_place = True, False  # every part reads the pages
 
     def plan(self, batch: DeviceBatch) -> None:
         for part in self._parts.values():
             part.plan(batch)
 
-    def __call__(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring) -> Tensor:
-        kv_heads, head_dim = kv.k.shape[2:]
-        heads = Heads(q.shape[1] // head_dim, kv_heads, head_dim, kv.v.shape[3])
-        return self._parts[heads](q, kv, batch, scoring)
+    def forward(self, q: Tensor, kv: KVLayer, batch: DeviceBatch, scoring: Scoring, out: Tensor) -> None:
+        self.of(q, kv).forward(q, kv, batch, scoring, out)
+
+
+class PromptsByLayer(_Parts[Prompts]):
+    @property
+    def tile(self) -> int:
+        """One that all take."""
+        return min(part.tile for part in self._parts.values())
+
+    def forward(
+        self, q: Tensor, kv: KVLayer, page_table: Tensor, tiles: Tensor, scoring: Scoring, out: Tensor
+    ) -> None:
+        self.of(q, kv).forward(q, kv, page_table, tiles, scoring, out)
+
+
+def by_layer(parts: Mapping[Heads, Attention]) -> Attention:
+    """Attention of a model whose layers have several kinds of heads."""
+    return Attention(
+        DecodeByLayer({heads: part.decode for heads, part in parts.items()}),
+        ExtendByLayer({heads: part.extend for heads, part in parts.items()}),
+        PromptsByLayer({heads: part.prompts for heads, part in parts.items()}),
+    )

@@ -212,11 +212,15 @@ def test_layers_with_other_heads_have_their_own_kernels() -> None:
     narrow = SHAPE._replace(alone=False)
     wide = narrow._replace(head_dim=576)
     backend, notes = attention.choose_backend("auto", [narrow, wide])
-    assert "triton decode, triton prefill of 16 heads of 128; torch decode, torch" in backend.name
+    assert "triton of 16 heads of 128; torch of 16 heads of 576 decode" in backend.name
     assert not backend.captures
     assert backend.grows
     assert not backend.in_place
     assert "native decode not used: layers have several kinds of heads" in notes
+    backend, notes = attention.choose_backend("auto", [narrow, narrow._replace(head_dim=512)])
+    assert backend.captures
+    assert "no graphs" not in notes[0]
+    assert backend.prompts.tile == 64  # that of heads of 512
     with pytest.raises(ConfigError, match="--attention-backend triton .*: heads of 576 values"):
         attention.choose_backend("triton", [narrow, wide])
 
