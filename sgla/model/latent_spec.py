@@ -4,13 +4,13 @@ share. Loads no torch."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgla.errors import ConfigError
 from sgla.hub.reader import Reader
 from sgla.layers.spec import AttentionSpec, RopeSpec, StateTensor
 from sgla.model.limits import HEADS, INNER, WIDTH
-from sgla.model.ropes import ropes
+from sgla.model.ropes import ROPE, growth, ropes
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,17 @@ def read(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
         value=c.integer("v_head_dim", INNER) if c.given("v_head_dim") else hidden // heads,
     )
     return (layer,) * layers
+
+
+def growing(c: Reader, layers: int, positions: int) -> tuple[LatentSpec, ...]:
+    """Mistral 4's, whose queries grow, and whose table of rope has the rotated share of a head."""
+    said, grown = growth(c)
+    table, key = dict(said.table(ROPE)), "partial_rotary_factor"
+    rotated, nope = c.integer("qk_rope_head_dim", INNER), c.integer("qk_nope_head_dim", INNER)
+    if table.pop(key, rotated / (rotated + nope)) != rotated / (rotated + nope):
+        raise c.error(key, f"{rotated / (rotated + nope)}, the share of qk_rope_head_dim")
+    plain = Reader(c.architecture, {**said.values, ROPE: table})
+    return tuple(replace(layer, growth=grown) for layer in read(plain, layers, positions))
 
 
 def _warmer(rope: RopeSpec) -> float:

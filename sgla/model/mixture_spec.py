@@ -137,6 +137,15 @@ def deepseek_v3(c: Reader, layers: int) -> MoESpec:
     return replace(_deepseek(c, experts, routing, _behind(c, layers)), correction=True)
 
 
+def mistral4(c: Reader, layers: int) -> MoESpec:
+    """Mistral 4: a softmax, and groups by their best two."""
+    experts = c.integer("n_routed_experts", EXPERTS)
+    normalize, scale = c.flag("norm_topk_prob"), c.number("routed_scaling_factor")
+    routing = _routing(c, experts, normalize=normalize, least=1e-20, scale=scale)
+    routing = replace(_grouped(c, experts, routing), two=True)
+    return _deepseek(c, experts, routing, _behind(c, layers))
+
+
 def exaone(c: Reader, layers: int) -> MoESpec:
     """K-EXAONE: DeepSeek-V3's, by other names."""
     names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}

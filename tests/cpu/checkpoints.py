@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 VOCAB = 311
 SHIFTED = {"gemma", "gemma2", "gemma3_text", "vaultgemma", "recurrent_gemma"}  # norms of weights and 1
+ALONE = {"mistral4": "Mistral4ForCausalLM"}  # which transformers knows as part of another alone
 E4M3, BLOCK = torch.float8_e4m3fn, 16  # rows and columns that have a scale in store_as_fp8's blocks
 TIE = 1e-4  # nats; rounding, which differs with the batch in torch's products, is a hundredth of it
 SMALL: dict[str, Any] = {
@@ -46,7 +47,8 @@ def save_checkpoint(
 ) -> PreTrainedModel:
     """Write a random float32 model to ``folder`` and return it. Norms and biases are random too, so none can
     be forgotten."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which spawned ranks need not spend
+    import transformers  # seconds, which spawned ranks need not spend
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if model_type == "deepseek":
         import deepseek
@@ -55,7 +57,9 @@ def save_checkpoint(
     torch.manual_seed(seed)
     sizes = {key: value for key, value in (SMALL | changes).items() if value is not ...}
     config = AutoConfig.for_model(model_type, **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    own = getattr(transformers, ALONE.get(model_type, ""), None)
+    make = AutoModelForCausalLM.from_config if own is None else own._from_config
+    model = make(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shift = 1.0 if "norm" in name and model_type not in SHIFTED else 0.0

@@ -969,6 +969,42 @@ RUN["Ministral-3-8B"] = Case(
         },
     )
 )
+MISTRAL4 = {key: value for key, value in mistral3(model_type="mistral4").items() if key != "text_config"} | {
+    "text_config": TINY
+    | {
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "kv_lora_rank": 16,
+        "model_type": "mistral4",
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_interleave": True,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 10000.0,
+            "type": "yarn",
+        },
+        "topk_group": 1,
+        "v_head_dim": 8,
+    }
+}
+RUN["Mistral-Small-4"] = Case(MISTRAL4)
 RUN["Phi-3.5-MoE"] = Case(
     TINY
     | USUAL

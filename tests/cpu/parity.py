@@ -62,6 +62,7 @@ DELTA_KINDS = ["linear_attention", "full_attention", "linear_attention", "full_a
 CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 SSM = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
 KINDS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+GROWING = YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 FAST = {"rope_type": "default", "rope_theta": 100.0}
 ALONE = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "max_position_embeddings"), ...)
 ALONE |= {"intermediate_size": ...}  # no attention and no MLPs
@@ -160,6 +161,11 @@ LAYOUTS: dict[str, Layouts] = {
         LATENT | ROUTED | {"index_topk": 16, "index_n_heads": 12, "index_head_dim": 16},
         heads=MORE_LATENT,
         other={"index_topk_freq": 2},
+    ),
+    "mistral4": Layouts(
+        LATENT | ROUTED | {"first_k_dense_replace": 1, "rope_parameters": GROWING},
+        heads=MORE_LATENT | {"n_group": 4, "topk_group": 2},
+        other={"q_lora_rank": None, "qk_rope_head_dim": 16},
     ),
     "glm4_moe_lite": Layouts(LATENT | ROUTED, heads=MORE_LATENT),
     "youtu": Layouts(LATENT | TIED, heads=MORE_LATENT),

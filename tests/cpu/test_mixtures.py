@@ -154,6 +154,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3.2": ("deepseek_v32", INDEXED | {"first_k_dense_replace": 1, "rope_parameters": YARN}),
     "deepseek-v3.2, short": ("deepseek_v32", INDEXED | {"index_topk": 512}),
     "glm-5": ("glm_moe_dsa", INDEXED | {"num_hidden_layers": 4, "index_topk_freq": 2}),
+    "mistral 4": (
+        "mistral4",
+        LATENT | GROUPS | {"q_lora_rank": 24, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+    ),
     "mimo": ("mimo_v2_flash", MIMO),
     "hunyuan": ("hunyuan_v1_moe", {"num_experts": 5, "moe_topk": 2, "head_dim": 8}),
     "hunyuan v3": ("hy_v3", EXPERTS | {"head_dim": 8, "num_shared_experts": 2}),

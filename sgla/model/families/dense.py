@@ -11,6 +11,7 @@ from sgla.model.families.keys import (
     HEAD_DIM,
     HUNYUAN_NORMS,
     KV_HEADS,
+    MISTRAL3,
     QWEN,
     ROTATED,
     WINDOWS,
@@ -26,19 +27,6 @@ _GLM = sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
 }
-_MISTRAL3 = Family(
-    ("mistral3",),
-    {
-        "tie_word_embeddings": True,
-        "text_config": None,
-        "vision_config": None,
-        "vision_feature_layer": -1,
-        "multimodal_projector_bias": False,
-        "projector_hidden_act": "gelu",
-        "spatial_merge_size": 2,
-    },
-)
-
 FAMILIES = {
     "LlamaForCausalLM": Family(
         ("llama",),
@@ -110,8 +98,8 @@ FAMILIES = {
         model="sgla.model.llama:Mistral",
         nulls=HEAD_DIM,
         also=("Mistral3ForConditionalGeneration",),
-        outer=_MISTRAL3,
-        texts={"ministral3": "Ministral3ForCausalLM"},
+        outer=MISTRAL3,
+        texts={"ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
     ),
     "Phi3ForCausalLM": Family(
         ("phi3",),

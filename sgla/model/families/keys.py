@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgla.model.family import PredictorNames
+from sgla.model.family import Family, PredictorNames
 from sgla.model.windows import every, late, listed, switched
 
 HEAD_DIM, KV_HEADS = ("head_dim",), ("num_key_value_heads",)  # null: as many as follow from the others
@@ -78,3 +78,15 @@ DEEPSEEK_PREDICTOR = PredictorNames(
     f"{_BEHIND}.enorm", f"{_BEHIND}.hnorm", f"{_BEHIND}.eh_proj", _BEHIND, f"{_BEHIND}.shared_head.norm"
 )
 HUNYUAN_NORMS = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
+MISTRAL3 = Family(
+    ("mistral3",),
+    {
+        "tie_word_embeddings": True,
+        "text_config": None,
+        "vision_config": None,
+        "vision_feature_layer": -1,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+    },
+)

@@ -9,6 +9,7 @@ from sgla.model.families.keys import (
     DEEPSEEK_PREDICTOR,
     HEAD_DIM,
     KV_HEADS,
+    MISTRAL3,
     ROUTED,
     SIGMOID_ROUTED,
     WITHOUT_HEAD_DIM,
@@ -175,6 +176,42 @@ FAMILIES = {
         attention="sgla.model.indexed_spec:glm",
         mixture="sgla.model.mixture_spec:deepseek_v3",
         interleaved=True,
+    ),
+    "Mistral4ForCausalLM": Family(
+        ("mistral4",),
+        WITHOUT_HEAD_DIM
+        | sizes(131072, 4096, 12288, 36, 32, 1048576, 32)
+        | _LATENT
+        | ROUTED
+        | {
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "head_dim": None,  # as qk_head_dim
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "max_position_embeddings": 1048576,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        CAUSAL | {"rope_interleave": True, "attention_bias": False},
+        {"num_local_experts": "n_routed_experts"},
+        model="sgla.model.mistral4:Mistral4",
+        nulls=(*KV_HEADS, "norm_topk_prob", "rope_theta"),
+        attention="sgla.model.latent_spec:growing",
+        mixture="sgla.model.mixture_spec:mistral4",
+        interleaved=True,
+        outer=MISTRAL3,
     ),
     "YoutuForCausalLM": Family(
         ("youtu",),
