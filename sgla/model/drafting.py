@@ -62,9 +62,10 @@ def check_settings(config: Config, device: str) -> None:
         for field in ("speculative_num_draft_tokens", "speculative_quantization"):
             if getattr(config, field):
                 raise _refused(field, f"needs {FLAG}")
-    if name in (None, "ngram") and not config.speculative_adaptive:
+    if (name is None or (name == "ngram" and device != "cpu")) and not config.speculative_adaptive:
         raise ConfigError(
-            "--no-speculative-adaptive is for models that guess; leave it out", param="speculative_adaptive"
+            "--no-speculative-adaptive is for models that guess, and for ngram on CPUs; leave it out",
+            param="speculative_adaptive",
         )
     if name is None:
         return

@@ -75,6 +75,7 @@ class CpuRunner(CpuWeights):
             samples, counts = self._score_and_sample(parts, wanted, extras)
         if self._rewind is not None:
             self._rewind.go_back(columns, wanted, counts)
+        self._drafter.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
         self._drafter.follow(columns, wanted, counts)
         self.profiler.step()
         tokens, brought = ragged(samples, wanted.first, counts)

@@ -28,6 +28,8 @@ from sgla.worker.forward import KeptHidden, compiled
 from sgla.worker.pace import Pace
 from sgla.worker.state import Int32s, SlotTables, column
 
+WAITING = 32  # tokens of a slot that may be unread
+
 
 class StepHidden:
     """Hidden states of all tokens of a step at one place of the target's forward pass, in as many parts as
@@ -46,12 +48,12 @@ class StepHidden:
 
 
 class HeadForward:
-    """A head's forward pass. ``kv``: of its layers."""
+    """A head's forward pass, of ``tokens`` at most. ``kv``: of its layers."""
 
     def __init__(
         self, head: Head, kv: list[KVLayer], limits: ProgramLimits, threads: int, native: bool
     ) -> None:
-        self.head = head
+        self.head, self.tokens = head, limits.tokens
         self._kept, self._given = KeptHidden(), torch.empty(0)
 
         def forward(batch: ForwardBatch) -> Tensor:
@@ -88,12 +90,12 @@ def of_target(head: Head, logits: Tensor) -> Tensor:
     if head.ids is None:
         return logits
     whole = logits.new_full((len(logits), head.vocab), -torch.inf)
-    whole[:, head.ids] = logits
-    return whole
+    return whole.index_copy_(1, head.ids, logits)
 
 
 class HeadDrafts:
-    """``target``: hidden states of the target, of the tokens of a step, side by side."""
+    """``target``: hidden states of the target, of the tokens of a step, side by side. What it has not read of
+    a slot waits until the slot guesses, or until it is much."""
 
     def __init__(
         self,
@@ -105,59 +107,88 @@ class HeadDrafts:
     ) -> None:
         self._tables, self._sampler, self._forward, self._target = tables, sampler, forward, target
         self._pace = pace
-        # Of each slot, behind its first guess, which stands in the token table.
-        self._hidden = torch.zeros(len(tables.limit), forward.head.width)
+        slots = len(tables.limit)
+        self._unread: list[list[Tensor]] = [[] for _ in range(slots)]  # states of the target
+        self._starts, self._counts = np.zeros(
+            (2, slots), np.int32
+        )  # the place of the first one, and how many
+        self._hidden = torch.zeros(slots, forward.head.width)  # of the token behind which the next guess is
 
     def admit(self, slot: int) -> None:
         self._pace.admit(slot)
+        self._unread[slot], self._counts[slot] = [], 0
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
         if not plan.drafts:
             return None
+        self._sampler.forget_guesses()
         starts, q_lens, counts = self._pace.begin(plan, self._tables)
-        slots = column(plan.slots)
+        slots, guessing = column(plan.slots), np.flatnonzero(counts)
+        if len(guessing):
+            tokens = int(self._counts[slots[guessing]].sum())
+            with self._pace.reading(tokens):
+                self._read(slots[guessing], 0)
         for more in range(1, int(counts.max(initial=0))):
             going = np.flatnonzero(counts > more)
             rows, at = slots[going], starts[going] + more - 1
             every = np.arange(len(going), dtype=np.int32)
             with self._pace.guessing(len(going)):
-                self._guess(Columns(rows, at, np.ones_like(at), every), self._hidden[rows], rows, at + 2)
+                self._guess(Columns(rows, at, np.ones_like(at), every), self._hidden[rows])
         return starts, (q_lens + counts).astype(np.int32)
 
     def took(self, tokens: int, seconds: float) -> None:
         self._pace.step(tokens, seconds)
 
-    def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
-        self._pace.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
-        self._sampler.forget_guesses()
-        sampled = wanted.rows[wanted.first]
-        brought = columns.q_lens.copy()
-        brought[sampled] -= wanted.runs - counts
-        hidden = torch.cat([one.take() for one in self._target], 1)
-        within = np.arange(len(hidden)) - np.repeat(
-            np.cumsum(columns.q_lens) - columns.q_lens, columns.q_lens
-        )
-        hidden = hidden[torch.from_numpy(within < np.repeat(brought, columns.q_lens))]
-        rows = np.flatnonzero(brought)
-        if not len(rows):
-            return
-        slots, starts, spans = columns.slots[rows], columns.starts[rows], brought[rows]
-        next_one = np.isin(rows, sampled)
-        logits = (np.cumsum(spans, dtype=np.int32) - 1)[next_one]
-        columns = Columns(slots, starts, spans, logits)
-        self._guess(columns, hidden, slots[next_one], (starts + spans + 1)[next_one], from_target=True)
+    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
+        self._pace.learn(slots, guessed, right)
 
-    def _guess(
-        self, columns: Columns, given: Tensor, slots: Int32s, positions: Int32s, from_target: bool = False
-    ) -> None:
+    def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
+        brought = columns.q_lens.copy()
+        brought[wanted.rows[wanted.first]] -= wanted.runs - counts
+        hidden, ends = torch.cat([one.take() for one in self._target], 1), np.cumsum(columns.q_lens)
+        for row in np.flatnonzero(brought).tolist():
+            slot, first = int(columns.slots[row]), int(ends[row] - columns.q_lens[row])
+            if not self._counts[slot]:
+                self._starts[slot] = columns.starts[row]
+            self._unread[slot].append(hidden[first : first + int(brought[row])])
+            self._counts[slot] += brought[row]
+        many = columns.slots[self._counts[columns.slots] > WAITING]
+        if len(many):
+            self._read(many, 1)
+
+    def _read(self, slots: Int32s, left: int) -> None:
+        """Read what is unread of ``slots``, but for the last tokens, ``left`` of each;
+        and guess where none is left."""
+        most = self._forward.tokens
+        while len(slots):
+            spans = self._counts[slots] - left
+            fits = max(1, int((spans.cumsum() <= most).sum()))
+            self._read_some(slots[:fits], spans[:fits], left)
+            slots = slots[fits:]
+
+    def _read_some(self, slots: Int32s, spans: Int32s, left: int) -> None:
+        whole = [torch.cat(self._unread[slot]) for slot in slots.tolist()]
+        given = torch.cat([states[:span] for states, span in zip(whole, spans.tolist())])
+        logits = np.cumsum(spans, dtype=np.int32) - 1
+        self._guess(Columns(slots, self._starts[slots], spans, logits[: 0 if left else None]), given, True)
+        for slot, states, span in zip(slots.tolist(), whole, spans.tolist()):
+            self._unread[slot] = [states[span:].clone()] if left else []
+        self._starts[slots] += spans
+        self._counts[slots] = left
+
+    def _guess(self, columns: Columns, given: Tensor, from_target: bool = False) -> None:
         """Read the tokens behind those of ``columns``, of which ``given`` is known,
-        and guess those at ``positions`` of ``slots``."""
+        and guess those that are two places behind its ``logits``."""
         batch = self._batch(columns)
         if from_target:
             given = self._forward.read(given, batch)
-        logits, self._hidden[torch.from_numpy(slots).long()] = self._forward(given, batch)
-        last = self._tables.tokens.shape[1] - 1
-        self._sampler.guess(logits.numpy(), slots, np.minimum(positions, last), np.empty(0, DRAW))
+        logits, hidden = self._forward(given, batch)
+        if not len(columns.logits):
+            return
+        slots = np.repeat(columns.slots, columns.q_lens)[columns.logits]
+        self._hidden[torch.from_numpy(slots).long()] = hidden
+        places = batch.positions.numpy()[columns.logits] + 2
+        self._sampler.guess(logits.numpy(), slots, places, np.empty(0, DRAW))
 
     def _batch(self, columns: Columns) -> ForwardBatch:
         """With the tokens behind those of ``columns``. Behind a prompt without outputs anything may stand."""

@@ -79,10 +79,12 @@ class ModelDrafts:
     def took(self, tokens: int, seconds: float) -> None:
         self._pace.step(tokens, seconds)
 
+    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
+        self._pace.learn(slots, guessed, right)
+
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
         """It has read all that came, or does so later."""
         slots = wanted.slots[wanted.first]
-        self._pace.learn(slots, wanted.runs - 1, counts - 1)
         if self._waits:
             self._behind[slots] += 1
         else:

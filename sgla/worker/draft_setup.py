@@ -17,12 +17,13 @@ from sgla.model.base import CausalLM, Decoder
 from sgla.model.drafting import read_eagle
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
-from sgla.worker.draft_head import HeadDrafts, HeadForward, StepHidden
+from sgla.worker.draft_head import WAITING, HeadDrafts, HeadForward, StepHidden
 from sgla.worker.draft_model import ModelDrafts, with_vocab
-from sgla.worker.drafts import Drafter, NGrams
+from sgla.worker.drafts import Drafter
 from sgla.worker.forward import make_forward
 from sgla.worker.hooked import Hooked
 from sgla.worker.kv import paged
+from sgla.worker.ngrams import Both, NGrams
 from sgla.worker.pace import Pace
 from sgla.worker.state import SlotTables
 
@@ -73,15 +74,25 @@ class DraftSetup:
     ) -> Drafter:
         """``kv``: of what guesses."""
         slots, native = len(tables.limit), self._config.native_kernels
-        pace = Pace(slots, self._config.speculative_adaptive)
+        adaptive = self._config.speculative_adaptive
+        pace = Pace(slots, adaptive)
         if self._head is not None:
-            limits = ProgramLimits(step_tokens, slots)
+            limits = ProgramLimits(step_tokens + WAITING, slots)
             head = HeadForward(self._head, paged(kv), limits, threads, native)
-            return HeadDrafts(tables, sampler, head, self._hidden, pace)
+            return self._beside(HeadDrafts(tables, sampler, head, self._hidden, pace), tables, sampler, pace)
         if self._model is not None:
             spare = slots + VERIFIED
             limits = ProgramLimits(step_tokens + spare, slots)
             forward, _ = make_forward(self._model, kv, limits, threads, native)
             forward = with_vocab(forward, self._model.spec.vocab, self._vocab)
-            return ModelDrafts(tables, sampler, forward, pace, spare)
-        return NGrams(tables, sampler)
+            return self._beside(ModelDrafts(tables, sampler, forward, pace, spare), tables, sampler, pace)
+        asked = self._config.speculative_algorithm is not None
+        return NGrams(tables, sampler, Pace(slots, adaptive and asked))
+
+    @staticmethod
+    def _beside(model: Drafter, tables: SlotTables, sampler: Sampler, pace: Pace) -> Drafter:
+        """With n-grams beside ``model``, where the clock chooses."""
+        if not pace.adaptive:
+            return model
+        own = Pace(len(tables.limit), adaptive=True)
+        return Both(NGrams(tables, sampler, own), model, (own, pace), tables)

@@ -1,8 +1,4 @@
-"""Drafts without a model: what came behind the same few tokens the last time.
-And how a row with drafts is sampled.
-
-Source: A. Saxena, "Prompt Lookup Decoding", 2023; ``ngram`` of vLLM and SGLang.
-"""
+"""What guesses the next tokens of rows, and how a row with drafts is sampled."""
 
 from __future__ import annotations
 
@@ -15,9 +11,6 @@ from sgla.messages import StepPlan
 from sgla.sampling.sampler import Sampler, Samples
 from sgla.worker.batch import Columns, Wanted
 from sgla.worker.state import Int32s, SlotTables, column
-
-LONGEST, SHORTEST = 4, 2  # tokens that have come before
-FIRST = 2  # drafts of a row that has not guessed yet
 
 
 class Drafter(Protocol):
@@ -33,6 +26,9 @@ class Drafter(Protocol):
     def took(self, tokens: int, seconds: float) -> None:
         """The target's forward pass of so many tokens."""
 
+    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
+        """Of so many guesses in each slot so many were right, the first ones; -1: the request had ended."""
+
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
         """A step has brought so many tokens of each row that is sampled, which are in the token table."""
 
@@ -46,67 +42,6 @@ def begin(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s, Int32s]:
     starts[rows], q_lens[rows] = tables.computed[slots[rows]], 1
     left = tables.limit[slots] - starts - 2  # behind the pending token and the one that follows
     return starts, q_lens, np.where(most >= 0, np.minimum(most, left), 0).clip(0)
-
-
-class NGrams:
-    """Guesses the next tokens of a slot from those in its table. A row's guesses grow by one each time all
-    are right, and shrink to what was right else: a wrong one takes time, and never changes what comes out."""
-
-    def __init__(self, tables: SlotTables, sampler: Sampler) -> None:
-        self._tables, self._sampler = tables, sampler
-        self._trust = np.full(len(tables.limit), FIRST)
-
-    def admit(self, slot: int) -> None:
-        self._trust[slot] = FIRST
-
-    def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
-        if not plan.drafts:
-            return None
-        tables, slots = self._tables, column(plan.slots)
-        starts, q_lens, counts = begin(plan, tables)
-        for row in np.flatnonzero(counts).tolist():
-            slot, known = int(slots[row]), int(starts[row]) + 1
-            q_lens[row] += self._guess(slot, known, int(counts[row]))
-        return starts, q_lens
-
-    def _guess(self, slot: int, known: int, most: int) -> int:
-        """Put at most ``most`` guesses behind the ``known`` tokens of a slot: what its grammar forces, then
-        what came behind the same tokens before, as far as the grammar allows that. Returns how many."""
-        tokens = self._tables.tokens[slot]
-        forced = self._sampler.forced(slot, known)[:most]
-        end = known + len(forced)
-        tokens[known:end] = forced
-        guessed = self.propose(tokens[:end], min(known + most - end, int(self._trust[slot])))
-        tokens[end : end + len(guessed)] = guessed
-        return self._sampler.legal(slot, known, tokens[known : end + len(guessed)].tolist())
-
-    @staticmethod
-    def propose(tokens: Int32s, most: int) -> Int32s:
-        """At most ``most`` tokens that may follow ``tokens``."""
-        if most <= 0:
-            return tokens[:0]
-        for size in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
-            # Behind a token like the last one.
-            ends = np.flatnonzero(tokens[size - 1 : -1] == tokens[-1]) + size
-            for back in range(2, size + 1):
-                ends = ends[tokens[ends - back] == tokens[-back]]
-            if len(ends):
-                behind = tokens[ends[-1] :]
-                return behind[np.arange(most) % len(behind)]  # and so on, if that goes on
-        return tokens[:0]
-
-    def took(self, tokens: int, seconds: float) -> None:
-        """A row's guesses depend on its text alone."""
-
-    def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
-        if len(wanted.rows) > len(wanted.runs):
-            self.learn(wanted.slots[wanted.first], wanted.runs - 1, counts - 1)
-
-    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
-        """Of so many guesses in each slot so many were right."""
-        wrong, all_right = right < guessed, (right == guessed) & (guessed > 0)
-        self._trust[slots[wrong]] = np.maximum(right[wrong], 1)
-        self._trust[slots[all_right]] += 1
 
 
 def verify(

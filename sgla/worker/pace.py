@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,13 @@ class Curve:
 
     def at(self, x: NDArray[Any]) -> NDArray[Any]:
         return np.interp(x, self._xs, self._seconds)
+
+
+class Best(NamedTuple):
+    """So many guesses bring most tokens a second, and so many tokens."""
+
+    guesses: int
+    a_second: float
 
 
 class Pace:
@@ -120,11 +127,20 @@ class Pace:
         self._steps += 1
         if not self.adaptive or self._timed < TIMED or not most:
             return most
+        return max(int(np.argmax(self._a_second(slots, most, tokens))), int(self._steps % self._rare == 0))
+
+    def best(self, slot: int, most: int) -> Best:
+        """What a row alone would guess, ``most`` at most."""
+        found = self._a_second(np.array([slot]), most, 1)
+        guesses = int(found.argmax())
+        return Best(guesses, float(found[guesses]))
+
+    def _a_second(self, slots: NDArray[Any], most: int, tokens: int) -> NDArray[np.float64]:
+        """Tokens a second with 0 to ``most`` guesses."""
         counts = np.arange(most + 1)
         share = np.minimum(self._right[slots], SUREST)[:, None]
         brought = ((1 - share ** (counts + 1)) / (1 - share)).sum(0)
         seconds = self._target.at(tokens + len(slots) * counts)
         seconds += self._guess.at(np.array([len(slots)])) * np.maximum(counts - 1, 0)
         seconds += self._read.at(np.array([tokens])) * (counts > 0)
-        best = int(np.argmax(brought / np.maximum(seconds, 1e-9)))
-        return max(best, int(self._steps % self._rare == 0))
+        return brought / np.maximum(seconds, 1e-9)

@@ -14,7 +14,7 @@ from sgla.messages import SAMPLE, VERIFIED, Failed, NewRow, StepPlan, StepResult
 from sgla.sampling.runs import ragged
 from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables, upload
-from sgla.worker.drafts import FIRST, LONGEST, SHORTEST
+from sgla.worker.ngrams import FIRST, LONGEST, SHORTEST
 from sgla.worker.state import Int32s, column
 
 

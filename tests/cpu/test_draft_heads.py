@@ -4,6 +4,7 @@ EAGLE-3 head. The text is that without, and the guesses are those of the whole t
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from sgla.observe.machine import Machine
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
 from sgla.worker.draft_head import of_target
+from sgla.worker.ngrams import Both, NGrams
+from sgla.worker.pace import Best, Pace
 from sgla.worker.state import column
 
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": 256}
@@ -62,10 +65,10 @@ def source_of(config: dict[str, Any], draft: dict[str, Any] | None) -> ModelSour
     return replace(source, draft=None if draft is None else replace(source, config=draft))
 
 
-def runner_of(case: str, guesses: bool = True, **changes: Any) -> CpuRunner:
+def runner_of(case: str, guesses: bool = True, adaptive: bool = False, **changes: Any) -> CpuRunner:
     algorithm, config, draft = CASES[case]
     settings = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 3} if guesses else {}
-    asked = tiny_config(**settings, speculative_adaptive=False, **changes)
+    asked = tiny_config(**settings, speculative_adaptive=adaptive, **changes)
     return CpuRunner(asked, source_of(config, draft if guesses else None), 0, 1, "", lambda progress: None)
 
 
@@ -110,6 +113,33 @@ def test_text_is_the_same(case: str) -> None:
         assert len(common) > 10
         same = sum(whole[text] == other[text][: len(whole[text])] for text in common)
         assert same >= 0.9 * len(common)  # beside prefixes whose last token was followed by another one
+
+
+def test_n_grams_and_a_head_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clock says: how many guesses pay, and whose."""
+    asked = [*requests(), submit("loop", [5, 6, 7] * 6, 40, allowed=[6, 7, 9])]
+    expected = run(runner_of("eagle3", guesses=False), asked, depth=1, prefix_cache=False)
+    runner, chance = runner_of("eagle3", adaptive=True), random.Random(3)
+    assert isinstance(runner._drafter, Both)
+    looked, put = [], NGrams.put
+
+    def best(pace: Pace, slot: int, most: int) -> Best:
+        return Best(chance.randrange(most + 1), chance.random())
+
+    def most(pace: Pace, slots: Any, most: int, tokens: int) -> int:
+        return chance.randrange(most + 1)
+
+    monkeypatch.setattr(NGrams, "put", lambda *args: looked.append(put(*args)) or looked[-1])
+    monkeypatch.setattr(Pace, "best", best)
+    monkeypatch.setattr(Pace, "most", most)
+    for limits in ({"depth": 1}, {"depth": 3, "step_tokens": 17}):
+        core = make_core(runner.facts, drafts=3, **limits)
+        for _ in range(2):
+            got = run(runner, asked, core)
+            assert got.tokens() == expected.tokens()
+            assert got.finish() == expected.finish()
+        assert core.stats().draft_tokens > 20
+    assert sum(looked) > 10
 
 
 def weights(name: str, *shape: int) -> Tensor:
@@ -192,7 +222,8 @@ def test_a_head_is_read_from_its_files(tmp_path: Path) -> None:
     for last, said in ((torch.zeros(1), ""), (torch.full((1,), 999), "d2t of the EAGLE-3 head names tokens")):
         tensors["d2t"][-1:] += last.long()
         save_file(tensors, tmp_path / "model.safetensors")
-        config = tiny_config(speculative_algorithm="eagle3", speculative_model=str(tmp_path))
+        settings = {"speculative_algorithm": "eagle3", "speculative_model": str(tmp_path)}
+        config = tiny_config(**settings, speculative_adaptive=False)
         source = replace(source_of(DEEP, None), draft=configured_source(tmp_path, drafting(config)))
         if said:
             with pytest.raises(WeightError, match=said):
@@ -228,7 +259,7 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         ({"speculative_algorithm": "ngram", "speculative_model": "a/b"}, "leave one of them out"),
         ({"speculative_model": "a/b"}, "it is a head of EAGLE-3; give --speculative-algorithm eagle3"),
         ({"speculative_algorithm": "eagle3", "speculative_model": "a/b", "tp": 2}, "by several ranks yet"),
-        ({"speculative_algorithm": "ngram", "speculative_adaptive": False}, "for models that guess"),
+        ({"speculative_adaptive": False}, "for models that guess"),
         ({"speculative_quantization": "int8"}, "needs --speculative-algorithm"),
     ):
         draft = EAGLE if "speculative_model" in settings else None

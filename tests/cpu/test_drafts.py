@@ -13,7 +13,7 @@ from tiny import VOCAB, Transcript, check_draws, make_core, run, submit, tiny_co
 
 from sgla.messages import StepPlan, Submit
 from sgla.worker.cpu import CpuRunner
-from sgla.worker.drafts import NGrams
+from sgla.worker.ngrams import NGrams
 
 
 def make_runner(**changes: Any) -> CpuRunner:

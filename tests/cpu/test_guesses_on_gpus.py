@@ -12,7 +12,7 @@ from forked import run_script
 
 pytest.importorskip("triton")
 from sgla.kernels.triton import drafts
-from sgla.worker.drafts import LONGEST, SHORTEST, NGrams
+from sgla.worker.ngrams import LONGEST, SHORTEST, NGrams
 
 MOST = 8
 
