@@ -25,13 +25,15 @@ class Media:
 
     ``grid``: positions of all tokens by time, row and column, where three axes turn keys and queries; each
     frequency is turned by the position of its axis in ``axes`` int64[rot / 2]. ``until``: the first place
-    that a token does not see, where those of a picture see each other."""
+    that a token does not see, where those of a picture see each other; ``windowed``: in layers with windows
+    alone."""
 
     tokens: torch.Tensor  # int64[M], which ones
     values: torch.Tensor  # [M, d], in place of their embeddings
     grid: torch.Tensor | None = None  # int64[3, T]
     axes: torch.Tensor | None = None
     until: torch.Tensor | None = None  # int64[T]
+    windowed: bool = False
     deep: list[torch.Tensor] = field(default_factory=list)  # [M, d], added behind each of the first layers
     _turns: dict[int, torch.Tensor] = field(default_factory=dict)  # of tables that have been asked for
 

@@ -414,7 +414,7 @@ def _attend(
     for x in (keys, values):  # what is not the row's may be no number, and 0 times that is none either
         x.masked_fill_(unread[:, None, :, None], 0.0)
     seen = place <= position[:, :, None]
-    if batch.media is not None and batch.media.until is not None:
+    if batch.media is not None and batch.media.until is not None and (window or not batch.media.windowed):
         seen = place < batch.media.until[tokens][:, :, None]
     if batch.canvas is not None:
         seen = place < batch.canvas.until[tokens][:, :, None]

@@ -47,10 +47,12 @@ class MoESpec:
 
 
 class PerLayerInputs(NamedTuple):
-    """Of a token each layer is given ``width`` values of its own, from an embedding of ``vocab`` tokens."""
+    """Of a token each layer is given ``width`` values of its own, from an embedding of ``vocab`` tokens; those
+    that stand for parts of pictures have the values of the token ``pad``."""
 
     width: int
     vocab: int
+    pad: int = 0
 
 
 class StateTensor(NamedTuple):

@@ -20,7 +20,10 @@ from sgla.model.vision.spec import Vision
 # A language model that takes next to nothing stands where transformers' class wants one.
 SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id": None, "layer_types": []}
 GRID = "image_grid_thw"
-READ = ("pixel_values", "pixel_attention_mask", GRID, "image_sizes", "batch_num_images")
+READ = (
+    *("pixel_values", "pixel_attention_mask", GRID, "image_sizes", "batch_num_images"),
+    *("image_position_ids",),
+)
 HEARD = ("input_features", "attention_mask", "log_mel")
 TEXTS = ("language_model", "text_model", "decoder")
 
@@ -149,6 +152,8 @@ def load_tower(
     from transformers.utils import logging
 
     config = small_config(source.config)
+    if vision.kind == "image" and getattr(config, "audio_config", None) is not None:
+        config.audio_config = None  # another tower, which nothing is shown to
     settings: dict[str, Any] = {"config": config, "dtype": dtype}
     if source.kind == "dummy":
         with torch.random.fork_rng(devices=[]):

@@ -183,7 +183,8 @@ class Gemma4(Decoder):
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
         super().__init__(spec, build, positions)
-        self.per_layer = PerLayerEmbedding(spec, build, *spec.per_layer) if spec.per_layer else None
+        own = spec.per_layer
+        self.per_layer = None if own is None else PerLayerEmbedding(spec, build, own.width, own.vocab)
         idle = [i for i, layer in enumerate(spec.attention) if layer.reads is not None]
         unread = (f"model.layers.{i}.self_attn.{part}" for i in idle for part in ("k_", "v_"))
         self.ignored = (*self.ignored, *unread)
@@ -191,9 +192,19 @@ class Gemma4(Decoder):
     def block(self, build: Build, name: str, index: int) -> Block:
         return Block(self, build, name, index)
 
+    def _of_text(self, batch: ForwardBatch, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids int32 ``[T]`` and embeddings ``[T, d]``, with those of the padding in place of pictures; that one
+        is not scaled, as in HF's class."""
+        own, media = self.spec.per_layer, batch.media
+        if media is None or own is None:
+            return batch.ids, x
+        assert isinstance(self.embed, VocabEmbedding)
+        pad = ops.embedding(torch.full_like(media.tokens, own.pad, dtype=torch.int32), self.embed.weight)
+        return batch.ids.index_fill(0, media.tokens, own.pad), x.index_copy(0, media.tokens, pad.to(x.dtype))
+
     def forward(self, batch: ForwardBatch, kv: list[Layer], rows: Tensor | None = None) -> Tensor:
         x: Tensor = self.embedded(batch)
-        values = None if self.per_layer is None else self.per_layer(batch.ids, x)
+        values = None if self.per_layer is None else self.per_layer(*self._of_text(batch, x))
         h: Tensor | None = None
         for i, (block, layer) in enumerate(zip(self.blocks, kv)):
             assert isinstance(layer, KVLayer)

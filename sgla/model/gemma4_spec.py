@@ -86,7 +86,8 @@ def complete(c: Reader, spec: ModelSpec) -> ModelSpec:
     """See ``Family.completed``."""
     per_layer = None
     if width := c.integer("hidden_size_per_layer_input", INNER, 0):
-        per_layer = PerLayerInputs(width, c.integer("vocab_size_per_layer_input", VOCAB))
+        pad = c.integer("pad_token_id", VOCAB, 0) if c.given("pad_token_id") else 0
+        per_layer = PerLayerInputs(width, c.integer("vocab_size_per_layer_input", VOCAB), pad)
     inner: tuple[int, ...] = ()
     if c.flag("use_double_wide_mlp"):
         inner = tuple(spec.intermediate * (1 if a.reads is None else 2) for a in spec.attention)

@@ -61,9 +61,10 @@ class Pictures:
         axes: Tensor | None = None,
         cached: int = CACHED,
         abreast: int = 0,
+        windowed: bool = False,
     ) -> None:
         self._tower, self._tokens, self._width, self._together = tower, tokens, width, together
-        self._merged, self._axes = merged, axes
+        self._merged, self._axes, self._windowed = merged, axes, windowed
         self._shown: dict[int, Shown] = {}  # by slot
         self._cache, self._abreast = FeatureCache(tower, width, cached), abreast
         self.example: dict[str, Tensor] | None = None  # what a processor makes of a large one
@@ -171,6 +172,7 @@ class Pictures:
             grid=self._put(grid) if self._merged else None,
             axes=self._axes,
             until=self._put(until) if self._together else None,
+            windowed=self._windowed,
             deep=[torch.cat([seen.layer(i)[own] for seen, own in taken]) for i in range(depth)],
         )
 

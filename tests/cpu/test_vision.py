@@ -79,6 +79,54 @@ def gemma3(folder: Path) -> Model:
     return save_model(folder, "Gemma3ForConditionalGeneration", config, images)
 
 
+def gemma4(folder: Path, **text: Any) -> Model:
+    from transformers import Gemma4Config
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    }
+    text = {
+        **TEXT,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 84,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0,
+        **text,
+    }
+    config = Gemma4Config(
+        vision_config=tower,
+        text_config=text,
+        image_token_id=token("<|image|>"),
+        boi_token_id=token("<|image>"),
+        eoi_token_id=token("<image|>"),
+        video_token_id=310,
+        audio_token_id=309,
+    )
+    images = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2}
+    images["max_soft_tokens"] = 70
+    return save_model(folder, "Gemma4ForConditionalGeneration", config, images)
+
+
+def gemma4_large(folder: Path) -> Model:
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+    return gemma4(folder, use_bidirectional_attention="vision", attention_k_eq_v=True, **experts)
+
+
+def gemma4_small(folder: Path) -> Model:
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TEXT["vocab_size"]}
+    return gemma4(folder, num_kv_shared_layers=2, use_double_wide_mlp=True, **own)
+
+
 def qwen_vl(folder: Path, kind: str, tower: dict[str, Any], text: dict[str, Any], **images: Any) -> Model:
     from transformers import CONFIG_MAPPING
 
@@ -325,6 +373,8 @@ MAKERS = {
     "qwen3-vl-moe": qwen3_vl_moe,
     "qwen3.5-moe": qwen3_5_moe,
     "gemma3": gemma3,
+    "gemma4": gemma4_large,
+    "gemma4-small": gemma4_small,
     "qwen2-vl": qwen2_vl,
     "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,

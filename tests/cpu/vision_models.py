@@ -40,6 +40,7 @@ WORDS = (
     *("<image>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<|image_pad|>"),
     *("<|vision_start|>", "<|vision_end|>", "<fake_token_around_image>", "<global-img>", "[IMG]"),
     *("[IMG_BREAK]", "[IMG_END]", "<img>", "<IMG_CONTEXT>", "</img>", "<|video_pad|>"),
+    *("<|image>", "<|image|>", "<image|>"),
 )
 FIRST = 280  # the token of the first of them
 
@@ -127,11 +128,11 @@ class Model(NamedTuple):
         }
         ids = torch.tensor([request.tokens])
         kinds = (ids == self.speller.vision.token_of(self.source.config)).int()
-        if self.speller.vision.together:
+        if self.speller.vision.together and not self.speller.vision.windowed:
             joined["token_type_ids"] = kinds
         if self.speller.vision.prefix:  # else it is causal, as behind a prefix
             joined["token_type_ids"] = torch.full_like(ids, 0 if shown else 1)
-        if self.speller.vision.merged is not None:
+        if self.speller.vision.merged is not None or self.speller.vision.windowed:
             joined["mm_token_type_ids"] = kinds
         if videos:
             film = self.speller.vision.film

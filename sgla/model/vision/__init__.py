@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from sgla.model.vision.gemma3 import GEMMA3
+from sgla.model.vision.gemma4 import GEMMA4, GEMMA4_TOGETHER, sees_ahead
 from sgla.model.vision.idefics3 import IDEFICS3
 from sgla.model.vision.internvl import INTERNVL
 from sgla.model.vision.llava import LLAVA
@@ -15,6 +16,7 @@ from sgla.model.vision.spec import Config, Vision, vision_config
 
 VISIONS: dict[str, Vision] = {
     "Gemma3ForConditionalGeneration": GEMMA3,
+    "Gemma4ForConditionalGeneration": GEMMA4,
     "Idefics3ForConditionalGeneration": IDEFICS3,
     "InternVLForConditionalGeneration": INTERNVL,
     "LlavaForConditionalGeneration": LLAVA,
@@ -37,4 +39,6 @@ def vision_for(architecture: str, config: Config) -> Vision | None:
     """How a model takes pictures; None if it does not."""
     if architecture.startswith("LlavaFor") and vision_config(config).get("model_type") == "pixtral":
         return PIXTRAL
+    if architecture.startswith("Gemma4For") and sees_ahead(config):
+        return GEMMA4_TOGETHER
     return VISIONS.get(architecture)

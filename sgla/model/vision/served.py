@@ -114,6 +114,9 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
         "--deterministic, whose attention does not let the tokens of a picture see each other": (
             vision.ahead and config.deterministic and config.device != "cpu"
         ),
+        f"--device {config.device}, whose attention lets the tokens of a picture see each other in all layers": (
+            vision.windowed and config.device != "cpu"
+        ),
     }
     for reason, holds in reasons.items():
         if holds and vision.crossed:

@@ -54,7 +54,7 @@ class Vision:
     and what it is where the file lacks it. ``written``: what a chat template writes for a picture, and
     ``media`` with what belongs around it. ``spelled``: what becomes of that, by configuration, settings and
     arrays. ``parts``: modules of the checkpoint beside the language model. ``together``: tokens of a picture
-    see each other. ``prepares``: settings of the processor that its class in transformers adds; ``sizes``:
+    see each other; ``windowed``: in layers with windows alone. ``prepares``: settings of the processor that its class in transformers adds; ``sizes``:
     those that users may give other values.
     ``alone``: the only picture of a prompt is prepared otherwise than one of several. ``prefix``: all tokens
     of a prompt see each other, and ``framed`` is what becomes of a plain text with placeholders.
@@ -70,6 +70,7 @@ class Vision:
     spelled: Callable[[Config, Settings, Prepared], Spelled]
     parts: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
     together: bool = False
+    windowed: bool = False
     prepares: Callable[[Config, Settings], dict[str, Any]] = lambda config, settings: {}
     sizes: tuple[str, ...] = ()
     alone: bool = False
