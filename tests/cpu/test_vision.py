@@ -127,17 +127,24 @@ def gemma4_small(folder: Path) -> Model:
     return gemma4(folder, num_kv_shared_layers=2, use_double_wide_mlp=True, **own)
 
 
-def qwen_vl(folder: Path, kind: str, tower: dict[str, Any], text: dict[str, Any], **images: Any) -> Model:
+def qwen_vl(
+    folder: Path,
+    kind: str,
+    tower: dict[str, Any],
+    text: dict[str, Any],
+    image: int = token("<|image_pad|>"),
+    processor: str = "Qwen2VLImageProcessor",
+) -> Model:
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[kind](
         vision_config={"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, **tower},
         text_config={key: value for key, value in {**TEXT, **text}.items() if value is not None},
-        image_token_id=token("<|image_pad|>"),
+        image_token_id=image,
         vision_start_token_id=token("<|vision_start|>"),
         video_token_id=token("<|video_pad|>"),
     )
-    images |= {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4}
+    images: dict[str, Any] = {"image_processor_type": processor, "patch_size": 4}
     images["size"] = {"shortest_edge": 256, "longest_edge": 2048}
     return save_model(
         folder, type(config).__name__.replace("Config", "ForConditionalGeneration"), config, images
@@ -189,6 +196,18 @@ def qwen3_5(folder: Path, kind: str = "qwen3_5", **more: Any) -> Model:
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }
     return qwen_vl(folder, kind, tower, {**text, **more})
+
+
+def glm4v(folder: Path, kind: str = "glm4v", **text: Any) -> Model:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    tower = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48, "image_size": 32}
+    own = {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": {**rope, "mrope_section": [1, 1, 2]}}
+    return qwen_vl(folder, kind, tower, {**own, **text}, token("<|image|>"), "Glm4vImageProcessor")
+
+
+def glm4v_moe(folder: Path) -> Model:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1}
+    return glm4v(folder, "glm4v_moe", **experts)
 
 
 def smolvlm(folder: Path) -> Model:
@@ -375,6 +394,8 @@ MAKERS = {
     "gemma3": gemma3,
     "gemma4": gemma4_large,
     "gemma4-small": gemma4_small,
+    "glm4v": glm4v,
+    "glm4v-moe": glm4v_moe,
     "qwen2-vl": qwen2_vl,
     "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,

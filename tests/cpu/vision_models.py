@@ -40,7 +40,7 @@ WORDS = (
     *("<image>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<|image_pad|>"),
     *("<|vision_start|>", "<|vision_end|>", "<fake_token_around_image>", "<global-img>", "[IMG]"),
     *("[IMG_BREAK]", "[IMG_END]", "<img>", "<IMG_CONTEXT>", "</img>", "<|video_pad|>"),
-    *("<|image>", "<|image|>", "<image|>"),
+    *("<|image>", "<|image|>", "<image|>", "<|begin_of_image|>", "<|end_of_image|>"),
 )
 FIRST = 280  # the token of the first of them
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sgla.model.families.dense import FAMILIES as DENSE
 from sgla.model.families.gemma import FAMILIES as GEMMA
-from sgla.model.families.keys import KV_HEADS
+from sgla.model.families.keys import KV_HEADS, WITHOUT_HEAD_DIM, sizes
 from sgla.model.families.mixtures import FAMILIES as MIXTURES
 from sgla.model.family import Family
 
@@ -134,6 +134,45 @@ _QWEN3_VL_MOE = replace(
     pooled=False,
     gguf=(),
 )
+_GLM_TOKENS = {
+    "image_token_id": 151343,
+    "video_token_id": 151344,
+    "image_start_token_id": 151339,
+    "image_end_token_id": 151340,
+    "video_start_token_id": 151341,
+    "video_end_token_id": 151342,
+}
+_GLM4V = replace(
+    DENSE["Glm4ForCausalLM"],
+    types=("glm4v_text", "glm4v"),
+    defaults={
+        **WITHOUT_HEAD_DIM,
+        **sizes(151552, 4096, 13696, 40, 32, 32768, 2),
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+    },
+    fixed={**DENSE["Glm4ForCausalLM"].fixed, "attention_bias": True},
+    nulls=KV_HEADS,
+    qkv_bias=True,
+    outer=Family(("glm4v",), _TOWER | _GLM_TOKENS),
+    sections=True,
+    gguf=(),
+)
+_GLM4V_MOE = replace(
+    MIXTURES["Glm4MoeForCausalLM"],
+    types=("glm4v_moe_text", "glm4v_moe"),
+    defaults={
+        **MIXTURES["Glm4MoeForCausalLM"].defaults,
+        "vocab_size": 151424,
+        "max_position_embeddings": 65536,
+        "attention_bias": True,
+    },
+    outer=Family(("glm4v_moe",), _TOWER | _GLM_TOKENS | {"image_token_id": 151363, "video_token_id": 151364}),
+    sections=True,
+    predictor=None,
+    qk_norm="",
+    gguf=(),
+)
 _IDEFICS3 = {"scale_factor": 2, "image_token_id": 128257}
 _INTERNVL = {
     "tie_word_embeddings": True,
@@ -146,6 +185,8 @@ _INTERNVL = {
 }
 
 PICTURED = {
+    "Glm4vForConditionalGeneration": _GLM4V,
+    "Glm4vMoeForConditionalGeneration": _GLM4V_MOE,
     "Idefics3ForConditionalGeneration": replace(
         _BESIDE_TILES, outer=Family(("idefics3",), _TOWER | _IDEFICS3)
     ),

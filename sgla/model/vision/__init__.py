@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from sgla.model.vision.gemma3 import GEMMA3
 from sgla.model.vision.gemma4 import GEMMA4, GEMMA4_TOGETHER, sees_ahead
+from sgla.model.vision.glm4v import GLM4V, GLM4V_MOE
 from sgla.model.vision.idefics3 import IDEFICS3
 from sgla.model.vision.internvl import INTERNVL
 from sgla.model.vision.llava import LLAVA
@@ -17,6 +18,8 @@ from sgla.model.vision.spec import Config, Vision, vision_config
 VISIONS: dict[str, Vision] = {
     "Gemma3ForConditionalGeneration": GEMMA3,
     "Gemma4ForConditionalGeneration": GEMMA4,
+    "Glm4vForConditionalGeneration": GLM4V,
+    "Glm4vMoeForConditionalGeneration": GLM4V_MOE,
     "Idefics3ForConditionalGeneration": IDEFICS3,
     "InternVLForConditionalGeneration": INTERNVL,
     "LlavaForConditionalGeneration": LLAVA,

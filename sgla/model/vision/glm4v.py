@@ -1,0 +1,36 @@
+"""GLM-4.1V and GLM-4.5V (arXiv 2507.01006): a tower for pictures of any size, of which 2 x 2 patches are a token.
+Positions have a time, a row and a column, as those of Qwen2-VL."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from math import prod
+
+from sgla.messages import Prepared
+from sgla.model.vision.qwen2_vl import merged, rope_of
+from sgla.model.vision.spec import Config, Settings, Spelled, Vision, values
+
+BEGIN, TOKEN, END = "<|begin_of_image|>", "<|image|>", "<|end_of_image|>"
+
+
+def sections(config: Config) -> tuple[list[int], bool]:
+    return rope_of(config).get("mrope_section", [8, 12, 12]), False
+
+
+def spelled(config: Config, settings: Settings, picture: Prepared) -> Spelled:
+    return Spelled(TOKEN, (prod(values(picture, "image_grid_thw")) // merged(config) ** 2,))
+
+
+GLM4V = Vision(
+    processors=("Glm4vImageProcessor",),
+    token=("image_token_id", 151343),
+    written=TOKEN,
+    media=f"{BEGIN}{TOKEN}{END}",
+    spelled=spelled,
+    parts=("visual",),
+    sizes=("size",),
+    merged=merged,
+    sections=sections,
+)
+GLM4V_MOE = replace(GLM4V, token=("image_token_id", 151363))
