@@ -61,7 +61,9 @@ class Speller:
         pictures = self._in_place([kinds[written] for written in pieces[1::2]], pictures)
         spelled = self._spelled(pictures)
         pieces[1::2] = [entry.text for entry in spelled]
-        return self._repeated(encode("".join(pieces)), pictures, spelled)
+        whole = "".join(pieces)
+        joined = self.vision.joined
+        return self._repeated(encode(whole if joined is None else joined(whole)), pictures, spelled)
 
     def in_tokens(
         self, tokens: list[int], pictures: Sequence[Prepared], encode: Encode

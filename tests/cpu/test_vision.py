@@ -210,6 +210,21 @@ def glm4v_moe(folder: Path) -> Model:
     return glm4v(folder, "glm4v_moe", **experts)
 
 
+def idefics2(folder: Path) -> Model:
+    from transformers import Idefics2Config
+
+    sees = {"resampler_n_latents": 5, "resampler_depth": 1, "resampler_n_heads": 2, "resampler_head_dim": 8}
+    config = Idefics2Config(
+        vision_config=clip(32),
+        perceiver_config={**sees, "num_key_value_heads": 1, "hidden_size": 48, "rms_norm_eps": 1e-5},
+        text_config={"model_type": "mistral", **TEXT, "head_dim": 8, "sliding_window": None},
+        image_token_id=token("<image>"),
+    )
+    images = {"image_processor_type": "Idefics2ImageProcessor", "do_image_splitting": True}
+    images["size"] = {"shortest_edge": 12, "longest_edge": 32}
+    return save_model(folder, "Idefics2ForConditionalGeneration", config, images)
+
+
 def smolvlm(folder: Path) -> Model:
     from transformers import SmolVLMConfig
 
@@ -400,6 +415,7 @@ MAKERS = {
     "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,
     "qwen3.5": qwen3_5,
+    "idefics2": idefics2,
     "smolvlm": smolvlm,
     "internvl": internvl,
     "mistral3": mistral3,
@@ -475,6 +491,15 @@ def test_another_picture_is_no_hit(served: Served) -> None:
     found = run(served.runner, [other], core)["1"][0].cached_tokens
     recurrent = served.runner.model.spec.recurrent  # it has no state there
     assert found == (0 if recurrent else other.pictures[0].first // 16 * 16)
+
+
+def test_pictures_of_idefics2_share_what_is_between_them() -> None:
+    """As in its processor."""
+    around, vision = "<fake_token_around_image>", VISIONS["Idefics2ForConditionalGeneration"]
+    assert vision.joined is not None
+    pictures = f"{around}<image>{around}" * 2
+    expected = f"one {around}<image>{around}<image>{around} two{around}\n<end>"
+    assert vision.joined(f"one {pictures}two{around}\n<end>") == expected
 
 
 QWEN = {

@@ -187,6 +187,12 @@ _INTERNVL = {
 PICTURED = {
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": _GLM4V_MOE,
+    "Idefics2ForConditionalGeneration": replace(
+        DENSE["MistralForCausalLM"],
+        outer=Family(("idefics2",), _TOWER | {"image_token_id": 32001, "perceiver_config": None}),
+        also=(),
+        texts={},
+    ),
     "Idefics3ForConditionalGeneration": replace(
         _BESIDE_TILES, outer=Family(("idefics3",), _TOWER | _IDEFICS3)
     ),

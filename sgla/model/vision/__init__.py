@@ -6,6 +6,7 @@ from __future__ import annotations
 from sgla.model.vision.gemma3 import GEMMA3
 from sgla.model.vision.gemma4 import GEMMA4, GEMMA4_TOGETHER, sees_ahead
 from sgla.model.vision.glm4v import GLM4V, GLM4V_MOE
+from sgla.model.vision.idefics2 import IDEFICS2
 from sgla.model.vision.idefics3 import IDEFICS3
 from sgla.model.vision.internvl import INTERNVL
 from sgla.model.vision.llava import LLAVA
@@ -20,6 +21,7 @@ VISIONS: dict[str, Vision] = {
     "Gemma4ForConditionalGeneration": GEMMA4,
     "Glm4vForConditionalGeneration": GLM4V,
     "Glm4vMoeForConditionalGeneration": GLM4V_MOE,
+    "Idefics2ForConditionalGeneration": IDEFICS2,
     "Idefics3ForConditionalGeneration": IDEFICS3,
     "InternVLForConditionalGeneration": INTERNVL,
     "LlavaForConditionalGeneration": LLAVA,

@@ -53,7 +53,7 @@ class Vision:
     name none. ``token``: the key of config.json with the id of the token that stands for a part of a picture,
     and what it is where the file lacks it. ``written``: what a chat template writes for a picture, and
     ``media`` with what belongs around it. ``spelled``: what becomes of that, by configuration, settings and
-    arrays. ``parts``: modules of the checkpoint beside the language model. ``together``: tokens of a picture
+    arrays; ``joined``: of the whole text, then, where pictures change what is around them. ``parts``: modules of the checkpoint beside the language model. ``together``: tokens of a picture
     see each other; ``windowed``: in layers with windows alone. ``prepares``: settings of the processor that its class in transformers adds; ``sizes``:
     those that users may give other values.
     ``alone``: the only picture of a prompt is prepared otherwise than one of several. ``prefix``: all tokens
@@ -68,6 +68,7 @@ class Vision:
     written: str
     media: str
     spelled: Callable[[Config, Settings, Prepared], Spelled]
+    joined: Callable[[str], str] | None = None
     parts: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
     together: bool = False
     windowed: bool = False
