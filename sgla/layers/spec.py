@@ -47,8 +47,8 @@ class MoESpec:
 
 
 class PerLayerInputs(NamedTuple):
-    """Of a token each layer is given ``width`` values of its own, from an embedding of ``vocab`` tokens; those
-    that stand for parts of pictures have the values of the token ``pad``."""
+    """Of a token each layer is given ``width`` values of its own, from an embedding of ``vocab`` tokens;
+    those that stand for parts of pictures have the values of the token ``pad``."""
 
     width: int
     vocab: int

@@ -92,6 +92,8 @@ class Tower:
             return Features(features_of(self.module, given), [])
         made = self.module.get_image_features(**given, return_dict=True)
         found = made.pooler_output
+        if found is None:  # Llama 4 leaves that to its language model
+            found = self.module.multi_modal_projector(joined(made.last_hidden_state))
         deep = getattr(made, "deepstack_features", None) or []
         return Features(joined(found), [joined(of) for of in deep])
 

@@ -22,6 +22,10 @@ DTYPES = {np.dtype(name) for name in ("float32", "int64", "int32", "bool", "uint
 
 @lru_cache(4)
 def processor_of(name: str, settings: str) -> Any:
+    from sgla.media.processors import OWN
+
+    if name in OWN:
+        return OWN[name](json.loads(settings))
     import transformers
 
     found = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)

@@ -193,8 +193,8 @@ class Gemma4(Decoder):
         return Block(self, build, name, index)
 
     def _of_text(self, batch: ForwardBatch, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids int32 ``[T]`` and embeddings ``[T, d]``, with those of the padding in place of pictures; that one
-        is not scaled, as in HF's class."""
+        """Ids int32 ``[T]`` and embeddings ``[T, d]``, with those of the padding in place of pictures; they
+        are not scaled, as in HF's class."""
         own, media = self.spec.per_layer, batch.media
         if media is None or own is None:
             return batch.ids, x

@@ -65,7 +65,9 @@ def open_pictures(
     kept = CACHED if device.type == "cpu" else ON_GPUS
     alone = device.type == "cpu" or not merged or config.deterministic or config.encode_url is not None
     abreast = 0 if alone else ABREAST
-    pictures = Pictures(tower, tokens, spec.hidden, vision.ahead, merged, axes, kept, abreast, vision.windowed)
+    pictures = Pictures(
+        tower, tokens, spec.hidden, vision.ahead, merged, axes, kept, abreast, vision.windowed
+    )
     ledger = {"tower": tower.nbytes, "pictures": kept}
     if device.type == "cuda" and vision.kind == "image" and config.encode_url is None:
         pictures.example = example_of(source, vision, LARGE)

@@ -201,7 +201,11 @@ def qwen3_5(folder: Path, kind: str = "qwen3_5", **more: Any) -> Model:
 def glm4v(folder: Path, kind: str = "glm4v", **text: Any) -> Model:
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     tower = {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 48, "image_size": 32}
-    own = {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": {**rope, "mrope_section": [1, 1, 2]}}
+    own = {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "rope_parameters": {**rope, "mrope_section": [1, 1, 2]},
+    }
     return qwen_vl(folder, kind, tower, {**own, **text}, token("<|image|>"), "Glm4vImageProcessor")
 
 
@@ -302,6 +306,84 @@ def mistral3(folder: Path) -> Model:
         "patch_size": {"height": 4, "width": 4},
     }
     return save_model(folder, "Mistral3ForConditionalGeneration", config, images)
+
+
+def llama4(folder: Path) -> Model:
+    from transformers import Llama4Config
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+    MoeCausalLMOutputWithPast.image_outputs = None  # transformers 5.24 looks for them there
+    tower = {
+        **clip(16),
+        "intermediate_size": 128,
+        "vision_output_dim": 40,
+        "projector_input_dim": 40,
+        "projector_output_dim": 40,
+    }
+    text = {
+        **TEXT,
+        "head_dim": 8,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 64,
+        "no_rope_layers": [1, 1, 0],
+        "attn_temperature_tuning": False,
+    }
+    config = Llama4Config(
+        vision_config=tower,
+        text_config=text,
+        image_token_index=token("<|patch|>"),
+        boi_token_index=token("<|image_start|>"),
+        eoi_token_index=token("<|image_end|>"),
+    )
+    images = {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 16, "width": 16}}
+    images["max_patches"] = 4
+    return save_model(folder, "Llama4ForConditionalGeneration", config, images)
+
+
+def kimi(folder: Path) -> Model:
+    from transformers import Kimi_K25Config
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "pos_emb_height": 8,
+        "pos_emb_width": 8,
+    }
+    text = {
+        **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"},
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_key_value_heads": 6,
+        "tie_word_embeddings": False,
+    }
+    config = Kimi_K25Config(
+        vision_config=tower,
+        text_config=text,
+        image_token_id=token("<|media_pad|>"),
+        projection_hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    images = {"image_processor_type": "Kimi_K25ImageProcessor", "patch_size": 4, "max_patches": 60}
+    model = save_model(folder, "Kimi_K25ForConditionalGeneration", config, images)
+    path = folder / "model.safetensors"  # as published; transformers 5.24 calls all layers blocks
+    text = ("language_model.model.blocks.", "language_model.model.layers.")
+    save_file({name.replace(*text): x for name, x in load_file(path).items()}, path, {"format": "pt"})
+    return model
 
 
 def clip(size: int = 16) -> dict[str, Any]:
@@ -416,6 +498,8 @@ MAKERS = {
     "qwen3-vl": qwen3_vl,
     "qwen3.5": qwen3_5,
     "idefics2": idefics2,
+    "kimi-k2.5": kimi,
+    "llama4": llama4,
     "smolvlm": smolvlm,
     "internvl": internvl,
     "mistral3": mistral3,

@@ -40,9 +40,11 @@ WORDS = (
     *("<image>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<|image_pad|>"),
     *("<|vision_start|>", "<|vision_end|>", "<fake_token_around_image>", "<global-img>", "[IMG]"),
     *("[IMG_BREAK]", "[IMG_END]", "<img>", "<IMG_CONTEXT>", "</img>", "<|video_pad|>"),
+    *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    *("<|media_pad|>",),
     *("<|image>", "<|image|>", "<image|>", "<|begin_of_image|>", "<|end_of_image|>"),
 )
-FIRST = 280  # the token of the first of them
+FIRST = 262  # the token of the first of them
 
 
 def encode(text: str) -> list[int]:

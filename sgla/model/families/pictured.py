@@ -8,6 +8,7 @@ from dataclasses import replace
 from sgla.model.families.dense import FAMILIES as DENSE
 from sgla.model.families.gemma import FAMILIES as GEMMA
 from sgla.model.families.keys import KV_HEADS, WITHOUT_HEAD_DIM, sizes
+from sgla.model.families.latent import FAMILIES as LATENT
 from sgla.model.families.mixtures import FAMILIES as MIXTURES
 from sgla.model.family import Family
 
@@ -173,6 +174,13 @@ _GLM4V_MOE = replace(
     qk_norm="",
     gguf=(),
 )
+_KIMI_TOKENS = {
+    "image_token_id": 163605,
+    "video_token_id": 163840,
+    "vision_start_token_id": 163602,
+    "vision_end_token_id": 163604,
+}
+_KIMI = {"tie_word_embeddings": True, "projection_hidden_size": 1152, "projection_layer_norm_eps": 1e-5}
 _IDEFICS3 = {"scale_factor": 2, "image_token_id": 128257}
 _INTERNVL = {
     "tie_word_embeddings": True,
@@ -201,6 +209,13 @@ PICTURED = {
         outer=Family(("internvl",), _TOWER | _INTERNVL),
         texts={"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"},
         pooled=False,
+        gguf=(),
+    ),
+    "Kimi_K25ForConditionalGeneration": replace(
+        LATENT["DeepseekV3ForCausalLM"],
+        also=("KimiK25ForConditionalGeneration",),  # as files call it
+        outer=Family(("kimi_k25",), _TOWER | _KIMI_TOKENS | _KIMI),
+        predictor=None,
         gguf=(),
     ),
     "LlavaForConditionalGeneration": replace(

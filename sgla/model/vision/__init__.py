@@ -9,6 +9,8 @@ from sgla.model.vision.glm4v import GLM4V, GLM4V_MOE
 from sgla.model.vision.idefics2 import IDEFICS2
 from sgla.model.vision.idefics3 import IDEFICS3
 from sgla.model.vision.internvl import INTERNVL
+from sgla.model.vision.kimi import KIMI_K25
+from sgla.model.vision.llama4 import LLAMA4
 from sgla.model.vision.llava import LLAVA
 from sgla.model.vision.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
 from sgla.model.vision.mistral3 import MISTRAL3, PIXTRAL
@@ -24,6 +26,9 @@ VISIONS: dict[str, Vision] = {
     "Idefics2ForConditionalGeneration": IDEFICS2,
     "Idefics3ForConditionalGeneration": IDEFICS3,
     "InternVLForConditionalGeneration": INTERNVL,
+    "Kimi_K25ForConditionalGeneration": KIMI_K25,
+    "KimiK25ForConditionalGeneration": KIMI_K25,
+    "Llama4ForConditionalGeneration": LLAMA4,
     "LlavaForConditionalGeneration": LLAVA,
     "LlavaNextForConditionalGeneration": LLAVA_NEXT,
     "LlavaOnevisionForConditionalGeneration": LLAVA_ONEVISION,

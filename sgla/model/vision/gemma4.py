@@ -1,5 +1,5 @@
-"""Gemma 4: a tower for pictures of any shape, in patches of 16 pixels, of which 3 x 3 are a token. In the large
-models tokens of a picture see each other, in layers with windows."""
+"""Gemma 4: a tower for pictures of any shape, in patches of 16 pixels, of which 3 x 3 are a token. In the
+large models tokens of a picture see each other, in layers with windows."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""GLM-4.1V and GLM-4.5V (arXiv 2507.01006): a tower for pictures of any size, of which 2 x 2 patches are a token.
-Positions have a time, a row and a column, as those of Qwen2-VL."""
+"""GLM-4.1V and GLM-4.5V (arXiv 2507.01006): a tower for pictures of any size, of which 2 x 2 patches are a
+token. Positions have a time, a row and a column, as those of Qwen2-VL."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-
 from math import prod
 
 from sgla.messages import Prepared

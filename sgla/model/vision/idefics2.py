@@ -1,5 +1,5 @@
-"""Idefics 2 (arXiv 2405.02246): pictures keep their shape, and may be cut into four with the whole behind them. A
-resampler makes the same number of tokens of each."""
+"""Idefics 2 (arXiv 2405.02246): pictures keep their shape, and may be cut into four with the whole behind
+them. A resampler makes the same number of tokens of each."""
 
 from __future__ import annotations
 

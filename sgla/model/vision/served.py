@@ -114,7 +114,7 @@ def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple
         "--deterministic, whose attention does not let the tokens of a picture see each other": (
             vision.ahead and config.deterministic and config.device != "cpu"
         ),
-        f"--device {config.device}, whose attention lets the tokens of a picture see each other in all layers": (
+        f"--device {config.device}, where tokens of a picture see each other in all layers or in none": (
             vision.windowed and config.device != "cpu"
         ),
     }

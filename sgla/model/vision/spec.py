@@ -50,18 +50,19 @@ class Film:
 class Vision:
     """``kind``: what is taken, "image" or "audio"; below, a sound is meant wherever it says picture.
     ``processors``: classes of transformers that prepare pictures, as files name them; the first where they
-    name none. ``token``: the key of config.json with the id of the token that stands for a part of a picture,
-    and what it is where the file lacks it. ``written``: what a chat template writes for a picture, and
-    ``media`` with what belongs around it. ``spelled``: what becomes of that, by configuration, settings and
-    arrays; ``joined``: of the whole text, then, where pictures change what is around them. ``parts``: modules of the checkpoint beside the language model. ``together``: tokens of a picture
-    see each other; ``windowed``: in layers with windows alone. ``prepares``: settings of the processor that its class in transformers adds; ``sizes``:
-    those that users may give other values.
-    ``alone``: the only picture of a prompt is prepared otherwise than one of several. ``prefix``: all tokens
-    of a prompt see each other, and ``framed`` is what becomes of a plain text with placeholders.
-    ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how many
-    frequencies go by each axis, and whether they take turns. ``film``: how videos are taken, if they are.
-    ``crossed``: layers attend to the features, which stand in place of no tokens, and the model does nothing
-    else."""
+    name none. ``token``: the key of config.json with the id of the token that stands for a part of a
+    picture, and what it is where the file lacks it. ``written``: what a chat template writes for a
+    picture, and ``media`` with what belongs around it. ``spelled``: what becomes of that, by
+    configuration, settings and arrays; ``joined``: of the whole text, then, where pictures change what is
+    around them. ``parts``: modules of the checkpoint beside the language model. ``together``: tokens of a
+    picture see each other; ``windowed``: in layers with windows alone. ``prepares``: settings of the
+    processor that its class in transformers adds; ``sizes``: those that users may give other values.
+    ``alone``: the only picture of a prompt is prepared otherwise than one of several. ``prefix``: all
+    tokens of a prompt see each other, and ``framed`` is what becomes of a plain text with placeholders.
+    ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how
+    many frequencies go by each axis, and whether they take turns. ``film``: how videos are taken, if they
+    are. ``crossed``: layers attend to the features, which stand in place of no tokens, and the model does
+    nothing else."""
 
     processors: tuple[str, ...]
     token: tuple[str, int]
