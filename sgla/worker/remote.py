@@ -118,8 +118,9 @@ class Links(NamedTuple):
 class RemoteTier:
     """``mover``: what copies from memory that a prefill server on this host lends by its ``lending``.
     ``room``: bytes of prompts that may be under way, while others wait for their turn, and of units that may
-    wait to be taken; where units stay with the prefill server, half of what it has for them. ``fit``: what a
-    rank here reads of a server with so many ranks; raises PeerRefused if it can read none of it.
+    wait to be taken; where units stay with the prefill server, what it has for one prompt, and half of it for
+    several. ``fit``: what a rank here reads of a server with so many ranks; raises PeerRefused if it can read
+    none of it.
     ``engine``: what reads the memory of servers on other hosts; without it units are sent."""
 
     def __init__(
@@ -310,26 +311,26 @@ class RemoteTier:
         """Ask for what there is room for, in its order."""
         with self._guard:
             for asked in [asked for asked in self._asked if not asked.sent]:
-                nbytes, room = self._nbytes(asked), self._most
-                if self._links is None or nbytes > room:
+                nbytes, (alone, together) = self._nbytes(asked), self._most
+                if self._links is None or nbytes > alone:
                     asked.sent, asked.done = True, Done(asked.number)
                     continue
                 taken = sum(self._nbytes(other) for other in self._asked if other.sent and not other.done)
-                if taken + nbytes > room:
+                if taken and taken + nbytes > together:
                     return
                 self._ask(asked, self._links)
 
     @property
-    def _most(self) -> int:
-        """Bytes of prompts that may be under way."""
+    def _most(self) -> tuple[int, int]:
+        """Bytes of a prompt, and of several, that may be under way."""
         if self._links is None or len(self._segments) < len(self._links.units):
-            return self._room
+            return self._room, self._room
         nbytes = self._arrivals.fit.nbytes
         lent = [
-            sum(segment.count * n for segment, n in zip(self._segments[source], sizes))
+            sum((segment.count - 1) * n for segment, n in zip(self._segments[source], sizes))
             for source, sizes in enumerate(nbytes)
         ]
-        return sum(lent) // 2
+        return sum(lent), sum(lent) // 2
 
     def _nbytes(self, asked: Asked) -> int:
         return self._arrivals.nbytes([len(keys) for keys in asked.keys])

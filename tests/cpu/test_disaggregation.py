@@ -440,6 +440,22 @@ def test_requests_that_leave_are_not_read_on(pair: tuple[Engine, Engine]) -> Non
     thread.join()
 
 
+@pytest.mark.parametrize(("pages", "asked"), [(12, 1), (8, 0)])
+def test_a_prompt_may_take_all_that_is_lent(
+    folders: dict[str, Path], prefill: Engine, pages: int, asked: int
+) -> None:
+    """Nine pages of it. What has no room there is computed here, as is all that does not come."""
+    assert prefill._system is not None
+    [group] = prefill._system.ingress.facts.groups  # type: ignore[union-attr]
+    with (
+        prefilling(folders["pages"], kv_transfer_bytes=pages * group.page_bytes) as first,
+        decoding(folders["pages"], port_of(first)) as second,
+    ):
+        assert same_text(tell(second, [TEXTS[0]]), tell(prefill, [TEXTS[0]]))
+        [tier] = stats(second).tiers
+        assert (tier.loaded, tier.unanswered) == (9 * asked, 1 - asked)
+
+
 def test_prompt_logprobs_are_computed_here(pair: tuple[Engine, Engine], folders: dict[str, Path]) -> None:
     _, second = pair
     with begin(folders["pages"]) as one:
