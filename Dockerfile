@@ -22,6 +22,7 @@ COPY sgla /src/sgla
 # Kernels for every CPU that the image may meet: the runtime stage has no compiler.
 RUN case "$(uname -m)" in \
         x86_64) levels=generic,avx2,avx512,avx512_vnni,avx512_bf16,amx ;; \
+        aarch64) levels=generic,dotprod,i8mm ;; \
         *) levels=generic ;; \
     esac && SGLA_WHEEL_KERNELS=$levels pip install --no-deps /src
 

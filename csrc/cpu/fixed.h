@@ -17,10 +17,15 @@
 constexpr int64_t BLOCK_K = 512;
 
 #if INTEGER_PRODUCTS
-constexpr int FIXED_MR = LANES == 16 ? 12 : 6;  // rows of a register block
+constexpr int FIXED_MR = LANES == 16 ? 12 : LANES == 8 ? 6 : 4;  // rows of a register block
 constexpr int64_t FIXED_X_STRIDE = BLOCK_K / 2 + 48;  // an odd number of cache lines spreads rows over the
                                                       // sets
 constexpr float X_MAX = 8191;
+
+#if BYTE_PRODUCTS
+template <Kind K>
+void split(int16_t* x);
+#endif
 
 // Row x[k], k at most BLOCK_K, as a packed row.
 template <Kind K>
@@ -46,11 +51,34 @@ inline void quantize_row(const float* x, int64_t k, float* out) {
     UNROLL for (int j = 0; j < PARTS; j++) {
       vi q = round_to_int(v[j] * up);
       half[j / (PARTS / 2)] += q;
-      store_int16((int16_t*)out + j * LANES, K == FIXED ? q : __builtin_shuffle(q, order));
+      store_int16((int16_t*)out + j * LANES, K == FIXED || BYTE_PRODUCTS ? q : __builtin_shuffle(q, order));
     }
+#if BYTE_PRODUCTS
+    split<K>((int16_t*)out);
+#endif
     if (grouped(K)) UNROLL for (int h = 0; h < 2; h++) sums[h] = *scales * sum(to_float(half[h]));
   }
 }
+
+// a * b + c, spelled out, for the compiler fuses in some instances of the kernel and not in others.
+INLINE vf fused(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__aarch64__)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+
+#if BYTE_PRODUCTS
+#include "bytes.h"
+#else
+// A block of rows' sums, ``COLUMNS`` vectors of them at a time, so that all are in registers.
+constexpr int columns(int rows) { return LANES == 16 || rows <= 2 ? NV : NV / 2; }
+// What is taken from weights, so that they are signed.
+template <Kind K>
+constexpr float SHIFT = 0;
 
 typedef uint16_t pairs __attribute__((vector_size(LANES * 4)));
 
@@ -76,15 +104,6 @@ INLINE vi take_pair(vi raw, int i) {
   if (five_bits(K)) return (vi)((pairs)raw >> (5 * i)) & 0x001f001f;
   if (nibbles(K)) return (vi)((pairs)raw >> (4 * i)) & 0x000f000f;
   return raw;
-}
-
-// a * b + c, spelled out, for the compiler fuses in some instances of the kernel and not in others.
-INLINE vf fused(vf a, vf b, vf c) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#endif
 }
 
 INLINE void multiply_add(vi& sum, vi a, vi b) {
@@ -143,13 +162,13 @@ INLINE void sum_products(const int32_t* x, const uint8_t* w, int32_t* sums, Ahea
     UNROLL for (int j = 0; j < COLUMNS; j++) *(vi_mem*)(sums + m * PANEL + j * LANES) = acc[m][j];
   asm volatile("" : : "r"(sums) : "memory");  // or registers for what follows are taken from the loop
 }
+#endif
 
 template <Kind K, int MR>
 __attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uint8_t* w, int64_t k,
                                              float* tile, bool first, Ahead ahead) {
   constexpr int64_t COUNT = grouped(K) ? GROUP : FIXED_GROUP, ROWS = grouped(K) ? group_rows(K) : COUNT / 2;
-  // At a time, so that all sums are in registers.
-  constexpr int COLUMNS = LANES == 16 || MR <= 2 ? NV : NV / 2;
+  constexpr int COLUMNS = columns(MR);
   const int32_t* x = (const int32_t*)x_;
   const float *scales = x_ + BLOCK_K / 2, *x_sums = scales + BLOCK_K / FIXED_GROUP;
   alignas(64) int32_t sums[MR * PANEL];
@@ -164,6 +183,7 @@ __attribute__((noinline)) Ahead fixed_kernel(const float* x_, int64_t, const uin
       if (grouped(K)) scale[j] = load_f16((const uint16_t*)head + j * LANES);
       if (symmetric(K)) low[j] = scale[j] * -zero_of(K);
       if (affine(K)) low[j] = load_f16((const uint16_t*)head + PANEL + j * LANES);
+      if (SHIFT<K> != 0) low[j] = fused(scale[j], splat(SHIFT<K>), low[j]);
       if (K == FIXED) scale[j] = load_bf16((const uint16_t*)head + j * LANES);
     }
     for (int m = 0; m < MR; m++) {

@@ -15,16 +15,28 @@
 #include "simd.h"
 
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int MAX_MR = LANES == 16 ? 12 : 3;
+constexpr int MAX_MR = LANES == 16 ? 12 : 2;
 #else
 constexpr int MAX_MR = LANES == 8 ? 3 : 1;
 #endif
 
-// Whether quantized weights are multiplied in integers (fixed.h).
+// Whether quantized weights are multiplied in integers: of 16 bits (fixed.h), or of 8 (bytes.h).
 #if defined(__AVX2__)
 #define INTEGER_PRODUCTS 1
+#define BYTE_PRODUCTS 0
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define INTEGER_PRODUCTS 1
+#define BYTE_PRODUCTS 1
 #else
 #define INTEGER_PRODUCTS 0
+#define BYTE_PRODUCTS 0
+#endif
+
+// Whether bfloat16 is multiplied by bfloat16.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PAIR_PRODUCTS 1
+#else
+#define PAIR_PRODUCTS 0
 #endif
 
 constexpr int64_t ROW_BYTES = PANEL * 4;
@@ -208,7 +220,17 @@ __attribute__((noinline)) Ahead rows_kernel(const float* x, int64_t ldx, const u
   return ahead;
 }
 
+#if PAIR_PRODUCTS
+// To each sum the products of a pair of bfloat16.
+INLINE vf add_pairs(vf sum, vi a, vi b) {
 #if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+#else
+  return (vf)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_s32((int32x4_t)a),
+                         vreinterpretq_bf16_s32((int32x4_t)b));
+#endif
+}
+
 // bfloat16 times bfloat16: x has rows of k / 2 dwords (pairs along k), zero-padded.
 template <int MR>
 __attribute__((noinline)) Ahead pairs_kernel(const float* x_, int64_t ldx, const uint8_t* w, int64_t k,
@@ -218,13 +240,12 @@ __attribute__((noinline)) Ahead pairs_kernel(const float* x_, int64_t ldx, const
   acc.load_from(tile, first);
   for (int64_t i = 0; i < (k + 1) / 2; i++, x++, w += ROW_BYTES) {
     fetch(ahead);
-    __m512i b[NV];
-    UNROLL for (int j = 0; j < NV; j++) b[j] = _mm512_loadu_si512(w + j * 64);
+    vi b[NV];
+    UNROLL for (int j = 0; j < NV; j++) b[j] = load_int(w + j * LANES * 4);
     UNROLL for (int m = 0; m < MR; m++) {
       const int32_t* p = x + m / 3 * 3 * ldx;
-      __m512i a = _mm512_set1_epi32(p[m % 3 * ldx]);
-      UNROLL for (int j = 0; j < NV; j++)
-        acc.v[m][j] = (vf)_mm512_dpbf16_ps((__m512)acc.v[m][j], (__m512bh)a, (__m512bh)b[j]);
+      vi a = p[m % 3 * ldx] - vi{};
+      UNROLL for (int j = 0; j < NV; j++) acc.v[m][j] = add_pairs(acc.v[m][j], a, b[j]);
     }
   }
   acc.store_to(tile);
@@ -244,7 +265,7 @@ struct Kernels<K, 0> {
   static RowsKernel pick(int) { return nullptr; }
 };
 
-#if defined(__AVX512BF16__)
+#if PAIR_PRODUCTS
 template <int MR>
 struct PairKernels {
   static RowsKernel pick(int mr) { return mr == MR ? pairs_kernel<MR> : PairKernels<MR - 1>::pick(mr); }

@@ -85,7 +85,7 @@ void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t
               float* tile, bool first, Ahead ahead) {
 #if defined(__AMX_BF16__)
   if (x_bf16) return tiles_times_panel(x, ldx, w, k, rows, tile, first);
-#elif defined(__AVX512BF16__)
+#elif PAIR_PRODUCTS
   if (x_bf16) return rows_times_panel<PairKernels<MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
 #endif
   (void)x_bf16;
@@ -94,18 +94,22 @@ void multiply(Kind kind, bool x_bf16, const float* x, int64_t ldx, const uint8_t
     case BF16: return rows_times_panel<Kernels<BF16, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
 #if INTEGER_PRODUCTS
     case INT8: return fixed_panel<INT8>(x, ldx, w, k, rows, tile, first, ahead);
-    case INT5: return fixed_panel<INT5>(x, ldx, w, k, rows, tile, first, ahead);
     case INT4: return fixed_panel<INT4>(x, ldx, w, k, rows, tile, first, ahead);
-    case FIXED: return fixed_panel<FIXED>(x, ldx, w, k, rows, tile, first, ahead);
     case Q8_0: return fixed_panel<Q8_0>(x, ldx, w, k, rows, tile, first, ahead);
-    case Q5_0: return fixed_panel<Q5_0>(x, ldx, w, k, rows, tile, first, ahead);
     case Q4_0: return fixed_panel<Q4_0>(x, ldx, w, k, rows, tile, first, ahead);
     case IQ4_NL: return fixed_panel<IQ4_NL>(x, ldx, w, k, rows, tile, first, ahead);
     case E2M1: return fixed_panel<E2M1>(x, ldx, w, k, rows, tile, first, ahead);
+#if BYTE_PRODUCTS
+    default: return;  // such panels are made for other levels alone
+#else
+    case INT5: return fixed_panel<INT5>(x, ldx, w, k, rows, tile, first, ahead);
+    case Q5_0: return fixed_panel<Q5_0>(x, ldx, w, k, rows, tile, first, ahead);
+    case FIXED: return fixed_panel<FIXED>(x, ldx, w, k, rows, tile, first, ahead);
+#endif
 #else
     case INT8: return rows_times_panel<Kernels<INT8, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
     case INT4: return rows_times_panel<Kernels<INT4, MAX_MR>::pick>(x, ldx, w, k, rows, tile, first, ahead);
-    default: return;  // such panels are made for other levels alone
+    default: return;
 #endif
   }
 }
@@ -142,7 +146,7 @@ int64_t packed_bytes(const Linear& l, int64_t rows) {
 
 void pack_row(const Linear& l, const float* x, int64_t k, float* out) {
 #if INTEGER_PRODUCTS
-  if (l.kind == FIXED) return quantize_row<FIXED>(x, k, out);
+  if (l.kind == FIXED) return quantize_row<FIXED>(x, k, out);  // of AVX2 and AVX512_VNNI alone
   if (bytes(l.kind)) return quantize_row<INT8>(x, k, out);
   if (nibbles(l.kind)) return quantize_row<INT4>(x, k, out);
 #endif
@@ -263,11 +267,10 @@ struct Finish {
       int64_t at = row * l.n_out + first;
       UNROLL for (int j = 0; j < NV; j++)
         store(y + at + j * LANES, residual ? out[j] + load(residual + at + j * LANES) : out[j]);
-#if defined(__AVX512BF16__)
+#if PAIR_PRODUCTS
     } else if (count == PANEL && !residual) {
       uint16_t* y16 = (uint16_t*)y + row * (l.n_out + (l.n_out & 1)) + first;
-      UNROLL for (int j = 0; j < NV; j++)
-        _mm256_storeu_si256((__m256i*)(y16 + j * LANES), (__m256i)_mm512_cvtneps_pbh((__m512)out[j]));
+      UNROLL for (int j = 0; j < NV; j++) round_bf16(y16 + j * LANES, out[j]);
 #endif
     } else {
       store_slow(row, (const float*)out);

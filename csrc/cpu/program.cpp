@@ -301,6 +301,10 @@ const char* sgla_isa() {
   return "avx512";
 #elif defined(__AVX2__)
   return "avx2";
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return "i8mm";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "dotprod";
 #else
   return "generic";
 #endif

@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -217,6 +219,17 @@ INLINE void store_bf16(uint16_t* p, vf v) {
   *(half_vector*)p = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, half_vector);
 }
 
+// LANES values, a NaN among them, where an instruction rounds them.
+#if defined(__AVX512BF16__)
+INLINE void round_bf16(uint16_t* p, vf v) {
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+INLINE void round_bf16(uint16_t* p, vf v) {
+  vst1_bf16((bfloat16_t*)p, vcvt_bf16_f32((float32x4_t)v));
+}
+#endif
+
 // LANES integers of 8 bits.
 INLINE vf load_int8(const int8_t* p) {
 #if defined(__AVX512F__)
@@ -247,6 +260,8 @@ INLINE vf load_f16(const uint16_t* p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
   vf v;
   for (int i = 0; i < LANES; i++) v[i] = from_f16(p[i]);

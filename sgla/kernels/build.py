@@ -14,6 +14,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -33,12 +34,14 @@ SCRATCH, DAY = "tmp", 86400  # how scratch folders' names begin; seconds
 
 class Level(NamedTuple):
     """An instruction-set level:
-    compiler flags, and the CPU flags (as in /proc/cpuinfo) it needs and must not have."""
+    compiler flags, and the CPU flags (as in /proc/cpuinfo) it needs and must not have.
+    ``arch``: as ``platform.machine`` calls it; empty: any."""
 
     name: str
     machine: list[str]
     needs: frozenset[str]
     without: frozenset[str] = frozenset()
+    arch: str = "x86_64"
 
 
 _AVX2 = ["avx2", "fma", "f16c", "bmi2"]
@@ -68,7 +71,15 @@ LEVELS = [  # best first
     Level("avx512_vnni", _VNNI, frozenset(_AVX512) | {"avx512_vnni"}),
     _level("avx512", _AVX512),
     _level("avx2", _AVX2),
-    _level("generic", []),
+    # Those that have products of 8-bit integers in matrices have products of bfloat16, too.
+    Level(
+        "i8mm",
+        ["-march=armv8.2-a+dotprod+i8mm+bf16"],
+        frozenset({"asimd", "asimddp", "i8mm", "bf16"}),
+        arch="aarch64",
+    ),
+    Level("dotprod", ["-march=armv8.2-a+dotprod"], frozenset({"asimd", "asimddp"}), arch="aarch64"),
+    Level("generic", [], frozenset(), arch=""),
 ]
 ALIASES = {"x86-64-v4": "avx512", "x86-64-v3": "avx2", "x86-64": "generic"}
 
@@ -99,7 +110,7 @@ def level(name: str) -> Level:
 def cpu_flags() -> frozenset[str]:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
+            if line.startswith(("flags", "Features")):  # x86, ARM
                 return frozenset(line.split(":", 1)[1].split())
     except OSError:
         pass
@@ -113,9 +124,15 @@ def tiles_granted() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
+def levels_of(arch: str) -> list[Level]:
+    """Those that there are for CPUs of this kind, best first."""
+    return [level for level in LEVELS if level.arch in ("", arch)]
+
+
 def supported() -> list[Level]:
     """Levels this CPU can run, best first. ``SGLA_CPU_ISA`` takes the ones above it away."""
-    found = [c for c in LEVELS if c.needs <= cpu_flags() and not c.without & cpu_flags()]
+    found = [c for c in levels_of(platform.machine()) if c.needs <= cpu_flags()]
+    found = [c for c in found if not c.without & cpu_flags()]
     found = [c for c in found if c.name != "amx" or tiles_granted()]
     limit = os.environ.get("SGLA_CPU_ISA")
     return found if limit is None else [c for c in found if LEVELS.index(c) >= LEVELS.index(level(limit))]

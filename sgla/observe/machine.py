@@ -27,6 +27,8 @@ ISA_FLAGS = (
     "amx_int8",
     "neon",
     "asimd",
+    "asimddp",
+    "i8mm",
     "sve",
     "bf16",
 )

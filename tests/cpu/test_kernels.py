@@ -14,7 +14,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.native import DRAW
-from sgla.kernels.cpu.panels import FIXED_LEVELS, KINDS, Kind, Panels
+from sgla.kernels.cpu.panels import FIXED_LEVELS, KINDS, PAIR_LEVELS, Kind, Panels
 from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.kernels.ops import KVLayer
 from sgla.quant.groups import Int4
@@ -102,9 +102,9 @@ def close(got: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
 
 def tolerance(isa: str, kind: Kind) -> float:
     """Of a linear: some levels round x, to bfloat16 or to 14 bits in a group of 64."""
-    if kind == "f32" or isa == "generic" or (kind, isa) == ("bf16", "avx512"):
+    if kind == "f32" or isa == "generic" or (kind, isa) in (("bf16", "avx512"), ("bf16", "dotprod")):
         return 2e-5
-    return 2e-2 if kind == "bf16" and isa in ("avx512_bf16", "amx") else 1e-3
+    return 2e-2 if kind == "bf16" and isa in PAIR_LEVELS else 1e-3
 
 
 def tokens(count: int) -> ForwardBatch:

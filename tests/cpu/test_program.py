@@ -21,7 +21,7 @@ from sgla.kernels.cpu import native
 from sgla.kernels.cpu.fuse import Buffer, Node, fuse, place
 from sgla.kernels.cpu.instructions import LOWERINGS
 from sgla.kernels.cpu.native import Opcode
-from sgla.kernels.cpu.panels import KINDS, Kind
+from sgla.kernels.cpu.panels import KINDS, PAIR_LEVELS, Kind
 from sgla.kernels.cpu.program import Program, ProgramLimits
 from sgla.kernels.cpu.record import Recorder
 from sgla.kernels.dispatch import using
@@ -121,7 +121,7 @@ def test_recorded_model_equals_eager(kind: Kind, threads: int) -> None:
     program = Program.record(model, ProgramLimits(40, 5), threads)
     tolerance = 2e-5
     if kind != "f32" and program._lib.isa != "generic":  # others round activations
-        tolerance = 0.05 if program._lib.isa in ("avx512_bf16", "amx") else 0.005
+        tolerance = 0.05 if program._lib.isa in PAIR_LEVELS else 0.005
     for rows in STEPS:
         want = eager(step(rows))
         torch.testing.assert_close(program.run(step(rows)), want, rtol=0, atol=tolerance)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgla.kernels.cpu.native import Opcode
-from sgla.kernels.cpu.panels import FORMATS, WIDTH
+from sgla.kernels.cpu.panels import FORMATS, PAIR_LEVELS, WIDTH
 
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
 
@@ -64,7 +64,7 @@ def fuse(nodes: list[Node], outputs: list[Buffer], isa: str) -> list[Node]:
     """Fewer passes over memory, the same numbers. Changes the nodes it is given."""
     nodes = _fuse_activation(nodes, outputs)
     nodes = _fuse_residual(nodes, outputs)
-    return _use_bf16(nodes, outputs) if isa in ("avx512_bf16", "amx") else nodes
+    return _use_bf16(nodes, outputs) if isa in PAIR_LEVELS else nodes
 
 
 def _uses(nodes: list[Node], outputs: list[Buffer]) -> dict[Buffer, int]:

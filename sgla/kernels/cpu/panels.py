@@ -41,6 +41,8 @@ FORMATS: list[Format] = [
 ]  # the order of ``Kind`` in program.h
 
 FIXED_LEVELS = ("avx512_vnni", "avx2")  # where these beat float32 and there is no bfloat16 product
+PAIR_LEVELS = ("amx", "avx512_bf16", "i8mm")  # that multiply bfloat16 by bfloat16
+BYTE_LEVELS = ("i8mm", "dotprod")  # that multiply in integers of 8 bits (csrc/cpu/bytes.h)
 WIDTH = 32  # output channels of a panel
 SHARE = 16  # panels worth a thread
 GROUP = 32  # channels of k with one scale
@@ -178,7 +180,8 @@ def _known(
     kind: Kind, data: Tensor, scale: Tensor | None, minimum: Tensor | None, isa: str
 ) -> tuple[Kind, Tensor, Tensor | None, Tensor | None]:
     """As a kind that the kernels of this level have."""
-    if isa != "generic" or kind not in (*HALF, "int5"):
+    missing = (*HALF, "int5") if isa == "generic" else ("q5_0", "int5") if isa in BYTE_LEVELS else ()
+    if kind not in missing:
         return kind, data, scale, minimum
     assert scale is not None
     if kind in ("int5", "q5_0"):
