@@ -94,6 +94,12 @@ def complete(c: Reader, spec: ModelSpec) -> ModelSpec:
     return replace(spec, per_layer=per_layer, inner=inner, moe=_mixture(c, spec))
 
 
+def unified(c: Reader, spec: ModelSpec) -> ModelSpec:
+    """See ``Family.completed``: the 12B, with neither experts nor parts of the embedding for each layer."""
+    without = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+    return complete(Reader(c.architecture, {**c.values, **without}), spec)
+
+
 def _mixture(c: Reader, spec: ModelSpec) -> MoESpec | None:
     """Beside the MLP of every layer."""
     if not c.flag("enable_moe_block"):

@@ -726,6 +726,14 @@ RUN: dict[str, Case] = {
     "bert gelu_new": Case(encoder("Bert", "bert", hidden_act="gelu_new")),
 }
 
+GEMMA4_12B = gemma4(
+    {"model_type": "gemma4_unified_text", "use_bidirectional_attention": "vision"},
+    architectures=["Gemma4UnifiedForConditionalGeneration"],
+    model_type="gemma4_unified",
+)
+for unknown in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block"):
+    del GEMMA4_12B["text_config"][unknown]
+RUN["gemma-4-12B"] = Case(GEMMA4_12B)
 RUN["gpt2"] = Case(
     {
         "activation_function": "gelu_new",

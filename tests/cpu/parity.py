@@ -115,6 +115,11 @@ LAYOUTS: dict[str, Layouts] = {
         other={"num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
     ),
+    "gemma4_unified_text": Layouts(
+        SLIDES | {"head_dim": 8, "global_head_dim": 16} | TIED,
+        other={"num_hidden_layers": 5, "num_kv_shared_layers": 2, "attention_k_eq_v": True}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
+    ),
     "gemma": Layouts({"head_dim": 16} | TIED),
     "gemma2": Layouts({"head_dim": 16, "query_pre_attn_scalar": 24} | TIED, other=SLIDES),
     "vaultgemma": Layouts({"head_dim": 8, "query_pre_attn_scalar": 24} | TIED, other=SLIDES),

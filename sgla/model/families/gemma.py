@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sgla.model.diffusion_gemma_spec import BUILT_IN
 from sgla.model.families.keys import CAUSAL, DECODER, sizes
 from sgla.model.family import Family
@@ -51,7 +53,9 @@ _DIFFUSION = Family(
     beside=("canvas_length",),
 )
 
-_GEMMA4_KEYS = (
+_GEMMA4_NAMES = ((".router.proj.", ".moe.gate."), (".experts.", ".moe.experts."))
+
+_GEMMA4_TEXT = (
     {key: value for key, value in _WITHOUT_HIDDEN_ACT.items() if key != "rope_theta"}
     | sizes(262144, 2304, 9216, 30, 8, 131072, 4)
     | {
@@ -74,16 +78,12 @@ _GEMMA4_KEYS = (
         "layer_types": None,
         "final_logit_softcapping": None,
         "use_bidirectional_attention": None,
-        "num_experts": None,
-        "top_k_experts": None,
-        "moe_intermediate_size": None,
     }
 )
-_GEMMA4_NULLS = (
-    *("num_global_key_value_heads", "per_layer_config", "use_bidirectional_attention"),
-    *("num_experts", "top_k_experts", "moe_intermediate_size"),
-)
-_GEMMA4_NAMES = ((".router.proj.", ".moe.gate."), (".experts.", ".moe.experts."))
+_GEMMA4_LAYERS = {"attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+_EXPERTS = {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None}
+_GEMMA4_KEYS = _GEMMA4_TEXT | _EXPERTS
+_GEMMA4_NULLS = "num_global_key_value_heads", "per_layer_config", "use_bidirectional_attention"
 
 FAMILIES = {
     "Gemma3ForCausalLM": Family(
@@ -129,7 +129,7 @@ FAMILIES = {
         CAUSAL | BUILT_IN | {"attn_logit_softcapping": None, "vocab_size_per_layer_input": 262144},
         {"hidden_act": "hidden_activation"},
         model="sgla.model.diffusion_gemma:DiffusionGemma",
-        nulls=_GEMMA4_NULLS,
+        nulls=(*_GEMMA4_NULLS, *_EXPERTS),
         attention="sgla.model.diffusion_gemma_spec:read",
         scaled_embedding=True,
         qk_norm="head",
@@ -140,18 +140,16 @@ FAMILIES = {
     "Gemma4ForCausalLM": Family(
         ("gemma4_text",),
         _GEMMA4_KEYS
+        | _GEMMA4_LAYERS
         | {
             "vocab_size_per_layer_input": 262144,
             "hidden_size_per_layer_input": 256,
-            "attention_k_eq_v": False,
-            "num_kv_shared_layers": 0,
             "enable_moe_block": False,
-            "use_double_wide_mlp": False,
         },
         CAUSAL | {"attn_logit_softcapping": None},
         {"hidden_act": "hidden_activation"},
         model="sgla.model.gemma4:Gemma4",
-        nulls=_GEMMA4_NULLS,
+        nulls=(*_GEMMA4_NULLS, *_EXPERTS),
         attention="sgla.model.gemma4_spec:read",
         scaled_embedding=True,
         qk_norm="head",
@@ -159,6 +157,27 @@ FAMILIES = {
         also=("Gemma4ForConditionalGeneration",),
         outer=_GEMMA4,
         renamed=_GEMMA4_NAMES,
+    ),
+    "Gemma4UnifiedForCausalLM": Family(
+        ("gemma4_unified_text",),
+        _GEMMA4_TEXT
+        | _GEMMA4_LAYERS
+        | {
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+        },
+        CAUSAL
+        | {"attn_logit_softcapping": None, "hidden_size_per_layer_input": 0, "enable_moe_block": False},
+        {"hidden_act": "hidden_activation"},
+        model="sgla.model.gemma4:Gemma4",
+        nulls=_GEMMA4_NULLS,
+        attention="sgla.model.gemma4_spec:read",
+        scaled_embedding=True,
+        qk_norm="head",
+        completed="sgla.model.gemma4_spec:unified",
+        also=("Gemma4UnifiedForConditionalGeneration",),
+        outer=replace(_GEMMA4, types=("gemma4_unified",)),
     ),
     "GemmaForCausalLM": Family(
         ("gemma",),
