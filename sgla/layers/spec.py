@@ -55,6 +55,17 @@ class PerLayerInputs(NamedTuple):
     pad: int = 0
 
 
+class AltUp(NamedTuple):
+    """The residual stream is ``inputs`` wide (arXiv 2301.13310); layers read the ``active`` one, which is
+    ``scaled`` for what comes last in them. ``sparsity``: of each layer, the share of its MLP's inner values
+    that are none."""
+
+    inputs: int
+    active: int
+    scaled: bool
+    sparsity: tuple[float, ...]
+
+
 class StateTensor(NamedTuple):
     """A tensor that a layer keeps of a token, by the name that ``KVLayer`` has for it, or in a unit of its
     state, by that of ``StateLayer``. ``dtype``: where it is not the KV cache's. ``runs``: of what the rows of

@@ -57,7 +57,7 @@ class Family:
     texts: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, ...] = ()  # keys of an ``outer`` that the language model reads, too
     of_checkpoints: bool = False  # transformers has no such class: its code comes with checkpoints
-    layers_differ: bool = False  # heads, KV heads and head_dim may be lists
+    layers_differ: bool = False  # heads, KV heads, head_dim and widths of MLPs may be lists
     pooled: bool = False
     also: tuple[str, ...] = ()  # other architectures that it runs
     qkv_bias: bool = False

@@ -164,10 +164,13 @@ class PerLayerEmbedding:
             build, spec.hidden, [("model.per_layer_model_projection", whole, range(whole))]
         )
         self.norm, self.scale, self.width = RMSNorm(build, norm, width, spec.eps), spec.hidden**-0.5, width
+        self.vocab, self.most = vocab, spec.vocab
 
     def __call__(self, ids: Tensor, x: Tensor) -> Tensor:
         made = (self.made(x) * self.scale).unflatten(1, (-1, self.width))
         made = ops.rms_norm.body(made, self.norm.weight, self.norm.eps)
+        if self.vocab < self.most:
+            ids = torch.where(ids < self.vocab, ids, 0)
         return (made + self.embed(ids).unflatten(1, (-1, self.width)).to(made.dtype)) * 2**-0.5
 
 

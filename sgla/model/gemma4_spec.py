@@ -52,7 +52,7 @@ def read(c: Reader, layers: int, positions: int) -> tuple[AttentionSpec, ...]:
     sliding = Gemma4Attention(heads, kv_heads, head_dim, 1.0, local, window)
     full = Gemma4Attention(heads, wide_heads, wide, 1.0, rope, joined=c.flag("attention_k_eq_v"))
     return tuple(
-        replace(sliding if slides else full, reads=reads) for slides, reads in zip(kinds, _reads(c, kinds))
+        replace(sliding if slides else full, reads=reads) for slides, reads in zip(kinds, shared(c, kinds))
     )
 
 
@@ -73,7 +73,7 @@ def _whole(c: Reader, kinds: list[bool], head_dim: int, kv_heads: int) -> tuple[
     return p.integer("head_dim", HEAD_DIM), p.integer("num_key_value_heads", HEADS)
 
 
-def _reads(c: Reader, kinds: list[bool]) -> list[int | None]:
+def shared(c: Reader, kinds: list[bool]) -> list[int | None]:
     """The last layers read what the last one of their kind before them keeps."""
     first = len(kinds) - c.integer("num_kv_shared_layers", len(kinds) - 1, 0)
     last = {slides: i for i, slides in enumerate(kinds[:first])}

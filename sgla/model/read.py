@@ -257,6 +257,8 @@ def _inner(c: Reader, family: Family, hidden: int) -> int:
     key = "intermediate_size"
     if not c.given(key) and not family.mixture:  # GPT-2
         return 4 * hidden
+    if family.layers_differ and isinstance(c.values[key], list):
+        return max(c.integers(key, INNER), default=0)
     return c.integer(key if c.given(key) else f"moe_{key}", INNER)
 
 

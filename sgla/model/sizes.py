@@ -178,8 +178,9 @@ def _given(spec: ModelSpec) -> int:
 
 
 def _giving(spec: ModelSpec) -> int:
-    """Those of the matrices around it."""
-    return 3 * spec.layers * spec.per_layer.width * spec.hidden if spec.per_layer else 0
+    """Those of the matrices around it, and of those that make several residual streams of one."""
+    streams = 2 * (spec.altup.inputs - 1) * spec.hidden**2 if spec.altup else 0
+    return streams + (3 * spec.layers * spec.per_layer.width * spec.hidden if spec.per_layer else 0)
 
 
 def _mlps(spec: ModelSpec, experts: int) -> int:

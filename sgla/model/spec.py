@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sgla.layers.spec import Activation, AttentionSpec, MoESpec, PerLayerInputs
+from sgla.layers.spec import Activation, AltUp, AttentionSpec, MoESpec, PerLayerInputs
 from sgla.quant.method import Method
 
 
@@ -45,6 +45,7 @@ class ModelSpec:
     inner: tuple[int, ...] = ()  # widths of the layers' MLPs, where they differ
     per_layer: PerLayerInputs | None = None
     canvas: int = 0  # tokens of a block that come together, out of noise; 0: tokens come one by one
+    altup: AltUp | None = None
     heard: int = 0  # places of what an encoder makes of a sound, to which each layer attends; 0: none does
     predictors: int = 0  # layers behind the last, which guess further tokens; they are left out
     method: Method | None = field(default=None, compare=False)  # in which the checkpoint is quantized

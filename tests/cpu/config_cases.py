@@ -726,6 +726,49 @@ RUN: dict[str, Case] = {
     "bert gelu_new": Case(encoder("Bert", "bert", hidden_act="gelu_new")),
 }
 
+GEMMA3N: Config = {
+    "architectures": ["Gemma3nForConditionalGeneration"],
+    "audio_config": None,
+    "audio_soft_tokens_per_image": 188,
+    "audio_token_id": 96,
+    "boa_token_id": 95,
+    "boi_token_id": 94,
+    "eos_token_id": [1, 93],
+    "image_token_id": 92,
+    "model_type": "gemma3n",
+    "text_config": {key: value for key, value in TINY.items() if key != "intermediate_size"}
+    | {
+        "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+        "altup_active_idx": 0,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_lr_multiplier": 1.0,
+        "altup_num_inputs": 4,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 12,
+        "intermediate_size": [48] * 4,
+        "laurel_rank": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 8,
+        "torch_dtype": "float32",
+        "vocab_size_per_layer_input": 90,
+    },
+    "torch_dtype": "float32",
+    "vision_config": None,
+    "vision_soft_tokens_per_image": 256,
+}
+GEMMA3N_TEXT = {"architectures": ["Gemma3nForCausalLM"], "tie_word_embeddings": True}
+RUN["gemma-3n-E2B"] = Case(GEMMA3N, twin=GEMMA3N_TEXT | GEMMA3N["text_config"])  # towers need timm
 GEMMA4_12B = gemma4(
     {"model_type": "gemma4_unified_text", "use_bidirectional_attention": "vision"},
     architectures=["Gemma4UnifiedForConditionalGeneration"],

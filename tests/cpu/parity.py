@@ -115,6 +115,15 @@ LAYOUTS: dict[str, Layouts] = {
         other={"num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
     ),
+    "gemma3n_text": Layouts(
+        SLIDES
+        | {"head_dim": 8, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 300}
+        | {"laurel_rank": 8, "num_kv_shared_layers": 0, "altup_num_inputs": 3}
+        | TIED,
+        other={"num_hidden_layers": 5, "num_kv_shared_layers": 2, "intermediate_size": [64, 96, 96, 96, 64]}
+        | {"activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.8, 0.0], "altup_active_idx": 1}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
+    ),
     "gemma4_unified_text": Layouts(
         SLIDES | {"head_dim": 8, "global_head_dim": 16} | TIED,
         other={"num_hidden_layers": 5, "num_kv_shared_layers": 2, "attention_k_eq_v": True}

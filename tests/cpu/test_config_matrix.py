@@ -65,7 +65,7 @@ def save_as_hf(folder: Path, case: Case) -> Any:
     import transformers
 
     config = case.config
-    name = config["architectures"][0]
+    name = (case.twin or {}).get("architectures", config["architectures"])[0]
     family = family_of(name)
     text = json.dumps({"model_type": family.types[0]} | (case.twin or config))
     (folder / "config.json").write_text(text)
@@ -445,6 +445,10 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8}
 ONLY: dict[str, dict[str, Any]] = {
     "Llama4ForCausalLM": {"num_experts_per_tok": 1},
     "GPTJForCausalLM": {"rotary_dim": 4},
+    "Gemma3nForCausalLM": {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "MiMoV2FlashForCausalLM": {"num_key_value_heads": 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv"]},
     "GraniteMoeHybridForCausalLM": MAMBA,

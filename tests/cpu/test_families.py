@@ -76,6 +76,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("helium", {"head_dim": 8}),
     "ernie": ("ernie4_5", {"head_dim": 16, "use_bias": True}),
     "glm": ("glm", {"head_dim": 16}),
+    "gemma3n": (
+        "gemma3n_text",
+        {key: value for key, value in GEMMA4.items() if key != "global_head_dim"}
+        | {"laurel_rank": 8, "num_kv_shared_layers": 2, "intermediate_size": [96, 64] * 3}
+        | {"activation_sparsity_pattern": [0.9, 0.5, 0.0] * 2},
+    ),
     "gemma4": ("gemma4_text", GEMMA4 | {"final_logit_softcapping": 5.0, "num_key_value_heads": 3}),
     "gemma4 sharing keys and values": (
         "gemma4_text",
@@ -168,6 +174,7 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
         ("gemma4 sharing keys and values", "int8"),
         ("gemma4 with experts", "auto"),
         ("olmo2", "auto"),
+        pytest.param("gemma3n", "auto", marks=pytest.mark.slow),
         ("olmo2 with one key", "auto"),
     ],
 )

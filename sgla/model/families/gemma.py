@@ -137,6 +137,42 @@ FAMILIES = {
         outer=_DIFFUSION,
         renamed=(("model.decoder.", "model."), *_GEMMA4_NAMES),
     ),
+    "Gemma3nForCausalLM": Family(
+        ("gemma3n_text",),
+        _WITHOUT_HIDDEN_ACT
+        | sizes(262400, 2048, 16384, 35, 8, 32768, 2)
+        | {
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "attention_bias": False,
+            "sliding_window": 512,
+            "layer_types": None,
+            "final_logit_softcapping": 30.0,
+            "vocab_size_per_layer_input": 262144,
+            "hidden_size_per_layer_input": 256,
+            "altup_active_idx": 0,
+            "altup_coef_clip": 120.0,  # in training
+            "altup_correct_scale": True,
+            "altup_num_inputs": 4,
+            "num_kv_shared_layers": 15,
+            "laurel_rank": 64,
+            "activation_sparsity_pattern": None,
+        },
+        CAUSAL | {"attn_logit_softcapping": None, "query_pre_attn_scalar": 256},
+        {"hidden_act": "hidden_activation"},
+        model="sgla.model.gemma3n:Gemma3n",
+        nulls=("activation_sparsity_pattern",),
+        layers_differ=True,
+        attention="sgla.model.gemma3n_spec:read",
+        scaled_embedding=True,
+        qk_norm="head",
+        completed="sgla.model.gemma3n_spec:complete",
+        also=("Gemma3nForConditionalGeneration",),
+        outer=replace(_GEMMA4, types=("gemma3n",)),
+    ),
     "Gemma4ForCausalLM": Family(
         ("gemma4_text",),
         _GEMMA4_KEYS
