@@ -195,6 +195,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "a part of every expert"
         ),
     ] = 1
+    cp: Annotated[
+        int,
+        Doc(
+            description="sets of --tp ranks that share out the tokens of prompts, each with the whole model "
+            "and KV cache: long prompts are read sooner (CPU)"
+        ),
+    ] = 1
     dp_attention: Annotated[
         bool,
         Doc(
@@ -727,7 +734,7 @@ class Config(MediaSettings, kw_only=True):
     @property
     def ranks(self) -> int:
         """Processes, and GPUs, that share the model."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.cp
 
     @property
     def heads_over(self) -> int:

@@ -90,14 +90,15 @@ def mesh(config: Config, model: dict[str, Any]) -> list[Held]:
         sizes, whole = (_weights(config, part), kept), None
         if part.moe is not None and config.ep > 1:
             whole = rank * part.moe.experts // config.ep, (rank + 1) * part.moe.experts // config.ep - 1
-        place = number, number // config.local_ranks, number // config.tp, rank
+        place = number, number // config.local_ranks, number // (config.tp * config.cp), rank
         found.append(Held(*place, layers, part.first, part.last, whole, *sizes))
     return found
 
 
 def _parts(config: Config, spec: ModelSpec) -> Iterator[tuple[ModelSpec, int]]:
     """Of each rank its stage, and its place there."""
-    return ((stage, rank) for stage in stages_of(config, spec) for rank in range(config.tp))
+    sets = range(config.cp)
+    return ((stage, rank) for stage in stages_of(config, spec) for _ in sets for rank in range(config.tp))
 
 
 def _weights(config: Config, part: ModelSpec) -> int:

@@ -18,6 +18,7 @@ from sgla.device import check as check_device
 from sgla.device import check_answers, check_encoder, devices
 from sgla.errors import ConfigError
 from sgla.messages import LONGEST
+from sgla.model.context import check_cp
 from sgla.model.data_attention import check_data
 from sgla.model.diffusion_gemma_spec import check_canvas
 from sgla.model.drafting import by_our_names, check_context, draft_state, read_guessing
@@ -166,6 +167,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
     check_experts(config, device, spec)
     check_routed(config, spec)
     check_data(config, device, spec, pooled)
+    check_cp(config, device, spec, pooled)
     if isinstance(spec, GenericSpec):
         check_generic(config, device, pooled)
     elif spec is not None:
@@ -231,6 +233,10 @@ def check_one(config: Config) -> None:
         raise ConfigError("several models (--models) are for sgla serve and sgla explain", param="models")
     if config.dp > 1:
         raise ConfigError("several replicas (--dp) are for sgla serve and sgla explain", param="dp")
+    if config.executor == "inline" and config.ranks > 1:
+        raise ConfigError(
+            "--executor inline runs one rank; use procs for --tp, --pp or --cp above 1", param="executor"
+        )
     if config.parallel == "auto":
         raise ConfigError("--parallel auto is for sgla serve and sgla explain", param="parallel")
 
@@ -725,6 +731,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "context_length": (1, LONGEST),
     "tp": (1, MOST_RANKS),
     "pp": (1, MOST_RANKS),
+    "cp": (1, 64),
     "ep": (1, MOST_RANKS),
     "nnodes": (1, MOST_RANKS),
     "node_rank": (0, MOST_RANKS - 1),

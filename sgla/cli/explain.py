@@ -216,7 +216,8 @@ def mesh_lines(config: Config, ranks: Sequence[Held]) -> Iterator[str]:
     if not ranks:
         return
     nodes = f" on {config.nnodes} nodes" if config.nnodes > 1 else ""
-    yield f"ranks      {len(ranks):>10}  {config.pp} stages (--pp) of {config.tp} (--tp){nodes}"
+    sets = f" in {config.cp} sets (--cp)" if config.cp > 1 else ""
+    yield f"ranks      {len(ranks):>10}  {config.pp} stages (--pp) of {config.tp} (--tp){sets}{nodes}"
     cache = "" if config.kv_cache_bytes is None else f", KV cache {size_text(config.kv_cache_bytes)}"
     for held in ranks:
         first, last = held.layers

@@ -159,8 +159,8 @@ def check_together(models: list[Config]) -> None:
         first = model.served_model_name[0]
         if model.ranks > 1:
             raise ConfigError(
-                f"model {first}: several models in one server have one rank each; leave --tp and --pp out, "
-                "or serve it in a server of its own",
+                f"model {first}: several models in one server have one rank each; leave --tp, --pp and "
+                "--cp out, or serve it in a server of its own",
                 param="tp",
             )
         if model.role != "both":

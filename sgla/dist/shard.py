@@ -12,6 +12,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from sgla.dist.context import Context
 from sgla.dist.lockstep import Lockstep
 from sgla.dist.meeting import TIMEOUT, open_store, use_interface
 from sgla.dist.pipe import Pipe
@@ -36,6 +37,7 @@ class Shard:
     ``pipe``: its stage, if there are several; the ranks of one are a ``group`` of their own.
     ``whole_experts``: experts of a mixture are whole, and each rank has some. ``lockstep``: attention is whole
     on each rank, and MLPs and experts are shared out with others, among whom ``mlps`` is its place.
+    ``context``: others have the same part of the model, and share out the tokens of a step.
     """
 
     rank: int = 0
@@ -46,6 +48,7 @@ class Shard:
     whole_experts: bool = False
     lockstep: Lockstep | None = None
     mlps: Shard | None = None
+    context: Context | None = None
 
     @property
     def of_mlps(self) -> Shard:
@@ -55,17 +58,24 @@ class Shard:
     @property
     def number(self) -> int:
         """Of the rank, among those of all stages."""
-        return self.rank + (0 if self.pipe is None else self.pipe.stage * self.size)
+        at = 0 if self.pipe is None else self.pipe.stage
+        return self.rank + self.size * (at if self.context is None else self.context.rank)
 
     @property
     def count(self) -> int:
         """Of the ranks of all stages."""
-        return self.size * (1 if self.pipe is None else self.pipe.stages)
+        sets = 1 if self.pipe is None else self.pipe.stages
+        return self.size * (sets if self.context is None else self.context.size)
 
     @property
     def samples(self) -> bool:
         """It has the model's logits: it is in the last stage."""
         return self.pipe is None or self.pipe.last
+
+    @property
+    def draws(self) -> bool:
+        """Tokens are drawn by it, and others are told."""
+        return self.samples and self.rank == 0 and (self.context is None or self.context.rank == 0)
 
     def range(self, count: int, unit: int = 1) -> range:
         """This rank's part of ``count`` things:
@@ -120,14 +130,19 @@ class Shard:
             out[:, part.start : part.stop] = columns[:, : len(part)]
 
     def broadcast(self, x: Tensor, source: int = 0) -> None:
-        """Overwrite x with rank ``source``'s, in place."""
-        if self.size > 1:
+        """Overwrite x with rank ``source``'s, in place; with a ``context`` on all of its ranks."""
+        if self.context is not None:
+            dist.broadcast(x, source)
+        elif self.size > 1:
             dist.broadcast(x, source + self.number - self.rank, self.group)
 
 
 @contextmanager
-def join(rank: int, size: int, store: str, stages: int = 1, timeout: float = TIMEOUT) -> Iterator[Shard]:
-    """Meet the other ranks over gloo and leave at the end. Each of the ``stages`` has as many.
+def join(
+    rank: int, size: int, store: str, stages: int = 1, timeout: float = TIMEOUT, contexts: int = 1
+) -> Iterator[Shard]:
+    """Meet the other ranks over gloo and leave at the end. Each of the ``stages``, or of the ``contexts``, has
+    as many.
 
     ``store``: see ``open_store``. ``timeout`` in seconds holds for each collective.
     """
@@ -143,7 +158,7 @@ def join(rank: int, size: int, store: str, stages: int = 1, timeout: float = TIM
         timeout=timedelta(seconds=timeout),
     )
     try:
-        yield shard_of(rank, size, stages)
+        yield shard_of(rank, size, stages) if contexts == 1 else shard_in(rank, size, contexts)
     finally:
         dist.destroy_process_group()
 
@@ -156,3 +171,12 @@ def shard_of(rank: int, size: int, stages: int) -> Shard:
     groups = [dist.new_group(list(range(at, at + width))) for at in range(0, size, width)]
     stage = rank // width
     return Shard(rank % width, width, pipe=Pipe(stage, stages, width, rank), group=groups[stage])
+
+
+def shard_in(rank: int, size: int, contexts: int) -> Shard:
+    """As ``shard_of``, with so many sets of ranks that have the same model each."""
+    width = size // contexts
+    sets = [dist.new_group(list(range(at, at + width))) for at in range(0, size, width)]
+    across = [dist.new_group(list(range(at, size, width))) for at in range(width)]
+    own, at = divmod(rank, width)
+    return Shard(at, width, group=sets[own], context=Context(own, contexts, across[at]))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgla import clock
 from sgla.config import Config
-from sgla.errors import ConfigError, WorkerDied
+from sgla.errors import WorkerDied
 from sgla.executor.base import Results
 from sgla.executor.procs import runner_of
 from sgla.messages import Control, Facts, Moved, Progress, StepPlan, StepResult
@@ -32,10 +32,6 @@ class InlineExecutor:
     """See ``executor.base.Executor``. One rank only."""
 
     def __init__(self, config: Config, source: ModelSource | None, *, runner: str | None = None) -> None:
-        if config.ranks > 1:
-            raise ConfigError(
-                "--executor inline runs one rank; use procs for --tp or --pp above 1", param="executor"
-            )
         self._config = config
         self._source = source
         self._runner = runner or runner_of(config)

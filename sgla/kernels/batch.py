@@ -61,6 +61,16 @@ class Canvas:
 
 
 @dataclass(slots=True)
+class Divided:
+    """What ranks know of a step whose tokens they share out: ``places`` [G, T] of each rank's tokens, as in
+    ``out_loc``, and which ``rows`` int64 of the ``count`` that need logits are this rank's."""
+
+    places: list[torch.Tensor]
+    rows: torch.Tensor
+    count: int
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """R rows with T tokens in all, S of which need logits.
     Tensors are int32; on CPU they may share numpy memory.
@@ -86,6 +96,7 @@ class ForwardBatch:
     states: StateRows | None = None  # for layers that keep one
     media: Media | None = None  # where the step has tokens of pictures
     canvas: Canvas | None = None  # where the step has blocks that come out of noise
+    divided: Divided | None = None  # where this is one rank's part of the step
 
     def turns(self, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """By what each token's keys and queries are turned: places int32[T] in a table, and the table."""

@@ -11,6 +11,7 @@ from sgla.model.spec import ModelSpec
 # Settings that it is not together with, and why; all others are.
 REFUSED = {
     "pp": "stages have not been tried with it",
+    "cp": "its ranks share a cache",
     "nnodes": "its ranks are on one host",
     "speculative_algorithm": "ranks would have to verify as many guesses at a time",
     "enable_lora": "places of adapters are of one scheduler",

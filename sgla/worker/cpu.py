@@ -65,7 +65,7 @@ class CpuRunner(CpuWeights):
         extras = StepResult(step=plan.step, tokens=b"")
         if len(parts) == 1 and wanted.plain:
             batch = self._batch(columns)
-            if self.shard.rank == 0:
+            if self.shard.draws:
                 batch.draws = self.sampler.draws(wanted.slots, wanted.positions)
             begun = clock.now()
             logits = self._forward(batch)
@@ -122,6 +122,8 @@ class CpuRunner(CpuWeights):
         return result
 
     def _batch(self, columns: Columns) -> ForwardBatch:
+        if self._divided is not None:
+            return self._divided.batch(columns)
         batch = build(columns, self.tables)
         if self._pictures is not None:
             self._pictures.show(batch, columns)
@@ -148,7 +150,7 @@ class CpuRunner(CpuWeights):
             drafts = tables.tokens[wanted.slots, wanted.positions]
             samples, counts = verify(self.sampler, logits.numpy(), wanted, drafts, draws)
         else:
-            if self.shard.rank == 0:
+            if self.shard.draws:
                 columns = wanted.rows, wanted.slots, wanted.positions
                 samples = self.sampler.sample(logits.numpy(), *columns, draws)
             self.shard.broadcast(torch.from_numpy(samples.tokens))
@@ -175,7 +177,7 @@ class CpuRunner(CpuWeights):
             logits, tokens = self._forward(self._batch(part)), part.logits + at
             experts = self._chosen(part) if routed else None
             at += int(part.q_lens.sum())
-            if self.shard.rank:
+            if not self.shard.draws:
                 continue
             rows.append(logits[torch.from_numpy(np.isin(tokens, wanted.tokens))])
             for row in wanted.pooled:

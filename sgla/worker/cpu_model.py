@@ -21,6 +21,7 @@ from sgla.loading.pooled import load_decoder
 from sgla.model.base import CausalLM
 from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
 from sgla.worker.canvases import Canvases
+from sgla.worker.context import ContextForward
 from sgla.worker.facts import number_of
 from sgla.worker.forward import Forward, KeptHidden, compiled, compiling, eager_forward, make_forward
 from sgla.worker.listening import Listening
@@ -51,6 +52,7 @@ class CpuModel(Runner):
     _canvases: Canvases | None = None
     _forward: Forward
     _together: Together | None = None
+    _divided: ContextForward | None = None
     _model_again: Callable[[ModelSource], CausalLM]
     _forward_again: Callable[[], tuple[Forward, str]]
 
@@ -62,6 +64,8 @@ class CpuModel(Runner):
     def _count(self, verb: str, args: dict[str, Any]) -> dict[str, Any]:
         if not hasattr(self, "model") or self.model.spec.moe is None:
             raise UnsupportedField("the model has no experts, or sleeps, so there is nothing to count")
+        if self.shard.context is not None:
+            raise UnsupportedField("experts are not counted with --cp: each rank sees a part of the tokens")
         if verb == "experts_dump":
             taken = {number_of(name): counts.taken() for name, counts in self.model.counts.items()}
             return {"experts": taken} if self.shard.of_mlps.rank == 0 else {}
@@ -111,6 +115,11 @@ class CpuModel(Runner):
             plain = eager_forward(self.model, self._own, self._kept, hook)
             self._together = Together(plain, self.shard.lockstep, self.tables)
             return self._together, ""
+        if (context := self.shard.context) is not None:
+            plain, note = make_forward(self.model, self._own, limits, threads, native, self._kept, hook)
+            shared = self._own, context, self.tables, self._kept, threads
+            self._divided = ContextForward(plain, self.model, *shared)
+            return self._divided, note
         if not self.shard.samples:
             return compiled(lambda batch: self.model.forward(batch, self._own), limits, threads, native)
         if self._pooler is not None:

@@ -129,7 +129,7 @@ class CpuSetup(CpuModel):
         self.identity = open_tiers(self.copies, self.config, self.source, self.shard, units)
 
     def _make_sampler(self, vocab: int, processors: dict[str, Factory]) -> Sampler:
-        self.matchers = Matchers() if self.shard.rank == 0 and self.shard.samples else None
+        self.matchers = Matchers() if self.shard.draws else None
         pick = find_draw() if self.config.native_kernels else draw
         skip_forced = self.shard.count == 1  # other ranks are told one token a row
         return Sampler(self.tables.tokens, vocab, self.matchers, pick, skip_forced, processors)

@@ -56,7 +56,8 @@ class Cpu:
         self.threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.local_ranks)
         torch.set_num_threads(1 if config.native_kernels else self.threads)
         self._group = ExitStack()
-        shard = self._group.enter_context(join(rank, size, store, config.pp, config.dist_timeout or TIMEOUT))
+        timeout = config.dist_timeout or TIMEOUT
+        shard = self._group.enter_context(join(rank, size, store, config.pp, timeout, config.cp))
         self.shard = replace(shard, whole_experts=config.ep > 1)
         if config.dp_attention:
             self.shard = Shard(lockstep=Lockstep(rank, size), mlps=self.shard)

@@ -49,7 +49,13 @@ async def ranks(source: Any, **changes: Any) -> AsyncIterator[Callable[..., Any]
 
 @pytest.mark.parametrize(
     ("model", "changes"),
-    [("mixture", {}), ("mixture", {"ep": 2}), ("latent", {"ep": 2}), ("dense, tied", {}), ("states", {})],
+    [
+        ("mixture", {}),
+        ("latent", {"ep": 2}),
+        pytest.param("mixture", {"ep": 2}, marks=pytest.mark.slow),
+        pytest.param("dense, tied", {}, marks=pytest.mark.slow),
+        pytest.param("states", {}, marks=pytest.mark.slow),
+    ],
 )
 async def test_ranks_with_own_requests_equal_one(model: str, changes: dict[str, Any]) -> None:
     """With a cold cache and a warm one. Prompts are read in chunks, beside ranks that decode or have nothing
@@ -149,7 +155,7 @@ def test_what_has_ended_is_forgotten_and_deadlines_hold() -> None:
     ("settings", "words"),
     [
         ({"tp": 1}, "with --tp 1"),
-        ({"executor": "inline"}, "with --executor inline"),
+        ({"executor": "fake"}, "with --executor fake"),
         ({"kv_disk": "/tmp:1G"}, "--kv-disk cannot be honoured with --dp-attention"),
     ],
 )

@@ -1,0 +1,29 @@
+"""Ranks that share out the tokens of a step, and have the same weights and the same KV cache."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Context:
+    """``rank`` of ``size`` of these, in ``group``: those of the same part of the weights."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.size, self._group = rank, size, group
+
+    def gather(self, x: Tensor, counts: list[int]) -> list[Tensor]:
+        """What each rank has: x uint8[n, w] of this one, as many rows as ``counts`` says of each."""
+        padded = x.new_zeros(max(counts), x.shape[1])
+        padded[: len(x)] = x
+        received = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(received, padded, self._group)
+        return [rows[:count] for rows, count in zip(received, counts)]
+
+    def join(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        """All of ``count`` rows, of which each rank has some: x [n, d] of this one, which are ``rows``."""
+        whole = x.new_zeros(count, x.shape[1])
+        whole[rows] = x
+        dist.all_reduce(whole, group=self._group)
+        return whole

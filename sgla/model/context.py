@@ -1,0 +1,62 @@
+"""Whether ranks can share out the tokens of prompts (``--cp``). Loads no torch."""
+
+from __future__ import annotations
+
+from sgla.config import Config
+from sgla.errors import ConfigError
+from sgla.model.encoder import EncoderSpec
+from sgla.model.generic_spec import GenericSpec
+from sgla.model.indexed_spec import IndexedSpec
+from sgla.model.spec import ModelSpec
+
+# Settings that it is not together with, and why; all others are.
+REFUSED = {
+    "pp": "stages have not been tried with it",
+    "nnodes": "its ranks are on one host",
+    "dp_attention": "its ranks have caches of their own",
+    "deterministic": "sums depend on how a step is shared out",
+    "speculative_algorithm": "the rank that guesses is not the one that has the token",
+    "enable_lora": "adapters have not been tried with it",
+    "kv_disk": "ranks would keep the same prefixes several times",
+    "kv_host_bytes": "ranks would keep the same prefixes several times",
+    "kv_store": "ranks would keep the same prefixes several times",
+    "role": "the servers would have to be cut alike",
+    "encode_url": "pictures are not taken",
+    "logits_processors": "they have not been tried with it",
+    "enable_torch_compile": "a module of transformers is not cut so",
+    "enable_return_routed_experts": "a rank knows those of its own tokens alone",
+}
+
+
+def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, vectors: bool) -> None:
+    """Raise ConfigError for what ``--cp`` cannot be together with. ``spec``: None if the model is not known;
+    ``vectors``: it answers with some."""
+    if config.cp == 1:
+        return
+    obstacle = None
+    if config.executor not in ("procs", "fake"):
+        obstacle = f"with --executor {config.executor}"
+    elif device != "cpu":
+        obstacle = f"on --device {device} yet"
+    elif vectors or isinstance(spec, EncoderSpec):
+        obstacle = "by a model that answers with vectors"
+    elif isinstance(spec, GenericSpec):
+        obstacle = "by a model that runs through transformers' module"
+    elif spec is not None:
+        obstacle = _of_model(spec)
+    if obstacle:
+        raise ConfigError(f"--cp {config.cp} cannot be honoured {obstacle}; use --tp", param="cp")
+    for name, why in REFUSED.items():
+        if getattr(config, name) != getattr(Config(), name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} cannot be honoured with --cp: {why}; leave one out", param=name)
+
+
+def _of_model(spec: ModelSpec) -> str | None:
+    if spec.recurrent:
+        return "by a model whose layers keep a state of all tokens, one after the other"
+    if spec.heard or spec.canvas:
+        return f"by {spec.architecture}"
+    if any(isinstance(layer, IndexedSpec) for layer in spec.attention):
+        return "by a model whose layers pick the tokens that they read"
+    return None
