@@ -195,7 +195,18 @@ def pair(args: argparse.Namespace, model: Path, backend: str, more: str = "") ->
         )
         made.append(server.start())
     with made[0] as first, made[1] as second:
+        meet(second.url)
         yield first.url, second.url
+
+
+def meet(url: str) -> None:
+    """Wait until a prompt comes from the prefill server."""
+    for i in range(60):
+        ask(url, tokens(10_000 + i, 100), 1)
+        if any(value for name, value in metrics(url).items() if "tier_loaded_tokens" in name):
+            return
+        time.sleep(0.5)
+    raise SystemExit("the two servers do not meet")
 
 
 def target_of(url: str, **extra: Any) -> load.Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import sys
 import traceback
 from collections import deque
 from concurrent.futures import Future
@@ -17,6 +18,9 @@ from sgla.messages import Control, Facts, Moved, StepPlan, StepResult
 
 LOOK = 0.01  # seconds between looks at the pipe while steps are on their way
 COPYING = 2e-4  # and at copies, while there is nothing else
+SWITCH = (
+    2e-4  # seconds after which threads that copy get the interpreter, which the loop keeps while it spins
+)
 
 
 Reply = dict[str, Any] | Future[dict[str, Any]]  # to a command: what came of it, at once or later
@@ -135,6 +139,8 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
     """
     device: Launches = runner if isinstance(runner, Launches) else AtOnce(runner)
     copies = device if may_copy(runner.facts) else None
+    if copies is not None:
+        sys.setswitchinterval(SWITCH)
     replies = Replies(device, pipe)
     decode, encode = msgspec.msgpack.Decoder(StepPlan).decode, msgspec.msgpack.Encoder().encode
     commands = select.poll()
