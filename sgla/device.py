@@ -16,7 +16,8 @@ SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 LEAST_SHARED = 99  # of the others: 8.6, 8.9, 12.0, 12.1
 LEAST = (8, 0)  # capability with bfloat16 products
 CPU = "give --device cpu"
-OF_INTEGERS = "gptq", "awq", "compressed-tensors"  # methods whose layers, on GPUs, are integers in groups
+# Methods whose layers, on GPUs, are integers in groups.
+OF_INTEGERS = "gptq", "awq", "compressed-tensors", "gguf", "bitsandbytes", "hqq", "torchao", "mxfp4"
 OF_EXPERTS = (
     "f32",
     "bf16",

@@ -22,6 +22,9 @@
 #ifndef GROUP  // channels with one scale: 32, 64 or 128
 #define GROUP 128
 #endif
+#ifndef WHOLE  // 1: zeros are whole numbers, in bfloat16 as the products need them; 0: any, in float16
+#define WHOLE 1
+#endif
 #ifndef NT  // groups of 8 rows of x: 1 or 2
 #define NT 1
 #endif
@@ -120,6 +123,10 @@ __device__ __forceinline__ float half2f(u32 x) {
   float r;
   asm("{\n.reg .b16 h, u;\nmov.b32 {h, u}, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(r) : "r"(x));
   return r;
+}
+// What a group's sum of x is multiplied by, to be taken off the products.
+__device__ __forceinline__ float zero_of(u32 constants) {
+  return WHOLE ? hi2f(constants) : half2f(constants >> 16) + (BITS == 4 ? 128.f : 0.f);
 }
 __device__ __forceinline__ float add2(u32 a) { return lo2f(a) + hi2f(a); }
 
@@ -403,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) integer_gemm(con
                 float total = sum[0][i][j][e];
 #pragma unroll
                 for (int c = 1; c < CHAINS; ++c) total += sum[c][i][j][e];
-                const float of_zero = hi2f(own) * (e & 1 ? sums[group][j].y : sums[group][j].x);
+                const float of_zero = zero_of(own) * (e & 1 ? sums[group][j].y : sums[group][j].x);
                 acc[i][j][e] += (total - of_zero) * half2f(own);
               }
         }

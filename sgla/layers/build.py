@@ -213,8 +213,9 @@ class Build:
         return kind if kind and not (choice and self.device not in FORMATS[kind].devices) else self.plain
 
     def empty_vocab(self, n: int, k: int, module: str) -> Weight:
-        """The same for embedding and output layer."""
-        return storage(self.kinds.get(f"{module}.weight", self.vocab_kind)).empty(n, k, self.make)
+        """The same for embedding and output layer, which only CPUs keep as a file has them."""
+        kind = self.kinds.get(f"{module}.weight") if self.device == "cpu" else None
+        return storage(kind or self.vocab_kind).empty(n, k, self.make)
 
     def empty_plain(self, n: int, k: int) -> Weight:
         """One that is never quantized."""

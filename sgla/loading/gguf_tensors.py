@@ -14,19 +14,24 @@ from sgla.model.latent_spec import LatentSpec
 from sgla.model.mamba_spec import BesideSpec, FirstMambaSpec, MambaSpec
 from sgla.model.spec import ModelSpec
 from sgla.quant.formats import common
+from sgla.quant.gguf import kept_on
 from sgla.quant.groups import GROUP, Groups
+from sgla.quant.integers import Integers
 from sgla.quant.weight import SourceTensor, Weight, storage
 
+MOST_ZERO = 32768.0  # that a float16 has
 CONVOLUTIONS = ("conv1d.weight", "conv.weight")
 _SCANS = (".mamba.", ".conv.", ".mixer.")
 OF_FIRST = (*CONVOLUTIONS, "A_log")
 OF_SCANS = (*CONVOLUTIONS, "A_log", "D", "norm.weight")
 
 
-def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) -> dict[str, str]:
-    """The formats of the matrices of a GGUF file;
+def kinds_of_file(
+    source: ModelSource, spec: ModelSpec, plain: str, ranks: int, device: str = "cpu"
+) -> dict[str, str]:
+    """The formats of the matrices of a GGUF file on a kind of device;
     those that are multiplied as one have the smallest that is enough for all."""
-    kinds = {tensor.name: tensor.kept or plain for tensor in source.gguf().tensors()}
+    kinds = {tensor.name: kept_on(tensor.kept or "", device) or plain for tensor in source.gguf().tensors()}
     for i in range(spec.layers):
         layer = f"model.layers.{i}"
         for names in _groups(spec, i):
@@ -44,7 +49,8 @@ def kinds_of_file(source: ModelSource, spec: ModelSpec, plain: str, ranks: int) 
         for part, columns in cut.items():
             name = f"{layer}.{part}.weight"
             if columns % GROUP and kinds.get(name, plain) != plain:
-                kinds[name] = "q8_0"  # which may be cut inside of a group
+                # Which may be cut inside of a group.
+                kinds[name] = "q8_0" if device == "cpu" else plain
     return kinds
 
 
@@ -146,6 +152,8 @@ class Blocks:
         """Types in groups of 32 have the same constants as ours, so where these are wide enough for their
         quants they are taken over as they are."""
         made, bits = storage(kind), self.tensor.bits
+        if bits is not None and issubclass(made, Integers) and made.group == GROUP and bits <= made.bits:
+            return self._integers(made, bits, rows).cut(columns)
         if bits is None or not (
             issubclass(made, Groups) and (kind == self.tensor.kept or made.holds(bits, self.tensor.symmetric))
         ):
@@ -153,3 +161,29 @@ class Blocks:
         parts = self.tensor.quants(rows)
         assert parts is not None
         return made.of(bits, *map(torch.from_numpy, parts)).cut(columns)
+
+    def _integers(self, made: type[Integers], bits: int, rows: range) -> Integers:
+        """Its quants, of so many bits; where ``made`` wants whole zeros those of a symmetric type."""
+        parts = self.tensor.quants(rows)
+        assert parts is not None
+        q, scale, minimum = map(torch.from_numpy, parts)
+        if self.tensor.symmetric:
+            zero = torch.full(scale.shape, float(1 << bits - 1))
+        elif made.whole:
+            return made.read(self, rows, None)
+        else:
+            q, zero, scale = with_zeros(q, scale.float(), minimum.float())
+        if made.bits > bits:  # zeros lie in the middle
+            shift = (128 - zero.round()).clamp_(0, 256 - (1 << bits))
+            q = (q + shift.repeat_interleave(GROUP, 1)[:, : q.shape[1]]).to(torch.uint8)
+            zero = zero + shift
+        return made.of(q, zero, scale)
+
+
+def with_zeros(q: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``q * scale + minimum`` as ``(q - zero) * scale``. Groups whose numbers are all but the same become
+    their minimum."""
+    same = minimum.abs() >= scale.abs() * MOST_ZERO
+    zero = torch.where(same, 1.0, -minimum / torch.where(same, 1.0, scale))
+    q = q.masked_fill(same.repeat_interleave(GROUP, 1)[:, : q.shape[1]], 0)
+    return q, zero, torch.where(same, -minimum, scale)

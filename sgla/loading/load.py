@@ -340,7 +340,7 @@ def decoder_build(
         wide = wide_matrices(spec, lambda name: (bits.get(name) or 16) <= 4).names
         build.kinds = dict.fromkeys(wide, "int8")
     if method is not None and source.kind == "gguf":
-        build.kinds = kinds_of_file(source, spec, build.plain, shard.size)
+        build.kinds = kinds_of_file(source, spec, build.plain, shard.size, device)
     elif spec.method is not None and source.kind in ("safetensors", "pt"):
         stored = [(canonical(rename(name)), tensor.type) for name, tensor in stored_tensors(source)]
         build.floats = frozenset(name.removesuffix(".weight") for name, kind in stored if kind in FLOATS)

@@ -148,7 +148,7 @@ def _matrix_bytes(
     kinds = kinds_of(dtype, quantization, spec.method, device)
     linear, vocab = FORMATS[kinds.linear].bytes, FORMATS[kinds.vocab].bytes
     if (kept := as_stored(spec.method, quantization)) is not None:
-        linear, vocab = kept.bytes(kinds.plain, device), kept.vocab_bytes(kinds.plain)
+        linear, vocab = kept.bytes(kinds.plain, device), kept.vocab_bytes(kinds.plain, device)
     attention = sum(layer.weights(spec.hidden) for layer in spec.attention_held)
     table = positions = head = 0.0
     if spec.first or (spec.last and spec.tied):

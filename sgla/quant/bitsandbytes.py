@@ -1,9 +1,9 @@
 """Checkpoints of bitsandbytes (arXiv 2208.07339, 2305.14314). Loads no torch.
 
-8 bits: ``X.weight`` int8, and ``X.SCB``, the largest number of each row; a CPU keeps them in ``q8_0``, whose
-scales are float16. 4 bits: ``X.weight`` has places in the table ``X.weight.quant_map`` (nf4 or fp4), and
-``X.weight.absmax`` the largest number of each block, which may itself be quantized. These become
-floating-point numbers.
+8 bits: ``X.weight`` int8, and ``X.SCB``, the largest number of each row; a CPU keeps them in ``q8_0``, a GPU
+in ``int8g128``, whose scales are float16. 4 bits: ``X.weight`` has places in the table ``X.weight.quant_map``
+(nf4 or fp4), and ``X.weight.absmax`` the largest number of each block, which may itself be quantized. These
+become floating-point numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sgla.hub.reader import Reader
+from sgla.quant.formats import of_groups
 from sgla.quant.method import Held, Method
 
 if TYPE_CHECKING:
@@ -55,8 +56,14 @@ class Bnb4(Method):
 
 
 class Bnb8(Method):
-    name, storage, devices = "bitsandbytes", "q8_0", ("cpu",)
+    name, storage, devices = "bitsandbytes", "q8_0", ("cpu", "cuda")
     notes = ("the checkpoint's int8 weights are used as they are, and activations are not rounded",)
+
+    def stored(self, device: str = "cpu") -> str:
+        return self.storage if device == "cpu" else of_groups(8, 0)
+
+    def kept(self, module: str, device: str = "cpu") -> str:
+        return self.stored(device)
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         return {

@@ -3,7 +3,7 @@
 NVFP4: 16 numbers have a scale in e4m3, and a tensor has one for these scales. It divides them in files of
 compressed-tensors (``X.weight_global_scale``), and multiplies them in ModelOpt's (``X.weight_scale_2``). They
 become floating-point numbers. MXFP4: 32 numbers have a power of two, ``X.weight_scale``. A CPU keeps
-them as they are, with scales in float16.
+them as they are, with scales in float16; a GPU makes them integers of 8 bits, which have their values.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Nvfp4(Method):
 
 
 class Mx4(Method):
-    name, storage, devices = "mxfp4", "e2m1", ("cpu",)
+    name, storage, devices = "mxfp4", "e2m1", ("cpu", "cuda")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -69,6 +69,12 @@ class Mx4(Method):
             f"{module}.weight_packed": Held((n, k // 2), ("U8",)),
             f"{module}.weight_scale": Held((n, -(-k // 32)), ("U8",)),
         }
+
+    def stored(self, device: str = "cpu") -> str:
+        return self.storage if device == "cpu" else "int8g32"
+
+    def kept(self, module: str, device: str = "cpu") -> str:
+        return self.stored(device)
 
     def take(self, module: str, stored: Mapping[str, StoredTensor], n: int, k: int) -> SourceTensor:
         from sgla.quant.nibbles import Nibbles

@@ -21,6 +21,9 @@ FORMATS: dict[str, Format] = {}
 # Storages that have the values of others without loss, the smaller ones first.
 HOLDS: dict[str, set[str]] = {
     "int4": {"int4", "q4_0"},
+    "int4m32": {"int4m32", "int4g32"},
+    "int8g32": {"int8g32", "int4g32"},
+    "int8m32": {"int8m32", "int8g32", "int4m32", "int4g32"},
     "q5_0": {"q5_0", "q4_0", "e2m1"},
     "int5": {"int5", "int4", "q5_0", "q4_0", "e2m1"},
     "q8_0": {"q8_0", "q5_0", "q4_0", "iq4_nl", "e2m1"},
@@ -44,6 +47,13 @@ def common(kinds: set[str], plain: str) -> str:
     return next((kind for kind, held in HOLDS.items() if kinds <= held), plain)
 
 
+def of_groups(bits: int, group: int, whole: bool = True) -> str:
+    """The storage of GPUs for numbers of so many bits, of which ``group`` channels have constants in common
+    (0: all); ``whole``: their zeros are whole numbers. Empty: none has such groups."""
+    size = next((size for size in (128, 64, 32) if group % size == 0), 0)
+    return f"int{4 if bits <= 4 else 8}{'g' if whole else 'm'}{size}" if size else ""
+
+
 def devices(kinds: Iterable[str]) -> tuple[str, ...]:
     """Where any of these storages is kept."""
     return tuple(sorted({device for kind in kinds if kind for device in FORMATS[kind].devices}))
@@ -54,10 +64,11 @@ register(Format("bf16", "sgla.quant.plain:BF16", 2.0))
 register(Format("fp8", "sgla.quant.channels:E4M3", 1.0, ("cuda",)))
 register(Format("mxfp4", "sgla.quant.e2m1:E2M1", 0.53125, ("cuda",)))
 for _bits in (4, 8):
-    for _group in (32, 64, 128):
-        _kind = f"int{_bits}g{_group}"
-        _storage = f"sgla.quant.integers:Int{_bits}G{_group}"
-        register(Format(_kind, _storage, _bits / 8 + 4 / _group, ("cuda",)))
+    for _of in "gm":
+        for _group in (32, 64, 128):
+            _kind = f"int{_bits}{_of}{_group}"
+            _storage = f"sgla.quant.integers:{_kind.title()}"
+            register(Format(_kind, _storage, _bits / 8 + 4 / _group, ("cuda",)))
 register(Format("int8", "sgla.quant.groups:Int8", 1.125, ("cpu",)))
 register(Format("int4", "sgla.quant.groups:Int4", 0.625, ("cpu",)))
 register(Format("int5", "sgla.quant.groups:Int5", 0.75, ("cpu",)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.reader import Reader, shown
-from sgla.quant.formats import FORMATS, devices
+from sgla.quant.formats import FORMATS, devices, of_groups
 from sgla.quant.method import Expressions, Held, Method
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ class Scheme(NamedTuple):
     @property
     def of_gpus(self) -> str:
         """The storage of GPUs; empty: floating-point numbers."""
-        if self.reordered and self.group:
-            return ""
-        group = next((size for size in (128, 64, 32) if self.group % size == 0), 0)
-        return f"int{4 if self.bits <= 4 else 8}g{group}" if group else ""
+        return "" if self.reordered and self.group else of_groups(self.bits, self.group)
 
     @property
     def storage(self) -> str:

@@ -1,9 +1,8 @@
 """Checkpoints of HQQ (mobiusml.github.io/hqq_blog). Loads no torch.
 
 Beside ``X.W_q``, whose bytes (int32 for 3 bits) have numbers of rows that lie far apart, there are ``X.zero``
-and ``X.scale``, floating-point numbers of each group, and the layer's settings, a tensor each. A CPU keeps
-groups along the input channels (axis 1) in ``int4`` or ``int8``, whose constants are float16; others become
-floating-point numbers.
+and ``X.scale``, floating-point numbers of each group, and the layer's settings, a tensor each. Groups along
+the input channels (axis 1) stay integers, whose constants are float16; others become floating-point numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sgla.errors import WeightError
 from sgla.hub.reader import Reader
-from sgla.quant.formats import devices
+from sgla.quant.formats import FORMATS, devices, of_groups
 from sgla.quant.gptq import GROUP, SCALES
 from sgla.quant.method import Held, Method
 
@@ -38,10 +37,13 @@ class Hqq(Method):
         alone = "weight_quant_params" in given
         tables = [c] if alone else [Reader("hqq: quant_config", given)]
         entries = [("", "quant_config")] if alone else [(tag, tag) for tag in given]
-        self._tags = {tag: _storage(Reader("hqq", tables[0].table(key))) for tag, key in entries}
-        kinds = set(self._tags.values())
-        self.storage = "" if "" in kinds or not kinds else max(kinds)
-        self.devices = devices(kinds)
+        self._tags = {tag: _storages(Reader("hqq", tables[0].table(key))) for tag, key in entries}
+        self.storage = self.stored()
+        self.devices = devices(kind for kinds in self._tags.values() for kind in kinds.values())
+
+    def stored(self, device: str = "cpu") -> str:
+        kinds = {kinds[device] for kinds in self._tags.values()}
+        return "" if "" in kinds or not kinds else max(kinds, key=lambda kind: (FORMATS[kind].bytes, kind))
 
     def covers(self, module: str) -> bool:
         return super().covers(module) and self._tag(module) is not None
@@ -52,7 +54,7 @@ class Hqq(Method):
 
     def kept(self, module: str, device: str = "cpu") -> str:
         tag = self._tag(module)
-        return "" if tag is None else self._tags[tag]
+        return "" if tag is None else self._tags[tag][device]
 
     def tensors(self, module: str, n: int, k: int) -> dict[str, Held]:
         return {
@@ -88,16 +90,16 @@ class Hqq(Method):
         return made(*parts, (n, k), bits, group)
 
 
-def _storage(settings: Reader) -> str:
-    """Of layers with these settings. Raises ConfigError."""
+def _storages(settings: Reader) -> dict[str, str]:
+    """Of layers with these settings, for each kind of device. Raises ConfigError."""
     c = Reader("hqq", settings.table("weight_quant_params"))
     bits, axis = c.integer("nbits", 8), c.integer("axis", 1, 0) if c.given("axis") else 0
     if bits not in _BITS:
         raise c.error("nbits", " or ".join(map(str, _BITS)))
     group = c.integer("group_size", 1 << 17) if c.given("group_size") else 0
     if axis == 0 or group % GROUP or group == 0:
-        return ""
-    return "int4" if bits <= 4 else "int8"
+        return {"cpu": "", "cuda": ""}
+    return {"cpu": "int4" if bits <= 4 else "int8", "cuda": of_groups(bits, group, whole=False)}
 
 
 def _number(name: str, stored: Mapping[str, StoredTensor]) -> int:

@@ -26,6 +26,7 @@ TOGETHER = 1 << 18  # groups that are fitted at a time
 class Integers(Weight):
     """int32 ``[n, blocks * BLOCK * bits / 32]`` and constants, int32 ``[n, blocks * BLOCK / group]``: a
     float16 scale in the lower half and a bfloat16 in the upper one: 128 + zero for 4 bits, zero - 128 for 8.
+    Where zeros are any numbers (not ``whole``) that is a float16: the zero for 4 bits, zero - 128 for 8.
 
     Of 4 bits a block is ``[lane of 4, word of 4]``; word w of lane t has the channels ``32 w + 8 p + 2 t`` at
     bit ``4 p`` and the next ones at bit ``16 + 4 p``, p from 0 to 3. Of 8 bits (q - 128) it is ``[half,
@@ -34,31 +35,37 @@ class Integers(Weight):
 
     bits: ClassVar[int]
     group: ClassVar[int]
+    whole: ClassVar[bool] = True
 
     @classmethod
     def of(cls, q: Tensor, zero: Tensor, scale: Tensor) -> Self:
-        """From q uint8 ``[n, k]``, integers ``zero`` of the same range and scales, ``[n, ceil(k / group)]``
-        each."""
+        """From q uint8 ``[n, k]``, ``zero`` in the same range, integers if they must be, and scales,
+        ``[n, ceil(k / group)]`` each."""
         n, k = q.shape
         more = -k % BLOCK
         groups = (k + more) // cls.group - scale.shape[1]
-        half = 1 << 7
-        shifted = zero.float() + half if cls.bits == 4 else zero.float() - half
+        shifted = zero.float() + cls._shift()
+        upper = F.pad(shifted, (0, groups)).to(torch.bfloat16 if cls.whole else torch.float16)
         lower = F.pad(scale, (0, groups)).half().view(torch.int16).int() & 0xFFFF
-        upper = F.pad(shifted, (0, groups)).bfloat16().view(torch.int16).int() << 16
+        upper = upper.view(torch.int16).int() << 16
         words = _words(F.pad(q.to(torch.uint8), (0, more)), cls.bits)
         return cls(n, k, words, lower | upper)
 
     @classmethod
+    def _shift(cls) -> int:
+        """What is added to zeros as they are stored."""
+        return -128 if cls.bits == 8 else 128 if cls.whole else 0
+
+    @classmethod
     def unpack(cls, k: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The inverse: q uint8 ``[n, k]``, zero int32 and float32 scales ``[n, ceil(k / group)]``."""
+        """The inverse: q uint8 ``[n, k]``, float32 zeros and scales ``[n, ceil(k / group)]``."""
         words, constants = tensors
         groups = -(-k // cls.group)
         q = _numbers(words, cls.bits)[:, :k]
         halves = constants.contiguous().view(torch.int16).view(len(words), -1, 2)[:, :groups]
         scale = halves[..., 0].contiguous().view(torch.float16).float()
-        shifted = halves[..., 1].contiguous().view(torch.bfloat16).int()
-        return q, shifted - 128 if cls.bits == 4 else shifted + 128, scale
+        shifted = halves[..., 1].contiguous().view(torch.bfloat16 if cls.whole else torch.float16).float()
+        return q, shifted - cls._shift(), scale
 
     @classmethod
     def pack(cls, dense: Tensor) -> Self:
@@ -154,3 +161,27 @@ class Int8G64(Integers):
 
 class Int8G128(Integers):
     kind, bits, group = "int8g128", 8, 128
+
+
+class Int4M32(Int4G32):
+    kind, whole = "int4m32", False
+
+
+class Int4M64(Int4G64):
+    kind, whole = "int4m64", False
+
+
+class Int4M128(Int4G128):
+    kind, whole = "int4m128", False
+
+
+class Int8M32(Int8G32):
+    kind, whole = "int8m32", False
+
+
+class Int8M64(Int8G64):
+    kind, whole = "int8m64", False
+
+
+class Int8M128(Int8G128):
+    kind, whole = "int8m128", False

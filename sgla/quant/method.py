@@ -69,7 +69,7 @@ class Method:
         """Of one weight, as a device stores it; ``plain`` is that of the others."""
         return FORMATS[self.stored(device) or plain].bytes
 
-    def vocab_bytes(self, plain: str) -> float:
+    def vocab_bytes(self, plain: str, device: str = "cpu") -> float:
         """The same of embedding and output layer."""
         return FORMATS[plain].bytes
 

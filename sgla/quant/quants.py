@@ -73,16 +73,16 @@ class Grouped(ABC):
         return made.of(self.bits, q, scale, minimum).cut(columns)
 
     def _integers(self, made: type[Integers], rows: range) -> Weight:
-        """As it is, if the zeros are whole numbers and the groups as many of ``made``'s."""
+        """As it is, if zeros are numbers that ``made`` has and the groups as many of its own."""
         if self.order is not None or self.bits > made.bits or self._cut(made.group):
             return made.read(self, rows, None)
         q, zero, scale = self.quants(rows)
-        whole = zero.round() if zero.is_floating_point() else zero
-        if bool(((whole - zero).abs() > WHOLE).any() | ~scale.half().isfinite().all()):
+        kept = zero.round() if made.whole and zero.is_floating_point() else zero
+        if bool(((kept - zero).abs() > WHOLE).any() | ~(scale.half() + kept.half()).isfinite().all()):
             return made.read(self, rows, None)
         groups, each = -(-self.shape[1] // made.group), -(-self.group // made.group)
-        whole, scale = (t.repeat_interleave(each, 1)[:, :groups] for t in (whole, scale))
-        return made.of(q, whole, scale)
+        kept, scale = (t.repeat_interleave(each, 1)[:, :groups] for t in (kept, scale))
+        return made.of(q, kept, scale)
 
     def _cut(self, group: int) -> bool:
         """Whether groups of another size, ``group``, would lie in two of its own."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sgla.errors import WeightError
 from sgla.hub.reader import Reader, shown
-from sgla.quant.formats import devices
+from sgla.quant.formats import devices, of_groups
 from sgla.quant.fp8 import covered
 from sgla.quant.gptq import SCALES
 from sgla.quant.method import Held, Method
@@ -56,7 +56,10 @@ class TorchAo(Method):
         packing = packing.get("_data") if isinstance(packing, Mapping) else packing
         if self.type.tensor == "int4" and str(packing).lower() != "plain":
             raise c.error("quant_type", f"int4 with int4_packing_format plain, not {shown(packing)}")
-        self.storage, self.devices = self.type.storage, devices([self.type.storage])
+        self.storage = self.type.storage
+        group = data.get("group_size", 128 if self.type.tensor == "int4" else 32)
+        self._on_gpus = self._storage_of_gpus(group if type(group) is int else 0)
+        self.devices = devices([self.storage, self._on_gpus])
         self.notes = (_ROUNDED,) if self.type.rounds else ()
         if self.type.tensor == "fp8":
             self.name = "fp8"  # what this needs of a GPU
@@ -95,5 +98,16 @@ class TorchAo(Method):
         symmetric = self.type.tensor == "int8"
         return quants.Bytes(numbers, None if symmetric else zeros, scale, (n, k), 8, group)
 
+    def _storage_of_gpus(self, group: int) -> str:
+        """``group``: channels with one scale, where they are not a row's."""
+        if self.type.tensor == "fp8":
+            return self.storage
+        if self.type.tensor == "int4":
+            return of_groups(4, group, whole=False)
+        return of_groups(8, 0 if self.type.tensor == "int8" else group)
+
+    def stored(self, device: str = "cpu") -> str:
+        return self.storage if device == "cpu" else self._on_gpus
+
     def kept(self, module: str, device: str = "cpu") -> str:
-        return self.storage
+        return self.stored(device)

@@ -24,10 +24,14 @@ from sgla.hub import packaged
 from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.gguf_header import decodable
+from sgla.loading import load
 from sgla.loading.gguf_tensors import Blocks
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model.read import read_decoder
+from sgla.model.sizes import weight_bytes
+from sgla.quant.formats import FORMATS
+from sgla.quant.gguf import kept_on
 from sgla.resolve import resolve
 
 ARCHITECTURES = {
@@ -575,6 +579,45 @@ def test_a_file_is_run_as_it_is(kind: Type, linear: str, table: str, tmp_path: P
     assert given.quantization is None
 
 
+# What GPUs lose of a file's values, in the largest number of a group of 32.
+ON_GPUS = {Type.Q4_0: 0.0, Type.Q5_0: 0.0, Type.Q8_0: 0.0, Type.IQ4_NL: 0.0, Type.MXFP4: 0.0}
+ON_GPUS |= dict.fromkeys((Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.IQ4_XS), 2**-10)
+ON_GPUS |= dict.fromkeys((Type.Q6_K, Type.Q3_K, Type.TQ1_0), 2**-7)
+
+
+@pytest.mark.parametrize("kind", ON_GPUS, ids=lambda kind: kind.name)
+def test_gpus_keep_blocks_packed(kind: Type) -> None:
+    values = np.random.default_rng(0).normal(size=(6, 512)).astype(np.float32)
+    values[2, :32] = -0.75  # a group of one number
+    values[3, 32:64] = 0.0
+    blocks = blocks_like(values, kind)
+    want = torch.from_numpy(dequantize(blocks, kind)[1:])
+    tensor = LazyTensor("w", kind.name, (6, 512), blocks)
+    kept = kept_on(tensor.kept or "", "cuda")
+    assert FORMATS[kept].bytes < 0.63 or kind.name[:2] not in ("Q4",)
+    weight = Blocks(tensor).weight(kept, range(1, 6))
+    largest = want.view(5, -1, 32).abs().amax(-1).repeat_interleave(32, 1)
+    assert bool(((weight.dequant() - want).abs() <= largest * ON_GPUS[kind]).all())
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q5_1])
+def test_a_gpu_runs_a_file_as_it_is(kind: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf = save_checkpoint(tmp_path, "llama", hidden_size=96, head_dim=32, num_attention_heads=6)
+    source = open_source(convert(hf, tmp_path / "model.gguf", quantized=kind))
+    spec = read_decoder(source.config)
+    assert spec.quantized(None, "cuda") == "gguf"
+    expanded = load_model(source, "float32", None)
+    monkeypatch.setattr(load, "_device_kind", lambda: "cuda")
+    model = load_model(source, "float32", "gguf")
+    found = {layer.weight.kind for block in model.blocks for layer in (block.attention.qkv, block.mlp.down)}
+    assert found == {kept_on({"Q4_0": "q4_0", "Q4_1": "int4", "Q5_1": "int5"}[kind.name], "cuda")}
+    assert model.embed.weight.kind == "f32"
+    assert weight_bytes(spec, "float32", "gguf", 1, "cuda") < weight_bytes(spec, "float32", None, 1, "cuda")
+    prompts = random_prompts((5, 12), spec.vocab)
+    ours, whole = (Eager(each).prompt_logprobs(prompts) for each in (model, expanded))
+    torch.testing.assert_close(ours, whole, rtol=0, atol=1e-5 if kind == Type.Q4_0 else 0.05)
+
+
 def test_matrices_in_one_have_the_smallest_format_that_holds_all(tmp_path: Path) -> None:
     from sgla.quant.formats import HOLDS
 
@@ -588,9 +631,11 @@ def test_matrices_in_one_have_the_smallest_format_that_holds_all(tmp_path: Path)
             {"iq4_nl", "q5_0"},
             {"int4", "q8_0"},
             {"int4", "int8"},
+            {"int4m32", "int4g32"},
+            {"int4m32", "int8g32"},
         )
     ]
-    assert held == ["q8_0", "q5_0", "int4", "int5", "q8_0", "int8", "int8"]
+    assert held == ["q8_0", "q5_0", "int4", "int5", "q8_0", "int8", "int8", "int4m32", "int8m32"]
 
 
 def test_gguf_weights_are_for_such_files_alone(tmp_path: Path) -> None:

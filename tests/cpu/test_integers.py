@@ -23,7 +23,9 @@ def made(kind: str, n: int, k: int) -> tuple[Integers, tuple[torch.Tensor, ...]]
     found: Any = storage(kind)
     groups = -(-k // group)
     q = torch.randint(0, 1 << bits, (n, k)).to(torch.uint8)
-    zero, scale = torch.randint(0, 1 + (1 << bits), (n, groups)).int(), torch.rand(n, groups).half().float()
+    zero, scale = torch.randint(0, 1 + (1 << bits), (n, groups)).float(), torch.rand(n, groups).half().float()
+    if not found.whole:
+        zero = torch.rand(n, groups).half().float() * 8 + (128 if bits == 8 else 0)
     return found.of(q, zero, scale), (q, zero, scale)
 
 
@@ -87,7 +89,7 @@ def test_a_cut_for_few_rows_fits_every_weight(kind: str, n: int, k: int) -> None
     assert integer_gemm.refuses(n, k) is None
     for rows, epilogue in itertools.product((1, 2, 4, 8, 16), (integer_gemm.ADD, integer_gemm.SILU)):
         outputs = n // 2 if epilogue == integer_gemm.SILU else n
-        shape = integer_gemm.Shape(rows, outputs, k, bits, group, True, epilogue)
+        shape = integer_gemm.Shape(rows, outputs, k, bits, group, True, epilogue, kind[4] == "g")
         config = integer_gemm.default_config(shape)
         assert config is not None or rows > 8, shape
         if config is not None:

@@ -57,10 +57,24 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+ON_GPUS = {
+    "bitsandbytes int8": "int8g128",
+    "hqq": "int4m64",
+    "hqq, 2 bits": "int4m32",
+    "hqq, 3 bits": "int4m64",
+    "hqq, 8 bits": "int8m64",
+    "torchao int8": "int8g128",
+    "torchao int4": "int4m32",
+    "torchao intx": "int8g32",
+    "torchao float8": "fp8",
+}
+
+
 def method(name: str) -> Method:
     found = method_of({"quantization_config": CASES[name][0]})
     assert found is not None
     assert found.kept("x") == CASES[name][1]
+    assert found.kept("x", "cuda") == ON_GPUS.get(name, "")
     return found
 
 

@@ -23,7 +23,7 @@ MAX_LAYERS, LEAST_DEPTH = 64, 8
 # Of a layer's weights in bfloat16; beyond that reading them takes longer than all else.
 MOST_BYTES = 64 << 20
 KINDS = {"bf16": (16, 0), "fp8": (8, 0)}  # bits, and channels with one scale and zero
-KINDS |= {kind: (bits, group) for kind, (bits, group) in INTEGERS.items() if bits == 4}
+KINDS |= {kind: (bits, group) for kind, (bits, group) in INTEGERS.items() if kind[:5] == "int4g"}
 P = ctypes.c_void_p
 
 

@@ -55,6 +55,7 @@ class Shape(NamedTuple):
     group: int
     norm: bool
     epilogue: int
+    whole: bool = True
 
     @property
     def gated(self) -> bool:
@@ -115,6 +116,7 @@ def plan(shape: Shape, config: Config) -> Plan | None:
     defines = {
         "BITS": shape.bits,
         "GROUP": shape.group,
+        "WHOLE": int(shape.whole),
         "NT": groups,
         "MT": config.tiles,
         "WK": config.warps,
@@ -169,7 +171,7 @@ def linear(
     n = weight.n // 2 if epilogue in (SILU, GELU) else weight.n
     if out is None:
         out = torch.empty(m, n, dtype=torch.float32 if epilogue == FLOAT32 else x.dtype, device=x.device)
-    shape = Shape(padded(m), n, k, weight.bits, weight.group, norm is not None, epilogue)
+    shape = Shape(padded(m), n, k, weight.bits, weight.group, norm is not None, epilogue, weight.whole)
     config = config or default_config(shape)
     if config is None:
         half = shape.rows // 2

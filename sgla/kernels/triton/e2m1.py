@@ -153,7 +153,7 @@ def _join(
 @triton.jit
 def _times(
     numbers, constants, a, acc, inside, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    BF16: tl.constexpr,
+    BF16: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """acc ``[N, M]`` and what a block of the weights, at these places, makes of ``a`` ``[M, 128]``. BITS 0:
     of MXFP4."""
@@ -162,7 +162,8 @@ def _times(
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     else:
         of_groups = tl.load(constants[:, None] + tl.arange(0, 128 // GROUP)[None, :], inside[:, None])
-        w = _integers(tl.load(numbers, inside[:, None]), of_groups, N, BITS, GROUP, GROUP < 128, BF16)
+        words = tl.load(numbers, inside[:, None])
+        w = _integers(words, of_groups, N, BITS, GROUP, GROUP < 128, BF16, WHOLE)
         if GROUP < 128:
             acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
         else:
@@ -174,8 +175,8 @@ def _times(
 def _experts(
     x, w, constants, bias, ids, order, table, out, n, k, blocks, top_k, alpha, limit,
     GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, SPLITS: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BF16: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PDL: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, BF16: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BN outputs of the pairs of one block.
 
@@ -218,7 +219,7 @@ def _experts(
     for at in range(begin, tl.minimum(begin + share, blocks)):
         here = live[:, None] & (at * 128 + c < k)[None, :]
         a = tl.load(source + at * 128, mask=here, other=0.0)
-        acc = _times(w + at * words, constants + at * per, a, acc, inside, rows, BITS, GROUP, BF16)
+        acc = _times(w + at * words, constants + at * per, a, acc, inside, rows, BITS, GROUP, BF16, WHOLE)
     if BITS == 0:
         acc *= LIFT
     if SPLITS > 1:
@@ -257,6 +258,7 @@ def product(
     """
     words, constants = w.tensors
     bits, group = KINDS.get(w.kind, (0, 128))
+    whole = getattr(w, "whole", True)
     blocks = words.shape[1] // (4 * bits or 16)
     (pairs, k), top_k, gated = (ids.numel(), x.shape[1]), ids.shape[1], activation is not None
     out = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
@@ -272,8 +274,9 @@ def product(
     same = {"GATED": gated, "KIND": kind, "BIAS": bias is not None, "SPLITS": splits}
     _experts[(count * triton.cdiv(n, tile.n), splits)](
         x, words, constants.view(torch.int32), added, ids, order, table, part, n, k, blocks, top_k, alpha,
-        limit, SORTED=groups is not None, BITS=bits, GROUP=group, BF16=x.dtype == torch.bfloat16, BM=rows,
-        BN=tile.n, num_warps=tile.warps, num_stages=tile.stages, **same, **_pdl(),
+        limit, SORTED=groups is not None, BITS=bits, GROUP=group, WHOLE=whole,
+        BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n, num_warps=tile.warps, num_stages=tile.stages,
+        **same, **_pdl(),
     )  # fmt: skip
     if splits > 1:
         _join[(pairs, triton.cdiv(n, 512))](

@@ -75,6 +75,12 @@ def _scale(constants):
 
 
 @triton.jit
+def _zero(constants):
+    """float32, of zeros that are any numbers."""
+    return (constants >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _twice(x):
     """The upper half of an int32 in both."""
     return (x & -65536) | ((x >> 16) & 0xFFFF)
@@ -82,25 +88,26 @@ def _twice(x):
 
 @triton.jit
 def _pair(
-    words, zeros, scales, P: tl.constexpr, BITS: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr
-):
+    words, zeros, scales, P: tl.constexpr, BITS: tl.constexpr, SCALED: tl.constexpr, BF16: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
     """The numbers at place P of words, less their zero, ``[..., 2]``: in bfloat16, or float32. ``zeros`` and
     ``scales``: two of bfloat16, or float32."""
     if BITS == 4:
         a = ((words >> (4 * P)) & 0x000F000F) | 0x43004300
-        b = words
+        b = words * 0 + 0x43004300
     else:  # of two's complement: the lower seven bits, less the eighth
         a = ((words >> (8 * P)) & 0x007F007F) | 0x43004300
         b = ((words >> (8 * P)) & 0x00800080) | 0x43004300
     if BF16:
-        x = _minus(a, zeros) if BITS == 4 else _minus(_minus(a, b), zeros)
+        x = _minus(a, zeros) if BITS == 4 and WHOLE else _minus(_minus(a, b), zeros)
         if SCALED:
             x = _times(x, scales)
         lower, upper = _halves(x)
     else:
         lower = (a << 16).to(tl.float32, bitcast=True) - zeros
         upper = (a & -65536).to(tl.float32, bitcast=True) - zeros
-        if BITS == 8:
+        if BITS == 8 or not WHOLE:
             lower -= (b << 16).to(tl.float32, bitcast=True)
             upper -= (b & -65536).to(tl.float32, bitcast=True)
         if SCALED:
@@ -124,36 +131,42 @@ def _spread(x, N: tl.constexpr, BITS: tl.constexpr, PER: tl.constexpr):
 
 
 @triton.jit
+def _bits_of(x):
+    """float32, rounded to bfloat16, as int32."""
+    return x.to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _numbers(
     words, constants, N: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr,
-    BF16: tl.constexpr,
+    BF16: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """``[N, 128]``: a block of words ``[N, 4 BITS]`` with constants ``[N, 128 / GROUP]``, less their zeros;
     SCALED: times their scales."""
     scale = _scale(constants)
     if BF16:
-        zeros = _twice(constants)
-        scales = _twice(scale.to(tl.bfloat16).to(tl.float32).to(tl.int32, bitcast=True))
+        zeros = _twice(constants if WHOLE else _bits_of(_zero(constants)))
+        scales = _twice(_bits_of(scale))
     else:
-        zeros = (constants & -65536).to(tl.float32, bitcast=True)
+        zeros = (constants & -65536).to(tl.float32, bitcast=True) if WHOLE else _zero(constants)
         scales = scale
     zeros, scales = _spread(zeros, N, BITS, 128 // GROUP), _spread(scales, N, BITS, 128 // GROUP)
     if BITS == 4:
         words = tl.reshape(words, [N, 4, 4])
         first = tl.join(
-            _pair(words, zeros, scales, 0, BITS, SCALED, BF16),
-            _pair(words, zeros, scales, 1, BITS, SCALED, BF16),
+            _pair(words, zeros, scales, 0, BITS, SCALED, BF16, WHOLE),
+            _pair(words, zeros, scales, 1, BITS, SCALED, BF16, WHOLE),
         )
         second = tl.join(
-            _pair(words, zeros, scales, 2, BITS, SCALED, BF16),
-            _pair(words, zeros, scales, 3, BITS, SCALED, BF16),
+            _pair(words, zeros, scales, 2, BITS, SCALED, BF16, WHOLE),
+            _pair(words, zeros, scales, 3, BITS, SCALED, BF16, WHOLE),
         )
         numbers = tl.permute(tl.join(first, second), (0, 2, 5, 4, 1, 3))
     else:
         words = tl.reshape(words, [N, 2, 4, 4])
         both = tl.join(
-            _pair(words, zeros, scales, 0, BITS, SCALED, BF16),
-            _pair(words, zeros, scales, 1, BITS, SCALED, BF16),
+            _pair(words, zeros, scales, 0, BITS, SCALED, BF16, WHOLE),
+            _pair(words, zeros, scales, 1, BITS, SCALED, BF16, WHOLE),
         )
         numbers = tl.permute(both, (0, 1, 3, 5, 2, 4))
     return tl.reshape(numbers, [N, 128])
@@ -162,8 +175,8 @@ def _numbers(
 @triton.jit(do_not_specialize=["m"])
 def _linear(
     x, w, constants, bias, out, m, n, k, blocks, s_x, s_out, HAS_BIAS: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, BF16: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, WHOLE: tl.constexpr, SPLITS: tl.constexpr, BF16: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: N outputs of M rows. Programs that run together share weights. SPLITS: of k, whose sums
     are ``_join``ed."""
@@ -183,7 +196,7 @@ def _linear(
     for at in range(begin, tl.minimum(begin + share, blocks)):
         a = tl.load(source + at * 128, mask=live[:, None] & (at * 128 + c < k)[None, :], other=0.0)
         own = tl.load(constants + at * per)
-        numbers = _numbers(tl.load(words + at * (4 * BITS)), own, N, BITS, GROUP, per > 1, BF16)
+        numbers = _numbers(tl.load(words + at * (4 * BITS)), own, N, BITS, GROUP, per > 1, BF16, WHOLE)
         if per > 1:
             acc = tl.dot(numbers, tl.trans(a), acc, input_precision="ieee")
         else:
@@ -216,8 +229,8 @@ def _join(
 
 @triton.jit
 def _unpack(
-    w, constants, out, n, k, blocks, BITS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr,
-    PDL: tl.constexpr,
+    w, constants, out, n, k, blocks, BITS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of N rows."""
     _begin(PDL)
@@ -226,7 +239,7 @@ def _unpack(
     place = (rows % n).to(tl.int64)[:, None] * blocks + at
     words = tl.load(w + place * (4 * BITS) + tl.arange(0, 4 * BITS)[None, :])
     own = tl.load(constants + place * per + tl.arange(0, 128 // GROUP)[None, :])
-    numbers = _numbers(words, own, N, BITS, GROUP, True, False)
+    numbers = _numbers(words, own, N, BITS, GROUP, True, False, WHOLE)
     column = at * 128 + c
     tl.store(
         out + rows.to(tl.int64)[:, None] * k + column[None, :],
@@ -278,8 +291,8 @@ def linear(
     _linear[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n), tile.splits)](
         x, words, constants, bias if added and not split else x, part, m, n, k, blocks, x.stride(0),
         out.stride(0), HAS_BIAS=added and not split, BITS=weight.bits, GROUP=weight.group,
-        SPLITS=tile.splits, BF16=x.dtype == torch.bfloat16, M=tile.m, N=tile.n, num_warps=tile.warps,
-        num_stages=tile.stages, **_pdl(),
+        WHOLE=weight.whole, SPLITS=tile.splits, BF16=x.dtype == torch.bfloat16, M=tile.m, N=tile.n,
+        num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
     )  # fmt: skip
     if split:
         _join[(m, triton.cdiv(n, JOINED))](
@@ -295,7 +308,7 @@ def unpack(weight: Integers, dtype: torch.dtype) -> Tensor:
     out = torch.empty(weight.n, weight.k, dtype=dtype, device=words.device)
     blocks = constants.shape[1] * weight.group // BLOCK
     _unpack[(triton.cdiv(weight.n, 64) * blocks,)](
-        words, constants, out, weight.n, weight.k, blocks, BITS=weight.bits, GROUP=weight.group, N=64,
-        num_warps=4, **_pdl(),
+        words, constants, out, weight.n, weight.k, blocks, BITS=weight.bits, GROUP=weight.group,
+        WHOLE=weight.whole, N=64, num_warps=4, **_pdl(),
     )  # fmt: skip
     return out
