@@ -42,7 +42,9 @@ class Target(NamedTuple):
 @dataclass
 class Adapters:
     """For ``places`` adapters of at most ``rank``, in ``dtype``. ``modules``: last names of the layers that
-    they may change; empty: all linear layers of the blocks. ``table``: these layers by full name.
+    they may change; empty: all linear layers of the blocks. ``table``: these layers by full name. ``beyond``:
+    beginnings of the names of those that other stages have; ``sets``: how often there are as many layers as
+    this stage has.
 
     Loading says how checkpoints name them: ``rename`` makes a declared name of a checkpoint's, ``joined`` has
     the layers, and their outputs, behind the name of a matrix that holds several, and ``mend`` puts the rows
@@ -56,6 +58,8 @@ class Adapters:
     rows: Rows = field(default_factory=Rows)
     table: dict[str, Target] = field(default_factory=dict)
     stacks: list[Stack] = field(default_factory=list)
+    beyond: tuple[str, ...] = ()
+    sets: float = 1.0
     rename: Callable[[str], str] = lambda name: name
     joined: Mapping[str, list[tuple[str, range]]] = field(default_factory=dict)
     mend: Callable[[str, Tensor], Tensor] = lambda _, rows: rows
@@ -68,6 +72,10 @@ class Adapters:
             return [(target, None)]
         found = [(self.table.get(part), rows) for part, rows in self.joined.get(name, [])]
         return [(target, rows) for target, rows in found if target is not None]
+
+    def leaves(self, module: str) -> bool:
+        """Whether another stage has the layer, which looks at what an adapter has for it."""
+        return f"{self.rename(module)}.".startswith(self.beyond) if self.beyond else False
 
     def stack(
         self, k: int, parts: Sequence[AdapterPart], columns: range | None = None, embedding: bool = False

@@ -29,6 +29,7 @@ MAX_RANK = 256
 MAX_ALPHA = 1e30
 SHOWN = 4  # names in an error
 SPARE = 1 << 20  # bytes of a file beside its values
+STAGED = 256 << 20  # the same, where other stages may have larger layers, as that of the vocabulary
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 _PLAIN = re.compile(r"(?=.{1,200}\Z)(?:[\w.^$-]|\\[.dw])+")  # patterns that match in linear time
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -178,6 +179,8 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
         content.update(repr((module, a.shape, b.shape, dtype)).encode())
         for values in (a, scaled):
             content.update(values.to(dtype).contiguous().view(torch.uint8).numpy().data)
+        if not targets:
+            continue
         whole = scaled if len(targets) == 1 and targets[0][1] is None else adapters.mend(module, scaled)
         for target, rows in targets:
             place = id(target.stack), target.part
@@ -195,7 +198,8 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
 def _tensors(folder: Path, adapters: Adapters) -> dict[str, Tensor]:
     """Read whole, not mapped: a file that is cut while it is read must not end the process."""
     path = folder / WEIGHTS
-    most = sum(4 * adapters.rank * (t.n + t.k) for t in adapters.table.values()) + SPARE
+    most = sum(4 * adapters.rank * (t.n + t.k) for t in adapters.table.values())
+    most = int(most * adapters.sets) + (STAGED if adapters.beyond else SPARE)
     try:
         if not path.is_file():
             raise FileNotFoundError
@@ -226,6 +230,8 @@ def _checked(
 
     module, _, embedding = module.partition(" ")
     found = [entry for entry in adapters.find(module) if entry[0].embedding == bool(embedding)]
+    if not found and len(pair) == 2 and adapters.leaves(module):
+        return module, pair["A"], pair["B"], []
     if not found:
         changed = sorted({name.rpartition(".")[2] for name in adapters.table})
         raise bad(

@@ -26,7 +26,7 @@ from sgla.loading.offload import Offload
 from sgla.loading.pickles import TYPES
 from sgla.loading.upload import begin_thread, synchronize, threads_for
 from sgla.messages import Progress
-from sgla.model.base import CausalLM
+from sgla.model.base import CausalLM, elsewhere
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.hearing import HEARINGS
 from sgla.model.read import read_decoder
@@ -152,6 +152,8 @@ def mending(spec: ModelSpec) -> Mend:
 def _tell_names(adapters: Adapters, build: Build, rename: Callable[[str], str], spec: ModelSpec) -> None:
     """How checkpoints of this model name its layers."""
     by_head, mend = family_of(spec.architecture).by_head, mending(spec)
+    adapters.beyond = tuple(elsewhere(spec)) if spec.stage is not None else ()
+    adapters.sets = spec.layers / len(spec.held)
     adapters.rename = lambda module: canonical(rename(f"{module}.weight")).removesuffix(".weight")
     adapters.joined = {
         name.removesuffix(".weight"): [(part.name.removesuffix(".weight"), part.rows) for part in parts]

@@ -17,7 +17,6 @@ from sgla.model.state import kv_groups, state_of, token_bytes
 # Settings that stages do not have, and why; all others they do.
 REFUSED = {
     "speculative_algorithm": "the stage that guesses is not the one that knows what was right",
-    "enable_lora": "an adapter would have to be cut like the layers",
     "enable_torch_compile": "a module of transformers is not cut into stages",
     "cpu_offload_gb": "a stage holds fewer layers instead",
     "kv_host_bytes": "it has not been tried with stages",
@@ -25,6 +24,7 @@ REFUSED = {
     "enable_return_routed_experts": "each stage knows the experts of its own layers alone",
     "role": "the servers would have to cut their models alike",
 }
+ON_GPUS = {"enable_lora": "it has not been tried on GPUs"}
 
 
 def check_settings(config: Config, device: str, vectors: bool) -> None:
@@ -35,7 +35,7 @@ def check_settings(config: Config, device: str, vectors: bool) -> None:
         raise _refused(config, f"on --device {device}")
     if vectors:
         raise _refused(config, "by a model that answers with vectors")
-    for name, why in REFUSED.items():
+    for name, why in (REFUSED if device == "cpu" else REFUSED | ON_GPUS).items():
         if getattr(config, name) != getattr(Config(), name):
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(

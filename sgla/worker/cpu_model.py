@@ -120,11 +120,10 @@ class CpuModel(Runner):
             shared = self._own, context, self.tables, self._kept, threads
             self._divided = ContextForward(plain, self.model, *shared)
             return self._divided, note
-        if not self.shard.samples:
-            return compiled(lambda batch: self.model.forward(batch, self._own), limits, threads, native)
         if self._pooler is not None:
             return compiled(self._hidden, limits, threads, native)
-        plain, note = make_forward(self.model, self._own, limits, threads, native, self._kept, hook)
+        make = partial(self._make_plain, limits, threads, native, hook)
+        plain, note = make()
         if self._pictures is not None:
             eager = eager_forward(self.model, self._own, self._kept, hook)
             return PicturedForward(plain, eager, threads), note
@@ -133,9 +132,17 @@ class CpuModel(Runner):
         # What knows of adapters is slower where no row has one, so it is a program of its own.
         adapters = self.adapters.adapters
         adapters.rows.active = True
-        adapted, _ = make_forward(self.model, self._own, limits, threads, native, self._kept, hook)
+        adapted, _ = make()
         adapters.rows.active = False
         return AdaptedForward(adapters, self.tables, plain, adapted), note
+
+    def _make_plain(
+        self, limits: ProgramLimits, threads: int, native: bool, hook: Callable[[Tensor], None] | None
+    ) -> tuple[Forward, str]:
+        """Of a stage that is not the last: what it hands on."""
+        if not self.shard.samples:
+            return compiled(lambda batch: self.model.forward(batch, self._own), limits, threads, native)
+        return make_forward(self.model, self._own, limits, threads, native, self._kept, hook)
 
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         """What the pooler wants: the hidden states of all tokens, or of the last one of each prompt."""

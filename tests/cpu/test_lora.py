@@ -127,7 +127,8 @@ def test_a_batch_of_eight_adapters(base: Path, tmp_path: Path) -> None:
     assert short.stats().adapter_loads == 8
 
 
-def test_two_ranks_are_as_one(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
+def test_two_ranks_are_as_one(base: Path, tmp_path: Path, ways: dict[str, int]) -> None:
     submits = [wanted(f"a{number}", number) for number in range(4)]
     runner = adapted(base)
     for number in (1, 2, 3):
@@ -135,9 +136,12 @@ def test_two_ranks_are_as_one(base: Path, tmp_path: Path) -> None:
         load(runner, number, tmp_path / str(number))
     alone = logprobs(runner, submits)
     contents = set()
+    save_adapter(tmp_path / "odd", base)
+    _rename(tmp_path / "odd", "layers.0", "layers.9")
 
     async def ranks() -> Transcript:
-        executor = ForkedExecutor(tiny_config(tp=2, enable_lora=True, max_lora_rank=8), open_source(base))
+        config = tiny_config(**ways, enable_lora=True, max_lora_rank=8)
+        executor = ForkedExecutor(config, open_source(base))
         try:
             facts = await executor.start(lambda progress: None)
             for number in (1, 2, 3):
@@ -147,7 +151,12 @@ def test_two_ranks_are_as_one(base: Path, tmp_path: Path) -> None:
             none = Control(verb="adapter_load", args={"number": 9, "path": str(tmp_path / "none")})
             with pytest.raises(InvalidAdapter, match=r"none/adapter_config\.json"):
                 await executor.control(none)
-            return await run_executor(executor, facts, submits, adapters=facts.adapters)
+            odd = Control(verb="adapter_load", args={"number": 8, "path": str(tmp_path / "odd")})
+            with pytest.raises(InvalidAdapter, match=r"layers\.9.* this model has no such layer"):
+                await executor.control(odd)
+            stages = ways.get("pp", 1)
+            limits = {"stages": stages, "depth": stages + 1, "adapters": facts.adapters}
+            return await run_executor(executor, facts, submits, **limits)
         finally:
             await executor.close()
 
