@@ -339,10 +339,11 @@ class EngineSettings(ModelSettings, kw_only=True):
         int | None, Doc(description="tokens that a row may guess in a step, at most; 0: none")
     ] = None
     policy: Annotated[
-        Literal["fcfs", "lpm", "dfs-weight", "lof", "priority"],
+        Literal["fcfs", "lpm", "auto", "dfs-weight", "lof", "random", "priority"],
         Doc(
-            description="order of the waiting list: arrival, longest cached prefix, heaviest branch of "
-            "prefixes, longest possible output (max_tokens), priority field of the request"
+            description="order of the waiting list: arrival, longest cached prefix, one of these two by the "
+            "hit rate, heaviest branch of prefixes, longest possible output (max_tokens), none, priority "
+            "field of the request"
         ),
     ] = "fcfs"
     depth: Annotated[int | None, Doc(description="steps in flight: 1 = no overlap, 2, 3")] = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from sgla.messages import ADAPTER, PAGES
 from sgla.sched.adapters import PLACE
 from sgla.sched.budget import Budget
+from sgla.sched.hurry import Hurry
 from sgla.sched.limits import FLIGHT_BYTES, STEP_BYTES, Limits
 from sgla.sched.memory import Memory
-from sgla.sched.policy import order
+from sgla.sched.policy import Auto, order
 from sgla.sched.prefill import Prefill
 from sgla.sched.pressure import Pressure, plus
 from sgla.sched.queues import Queues, before_yielding
@@ -26,10 +27,12 @@ class Admission:
         queues: Queues,
         pressure: Pressure,
         prefill: Prefill,
+        hurry: Hurry,
         ledger: Ledger,
     ) -> None:
         self._limits, self._memory, self._queues, self._pressure = limits, memory, queues, pressure
-        self._prefill, self._ledger = prefill, ledger
+        self._prefill, self._hurry, self._ledger = prefill, hurry, ledger
+        self._auto = Auto() if limits.policy == "auto" else None
         self._reserved: list[int] = []  # pages that running rows are expected to need, of each cache group
 
     def admit(self, step: Step, budget: Budget, now: float) -> None:
@@ -43,7 +46,9 @@ class Admission:
             return
         promised = len(queues.draining)
         self._reserved = self._pressure.expected(queues.running)
-        ordered = order(limits.policy, waiting, memory.cache, now, limits.patience)
+        counts = self._ledger.counts
+        policy = self._auto.look(counts.query_tokens, counts.hit_tokens) if self._auto else limits.policy
+        ordered = self._hurry.first(order(policy, waiting, memory.cache, now, limits.patience))
         flying = sum(flight.plan_bytes for flight in queues.flights)
         last = len(waiting) - 1
         for i, request in enumerate(ordered):

@@ -164,7 +164,19 @@ def can_wait(running: Iterable[Request], waiting: Iterable[Request], longest: in
 class Budget:
     """What is left of one step for prefill: tokens, and seconds at ``b`` a token and ``c`` a pair."""
 
-    __slots__ = ("_b", "_c", "_decodes", "_floor", "_rows", "_tile", "_used", "seconds", "tokens", "wide")
+    __slots__ = (
+        "_b",
+        "_c",
+        "_decodes",
+        "_floor",
+        "_kept",
+        "_rows",
+        "_tile",
+        "_used",
+        "seconds",
+        "tokens",
+        "wide",
+    )
 
     def __init__(
         self,
@@ -184,6 +196,7 @@ class Budget:
         self._tile = tile
         self._floor = floor
         self._rows = rows
+        self._kept = 0
         self.wide = False  # a row with many logprobs of its prompt has its part
         _, self._b, self._c = coefficients
 
@@ -222,6 +235,18 @@ class Budget:
         self._rows -= 1
         if not self._rows or (self.seconds <= 0 and not self._floor):
             self.tokens = 0
+
+    def keep(self, tokens: int) -> None:
+        """So many are for others than those that take theirs next."""
+        self._kept = min(tokens, self.tokens)
+        self.tokens -= self._kept
+        self.seconds -= self._b * self._kept
+
+    def give_back(self) -> None:
+        """The others may have theirs now."""
+        self.tokens += self._kept
+        self.seconds += self._b * self._kept
+        self._kept = 0
 
     def close(self) -> None:
         """Nothing more this step."""

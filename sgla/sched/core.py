@@ -19,6 +19,7 @@ from sgla.sched.admission import Admission
 from sgla.sched.budget import CostModel
 from sgla.sched.cohorts import Cohorts
 from sgla.sched.commit import commit
+from sgla.sched.hurry import Hurry
 from sgla.sched.limits import Limits
 from sgla.sched.memory import Memory, SlotsOnly
 from sgla.sched.prefetch import Prefetch
@@ -57,8 +58,9 @@ class Core:
         self._queues = Queues(limits, self._memory, self._ledger)
         self._pressure = Pressure(self._memory, self._queues, len(limits.groups), limits.reserve)
         shared = limits, self._memory, self._queues, self._pressure
-        self._prefill = Prefill(*shared, self._costs, self._ledger)
-        self._admission = Admission(*shared, self._prefill, self._ledger)
+        self._hurry = Hurry(limits, self._costs)
+        self._prefill = Prefill(*shared, self._costs, self._hurry, self._ledger)
+        self._admission = Admission(*shared, self._prefill, self._hurry, self._ledger)
         self._prefetch = Prefetch(self._memory, self._queues)
         self._now = 0.0  # the latest time told
         self._paged = len(limits.groups) - limits.recurrent
@@ -80,6 +82,7 @@ class Core:
             self._ledger.counts.rejected += 1
             raise
         self._queues.add(submit, max_new, now)
+        self._hurry.offer(len(submit.tokens), now)
 
     def ready(self, told: Ready) -> None:
         """Something that a request is held for is there. The request may have ended meanwhile."""
@@ -133,7 +136,8 @@ class Core:
         """The next step, or ``None``: nothing can run, or ``depth`` steps are in flight."""
         self._now = now
         queues, memory = self._queues, self._memory
-        if len(queues.flights) >= self.limits.depth or not (
+        self._hurry.begin(queues.waiting, now)
+        if len(queues.flights) >= (1 if self._hurry.on else self.limits.depth) or not (
             queues.running or queues.waiting or memory.copies
         ):
             return None
@@ -149,6 +153,7 @@ class Core:
             self._prefill.plan(step, prefills, budget)
             if queues.waiting and budget.tokens > 0:
                 self._admission.admit(step, budget, now)
+            self._hurry.reads(step.rows[step.decodes :])
             self._prefetch.begin()
         step.copies, step.dropped = memory.begin_copies()
         if not (step.rows or step.copies or step.dropped):

@@ -2,8 +2,10 @@
 
 ``fcfs``: clients take turns (sched/turns.py), and the requests of one come in the order of arrival. ``lpm``:
 longest cached prefix first. ``dfs-weight``: along the tree, heaviest branch first, so that requests of one
-prefix run together. ``lof``: the longest possible output first, so that at the end none goes on alone (all
-three from SGLang). ``priority``: larger ``priority`` first. Where they find no difference, turns decide.
+prefix run together. ``lof``: the longest possible output first, so that at the end none goes on alone.
+``random``: by a digest of the request's id (all four from SGLang). ``priority``: larger ``priority`` first.
+Where they find no difference, turns decide. ``auto``: ``lpm`` while much of the prompts is found in the
+cache, else ``fcfs``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import nsmallest
 from itertools import chain
 from typing import Any
+from zlib import crc32
 
 from sgla.cache.radix import RadixCache
 from sgla.cache.tree import Node
@@ -19,7 +22,30 @@ from sgla.sched.request import Request
 
 WINDOW = 128  # matching every waiting request against the tree each step must stay cheap: only the first are
 
+HALF_LIFE = 32_768  # tokens of prompts after which a hit rate counts half
+HIGH, LOW = 0.3, 0.1  # hit rates above and below which ``auto`` changes
+
 Order = Callable[[list[Request], RadixCache], Iterable[Request]]
+
+
+class Auto:
+    """What ``auto`` means now. ``rate``: of the last prompts the share that was in the cache."""
+
+    def __init__(self) -> None:
+        self.policy, self.rate = "fcfs", 0.0
+        self._asked = self._found = 0
+
+    def look(self, asked: int, found: int) -> str:
+        """``asked``: tokens looked up in the cache so far; ``found``: those that were there."""
+        if new := asked - self._asked:
+            left = 0.5 ** (new / HALF_LIFE)
+            self.rate = left * self.rate + (1 - left) * min(1.0, (found - self._found) / new)
+            self._asked, self._found = asked, found
+        if self.rate > HIGH:
+            self.policy = "lpm"
+        elif self.rate < LOW:
+            self.policy = "fcfs"
+        return self.policy
 
 
 def order(
@@ -43,6 +69,10 @@ def order(
 
 def _by_rank(waiting: list[Request], cache: RadixCache) -> Iterator[Request]:
     return _smallest_first(waiting, lambda request: request.rank)
+
+
+def _by_chance(waiting: list[Request], cache: RadixCache) -> Iterator[Request]:
+    return _smallest_first(waiting, lambda request: crc32(request.rid.encode()))
 
 
 def _by_prefix(waiting: list[Request], cache: RadixCache) -> list[Request]:
@@ -100,5 +130,6 @@ _ORDERS: dict[str, Order] = {
     "lpm": _by_prefix,
     "dfs-weight": _by_branch,
     "lof": _by_outputs,
+    "random": _by_chance,
     "priority": _by_rank,
 }

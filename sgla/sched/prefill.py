@@ -6,6 +6,7 @@ import math
 
 from sgla.messages import LONGEST, StepCost
 from sgla.sched.budget import Budget, CostModel, can_wait
+from sgla.sched.hurry import Hurry
 from sgla.sched.limits import Limits, wide_tokens
 from sgla.sched.memory import Memory
 from sgla.sched.pressure import Pressure
@@ -25,10 +26,11 @@ class Prefill:
         queues: Queues,
         pressure: Pressure,
         costs: CostModel,
+        hurry: Hurry,
         ledger: Ledger,
     ) -> None:
         self._limits, self._memory, self._queues, self._pressure = limits, memory, queues, pressure
-        self._costs, self._ledger = costs, ledger
+        self._costs, self._hurry, self._ledger = costs, hurry, ledger
         self._table = limits.costs or [StepCost(tokens=limits.step_tokens)]
 
     def budget(self, step: Step, yields: bool) -> Budget:
@@ -39,6 +41,8 @@ class Prefill:
             beside = bool(step.rows) and not step.rows[0].yields
             least = self._costs.yielding_seconds(step.tokens, step.work, beside, limits.depth)
             seconds = min(seconds, least)
+        if self._hurry.on:
+            seconds = min(seconds, self._hurry.seconds(step.tokens, step.work))
         cost = self._cost(step)
         tokens = min(limits.step_tokens, max(cost.tokens, 2 * step.tokens)) - step.tokens
         return Budget(
@@ -65,6 +69,12 @@ class Prefill:
 
     def plan(self, step: Step, requests: list[Request], budget: Budget) -> None:
         """Rows for running ``requests``."""
+        waiting = self._queues.waiting
+        budget.keep(self._hurry.kept(waiting))
+        self._plan(step, requests, budget)
+        budget.give_back()
+
+    def _plan(self, step: Step, requests: list[Request], budget: Budget) -> None:
         waiting = self._queues.waiting
         for i, request in enumerate(requests):
             if budget.tokens <= 0:
@@ -160,7 +170,7 @@ class Prefill:
                 recurrent.pin(request)
                 step.read_state(request)
             step.add_checkpoints(request, recurrent.checkpoint(request, start))
-        if not (complete or long or wide):
+        if not (complete or long or wide or self._hurry.on):
             # The rest of an aligned chunk must not go to a request that would compute the same page.
             budget.close()
 

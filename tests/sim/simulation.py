@@ -327,7 +327,7 @@ def random_limits(random: Random, **changes: Any) -> Limits:
         "padded_drafts": random.random() < 0.5,
         "guided_drafts": random.random() < 0.7,
         "itl_target": random.choice((None, None, 2.0)),
-        "policy": random.choice(("fcfs", "lpm", "dfs-weight", "lof", "priority")),
+        "policy": random.choice(("fcfs", "lpm", "auto", "dfs-weight", "lof", "random", "priority")),
         "eviction": random.choice(("lru", "lfu", "fifo", "mru", "cost")),
         "prefix_cache": random.random() < 0.8,
         "patience": random.choice((5.0, 1000.0)),

@@ -60,7 +60,7 @@ def transcripts(limits: Limits, seed: int, forced: int = 0) -> dict[str, tuple[l
             "step_tokens": st.sampled_from((1, 5, 16, 64)),
             "prefix_cache": st.booleans(),
             "page_size": st.sampled_from((1, 4, 7)),
-            "policy": st.sampled_from(("fcfs", "lpm", "dfs-weight", "lof", "priority")),
+            "policy": st.sampled_from(("fcfs", "lpm", "auto", "dfs-weight", "lof", "random", "priority")),
             "slots": st.sampled_from((1, 3, 8)),
             "costs": st.sampled_from(
                 ([], *([StepCost(tokens=t, prompts=p), StepCost(tokens=64)] for t in (1, 8) for p in (1, 3)))
@@ -506,6 +506,28 @@ def test_what_is_served_first_is_the_same_however_many_are_looked_at(policy: str
     assert served == waiting[:2] + expected
 
 
+def test_random_is_no_order_of_arrival_and_the_same_each_time() -> None:
+    orders = []
+    for _ in range(2):
+        simulation = Simulation(make_limits(policy="random", slots=1, patience=1000.0, pages=200))
+        for i in range(12):
+            simulation.offer(make_submit(f"r{i}", [i] * 4, max_new=1))
+        simulation.run()
+        orders.append(list(first_steps(simulation)))
+    assert orders[0] == orders[1] != sorted(orders[0], key=lambda rid: int(rid[1:]))
+
+
+def test_auto_changes_to_the_longest_prefix_where_prompts_are_found() -> None:
+    simulation = Simulation(make_limits(policy="auto", slots=1, patience=1000.0, pages=200))
+    auto = simulation.core._admission._auto
+    assert auto is not None
+    auto.rate = 1.0
+    for rid, tokens in (("first", PROMPT), ("other", PROMPT[::-1]), ("same", PROMPT)):
+        simulation.offer(make_submit(rid, tokens, max_new=1))
+    simulation.run()
+    assert list(first_steps(simulation)) == ["first", "same", "other"]
+
+
 def test_lpm_sees_what_others_cached_meanwhile() -> None:
     simulation = Simulation(make_limits(policy="lpm", slots=1, patience=1000.0))
     for rid, tokens in (("first", PROMPT), ("other", PROMPT[::-1]), ("same", PROMPT)):
@@ -514,7 +536,7 @@ def test_lpm_sees_what_others_cached_meanwhile() -> None:
     assert list(first_steps(simulation)) == ["first", "same", "other"]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "auto", "dfs-weight", "lof", "random", "priority"])
 def test_nobody_starves(policy: str) -> None:
     """One request without a cached prefix, with low priority or a short output, against an endless stream of
     preferred ones."""
@@ -535,7 +557,7 @@ def test_nobody_starves(policy: str) -> None:
     simulation.verify()
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "lof", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "auto", "dfs-weight", "lof", "random", "priority"])
 def test_those_that_yield_go_behind_all_others(policy: str) -> None:
     """However many of them run and wait, and since when: one that comes takes a slot as soon as the steps in
     flight are over."""
@@ -550,7 +572,8 @@ def test_those_that_yield_go_behind_all_others(policy: str) -> None:
     simulation.run()
     simulation.verify()
     ended = simulation.core.drain_finished()
-    assert [item.rid for item in ended[:2]] == ["user0", "user1"]
+    first = [item.rid for item in ended[:2]]
+    assert (sorted(first) if policy == "random" else first) == ["user0", "user1"]
     assert [item.yields for item in ended] == [False, False] + [True] * 6
     assert all((item.scheduled or 0.0) - item.arrival <= simulation.limits.depth for item in ended[:2])
 

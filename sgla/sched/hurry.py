@@ -1,0 +1,60 @@
+"""Short prompts beside long ones: how long those who want a first token soon wait for those who cannot have
+one soon.
+
+While prompts of few tokens come and one of many is read, a step lasts at most ``LONGER`` times as long as
+that of a short prompt alone, one is in flight at a time, and short prompts go first. So whoever comes waits
+for the rest of one step and for its own: less than three times as long as on an idle server. Long prompts are
+read more slowly meanwhile; without short ones they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sgla.sched.budget import CostModel, pairs
+from sgla.sched.limits import Limits
+from sgla.sched.request import Request
+
+SHORT, LONG = 256, 2048  # tokens of a short prompt at most, and of a long one at least
+TYPICAL = 128  # tokens of the one that a step is measured by
+LONGER = 1.4
+NEXT = 64  # of those that wait, so many may be in the next step
+LINGER = 30.0  # seconds after a short prompt in which another is expected
+
+
+class Hurry:
+    """``on``: for the step that is being planned."""
+
+    def __init__(self, limits: Limits, costs: CostModel) -> None:
+        self._costs = costs
+        self._watched = limits.itl_target is not None and limits.stages == 1 and not limits.encoder
+        self._came = -LINGER  # when the last short prompt did
+        self._reading = False  # a long one, in the last step that read prompts
+        self.on = False
+
+    def offer(self, tokens: int, now: float) -> None:
+        """Only those count that meet a long one: streams which were there before want no first token."""
+        if tokens <= SHORT and self._reading:
+            self._came = now
+
+    def begin(self, waiting: Sequence[Request], now: float) -> None:
+        expected = self._watched and now - self._came < LINGER
+        self.on = expected and (self._reading or any(one.known > LONG for one in waiting[:NEXT]))
+
+    def reads(self, requests: Iterable[Request]) -> None:
+        """These have rows of prompts in the step, of which they may not have read all."""
+        self._reading = any(request.known - request.planned > SHORT for request in requests)
+
+    def seconds(self, decodes: int, work: int) -> float:
+        """For prompts, beside so many decode rows."""
+        base = self._costs.predict(decodes, work) if decodes else self._costs.coefficients[0]
+        with_one = self._costs.predict(decodes + TYPICAL, work + pairs(0, TYPICAL))
+        return LONGER * with_one - base
+
+    def first(self, waiting: Iterable[Request]) -> Iterable[Request]:
+        """Short ones before the others, in their order."""
+        return sorted(waiting, key=lambda request: request.known > SHORT) if self.on else waiting
+
+    def kept(self, waiting: list[Request]) -> int:
+        """Tokens of a step that running requests leave to short ones that wait."""
+        return sum(request.known for request in waiting if request.known <= SHORT) if self.on else 0
