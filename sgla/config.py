@@ -308,10 +308,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "EAGLE",
             "EAGLE3",
             "deepseek_mtp",
+            "auto",
+            "off",
         ]
         | None,
         Doc(
-            description="guess the next tokens and compute them in one step, which changes no text: ngram "
+            description="guess the next tokens and compute them in one step, which changes no text: auto "
+            "takes --speculative-model, if there is one, else ngram, where that can be done; ngram "
             "guesses what came behind the same tokens before, draft_model what --speculative-model draws, "
             "mtp, eagle and eagle3 what a layer makes of the model's hidden states: one of its own "
             "checkpoint (DeepSeek-V3, GLM-4.5, Qwen3.5), or the EAGLE head in --speculative-model"

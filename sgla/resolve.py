@@ -21,7 +21,7 @@ from sgla.messages import LONGEST
 from sgla.model.context import check_cp
 from sgla.model.data_attention import check_data
 from sgla.model.diffusion_gemma_spec import check_canvas
-from sgla.model.drafting import by_our_names, check_context, draft_state, read_guessing
+from sgla.model.drafting import automatic, by_our_names, check_context, draft_state, read_guessing
 from sgla.model.drafting import check_settings as check_guesses
 from sgla.model.encoder import EncoderSpec
 from sgla.model.generic_spec import GenericSpec, check_generic
@@ -119,6 +119,8 @@ def resolve(
     ConfigError for values out of range or impossible together, and for a model that is not supported.
     """
     machine = machine or detect()
+    if config.speculative_algorithm == "auto":
+        return with_guesses(config, machine, model, pooled, draft)
     check(config)
     check_one(config)
     spec = read_spec(model) if model is not None else None
@@ -672,6 +674,26 @@ def choose_kv_bytes(
     if wanted > limit > 0:
         return Settled(limit, f"a quarter of the {machine.memory_available / GIB:.1f} GiB available")
     return Settled(wanted, "512 MiB" if wanted == 512 * MIB else f"room for {ROOM_TOKENS} tokens")
+
+
+def with_guesses(
+    config: Config,
+    machine: Machine,
+    model: Mapping[str, Any] | None,
+    pooled: bool,
+    draft: Mapping[str, Any] | None,
+) -> Resolved:
+    """``resolve`` for ``--speculative auto``. Where n-grams cannot guess, nothing does."""
+    reason, facts = "auto", (machine, model, pooled, draft)
+    try:
+        found = resolve(automatic(config, draft), *facts)
+    except ConfigError as refused:
+        if config.speculative_model is not None:
+            raise
+        reason = f"auto, but {refused}"
+        none = {"speculative_algorithm": None, "speculative_num_draft_tokens": None}
+        found = resolve(msgspec.structs.replace(config, **none), *facts)
+    return msgspec.structs.replace(found, reasons={**found.reasons, "speculative_algorithm": reason})
 
 
 def choose_drafts(algorithm: str) -> Settled:

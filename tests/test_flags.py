@@ -508,6 +508,7 @@ def test_speculation_as_vllm_and_llama_cpp_ask_for_it() -> None:
         ["-sc", '{"num_speculative_tokens": "5", "method": "ngram"}'],
         ["--spec-type", "ngram-mod", "--draft-max", "5"],
         ["--speculative-algorithm", "ngram", "--draft", "5"],
+        ["--speculative", "ngram", "--speculative-tokens", "5"],
     ):
         assert flags_of(*given) == ngram
     assert flags_of("--spec-type", "none") == {"speculative_algorithm": None}

@@ -49,9 +49,22 @@ class EagleSpec(NamedTuple):
 def by_our_names(config: Config) -> Config:
     """``config`` with the algorithm's name here, which follows from a model that guesses."""
     name = config.speculative_algorithm
+    if name == "off":
+        if config.speculative_model is not None:
+            raise _refused("speculative_model", f"guesses, and {FLAG} off does not; leave one of them out")
+        return replace(config, speculative_algorithm=None, speculative_num_draft_tokens=None)
     if name is None and config.speculative_model is not None:
         name = "draft_model"
     return replace(config, speculative_algorithm=NAMES.get(name or "", name))
+
+
+def automatic(config: Config, draft: Mapping[str, Any] | None) -> Config:
+    """``config`` with what guesses if nobody says what. ``draft``: config.json of another model."""
+    if config.speculative_model is None:
+        name = "ngram"
+    else:
+        name = "eagle3" if draft is not None and _is_eagle3(draft) else "draft_model"
+    return replace(config, speculative_algorithm=name)
 
 
 def check_settings(config: Config, device: str) -> None:

@@ -269,3 +269,29 @@ def test_heads_that_do_not_fit_are_refused() -> None:
     for name in ("mtp", "NEXTN"):
         with pytest.raises(ConfigError, match="mtp cannot be honoured with --kv-cache-dtype fp8 on GPUs yet"):
             resolve(Config(speculative_algorithm=name, kv_cache_dtype="fp8"), gpu, LATENT)
+
+
+def test_what_guesses_if_nobody_says_what() -> None:
+    def chosen(model: dict[str, Any] | None, draft: dict[str, Any] | None = None, **settings: Any) -> Any:
+        given = {"speculative_model": "a/b"} if draft else {}
+        asked = Config(device="cpu", speculative_algorithm="auto", **given, **settings)
+        return resolve(asked, model=model, draft=draft)
+
+    assert chosen(DEEP).config.speculative_algorithm == "ngram"
+    assert chosen(None).config.speculative_num_draft_tokens == 8
+    assert chosen(DEEP, EAGLE).config.speculative_algorithm == "eagle3"
+    assert chosen(DEEP, LLAMA).config.speculative_algorithm == "draft_model"
+    two = chosen(DEEP, tp=2, speculative_num_draft_tokens=3)
+    assert two.config.speculative_algorithm is None
+    assert two.config.speculative_num_draft_tokens is None
+    assert "auto, but" in two.reasons["speculative_algorithm"]
+    with pytest.raises(ConfigError, match="by several ranks yet"):
+        chosen(DEEP, EAGLE, tp=2)
+    with pytest.raises(ConfigError, match="page-size"):  # what has nothing to do with guesses
+        chosen(DEEP, page_size=-1)
+    off = resolve(
+        Config(device="cpu", speculative_algorithm="off", speculative_num_draft_tokens=3), model=DEEP
+    )
+    assert off.config.speculative_algorithm is None
+    with pytest.raises(ConfigError, match="off does not"):
+        resolve(Config(speculative_algorithm="off", speculative_model="a/b"))
