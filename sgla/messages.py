@@ -395,6 +395,7 @@ class NewRow(msgspec.Struct, array_like=True, kw_only=True):
     limit: int = 0  # tokens it may have, outputs included; only where rows have drafts
     place: int = 0  # of its adapter on the device; 0: it has none
     pictures: list[Placed] = []  # Submit.pictures
+    apart: bool = False  # its text is not for the guesses of others, nor theirs for it
 
 
 VERIFIED = 64  # tokens of decode rows with drafts in a step: few rows may guess much, many little

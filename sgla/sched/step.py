@@ -201,6 +201,7 @@ class Step:
                 limit=request.limit if request.drafting else 0,
                 place=request.place,
                 pictures=request.submit.pictures,
+                apart=bool(request.submit.namespace),
             )
         )
         request.told = len(request.pages)

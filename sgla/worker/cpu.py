@@ -45,7 +45,7 @@ class CpuRunner(CpuWeights):
             return StepResult(step=plan.step, tokens=b"")
         for new in plan.new:
             self.sampler.admit(new.slot, new.prompt_len, new.sampling, guesses=new.limit > 0)
-            self._drafter.admit(new.slot)
+            self._drafter.admit(new)
             if self._pictures is not None:
                 self._pictures.admit(new)
             if self._listening is not None:

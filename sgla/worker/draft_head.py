@@ -20,7 +20,7 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.native import DRAW
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import KVLayer
-from sgla.messages import StepPlan
+from sgla.messages import NewRow, StepPlan
 from sgla.model.predictor import Head
 from sgla.sampling import Sampler
 from sgla.worker.batch import Columns, Wanted, build
@@ -114,9 +114,9 @@ class HeadDrafts:
         )  # the place of the first one, and how many
         self._hidden = torch.zeros(slots, forward.head.width)  # of the token behind which the next guess is
 
-    def admit(self, slot: int) -> None:
-        self._pace.admit(slot)
-        self._unread[slot], self._counts[slot] = [], 0
+    def admit(self, new: NewRow) -> None:
+        self._pace.admit(new.slot)
+        self._unread[new.slot], self._counts[new.slot] = [], 0
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
         if not plan.drafts:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.native import DRAW
-from sgla.messages import SAMPLE, StepPlan
+from sgla.messages import SAMPLE, NewRow, StepPlan
 from sgla.sampling import Sampler
 from sgla.worker.batch import Columns, Wanted, build
 from sgla.worker.forward import Forward
@@ -46,9 +46,9 @@ class ModelDrafts:
         self._behind = np.zeros(len(tables.limit), np.int32)  # tokens of slots that the target alone has read
         self._spare, self._waits = spare, False
 
-    def admit(self, slot: int) -> None:
-        self._behind[slot] = 0
-        self._pace.admit(slot)
+    def admit(self, new: NewRow) -> None:
+        self._behind[new.slot] = 0
+        self._pace.admit(new.slot)
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
         """Reads the tokens of the step, and of rows with drafts as many more as it guesses, but for the last

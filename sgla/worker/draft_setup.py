@@ -24,6 +24,7 @@ from sgla.worker.forward import make_forward
 from sgla.worker.hooked import Hooked
 from sgla.worker.kv import paged
 from sgla.worker.ngrams import Both, NGrams
+from sgla.worker.others import Outputs
 from sgla.worker.pace import Pace
 from sgla.worker.state import SlotTables
 
@@ -86,13 +87,15 @@ class DraftSetup:
             forward, _ = make_forward(self._model, kv, limits, threads, native)
             forward = with_vocab(forward, self._model.spec.vocab, self._vocab)
             return self._beside(ModelDrafts(tables, sampler, forward, pace, spare), tables, sampler, pace)
-        asked = self._config.speculative_algorithm is not None
-        return NGrams(tables, sampler, Pace(slots, adaptive and asked))
+        if self._config.speculative_algorithm is None:
+            return NGrams(tables, sampler, Pace(slots, adaptive=False))
+        return NGrams(tables, sampler, pace, Outputs(slots))
 
     @staticmethod
     def _beside(model: Drafter, tables: SlotTables, sampler: Sampler, pace: Pace) -> Drafter:
         """With n-grams beside ``model``, where the clock chooses."""
         if not pace.adaptive:
             return model
-        own = Pace(len(tables.limit), adaptive=True)
-        return Both(NGrams(tables, sampler, own), model, (own, pace), tables)
+        slots = len(tables.limit)
+        own = Pace(slots, adaptive=True)
+        return Both(NGrams(tables, sampler, own, Outputs(slots)), model, (own, pace), tables)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sgla.messages import StepPlan
+from sgla.messages import NewRow, StepPlan
 from sgla.sampling.sampler import Sampler, Samples
 from sgla.worker.batch import Columns, Wanted
 from sgla.worker.state import Int32s, SlotTables, column
@@ -16,8 +16,8 @@ from sgla.worker.state import Int32s, SlotTables, column
 class Drafter(Protocol):
     """Guesses the next tokens of slots."""
 
-    def admit(self, slot: int) -> None:
-        """A request takes the slot."""
+    def admit(self, new: NewRow) -> None:
+        """A request takes a slot."""
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
         """Before a step: ``starts`` and ``q_lens`` of its rows, if some have drafts, which stand behind the

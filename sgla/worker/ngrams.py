@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from sgla.messages import StepPlan
+from sgla.messages import NewRow, StepPlan
 from sgla.sampling.sampler import Sampler
 from sgla.worker.batch import Columns, Wanted
 from sgla.worker.drafts import Drafter, begin
+from sgla.worker.others import Outputs
 from sgla.worker.pace import Pace
 from sgla.worker.state import Int32s, SlotTables, column
 
@@ -37,13 +38,17 @@ class NGrams:
     are right, and shrink to what was right else; ``pace`` says how many pay. A wrong one takes time, and
     never changes what comes out."""
 
-    def __init__(self, tables: SlotTables, sampler: Sampler, pace: Pace) -> None:
-        self._tables, self._sampler, self._pace = tables, sampler, pace
+    def __init__(
+        self, tables: SlotTables, sampler: Sampler, pace: Pace, others: Outputs | None = None
+    ) -> None:
+        self._tables, self._sampler, self._pace, self._others = tables, sampler, pace, others
         self._trust = np.full(len(tables.limit), FIRST)
 
-    def admit(self, slot: int) -> None:
-        self._trust[slot] = FIRST
-        self._pace.admit(slot)
+    def admit(self, new: NewRow) -> None:
+        self._trust[new.slot] = FIRST
+        self._pace.admit(new.slot)
+        if self._others is not None:
+            self._others.admit(new.slot, new.apart)
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
         if not plan.drafts:
@@ -66,10 +71,17 @@ class NGrams:
             forces = self._sampler.forced(slot, known)[:most]
             end = known + len(forces)
             tokens[known:end] = forces
-            guesses = self.propose(tokens[:end], min(most - len(forces), int(self._trust[slot])))
+            guesses = self._look(slot, tokens[:end], min(most - len(forces), int(self._trust[slot])))
             if forces or len(guesses):
                 made.append(Found(row, slot, known, forces, guesses))
         return made
+
+    def _look(self, slot: int, tokens: Int32s, most: int) -> Int32s:
+        """A long run of the slot's own text goes before one of another's, and that before a short one."""
+        guesses = self.propose(tokens, most, LONGEST)
+        if not len(guesses) and self._others is not None and most > 0:
+            guesses = self._others.behind(slot, tokens, most)
+        return guesses if len(guesses) else self.propose(tokens, most)
 
     def put(self, found: Found, most: int) -> int:
         """Put what was found behind the known tokens, with ``most`` of the guesses, as far as the grammar
@@ -79,11 +91,11 @@ class NGrams:
         return self._sampler.legal(found.slot, found.known, made)
 
     @staticmethod
-    def propose(tokens: Int32s, most: int) -> Int32s:
-        """At most ``most`` tokens that may follow ``tokens``."""
+    def propose(tokens: Int32s, most: int, shortest: int = SHORTEST) -> Int32s:
+        """At most ``most`` tokens that may follow ``tokens``: those behind a run of ``shortest`` or more."""
         if most <= 0:
             return tokens[:0]
-        for size in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+        for size in range(min(LONGEST, len(tokens) - 1), shortest - 1, -1):
             # Behind a token like the last one.
             ends = np.flatnonzero(tokens[size - 1 : -1] == tokens[-1]) + size
             for back in range(2, size + 1):
@@ -103,7 +115,11 @@ class NGrams:
         self._trust[slots[all_right]] += 1
 
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
-        """What it reads is in the token table."""
+        if self._others is None:
+            return
+        first = wanted.first
+        for slot, at, count in zip(wanted.slots[first], wanted.positions[first], counts):
+            self._others.add(slot, self._tables.tokens[slot, at : at + count])
 
 
 class Both:
@@ -113,9 +129,9 @@ class Both:
         self._ngrams, self._model, self._paces, self._tables = ngrams, model, paces, tables
         self._looked = np.zeros(len(tables.limit), bool)  # slots whose latest guesses are n-grams
 
-    def admit(self, slot: int) -> None:
-        self._ngrams.admit(slot)
-        self._model.admit(slot)
+    def admit(self, new: NewRow) -> None:
+        self._ngrams.admit(new)
+        self._model.admit(new)
 
     def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
         if not plan.drafts:
@@ -154,4 +170,5 @@ class Both:
         self._model.learn(slots[~looked], guessed[~looked], right[~looked])
 
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
+        self._ngrams.follow(columns, wanted, counts)
         self._model.follow(columns, wanted, counts)

@@ -110,7 +110,8 @@ def test_a_wrong_guess_that_breaks_changes_nothing(
 ) -> None:
     """What is guessed is read together with the token before it."""
     expected = run(runner, good()).tokens()
-    config = replace(runner.config, speculative_algorithm=algorithm, speculative_num_draft_tokens=4)
+    settings = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": 4}
+    config = replace(runner.config, **settings, speculative_adaptive=False)
     draft = source if algorithm == "draft_model" else None
     guessing = CpuRunner(config, dataclasses.replace(source, draft=draft), 0, 1, "", lambda progress: None)
     sampler: Any = guessing.sampler
@@ -119,7 +120,11 @@ def test_a_wrong_guess_that_breaks_changes_nothing(
         sampler._tokens[slots, positions] = POISON
 
     monkeypatch.setattr(sampler, "guess", guess)
-    monkeypatch.setattr(guessing._drafter, "propose", lambda _, most: np.full(max(most, 0), POISON), False)
+
+    def wrong(tokens: Any, most: int, *shortest: int) -> Any:
+        return np.full(max(most, 0), POISON)
+
+    monkeypatch.setattr(guessing._drafter, "propose", wrong, False)
     found = run(guessing, good() + bad()[:3], make_core(guessing.facts, drafts=4))
     assert sum(delta.guesses[1] for request in good() for delta in found[request.rid]) > 20
     assert found.tokens() == expected | {request.rid: [] for request in bad()[:3]}
@@ -128,11 +133,12 @@ def test_a_wrong_guess_that_breaks_changes_nothing(
 def test_a_wrong_guess_that_breaks_changes_nothing_where_tokens_are_picked() -> None:
     config = RUN["DeepSeek-V3.2"].config | {"vocab_size": VOCAB}
     source = ModelSource("dummy", Path("tiny"), (), config, {})
-    settings = tiny_config(speculative_algorithm="ngram", speculative_num_draft_tokens=4)
+    guesses = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 4}
+    settings = tiny_config(**guesses, speculative_adaptive=False)
     guessing: Any = CpuRunner(settings, source, 0, 1, "", lambda progress: None)
     expected = run(guessing, good()[:2]).tokens()
     guessing.model.embed.weight.tensors[0][POISON] = torch.nan
-    guessing._drafter.propose = lambda _, most: np.full(max(most, 0), POISON)
+    guessing._drafter.propose = lambda _, most, *shortest: np.full(max(most, 0), POISON)
     assert run(guessing, good()[:2], make_core(guessing.facts, drafts=4)).tokens() == expected
 
 
