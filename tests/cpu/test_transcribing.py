@@ -160,6 +160,12 @@ def test_what_it_is_not_served_with_is_refused_by_name(
         vision_of(tiny_config(**setting), served.source)
 
 
+@pytest.mark.parametrize("setting", [{"role": "encode"}, {"encode_url": "tcp://a:1"}])
+def test_its_encoder_runs_where_its_decoder_does(served: Served, setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="runs where its decoder does; leave out --"):
+        vision_of(tiny_config(**setting), served.source)
+
+
 def test_what_its_files_lack_is_named(served: Served) -> None:
     lacking = dataclasses.replace(served.source, generation_config={})
     with pytest.raises(ConfigError, match="no_timestamps_token_id"):

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import multiprocessing
 import pickle
+import shutil
 import socket
 import sys
 import threading
@@ -22,10 +23,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import zmq
+from forked import ForkedExecutor
 from safetensors.torch import load_file, save
+from servers import TEXTS, begin, same_text, tell
 from test_sleep import TEXT, answer, of, sleep
 from test_sleep import save as save_model
-from tiny import LLAMA, make_core, run, submit
+from tiny import LLAMA, VOCAB, make_core, run, submit
+from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.multiprocessing import reductions
 
@@ -33,6 +37,7 @@ from sgla.actors.ingress import Ingress
 from sgla.actors.resting import in_memory
 from sgla.config import Config
 from sgla.errors import InvalidField, UnsupportedField, WeightError
+from sgla.executor import procs
 from sgla.loading.tensors import packed, received
 from sgla.messages import Control
 from sgla.worker.cpu import CpuRunner
@@ -510,3 +515,36 @@ def test_a_trainer_sends_weights(
         runner.control(Control(verb="trainer_leave", args={"group": "trainer"}))
     process.kill()
     process.join(10)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"quantization": "int8", "native_kernels": True}, marks=pytest.mark.slow)]
+)
+def test_ranks_take_weights_together(
+    folders: dict[str, Path],
+    tensors: dict[str, dict[str, Tensor]],
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each its part, whole from tensors or a folder; what does not fit changes nothing."""
+    monkeypatch.setattr(procs, "ProcsExecutor", ForkedExecutor)
+    two = {"tp": 2, "executor": "procs"}
+    settings = {"load_format": "auto"} | settings
+    one, other = (shutil.copytree(folders[name], tmp_path / name) for name in ("one", "two"))
+    for folder in (one, other):
+        words = {f"<{i}>": i for i in range(VOCAB)}
+        Tokenizer(models.WordLevel(words, unk_token="<0>")).save(str(folder / "tokenizer.json"))
+    with begin(other, **settings, **two) as engine:
+        expected = tell(engine, TEXTS[:1])
+    with begin(one, **settings, **two) as engine:
+        before = tell(engine, TEXTS[:1])
+        engine.check_weights("snapshot")
+        with pytest.raises(InvalidField, match="misshapen"):
+            engine.update_weights_from_tensor([("model.norm.weight", torch.ones(3))])
+        assert len(engine.check_weights("compare")) == 2
+        assert engine.update_weights_from_tensor(tensors["two"].items())
+        assert same_text(tell(engine, TEXTS[:1]), expected)
+        assert engine.update_weights_from_disk(str(one))
+        engine.check_weights("compare")
+        assert same_text(tell(engine, TEXTS[:1]), before)
