@@ -24,7 +24,7 @@ from sgla.http.app import ROUTES
 from sgla.http.batches import asking, files, lines, store, upload
 from sgla.http.conversations import routes as conversations
 from sgla.http.mcp import process, protocol, servers
-from sgla.http.media import fetch, load
+from sgla.http.media import fetch
 from sgla.http.native import session_store, tokens
 from sgla.http.openai import common, render
 from sgla.http.openai import text as completions
@@ -34,7 +34,7 @@ from sgla.http.request import schema as request
 from sgla.http.responses import agent, answer, compact, items, mcp
 from sgla.http.state import database
 from sgla.hub import gguf_header, source
-from sgla.media import listen, pool, sound
+from sgla.media import listen, pool, readers, sound
 from sgla.model import limits
 from sgla.model.registry import supported
 from sgla.text import beams, prepare, regex, stops, tokenizer
@@ -201,7 +201,7 @@ LIMITS: dict[str, tuple[float, ...]] = {
     "choices of a grammar": (notations.MAX_CHOICES,),
     "characters of a `chat_template`": (templates.MAX_SOURCE,),
     "characters of a name": (request.MAX_NAME, session_store.MAX_NAME),
-    "pictures of a prompt, sounds, videos": (load.MOST,),
+    "pictures of a prompt, sounds, videos": (readers.MOST,),
     "- the file of one": (DEFAULTS.max_media_bytes, DEFAULTS.max_image_pixels),
     "- characters of its URL": (fetch.MAX_URL, DEFAULTS.media_redirects, DEFAULTS.media_timeout),
     "- CPU time to decode": (DEFAULTS.media_cpu_seconds, pool.BUSY * DEFAULTS.media_cpu_seconds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,9 +219,59 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(InvalidField):
             wrong()
-    for absent in (lambda: sgl.image("a.png"), lambda: sgl.video("a.mp4", 4), lambda: sgl.function(None, 5)):
-        with pytest.raises(UnsupportedField):
-            absent()
+    with pytest.raises(UnsupportedField):
+        sgl.function(None, 5)
+
+
+def test_pictures_are_parts_of_messages(tmp_path: Path) -> None:
+    file, echo = tmp_path / "a.webm", Echo()
+    file.write_bytes(b"\x1aE\xdf\xa3")
+
+    @sgl.function
+    def seen(s: Any) -> None:
+        s += sgl.user("Look: " + sgl.image(b"\xff\xd8x") + sgl.image("https://a/b.png") + " and " + "tell.")
+        s += sgl.assistant("It is" + sgl.gen("a"))
+        s += sgl.user(sgl.video(file, num_frames=4))
+        s += sgl.assistant(sgl.gen("b"))
+
+    state = seen.run(backend=echo)
+    first, second = echo.prompts
+    assert isinstance(first, Conversation)
+    assert isinstance(second, Conversation)
+    assert first.messages[0]["content"] == [
+        {"type": "text", "text": "Look: "},
+        {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9h4"}},
+        {"type": "image_url", "image_url": {"url": "https://a/b.png"}},
+        {"type": "text", "text": " and tell."},
+    ]
+    assert (first.reply, first.frames, second.frames) == ("It is", None, 4)
+    url = "data:video/webm;base64,GkXfow=="
+    assert second.messages[2]["content"] == [{"type": "video_url", "video_url": {"url": url}}]
+    assert "Look: <image><image> and tell." in state.text()
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (lambda: sgl.image("nowhere.png"), "cannot be read"),
+        (lambda: sgl.image(5), "takes a path, a URL, bytes or an image of PIL's, not a value of type int"),
+        (lambda: sgl.video(b""), "takes a path, a URL, bytes, not a value of type bytes"),
+        (lambda: sgl.video("https://a/b.mp4", 0), "a whole number of frames"),
+        (lambda: sgl.image("https://a/b.png") + sgl.gen("a"), "stands inside of user"),
+        (lambda: sgl.assistant(sgl.image("https://a/b.png")), "stands inside of user"),
+        (
+            lambda: sgl.user(sgl.video("https://a/b.mp4", 2) + sgl.video("https://a/c.mp4", 3)),
+            "the same num_frames",
+        ),
+    ],
+)
+def test_what_is_no_picture_of_a_message(part: Any, why: str) -> None:
+    @sgl.function
+    def shown(s: Any) -> None:
+        s += part()
+
+    with pytest.raises(InvalidField, match=why):
+        shown.run(backend=Echo())
 
 
 @pytest.mark.parametrize(

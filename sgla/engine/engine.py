@@ -15,7 +15,7 @@ from sgla.engine.inputs import Messages, Prompt, conversation_fields, is_convers
 from sgla.engine.loop import Message
 from sgla.engine.outputs import Output
 from sgla.engine.params import SamplingParams
-from sgla.engine.pictures import chat_given, prompt_given
+from sgla.engine.pictures import Shown, chat_given, each, prompt_given
 from sgla.engine.progress import Bar
 from sgla.engine.vectors import VectorCalls
 from sgla.engine.weights import WeightCalls
@@ -58,6 +58,8 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         progress: bool | None = None,
         lora_path: Any = None,
         image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
         mm_processor_kwargs: Any = None,
     ) -> Any:
         """Complete one prompt (text or token ids) or a batch of them.
@@ -68,9 +70,10 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         ``progress``: whether a batch shows a bar; by default on a terminal and in a notebook.
         ``image_data``: pictures of the prompt, one or a list, in the order of the model's own token for each
         in the text; of a batch a list with those of each. A picture is PIL's image, a path, what is in a
-        file, base64, or a URL. ``mm_processor_kwargs``: how large they become, of a batch one or a list.
+        file, base64, or a URL; ``video_data`` and ``audio_data`` likewise. ``mm_processor_kwargs``: how large
+        pictures and videos become, of a batch one or a list.
         """
-        shown = image_data, mm_processor_kwargs
+        shown = Shown(image_data, video_data, audio_data, mm_processor_kwargs)
         return self._call(self._generate(prompts, sampling, priority, progress, lora_path, shown))
 
     def chat(
@@ -91,7 +94,9 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
 
         What ``sampling`` does not set is the model's own default; an output may go on to the context's end.
         Contents may be lists of parts, of which some are pictures: of the types ``image_url``,
-        ``input_image`` and ``image``, whose values may be what ``generate`` takes, and vLLM's ``image_pil``.
+        ``input_image`` and ``image``, whose values may be what ``generate`` takes, and vLLM's ``image_pil``;
+        or videos (``video_url``, ``input_video``, ``video``) and sounds (``audio_url``, ``input_audio``,
+        ``audio``).
         """
         chat = Chat(
             tools, add_generation_prompt, continue_final_message, template_kwargs, mm_processor_kwargs
@@ -106,9 +111,11 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         messages: Messages | None = None,
         lora_path: str | None = None,
         image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
     ) -> Iterator[Event]:
         """Yield events as they come. Leaving the loop early cancels the request."""
-        given = self._call(self._input(prompt, messages, image_data))
+        given = self._call(self._input(prompt, messages, Shown(image_data, video_data, audio_data)))
         job = self._job(sampling, **given, **self._adapter(lora_path), stream=True)
         inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._begin(job, inbox.put)
@@ -128,10 +135,13 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         progress: bool | None = None,
         lora_path: Any = None,
         image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
         mm_processor_kwargs: Any = None,
     ) -> Any:
         """``generate`` for asyncio code."""
-        return await self._acall(self._generate(prompts, sampling, priority, progress, lora_path, image_data))
+        shown = Shown(image_data, video_data, audio_data, mm_processor_kwargs)
+        return await self._acall(self._generate(prompts, sampling, priority, progress, lora_path, shown))
 
     async def achat(
         self,
@@ -160,9 +170,11 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         messages: Messages | None = None,
         lora_path: str | None = None,
         image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
     ) -> AsyncIterator[Event]:
         """``stream`` for asyncio code."""
-        given = await self._acall(self._input(prompt, messages, image_data))
+        given = await self._acall(self._input(prompt, messages, Shown(image_data, video_data, audio_data)))
         job = self._job(sampling, **given, **self._adapter(lora_path), stream=True)
         inbox: asyncio.Queue[Message] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -260,14 +272,13 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         priority: Any,
         progress: bool | None,
         lora_path: Any,
-        images: tuple[Any, Any],
+        shown: Shown,
     ) -> Any:
         single = is_one(prompts)
         batch = [prompts] if single else list(prompts)
         ranks, names = each(priority, len(batch), "priorities"), each(lora_path, len(batch), "adapters")
-        shown = [images[0]] if single else each(images[0], len(batch), "lists of pictures")
-        sizes = each(images[1], len(batch), "mm_processor_kwargs")
-        given = await self._inputs(list(map(prompt_given, batch, shown, sizes)))
+        own = [shown] if single else shown.each(len(batch))
+        given = await self._inputs(list(map(prompt_given, batch, own)))
         inputs = [
             fields | {"priority": rank} | self._adapter(name)
             for fields, rank, name in zip(given, ranks, names)
@@ -281,7 +292,7 @@ class Engine(VectorCalls, BeamCalls, WeightCalls):
         single = is_conversation(messages)
         batch = [messages] if single else list(messages)
         names = each(lora_path, len(batch), "adapters")
-        given = await self._inputs([chat_given(one, None, chat.sizes) for one in batch])
+        given = await self._inputs([chat_given(one, Shown(sizes=chat.sizes)) for one in batch])
         inputs = [chat.fields | fields | self._adapter(name) for fields, name in zip(given, names)]
         results = await self._batch(inputs, sampling, progress)
         return results[0] if single else results
@@ -321,14 +332,6 @@ def until_finished(job: Job, get: Callable[[], Message]) -> Iterator[Event]:
         event = checked(get())
         left -= event.finish is not None
         yield event
-
-
-def each(values: Any, count: int, name: str) -> list[Any]:
-    """One of ``values`` for each of ``count`` inputs. Raises ValueError."""
-    found = list(values) if isinstance(values, (list, tuple)) else [values] * count
-    if len(found) != count:
-        raise ValueError(f"{count} inputs but {len(found)} {name}")
-    return found
 
 
 def unwrap(choices: list[Output]) -> Any:

@@ -21,7 +21,7 @@ from sgla.defaults import Defaults
 from sgla.engine.inputs import Messages, Prompt
 from sgla.engine.outputs import Collector, Output
 from sgla.engine.params import SamplingParams, is_constrained, resolved
-from sgla.engine.pictures import Given, Loader, chat_given, prompt_given
+from sgla.engine.pictures import NOTHING, Given, Loader, Shown, chat_given, prompt_given
 from sgla.engine.progress import Bar, LoadBar, shown
 from sgla.errors import ConfigError, SglaError
 from sgla.messages import Event, Job, Pooling, Progress, Rejected
@@ -151,22 +151,22 @@ class EngineLoop:
         return {"adapter": number, "namespace": adapters.namespace("", number)}
 
     async def _input(
-        self, prompt: Prompt | None, messages: Messages | None, image_data: Any = None
+        self, prompt: Prompt | None, messages: Messages | None, shown: Shown = NOTHING
     ) -> dict[str, Any]:
         """Fields of a job. On the engine's loop."""
         if (prompt is None) == (messages is None):
             raise TypeError("give either a prompt or messages")
-        given = prompt_given(prompt, image_data) if messages is None else chat_given(messages, image_data)
+        given = prompt_given(prompt, shown) if messages is None else chat_given(messages, shown)
         return (await self._inputs([given]))[0]
 
     async def _inputs(self, given: Sequence[Given]) -> list[dict[str, Any]]:
-        """Fields of jobs, with their pictures. On the engine's loop."""
-        if not any(one.images for one in given):
+        """Fields of jobs, with their media. On the engine's loop."""
+        if not any(one.media for one in given):
             return [one.fields for one in given]
         ingress = self._ready().ingress
         loader = Loader(self.config, ingress.facts, ingress.media)
-        shown = await asyncio.gather(*(loader.load(one.images, one.param) for one in given))
-        return [one.fields | {"pictures": pictures} for one, pictures in zip(given, shown)]
+        loaded = await asyncio.gather(*map(loader.load, given))
+        return [one.fields | {"pictures": media} for one, media in zip(given, loaded)]
 
     def _begin(self, job: Job, push: Callable[[Message], None]) -> None:
         """Have ``job`` opened on the engine's loop, where ``push`` hears what comes of it. Not as a task: a

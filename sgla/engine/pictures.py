@@ -1,94 +1,131 @@
-"""Pictures that callers of ``Engine`` and ``LLM`` give: PIL's images, files, what is in them, base64 and
-URLs."""
+"""Pictures, videos and sounds that callers of ``Engine`` and ``LLM`` give: files, what is in them, base64 and
+URLs, and PIL's images."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sgla.config import Config
-from sgla.engine.inputs import Messages, conversation_fields, kind, prompt_fields
+from sgla.engine.inputs import Messages, conversation_fields, prompt_fields
+from sgla.engine.inputs import kind as told
 from sgla.errors import BadRequest, InvalidField, UnsupportedField
-from sgla.media.picture import Limits, Picture
+from sgla.media.picture import Picture
 from sgla.media.pool import Pool
+from sgla.media.readers import NEEDS, READERS, Medium, limits_of, most_of
 from sgla.media.source import form_of, path_of
 from sgla.messages import Facts
 
-DECODE = "sgla.media.decode:picture"
-MOST = 64  # pictures of a prompt, where the settings do not say
 AT_ONCE = 8
-# Types of parts of a message -> where the picture is.
+# Types of parts of a message -> what it is, and where that is.
 PARTS = {
-    "image_url": ("image_url",),
-    "input_image": ("image_url",),
-    "image": ("image", "url", "image_url"),
-    "image_pil": ("image_pil",),
+    "image_url": ("image", ("image_url",)),
+    "input_image": ("image", ("image_url",)),
+    "image": ("image", ("image", "url", "image_url")),
+    "image_pil": ("image", ("image_pil",)),
+    "video_url": ("video", ("video_url",)),
+    "input_video": ("video", ("video_url",)),
+    "video": ("video", ("video", "url", "video_url")),
+    "audio_url": ("audio", ("audio_url",)),
+    "input_audio": ("audio", ("input_audio",)),
+    "audio": ("audio", ("audio", "url", "audio_url")),
 }
+THINGS = {"image": "picture", "video": "video", "audio": "sound"}
+
+
+class Shown(NamedTuple):
+    """What a prompt shows, of each kind None, one or several; ``sizes``: see ``model/vision/sizes.py``."""
+
+    image: Any = None
+    video: Any = None
+    audio: Any = None
+    sizes: dict[str, Any] | None = None
+
+    def each(self, count: int) -> list[Shown]:
+        """Of each of ``count`` prompts, whose media come as lists. Raises ValueError."""
+        kinds = zip(self, ("lists of pictures", "lists of videos", "lists of sounds", "mm_processor_kwargs"))
+        return [Shown(*own) for own in zip(*(each(values, count, name) for values, name in kinds))]
+
+
+NOTHING = Shown()
 
 
 class Given(NamedTuple):
-    """Fields of a job without its pictures; ``images``: these, as the caller has them; ``param``: where they
-    were given."""
+    """Fields of a job without its media; ``media``: these, by kind and as the caller has them; ``param``:
+    where they were given, if not in a field for each kind."""
 
     fields: dict[str, Any]
-    images: list[Any]
-    param: str
+    media: list[tuple[str, Any]]
+    param: str = ""
 
 
-def prompt_given(prompt: Any, image_data: Any = None, sizes: dict[str, Any] | None = None) -> Given:
-    """``sizes``: see ``model/vision/sizes.py``. Raises InvalidField."""
-    fields = prompt_fields(prompt) | {"media_kwargs": sizes or {}}
-    return Given(fields, images_of(image_data), "image_data")
+def each(values: Any, count: int, name: str) -> list[Any]:
+    """One of ``values`` for each of ``count`` inputs. Raises ValueError."""
+    found = list(values) if isinstance(values, (list, tuple)) else [values] * count
+    if len(found) != count:
+        raise ValueError(f"{count} inputs but {len(found)} {name}")
+    return found
 
 
-def chat_given(messages: Messages, image_data: Any = None, sizes: dict[str, Any] | None = None) -> Given:
+def prompt_given(prompt: Any, shown: Shown = NOTHING) -> Given:
+    """Raises InvalidField."""
+    media = [(kind, one) for kind in THINGS for one in several(getattr(shown, kind))]
+    return Given(prompt_fields(prompt) | {"media_kwargs": shown.sizes or {}}, media)
+
+
+def chat_given(messages: Messages, shown: Shown = NOTHING) -> Given:
     """As ``prompt_given``."""
-    if image_data is not None:
-        raise InvalidField("the pictures of a chat are parts of its messages", param="image_data")
-    made, images = taken(conversation_fields(messages)["messages"])
-    return Given({"messages": made, "media_kwargs": sizes or {}}, images, "messages")
+    for kind in THINGS:
+        if getattr(shown, kind) is not None:
+            param = f"{kind}_data"
+            raise InvalidField(f"the {THINGS[kind]}s of a chat are parts of its messages", param=param)
+    made, media = taken(conversation_fields(messages)["messages"])
+    return Given({"messages": made, "media_kwargs": shown.sizes or {}}, media, "messages")
 
 
-def images_of(given: Any) -> list[Any]:
-    """Of one prompt: None, one picture, or several."""
+def several(given: Any) -> list[Any]:
+    """Of one prompt: None, one, or several."""
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def taken(messages: Messages) -> tuple[Messages, list[Any]]:
-    """The messages with ``{"type": "image"}`` where they had pictures, and these, in order."""
-    found: list[Any] = []
+def taken(messages: Messages) -> tuple[Messages, list[tuple[str, Any]]]:
+    """The messages with ``{"type": "image"}`` and the like where they had media, and these, in order."""
+    found: list[tuple[str, Any]] = []
     made = []
     for i, message in enumerate(messages):
         content = message.get("content")
-        if isinstance(content, list) and any(map(is_picture, content)):
+        if isinstance(content, list) and any(map(is_medium, content)):
             if message["role"] == "assistant":
-                raise InvalidField(f"messages[{i}]: an assistant sends no pictures", param="messages")
-            found += [source_of(part) for part in content if is_picture(part)]
-            parts = [{"type": "image"} if is_picture(part) else part for part in content]
+                raise InvalidField(
+                    f"messages[{i}]: an assistant sends no pictures, sounds or videos", param="messages"
+                )
+            found += [source_of(part) for part in content if is_medium(part)]
+            parts = [{"type": PARTS[part["type"]][0]} if is_medium(part) else part for part in content]
             message = {**message, "content": parts}
         made.append(message)
     return made, found
 
 
-def is_picture(part: Any) -> bool:
+def is_medium(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in PARTS
 
 
-def source_of(part: Mapping[str, Any]) -> Any:
-    """Raises InvalidField."""
-    value: Any = next((part[name] for name in PARTS[part["type"]] if part.get(name) is not None), None)
+def source_of(part: Mapping[str, Any]) -> tuple[str, Any]:
+    """Kind and value. Raises InvalidField."""
+    kind, names = PARTS[part["type"]]
+    value: Any = next((part[name] for name in names if part.get(name) is not None), None)
     if isinstance(value, Mapping):
-        value = value.get("url")
+        value = value.get("url") or value.get("data")
     if value is None:
-        raise InvalidField(f"a part of type {part['type']!r} has no picture", param="messages")
-    return value
+        raise InvalidField(f"a part of type {part['type']!r} has no {THINGS[kind]}", param="messages")
+    return kind, value
 
 
 class Loader:
@@ -96,65 +133,72 @@ class Loader:
 
     def __init__(self, config: Config, facts: Facts | None, pool: Pool) -> None:
         self._pool, self._facts = pool, facts
-        self._most = config.limit_mm_per_prompt.get("image", MOST)
-        self._limits = Limits(config.max_media_bytes, config.max_image_pixels)
+        self._most, self._limits, self._bytes = most_of(config), limits_of(config), config.max_media_bytes
         self._timeout = config.media_timeout
         self._room = asyncio.Semaphore(AT_ONCE)
 
-    async def load(self, images: Sequence[Any], param: str) -> list[Picture]:
-        """Of one prompt. Raises BadRequests that name ``param``."""
-        if not images:
-            return []
-        if self._facts is None or "image" not in self._facts.media:
-            raise UnsupportedField(f"{param}: this model takes no images; leave it out", param=param)
-        if find_spec("PIL") is None:
-            message = f"{param}: pictures need Pillow (pip install 'sgla[mm]')"
+    async def load(self, given: Given) -> list[Medium]:
+        """Of one prompt. Raises BadRequests that name where each was given."""
+        for kind in dict.fromkeys(kind for kind, _ in given.media):
+            count = sum(one == kind for one, _ in given.media)
+            self._check(kind, count, given.param or f"{kind}_data")
+        return await asyncio.gather(*(self._placed(kind, value, given) for kind, value in given.media))
+
+    def _check(self, kind: str, count: int, param: str) -> None:
+        module, library, taken, things = NEEDS[kind]
+        if self._facts is None or kind not in self._facts.media:
+            raise UnsupportedField(f"{param}: this model takes no {taken}; leave it out", param=param)
+        if find_spec(module) is None:
+            message = f"{param}: {things} need {library} (pip install 'sgla[mm]')"
             raise UnsupportedField(message, param=param)
-        if len(images) > self._most:
+        if count > (most := self._most[kind]):
             raise InvalidField(
-                f"{param}: a prompt has {len(images)} pictures; {self._most} (limit_mm_per_prompt) may be",
-                param=param,
+                f"{param}: a prompt has {count} {things}; {most} (limit_mm_per_prompt) may be", param=param
             )
+
+    async def _placed(self, kind: str, value: Any, given: Given) -> Medium:
+        param = given.param or f"{kind}_data"
         try:
-            return await asyncio.gather(*map(self._one, images))
+            return await self._one(kind, value)
         except BadRequest as error:
             raise type(error)(f"{param}: {error.message}", param=param) from error
 
-    async def _one(self, image: Any) -> Picture:
+    async def _one(self, kind: str, value: Any) -> Medium:
         async with self._room:
-            if hasattr(image, "convert") and hasattr(image, "tobytes"):
-                return await asyncio.to_thread(picture_of, image)
-            data, form = await self._file(image)
-            return await self._pool.run(DECODE, data, form, self._limits, result=Picture)
+            if kind == "image" and hasattr(value, "convert") and hasattr(value, "tobytes"):
+                return await asyncio.to_thread(picture_of, value)
+            data, form = await self._file(kind, value)
+            function, made = READERS[kind]
+            return await self._pool.run(function, data, form, self._limits[kind], result=made)
 
-    async def _file(self, image: Any) -> tuple[bytes, str]:
+    async def _file(self, kind: str, value: Any) -> tuple[bytes, str]:
         """And what the bytes are: a file, or a text of some form."""
-        if isinstance(image, (bytes, bytearray, memoryview)):
-            return bytes(image), "file"
-        if isinstance(image, str):
-            form = form_of(image)
+        thing = THINGS[kind]
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return bytes(value), "file"
+        if isinstance(value, str):
+            form = form_of(value)
             if form == "url":
-                return await asyncio.to_thread(self._fetched, image), "file"
+                return await asyncio.to_thread(self._fetched, thing, value), "file"
             if form != "path":
-                return image.encode("utf-8", "surrogatepass"), form
-            image = os.fsdecode(path_of(image))
-        elif not isinstance(image, Path):
-            raise InvalidField(
-                f"a picture is an image of PIL's, a path, a URL, base64 or bytes, got {kind(image)}"
-            )
+                return value.encode("utf-8", "surrogatepass"), form
+            value = os.fsdecode(path_of(value))
+        elif not isinstance(value, Path):
+            what = "an image of PIL's, a path" if kind == "image" else "a path"
+            raise InvalidField(f"a {thing} is {what}, a URL, base64 or bytes, got {told(value)}")
         try:
-            return await asyncio.to_thread(Path(image).read_bytes), "file"
+            return await asyncio.to_thread(Path(value).read_bytes), "file"
         except OSError as error:
-            raise InvalidField(f"the picture cannot be read: {error}") from error
+            raise InvalidField(f"the {thing} cannot be read: {error}") from error
 
-    def _fetched(self, url: str) -> bytes:
+    def _fetched(self, thing: str, url: str) -> bytes:
         if not url.startswith(("http://", "https://")):
-            raise InvalidField("a picture's URL begins with http://, https://, file: or data:")
+            raise InvalidField(f"a {thing}'s URL begins with http://, https://, file: or data:")
         try:
             with urllib.request.urlopen(url, timeout=self._timeout) as answer:
-                data: bytes = answer.read(self._limits.bytes + 1)
+                data: bytes = answer.read(self._bytes + 1)
         except (OSError, ValueError) as error:
-            raise InvalidField(f"the picture cannot be fetched: {error}") from error
+            raise InvalidField(f"the {thing} cannot be fetched: {error}") from error
         return data
 
 

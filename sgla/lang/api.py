@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.lang.backends.local import EngineBackend
 from sgla.lang.choices import ChoicesMethod, token_length_normalized
 from sgla.lang.default import backend_of
-from sgla.lang.parts import Begin, End, Gen, Part, Select, Several, as_part
+from sgla.lang.media import address
+from sgla.lang.parts import Begin, End, Gen, Medium, Part, Select, Several, as_part
 from sgla.lang.program import Function
 from sgla.lang.sampling import Sampling, schema_text, typed
 
@@ -71,16 +72,17 @@ def select(
     return Select(name, tuple(choices), choices_method or token_length_normalized)
 
 
-def image(*_: Any) -> NoReturn:
-    """Raises UnsupportedField: pictures are not served yet."""
-    raise UnsupportedField(
-        "image() is not supported: this version serves text alone; pictures are to come as an extra"
-    )
+def image(source: Any) -> Part:
+    """A picture of a message: a path, a URL, what is in a file, or an image of PIL's. Raises InvalidField."""
+    return Medium("image", address(source, "image"))
 
 
-def video(*_: Any) -> NoReturn:
-    """Raises UnsupportedField: videos are not served."""
-    raise UnsupportedField("video() is not supported: this version serves text alone")
+def video(source: Any, num_frames: int | None = None) -> Part:
+    """A video of a message, of which ``num_frames`` are seen: a path, a URL, or what is in a file. Raises
+    InvalidField."""
+    if num_frames is not None and (type(num_frames) is not int or num_frames < 1):
+        raise InvalidField("video() sees a whole number of frames, one or more", param="num_frames")
+    return Medium("video", address(source, "video"), num_frames)
 
 
 def role(name: str, part: Any) -> Part:

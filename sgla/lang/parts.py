@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from sgla.errors import InvalidField
 from sgla.lang.choices import ChoicesMethod
@@ -33,6 +33,22 @@ class Several(Part):
 @dataclass(frozen=True)
 class Text(Part):
     text: str
+
+
+@dataclass(frozen=True)
+class Medium(Part):
+    """A picture or a video (``kind``), as an address: a URL, or a data URL with what is in a file.
+    ``frames``: of a video, how many are seen; None: as the model's files say."""
+
+    kind: Literal["image", "video"]
+    url: str
+    frames: int | None = None
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Of a message, as OpenAI's API has it."""
+        name = f"{self.kind}_url"
+        return {"type": name, name: {"url": self.url}}
 
 
 @dataclass(frozen=True)

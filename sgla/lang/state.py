@@ -13,7 +13,20 @@ from typing import Any, Self
 from sgla.errors import InvalidField, UnsupportedField
 from sgla.lang import choices
 from sgla.lang.backends.base import Backend, Conversation, Prompt
-from sgla.lang.parts import Begin, End, Gen, Part, ScopeBegin, ScopeEnd, Select, Several, Text, as_part, flat
+from sgla.lang.parts import (
+    Begin,
+    End,
+    Gen,
+    Medium,
+    Part,
+    ScopeBegin,
+    ScopeEnd,
+    Select,
+    Several,
+    Text,
+    as_part,
+    flat,
+)
 from sgla.lang.sampling import Sampling
 
 
@@ -25,7 +38,9 @@ class Written:
         self.pieces: list[tuple[str | None, str]] = []  # a variable and a text that is part of it
         self.messages: list[dict[str, Any]] = []
         self.role: str | None = None
-        self.content = ""
+        self.content = ""  # of the open message, behind its last picture
+        self.parts: list[dict[str, Any]] = []  # what is before that
+        self.frames: int | None = None  # of videos that are seen, where the program says it
         self.scopes: dict[str, int] = {}  # open ones, and where in the text they began
 
     @property
@@ -43,6 +58,19 @@ class Written:
         self.content += text if self.role is not None else ""
         self.pieces.append((name, text))
 
+    def show(self, medium: Medium) -> None:
+        """Raises InvalidField where no picture can stand, and for videos of several numbers of frames."""
+        if self.role is None or self.role == "assistant":
+            raise InvalidField(f"{medium.kind}() stands inside of user() or system()")
+        if medium.frames is not None:
+            if self.frames not in (None, medium.frames):
+                raise InvalidField("all videos of a program have the same num_frames", param="num_frames")
+            self.frames = medium.frames
+        text = [{"type": "text", "text": self.content}] if self.content else []
+        self.parts += [*text, medium.part]
+        self.content = ""
+        self.pieces.append((None, f"<{medium.kind}>"))
+
     def begin(self, role: str) -> None:
         if self.role is not None:
             raise InvalidField(f"{role}() begins before {self.role}() has ended")
@@ -54,8 +82,11 @@ class Written:
     def end(self, role: str) -> None:
         if self.role != role:
             raise InvalidField(f"{role}() ends, but has not begun")
-        self.messages.append({"role": role, "content": self.content})
-        self.role, self.content = None, ""
+        content: Any = self.content
+        if self.parts:
+            content = [*self.parts, {"type": "text", "text": content}] if content else self.parts
+        self.messages.append({"role": role, "content": content})
+        self.role, self.content, self.parts = None, "", []
         self.pieces.append((None, "\n"))
 
     def prompt(self) -> Prompt:
@@ -64,7 +95,7 @@ class Written:
             return self.text
         if self.role != "assistant":
             raise InvalidField("in a conversation gen() and select() stand inside of assistant()")
-        return Conversation(list(self.messages), True, self.content)
+        return Conversation(list(self.messages), True, self.content, self.frames)
 
     def copy(self) -> Written:
         return copy.deepcopy(self)
@@ -183,6 +214,8 @@ class State:
         match part:
             case Text(text):
                 self._add(text)
+            case Medium():
+                self._written.show(part)
             case Begin(role):
                 self._written.begin(role)
             case End(role):

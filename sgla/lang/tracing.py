@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from sgla.lang.backends.base import Conversation, Prompt
-from sgla.lang.parts import Argument, Begin, End, Part, Text, Unknown, flat
+from sgla.lang.parts import Argument, Begin, End, Medium, Part, Text, Unknown, flat
 from sgla.lang.sampling import Sampling
 from sgla.lang.state import State, Written
 
@@ -27,6 +27,8 @@ class Trace:
             match part:
                 case Text(text):
                     written.add(text)
+                case Medium():
+                    written.show(part)
                 case Begin(role):
                     written.begin(role)
                 case End(role):
@@ -34,7 +36,9 @@ class Trace:
                     ended = len(written.messages)
                 case _:
                     break
-        return Conversation(written.messages[:ended], False) if written.chat else written.text
+        if not written.chat:
+            return written.text
+        return Conversation(written.messages[:ended], False, frames=written.frames)
 
 
 class Tracer(State):

@@ -15,40 +15,17 @@ from sgla.http.media.fetch import Fetcher
 from sgla.http.media.parts import Source
 from sgla.http.ports import Ingress
 from sgla.http.turns import Desk
-from sgla.media.picture import Limits, Picture
 from sgla.media.pool import processes_of
-from sgla.media.sound import Hearable, Sound
+from sgla.media.readers import NEEDS, READERS, Medium, limits_of, most_of
 from sgla.media.source import MAX_PATH, form_of, path_of
-from sgla.media.video import Video, Watchable
-
-MOST = 64  # pictures of a prompt, sounds, and videos, where --limit-mm-per-prompt does not say
-# What reads them, and what they are called.
-NEEDS = {
-    "image": ("PIL", "Pillow", "images", "pictures"),
-    "audio": ("av", "PyAV", "sounds", "sounds"),
-    "video": ("av", "PyAV", "videos", "videos"),
-}
-Medium = Picture | Sound | Video
-# What looks at a file in a process of the pool, and what that gives.
-READERS: dict[str, tuple[str, type[Medium]]] = {
-    "image": ("sgla.media.decode:picture", Picture),
-    "audio": ("sgla.media.listen:sound", Sound),
-    "video": ("sgla.media.watch:video", Video),
-}
 
 
 class Media:
     """What requests bring beside text."""
 
     def __init__(self, settings: MediaSettings) -> None:
-        self.most = {kind: settings.limit_mm_per_prompt.get(kind, MOST) for kind in NEEDS}
-        size, folder = settings.max_media_bytes, settings.allowed_media_path or ""
-        pixels, seconds = settings.max_image_pixels, settings.max_video_seconds
-        self._limits = {
-            "image": Limits(size, pixels, folder),
-            "audio": Hearable(size, settings.max_audio_seconds, folder),
-            "video": Watchable(size, pixels, seconds, settings.max_video_frames, folder),
-        }
+        self.most = most_of(settings)
+        self._limits = limits_of(settings, settings.allowed_media_path or "")
         self._fetcher = Fetcher(settings)
         self._desk = Desk(processes_of(settings.media_processes))
 

@@ -15,11 +15,30 @@ from sgla.lang.sampling import Sampling
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that are complete; ``replying``: the assistant's turn has begun with the text ``reply``."""
+    """Messages that are complete; ``replying``: the assistant's turn has begun with the text ``reply``.
+    ``frames``: of videos in them that are seen; None: as the model's files say."""
 
     messages: list[dict[str, Any]]
     replying: bool = True
     reply: str = ""
+    frames: int | None = None
+
+    @property
+    def shows(self) -> bool:
+        """It has pictures or videos."""
+        return any(isinstance(message["content"], list) for message in self.messages)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """``mm_processor_kwargs``."""
+        return {} if self.frames is None else {"num_frames": self.frames}
+
+    def begun(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The messages, with what the assistant has begun, and what to ask of a chat template."""
+        if not self.reply:
+            return self.messages, {"add_generation_prompt": self.replying}
+        reply = {"role": "assistant", "content": self.reply}
+        return [*self.messages, reply], {"add_generation_prompt": False, "continue_final_message": True}
 
 
 Prompt = str | Conversation
@@ -69,6 +88,8 @@ class TokenBackend(Backend):
     def score(self, prompt: Prompt, choices: Sequence[str], alone: bool) -> list[Scored]:
         """A choice's tokens are those in which the prompt with it differs from the prompt: where its first
         letters join the prompt's last token, that one is among them."""
+        if isinstance(prompt, Conversation) and prompt.shows:
+            raise UnsupportedField("select() is not supported behind pictures and videos; use gen()")
         head, *wholes = self.encode(prompt, ["", *choices])
         starts = [behind(head, whole) for whole in wholes]
         tokens = [whole[start:] for whole, start in zip(wholes, starts)]

@@ -25,7 +25,12 @@ class EngineBackend(TokenBackend):
 
     def generate(self, prompt: Prompt, sampling: Sampling) -> list[Piece]:
         given = sampling.given()
-        outputs = self.engine.generate(self.encode(prompt)[0], self._params(given))
+        if isinstance(prompt, Conversation) and prompt.shows:
+            messages, how = prompt.begun()
+            sizes = prompt.sizes or None
+            outputs = self.engine.chat(messages, self._params(given), mm_processor_kwargs=sizes, **how)
+        else:
+            outputs = self.engine.generate(self.encode(prompt)[0], self._params(given))
         outputs = outputs if isinstance(outputs, list) else [outputs]
         return [
             (one.text, meta_of(one.usage, one.finish, one.matched) | self._logprobs(given, one))
@@ -34,7 +39,7 @@ class EngineBackend(TokenBackend):
 
     def stream(self, prompt: Prompt, sampling: Sampling) -> Iterator[Piece]:
         given = sampling.given()
-        if given.get("return_logprob"):
+        if given.get("return_logprob") or (isinstance(prompt, Conversation) and prompt.shows):
             yield from self.generate(prompt, sampling)
             return
         for event in self.engine.stream(self.encode(prompt)[0], self._params(given)):

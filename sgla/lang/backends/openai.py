@@ -20,7 +20,8 @@ COMPLETERS = {"gpt-3.5-turbo-instruct", "davinci-002", "babbage-002"}  # OpenAI'
 class OpenAI(Backend):
     """``is_chat_model``: whether programs with roles run on it, through ``/chat/completions``, or plain
     texts, through ``/completions``. What a program asks for beside OpenAI's fields is sent under vLLM's and
-    SGLang's names. ``base_url`` ends in ``/v1``; OPENAI_BASE_URL and OPENAI_API_KEY are read, too."""
+    SGLang's names. ``base_url`` ends in ``/v1``; OPENAI_BASE_URL and OPENAI_API_KEY are read, too.
+    ``ours``: a server of sgla, whose chats go on with an answer that has begun."""
 
     def __init__(
         self,
@@ -29,10 +30,13 @@ class OpenAI(Backend):
         *,
         base_url: str | None = None,
         api_key: str | None = None,
+        verify: str | bool | None = None,
+        ours: bool = False,
     ) -> None:
         url = base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI
-        self._client = Client(url, api_key or os.environ.get("OPENAI_API_KEY"))
+        self._client = Client(url, api_key or os.environ.get("OPENAI_API_KEY"), verify)
         self._model = model_name
+        self._ours = ours
         self._chat = model_name not in COMPLETERS if is_chat_model is None else is_chat_model
         # OpenAI's newest models refuse the name that all other servers know.
         self._limit = "max_completion_tokens" if self._chat and url == OPENAI else "max_tokens"
@@ -81,6 +85,12 @@ class OpenAI(Backend):
             return "/completions", body | {"prompt": prompt}
         if not self._chat:
             raise UnsupportedField(f"{self._model} is a completion model, whose programs have no roles")
+        if self._ours:
+            messages, how = prompt.begun()
+            sizes = {"mm_processor_kwargs": prompt.sizes} if prompt.sizes else {}
+            return "/chat/completions", body | how | sizes | {"messages": messages}
+        if prompt.frames is not None:
+            raise UnsupportedField("OpenAI's API takes no num_frames; leave it out", param="num_frames")
         if prompt.reply:
             raise UnsupportedField(
                 "chats of OpenAI's API begin each answer anew: gen() must be the first and only part of "

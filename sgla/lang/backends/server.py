@@ -8,6 +8,7 @@ from typing import Any
 from sgla.errors import UnsupportedField
 from sgla.lang.backends.base import Conversation, Piece, Prompt, TokenBackend
 from sgla.lang.backends.client import Client
+from sgla.lang.backends.openai import OpenAI
 from sgla.lang.sampling import USUAL, Sampling
 
 ASKED = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
@@ -30,13 +31,25 @@ class RuntimeEndpoint(TokenBackend):
                 param="chat_template_name",
             )
         self._client = Client(base_url, api_key, verify)
+        self._key, self._verify = api_key, verify
+
+    def _chats(self) -> OpenAI:
+        """For conversations with pictures, which have no text that stands for them."""
+        model = self._client.ask("/v1/models")["data"][0]["id"]
+        url, key = f"{self._client.url}/v1", self._key or "none"
+        return OpenAI(model, True, base_url=url, api_key=key, verify=self._verify, ours=True)
 
     def generate(self, prompt: Prompt, sampling: Sampling) -> list[Piece]:
+        if isinstance(prompt, Conversation) and prompt.shows:
+            return self._chats().generate(prompt, sampling)
         answer = self._client.ask("/generate", self._body(prompt, sampling))
         answers = answer if isinstance(answer, list) else [answer]
         return [(one["text"], one["meta_info"]) for one in answers]
 
     def stream(self, prompt: Prompt, sampling: Sampling) -> Iterator[Piece]:
+        if isinstance(prompt, Conversation) and prompt.shows:
+            yield from self._chats().stream(prompt, sampling)
+            return
         known = 0
         for event in self._client.events("/generate", self._body(prompt, sampling) | {"stream": True}):
             text = event["text"]
