@@ -392,9 +392,9 @@ def test_values_of_peers_are_understood_or_refused_by_name(
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
-        ("flashmla", "latent attention has kernels in Triton"),
-        ("cutlass_mla", "latent attention has kernels in Triton"),
-        ("trtllm_mla", "latent attention has kernels in Triton"),
+        ("flashmla", "latent attention has kernels of this server"),
+        ("cutlass_mla", "latent attention has kernels of this server"),
+        ("trtllm_mla", "latent attention has kernels of this server"),
         ("dual_chunk", "a context ends where dual chunk attention would begin"),
         ("aiter", "AMD GPUs are not supported yet"),
         ("wave", "AMD GPUs are not supported yet"),

@@ -273,7 +273,7 @@ FP16 = Word("bfloat16", "float16 is not computed in; bfloat16 keeps 8 of its 11 
 ONLY_E4M3 = "an 8-bit KV cache is e4m3: use fp8"
 NO_METHOD = "use another checkpoint, with --quantization int8 or int4, or fp8 on a GPU, if need be"
 KERNELS = "--attention-backend auto chooses for the model and the device; leave it out"
-LATENT = "latent attention has kernels in Triton, for every GPU: --attention-backend triton, or leave it out"
+LATENT = "latent attention has kernels of this server's own, chosen for the device; leave it out"
 DUAL = "a context ends where dual chunk attention would begin (1M models of Qwen2.5); leave it out"
 STATES = (
     "layers that keep states have kernels of their own, and others --attention-backend auto; leave it out"

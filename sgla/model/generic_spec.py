@@ -90,6 +90,11 @@ def settled(source: ModelSource, impl: str, trusted: bool, ranks: int = 1) -> Mo
     config = {key: value for key, value in source.config.items() if key != FACTS}
     source = replace(source, config=config)
     name = architecture_of(config)
+    if impl == "native" and not is_known(name):
+        raise ConfigError(
+            f"architecture {name[:99]!r} has no code here; --model-impl auto tries transformers' module",
+            param="model_impl",
+        )
     if impl == "native" or (impl == "auto" and is_known(name)):
         return source
     try:
@@ -100,7 +105,7 @@ def settled(source: ModelSource, impl: str, trusted: bool, ranks: int = 1) -> Mo
         try:
             check_architecture(name)
         except ConfigError as native:
-            raise ConfigError(f"{native}. Through transformers: {refused}", param="model") from None
+            raise ConfigError(f"through transformers: {refused}; here: {native}", param="model") from None
         raise
 
 

@@ -888,6 +888,42 @@ MIMO = decoder(
     v_head_dim=16,
 )
 RUN["MiMo-V2-Flash"] = Case(MIMO)
+MINIMAX = TINY | {
+    "attn_type_list": [0, 1, 0],
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "layernorm_full_attention_alpha": 1.5,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_alpha": 1.5,
+    "layernorm_linear_attention_beta": 0.5,
+    "layernorm_mlp_alpha": 1.2,
+    "layernorm_mlp_beta": 1.0,
+    "model_type": "minimax_m1",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "postnorm": True,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000000,
+    "rotary_dim": 16,
+    "router_jitter_noise": 0.0,
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+    "torch_dtype": "float32",
+}
+RUN["MiniMax-M1"] = Case(
+    MINIMAX | {"architectures": ["MiniMaxM1ForCausalLM"]},
+    twin={key: value for key, value in MINIMAX.items() if not key.startswith("layernorm")}
+    | {
+        "architectures": ["MiniMaxForCausalLM"],
+        "full_attn_alpha_factor": 1.5,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_attn_alpha_factor": 1.5,
+        "linear_attn_beta_factor": 0.5,
+        "mlp_alpha_factor": 1.2,
+        "model_type": "minimax",
+    },
+)
 RUN["LFM2-1.2B"] = Case(
     TINY
     | {

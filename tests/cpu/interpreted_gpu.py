@@ -233,6 +233,14 @@ CHUNKS = {key: value for key, value in DECODER.items() if key != "num_hidden_lay
     "moe_layers": [],
     "intermediate_size_mlp": 96,
 }
+LIGHTNING = DECODER | {
+    "architectures": ["MiniMaxForCausalLM"],
+    "model_type": "minimax",
+    "num_hidden_layers": 2,
+    "num_local_experts": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_attn_alpha_factor": 1.5,
+}
 PICKED = {key: value for key, value in DECODER.items() if key != "head_dim"} | {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
@@ -402,6 +410,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
     ),
     "convolutions": (CONVOLUTIONS, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "delta of channels": (DELTA_OF_CHANNELS, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
+    "lightning": (LIGHTNING, "", turns, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "last": (DECODER, "lasttoken", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "mean": (DECODER, "mean_tokens", inputs, {"step_tokens": 24}, {"attention_backend": "torch"}),
     "windows, decode": (

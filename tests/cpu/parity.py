@@ -270,6 +270,12 @@ LAYOUTS: dict[str, Layouts] = {
         heads=DELTA_HEADS,
         other={"rope_parameters": FAST | {"partial_rotary_factor": 0.5}, "linear_conv_kernel_dim": 3},
     ),
+    "minimax": Layouts(
+        {"num_local_experts": 5, "head_dim": 16, "block_size": 16}
+        | {"full_attn_alpha_factor": 1.5, "linear_attn_beta_factor": 0.7, "mlp_alpha_factor": 1.2},
+        other={"rope_parameters": FAST, "sliding_window": 9}
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    ),
     "kimi_linear": Layouts(
         LATENT
         | {"q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 3, "num_local_experts": 8}

@@ -214,12 +214,18 @@ def test_hints_name_the_same_model_only(name: str, hint: str | None) -> None:
     assert hint is None or f"Did you mean {hint}?" in caught.value.message
 
 
+MINIMAX_PARTS = "full_attention", "linear_attention", "mlp"
 READ_BY_ALL = {"rope_scaling", "original_max_position_embeddings", "dual_chunk_attention_config"}
 # Keys of the family whose values are not computed with.
 NOTHING = {
     "Qwen3MoeForCausalLM": {"max_window_layers"},
     "Glm4MoeLiteForCausalLM": {"num_nextn_predict_layers"},
     "MiniMaxM2ForCausalLM": {"attn_type_list"},
+    "MiniMaxForCausalLM": {  # of the code that comes with checkpoints
+        "attn_type_list",
+        "rotary_dim",
+        *(f"layernorm_{part}_{x}" for part in MINIMAX_PARTS for x in ("alpha", "beta")),
+    },
     "Gemma4ForCausalLM": {"per_layer_config"},
     "DeepseekV32ForCausalLM": {"num_nextn_predict_layers"},
     "GlmMoeDsaForCausalLM": {"num_nextn_predict_layers"},

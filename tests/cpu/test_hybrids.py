@@ -89,6 +89,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": 24, "linear_num_heads": 4, "linear_conv_kernel_dim": 3, "n_group": 2}
         | {"mlp_layer_types": ["dense", "dense", "sparse"], "norm_topk_prob": False},
     ),
+    "minimax": (
+        "minimax",
+        {"num_local_experts": 4, "head_dim": 8, "block_size": 16, "linear_attn_alpha_factor": 1.5}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
     "lfm2": ("lfm2", SHORT | {"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.2}),
     "lfm2, biases, tied": (
         "lfm2",
@@ -372,10 +377,10 @@ async def test_two_ranks_equal_one(source: ModelSource, alone: dict[str, list[in
     assert (await over_two_ranks(source, requests())).tokens() == alone
 
 
-@pytest.mark.parametrize("name", ["lfm2 moe", "kimi"])
+@pytest.mark.parametrize("name", ["lfm2 moe", "kimi", pytest.param("minimax", marks=pytest.mark.slow)])
 async def test_other_states_are_kept(name: str, tmp_path: Path) -> None:
-    """Units without memory, and beside latents: in a batch, in chunks, behind a prefix and over two ranks, as
-    alone."""
+    """Units without memory, beside latents, and without a convolution: in a batch, in chunks, behind a prefix
+    and over two ranks, as alone."""
     model_type, changes = FAMILIES[name]
     save_checkpoint(tmp_path, model_type, seed=1, **changes)
     source, wanted = open_source(tmp_path), requests()[1:3]

@@ -35,6 +35,7 @@ def test_a_gpu_answers_as_a_cpu(answers: dict[str, Any], case: str, kinds: set[s
         "a scan beside attention",
         "convolutions",
         "scans alone",
+        "lightning",
         "module with windows",
     ],
 )

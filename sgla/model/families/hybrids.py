@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sgla.model.families.keys import CAUSAL, HEAD_DIM, KV_HEADS, sizes
+from sgla.model.families.keys import CAUSAL, DECODER, HEAD_DIM, KV_HEADS, sizes
+from sgla.model.families.mixtures import MIXTRAL
 from sgla.model.family import Family, PredictorNames
 from sgla.model.gguf_words import BALANCED, SIGMOID, Gguf
 
@@ -68,6 +69,15 @@ _KIMI = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
+_MINIMAX = {
+    f"layernorm_{theirs}_{factor}": f"{ours}_{factor}_factor"
+    for theirs, ours in (
+        ("full_attention", "full_attn"),
+        ("linear_attention", "linear_attn"),
+        ("mlp", "mlp"),
+    )
+    for factor in ("alpha", "beta")
+}
 _PREDICTOR = PredictorNames(
     "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.layers.0", "mtp.norm", counted=False
 )
@@ -116,6 +126,34 @@ FAMILIES = {
         mixture="sgla.model.mixture_spec:qwen3_5",
         renamed=_SHARED,
         norm_offset=1.0,
+    ),
+    "MiniMaxForCausalLM": Family(
+        ("minimax", "minimax_m1", "minimax_text_01"),
+        DECODER
+        | sizes(32000, 4096, 14336, 32, 32, 131072, 8)
+        | {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "rotary_dim": None,
+            "sliding_window": None,
+            "layer_types": None,
+            "attn_type_list": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "router_jitter_noise": 0.0,  # in training
+            "block_size": 256,
+            **dict.fromkeys(_MINIMAX, None),
+            **dict.fromkeys(_MINIMAX.values(), 1),
+        },
+        CAUSAL | {"postnorm": True, "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid"},
+        {"num_experts": "num_local_experts"},
+        names=_MINIMAX,
+        model="sgla.model.minimax:MiniMax",
+        nulls=(*HEAD_DIM, *_MINIMAX, "rotary_dim", "attn_type_list"),
+        attention="sgla.model.minimax_spec:read",
+        mixture="sgla.model.mixture_spec:mixtral",
+        renamed=MIXTRAL,
+        also=("MiniMaxM1ForCausalLM", "MiniMaxText01ForCausalLM"),
     ),
     "KimiLinearForCausalLM": Family(
         ("kimi_linear",),

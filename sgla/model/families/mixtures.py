@@ -32,7 +32,7 @@ from sgla.model.gguf_words import (
 )
 from sgla.model.windows import early, every, everywhere, full_among_windows, late, listed, switched
 
-_MIXTRAL = (
+MIXTRAL = (
     (".block_sparse_moe.", ".mlp."),
     (".w1.", ".gate_proj."),
     (".w2.", ".down_proj."),
@@ -143,7 +143,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         nulls=HEAD_DIM,
         mixture="sgla.model.mixture_spec:mixtral",
-        renamed=_MIXTRAL,
+        renamed=MIXTRAL,
         gguf=(Gguf("llama", permuted=True, when={"expert_count": True}),),
     ),
     "DeepseekForCausalLM": Family(
@@ -192,7 +192,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         also=("PhiMoEForCausalLM",),
         mixture="sgla.model.mixture_spec:phi",
-        renamed=(*_MIXTRAL, (".mlp.router.", ".mlp.gate.")),
+        renamed=(*MIXTRAL, (".mlp.router.", ".mlp.gate.")),
         norm="layer",
         longrope=True,
         mscales=True,
@@ -457,7 +457,7 @@ FAMILIES = {
         model="sgla.model.llama:Llama",
         nulls=(*ROTATED, "rotary_dim", "attn_type_list"),
         mixture="sgla.model.mixture_spec:minimax",
-        renamed=(*_MIXTRAL, (".mlp.e_score", ".mlp.gate.e_score")),
+        renamed=(*MIXTRAL, (".mlp.e_score", ".mlp.gate.e_score")),
         qk_norm="width",
         gguf=(Gguf("minimax-m2", tensors=BALANCED, gating=(SIGMOID,)),),
     ),
