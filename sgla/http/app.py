@@ -11,7 +11,7 @@ from aiohttp import web
 
 from sgla import clock
 from sgla.config import Config
-from sgla.errors import NotFound, SglaError, Unauthorized
+from sgla.errors import NotFound, SglaError, Unauthorized, UnsupportedTask
 from sgla.http import admin, control, forms, invocations, ollama, openapi, page, weights
 from sgla.http.access import LINES, AccessLines, log_access, worth_telling
 from sgla.http.anthropic import messages as anthropic
@@ -376,8 +376,20 @@ def refusal(request: web.Request, route: str, error: SglaError) -> web.Response:
     return error_response(error)
 
 
+# Routes of OpenAI's API -> what they make, which no model here does.
+ELSEWHERE = {
+    "/v1/images/generations": "pictures",
+    "/v1/images/edits": "pictures",
+    "/v1/images/variations": "pictures",
+    "/v1/videos": "videos",
+    "/v1/audio/speech": "speech",
+}
+
+
 def find(method: str, route: str) -> Handler:
     methods = ROUTES.get(route)
+    if methods is None and (made := ELSEWHERE.get(route)):
+        raise UnsupportedTask(f"{route} makes {made}, and this server makes text and vectors alone")
     if methods is None:
         raise NotFound(f"there is no route {route[:200]}")
     handler = methods.get("GET" if method == "HEAD" else method)

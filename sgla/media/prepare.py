@@ -75,6 +75,23 @@ def prepare_sound(
     return written(heard_of(sound, processor, settings), "sound", file, most)
 
 
+def prepare_windows(
+    sound: Sound, processor: str, settings: str, file: str, most: int
+) -> list[tuple[str, str, list[int], int, list[int]]]:
+    """As ``prepare``, of a sound that is heard in several windows at once."""
+    return written({"input_features": windows_of(sound, processor, settings)}, "sound", file, most)
+
+
+def windows_of(sound: Sound, processor: str, settings: str) -> Any:
+    """float32[windows, mels, frames]; silence fills the last one."""
+    extractor = processor_of(processor, settings)
+    samples, size = np.frombuffer(sound.samples, np.float32), extractor.n_samples
+    how = {"padding": True, "truncation": False, "pad_to_multiple_of": size, "return_tensors": "np"}
+    (made,) = extractor(samples, sampling_rate=RATE, **how)["input_features"]
+    parts = made.reshape(len(made), -1, size // extractor.hop_length)
+    return np.ascontiguousarray(parts.transpose(1, 0, 2))
+
+
 def prepare_video(
     video: Video, processor: str, settings: str, asked: dict[str, Any], file: str, most: int
 ) -> list[tuple[str, str, list[int], int, list[int]]]:

@@ -14,14 +14,14 @@ from tiny import submit
 from vision_models import TEXT
 
 from sgla.hub.source import ModelSource, open_source
-from sgla.media.prepare import heard_of, prepare_sound
+from sgla.media.prepare import heard_of, prepare_sound, prepare_windows, windows_of
 from sgla.media.sound import RATE, Sound
 from sgla.messages import Array, Prepared, Submit
 from sgla.model.hearing import HEARINGS
 from sgla.model.vision.served import settings_of
 from sgla.text.pictures import Speller
 
-WORDS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+WORDS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "[AUDIO]", "[BEGIN_AUDIO]")
 FIRST = 290  # the token of the first of them
 
 
@@ -65,7 +65,8 @@ class Heard(NamedTuple):
 
     def prepared(self, heard: Sound) -> Prepared:
         file, processor = self.folder / f"{heard.digest.hex()}.bin", self.speller.vision.processors[0]
-        made = prepare_sound(heard, processor, self.settings, str(file), 1 << 26)
+        prepare = prepare_windows if self.speller.vision.in_windows else prepare_sound
+        made = prepare(heard, processor, self.settings, str(file), 1 << 26)
         return Prepared(heard.digest, str(file), [Array(*fields) for fields in made], "audio")
 
     def submit(self, rid: str, text: str, heard: Sequence[Sound], max_new: int = 32) -> Submit:
@@ -77,9 +78,12 @@ class Heard(NamedTuple):
     def generated(self, request: Submit, heard: Sequence[Sound]) -> list[int]:
         """What transformers' module makes of it."""
         processor = self.speller.vision.processors[0]
-        made = [heard_of(one, processor, self.settings) for one in heard]
         given: dict[str, Any] = {}
-        if made:
+        if self.speller.vision.in_windows and heard:
+            windows = [windows_of(one, processor, self.settings) for one in heard]
+            given["input_features"] = torch.from_numpy(np.concatenate(windows))
+        elif heard:
+            made = [heard_of(one, processor, self.settings) for one in heard]
             for name, as_module in (
                 ("input_features", "input_features"),
                 ("attention_mask", "feature_attention_mask"),
@@ -135,6 +139,22 @@ def qwen2_audio(folder: Path) -> Heard:
         audio_token_index=token("<|AUDIO|>"),
     )
     return save_model(folder, "Qwen2AudioForConditionalGeneration", config, EXTRACTOR)
+
+
+def voxtral(folder: Path) -> Heard:
+    from transformers import VoxtralConfig
+
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_mel_bins": 16,
+        "max_source_positions": 100,
+    }
+    text = {"model_type": "llama", **TEXT, "head_dim": 8, "rope_theta": 1e4}
+    config = VoxtralConfig(audio_config=tower, text_config=text, audio_token_id=token("[AUDIO]"))
+    return save_model(folder, "VoxtralForConditionalGeneration", config, EXTRACTOR)
 
 
 SPECIALS = (

@@ -262,6 +262,15 @@ async def test_models_by_name(site: Site) -> None:
     assert caught.value.response.headers["x-should-retry"] == "false"
 
 
+async def test_what_is_made_elsewhere_is_refused_by_name(site: Site) -> None:
+    with pytest.raises(openai.BadRequestError, match="/v1/images/generations makes pictures") as caught:
+        await site.client.images.generate(prompt="a cat", model="fake")
+    assert caught.value.code == "unsupported_task"
+    for path in ("/v1/audio/speech", "/v1/videos", "/v1/images/edits"):
+        status, reply = await site.post(path, {})
+        assert (status, check_error(reply)["code"]) == (400, "unsupported_task")
+
+
 async def test_routes_and_methods(site: Site) -> None:
     status, reply = await site.get("/v1/nothing")
     assert (status, check_error(reply)["code"]) == (404, "not_found")

@@ -8,6 +8,7 @@ from sgla.model.families.dense import FAMILIES as DENSE
 from sgla.model.family import Family
 
 _TOWER = {"tie_word_embeddings": False, "text_config": None, "audio_config": None}
+_VOXTRAL = {"audio_token_id": None, "projector_hidden_act": "gelu", "hidden_size": 3072}
 # The encoder's, which transformers' module reads, and keys of training and of timestamps of words.
 _ENCODER = {
     "num_mel_bins": 80,
@@ -36,6 +37,12 @@ HEARD = {
         DENSE["Qwen2ForCausalLM"],
         fixed={**DENSE["Qwen2ForCausalLM"].fixed, "use_mrope": False},
         outer=Family(("qwen2_audio",), _TOWER | {"audio_token_index": 151646, "ignore_index": -100}),
+        pooled=False,
+        gguf=(),
+    ),
+    "VoxtralForConditionalGeneration": replace(
+        DENSE["LlamaForCausalLM"],
+        outer=Family(("voxtral",), _TOWER | _VOXTRAL),
         pooled=False,
         gguf=(),
     ),

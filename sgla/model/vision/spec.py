@@ -62,7 +62,7 @@ class Vision:
     ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how
     many frequencies go by each axis, and whether they take turns. ``film``: how videos are taken, if they
     are. ``crossed``: layers attend to the features, which stand in place of no tokens, and the model does
-    nothing else."""
+    nothing else. ``in_windows``: a sound may be longer than what the encoder hears at a time."""
 
     processors: tuple[str, ...]
     token: tuple[str, int]
@@ -83,6 +83,7 @@ class Vision:
     kind: str = "image"
     film: Film | None = None
     crossed: bool = False
+    in_windows: bool = False
 
     @property
     def things(self) -> str:
