@@ -144,7 +144,7 @@ class Ingress(Resting):
         flush: Callable[[bool], bool],
         trouble: Callable[[], str],
         pause: Callable[[bool], None],
-        renew: Callable[[], bool] = lambda: False,
+        renew: Callable[[str], bool] = lambda weights: True,
     ) -> None:
         """The supervisor plugs in the running engine; from here on requests are accepted."""
         self._tokenize, self.facts, self._stats = tokenize, facts, stats

@@ -18,7 +18,7 @@ from sgla.config import Config
 from sgla.errors import InvalidField, SglaError, UnsupportedField
 from sgla.hub.remote import files_of
 from sgla.loading.source import configured_source
-from sgla.messages import Control
+from sgla.messages import Control, Facts
 
 Room = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -26,6 +26,7 @@ RESTS = {"updating": "weights are being updated", "sleeping": "the server sleeps
 PARTS = "weights", "kv_cache"  # as SGLang and vLLM call them
 GROUP = "weight_update_group"  # of a trainer, where it has no name; SGLang's
 FLOATS = "bfloat16", "float16", "float32"  # types of tensors that a trainer may send
+NAME = 8  # random bytes of a name of weights, which tiers keep
 TRIES, TRY = 50, 0.02  # looks at a cache that is to be empty, and seconds between two
 
 
@@ -36,12 +37,14 @@ class Resting(ABC):
 
     config: Config
     phase: str
+    facts: Facts | None
     files: Mapping[str, Path]
     weight_version = "default"
     _open: Mapping[str, Any]
     _control: Callable[[Control], Awaitable[Any]] | None
     _flush: Callable[[bool], bool] | None
-    _renew: Callable[[], bool]
+    _renew: Callable[[str], bool]
+    _weights = ""  # a name of those that have come since the start
     paused: bool
 
     def __init__(self) -> None:
@@ -246,20 +249,27 @@ class Resting(ABC):
         if before != "sleeping" or "weights" in self.asleep:
             self.require_ready()
         self.phase = "updating"
+        name = os.urandom(NAME).hex()
         try:
-            if not await self._still():
+            if not await self._still(name):
                 return False
-            await change()
+            try:
+                await change()
+            except BaseException:
+                self._renew(self._weights)
+                raise
+            self._weights = name
             return True
         finally:
             self._leave_phase("updating", before)
 
-    async def _still(self) -> bool:
-        """Whether no step runs, and nobody who comes finds a prefix any more."""
-        if not self._open:
-            return await self._emptied()
-        for _ in range(TRIES if self.paused else 0):
-            if self._renew():
+    async def _still(self, weights: str) -> bool:
+        """Whether no step runs, and nobody who comes finds a prefix of others than these ``weights``. What
+        requests leave that go on with them is of both, and tiers would keep it."""
+        if self._open and (not self.paused or (self.facts is not None and self.facts.tiers)):
+            return False
+        for _ in range(TRIES):
+            if self._renew(weights):
                 return True
             await asyncio.sleep(TRY)
         return False

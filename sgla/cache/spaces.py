@@ -1,11 +1,11 @@
 """Namespaces of prefixes: whose texts share nothing with others', though they may be equal. Each is what a
-request may use (a client's salt), behind its adapter, if it has one, and behind how often weights have become
-others, if they have."""
+request may use (a client's salt), behind its adapter, if it has one, and behind the name of weights that have
+come since the start."""
 
 from __future__ import annotations
 
 ADAPTED = "\1"  # stands before and behind a hash of the adapter's weights
-RENEWED = "\2"  # and those of how many times
+RENEWED = "\2"  # and those of a name of weights
 
 
 def difference(ours: str, theirs: str) -> str:

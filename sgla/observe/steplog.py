@@ -98,6 +98,7 @@ class Flush(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class Renew(msgspec.Struct, array_like=True, tag=True, gc=False):
+    weights: str = ""
     raised: str = ""
 
 
@@ -202,8 +203,8 @@ class RecordedCore(Core):
     def flush_cache(self, tiers: bool = True) -> bool:
         return self._do(Flush(tiers), super().flush_cache, tiers)
 
-    def renew(self) -> bool:
-        return self._do(Renew(), super().renew)
+    def renew(self, weights: str) -> bool:
+        return self._do(Renew(weights), super().renew, weights)
 
     def rest(self) -> None:
         """Begin a chapter if it is time to."""
@@ -356,7 +357,7 @@ def play(core: Core, call: AnyCall, told: Replay) -> str | None:
         elif isinstance(call, Retire):
             told.outputs += sum(len(delta.tokens) for delta in core.retire(call.result, call.now))
         elif isinstance(call, Renew):
-            core.renew()
+            core.renew(call.weights)
         else:
             core.flush_cache(call.tiers)
     except Exception as error:  # it is compared: a crash is replayed too

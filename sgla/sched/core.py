@@ -340,13 +340,13 @@ class Core:
             self._memory.transfers.flush()
         return self._memory.cache.flush() and (tiers or self.idle)
 
-    def renew(self) -> bool:
+    def renew(self, weights: str) -> bool:
         """Forget the cached prefixes, those of open requests, too, which go on with what they have: weights
-        become others. False while a step or a copy is under way."""
+        of this name come, "" those of the start. False while a step or a copy is under way."""
         if self._queues.flights or self._memory.copying:
             return False
         self._memory.cache.flush()
-        self._queues.renew()
+        self._queues.renew(weights)
         return True
 
     def drain_finished(self) -> list[Finished]:

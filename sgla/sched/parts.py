@@ -101,11 +101,11 @@ class PartedCore:
         flushed = [core.flush_cache(tiers) for core in self.cores]
         return all(flushed)
 
-    def renew(self) -> bool:
+    def renew(self, weights: str) -> bool:
         """All or none of them."""
         if self._flights:
             return False
-        renewed = [core.renew() for core in self.cores]
+        renewed = [core.renew(weights) for core in self.cores]
         return all(renewed)
 
     def drain_finished(self) -> list[Finished]:

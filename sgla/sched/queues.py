@@ -47,7 +47,7 @@ class Queues:
         self.draining: list[Request] = []
         self.flights: deque[Step] = deque()
         self.steps = 0  # planned
-        self.weights = 0  # how often they have become others beside requests
+        self.weights = ""  # the name of those that have come since the start
         self.turns = Turns()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._seq = 0
@@ -85,15 +85,15 @@ class Queues:
             if len(self._deadlines) > 2 * len(self.open) + 64:
                 self._deadlines = sorted(entry for entry in self._deadlines if entry[2].finish is None)
 
-    def renew(self) -> None:
-        """Weights have become others: who begins from now on finds nothing that is of the old ones. Requests
-        that run go on with what they have."""
-        self.weights += 1
+    def renew(self, weights: str) -> None:
+        """Weights have become others: who begins from now on finds nothing that is of the old ones, in no
+        tier either. Requests that run go on with what they have."""
+        self.weights = weights
         for request in (*self.waiting, *self.held.values()):
             request.namespace = self.space(request.submit)
 
     def space(self, submit: Submit) -> str:
-        """No other request's begins like that of one with later weights."""
+        """No other request's begins like that of one with other weights."""
         if not self.weights and not submit.namespace.startswith(RENEWED):
             return submit.namespace
         return f"{RENEWED}{self.weights}{RENEWED}{submit.namespace}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from sgla.config import Config
@@ -40,12 +39,16 @@ class Identity:
 
     def __init__(self, config: Config, source: ModelSource, units: Units) -> None:
         layout = [*units.layout, units.parts, [memory.nbytes for memory in units.memory]]
-        self._now = partial(identity_of, config, source, layout, units.long)
-        self.text = self._now()
+        self._of = lambda source: identity_of(config, source, layout, units.long)
+        self.follow(source)
+
+    def follow(self, source: ModelSource) -> None:
+        """KV is of these weights from now on, which the scheduler keeps apart from that of others."""
+        self._source, self.text = source, self._of(source)
 
     @property
     def changed(self) -> bool:
-        return self._now() != self.text
+        return self._of(self._source) != self.text
 
 
 def asks_for_tiers(config: Config) -> bool:

@@ -126,8 +126,8 @@ class ChangingRunner(Runner):
 
     def _check_changes(self) -> None:
         """Raises UnsupportedField where weights cannot become others."""
-        if self.fixed or self.facts.tiers:
-            what = self.fixed or "tiers of prefixes, which are of the old ones"
+        if self.fixed or self.config.role != "both":
+            what = self.fixed or f"--role {self.config.role}, whose servers have the same weights"
             raise UnsupportedField(f"weights cannot be updated beside {what}", param="model_path")
 
     @cached_property
@@ -210,6 +210,8 @@ class ChangingRunner(Runner):
         try:
             self._take(new)
             self.source, self.brought = new, False
+            if self.identity is not None:
+                self.identity.follow(new)
         except Exception as error:  # whatever a file can bring about
             self._take(old, sound=False)
             why = error.message if isinstance(error, SglaError) else f"{type(error).__name__}: {error}"

@@ -134,7 +134,7 @@ def test_a_prompt_goes_where_it_is_cached() -> None:
     told = core.stats()
     assert (told.hit_tokens, told.finished, told.running) == (32, {"length": 3}, 0)
     assert len(core.drain_finished()) == 3
-    assert core.renew()
+    assert core.renew("2")
     assert core.flush_cache()
     assert core.stats().cached_tokens == 0
 

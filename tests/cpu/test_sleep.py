@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -364,12 +365,13 @@ def test_old_weights_stay_although_their_files_have_gone(tmp_path: Path) -> None
     assert answer(runner) == before
 
 
-def test_weights_beside_what_is_made_for_them_are_not_updated(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
-    for settings in ({"kv_disk": f"{tmp_path}:1M"}, {"enable_lora": True}):
-        with pytest.raises(UnsupportedField, match="cannot be updated"):
-            of(folders["one"], **settings).control(update(folders["two"]))
+def test_weights_beside_what_is_made_for_them_are_not_updated(folders: dict[str, Path]) -> None:
+    with pytest.raises(UnsupportedField, match="cannot be updated beside adapters"):
+        of(folders["one"], enable_lora=True).control(update(folders["two"]))
+    runner = of(folders["one"])
+    runner.config = msgspec.structs.replace(runner.config, role="prefill")
+    with pytest.raises(UnsupportedField, match="--role prefill, whose servers have the same weights"):
+        runner.control(update(folders["two"]))
 
 
 def test_weights_are_shown_as_they_are(folders: dict[str, Path]) -> None:

@@ -36,6 +36,7 @@ from torch.multiprocessing import reductions
 from sgla.actors.ingress import Ingress
 from sgla.actors.resting import in_memory
 from sgla.config import Config
+from sgla.engine.params import SamplingParams
 from sgla.errors import InvalidField, UnsupportedField, WeightError
 from sgla.executor import procs
 from sgla.loading.tensors import packed, received
@@ -187,9 +188,8 @@ def test_a_dead_sender_changes_nothing(folders: dict[str, Path]) -> None:
 
 
 def test_tensors_do_not_come_beside_what_is_made_of_others(folders: dict[str, Path], tmp_path: Path) -> None:
-    for settings in ({"kv_disk": f"{tmp_path}:1M"}, {"enable_lora": True}):
-        with pytest.raises(UnsupportedField, match="cannot be updated"):
-            bring(of(folders["one"], **settings), b"")
+    with pytest.raises(UnsupportedField, match="cannot be updated beside adapters"):
+        bring(of(folders["one"], enable_lora=True), b"")
 
 
 def through(data: bytes) -> dict[str, Tensor]:
@@ -252,14 +252,14 @@ def test_paused_requests_go_on_and_nobody_finds_old_prefixes(
     def step() -> None:
         plan = core.plan(0.0)
         if plan is not None:
-            assert core.renew() is False, "a step is under way"
+            assert core.renew("2") is False, "a step is under way"
             for delta in core.retire(runner.execute(plan), 0.0):
                 tokens[delta.rid] += delta.tokens
 
     for _ in range(4):
         step()
     assert 0 < len(tokens["paused"]) < 12
-    assert core.renew()
+    assert core.renew("2")
     bring(runner, save(tensors["two"]))
     core.offer(submit("new", TEXT, 5), 0.0)
     while not core.idle:
@@ -531,10 +531,7 @@ def test_ranks_take_weights_together(
     monkeypatch.setattr(procs, "ProcsExecutor", ForkedExecutor)
     two = {"tp": 2, "executor": "procs"}
     settings = {"load_format": "auto"} | settings
-    one, other = (shutil.copytree(folders[name], tmp_path / name) for name in ("one", "two"))
-    for folder in (one, other):
-        words = {f"<{i}>": i for i in range(VOCAB)}
-        Tokenizer(models.WordLevel(words, unk_token="<0>")).save(str(folder / "tokenizer.json"))
+    one, other = (with_words(folders[name], tmp_path / name) for name in ("one", "two"))
     with begin(other, **settings, **two) as engine:
         expected = tell(engine, TEXTS[:1])
     with begin(one, **settings, **two) as engine:
@@ -548,3 +545,48 @@ def test_ranks_take_weights_together(
         assert engine.update_weights_from_disk(str(one))
         engine.check_weights("compare")
         assert same_text(tell(engine, TEXTS[:1]), before)
+
+
+def test_tiers_keep_prefixes_of_other_weights_apart(
+    folders: dict[str, Path], tensors: dict[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """Nobody finds what is of others, also behind a restart; an update that fails changes nothing."""
+    one, other = (with_words(folders[name], tmp_path / name) for name in ("one", "two"))
+    settings: dict[str, Any] = {"load_format": "auto", "kv_disk": f"{tmp_path / 'disk'}:8M"}
+    settings |= {"kv_store": str(tmp_path / "store"), "kv_cache_bytes": 256 << 10, "context_length": 200}
+    with begin(other, load_format="auto") as engine:
+        expected = tell(engine, TEXTS)
+    with begin(one, **settings) as engine:
+        before = tell(engine, TEXTS)
+        assert cached(tell(engine, TEXTS)) > 300
+        with pytest.raises(InvalidField, match="misshapen"):
+            engine.update_weights_from_tensor([("model.norm.weight", torch.ones(3))])
+        assert cached(tell(engine, TEXTS)) > 300
+        assert engine.update_weights_from_tensor(tensors["two"].items())
+        found = tell(engine, TEXTS)
+        assert (same_text(found, expected), cached(found)) == (True, 0)
+        again = tell(engine, TEXTS)
+        assert same_text(again, expected)
+        assert cached(again) > 300, "tiers have what is of the new ones"
+        stream = engine.stream(TEXTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
+        next(stream)
+        engine.pause_generation()
+        assert not engine.update_weights_from_disk(str(one)), "what goes on would be of both"
+        engine.continue_generation()
+        list(stream)
+    with begin(one, **settings) as engine:
+        found = tell(engine, TEXTS)
+        assert same_text(found, before)
+        assert cached(found) > 300
+
+
+def cached(told: list[Any]) -> int:
+    return sum(usage.cached_tokens for _, usage, *_ in told)
+
+
+def with_words(folder: Path, place: Path) -> Path:
+    """A copy of a model, with a tokenizer."""
+    shutil.copytree(folder, place)
+    words = {f"<{i}>": i for i in range(VOCAB)}
+    Tokenizer(models.WordLevel(words, unk_token="<0>")).save(str(place / "tokenizer.json"))
+    return place

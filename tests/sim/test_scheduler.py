@@ -895,11 +895,11 @@ def test_after_a_renewal_nobody_finds_what_was_before() -> None:
     simulation.offer(make_submit("runs", PROMPT, max_new=30))
     for _ in range(5):
         simulation.step()
-    assert not simulation.core.renew(), "a step is in flight"
+    assert not simulation.core.renew("2"), "a step is in flight"
     while simulation.flights:  # and none is planned in a pause
         result = simulation.model.execute(simulation.flights.popleft())
         simulation.take(simulation.core.retire(result, simulation.now))
-    assert simulation.core.renew()
+    assert simulation.core.renew("2")
     before = simulation.core.stats().hit_tokens
     for rid in ("first", "again"):
         simulation.offer(make_submit(rid, PROMPT, max_new=2))

@@ -44,7 +44,7 @@ def play(random: Random, steps: int) -> Recorded:
         if random.random() < 0.02:
             simulation.core.flush_cache()
         if random.random() < 0.02:
-            simulation.core.renew()
+            simulation.core.renew("2")
         if random.random() < 0.2:
             simulation.end_a_hold(random)
         if random.random() < 0.2:
