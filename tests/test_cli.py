@@ -164,6 +164,17 @@ def tiny_model(folder: Path) -> str:
     return str(folder)
 
 
+def test_explain_says_what_windows_bring() -> None:
+    """Gemma 3 holds four times as many tokens as if all layers kept all, with 16 requests at a time."""
+    model = str(Path(__file__).parents[1] / "bench" / "models" / "gemma-3-27b")
+    flags = ("--kv-cache-bytes", "40G", "--max-running-requests", "16", "--device", "cpu")
+    code, out, _ = run("explain", model, "--load-format", "dummy", *flags)
+    assert code == 0
+    found = re.search(r"(\d+) tokens of \d+ bytes; (\d+) tokens if layers with windows kept all", out)
+    assert found is not None, out
+    assert int(found[1]) >= 4 * int(found[2])
+
+
 def test_explain_shows_every_setting_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"top_k": 7, "top_p": "all"}')
     argv = ["explain", tiny_model(tmp_path), "--load-format", "dummy", "--api-key", "geheim", "--port", "1"]

@@ -252,10 +252,10 @@ def kv_line(rows: dict[str, int]) -> str:
         tokens += f", {count}states of {size_text(rows['state_bytes'])}"
     if "kv_cache" not in rows:
         return f"KV cache   {'the rest':>10}  less what the largest steps take; tokens {tokens}"
-    return (
-        f"KV cache   {size_text(rows['kv_cache']):>10}  {rows['kv_pages']} "
-        f"pages, {rows['kv_tokens']} tokens {tokens}"
-    )
+    found = f"{rows['kv_pages']} pages, {rows['kv_tokens']} tokens {tokens}"
+    if "kv_tokens_without_windows" in rows:
+        found += f"; {rows['kv_tokens_without_windows']} tokens if layers with windows kept all"
+    return f"KV cache   {size_text(rows['kv_cache']):>10}  {found}"
 
 
 def reason(resolved: Resolved, name: str) -> str:

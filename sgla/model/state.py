@@ -205,6 +205,10 @@ class Pool(NamedTuple):
             return int(budget // self.groups[0].token_bytes)
         return self.split(budget)[0] * self.page_size
 
+    def whole(self, budget: int) -> int:
+        """Tokens that it would hold if layers with windows kept all, as others do."""
+        return int(budget // self._token_bytes)
+
     @property
     def _step(self) -> int:
         return pages_for(self.demand.step_tokens, self.page_size)
