@@ -36,8 +36,12 @@ MOST = 1 << 28  # bytes of what is made of one picture
 TOGETHER = 1 << 31  # of all that are there
 PATIENCE = 60.0  # seconds that a request waits for room
 PREPARE, WAKE = "sgla.media.prepare:prepare", "sgla.media.prepare:wake"
-PREPARE_SOUND, PREPARE_VIDEO = "sgla.media.prepare:prepare_sound", "sgla.media.prepare:prepare_video"
-PREPARE_LOG_MEL, PREPARE_WINDOWS = "sgla.media.prepare:prepare_log_mel", "sgla.media.prepare:prepare_windows"
+PREPARE_VIDEO, PREPARE_LOG_MEL = "sgla.media.prepare:prepare_video", "sgla.media.prepare:prepare_log_mel"
+PREPARE_SOUNDS = {  # by ``Vision.heard``
+    "once": "sgla.media.prepare:prepare_sound",
+    "windows": "sgla.media.prepare:prepare_windows",
+    "chunks": "sgla.media.prepare:prepare_chunks",
+}
 T = TypeVar("T")
 Fields = tuple[str, str, list[int], int, list[int]]  # of an Array
 Medium = Picture | Sound | Video
@@ -224,8 +228,7 @@ class PictureRoom:
         if isinstance(picture, Video):
             return PREPARE_VIDEO, picture, self._film, settings, self._paced
         if isinstance(picture, Sound):
-            whole = PREPARE_WINDOWS if self._vision.in_windows else PREPARE_SOUND
-            prepare = PREPARE_LOG_MEL if self._vision.crossed else whole
+            prepare = PREPARE_LOG_MEL if self._vision.crossed else PREPARE_SOUNDS[self._vision.heard]
             return prepare, picture, self._processor, settings
         return PREPARE, picture, self._processor, settings, self._extra, asked.several
 

@@ -20,10 +20,10 @@ def heard(module: Any, log_mel: Tensor) -> Tensor:
 
 def features_of(module: Any, given: Mapping[str, Tensor]) -> Tensor:
     """``[n, d]`` of one sound, as ``Qwen2AudioModel.forward`` makes them. ``given``: ``input_features``
-    ``[1, mels, frames]``, and ``attention_mask`` int ``[1, frames]``, 1 where there is sound; or of one in
-    windows ``[windows, mels, frames]`` alone, as ``VoxtralModel`` does."""
+    ``[1, mels, frames]``, and ``attention_mask`` int ``[1, frames]``, 1 where there is sound; or what the
+    module's own ``get_audio_features`` takes."""
     if "attention_mask" not in given:
-        whole: Tensor = module.get_audio_features(given["input_features"], return_dict=True).pooler_output
+        whole: Tensor = module.get_audio_features(**given, return_dict=True).pooler_output
         return whole.reshape(-1, whole.shape[-1])
     mask = given["attention_mask"]
     heard, count = (int(n) for n in module.audio_tower._get_feat_extract_output_lengths(mask.sum()))

@@ -24,7 +24,7 @@ READ = (
     *("pixel_values", "pixel_attention_mask", GRID, "image_sizes", "batch_num_images"),
     *("image_position_ids",),
 )
-HEARD = ("input_features", "attention_mask", "log_mel")
+HEARD = ("input_features", "attention_mask", "input_features_mask", "log_mel")
 TEXTS = ("language_model", "text_model", "decoder")
 
 

@@ -92,6 +92,31 @@ def windows_of(sound: Sound, processor: str, settings: str) -> Any:
     return np.ascontiguousarray(parts.transpose(1, 0, 2))
 
 
+def prepare_chunks(
+    sound: Sound, processor: str, settings: str, file: str, most: int
+) -> list[tuple[str, str, list[int], int, list[int]]]:
+    """As ``prepare``, of a sound that is heard as it is."""
+    return written(chunks_of(sound, processor, settings), "sound", file, most)
+
+
+def chunks_of(sound: Sound, processor: str, settings: str) -> dict[str, Any]:
+    """As ``Qwen3ASRFeatureExtractor`` has it, which needs torch: half a second at least, and frames of
+    nothing up to a whole chunk, of ``2 * n_window`` frames, that the mask leaves out."""
+    extractor = processor_of(processor, settings)
+    samples = np.frombuffer(sound.samples, np.float32)
+    samples = np.pad(samples, (0, max(0, getattr(extractor, "min_length", 8000) - len(samples))))
+    how = {"padding": False, "truncation": False, "return_tensors": "np"}
+    (made,) = extractor(samples, sampling_rate=RATE, **how)["input_features"]
+    frames, chunk = made.shape[1], 2 * getattr(extractor, "n_window", 50)
+    more = -frames % chunk
+    mask = np.pad(np.ones((1, frames), np.int64), ((0, 0), (0, more)))
+    return {
+        "input_features": np.pad(made, ((0, 0), (0, more)))[None].astype(np.float32),
+        "input_features_mask": mask,
+        "frames": np.array([frames]),
+    }
+
+
 def prepare_video(
     video: Video, processor: str, settings: str, asked: dict[str, Any], file: str, most: int
 ) -> list[tuple[str, str, list[int], int, list[int]]]:

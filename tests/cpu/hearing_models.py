@@ -14,14 +14,28 @@ from tiny import submit
 from vision_models import TEXT
 
 from sgla.hub.source import ModelSource, open_source
-from sgla.media.prepare import heard_of, prepare_sound, prepare_windows, windows_of
+from sgla.media.prepare import (
+    chunks_of,
+    heard_of,
+    prepare_chunks,
+    prepare_sound,
+    prepare_windows,
+    windows_of,
+)
 from sgla.media.sound import RATE, Sound
 from sgla.messages import Array, Prepared, Submit
 from sgla.model.hearing import HEARINGS
 from sgla.model.vision.served import settings_of
 from sgla.text.pictures import Speller
 
-WORDS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>", "[AUDIO]", "[BEGIN_AUDIO]")
+WORDS = (
+    "<|AUDIO|>",
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+    "[AUDIO]",
+    "[BEGIN_AUDIO]",
+    *("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+)
 FIRST = 290  # the token of the first of them
 
 
@@ -51,6 +65,20 @@ def sound(seconds: float, seed: int = 0) -> Sound:
     return Sound.of(made.astype(np.float32).tobytes())
 
 
+# What prepares a sound, and what transformers' module calls what it makes.
+PREPARE = {"once": prepare_sound, "windows": prepare_windows, "chunks": prepare_chunks}
+NAMES = {
+    "once": ({"input_features": "input_features", "attention_mask": "feature_attention_mask"}, heard_of),
+    "chunks": ({"input_features": "input_features", "input_features_mask": "input_features_mask"}, chunks_of),
+}
+
+
+def side_by_side(arrays: Sequence[Any]) -> Any:
+    """With zeros behind the shorter ones."""
+    most = max(array.shape[-1] for array in arrays)
+    return np.concatenate([np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, most - x.shape[-1])]) for x in arrays])
+
+
 class Heard(NamedTuple):
     """A checkpoint with the module of transformers that it is of."""
 
@@ -65,8 +93,7 @@ class Heard(NamedTuple):
 
     def prepared(self, heard: Sound) -> Prepared:
         file, processor = self.folder / f"{heard.digest.hex()}.bin", self.speller.vision.processors[0]
-        prepare = prepare_windows if self.speller.vision.in_windows else prepare_sound
-        made = prepare(heard, processor, self.settings, str(file), 1 << 26)
+        made = PREPARE[self.speller.vision.heard](heard, processor, self.settings, str(file), 1 << 26)
         return Prepared(heard.digest, str(file), [Array(*fields) for fields in made], "audio")
 
     def submit(self, rid: str, text: str, heard: Sequence[Sound], max_new: int = 32) -> Submit:
@@ -79,16 +106,14 @@ class Heard(NamedTuple):
         """What transformers' module makes of it."""
         processor = self.speller.vision.processors[0]
         given: dict[str, Any] = {}
-        if self.speller.vision.in_windows and heard:
+        if self.speller.vision.heard == "windows" and heard:
             windows = [windows_of(one, processor, self.settings) for one in heard]
             given["input_features"] = torch.from_numpy(np.concatenate(windows))
         elif heard:
-            made = [heard_of(one, processor, self.settings) for one in heard]
-            for name, as_module in (
-                ("input_features", "input_features"),
-                ("attention_mask", "feature_attention_mask"),
-            ):
-                given[as_module] = torch.from_numpy(np.concatenate([arrays[name] for arrays in made]))
+            names, make = NAMES[self.speller.vision.heard]
+            made = [make(one, processor, self.settings) for one in heard]
+            for name, as_module in names.items():
+                given[as_module] = torch.from_numpy(side_by_side([arrays[name] for arrays in made]))
         ids = torch.tensor([request.tokens])
         out = self.module.generate(
             input_ids=ids,
@@ -155,6 +180,25 @@ def voxtral(folder: Path) -> Heard:
     text = {"model_type": "llama", **TEXT, "head_dim": 8, "rope_theta": 1e4}
     config = VoxtralConfig(audio_config=tower, text_config=text, audio_token_id=token("[AUDIO]"))
     return save_model(folder, "VoxtralForConditionalGeneration", config, EXTRACTOR)
+
+
+def qwen3_asr(folder: Path) -> Heard:
+    from transformers import Qwen3ASRConfig
+
+    tower = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "num_mel_bins": 16,
+        "output_dim": 48,
+        "n_window_infer": 200,
+        "downsample_hidden_size": 8,
+    }
+    text = {"model_type": "qwen3", **TEXT, "head_dim": 8, "tie_word_embeddings": True}
+    config = Qwen3ASRConfig(audio_config=tower, text_config=text, audio_token_id=token("<|audio_pad|>"))
+    extractor = {"feature_extractor_type": "Qwen3ASRFeatureExtractor", "feature_size": 16, "n_window": 50}
+    return save_model(folder, "Qwen3ASRForConditionalGeneration", config, extractor)
 
 
 SPECIALS = (

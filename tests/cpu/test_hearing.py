@@ -6,20 +6,23 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
-from hearing_models import Heard, qwen2_audio, sound, voxtral
+from hearing_models import Heard, qwen2_audio, qwen3_asr, sound, voxtral
 from msgspec.structs import replace
 from tiny import make_core, over_two_ranks, run, tiny_config
 
 from sgla.errors import InvalidField
 from sgla.loading.tower import small_config
+from sgla.media.prepare import chunks_of
+from sgla.media.sound import RATE
 from sgla.messages import Submit
 from sgla.model.hearing import HEARINGS
 from sgla.model.read import read_decoder
 from sgla.model.vision.served import vision_of
 from sgla.worker.cpu import CpuRunner
 
-MAKERS = {"qwen2-audio": qwen2_audio, "voxtral": voxtral}
+MAKERS = {"qwen2-audio": qwen2_audio, "voxtral": voxtral, "qwen3-asr": qwen3_asr}
 SOUNDS = [sound(0.7, 1), sound(2.0, 2), sound(1.21, 3)]
 TEXTS = {0: "No sound at all.", 1: "Hear: <sound> and tell.", 3: "<sound> One, <sound><sound> three."}
 
@@ -80,13 +83,27 @@ def test_a_sound_that_cannot_be_had_ends_its_request_alone(served: Served) -> No
 def test_a_sound_longer_than_the_model_hears_is_refused(served: Served) -> None:
     """But where it is heard in windows."""
     long = sound(4.01, 4)
-    if served.model.speller.vision.in_windows:
+    if (how := served.model.speller.vision.heard) != "once":
         request = served.model.submit("long", "Hear: <sound>", [long])
-        assert len(request.tokens) == 3 * 25 + len("Hear: ") + 1
+        heard = {"windows": 3 * 25 + 1, "chunks": 4 * 13 + 1 + 2}[how]
+        assert len(request.tokens) == len("Hear: ") + heard
         assert run(served.runner, [request]).tokens() == {"long": served.model.generated(request, [long])}
         return
     with pytest.raises(InvalidField, match="hears 2 s; send it in pieces"):
         served.model.prepared(long)
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1.0, 2.345])
+def test_chunks_are_those_of_transformers(seconds: float) -> None:
+    """Which makes them with torch."""
+    from transformers import Qwen3ASRFeatureExtractor
+
+    heard = sound(seconds, 5)
+    ours = chunks_of(heard, "WhisperFeatureExtractor", '{"feature_size": 128}')
+    samples = np.frombuffer(heard.samples, np.float32)
+    theirs = Qwen3ASRFeatureExtractor()(samples, sampling_rate=RATE, padding=True, return_attention_mask=True)
+    assert (ours["input_features_mask"] == theirs["attention_mask"].numpy()).all()
+    np.testing.assert_allclose(ours["input_features"], theirs["input_features"].numpy(), atol=1e-4)
 
 
 @pytest.mark.slow

@@ -8,6 +8,12 @@ from sgla.model.families.dense import FAMILIES as DENSE
 from sgla.model.family import Family
 
 _TOWER = {"tie_word_embeddings": False, "text_config": None, "audio_config": None}
+_ASR = {
+    "tie_word_embeddings": True,
+    "audio_token_id": 151676,
+    "timestamp_token_id": 151705,
+    "token_classification_bias": False,
+}
 _VOXTRAL = {"audio_token_id": None, "projector_hidden_act": "gelu", "hidden_size": 3072}
 # The encoder's, which transformers' module reads, and keys of training and of timestamps of words.
 _ENCODER = {
@@ -38,6 +44,13 @@ HEARD = {
         fixed={**DENSE["Qwen2ForCausalLM"].fixed, "use_mrope": False},
         outer=Family(("qwen2_audio",), _TOWER | {"audio_token_index": 151646, "ignore_index": -100}),
         pooled=False,
+        gguf=(),
+    ),
+    "Qwen3ASRForConditionalGeneration": replace(
+        DENSE["Qwen3ForCausalLM"],
+        outer=Family(("qwen3_asr",), _TOWER | _ASR),
+        pooled=False,
+        also=(),
         gguf=(),
     ),
     "VoxtralForConditionalGeneration": replace(

@@ -24,5 +24,5 @@ VOXTRAL = Vision(
     media=f"{BEGIN}{TOKEN}",
     spelled=spelled,
     parts=("audio_tower", "multi_modal_projector"),
-    in_windows=True,
+    heard="windows",
 )

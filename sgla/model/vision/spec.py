@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sgla.messages import Prepared
 
@@ -62,7 +62,8 @@ class Vision:
     ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how
     many frequencies go by each axis, and whether they take turns. ``film``: how videos are taken, if they
     are. ``crossed``: layers attend to the features, which stand in place of no tokens, and the model does
-    nothing else. ``in_windows``: a sound may be longer than what the encoder hears at a time."""
+    nothing else. ``heard``: whether a sound is heard at once, which bounds its length, in windows of
+    equal length, or as it is, in chunks."""
 
     processors: tuple[str, ...]
     token: tuple[str, int]
@@ -83,7 +84,7 @@ class Vision:
     kind: str = "image"
     film: Film | None = None
     crossed: bool = False
-    in_windows: bool = False
+    heard: Literal["once", "windows", "chunks"] = "once"
 
     @property
     def things(self) -> str:
