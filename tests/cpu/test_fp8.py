@@ -76,6 +76,25 @@ def test_ranks_hold_their_part_with_the_scales_of_whole_rows(tmp_path: Path) -> 
     assert torch.equal(part, everything[:, 48:])
 
 
+@pytest.mark.parametrize("name", ["self_attn.{}_scale", "self_attn.{}_proj.{}_scale"])
+def test_scales_of_the_kv_cache_are_those_of_the_file(name: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "qwen3", head_dim=16, num_hidden_layers=2)
+    quantize_checkpoint(tmp_path, "tensor", quant_method="fp8")
+    file = tmp_path / "model.safetensors"
+    tensors = {key: x for key, x in load_file(file).items() if not key.endswith(("k_scale", "v_scale"))}
+    given = {(i, part): 0.25 * i + (0.5 if part == "k" else 0.125) for i in range(2) for part in "kv"}
+    for (i, part), scale in given.items():
+        tensors[f"model.layers.{i}.{name.format(part, part)}"] = torch.tensor([scale])
+    save_file(tensors, file, {"format": "pt"})
+    model = load_model(open_source(tmp_path), quantization="fp8")
+    assert model.cache_scales == [(0.5, 0.125), (0.75, 0.375)]
+    last = f"model.layers.1.{name.format('v', 'v')}"
+    for wrong in (None, torch.tensor([0.0]), torch.tensor([float("inf")]), torch.ones(4)):
+        changed = {key: tensor for key, tensor in tensors.items() if key != last}
+        save_file(changed if wrong is None else changed | {last: wrong}, file, {"format": "pt"})
+        assert load_model(open_source(tmp_path), quantization="fp8").cache_scales is None
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "qwen3", head_dim=16)
     quantize_checkpoint(tmp_path, "block", quant_method="fp8")  # blocks of 128, says the file
