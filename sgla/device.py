@@ -23,7 +23,7 @@ OF_EXPERTS = (
     "bf16",
     "fp8",
     "mxfp4",
-    *(f"int{bits}g{group}" for bits in (4, 8) for group in (32, 64, 128)),
+    *(f"int{bits}{of}{group}" for bits in (4, 8) for of in "gm" for group in (32, 64, 128)),
 )  # storages of experts that GPUs have kernels for
 # Settings for what models that make text do with logits, and for pages of KV.
 OF_TEXT = (

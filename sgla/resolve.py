@@ -202,11 +202,7 @@ def settle_quantization(
         raise ConfigError(
             "--quantization fp8 needs an NVIDIA GPU; use --quantization int8 on a CPU", param="quantization"
         )
-    if asked == "mxfp4" and device == "cuda":
-        if spec is not None and as_stored(method, asked) is None:
-            raise ConfigError(
-                "--quantization mxfp4 is made on CPUs alone; use int4 or fp8 on a GPU", param="quantization"
-            )
+    if asked == "mxfp4" and device == "cuda" and as_stored(method, asked) is not None:
         asked, filling.config = None, msgspec.structs.replace(filling.config, quantization=None)
     if method is not None and device not in method.devices:
         method = None

@@ -120,12 +120,15 @@ def test_pages_of_8_bit_integers_hold_more_tokens() -> None:
     assert round(narrow / wide, 2) == 1.88
 
 
-def test_mxfp4_is_made_on_cpus_and_found_in_checkpoints() -> None:
+def test_mxfp4_is_made_on_every_device_and_found_in_checkpoints() -> None:
     gpu = Machine(gpus=(H200,), torch_cuda="13.0")
-    assert resolve(Config(quantization="mxfp4"), LAPTOP, SMOLLM2).config.quantization == "mxfp4"
-    with pytest.raises(ConfigError, match="--quantization mxfp4 is made on CPUs alone; use int4 or fp8"):
-        resolve(Config(quantization="mxfp4"), gpu, SMOLLM2)
-    assert resolve(Config(quantization="mxfp4"), gpu).config.quantization is None
+    for machine in (LAPTOP, gpu):
+        assert resolve(Config(quantization="mxfp4"), machine, SMOLLM2).config.quantization == "mxfp4"
+    weights = {"num_bits": 4, "type": "float", "group_size": 32, "symmetric": True, "strategy": "group"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    method = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
+    stored = SMOLLM2 | {"quantization_config": method}
+    assert resolve(Config(quantization="mxfp4"), gpu, stored).config.quantization is None
 
 
 @pytest.mark.parametrize(

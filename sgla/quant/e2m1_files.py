@@ -3,7 +3,7 @@
 NVFP4: 16 numbers have a scale in e4m3, and a tensor has one for these scales. It divides them in files of
 compressed-tensors (``X.weight_global_scale``), and multiplies them in ModelOpt's (``X.weight_scale_2``). They
 become floating-point numbers. MXFP4: 32 numbers have a power of two, ``X.weight_scale``. A CPU keeps
-them as they are, with scales in float16; a GPU makes them integers of 8 bits, which have their values.
+them as they are, with scales in float16, a GPU in ``mxfp4``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Mx4(Method):
         }
 
     def stored(self, device: str = "cpu") -> str:
-        return self.storage if device == "cpu" else "int8g32"
+        return self.storage if device == "cpu" else "mxfp4"
 
     def kept(self, module: str, device: str = "cpu") -> str:
         return self.stored(device)

@@ -31,7 +31,7 @@ HOLDS: dict[str, set[str]] = {
 }
 
 ON_CPU = {"int8": "int8", "int4": "int4", "mxfp4": "e2m1"}  # storages of ``--quantization`` there
-ON_GPU = {"int4": "int4g64", "int8": "int8g128"}  # and there
+ON_GPU = {"int4": "int4g64", "int8": "int8g128", "mxfp4": "mxfp4"}  # and there
 
 
 def register(format: Format) -> None:

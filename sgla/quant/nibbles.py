@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sgla.errors import WeightError
 from sgla.quant.groups import E2M1
-from sgla.quant.integers import Integers
 from sgla.quant.mxfp4 import BIAS, VALUES
 from sgla.quant.weight import StoredTensor, Weight, storage
 
@@ -33,18 +32,13 @@ class Nibbles:
         return values * self._scale(rows).repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
     def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
-        made = storage(kind)
-        whole = issubclass(made, Integers) and (made.bits, made.group) == (8, self.group)
-        if self.scales.type != "U8" or not (kind == "e2m1" or whole):
-            return made.read(self, rows, columns)
+        if kind != "e2m1" or self.scales.type != "U8":
+            return storage(kind).read(self, rows, columns)
         codes = self._codes(rows)
         doubled = torch.tensor([int(2 * value) + 16 for value in VALUES], device=codes.device)
         scale = self._scale(rows) / 2
         if scale.amax() > torch.finfo(torch.float16).max:
             raise WeightError("an exponent of MXFP4 numbers is beyond float16; take --quantization none")
-        if issubclass(made, Integers):
-            middle = torch.full_like(scale, 128.0)
-            return made.of(doubled[codes.long()] + 112, middle, scale).cut(columns)
         return E2M1.of(5, doubled[codes.long()], scale, scale).cut(columns)
 
     def _codes(self, rows: range) -> Tensor:

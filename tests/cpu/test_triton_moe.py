@@ -14,7 +14,8 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from sgla.kernels import ops
+from sgla.device import nvidia
+from sgla.kernels import device, ops
 from sgla.kernels.gpu import mixture
 from sgla.kernels.ops import Biases
 from sgla.kernels.routing import Clamped, Routing
@@ -169,6 +170,17 @@ def test_packed_experts_equal_the_oracle(activation, kind, tokens, d, f, splits)
     inner = e2m1.product(x, packed[1], biases.gate_up, f, ids, groups, tile, activation)
     y = e2m1.product(inner, packed[2], biases.down, d, ids, groups, tile)
     torch.testing.assert_close(moe.combine(y, p), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "biased", "fixed"), [(1, True, False), (5, False, True), (19, True, False)])
+def test_a_layer_in_mxfp4_is_a_mixture_of_one(rows, biased, fixed, monkeypatch) -> None:
+    monkeypatch.setattr(device, "_this", [nvidia("", (8, 0), 108)])
+    w, x = pack(torch.randn(70, 1120), "mxfp4"), torch.randn(rows, 1120)
+    bias = torch.randn(70) if biased else None
+    found = e2m1.linear(x, w, bias, fixed)
+    torch.testing.assert_close(found, ops.linear(x, w, bias), rtol=1e-4, atol=1e-4)
+    if fixed:
+        assert torch.equal(found[2:3], e2m1.linear(x[2:3].contiguous(), w, bias, fixed))
 
 
 @pytest.fixture

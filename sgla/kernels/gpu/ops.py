@@ -26,7 +26,7 @@ from sgla.kernels.lora import Rows, Stack, add_lora, lora, lora_embedding
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
-from sgla.kernels.triton import delta, elementwise, fp8, invariant, ssd, turning
+from sgla.kernels.triton import delta, e2m1, elementwise, fp8, invariant, ssd, turning
 from sgla.kernels.triton import latent as latents
 from sgla.kernels.triton import lora as adapters
 
@@ -124,6 +124,8 @@ class GpuOps:
             return fp8.linear(fp8.quantize(x), w.data, w.scale, bias)
         if are_integers(w):
             return integers.product(x, w, bias, deterministic=self.deterministic)
+        if w.kind == "mxfp4" and w.k % 32 == 0:
+            return e2m1.linear(x.contiguous(), w, bias, self.deterministic)
         weight = self._plain(x, w)
         if self.deterministic:
             return invariant.linear(x, weight, bias)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.device import this_device
 from sgla.kernels.integers import KINDS
 from sgla.kernels.routing import Clamped, Gating
 from sgla.kernels.triton.common import _activate, _begin, _pdl
@@ -173,15 +174,16 @@ def _times(
 
 @triton.jit
 def _experts(
-    x, w, constants, bias, ids, order, table, out, n, k, blocks, top_k, alpha, limit,
-    GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr, SPLITS: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, BF16: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PDL: tl.constexpr,
+    x, w, constants, bias, ids, order, table, out, n, k, blocks, top_k, pairs, alpha, limit,
+    DENSE: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr,
+    SPLITS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, BF16: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BN outputs of the pairs of one block.
 
     GATED: x is by token, w has gate rows and up rows of each expert, out is in the pairs' order. Otherwise x
-    is in that order and out by pair. Not SORTED: a block is a pair. SPLITS: of k, whose sums are ``_join``ed.
+    is in that order and out by pair. Not SORTED: a block is a pair. DENSE: there is one expert, and blocks
+    are ``pairs`` in their order. SPLITS: of k, whose sums are ``_join``ed.
     """
     _begin(PDL)
     tiles = tl.cdiv(n, BN)
@@ -190,7 +192,12 @@ def _experts(
     share = tl.cdiv(blocks, SPLITS)
     begin = tl.program_id(1) * share
     m = tl.arange(0, BM)
-    if SORTED:
+    if DENSE:
+        expert = block * 0
+        place = block * BM + m
+        live = place < pairs
+        pair = place
+    elif SORTED:
         expert = tl.load(table + block * 3)
         if expert < 0:
             return
@@ -223,7 +230,7 @@ def _experts(
     if BITS == 0:
         acc *= LIFT
     if SPLITS > 1:
-        part = (tl.program_id(1) * (tl.num_programs(0) // tiles) + place) * (2 * n if GATED else n)
+        part = (tl.program_id(1) * pairs + place) * (2 * n if GATED else n)
         to = out + part[None, :] + (r // BN * n + column)[:, None]
         tl.store(to, acc, mask=inside[:, None] & live[None, :])
         return
@@ -273,8 +280,8 @@ def product(
     added = bias if bias is not None else x
     same = {"GATED": gated, "KIND": kind, "BIAS": bias is not None, "SPLITS": splits}
     _experts[(count * triton.cdiv(n, tile.n), splits)](
-        x, words, constants.view(torch.int32), added, ids, order, table, part, n, k, blocks, top_k, alpha,
-        limit, SORTED=groups is not None, BITS=bits, GROUP=group, WHOLE=whole,
+        x, words, constants.view(torch.int32), added, ids, order, table, part, n, k, blocks, top_k, pairs,
+        alpha, limit, DENSE=False, SORTED=groups is not None, BITS=bits, GROUP=group, WHOLE=whole,
         BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n, num_warps=tile.warps, num_stages=tile.stages,
         **same, **_pdl(),
     )  # fmt: skip
@@ -283,3 +290,36 @@ def product(
             part, added, ids, out, pairs, n, alpha, limit, BLOCK=512, num_warps=4, **same, **_pdl()
         )
     return out
+
+
+def linear(x: Tensor, w: Packed, bias: Tensor | None = None, fixed: bool = False) -> Tensor:
+    """``x @ w.T + bias`` of MXFP4, x ``[m, k]`` contiguous, k a multiple of 32: the product of the one expert
+    that there is. ``fixed``: cut alike for every number of rows."""
+    (m, k), words = x.shape, w.tensors[0]
+    n, blocks = words.shape[0], words.shape[1] // 16
+    rows, tile = 16, Tile(64, 4, 3)
+    if m > 16 and not fixed:
+        found = tiles_for(max(m, FEW + 1), 1, x.itemsize, this_device().wgmma)
+        rows, tile = found.rows or rows, found.down
+    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
+    grid = triton.cdiv(m, rows) * triton.cdiv(n, tile.n)
+    splits = 1 if fixed else _splits(grid, blocks)
+    part = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
+    added = bias is not None and splits == 1
+    _experts[(grid, splits)](
+        x, words, w.tensors[1].view(torch.int32), bias.float() if added and bias is not None else x, x, x, x,
+        part, n, k, blocks, 1, m, 0.0, 0.0, DENSE=True, GATED=False, KIND=SILU, BIAS=added, SORTED=False,
+        SPLITS=splits, BITS=0, GROUP=128, WHOLE=True, BF16=x.dtype == torch.bfloat16, BM=rows, BN=tile.n,
+        num_warps=tile.warps, num_stages=tile.stages, **_pdl(),
+    )  # fmt: skip
+    if splits > 1:
+        out = part.sum(0) if bias is None else part.sum(0) + bias
+    return out.to(x.dtype)
+
+
+def _splits(programs: int, blocks: int) -> int:
+    """Of k, so that a GPU has work for its multiprocessors."""
+    splits = 1
+    while 2 * splits * programs <= 2 * this_device().multiprocessors and blocks >= 8 * splits:
+        splits *= 2
+    return splits
