@@ -758,6 +758,13 @@ def inplace(fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
 
 
 @op
+def tap(fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
+    """Show x to ``fn``, which leaves it as it is, and return x. A program does so at its end."""
+    fn(x)
+    return x
+
+
+@op
 def arriving(receive: Callable[[Tensor], None], ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """Hidden states ``[T, width]`` of the tokens ids int32[T], which ``receive`` fills in."""
     x = torch.empty(ids.shape[0], width, dtype=dtype, device=ids.device)

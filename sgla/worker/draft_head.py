@@ -59,7 +59,7 @@ class HeadForward:
         def forward(batch: ForwardBatch) -> Tensor:
             tokens = head.embed(batch.ids)
             hidden, shown = head.forward(tokens, ops.call(self._give, tokens, head.width), batch, kv)
-            rows = ops.inplace(self._kept.keep, ops.gather(hidden, batch.sample_rows))
+            rows = ops.tap(self._kept.keep, ops.gather(hidden, batch.sample_rows))
             return head.out(rows if shown is hidden else ops.gather(shown, batch.sample_rows))
 
         def read(batch: ForwardBatch) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sgla.config import Config
 from sgla.hub.source import ModelSource
+from sgla.kernels import ops
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import Layer
 from sgla.loading.drafter import load_eagle, load_predictor
@@ -68,7 +69,7 @@ class DraftSetup:
                 if not eagle.layers:
                     self.hook = self._hidden[0].hook
                 for layer, hidden in zip(eagle.layers, self._hidden):
-                    target.blocks[layer] = Hooked(target.blocks[layer], hidden.hook)
+                    target.blocks[layer] = Hooked(target.blocks[layer], hidden.hook, ops.tap)
 
     def make(
         self, tables: SlotTables, sampler: Sampler, kv: list[Layer], step_tokens: int, threads: int

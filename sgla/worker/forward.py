@@ -59,8 +59,8 @@ def eager_forward(
         if hook is None:
             hidden = model.forward(batch, kv, rows)
         else:
-            hidden = ops.gather(ops.inplace(hook, model.forward(batch, kv)), rows)
-        return model.logits(hidden if kept is None else ops.inplace(kept.keep, hidden))
+            hidden = ops.gather(ops.tap(hook, model.forward(batch, kv)), rows)
+        return model.logits(hidden if kept is None else ops.tap(kept.keep, hidden))
 
     return forward
 

@@ -13,13 +13,19 @@ from sgla.model.base import Block
 
 
 class Hooked:
-    """A block that gives its input, a hidden state, to ``hook`` first."""
+    """A block that gives its input, a hidden state, to ``hook`` first. ``how``: ``ops.inplace``, or on a CPU
+    ``ops.tap``."""
 
-    def __init__(self, block: Block, hook: Callable[[Tensor], None]) -> None:
-        self._block, self._hook = block, hook
+    def __init__(
+        self,
+        block: Block,
+        hook: Callable[[Tensor], None],
+        how: Callable[[Callable[[Tensor], None], Tensor], Tensor] = ops.inplace,
+    ) -> None:
+        self._block, self._hook, self._how = block, hook, how
 
     def __call__(
         self, x: Tensor, h: Tensor | None, batch: ForwardBatch, kv: Any, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        x = ops.inplace(self._hook, x if h is None else ops.add(h, x))
+        x = self._how(self._hook, x if h is None else ops.add(h, x))
         return self._block(x, None, batch, kv, rows)

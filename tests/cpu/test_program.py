@@ -127,6 +127,35 @@ def test_recorded_model_equals_eager(kind: Kind, threads: int) -> None:
         torch.testing.assert_close(program.run(step(rows)), want, rtol=0, atol=tolerance)
 
 
+def test_what_is_tapped_is_as_it_was_there() -> None:
+    """Shown at the end of a step, though later instructions take the memory of what nobody reads."""
+
+    def tapped(seen: list[Tensor]) -> Callable[[ForwardBatch], Tensor]:
+        model = Tiny("f32")
+        _, _, up, down = model.layers[0]
+
+        def forward(b: ForwardBatch) -> Tensor:
+            h = ops.tap(lambda x: seen.append(x.clone()), ops.embedding(b.ids, model.head, 2.0))
+            for norm in model.norms:
+                x = ops.act_mul(ops.linear(ops.rms_norm(h, norm, 1e-5), up), "silu")
+                h = ops.tap(lambda x: seen.append(x.clone()), ops.add(h, ops.linear(x, down)))
+            rows = ops.tap(lambda x: seen.append(x.clone()), ops.gather(h, b.sample_rows))
+            return ops.linear(rows, model.head)
+
+        return forward
+
+    want, found = list[Tensor](), list[Tensor]()
+    program = Program.record(tapped(found), ProgramLimits(40, 5), 2)
+    for rows in STEPS:
+        want.clear()
+        found.clear()
+        expected = tapped(want)(step(rows))
+        torch.testing.assert_close(program.run(step(rows)), expected, rtol=0, atol=2e-5)
+        assert len(found) == len(want) == len(program.taps) == 7
+        for mine, theirs in zip(found, want):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+
+
 DISTRIBUTIONS = [None, Distribution(0.8), Distribution(1.5, 20, 0.9), Distribution(0.3, 0, 0.8, 0.1)]
 
 

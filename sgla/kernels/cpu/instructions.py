@@ -334,6 +334,12 @@ def inplace(recorder: Recorder, fn: Callable[[Tensor], None], x: Tensor) -> Tens
     return x
 
 
+@LOWERINGS.of(ops.tap)
+def tap(recorder: Recorder, fn: Callable[[Tensor], None], x: Tensor) -> Tensor:
+    recorder.taps.append((fn, recorder.buffer(x)))
+    return x
+
+
 @LOWERINGS.of(ops.call)
 def call(recorder: Recorder, fn: Callable[[Tensor, Tensor], None], x: Tensor, width: int) -> Tensor:
     source = recorder.buffer(x)

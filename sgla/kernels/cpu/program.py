@@ -18,7 +18,7 @@ model eagerly.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,7 +76,10 @@ class Routine:
 
 
 class Program:
-    """A recorded function of a ForwardBatch, with threads of its own; one step at a time."""
+    """A recorded function of a ForwardBatch, with threads of its own; one step at a time. ``taps``: what is
+    shown the other outputs than the first."""
+
+    taps: Sequence[Callable[[Tensor], None]] = ()
 
     def __init__(
         self,
@@ -119,9 +122,12 @@ class Program:
         recorder = Recorder(LOWERINGS, lib.isa, StateCalls(lib, team, step).bodies)
         batch = recorder.batch()
         with using(recorder):
-            outputs = [recorder.buffer(fn(batch))]
+            made = recorder.buffer(fn(batch))
+        outputs = [made, *(buffer for _, buffer in recorder.taps)]
         nodes = fuse(recorder.finish(), outputs, lib.isa)
-        return cls(nodes, outputs, limits, lib, team, step, recorder.running)
+        program = cls(nodes, outputs, limits, lib, team, step, recorder.running)
+        program.taps = [fn for fn, _ in recorder.taps]
+        return program
 
     def run(self, batch: ForwardBatch) -> Tensor:
         """Compute the step; batch tensors are contiguous int32 on the CPU. KV pages are written as recorded,
@@ -138,6 +144,8 @@ class Program:
             else:
                 counts = (step.tokens, step.sampled)
                 segment.fn([view[: counts[b]] for view, b in segment.views], *segment.bodies)
+        for fn, (view, sampled) in zip(self.taps, self._outputs[1:]):
+            fn(view[: step.sampled if sampled else step.tokens])
         view, sampled = self._outputs[0]
         return view[: step.sampled if sampled else step.tokens]
 

@@ -84,6 +84,7 @@ class Recorder:
         self._lowerings, self.isa, self._bodies = lowerings, isa, bodies
         self.nodes: list[Node] = []
         self.running = Running()
+        self.taps: list[tuple[Callable[[Tensor], None], Buffer]] = []
         self._values: dict[int, Value] = {}  # by number
         self._known: dict[int, Value] = {}  # by identity of the symbol
         self._parts: dict[int, str] = {}  # names in the batch, by identity
