@@ -195,6 +195,13 @@ class EngineSettings(ModelSettings, kw_only=True):
             "a part of every expert"
         ),
     ] = 1
+    redundant_experts: Annotated[
+        int,
+        Doc(
+            description="experts of each layer, beside all, that --ep ranks have twice or more often: those "
+            "that most tokens want, see /rebalance_experts (CPU)"
+        ),
+    ] = 0
     cp: Annotated[
         int,
         Doc(

@@ -14,6 +14,7 @@ from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.stages import stages_of
 from sgla.model.state import state_of, token_bytes, unit_bytes, with_draft
+from sgla.model.whole_experts import with_copies
 from sgla.observe.machine import Machine
 from sgla.resolve import GIB, MIB, host_bytes, kv_pool
 
@@ -105,7 +106,7 @@ def _parts(config: Config, spec: ModelSpec) -> Iterator[tuple[ModelSpec, int]]:
 
 def _weights(config: Config, part: ModelSpec) -> int:
     kind = "cuda" if config.device == "cuda" else "cpu"
-    quantization = part.quantized(config.quantization, kind)
+    part, quantization = with_copies(config, part), part.quantized(config.quantization, kind)
     return weight_bytes(part, config.dtype, quantization, config.tp, kind, config.heads_over)
 
 

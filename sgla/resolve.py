@@ -751,6 +751,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "pp": (1, MOST_RANKS),
     "cp": (1, 64),
     "ep": (1, MOST_RANKS),
+    "redundant_experts": (0, 65536),
     "nnodes": (1, MOST_RANKS),
     "node_rank": (0, MOST_RANKS - 1),
     "dist_timeout": (1, math.inf),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sgla import clock
+from sgla.actors import placing
 from sgla.actors.adapters import AdapterTable
 from sgla.actors.blocks import check_blocks
 from sgla.actors.cost import job_bytes
@@ -388,6 +389,24 @@ class Ingress(Resting):
         assert self._pause is not None
         self.paused = paused
         self._pause(paused)
+
+    async def place_experts(self) -> list[dict[str, Any]]:
+        """Experts go to ranks by how often they were chosen since counting began; see ``placing.place``.
+        Requests wait meanwhile, and go on."""
+        self.require_ready()
+        placing.check(self.config)
+        return await self._whole(self._place_experts())
+
+    async def _place_experts(self) -> list[dict[str, Any]]:
+        pause, stats = self._pause, self._stats
+        assert pause is not None
+        assert stats is not None
+        pause(True)
+        try:
+            await placing.still(lambda: stats().in_flight)
+            return await placing.place(self.config, self.control)
+        finally:
+            pause(self.paused)
 
     async def control(self, command: Control) -> Any:
         """Send an out-of-step command to the workers and return rank 0's answer."""

@@ -112,6 +112,8 @@ ALIASES: dict[str, Alias | Switch | Always | Fields] = {
         {"auto": "cache_aware", "shortest_queue": "least_load", "total_requests": "least_load"},
     ),
     "ep-size": Alias("ep"),
+    "ep-num-redundant-experts": Alias("redundant_experts"),
+    "num-redundant-experts": Alias("redundant_experts"),
     "enable-dp-attention": Switch("dp_attention", True),
     "prefill-context-parallel-size": Alias("cp"),
     "attention-context-parallel-size": Alias("cp"),

@@ -17,6 +17,7 @@ from sgla.dist.lockstep import Lockstep
 from sgla.dist.meeting import TIMEOUT, open_store, use_interface
 from sgla.dist.pipe import Pipe
 from sgla.kernels.ops import AddedNorm
+from sgla.kernels.placement import Homes, Placement
 
 
 class Exchange(Protocol):
@@ -37,6 +38,7 @@ class Shard:
     ``pipe``: its stage, if there are several; the ranks of one are a ``group`` of their own.
     ``whole_experts``: experts of a mixture are whole, and each rank has some. ``lockstep``: attention is whole
     on each rank, and MLPs and experts are shared out with others, among whom ``mlps`` is its place.
+    ``placement``: which ones, if they are not in order.
     ``context``: others have the same part of the model, and share out the tokens of a step.
     """
 
@@ -46,6 +48,7 @@ class Shard:
     pipe: Pipe | None = None
     group: dist.ProcessGroup | None = None
     whole_experts: bool = False
+    placement: Placement | None = None
     lockstep: Lockstep | None = None
     mlps: Shard | None = None
     context: Context | None = None
@@ -76,6 +79,12 @@ class Shard:
     def draws(self) -> bool:
         """Tokens are drawn by it, and others are told."""
         return self.samples and self.rank == 0 and (self.context is None or self.context.rank == 0)
+
+    def homes(self, layer: int, experts: int) -> Homes:
+        """The experts of each rank, which are whole."""
+        if self.placement is not None:
+            return self.placement.homes(layer, experts)
+        return [list(peer.range(experts)) for peer in self.peers()]
 
     def range(self, count: int, unit: int = 1) -> range:
         """This rank's part of ``count`` things:

@@ -186,6 +186,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/start_expert_distribution_record": {"POST": control.start_experts},
     "/stop_expert_distribution_record": {"POST": control.stop_experts},
     "/dump_expert_distribution_record": {"POST": control.dump_experts},
+    "/rebalance_experts": {"POST": control.rebalance_experts},
     "/weights": {"GET": weights.links},
     "/weights/{id}": {"GET": weights.file},
     "/step_log": {"GET": control.step_log, "POST": control.step_log},

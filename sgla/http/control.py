@@ -35,6 +35,7 @@ from sgla.http.request.schema import (
 )
 from sgla.http.server import ASKED, TAKEN
 from sgla.http.wire import json_response
+from sgla.kernels.placement import balance
 from sgla.messages import MOST_PROFILED, Control
 
 ABORT = Schema(AbortRequest)
@@ -230,9 +231,27 @@ async def stop_experts(request: web.Request) -> web.Response:
 async def dump_experts(request: web.Request) -> web.Response:
     """For each layer with experts how often each was chosen, since the start or the last dump."""
     told = await request[ASKED].ingress.control(Control(verb="experts_dump"))
-    stages = [rank.get("experts", {}) for rank in told.get("ranks", [])]
-    layers = sorted((layer, numbers) for stage in stages for layer, numbers in stage.items())
-    return json_response({"layers": [{"layer": layer, "experts": numbers} for layer, numbers in layers]})
+    layers = sorted(layer for rank in told.get("ranks", []) for layer in _layers(rank))
+    return json_response({"layers": [_counted(*layer) for layer in layers]})
+
+
+def _layers(told: dict[str, Any]) -> list[tuple[int, list[int], Any]]:
+    """Of a stage: number, counts, and the experts of each rank, if these are whole."""
+    homes = told.get("homes", {})
+    return [(layer, numbers, homes.get(layer)) for layer, numbers in told.get("experts", {}).items()]
+
+
+def _counted(layer: int, numbers: list[int], homes: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"layer": layer, "experts": numbers}
+    return found if homes is None else found | {"ranks": homes, "balance": round(balance(numbers, homes), 4)}
+
+
+@operation("Give experts to ranks by how often they were chosen")
+async def rebalance_experts(request: web.Request) -> web.Response:
+    """By the counts since the recording began, or the last dump; requests wait meanwhile, and go on. For each
+    layer the experts of each rank, and how well these were and are balanced: what they have to do on average,
+    against the most."""
+    return json_response({"layers": await request[ASKED].ingress.place_experts()})
 
 
 @operation("SGLang, vLLM: write the recording")

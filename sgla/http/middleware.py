@@ -62,6 +62,7 @@ ADMIN = frozenset(
         "start_expert_distribution_record",
         "stop_expert_distribution_record",
         "dump_expert_distribution_record",
+        "rebalance_experts",
     ]
 )
 ADMIN_OF_V1 = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # vLLM's paths

@@ -662,19 +662,25 @@ def mix(
     routed: Tensor | None = None,
     counts: ExpertCounts | None = None,
 ) -> Tensor:
-    """``moe`` with ``run(expert, x[n, d]) -> [n, d]``, for each expert here that has tokens, counted from the
-    first that is here."""
+    """``moe`` with ``run(expert, x[n, d]) -> [n, d]``, for each expert here that has tokens, by its place
+    among those that are here."""
     logits = linear((x if routed is None else routed).float(), router)
     weights, ids = route(logits, routing, biases)
     if counts is not None:
         counts.add(ids)
     out = x.new_zeros(x.shape, dtype=torch.float32)
-    here = routing.here(router.n)
+    here = {expert: i for i, expert in enumerate(routing.here(router.n))}
     for expert in ids.unique().tolist():
-        if expert not in here:
+        if (at := here.get(expert)) is None:
             continue
         token, place = (ids == expert).nonzero(as_tuple=True)
-        made = run(expert - here.start, x[token]).float()
+        count, which = routing.copies[at] if routing.copies else (1, 0)
+        if count > 1:
+            own = token % count == which
+            token, place = token[own], place[own]
+        if not len(token):
+            continue
+        made = run(at, x[token]).float()
         out.index_add_(0, token, made * weights[token, place, None])
     return out.to(x.dtype)
 

@@ -3,6 +3,7 @@ look at before they take a mixture. Loads no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -28,7 +29,8 @@ class Routing:
     share of a softmax over the experts that are not left out: those chosen before it, and those whose logit
     is below its own by more than ``2 * jitter`` of the larger of its own and their magnitude.
 
-    ``held``: the experts that a rank has, whole; None: it has a part of each.
+    ``held``: the experts that a rank has, whole; None: it has a part of each. ``copies``: of each of these
+    how many there are on all ranks and which this one is, if there may be several, which take turns.
 
     The softmax over the chosen logits alone, as Mixtral and gpt-oss have it, is the softmax over all,
     normalized.
@@ -45,13 +47,14 @@ class Routing:
     shared: Literal["", "always", "gated"] = ""
     parts: int = 1
     jitter: float = 0.0
-    held: range | None = None
+    held: range | tuple[int, ...] | None = None
+    copies: tuple[tuple[int, int], ...] = ()
 
     def experts(self, logits: int) -> int:
         """How many there are, of so many logits."""
         return logits - (self.shared == "gated") + self.common
 
-    def here(self, logits: int) -> range:
+    def here(self, logits: int) -> Sequence[int]:
         """Those that a rank has, or a part of."""
         return range(self.experts(logits)) if self.held is None else self.held
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -52,11 +52,16 @@ class MoE:
     ) -> None:
         self.shard, self.activation, self.shared = build.shard.of_mlps, activation, shared
         self.lockstep = build.shard.lockstep
-        self.own, self.held = self.shard.range(intermediate, GROUP), range(experts)
+        self.held: Sequence[int] = range(experts)
+        self.own = self.shard.range(intermediate, GROUP)
         if self.shard.whole_experts:
             assert not routing.shared
             self.own, self.held = range(intermediate), self.shard.range(experts)
             routing = replace(routing, held=self.held)
+            if self.shard.placement is not None:
+                layer = int(name.partition(".layers.")[2].partition(".")[0])
+                part = self.shard.placement.part(layer, experts, self.shard.rank)
+                self.held, routing = part.held, replace(routing, held=part.held, copies=part.copies)
         self.routing, self.experts = routing, experts
         self.hidden, self.intermediate = hidden, intermediate
         modules = [f"{name}.experts.{e}" for e in self.held]
@@ -93,19 +98,20 @@ class MoE:
         self.counts = build.counts[name] = ExpertCounts(experts)
 
     def _declare_each(self, build: Build, name: str) -> None:
-        d, f, own = self.hidden, self.intermediate, self.own
+        d, f, own, each = self.hidden, self.intermediate, self.own, len(self.parts)
+        places = {expert: i for i, expert in enumerate(self.held)}
         inputs = [f"{name}.{e}.{which}_proj" for e in range(self.experts) for which in self.parts]
         outputs = [f"{name}.{e}.down_proj" for e in range(self.experts)]
         for i, part in enumerate(inputs):
-            at = i - self.held.start * len(self.parts)
-            here = i // len(self.parts) in self.held
+            here = (place := places.get(i // each)) is not None
+            at = (place or 0) * each + i % each
             take = partial(_fill, self.gate_up, at * len(own), own, None) if here else _leave
             build.declare(f"{part}.weight", (f, d), take)
         for e, part in enumerate(outputs):
-            at = (e - self.held.start) * d
-            take = partial(_fill, self.down, at, range(d), own) if e in self.held else _leave
+            at = places.get(e, 0) * d
+            take = partial(_fill, self.down, at, range(d), own) if e in places else _leave
             build.declare(f"{part}.weight", (d, f), take)
-        halves, each = (range(f), range(f, 2 * f)), len(self.parts)
+        halves = range(f), range(f, 2 * f)
         build.stacks[f"{name}.{'_'.join(self.parts)}_proj"] = (
             (self.experts, each * f, d),
             [StackPart(f"{part}.weight", i // each, halves[i % each]) for i, part in enumerate(inputs)],
@@ -157,11 +163,11 @@ class MoE:
     def _declare_biases(self, build: Build, name: str, crossed: bool) -> tuple[Tensor, Tensor | None]:
         """Of the products; that of ``down`` enters the sum over the ranks once."""
         inner, own = torch.zeros(len(self.held), 2 * len(self.own)), self.own
-        outer, here = torch.zeros(len(self.held), self.hidden), slice(self.held.start, self.held.stop)
+        outer, here = torch.zeros(len(self.held), self.hidden), torch.tensor(list(self.held), device="cpu")
 
         def take(part: int, step: int, source: SourceTensor) -> None:
             mine = inner[:, part * len(own) : (part + 1) * len(own)]
-            mine.copy_(source.dense()[here, part % step :: step][:, own.start : own.stop])
+            mine.copy_(source.dense()[here][:, part % step :: step][:, own.start : own.stop])
 
         def take_both(source: SourceTensor) -> None:
             for part in (0, 1):
@@ -227,19 +233,20 @@ class SharedExpert:
         return y + part if self.gate is None else ops.gated_add(y, part, x, self.gate)
 
 
-def _experts(source: Share, held: range) -> Iterator[tuple[int, Tensor]]:
-    """The experts of a stack that are in a share of it, one after the other, counted from the first of
-    those ``held``."""
+def _experts(source: Share, held: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """The experts of a stack that are in a share of it, one after the other, by their places among those
+    ``held``."""
+    places = {expert: i for i, expert in enumerate(held)}
     for e in range(source.index, source.shape[0], source.count):
-        if e in held:
-            yield e - held.start, source.dense(range(e, e + 1))[0]
+        if e in places:
+            yield places[e], source.dense(range(e, e + 1))[0]
 
 
 def _leave(source: Share) -> None:
     """It is another rank's."""
 
 
-def _fill_rows(target: Tensor, rows: slice, source: SourceTensor) -> None:
+def _fill_rows(target: Tensor, rows: Tensor, source: SourceTensor) -> None:
     target.copy_(source.dense()[rows])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.model.encoder import EncoderSpec
@@ -25,6 +27,8 @@ def check_routed(config: Config, spec: ModelSpec | EncoderSpec | None) -> None:
 
 def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
     """Raise ConfigError for an ``--ep`` that cannot be. ``spec``: None if the model is not known."""
+    if config.redundant_experts:
+        _check_redundant(config, device, spec)
     if config.ep == 1:
         return
     if config.ep != config.tp:
@@ -40,3 +44,29 @@ def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | N
         obstacle = f"by a model with {spec.moe.experts} experts"
     if obstacle:
         raise ConfigError(f"--ep {config.ep} cannot be honoured {obstacle}; leave it out", param="ep")
+
+
+def with_copies(config: Config, spec: ModelSpec) -> ModelSpec:
+    """As large as it is with ``--redundant-experts``."""
+    if spec.moe is None or not config.redundant_experts:
+        return spec
+    return replace(spec, moe=replace(spec.moe, experts=spec.moe.experts + config.redundant_experts))
+
+
+def _check_redundant(config: Config, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
+    count, obstacle = config.redundant_experts, None
+    if config.ep == 1:
+        obstacle = "without --ep, whose ranks have whole experts"
+    elif device != "cpu":
+        obstacle = f"on --device {device} yet"
+    elif isinstance(spec, ModelSpec) and spec.moe is not None:
+        total = spec.moe.experts + count
+        if total % config.ep:
+            fit = config.ep - spec.moe.experts % config.ep
+            obstacle = f"with {spec.moe.experts} experts on {config.ep} ranks, which then differ; give {fit}"
+        elif count > spec.moe.experts * (config.ep - 1):
+            obstacle = "where each rank has all experts already"
+    if obstacle:
+        raise ConfigError(
+            f"--redundant-experts {count} cannot be honoured {obstacle}", param="redundant_experts"
+        )

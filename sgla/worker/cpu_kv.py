@@ -12,6 +12,7 @@ from sgla.model.drafting import draft_bytes, draft_state, read_guessing
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, Pool, kv_groups, state_of, with_draft
+from sgla.model.whole_experts import with_copies
 from sgla.worker.facts import drafts_of
 from sgla.worker.kv import allocate_kv
 from sgla.worker.memory import KVSize, cache_groups, check_weights, size_kv
@@ -50,7 +51,8 @@ def take_kv(
     shard = place.shard
     guessing = read_guessing(config, None if source.draft is None else source.draft.config, spec)
     ranks = shard.of_mlps.size
-    weights = weight_bytes(spec, dtype, config.quantization, ranks, heads_over=shard.size)
+    whole = with_copies(config, spec)
+    weights = weight_bytes(whole, dtype, config.quantization, ranks, heads_over=shard.size)
     weights += draft_bytes(config, guessing, dtype)
     check_weights(weights, place.free() - taken)
     own = state_of(spec, shard.size, shard.rank)

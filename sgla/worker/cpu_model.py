@@ -68,7 +68,11 @@ class CpuModel(Runner):
             raise UnsupportedField("experts are not counted with --cp: each rank sees a part of the tokens")
         if verb == "experts_dump":
             taken = {number_of(name): counts.taken() for name, counts in self.model.counts.items()}
-            return {"experts": taken} if self.shard.of_mlps.rank == 0 else {}
+            shard = self.shard.of_mlps
+            told: dict[str, Any] = {"experts": taken}
+            if shard.whole_experts:
+                told["homes"] = {layer: shard.homes(layer, len(found)) for layer, found in taken.items()}
+            return told if shard.rank == 0 else {}
         for counts in self.model.counts.values():
             counts.active = verb == "experts_start"
             if counts.active:

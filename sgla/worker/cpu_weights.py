@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from sgla.errors import ConfigError, UnsupportedField, WeightError
 from sgla.hub.source import ModelSource
+from sgla.kernels.placement import Placement
 from sgla.worker.cpu_setup import CpuSetup
 from sgla.worker.kv import forget
 from sgla.worker.place import drop_garbage
+from sgla.worker.runner import Command
 from sgla.worker.weights import ChangingRunner
 
 
@@ -41,6 +45,25 @@ class CpuWeights(ChangingRunner, CpuSetup):
         except ConfigError:
             self._drop()
             raise
+
+    def _commands(self) -> dict[str, Command]:
+        """Beside those of all runners ``experts_place``: whole experts are where ``homes`` says, layers and
+        those of each rank. No step is under way."""
+        return super()._commands() | {"experts_place": self._place}
+
+    def _place(self, args: dict[str, Any]) -> None:
+        if self.brought or self.fixed or not self._awake:
+            what = f"beside {self.fixed}" if self.fixed else "that are in no file, or are not here"
+            raise UnsupportedField(f"experts are read again, which cannot be with weights {what}")
+        counted = any(counts.active for counts in self.model.counts.values())
+        placement = Placement(self.config.ep, self.config.redundant_experts, dict(args["homes"]))
+        if self.shard.mlps is not None:
+            self.shard = replace(self.shard, mlps=replace(self.shard.mlps, placement=placement))
+        else:
+            self.shard = replace(self.shard, placement=placement)
+        self._load_again(self.source)
+        for counts in self.model.counts.values():
+            counts.active = counted
 
     def _load_again(self, source: ModelSource) -> None:
         if self._awake:

@@ -22,6 +22,7 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.device import describe, use
 from sgla.kernels.dispatch import using
+from sgla.kernels.placement import Placement
 from sgla.memory import give_back
 from sgla.nodes import ranks_of
 from sgla.worker.forward import Forward, compiled
@@ -58,7 +59,8 @@ class Cpu:
         self._group = ExitStack()
         timeout = config.dist_timeout or TIMEOUT
         shard = self._group.enter_context(join(rank, size, store, config.pp, timeout, config.cp))
-        self.shard = replace(shard, whole_experts=config.ep > 1)
+        placement = Placement(config.ep, config.redundant_experts) if config.redundant_experts else None
+        self.shard = replace(shard, whole_experts=config.ep > 1, placement=placement)
         if config.dp_attention:
             self.shard = Shard(lockstep=Lockstep(rank, size), mlps=self.shard)
         self.device, self.torch, self.notes = Device("cpu", "cpu"), torch.device("cpu"), list[str]()

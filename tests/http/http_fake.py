@@ -254,6 +254,9 @@ class FakeIngress:
         self.require_ready()
         return self.flushable
 
+    async def place_experts(self) -> list[dict[str, Any]]:
+        return [{"layer": 0, "ranks": [[0], [1]], "balance_before": 0.5, "balance": 1.0}]
+
     async def control(self, command: Control) -> Any:
         if command.verb == "weights_show":
             return {"ranks": [{"values": [[0.5]] * command.args["rows"]}]}

@@ -278,6 +278,8 @@ async def test_counts_of_experts_are_of_all_stages(serve: Serve, monkeypatch: py
     monkeypatch.setattr(site.ingress, "control", told)
     layers = [{"layer": 3, "experts": [1, 2]}, {"layer": 12, "experts": [0, 4]}]
     assert await site.post("/dump_expert_distribution_record", b"") == (200, {"layers": layers})
+    status, reply = await site.post("/rebalance_experts", b"")
+    assert (status, reply["layers"][0]["balance"]) == (200, 1.0)
 
 
 async def test_the_step_log_is_for_admins(serve: Serve) -> None:

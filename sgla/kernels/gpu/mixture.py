@@ -253,6 +253,7 @@ def _route(
     if moe.route_refuses(routing) is not None:
         probabilities, ids = ops.route(logits, routing, biases)
         if routing.held is not None:
+            assert isinstance(routing.held, range)  # placed ones are for CPUs
             ids = ids - routing.held.start
             here = (ids >= 0) & (ids < len(routing.held))
             probabilities, ids = probabilities * here, ids.masked_fill(~here, -1)

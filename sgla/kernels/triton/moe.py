@@ -471,6 +471,7 @@ def route(
     vectors = (logits if b is None else b for b in (biases.logits, biases.correction, biases.factor))
     places = 0 if done is None else done.numel()
     held = routing.held or range(0)
+    assert isinstance(held, range)
     _route[(triton.cdiv(tokens, each),)](
         logits, *vectors, ids, probabilities, ids if done is None else done, tokens, experts,
         routing.top_k, places, routing.least, routing.scale, logits.stride(0), held.start, len(held),

@@ -1,0 +1,119 @@
+"""Experts that some ranks have twice, and that go to other ranks while requests wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from forked import ForkedExecutor
+from hypothesis import given
+from hypothesis import strategies as st
+from test_data_attention import parted
+from test_stages import MIXTURE, one, requests
+from test_whole_experts import STACKED
+from tiny import make_core, run, run_executor, tiny_config, tiny_source
+
+from sgla.actors import placing
+from sgla.config import Config
+from sgla.errors import ConfigError, NotReady, UnsupportedField
+from sgla.kernels.placement import Placement, balance, balanced
+from sgla.ledger import mesh
+from sgla.messages import Control
+from sgla.observe.machine import Machine
+from sgla.resolve import resolve
+
+
+@given(st.data(), st.integers(2, 5), st.integers(1, 4))
+def test_every_expert_has_a_home(data: Any, ranks: int, room: int) -> None:
+    """Ranks have as many each, none of them one twice."""
+    slots = ranks * room
+    experts = data.draw(st.integers(room, slots))
+    counts = data.draw(st.lists(st.integers(0, 1000), min_size=experts, max_size=experts))
+    homes = balanced(counts, ranks, slots - experts)
+    assert [len(held) for held in homes] == [room] * ranks
+    assert all(len(set(held)) == room for held in homes)
+    assert {expert for held in homes for expert in held} == set(range(experts))
+    assert 0 < balance(counts, homes) <= 1
+
+
+def test_what_is_wanted_most_is_there_twice() -> None:
+    homes = balanced([90, 10, 10, 10, 10, 10, 10, 10], 2, 2)
+    assert sum(0 in held for held in homes) == 2
+    assert balance([90, 10, 10, 10, 10, 10, 10, 10], homes) > 0.93
+    assert balance([90, 10, 10, 10, 10, 10, 10, 10], [range(4), range(4, 8)]) == 80 / 120
+    part = Placement(2, 2, {0: [[0, 1], [1, 2]]}).part(0, 3, 1)
+    assert (part.held, part.copies) == ((1, 2), ((2, 1), (1, 0)))
+
+
+STACKS = {"vocab_size": 331, "max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    ("model", "spare", "changes"),
+    [
+        (MIXTURE, 2, {}),
+        (STACKED | STACKS, 1, {"native_kernels": True}),
+        pytest.param(MIXTURE, 0, {"dp_attention": True}, marks=pytest.mark.slow),
+    ],
+    ids=["copies", "stacked, with biases", "attention by data"],
+)
+async def test_ranks_equal_one_before_and_behind_a_move(
+    model: dict[str, Any], spare: int, changes: dict[str, Any]
+) -> None:
+    """Counts of the first requests say where experts go; the next ones find their prefixes cached."""
+    source, wanted = tiny_source(**model), requests("mixture")
+    expected = run(one(source, native_kernels=changes.get("native_kernels", False)), wanted)
+    config = tiny_config(tp=2, ep=2, redundant_experts=spare, **changes)
+    executor = ForkedExecutor(config, source)
+    try:
+        facts = await executor.start(lambda progress: None)
+        with pytest.raises(UnsupportedField, match="nothing was counted"):
+            await placing.place(config, executor.control)
+        core = parted(facts) if config.dp_attention else make_core(facts)
+        await executor.control(Control(verb="experts_start"))
+        assert (await run_executor(executor, facts, wanted, core)).tokens() == expected.tokens()
+        moved = await placing.place(config, executor.control)
+        experts = source.config.get("num_experts") or source.config["num_local_experts"]
+        assert [layer["layer"] for layer in moved] == list(range(source.config["num_hidden_layers"]))
+        assert all(sum(map(len, layer["ranks"])) == experts + spare for layer in moved)
+        assert all(layer["balance"] >= layer["balance_before"] for layer in moved)
+        assert (await run_executor(executor, facts, wanted, core)).tokens() == expected.tokens()
+        told = (await executor.control(Control(verb="experts_dump")))["ranks"][0]
+        assert told["homes"] == {layer["layer"]: layer["ranks"] for layer in moved}
+        assert all(map(any, told["experts"].values())), "they are counted as before"
+    finally:
+        await executor.close()
+
+
+def test_copies_are_counted_before_anything_loads() -> None:
+    plain, more = (
+        mesh(tiny_config(tp=2, ep=2, redundant_experts=n), tiny_source(**MIXTURE).config) for n in (0, 2)
+    )
+    assert all(a.weights < b.weights for a, b in zip(plain, more))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"redundant_experts": 2}, "without --ep"),
+        ({"redundant_experts": 1, "tp": 2, "ep": 2}, "with 4 experts on 2 ranks, which then differ; give 2"),
+        ({"redundant_experts": 6, "tp": 2, "ep": 2}, "has all experts already"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    machine = Machine(cores=2, physical_cores=2, memory_available=1 << 34)
+    with pytest.raises(ConfigError, match=words) as caught:
+        resolve(Config(device="cpu", **settings), machine, tiny_source(**MIXTURE).config)
+    assert caught.value.param == "redundant_experts"
+    for config in (Config(device="cpu"), Config(device="cuda", tp=2, ep=2)):
+        with pytest.raises(UnsupportedField):
+            placing.check(config)
+
+
+async def test_steps_in_flight_end_before_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "TRY", 0.0)
+    left = iter((2, 1, 0))
+    await placing.still(lambda: next(left))
+    monkeypatch.setattr(placing, "TRIES", 2)
+    with pytest.raises(NotReady):
+        await placing.still(lambda: 1)
