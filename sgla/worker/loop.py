@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import sys
+import time
 import traceback
 from collections import deque
 from concurrent.futures import Future
@@ -18,9 +19,7 @@ from sgla.messages import Control, Facts, Moved, StepPlan, StepResult
 
 LOOK = 0.01  # seconds between looks at the pipe while steps are on their way
 COPYING = 2e-4  # and at copies, while there is nothing else
-SWITCH = (
-    2e-4  # seconds after which threads that copy get the interpreter, which the loop keeps while it spins
-)
+SWITCH = 2e-4  # after which other threads get the interpreter, which a loop that spins keeps
 
 
 Reply = dict[str, Any] | Future[dict[str, Any]]  # to a command: what came of it, at once or later
@@ -182,6 +181,8 @@ def serve(runner: Runs | Launches, plans: Ring, results: Ring | None, pipe: Conn
                     _sleep(plans, inputs, spin, COPYING if waits else None)
                 elif flights[0].due > now:
                     _sleep(plans, inputs, 0.0, flights[0].due - now)
+                elif copies is not None:
+                    time.sleep(0)  # threads that copy, or talk to other servers, get the interpreter
     except BrokenPipeError:  # it has closed it meanwhile
         return True
     except Exception as error:
