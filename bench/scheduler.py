@@ -22,6 +22,8 @@ from sgla.observe.machine import detect
 from sgla.sched.core import Core
 from sgla.sched.limits import Limits
 
+STEP_TOKENS = 8192
+
 
 def make_core(rows: int, steps: int, prompt: int, window: int) -> Core:
     groups = [CacheGroup(pages=rows * (prompt + steps + 64) // 16 + 2)]
@@ -32,7 +34,7 @@ def make_core(rows: int, steps: int, prompt: int, window: int) -> Core:
         groups=groups,
         page_size=16,
         context_len=1 << 16,
-        step_tokens=8192,
+        step_tokens=STEP_TOKENS,
         depth=2,
         itl_target=0.05,
     )
@@ -62,7 +64,8 @@ def result_of(plan: StepPlan) -> StepResult:
 
 
 def measure(rows: int, steps: int, prompt: int, window: int) -> dict[str, float]:
-    core = make_core(rows, steps, prompt, window)
+    # The first must go on until the prompts of all have been read.
+    core = make_core(rows, steps + 2 * rows * prompt // STEP_TOKENS, prompt, window)
     flights: deque[StepPlan] = deque()
     plans: list[float] = []
     retires: list[float] = []

@@ -56,10 +56,9 @@ def order(
     order of the list, so nobody starves."""
     if policy == "fcfs" or len(waiting) < 2:
         return list(waiting)
-    aged: list[Request] = []
-    others: list[Request] = []
-    for request in waiting:
-        (aged if now - request.arrival > patience else others).append(request)
+    since = now - patience
+    aged = [request for request in waiting if request.arrival < since]  # there may be ten thousand
+    others = [request for request in waiting if request.arrival >= since] if aged else list(waiting)
     if policy == "priority":
         for request in aged:
             if not request.yields:
@@ -71,8 +70,9 @@ def _by_rank(waiting: list[Request], cache: RadixCache) -> Iterator[Request]:
     return _smallest_first(waiting, lambda request: request.rank)
 
 
-def _by_chance(waiting: list[Request], cache: RadixCache) -> Iterator[Request]:
-    return _smallest_first(waiting, lambda request: crc32(request.rid.encode()))
+def _by_chance(waiting: list[Request], cache: RadixCache) -> list[Request]:
+    window = sorted(waiting[:WINDOW], key=lambda request: crc32(request.rid.encode()))
+    return window + waiting[WINDOW:]
 
 
 def _by_prefix(waiting: list[Request], cache: RadixCache) -> list[Request]:

@@ -1,10 +1,13 @@
-"""A GPU that is full to the brim serves whatever is legal."""
+"""A GPU that is full to the brim serves whatever is legal. Each test has a process of its own: what others
+have left in torch's caches would count as memory that the runner takes."""
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +68,35 @@ class Open:
         return Taken([], {}, set())
 
 
-@pytest.fixture
-def runner() -> Iterator[Any]:
+def alone(name: str) -> None:
+    """Call a function of this file in a new process."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, __file__, name], env=environment, capture_output=True, text=True)
+    print(done.stdout)
+    assert not done.returncode, done.stderr[-3000:]
+
+
+def test_nothing_runs_out() -> None:
+    """Prompts in full steps with logprobs, histories, decode rows beside them, all rows at high positions
+    with everything that a request may ask for, and steps of all sizes."""
+    alone("fill")
+
+
+def test_a_part_of_the_memory_stays_free() -> None:
+    alone("leave")
+
+
+def full_runner() -> Any:
+    """And what takes the memory that it is not to have."""
     from sgla.worker.cuda import CudaRunner
 
-    gc.collect()
-    torch.cuda.empty_cache()
+    torch.manual_seed(0)
     ballast = torch.empty(torch.cuda.mem_get_info()[0] - ROOM, dtype=torch.uint8, device="cuda")
     config = Config(device="cuda", load_format="dummy", max_running_requests=SLOTS, step_tokens=STEP)
-    yield CudaRunner(config, ModelSource("dummy", Path("."), (), MODEL, {}), 0, 1, "", lambda progress: None)
-    del ballast
-    gc.collect()
-    torch.cuda.empty_cache()
+    source = ModelSource("dummy", Path("."), (), MODEL, {})
+    return CudaRunner(config, source, 0, 1, "", lambda progress: None), ballast
 
 
 def admit(slot: int) -> NewRow:
@@ -89,9 +109,8 @@ def admit(slot: int) -> NewRow:
     )
 
 
-def test_nothing_runs_out(runner: Any) -> None:
-    """Prompts in full steps with logprobs, histories, decode rows beside them, all rows at high positions
-    with everything that a request may ask for, and steps of all sizes."""
+def fill() -> None:
+    runner, ballast = full_runner()
     facts = runner.facts
     ledger = facts.ledger
     assert facts.context_len == MODEL["max_position_embeddings"]
@@ -123,13 +142,12 @@ def test_nothing_runs_out(runner: Any) -> None:
     assert stats["num_ooms"] == 0
     assert peak <= ledger["activations"]
     assert least > 0
+    del ballast
 
 
-def test_a_part_of_the_memory_stays_free() -> None:
+def leave() -> None:
     from sgla.worker.cuda import CudaRunner
 
-    gc.collect()
-    torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
 
     def make(fraction: float) -> CudaRunner:
@@ -150,3 +168,7 @@ def test_a_part_of_the_memory_stays_free() -> None:
     torch.cuda.empty_cache()
     with pytest.raises(OutOfMemory, match="raise --memory-fraction"):
         make(0.001)
+
+
+if __name__ == "__main__":
+    {"fill": fill, "leave": leave}[sys.argv[1]]()
