@@ -18,6 +18,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import more_plots
+
 ROOT = Path(__file__).parents[1]
 RESULTS, PLOTS = ROOT / "bench/results", ROOT / "docs/plots"
 PAGE, CPU_PAGE = ROOT / "docs/performance.md", ROOT / "docs/performance-cpu.md"
@@ -62,13 +64,20 @@ def lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
-def gpu_medians() -> Figures:
-    """Of lines without other settings (quantization, ranks, ``--deterministic``)."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+def plain_lines() -> list[dict[str, Any]]:
+    """Of sgla without other settings (quantization, ranks, ``--deterministic``)."""
+    found = []
     for line in lines("gpu-h200.jsonl"):
         extra = line.get("command", "").partition("--extra ")[2]
         plain = extra in ("", "'{}'") or "tokenizer" in extra
-        if line.get("engine") != "sgla" or line.get("commit") not in COMMITS or not plain:
+        found += [line] if plain and line.get("engine") == "sgla" else []
+    return found
+
+
+def gpu_medians() -> Figures:
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for line in plain_lines():
+        if line.get("commit") not in COMMITS:
             continue
         workload = line["w"] + (f" {line['bs']}" if "bs" in line else "")
         if workload in WORKLOADS:
@@ -197,6 +206,16 @@ def draw(figures: Figures, peers: dict[str, Figures]) -> None:
     axes.set_title("SmolLM2-135M in bf16 on two cores, tok/s out, more is better")
     axes.legend(frameon=False)
     save(figure, "cpu")
+
+    gpu = [line for line in plain_lines() if line.get("commit") in COMMITS]
+    eight = [line for line in gpu if Path(line["model"]).name == "qwen3-8b"]
+    more = {name for name, (field, _, _) in WORKLOADS.items() if field.endswith("tok_s")}
+    more_plots.shares(pyplot, save, figures, peers[LIMIT], MODELS, more)
+    more_plots.contexts(pyplot, save, eight, str(ROOT / "bench/models/qwen3-8b"))
+    more_plots.starts(pyplot, save, gpu, MODELS)
+    more_plots.levels(pyplot, save, lines("cpu-xeon-amx-2c.jsonl"), LEVELS, bars)
+    more_plots.growth(pyplot, save, lines("cpu-growth.jsonl"))
+    more_plots.rates(pyplot, save, lines("gpu-h200.jsonl"))
 
 
 def main() -> int:
