@@ -16,7 +16,7 @@ from sgla.model.family import PredictorNames
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.limits import LAYERS, VOCAB
 from sgla.model.read import read_decoder, read_spec
-from sgla.model.registry import family_of
+from sgla.model.registry import EAGLE3, family_of
 from sgla.model.sizes import weight_bytes
 from sgla.model.spec import ModelSpec
 from sgla.model.state import LayerState, state_of
@@ -31,7 +31,6 @@ NAMES = {  # as SGLang and vLLM have them
 }
 FLAG = "--speculative-algorithm"
 OTHER_FILES = ("draft_model", "eagle", "eagle3")  # algorithms whose weights are not the model's own
-EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
 TOLD = 3  # layers of a target that EAGLE-3 reads
 

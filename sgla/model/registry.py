@@ -16,6 +16,8 @@ from sgla.model.family import Family
 from sgla.model.gguf_layouts import layout_of
 from sgla.packages import brought
 
+# Heads that guess, and are no models.
+EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaEagle3ForCausalLM")
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _DECODER_SUFFIXES = ("Model", "ForCausalLM", "ForSequenceClassification")
 # Names in config.json:
