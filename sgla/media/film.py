@@ -113,10 +113,51 @@ class Film:
         return made
 
 
+# Of processors for which a frame is a picture.
+PLAIN: dict[str, dict[str, Any]] = {
+    "InternVLVideoProcessor": {
+        "size": {"height": 384, "width": 384},
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "num_frames": 8,
+    },
+}
+
+
+def framed(video: Video, processor: str, settings: str, most: int) -> dict[str, Any]:
+    """As ``filmed``: ``pixel_values`` float32[frames, 3, height, width], of frames at equal distances, each
+    in the middle of its part of the video."""
+    given = {name: value for name, value in json.loads(settings).items() if value is not None}
+    said = PLAIN[processor] | given
+    count = said["num_frames"]
+    if "fps" in given and "num_frames" not in given:
+        count = int(video.frames / video.rate * said["fps"])
+    count = min(max(count, 1), video.frames)
+    high, wide = (said["size"].get(edge) for edge in ("height", "width"))
+    if not high or not wide:
+        raise InvalidField("size must have height and width", param="mm_processor_kwargs")
+    if 12 * high * wide * count > most:
+        raise InvalidField(
+            f"{count} frames of {wide} x {high} pixels take more than {most >> 20} MiB; ask for fewer "
+            "(mm_processor_kwargs: fps, num_frames)",
+            param="messages",
+        )
+    step = video.frames / count
+    numbers = np.arange(step / 2, video.frames, step).astype(np.float32).astype(int).tolist()
+    mean, std = (np.asarray(said[name], np.float32) for name in ("image_mean", "image_std"))
+    made = np.empty((count, 3, high, wide), np.float32)
+    for i, image in enumerate(frames(video, numbers)):
+        resized = Image.fromarray(image).resize((wide, high), Image.Resampling.BICUBIC)
+        made[i] = ((np.asarray(resized, np.float32) / 255 - mean) / std).transpose(2, 0, 1)
+    return {"pixel_values": made}
+
+
 def filmed(video: Video, processor: str, settings: str, asked: dict[str, Any], most: int) -> dict[str, Any]:
     """Arrays by name, in numpy. ``settings``: JSON; ``asked``: ``tokens_per_second`` that positions go by, if
     not by numbers; ``most``: bytes. Besides what transformers has, ``tenths`` int64[t]: of seconds, when each
     pair of frames is, and ``steps`` int64[t]: its position in time. Raises InvalidField."""
+    if processor in PLAIN:
+        return framed(video, processor, settings, most)
     film = Film(processor, json.loads(settings))
     numbers = film.numbers(video)
     high, wide = film.fitted(len(numbers), video.height, video.width)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from test_vision import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from test_vision import internvl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from tiny import make_core, run, tiny_config
 from video_files import clip
 from vision_models import Model, picture
 
-from sgla.media.film import Film
+from sgla.errors import InvalidField
+from sgla.media.film import Film, framed
+from sgla.media.prepare import arrays_of as arrays_made
 from sgla.media.video import Video, Watchable
 from sgla.media.watch import video
 from sgla.messages import Submit
@@ -120,3 +123,37 @@ def test_a_tower_sees_pictures_and_videos_together(served: Served) -> None:
             found = tower.several([arrays[i] for i in order], [len(alone[i].values) for i in order])
             for own, i in zip(found, order):
                 torch.testing.assert_close(own.values, alone[i].values, atol=1e-4, rtol=1e-4)
+
+
+def test_a_frame_is_a_picture(tmp_path: Path) -> None:
+    """InternVL, whose frames go with pictures, in the order of the prompt."""
+    model, shown = internvl(tmp_path), [VIDEOS[0], picture(20, 30, 1)]
+    request = model.submit("both", "Look: <video> and <image>.", shown, 16)
+    frames = model.filmed(VIDEOS[0])["pixel_values"]
+    assert frames.shape == (8, 3, 16, 16)
+    tiles = arrays_made(shown[1], model.processor, model.settings, model.asked())["pixel_values"]
+    values = torch.from_numpy(np.concatenate([frames, tiles]))
+    ids = torch.tensor([request.tokens])
+    out = model.module.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=values,
+        do_sample=False,
+        max_new_tokens=16,
+    )
+    runner = CpuRunner(tiny_config(step_tokens=256), model.source, 0, 1, "", lambda progress: None)
+    expected = {"both": out[0, len(request.tokens) :].tolist()}
+    core = make_core(runner.facts)
+    assert run(runner, [request], core).tokens() == run(runner, [request], core).tokens() == expected
+    assert run(runner, [request], step_tokens=24, prefix_cache=False).tokens() == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [("{}", 8), ('{"num_frames": 3}', 3), ('{"fps": 1}', 4), ('{"num_frames": 99}', 8), ('{"fps": 0.01}', 1)],
+)
+def test_frames_at_equal_distances(settings: str, count: int) -> None:
+    made = framed(VIDEOS[0], "InternVLVideoProcessor", settings, 1 << 26)["pixel_values"]
+    assert made.shape == (count, 3, 384, 384)
+    with pytest.raises(InvalidField, match="ask for fewer"):
+        framed(VIDEOS[0], "InternVLVideoProcessor", settings, 1 << 10)

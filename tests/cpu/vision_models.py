@@ -107,7 +107,7 @@ class Model(NamedTuple):
     def submit(self, rid: str, text: str, shown: Sequence[Picture | Video], max_new: int = 32) -> Submit:
         text = text.replace("<image>", self.speller.vision.media)
         if (film := self.speller.vision.film) is not None:
-            text = text.replace("<video>", film.media)
+            text = text.replace("<video>", film.media.rstrip())
         several = self.speller.vision.alone and len(shown) > 1
         made = [self.prepared(one, several) for one in shown]
         tokens, placed = self.speller.in_text(text, made, encode) if made else (encode(text), [])
