@@ -31,7 +31,7 @@ TIMEOUT = 5.0  # that it may take alone
 QUEUE = 30.0  # seconds to wait for the grammars of other clients
 WAITING = 64  # grammars of one client
 START = 60.0
-SLOW = 0.02  # seconds of compilation that a step may be kept waiting for
+SLOW = 0.001  # seconds of compilation that a step may be kept waiting for
 
 STOPPING = "the server is stopping"
 CHECKED = ("json_object", "json_schema")

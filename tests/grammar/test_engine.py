@@ -476,6 +476,32 @@ def test_a_grammar_that_the_worker_cannot_compile_ends_its_own_request_only(
     assert engine.generate("x", params(engine, unlucky)).text == "unlucky"
 
 
+def test_steps_go_on_while_the_worker_compiles_a_new_grammar(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "SLOW", 0.0)
+    new, make = Grammar(kind="regex", text="never before"), matcher.make_matcher
+    compiling, go_on = threading.Event(), threading.Event()
+    done: list[Output] = []
+
+    def held(*args: Any) -> LLMatcher:
+        compiling.set()
+        assert go_on.wait(60)
+        return make(*args)
+
+    monkeypatch.setattr(matcher, "make_matcher", held)
+    asks = threading.Thread(target=lambda: done.append(engine.generate("x", params(engine, new))))
+    asks.start()
+    try:
+        assert compiling.wait(60)
+        assert engine.generate("y", params(engine, None, max_tokens=20, ignore_eos=True)).finish == "length"
+        assert not done
+    finally:
+        go_on.set()
+        asks.join()
+    assert done[0].text == "never before"
+
+
 def test_others_are_served_while_a_hostile_grammar_compiles(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
