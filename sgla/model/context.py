@@ -19,6 +19,7 @@ REFUSED = {
     "enable_lora": "adapters have not been tried with it",
     "kv_disk": "ranks would keep the same prefixes several times",
     "kv_host_bytes": "ranks would keep the same prefixes several times",
+    "kv_host_ratio": "ranks would keep the same prefixes several times",
     "kv_store": "ranks would keep the same prefixes several times",
     "role": "the servers would have to be cut alike",
     "encode_url": "pictures are not taken",

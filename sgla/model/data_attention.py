@@ -17,6 +17,7 @@ REFUSED = {
     "enable_lora": "places of adapters are of one scheduler",
     "kv_disk": "copies are of one scheduler",
     "kv_host_bytes": "copies are of one scheduler",
+    "kv_host_ratio": "copies are of one scheduler",
     "kv_store": "copies are of one scheduler",
     "kv_events_config": "events are of one scheduler",
     "role": "KV is handed over by one scheduler",

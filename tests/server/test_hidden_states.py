@@ -278,7 +278,8 @@ LLAMA |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 
 
 def dummy_engine(folder: Path, **settings: Any) -> Engine:
-    return Engine(str(folder), device="cpu", load_format="dummy", executor="inline", threads=1, **settings)
+    both = {"executor": "inline"} | settings
+    return Engine(str(folder), device="cpu", load_format="dummy", threads=1, **both)
 
 
 async def listening(engine: Engine) -> tuple[Runner, str]:
@@ -318,7 +319,7 @@ async def test_routed_experts(tmp_path: Path) -> None:
                 assert (await ask(return_routed_experts=True, **wrong))[0] == 400
         engine._call(runner.cleanup())
     with pytest.raises(ConfigError, match="--pp 2"):
-        dummy_engine(folder, **settings, pp=2)
+        dummy_engine(folder, **settings, pp=2, executor="procs")
     (folder / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ConfigError, match="a model without experts"):
         dummy_engine(folder, **settings)
