@@ -14,7 +14,7 @@ from sgla.config import Config
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.layers.spec import AttentionSpec
-from sgla.model.registry import EAGLE3, architecture_of, check_architecture, is_known
+from sgla.model.registry import HEADS, architecture_of, check_architecture, is_known
 from sgla.model.spec import ModelSpec
 from sgla.processes import tied
 
@@ -90,7 +90,7 @@ def settled(source: ModelSource, impl: str, trusted: bool, ranks: int = 1) -> Mo
     config = {key: value for key, value in source.config.items() if key != FACTS}
     source = replace(source, config=config)
     name = architecture_of(config)
-    if impl == "native" and not (is_known(name) or name in EAGLE3):
+    if impl == "native" and not (is_known(name) or name in HEADS):
         raise ConfigError(
             f"architecture {name[:99]!r} has no code here; --model-impl auto tries transformers' module",
             param="model_impl",

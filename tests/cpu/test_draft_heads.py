@@ -28,6 +28,7 @@ from sgla.loading.source import configured_source, drafting
 from sgla.messages import StepPlan
 from sgla.model.drafting import read_eagle
 from sgla.model.read import read_decoder
+from sgla.model.registry import EAGLE3, HEADS
 from sgla.observe.machine import Machine
 from sgla.resolve import resolve
 from sgla.worker.cpu import CpuRunner
@@ -234,6 +235,19 @@ def test_a_head_is_read_from_its_files(tmp_path: Path) -> None:
         assert head.ids.tolist() == [i + i // 2 for i in range(200)]
         logits = torch.arange(200.0)[None]
         assert of_target(head, logits)[0, [3, 299 - 1]].tolist() == [2.0, 199.0]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_are_found_by_the_names_of_their_files(name: str, tmp_path: Path) -> None:
+    third = name in EAGLE3
+    config = EAGLE | {"architectures": [name]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"fc.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    asked = Config(speculative_algorithm="eagle3" if third else "eagle", speculative_model=str(tmp_path))
+    found = configured_source(tmp_path, drafting(asked))
+    assert read_eagle(found.config, read_decoder(DEEP), third).spec.hidden == 64
+    with pytest.raises(ConfigError, match="it is "):
+        read_eagle(found.config, read_decoder(DEEP), not third)
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:

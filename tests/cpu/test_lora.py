@@ -24,6 +24,7 @@ from sgla.errors import InvalidAdapter
 from sgla.hub.source import open_source
 from sgla.loading.adapter import CONFIG, WEIGHTS
 from sgla.messages import Control, Submit
+from sgla.quant.weight import pack
 from sgla.worker.cpu import CpuRunner
 
 TOLERANCE = 1e-4
@@ -337,6 +338,23 @@ def test_layers_of_families_are_as_merged(tmp_path: Path, family: str) -> None:
     check_equal(found["adapted"], logprobs(merged, [wanted("x", 0)])["x"])
     check_equal(found["base"], logprobs(runner_of(tmp_path / "base"), [wanted("x", 0)])["x"])
     assert (found["adapted"] - found["base"]).abs().max() > 0.01
+
+
+def test_a_quantized_base_is_as_its_values_with_merged_weights(base: Path, tmp_path: Path) -> None:
+    """An adapter's numbers are not rounded with those of the base."""
+    added = save_adapter(tmp_path / "adapter", base)
+    tensors = load_file(base / "model.safetensors")
+    rounded = {
+        name: pack(x, "int8").dequant().contiguous() if x.dim() == 2 else x for name, x in tensors.items()
+    }
+    save_file(rounded, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    merged = runner_of(save_merged(tmp_path / "merged", tmp_path, added))
+    quantized = adapted(base, quantization="int8")
+    load(quantized, 1, tmp_path / "adapter")
+    found = logprobs(quantized, [wanted("adapted", 1), wanted("base", 0)])
+    check_equal(found["adapted"], logprobs(merged, [wanted("x", 0)])["x"])
+    check_equal(found["base"], logprobs(runner_of(tmp_path), [wanted("x", 0)])["x"])
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
