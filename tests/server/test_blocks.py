@@ -95,6 +95,7 @@ def test_it_makes_no_vectors(engine: Engine) -> None:
         {"speculative_algorithm": "ngram"},
         {"enable_return_hidden_states": True},
         {"tp": 2},
+        {"cp": 2},
         {"step_tokens": 15},
         {"diffusion_config": {"noise": 1}},
     ],
