@@ -52,13 +52,13 @@ struct PackedDots {
   static constexpr int PAIRS = (ROWS + 1) / 2, PER = BITS == 4 ? 128 / GROUPED : 1, STEPS = 8 / PER;
   static constexpr bool ODD = ROWS % 2;  // the last pair has a row alone
   float y[ROWS];        // pair by pair; of the lanes of the diagonal
-  float sum[PAIRS][4];  // e4m3
+  float sum[PAIRS][2][4];  // e4m3, in two chains
 
   __device__ __forceinline__ PackedDots() {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) y[i] = 0.f;
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
+    for (int i = 0; i < PAIRS * 8; ++i) sum[i / 8][i / 4 % 2][i % 4] = 0.f;
   }
   __device__ __forceinline__ static constexpr int low(int pair) { return GATED ? pair : pair * 2; }
   __device__ __forceinline__ static constexpr int high(int pair) {
@@ -83,41 +83,37 @@ struct PackedDots {
     u32 b[4][4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) ldmatrix(b[w], x + lane % 8 * (256 + X_PAD) + w * 64 + lane / 8 * 16);
-    float all[PER][4];  // the sums of x
+    uint4 w[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) w[i] = lds128(at(i) + lane * 16);
+    const bool odd = lane & 4;
 #pragma unroll
     for (int group = 0; group < PER; ++group) {
-      float(&d)[4] = all[group];
-      d[0] = d[1] = d[2] = d[3] = 0.f;
-      if (ODD) continue;
+      // Products that wait for each other lie far apart: steps go to two chains in turn, pair by pair.
+      float d[PAIRS][2][4] = {}, all[2][4] = {};  // all: the sums of x
 #pragma unroll
-      for (int step = group * STEPS; step < (group + 1) * STEPS; ++step)
-        mma(d, 0, ONES, 0, ONES, b[step / 2][step % 2 * 2], b[step / 2][step % 2 * 2 + 1]);
-    }
+      for (int step = group * STEPS; step < (group + 1) * STEPS; ++step) {
+        const int p = step % 2 * 2;
+        const u32 b0 = b[step / 2][p], b1 = b[step / 2][p + 1];
 #pragma unroll
-    for (int j = 0; j < PAIRS; ++j) {
-      const int pair = ODD ? PAIRS - 1 - j : j;  // the row alone has the sums of x beside it
-      const bool alone = ODD && pair == PAIRS - 1;
-      const int rows[2] = {alone ? ROWS - 1 : low(pair), alone ? ROWS - 1 : high(pair)};
-      const uint4 u = lds128(at(rows[0]) + lane * 16), v = alone ? u : lds128(at(rows[1]) + lane * 16);
-#pragma unroll
-      for (int group = 0; group < PER; ++group) {
-        float d[4] = {};
-#pragma unroll
-        for (int step = group * STEPS; step < (group + 1) * STEPS; ++step) {
-          const u32 lower = word_of(u, step / 2), upper = word_of(v, step / 2);
-          const int p = step % 2 * 2;
-          mma(d, two(lower, p), alone ? ONES : two(upper, p), two(lower, p + 1),
-              alone ? ONES : two(upper, p + 1), b[step / 2][p], b[step / 2][p + 1]);
+        for (int pair = 0; pair < PAIRS; ++pair) {
+          const bool alone = ODD && pair == PAIRS - 1;  // it has the sums of x beside it
+          const u32 lower = word_of(w[alone ? ROWS - 1 : low(pair)], step / 2),
+                    upper = alone ? 0 : word_of(w[high(pair)], step / 2);
+          mma(d[pair][step % 2], two(lower, p), alone ? ONES : two(upper, p), two(lower, p + 1),
+              alone ? ONES : two(upper, p + 1), b0, b1);
         }
-        if (alone) all[group][2] = d[2], all[group][3] = d[3];
-        const bool odd = lane & 4;
-        const float of_x = odd ? all[group][3] : all[group][2];
+        if (!ODD) mma(all[step % 2], 0, ONES, 0, ONES, b0, b1);
+      }
+      auto both = [&](const float(&x)[2][4], int half) {
+        return odd ? x[0][half * 2 + 1] + x[1][half * 2 + 1] : x[0][half * 2] + x[1][half * 2];
+      };
+      const float of_x = both(ODD ? d[PAIRS - 1] : all, 1);
 #pragma unroll
-        for (int half = 0; half < (alone ? 1 : 2); ++half) {
-          const u32 c = lds32(constants(rows[half]) + (lane / 4 * PER + group) * 4);
-          const float total = odd ? d[half * 2 + 1] : d[half * 2];
-          y[pair * 2 + half] += (total - hi2f(c) * of_x) * half2f(c);
-        }
+      for (int row = 0; row < ROWS; ++row) {  // pair by pair
+        const int from = ODD && row == ROWS - 1 ? row : row % 2 ? high(row / 2) : low(row / 2);
+        const u32 c = lds32(constants(from) + (lane / 4 * PER + group) * 4);
+        y[row] += (both(d[row / 2], row % 2) - hi2f(c) * of_x) * half2f(c);
       }
     }
   }
@@ -131,18 +127,19 @@ struct PackedDots {
   template <class At>
   __device__ __forceinline__ void add_e4m3(u32 x, int lane, At&& at) {
     const uint4 b[2] = {lds128(x + lane * 16), lds128(x + 512 + lane * 16)};
+    uint4 w[ROWS];
 #pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair) {
-      const bool alone = ODD && pair == PAIRS - 1;
-      const uint4 u = lds128(at(alone ? ROWS - 1 : low(pair)) + lane * 16),
-                  v = alone ? uint4{0, 0, 0, 0} : lds128(at(high(pair)) + lane * 16);
+    for (int i = 0; i < ROWS; ++i) w[i] = lds128(at(i) + lane * 16);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint2 lower = four(word_of(u, i)), upper = four(word_of(v, i));
-        mma(sum[pair], lower.x, upper.x, lower.y, upper.y, word_of(b[i / 2], i % 2 * 2),
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int pair = 0; pair < PAIRS; ++pair) {
+        const bool alone = ODD && pair == PAIRS - 1;
+        const uint2 lower = four(word_of(w[alone ? ROWS - 1 : low(pair)], i)),
+                    upper = alone ? uint2{0, 0} : four(word_of(w[high(pair)], i));
+        mma(sum[pair][i % 2], lower.x, upper.x, lower.y, upper.y, word_of(b[i / 2], i % 2 * 2),
             word_of(b[i / 2], i % 2 * 2 + 1));
       }
-    }
   }
 
   // of[i]: the dot product of row 4 i + lane / 8, pair by pair.
@@ -151,7 +148,11 @@ struct PackedDots {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
       float mine = y[row];
-      if (BITS == 8) mine = lane & 4 ? sum[row / 2][row % 2 * 2 + 1] : sum[row / 2][row % 2 * 2];
+      if (BITS == 8) {
+        const int e = row % 2 * 2;
+        const float(&of_pair)[2][4] = sum[row / 2];
+        mine = lane & 4 ? of_pair[0][e + 1] + of_pair[1][e + 1] : of_pair[0][e] + of_pair[1][e];
+      }
       const float z = __shfl_sync(~0u, mine, from);
       if (row % 4 == 0 || lane / 8 == row % 4) of[row / 4] = z;
     }
