@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf import read_gguf
 from sgla.hub.gguf_keys import rules
+from sgla.loading import load
 from sgla.loading.load import load_model
 from sgla.loading.source import open_source
 from sgla.model.read import read_decoder
@@ -803,9 +804,11 @@ def test_a_tensor_that_one_layer_lacks_is_named(saved: Saved) -> None:
     ],
 )
 @torch.no_grad()
-def test_stacks_of_quantized_experts(name: str, kind: Type, storage: str, tmp_path: Path) -> None:
-    """They are kept as the file has them, and the logits are HF's with the values that the package
-    decodes."""
+def test_stacks_of_quantized_experts(
+    name: str, kind: Type, storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept as the file has them, on GPUs in integers of 4 or 8 bits, and the logits are HF's with
+    the values that the package decodes."""
     arch, model_type, layout, keys = MIXTURES[name]
     width = "intermediate_size" if name == "gpt-oss" else "moe_intermediate_size"
     hf = save_checkpoint(tmp_path, model_type, **layout | {"hidden_size": 96, width: 64})
@@ -827,6 +830,11 @@ def test_stacks_of_quantized_experts(name: str, kind: Type, storage: str, tmp_pa
     assert [row.tokens for row in Eager(model, native=True).generate(PROMPTS, 6)] == [
         row.tokens for row in rows
     ]
+    if kind != Type.F16:
+        monkeypatch.setattr(load, "_device_kind", lambda: "cuda")
+        packed = load_model(open_source(path), "float32", "gguf")
+        assert packed.blocks[-1].mlp.gate_up.kind == ("int4g32" if kind == Type.Q4_0 else "int8g32")
+        torch.testing.assert_close(Eager(packed).prompt_logprobs(PROMPTS), expected, rtol=0, atol=2e-3)
 
 
 HOSTILE = (
