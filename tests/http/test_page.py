@@ -119,6 +119,32 @@ def said(site: Site) -> list[Any]:
     return [message["content"] for message in site.ingress.jobs[-1].messages or []]
 
 
+GUESSING = """(() => {
+    const real = window.fetch;
+    let calls = 0;
+    window.fetch = async (url, options) => {
+        const got = await real(url, options);
+        if (url !== "metrics") return got;
+        calls += 1;
+        const more = `sgla:spec_verify_calls_total{a="b"} ${10 * calls}
+sgla:spec_accepted_tokens_total{a="b"} ${15 * calls}
+`;
+        return new Response(await got.text() + more);
+    };
+})()"""
+
+
+@browser
+async def test_guesses_are_shown_where_there_are_any(site: Site, tmp_path: Path) -> None:
+    async with chromium.browsing(tmp_path, site.url) as tab:
+        await tab.until(UP)
+        await tab.until("document.getElementById('running').textContent !== '–'")
+        assert await field(tab, "accepted", "hidden") is True
+        await tab.js(GUESSING)
+        await tab.until("document.getElementById('accepted').textContent === '2.50'")
+        assert await field(tab, "accepted", "hidden") is False
+
+
 @browser
 async def test_a_conversation(site: Site, tmp_path: Path) -> None:
     async with chromium.browsing(tmp_path, site.url) as tab:

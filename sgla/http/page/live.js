@@ -32,6 +32,9 @@ function draw(now) {
   $("hits").textContent = `${(100 * now.cache_hit_rate).toFixed(0)} %`;
   $("kv").textContent = [now.kv_used_tokens, now.kv_evictable_tokens,
     now.max_total_num_tokens].map(pages).join(" · ");
+  const guesses = "spec_verify_calls_total" in now, steps = rate(now, "spec_verify_calls_total");
+  for (const each of document.querySelectorAll(".guesses")) each.hidden = !guesses;
+  if (steps) $("accepted").textContent = (1 + rate(now, "spec_accepted_tokens_total") / steps).toFixed(2);
   $("held").style.width = share(now.kv_used_tokens);
   $("kept").style.width = share(now.kv_evictable_tokens);
 }
