@@ -138,7 +138,10 @@ def write(job: Job, out: Path, solve: Solve, on_progress: OnProgress) -> None:
         total += sum(tensor.nbytes for tensor in made.values())
         on_progress(Progress(phase="quantize", message="layers", done=done + 1, total=size))
     index_file = {"metadata": {"total_size": total}, "weight_map": places}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2))
+    listed = out / "model.safetensors.index.json"
+    listed.write_text(json.dumps(index_file, indent=2))
+    for file in {*places.values()}:  # which the library makes for their owner alone
+        (out / file).chmod(listed.stat().st_mode)
     _copy_others(job.source, out)
     said = job.recipe.config(sorted({*ignored, "lm_head"}))
     dtype = str(job.dtype).removeprefix("torch.")

@@ -54,6 +54,7 @@ def test_what_is_written_is_near_what_was_read(
     (tmp_path / "model/tokenizer.json").write_text("{}")
     assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--format", format]) == 0
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
     quantization = "fp8" if format == "fp8" else "checkpoint"
     model = load_model(open_source(tmp_path / "out"), quantization=quantization)
     block, plain = model.blocks[1], load_model(open_source(tmp_path / "model")).blocks[1]
