@@ -1,0 +1,47 @@
+#!/bin/bash
+# Two H200 of one host: what tests/gpu/test_tp.py and bench/ say of --tp, --ep, --dp and --pp.
+#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: tests tp8b tp30b ep30b dp pp (default: all)
+# At most $LIMIT seconds in all (420); each part has a limit of its own, and goes on behind one that failed.
+# JSON lines, logs and exit codes: $OUT/several.tar.xz, packed anew behind each part.
+OUT=${OUT:?}; LIMIT=${LIMIT:-420}
+mkdir -p "$OUT"; T=$(mktemp -d); BEGUN=$SECONDS
+export BENCH_COMMIT=${BENCH_COMMIT:-next} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+pack() { tar -C "$T" -cJf "$OUT/several.tar.xz.new" . && mv "$OUT/several.tar.xz.new" "$OUT/several.tar.xz"; }
+part() { # NAME SECONDS COMMAND...
+  name=$1 most=$2; shift 2
+  left=$((LIMIT - (SECONDS - BEGUN) - 6)); [ "$left" -lt "$most" ] && most=$left
+  if [ "$most" -lt 15 ]; then echo "$name: no time left" | tee -a "$T/codes.txt"; return; fi
+  at=$SECONDS
+  timeout -k 8 "$most" "$@" >"$T/$name.log" 2>&1; code=$?
+  grep -h '^JSON ' "$T/$name.log" | sed 's/^JSON //' >>"$T/several.jsonl"
+  echo "$name: exit $code after $((SECONDS - at)) s of $most" | tee -a "$T/codes.txt"
+  grep -hE '"w": "(W1|W2)"' "$T/$name.log" | cut -c1-420
+  [ "$code" = 0 ] || tail -15 "$T/$name.log" | cut -c1-600
+  nvidia-smi --query-gpu=memory.used --format=csv,noheader >>"$T/codes.txt" 2>&1
+  pack
+}
+offline() { # NAME SECONDS MODEL WORKLOADS EXTRA [MORE...]
+  name=$1 most=$2 model=$3 w=$4 extra=$5; shift 5
+  part "$name" "$most" python bench/offline.py --model "bench/models/$model" --workloads "$w" --repeat "${REPEAT:-1}" \
+    --tag "$name" --extra "$extra" "$@"
+}
+python - >"$T/machine.txt" 2>&1 <<'PY'
+import importlib, torch
+print(torch.__version__, torch.version.cuda, torch.cuda.device_count(), [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())])
+for name in ("msgspec", "uvloop", "aiohttp", "tokenizers", "safetensors", "triton", "flashinfer", "pytest"):
+    try: print(name, getattr(importlib.import_module(name), "__version__", "there"))
+    except Exception as error: print(name, "MISSING", error)
+PY
+nvidia-smi topo -m >>"$T/machine.txt" 2>&1; cat "$T/machine.txt" | head -12; pack
+for each in ${*:-tp8b tp30b ep30b dp pp tests}; do
+  case $each in
+  tests) part tests 120 python -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_tp.py --durations=8 ;;
+  tp8b) offline tp8b 60 qwen3-8b W1,W2 '{"tp": 2}' ;;
+  tp30b) offline tp30b 75 qwen3-30b-a3b W1,W2 '{"tp": 2}' ;;
+  ep30b) offline ep30b 75 qwen3-30b-a3b W1,W2 '{"tp": 2, "ep": 2}' ;;
+  dp) part dp 110 python bench/replicas.py --model bench/models/qwen3-8b --counts 1,2 \
+        --server-args "--device cuda --context-length 8192 --log-level warning --no-log-requests" --log "$T/dp-server.log" ;;
+  pp) offline pp 150 llama-3.1-70b W2,W1 '{"pp": 2, "tokenizer": "bench/models/qwen3-8b"}' --name llama-3.3-70b ;;
+  esac
+done
+cat "$T/codes.txt"; ls -la "$OUT"
