@@ -243,7 +243,7 @@ def test_guesses_of_other_requests_are_counted(server: ServerProcess, hf: Any) -
     right, guessed = (values[f"sgla:spec_{name}_tokens_total"] for name in ("accepted", "draft"))
     assert 30 < right <= guessed
     assert values["sgla:spec_accept_rate"] == right / guessed
-    assert values["sgla:spec_accept_length"] > 2
+    assert values["sgla:spec_accept_length"] > 1  # how many are guessed depends on how long steps take
     assert values["vllm:spec_decode_num_accepted_tokens_total"] == right
 
 

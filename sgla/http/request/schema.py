@@ -707,12 +707,19 @@ def _read(read: Callable[[bytes], T], body: bytes, kind: Any = Any) -> T:
         return read(body)
     except msgspec.ValidationError as error:
         raise invalid(error, kind) from error
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"the request body is not valid JSON: {error}") from error
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"the request body is not valid UTF-8: {error.reason}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"the request body is not valid {_fault(body, error)}") from error
     except RecursionError as error:
         raise BadRequest("the request body is nested too deeply") from error
+
+
+def _fault(body: bytes, error: Exception) -> str:
+    """msgspec says what is no UTF-8 by either kind of error, depending on its version."""
+    try:
+        bytes(body).decode()
+    except UnicodeDecodeError as found:
+        return f"UTF-8: {found.reason}"
+    return f"JSON: {error}"
 
 
 def by_length(raw: dict[str, msgspec.Raw]) -> tuple[bytes, dict[str, msgspec.Raw]]:
