@@ -143,7 +143,7 @@ def test_every_drafter_on_every_kind_of_layers(kind: str, algorithm: str) -> Non
     asked = [*texts(), submit("loops", [5, 6, 7] * 4, 20, allowed=[9, 11])]
     expected = run(plain, asked, depth=1, prefix_cache=False)
     for depth in (1, 2, 3):
-        for pages in (0, 6):
+        for pages in (0, 5):
             core = make_core(runner.facts, drafts=3, depth=depth, pages=pages, reserve=0.0)
             for _ in range(2):  # the second time behind cached prefixes
                 got = run(runner, asked, core)
