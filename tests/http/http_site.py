@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import Any
 
@@ -79,6 +80,27 @@ def sse_payloads(raw: bytes) -> list[str]:
     blocks = raw.decode().removesuffix("\n\n").split("\n\n")
     assert all(block.startswith(("data: ", ": ")) and "\n" not in block for block in blocks), blocks
     return [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
+
+
+@asynccontextmanager
+async def served(files: Mapping[str, bytes | str]) -> AsyncIterator[str]:
+    """The address of another server that has ``files``: what is in them, or where they are to be found."""
+
+    async def answer(request: web.Request) -> web.Response:
+        found = files[request.match_info["name"]]
+        if isinstance(found, str):
+            raise web.HTTPFound(found)
+        return web.Response(body=found)
+
+    app = web.Application()
+    app.add_routes([web.get("/{name}", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 async def at_rest(database: Database) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from aiohttp import web
 from http_fake import FakeIngress
-from http_site import Serve, Site
+from http_site import Serve, Site, served
 from PIL import Image
 
 from sgla.http.server import SERVER
@@ -225,19 +224,8 @@ async def test_sources(site: Site, tmp_path: Path, serve_files: str) -> None:
 
 @pytest.fixture
 async def serve_files() -> Any:
-    async def red(request: web.Request) -> web.Response:
-        return web.Response(body=RED)
-
-    async def redirect(request: web.Request) -> web.Response:
-        raise web.HTTPFound("/red.png")
-
-    app = web.Application()
-    app.add_routes([web.get("/red.png", red), web.get("/redirect", redirect)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    async with served({"red.png": RED, "redirect": "/red.png"}) as address:
+        yield address
 
 
 async def test_published_clients(site: Site) -> None:

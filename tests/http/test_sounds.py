@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 from http_fake import FakeIngress
-from http_site import Serve, Site
+from http_site import Serve, Site, served
 from sound_files import CODECS, RATE, TONE, encoded, floats, hostile, raw_wav, wav
 
 from sgla.errors import InvalidField
@@ -81,21 +80,13 @@ async def test_responses(site: Site) -> None:
 
 
 async def test_generate_and_sources(site: Site, tmp_path: Path) -> None:
-    async def tone(request: web.Request) -> web.Response:
-        return web.Response(body=FILE)
-
-    app = web.Application()
-    app.add_routes([web.get("/tone.wav", tone)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    sources = [
-        *(DATA[0], BASE64[0], "tone.wav", str(tmp_path / "in" / "tone.wav")),
-        f"http://127.0.0.1:{runner.addresses[0][1]}/tone.wav",
-    ]
-    body = {"text": "a", "audio_data": sources, "sampling_params": {"max_new_tokens": 1}}
-    status, answer = await site.post("/generate", body)
-    await runner.cleanup()
+    async with served({"tone.wav": FILE}) as address:
+        sources = [
+            *(DATA[0], BASE64[0], "tone.wav", str(tmp_path / "in" / "tone.wav")),
+            f"{address}/tone.wav",
+        ]
+        body = {"text": "a", "audio_data": sources, "sampling_params": {"max_new_tokens": 1}}
+        status, answer = await site.post("/generate", body)
     assert status == 200, answer
     assert site.ingress.jobs[-1].pictures == SOUNDS[:1] * len(sources)
     body = {"text": ["a", "b"], "audio_data": [DATA[0], [DATA[1]]], "sampling_params": {"max_new_tokens": 1}}

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 from http_fake import FakeIngress
-from http_site import Serve, Site
+from http_site import Serve, Site, served
 from video_files import clip
 
 from sgla.errors import InvalidField
@@ -74,26 +73,18 @@ async def test_parts_keep_their_order(site: Site, name: str) -> None:
 
 
 async def test_generate_and_sources(site: Site, tmp_path: Path) -> None:
-    async def answer(request: web.Request) -> web.Response:
-        return web.Response(body=FILE)
-
-    app = web.Application()
-    app.add_routes([web.get("/clip.mp4", answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    sources = [
-        *(DATA[0], BASE64[0], "clip.mp4", (tmp_path / "in" / "clip.mp4").as_uri()),
-        f"http://127.0.0.1:{runner.addresses[0][1]}/clip.mp4",
-    ]
-    body = {
-        "text": "a",
-        "video_data": sources,
-        "mm_processor_kwargs": {"fps": 1},
-        "sampling_params": {"max_new_tokens": 1},
-    }
-    status, told = await site.post("/generate", body)
-    await runner.cleanup()
+    async with served({"clip.mp4": FILE}) as address:
+        sources = [
+            *(DATA[0], BASE64[0], "clip.mp4", (tmp_path / "in" / "clip.mp4").as_uri()),
+            f"{address}/clip.mp4",
+        ]
+        body = {
+            "text": "a",
+            "video_data": sources,
+            "mm_processor_kwargs": {"fps": 1},
+            "sampling_params": {"max_new_tokens": 1},
+        }
+        status, told = await site.post("/generate", body)
     assert status == 200, told
     assert site.ingress.jobs[-1].pictures == VIDEOS[:1] * len(sources)
     assert site.ingress.jobs[-1].media_kwargs == {"fps": 1}
