@@ -38,7 +38,7 @@ class FeatureCache:
             return known
         self.computed += 1
         try:
-            made = self._tower(arrays_of(picture, self._tower.device.type == "cuda"))
+            made = self._tower(self.read(picture))
         except (OSError, ValueError, RuntimeError, IndexError) as error:
             log.warning("no features of a picture or a sound: %s: %s", type(error).__name__, str(error)[:300])
             made = None
@@ -47,6 +47,10 @@ class FeatureCache:
             return Features(lost.to(self._tower.dtype), [])
         self.keep(picture, made)
         return made
+
+    def read(self, picture: Prepared) -> dict[str, Tensor]:
+        """``arrays_of`` for the tower."""
+        return arrays_of(picture, pinned=self._tower.device.type == "cuda")
 
     def keep(self, picture: Prepared, made: Features) -> None:
         self._kept[picture.digest] = made

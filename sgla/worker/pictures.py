@@ -18,7 +18,7 @@ from sgla.kernels.batch import ForwardBatch, Media
 from sgla.loading.tower import Elsewhere, Features, Tower
 from sgla.messages import NewRow, Placed, Prepared
 from sgla.worker.batch import Columns
-from sgla.worker.features import FeatureCache, arrays_of, threads
+from sgla.worker.features import FeatureCache, threads
 from sgla.worker.state import Int32s, column
 
 CACHED, ON_GPUS = 128 << 20, 512 << 20  # bytes of features that are kept for requests to come
@@ -219,8 +219,7 @@ class Pictures:
         for group in groups_of(list(missing.values()), self._abreast):
             with suppress(OSError, ValueError, RuntimeError, IndexError):
                 pictures, counts = zip(*group)
-                pinned = self._tower.device.type == "cuda"
-                read = [arrays_of(picture, pinned) for picture in pictures]
+                read = [self._cache.read(picture) for picture in pictures]
                 made = self._tower.several(read, list(counts))
                 for picture, features in zip(pictures, made):
                     self._cache.keep(picture, features)

@@ -21,7 +21,8 @@ from sgla.media.video import Video, Watchable
 from sgla.media.watch import video
 from sgla.messages import Submit
 from sgla.worker.cpu import CpuRunner
-from sgla.worker.pictures import arrays_of, grid_of
+from sgla.worker.features import arrays_of
+from sgla.worker.pictures import grid_of
 
 MAKERS = {"qwen3-vl": qwen3_vl, "qwen2-vl": qwen2_vl, "qwen2.5-vl": qwen2_5_vl, "qwen3.5": qwen3_5}
 LIMITS = Watchable(1 << 24, 1 << 20, 60.0, 1000)
