@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import av
-
 from sgla.errors import BadRequest, InvalidField
 from sgla.media.decode import source_bytes
 from sgla.media.video import Video, Watchable
@@ -17,8 +15,6 @@ from sgla.media.video import Video, Watchable
 FORMATS = ("mp4", "webm", "avi")  # the second for Matroska, too
 TYPES = (b"video/", b"image/gif")  # of data URLs
 GUESS = 24.0  # frames a second of a file that does not say
-
-av.logging.set_level(None)
 
 
 def video(source: bytes, form: str, limits: Watchable) -> Video:
@@ -56,6 +52,9 @@ def format_of(data: bytes) -> str:
 @contextmanager
 def opened(data: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
     """The file and its first track of frames. Raises InvalidField, also for what goes wrong inside."""
+    import av
+
+    av.logging.set_level(None)
     try:
         with av.open(io.BytesIO(data), format=kind, options={"protocol_whitelist": ""}) as file:
             if not file.streams.video:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -59,3 +61,9 @@ async def test_a_file_becomes_what_a_tower_reads() -> None:
     finally:
         await pool.close()
         await room.close()
+
+
+def test_what_prepares_media_is_imported_without_pyav() -> None:
+    """As where only pictures are wanted."""
+    without = "import sys; sys.modules['av'] = None; import sgla.media.film, sgla.media.listen"
+    subprocess.run([sys.executable, "-c", without], check=True)
