@@ -8,7 +8,9 @@ the tokens of a request are the same before and after. ``prefix``: seconds to th
 so many tokens and 16 more that is computed, that the KV cache has, and that lies in the host's memory because
 others have pushed it out; and the bytes a second of a plain copy from pinned memory. ``update``: seconds that
 all weights take as tensors of this GPU, while eight requests are paused, and whether these come to their end.
-Weights are random.
+Weights are random. ``regions``: where the seconds of a wake go, without a server: so many bytes of weights
+and of KV are mapped as at a start, given back, and come back three times, with the driver's calls told apart,
+with the KV in pieces of several sizes.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--disk", help="a folder: measure prefixes that lie there, not in the host's memory")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--weights-gib", type=float, default=15.3, help="of regions")
+    parser.add_argument("--pieces", default="256M,4G,whole", help="of the KV, of regions")
     parser.add_argument("--extra", default="{}", help="more settings, as JSON")
     args = parser.parse_args()
     for part in args.parts.split(","):
-        {"sleep": sleep, "prefix": prefix, "update": update}[part](args)
+        {"sleep": sleep, "prefix": prefix, "update": update, "regions": regions}[part](args)
 
 
 def engine_of(args: argparse.Namespace, **settings: Any) -> Any:
@@ -174,6 +178,80 @@ def weights_of(config: dict[str, Any]) -> dict[str, Any]:
         return ones.normal_(std=size[-1] ** -0.5) if len(size) > 1 else ones
 
     return {f"{name}.weight": made(size) for name, size in named.items()}
+
+
+def regions(args: argparse.Namespace) -> None:
+    import torch
+
+    from sgla.worker import region
+    from sgla.worker.pinned import Pinned
+
+    torch.cuda.init()
+    spent: dict[str, float] = {}
+    driver = region.driver()
+
+    class Timed:
+        def __getattr__(self, name: str) -> Any:
+            call = getattr(driver, name)
+
+            def timed_call(*given: Any) -> Any:
+                seconds, code = timed(partial(call, *given))
+                spent[name] = spent.get(name, 0.0) + seconds
+                return code
+
+            return timed_call
+
+    def told(phase: str, work: Callable[[], Any], **fields: Any) -> None:
+        spent.clear()
+        seconds, _ = timed(work)
+        done, _ = timed(torch.cuda.synchronize)
+        calls = {name: round(s, 4) for name, s in spent.items()}
+        lines.emit({"part": "regions", "phase": phase, "s": seconds, "gpu_s": done, "calls": calls} | fields)
+
+    region.driver = lambda: Timed()  # type: ignore[assignment, return-value]
+    memory = region.CudaMemory(0)
+    size = int(args.weights_gib * GIB) >> 21 << 21
+    host = Pinned(size)
+    for name in args.pieces.split(","):
+        left = (torch.cuda.mem_get_info()[0] - size - 6 * GIB) >> 21 << 21
+        piece = {"256M": 256 << 20, "1G": GIB, "4G": 4 * GIB, "whole": left}[name]
+        wake_often(told, host.bytes, region.Region(memory, size), region.Region(memory, left, piece), name)
+        region.let_go()
+
+
+def wake_often(told: Callable[..., None], host: Any, weights: Any, kv: Any, name: str) -> None:
+    """The first and third wake is that of a server: copies of weights still run while the KV is mapped. The
+    second one does one after the other."""
+    import torch
+
+    from sgla.worker.pinned import pieces
+
+    def away() -> None:
+        weights.unmap()
+        kv.unmap()
+
+    def weights_again() -> None:
+        for start, stop in weights.map():
+            weights.part(start, stop).copy_(host[start:stop], non_blocking=True)
+
+    def kv_again() -> None:
+        for start, stop in kv.map():
+            kv.part(start, stop).zero_()
+
+    def both_again() -> None:
+        weights_again()
+        kv_again()
+
+    left = (torch.cuda.mem_get_info()[0] - len(host) - 6 * GIB) >> 21 << 21
+    told("start weights", partial(weights.empty, (len(host),), torch.uint8), piece=name)
+    told("start kv", lambda: kv.empty((left,), torch.uint8).zero_(), piece=name)
+    for wakes in ((both_again,), (weights_again, kv_again), (both_again,)):
+        for start, stop in pieces(len(host)):
+            host[start:stop].copy_(weights.part(start, stop), non_blocking=True)
+        torch.cuda.synchronize()
+        told("sleep", away, piece=name)
+        for wake in wakes:
+            told(wake.__name__, wake, piece=name)
 
 
 def wait(engine: Any) -> None:

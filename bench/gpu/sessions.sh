@@ -1,9 +1,11 @@
 #!/bin/bash
-# One H200; run in the repository's root. `bash bench/gpu/sessions.sh turns` takes about 220 s (limit 250): the multi-turn
-# sessions on a pool of 16 GiB, with tiers and without. `bash bench/gpu/sessions.sh agents`: about 150 s, the agent trace.
-# `bash bench/gpu/sessions.sh prefix`: about 50 s, a 32k prefix from the host (>= 90 % of a plain copy, >= 6x) and from disk (>= 3x).
-# JSON lines go to $OUT/sessions.jsonl. Turns are shaped as SGLang's benchmark/hicache/bench_multiturn (10 rounds of
-# 2,048 new tokens, random order, a barrier between rounds), with answers of 32 tokens and 8 talks at a time.
+# One H200; run in the repository's root. Parts, each a call of its own or several in one:
+#   turns: tiered and plain, about 220 s; tiered (80 s), plain (150 s): multi-turn sessions of five times a pool of 16 GiB,
+#     with tiers and without; whichever comes last compares the two (goals: TTFT 4x, throughput 1.8x, hits 0.9)
+#   agents (150 s): the agent trace; prefix (50 s): a 32k prefix from the host (>= 90 % of a plain copy, >= 6x); disk (>= 3x)
+# JSON lines go to $OUT/sessions.jsonl; keep $OUT between calls. No part takes more than 240 s. Turns are shaped as SGLang's
+# benchmark/hicache/bench_multiturn (10 rounds of 2,048 new tokens, random order, a barrier between rounds), with answers of
+# 32 tokens and 8 talks at a time.
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"; PY=${PY:-python}; PORT=${PORT:-31000}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 tok() { $PY -c "import sys; from pathlib import Path; sys.path.insert(0, 'bench'); from words import write_tokenizer; write_tokenizer(Path('${MODELS:-bench/models}/$1'), Path('$OUT/tok-$1'))"; }
@@ -27,25 +29,29 @@ t = urllib.request.urlopen("http://127.0.0.1:$PORT/metrics").read().decode()
 print("\n".join(l for l in t.splitlines() if l[:1] != "#" and any(k in l for k in ("tier_", "prefix_", "preempt"))))
 P
 }
-run() { $PY bench/sessions.py "$@" 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/sessions.jsonl" | cut -c1-900; }
-for part in ${@:-turns}; do case $part in
-turns)
+run() { timeout -k 5 ${LIMIT:-200} $PY bench/sessions.py "$@" 2>> "$OUT/err.txt" | sed -n 's/^JSON //p' | tee -a "$OUT/sessions.jsonl" | cut -c1-900; }
+sessions() { # NAME, flags
+  local name=$1 note="--kv-cache-bytes ${POOL_BYTES:-16G} $2"
   tok qwen3-8b
-  for tiers in "${TIERS:---kv-host-bytes 84G}" ""; do
-    note="--kv-cache-bytes ${POOL_BYTES:-16G} $tiers"
-    serve qwen3-8b --context-length 32768 --kv-cache-bytes ${POOL_BYTES:-16G} $tiers ${MORE:-} || exit 1
-    run turns http://127.0.0.1:$PORT --model m --pool 5000 --times 1 --turns 1 --question 300 --answer 16 --seed 99 > /dev/null
-    run turns http://127.0.0.1:$PORT --model m --pool ${POOL:-116500} --times ${TIMES:-4.4} --turns ${TURNS:-10} --system 0 \
-      --question ${QUESTION:-2048} --answer ${ANSWER:-32} --concurrency ${CONCURRENCY:-8} --note "$note"
-    tell > "$OUT/metrics${tiers:+-tiers}.txt"; cp "$OUT/server.log" "$OUT/server${tiers:+-tiers}-turns.log"; stop
-  done
-  $PY - "$OUT/sessions.jsonl" <<'P'
+  serve qwen3-8b --context-length 32768 --kv-cache-bytes ${POOL_BYTES:-16G} $2 ${MORE:-} || exit 1
+  run turns http://127.0.0.1:$PORT --model m --pool 5000 --times 1 --turns 1 --question 300 --answer 16 --seed 99 > /dev/null
+  run turns http://127.0.0.1:$PORT --model m --pool ${POOL:-116500} --times ${TIMES:-4.4} --turns ${TURNS:-10} --system 0 \
+    --question ${QUESTION:-2048} --answer ${ANSWER:-32} --concurrency ${CONCURRENCY:-8} --note "${note% }"
+  tell > "$OUT/metrics-$name.txt"; cp "$OUT/server.log" "$OUT/server-$name.log"; stop
+}
+compare() { $PY - "$OUT/sessions.jsonl" <<'P'
 import json, sys
-a, b = [d for d in map(json.loads, open(sys.argv[1])) if d["kind"] == "turns" and d["talks"] > 1 and d["requests"] > 30][-2:]
-print({"ttft_mean_x": round(b["ttft_mean_ms"] / a["ttft_mean_ms"], 2), "later_ttft_x": round(b["later_ttft_mean_ms"] / a["later_ttft_mean_ms"], 2),
-       "throughput_x": round(a["out_tok_s"] / b["out_tok_s"], 2), "hit_of_unlimited": round(a["hit_rate"] / a["attainable"], 3), "errors": a["errors"] + b["errors"]})
+last = {len(d["note"].split()) > 2: d for d in map(json.loads, open(sys.argv[1])) if d["kind"] == "turns" and d["requests"] > 30}
+if len(last) == 2:
+    a, b = last[True], last[False]
+    print({"ttft_mean_x": round(b["ttft_mean_ms"] / a["ttft_mean_ms"], 2), "later_ttft_x": round(b["later_ttft_mean_ms"] / a["later_ttft_mean_ms"], 2),
+           "throughput_x": round(a["out_tok_s"] / b["out_tok_s"], 2), "hit_of_unlimited": round(a["hit_rate"] / a["attainable"], 3), "errors": a["errors"] + b["errors"]})
 P
-  ;;
+}
+parts=(); for part in ${@:-turns}; do [ $part = turns ] && parts+=(tiered plain) || parts+=($part); done
+for part in ${parts[@]}; do case $part in
+tiered) sessions tiered "${TIERS:---kv-host-bytes 84G}"; compare ;;
+plain) sessions plain ""; compare ;;
 agents)
   tok llama-3.1-8b
   serve llama-3.1-8b --context-length 65536 --kv-cache-bytes 17G --kv-host-bytes ${HOST:-84G} ${MORE:-} || exit 1

@@ -33,7 +33,7 @@ from sgla.worker.peering import gpu_room
 from sgla.worker.pictures import Pictures
 from sgla.worker.place import Gpu
 from sgla.worker.pooler import Pooler
-from sgla.worker.region import Region, gpu_memory, let_go
+from sgla.worker.region import LARGE, Region, gpu_memory, let_go
 from sgla.worker.runner import Runner
 from sgla.worker.seeing import open_pictures
 from sgla.worker.warm_up import rehearse, wake_triton
@@ -97,7 +97,8 @@ class GpuModel(Runner):
     def _make_room(self) -> None:
         let_go()
         if (memory := gpu_memory(self.shard.number)) is not None:
-            self.regions = Regions(*(Region(memory, self.place.usage()["total"]) for _ in range(2)))
+            total = self.place.usage()["total"]
+            self.regions = Regions(Region(memory, total), Region(memory, total, LARGE))
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
 
     def _guessing(self, spec: ModelSpec) -> ModelSpec | None:

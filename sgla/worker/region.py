@@ -27,6 +27,7 @@ from sgla.kernels.cuda.build import check, driver
 ALIGNED = 512  # bytes, as torch has it
 GROWN = 32 << 20  # bytes that a region grows by, at least
 PIECE = 256 << 20  # that come back at a time: some are filled while others are mapped
+LARGE = 4 << 30  # the same of memory that is not filled: fewer calls of the driver, of which each takes long
 _VIRTUAL = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
@@ -73,9 +74,10 @@ class Piece(NamedTuple):
 class Region:
     """Tensors behind each other. ``size``: bytes that are mapped, or were before they went."""
 
-    def __init__(self, memory: VirtualMemory, limit: int) -> None:
-        """``limit``: of addresses, which cost nothing. Raises RuntimeError."""
-        self._memory, self._limit = memory, _rounded(limit, memory.granule)
+    def __init__(self, memory: VirtualMemory, limit: int, piece: int = PIECE) -> None:
+        """``limit``: of addresses, which cost nothing; ``piece``: bytes that are mapped at a time, at the
+        start as later, so that the driver has no more to do the first time. Raises RuntimeError."""
+        self._memory, self._limit, self._piece = memory, _rounded(limit, memory.granule), piece
         self._base = memory.reserve(self._limit)
         self._pieces: list[Piece] = []
         self._used = self.size = 0
@@ -95,7 +97,8 @@ class Region:
         start = _rounded(self._used, ALIGNED)
         if (missing := start + count - self.size) > 0:
             granule = self._memory.granule
-            self._map(self.size, _rounded(max(missing, min(GROWN, self._limit - self.size)), granule))
+            grown = _rounded(max(missing, min(GROWN, self._limit - self.size)), granule)
+            list(self._grow(grown))
         self._used = start + count
         return self.part(start, start + count).view(dtype).view(*shape)
 
@@ -112,19 +115,21 @@ class Region:
         Raises RuntimeError; then nothing is mapped."""
         size, self.size = self.size, 0
         try:
-            for start in range(0, size, PIECE):
-                self._map(start, min(PIECE, size - start))
-                yield start, self.size
+            yield from self._grow(size)
         except BaseException:
             self.unmap()
             raise
         finally:
             self.size = size
 
-    def _map(self, start: int, size: int) -> None:
-        at = self._base + start
-        self._pieces.append(Piece(at, size, self._memory.map(at, size)))
-        self.size = start + size
+    def _grow(self, by: int) -> Iterator[tuple[int, int]]:
+        """Where each piece begins and ends that has been mapped behind what there is."""
+        end = self.size + by
+        while (start := self.size) < end:
+            at, size = self._base + start, min(self._piece, end - start)
+            self._pieces.append(Piece(at, size, self._memory.map(at, size)))
+            self.size = start + size
+            yield start, self.size
 
 
 def _rounded(size: int, to: int) -> int:

@@ -29,6 +29,7 @@ from sgla.model.spec import ModelSpec
 from sgla.model.state import Demand, KVGroup, LayerState, Pool, kv_groups
 from sgla.worker import gpu_memory
 from sgla.worker.gpu_memory import Advice, Budget, Peak, Weights, size_pool, splits, within_memory
+from sgla.worker.region import Region
 
 HERE = Path(__file__).parent
 MODELS = HERE.parents[1] / "bench/models"
@@ -266,3 +267,43 @@ def test_a_part_of_the_memory_is_left_to_others(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(OutOfMemory, match="raise --memory-fraction") as caught:
         budget.pool(Config(memory_fraction=0.1), POOL, Peak(0, 0), 0)
     assert caught.value.param == "memory_fraction"
+
+
+class Pieces:
+    """Virtual memory that says in which pieces it was mapped."""
+
+    granule = 2
+
+    def __init__(self) -> None:
+        self.mapped: list[tuple[int, int]] = []
+
+    def reserve(self, size: int) -> int:
+        return 1000
+
+    def map(self, at: int, size: int) -> int:
+        self.mapped.append((at, size))
+        return len(self.mapped)
+
+    def unmap(self, at: int, size: int, handle: int) -> None:
+        self.mapped.remove((at, size))
+
+    def free(self, at: int, size: int) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def view(self, at: int, size: int, owner: object) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
+
+
+def test_a_region_comes_back_in_the_pieces_of_the_start() -> None:
+    memory = Pieces()
+    region = Region(memory, 1 << 10, piece=100)
+    region.empty((250,), torch.uint8)
+    first = list(memory.mapped)
+    assert first[0] == (1000, 100)
+    assert region.size == sum(size for _, size in first) >= 250
+    region.unmap()
+    assert not memory.mapped
+    assert not region.mapped
+    assert list(region.map()) == [(at - 1000, at - 1000 + size) for at, size in first]
+    assert memory.mapped == first
