@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_blocks import LazyTensor, storage_of
+from sgla.hub.gguf_deltas import heads_in_order
 from sgla.hub.gguf_header import GGUFTensor, check_places, parse, type_name
 from sgla.hub.gguf_keys import read_sampling, read_vocabulary, token_id
 from sgla.hub.gguf_layout import HFTensor, Layout
@@ -241,13 +242,30 @@ class GGUFFile:
                 count = prod(shape) // width
                 own = blocks if len(targets) == 1 and not each else blocks[at : at + count]
                 at += count
+                columns = None
+                if (order := self._order(target)) is not None and target.dims == "dj":
+                    columns = order
+                    if block > 1 and (order[::32] % 32).any():
+                        raise WeightError(
+                            f"{self.path}: {tensor.name} has type {kind.name}, and heads no multiple of 32"
+                        )
+                elif order is not None:
+                    own = own[order]
                 if self._is_permuted(target):
                     own = self._halves_apart(own, "q" if target.dims[0] == "q" else "k")
                 own = own.reshape(1, -1) if len(shape) == 1 else own
                 flat = (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
                 yield LazyTensor(
-                    target.name.replace("{e}", str(e)), kind.name, flat, own, self._shift(target)
+                    target.name.replace("{e}", str(e)), kind.name, flat, own, self._shift(target), columns
                 )
+
+    def _order(self, target: HFTensor) -> NDArray[np.int64] | None:
+        """Where the rows or columns of HF's tensor lie in the file's, if not in order."""
+        keys, sizes = self._model.keys, self._model.sizes
+        apart = self.layout.deltas == "apart" and ".linear_attn." in target.name
+        if not apart or target.dims == "p" or keys["ssm.group_count"] == sizes["z"]:
+            return None
+        return heads_in_order(target.dims[1] if target.dims == "dj" else target.dims[0], keys, sizes)
 
     def _is_permuted(self, target: HFTensor) -> bool:
         return self.layout.permuted and (".q_proj." in target.name or ".k_proj." in target.name)
@@ -260,7 +278,8 @@ class GGUFFile:
 
     def _shift(self, target: HFTensor) -> float:
         """Gemma files hold 1 + w of HF's norm weights w."""
-        return -self.layout.shift if target.name.endswith("norm.weight") else 0.0
+        shifted = target.name.endswith("norm.weight") and ".linear_attn." not in target.name
+        return -self.layout.shift if shifted else 0.0
 
 
 def read_gguf(path: str | Path, layouts: Layouts | None = None) -> GGUFFile:

@@ -16,7 +16,8 @@ class LazyTensor:
     """A tensor of the file under its HF name, decoded on demand.
 
     ``blocks`` uint8 ``[n, bytes of a row]``:
-    memory-mapped, rows possibly reordered; ``type_name`` as ``Q4_1``.
+    memory-mapped, rows possibly reordered; ``type_name`` as ``Q4_1``. ``columns``: which of the file's each
+    column is, those of a group of 32 together.
     """
 
     name: str
@@ -24,6 +25,7 @@ class LazyTensor:
     shape: tuple[int, ...]
     blocks: NDArray[np.uint8]
     shift: float = 0.0
+    columns: NDArray[np.int64] | None = None
 
     def numpy(self, rows: range | None = None) -> NDArray[np.float32]:
         """The values as a new float32 array: ``rows`` of the first dim, or all."""
@@ -39,7 +41,8 @@ class LazyTensor:
             return self._dequantize(self.blocks)[0, rows.start : rows.stop]
         if self.type_name in _SIMPLE and (quants := self.quants(rows)) is not None:
             return _affine(*quants)
-        return self._dequantize(self.blocks[rows.start : rows.stop])
+        values = self._dequantize(self.blocks[rows.start : rows.stop])
+        return values if self.columns is None else values[:, self.columns]
 
     def _dequantize(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         from gguf import GGMLQuantizationType
@@ -68,6 +71,14 @@ class LazyTensor:
     def quants(self, rows: range) -> Quants | None:
         """Quants from 0 on ``[n, k]``, scales and minima ``[n, k / 32]`` of a matrix that has ``bits``; None
         of others. Scales and minima of Q4_K, Q5_K and IQ4_XS are products, which are rounded to float16."""
+        found = self._quants(rows)
+        if found is None or self.columns is None:
+            return found
+        quants, *constants = found
+        scale, minimum = (values[:, self.columns[::32] // 32] for values in constants)
+        return quants[:, self.columns], scale, minimum
+
+    def _quants(self, rows: range) -> Quants | None:
         if self.type_name in ("IQ4_NL", "IQ4_XS"):
             return self._listed(rows)
         if self.type_name in ("Q4_K", "Q5_K"):

@@ -16,6 +16,7 @@ from math import isfinite
 from typing import Any
 
 from sgla.errors import ConfigError
+from sgla.hub.gguf_deltas import RECURRENT
 from sgla.hub.gguf_layout import HF_KEYS, Layout
 
 
@@ -70,16 +71,25 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Flags:
+    """For each layer whether it is something."""
+
+    def fits(self, value: Any) -> bool:
+        return isinstance(value, list) and all(flag in (0, 1) for flag in value)
+
+    def __str__(self) -> str:
+        return "a list of true and false"
+
+
+@dataclass(frozen=True)
 class Pattern:
     """Every how many layers there is one without a window, or for each layer whether it has one."""
 
     def fits(self, value: Any) -> bool:
-        if isinstance(value, list):
-            return all(flag in (0, 1) for flag in value)
-        return SIZE.fits(value)
+        return Flags().fits(value) if isinstance(value, list) else SIZE.fits(value)
 
     def __str__(self) -> str:
-        return "a whole number from 1 on, or a list of true and false"
+        return f"a whole number from 1 on, or {Flags()}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ SIZE_OF_LAYERS = Number(whole=True, low=1, layers=True)
 POSITIVE = Number(low=1e-30)
 TOKEN = Number(whole=True)
 FLAG = Only((True, False))
-Rule = Number | Only | Text | Pattern | Some
+Rule = Number | Only | Text | Pattern | Flags | Some
 
 LAYERS = 1024  # as config.json may have (``model.spec``)
 REQUIRED = ("block_count", "context_length", "embedding_length")
@@ -224,6 +234,9 @@ def rules(layout: Layout) -> dict[str, Rule]:
     if layout.scans == "alone":
         table["feed_forward_length"] = Some()
         table["nextn_predict_layers"] = COUNT
+    if layout.deltas:
+        table |= dict.fromkeys((*_OF_SCANS, *_OF_GROUPS, "full_attention_interval"), SIZE)
+        table |= {RECURRENT: Flags(), "rope.dimension_sections": Text(int), "nextn_predict_layers": COUNT}
     if layout.scans == "instead" and not layout.mixture:
         table |= {"expert_count": Only((0,)), "expert_used_count": COUNT}
     if layout.windowed and "layer_types" in layout.known:
@@ -316,12 +329,12 @@ def read_keys(metadata: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 def _required(layout: Layout) -> Iterator[str]:
     yield from (*REQUIRED, layout.eps)
     if layout.scans != "only":
-        yield from _OF_ATTENTION
+        yield from _OF_ATTENTION if "intermediate_size" in layout.known else _OF_ATTENTION[1:]
     if layout.mixture:
         yield from _OF_MIXTURES
     if layout.latent:
         yield from _OF_LATENTS
-    if layout.scans:
+    if layout.scans or layout.deltas:
         yield from _OF_SCANS if layout.first_mamba else (*_OF_SCANS, *_OF_GROUPS)
     if layout.scans not in ("", "only") or layout.convolves:
         yield "attention.head_count_kv"

@@ -21,7 +21,8 @@ class HFTensor(NamedTuple):
     all values, b keys and values. Of Mamba 2 i all rows, c channels of the convolution, w its taps, j the
     values of all heads, z heads, x groups, p values of a group; w is also that of short convolutions. L is
     the latent of what experts read, E what they read. Of Mamba 1 i, c, w and j, S values of a channel's
-    state, R what time steps are made of, T the same with B and C."""
+    state, R what time steps are made of, T the same with B and C. Of gated delta nets i, c, w, j, z and p as
+    of Mamba 2, Z twice z; Q are queries with their gates."""
 
     name: str
     dims: str
@@ -37,12 +38,15 @@ class Stored:
     layers: Literal["all", "dense", "sparse"] = "all"
     flag: str = ""
     unless: str = ""
-    mixer: Literal["", "attention", "mamba", "conv", "mlp"] = ""
+    mixer: Literal["", "attention", "mamba", "conv", "mlp", "delta"] = ""
 
 
 # Where Mambas are: in layers without KV heads instead of attention, in all layers beside it, alone in a
 # layer, as attention and MLPs are in others, or in all layers, and nothing else is.
 Scans = Literal["", "instead", "beside", "alone", "only"]
+# How a class has the matrices of gated delta nets: queries, keys and values apart from their gates, or all
+# rows of a head of keys joined. Files of the first kind have the heads of values in another order.
+Deltas = Literal["", "apart", "joined"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Layout:
     scan_names: Mapping[str, str] = field(default_factory=dict)  # HF's, of the sizes of a Mamba
     windows_optional: bool = False  # HF's class runs without any
     convolves: bool = False  # layers without KV heads are short convolutions
+    deltas: Deltas = ""  # all layers but each so many-th one are gated delta nets
     last_norm: str = "output_norm"
     yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
     longrope: bool = False

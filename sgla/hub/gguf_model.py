@@ -8,6 +8,7 @@ from math import isclose
 from typing import Any
 
 from sgla.errors import ConfigError, WeightError
+from sgla.hub.gguf_deltas import delta_sizes, deltas
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_keys import read_keys
 from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, TOP, HFTensor, Layout, Stored
@@ -15,6 +16,11 @@ from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
 GROUPED = 160  # experts of the DeepSeek-V2 that has them in groups; smaller ones have not
+# Of each pair files have one tensor or both others.
+_HALVES = {
+    "attn_kv_b.weight": ("attn_k_b.weight", "attn_v_b.weight"),
+    "ssm_in.weight": ("attn_qkv.weight", "attn_gate.weight"),
+}
 _NAMED = 8  # tensor names shown in an error
 _GROUPS = (
     "the GGUF metadata lacks {}.expert_group_count, so tokens choose among all experts; in transformers "
@@ -67,7 +73,7 @@ class GGUFModel:
         if self.layout.scans == "only":
             sizes = {"1": 1, "d": hidden, "v": self._vocab_size()}
             return sizes | scan_sizes(self.layout, keys, self.layers)
-        heads, inner = keys["attention.head_count"], most(keys["feed_forward_length"])
+        heads, inner = keys["attention.head_count"], most(keys.get("feed_forward_length", 0))
         head_dim = keys.get("attention.key_length", hidden // heads)
         kv_heads = most(keys.get("attention.head_count_kv", heads))
         latent = keys.get("moe_latent_size", 0)
@@ -77,6 +83,7 @@ class GGUFModel:
             "d": hidden,
             "f": inner,
             "q": heads * head_dim,
+            "Q": 2 * heads * head_dim,
             "k": kv_heads * head_dim,
             "h": head_dim,
             "n": heads,
@@ -88,6 +95,8 @@ class GGUFModel:
             "L": latent,
             "E": latent or hidden,
         }
+        if self.layout.deltas:
+            return sizes | delta_sizes(self.layout, keys)
         if self.layout.scans or self.layout.convolves:
             return sizes | scan_sizes(self.layout, keys, self.layers)
         if not self.layout.latent:
@@ -147,6 +156,7 @@ class GGUFModel:
         config |= self._windows(layout, keys)
         sparse = [i for i in range(self.layers) if self._is_sparse(i)]
         config |= scans(layout, keys, self.sizes, self.layers, sparse)
+        config |= deltas(keys, self.sizes, self.layers) if layout.deltas else {}
         if not layout.rotates:
             return config
         config["rope_theta"] = keys.get("rope.freq_base", layout.missing.get("rope.freq_base", 1e4))
@@ -173,7 +183,7 @@ class GGUFModel:
 
     def _check_widths(self, layout: Layout, keys: dict[str, Any]) -> None:
         """Whether the keys agree on the widths of experts, which not every class has keys for."""
-        said = {"expert_feed_forward_length": most(keys["feed_forward_length"])}
+        said = {"expert_feed_forward_length": most(keys.get("feed_forward_length", self.sizes["m"]))}
         said["expert_shared_feed_forward_length"] = self.sizes["m"] * keys.get("expert_shared_count", 0)
         for key, width in said.items():
             if not layout.hf_key(key) and keys.get(key, width) != width:
@@ -346,10 +356,10 @@ class GGUFModel:
         for whole, parts in JOINED.items():
             if f"blk.{layer}.{whole}" in self._tensors and all(part in found for part in parts):
                 found[whole] = tuple(target for part in parts for target in found.pop(part))
-        halves = "attn_k_b.weight", "attn_v_b.weight"
-        other = f"blk.{layer}.{halves[0]}" in self._tensors
-        for name in ("attn_kv_b.weight",) if other else halves:
-            found.pop(name, None)
+        for joined, halves in _HALVES.items():
+            if found.keys() >= {joined, *halves}:
+                for name in (joined,) if f"blk.{layer}.{halves[0]}" in self._tensors else halves:
+                    del found[name]
         return found
 
     def _is_sparse(self, layer: int) -> bool:

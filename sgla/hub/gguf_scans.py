@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgla.errors import ConfigError
+from sgla.hub.gguf_deltas import is_delta
 from sgla.hub.gguf_layout import Layout
 
 _COUNTS = "attention.head_count_kv"
@@ -21,6 +22,8 @@ def most(value: Any) -> Any:
 def mixer_of(layout: Layout, keys: Mapping[str, Any], layer: int) -> str:
     if layout.scans == "only":
         return "mamba"
+    if layout.deltas:
+        return "delta" if is_delta(keys, layer) else "attention"
     if layout.scans == "alone" and keys[_WIDTHS][layer]:
         return "mlp"
     other = "conv" if layout.convolves else "mamba" if layout.scans in ("instead", "alone") else ""

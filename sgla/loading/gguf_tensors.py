@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
+from sgla.model.delta_spec import DeltaSpec
 from sgla.model.latent_spec import LatentSpec
 from sgla.model.mamba_spec import BesideSpec, FirstMambaSpec, MambaSpec
+from sgla.model.read import read_decoder
 from sgla.model.spec import ModelSpec
 from sgla.quant.formats import common
 from sgla.quant.gguf import kept_on
@@ -21,7 +24,8 @@ from sgla.quant.weight import SourceTensor, Weight, storage
 
 MOST_ZERO = 32768.0  # that a float16 has
 CONVOLUTIONS = ("conv1d.weight", "conv.weight")
-_SCANS = (".mamba.", ".conv.", ".mixer.")
+_SCANS = (".mamba.", ".conv.", ".mixer.", ".linear_attn.")
+_DELTA = "linear_attn.in_proj"
 OF_FIRST = (*CONVOLUTIONS, "A_log")
 OF_SCANS = (*CONVOLUTIONS, "A_log", "D", "norm.weight")
 
@@ -35,10 +39,12 @@ def kinds_of_file(
     for i in range(spec.layers):
         layer = f"model.layers.{i}"
         for names in _groups(spec, i):
-            names = [f"{layer}.{name}_proj.weight" for name in names]
+            names = [f"{layer}.{name}.weight" for name in names]
             found = {kinds[name] for name in names if name in kinds}
             if len(found) > 1:
                 kinds |= dict.fromkeys(names, common(found, plain))
+        if (gates := f"{layer}.{_DELTA}_z.weight") in kinds:
+            kinds[f"{layer}.{_DELTA}_qkvz.weight"] = kinds[gates]
         attention = spec.attention[i]
         width = attention.value if isinstance(attention, LatentSpec) else attention.v_dim
         cut = dict.fromkeys(("self_attn.o_proj", "mixer.o_proj"), attention.heads // ranks * width)
@@ -46,6 +52,8 @@ def kinds_of_file(
         if isinstance(mamba, MambaSpec | FirstMambaSpec):
             parts = (f"{name}.{part}_proj" for name in ("mamba", "mixer") for part in ("x", "out"))
             cut |= dict.fromkeys(parts, mamba.inner // ranks)
+        if isinstance(attention, DeltaSpec):
+            cut["linear_attn.out_proj"] = attention.values // ranks * attention.value_dim
         for part, columns in cut.items():
             name = f"{layer}.{part}.weight"
             if columns % GROUP and kinds.get(name, plain) != plain:
@@ -57,31 +65,87 @@ def kinds_of_file(
 def _groups(spec: ModelSpec, layer: int) -> Iterator[list[str]]:
     """Matrices of a layer that are multiplied as one."""
     for mixer in ("self_attn", "mixer"):
-        yield [f"{mixer}.{part}" for part in "qkv"]
+        yield [f"{mixer}.{part}_proj" for part in "qkv"]
+    yield [f"{_DELTA}_{part}" for part in ("qkv", "z")]
     if spec.moe is None or layer not in spec.moe.layers:
-        yield ["mlp.gate", "mlp.up"]
-        yield ["mlp.shared_experts.gate", "mlp.shared_experts.up"]
+        yield ["mlp.gate_proj", "mlp.up_proj"]
+        yield ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"]
         return
     experts = [f"mlp.experts.{e}" for e in range(spec.moe.experts)]
-    yield [f"{expert}.{part}" for expert in experts for part in ("gate", "up")]
-    yield ["mlp.shared_experts.gate", "mlp.shared_experts.up"]
+    yield [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
+    yield ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"]
 
 
 def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
     """The tensors of a GGUF file under the names that layers declare."""
     first = source.gguf().layout.first_mamba
+    joined = source.gguf().layout.deltas == "joined"
     halves: dict[str, dict[str, LazyTensor]] = {}
     for tensor in source.gguf().tensors():
-        module, _, half = tensor.name.removesuffix("_b_proj.weight").rpartition(".")
-        if not tensor.name.endswith("_b_proj.weight") or half not in ("k", "v"):
+        module, half = _half(tensor.name, joined)
+        if not half:
             scan = next((end for part in _SCANS if (end := tensor.name.partition(part)[2])), "")
             known = OF_FIRST if first else OF_SCANS
             yield tensor.name, OfScan(scan, tensor, first) if scan in known else Blocks(tensor)
             continue
         both = halves.setdefault(module, {})
         both[half] = tensor
-        if len(both) == 2:
+        if both.keys() == {"k", "v"}:
             yield f"{module}.kv_b_proj.weight", KeysAndValues(both["k"], both["v"])
+        elif both.keys() == {"qkv", "z"}:
+            layers = read_decoder(source.config).attention
+            layer = next(layer for layer in layers if isinstance(layer, DeltaSpec))
+            yield f"{module}.in_proj_qkvz.weight", ByHead(Blocks(both["qkv"]), Blocks(both["z"]), layer)
+
+
+def _half(name: str, joined: bool) -> tuple[str, str]:
+    """Module and part of a tensor that is one with another where layers declare it; nothing of others."""
+    module, _, half = name.removesuffix("_b_proj.weight").rpartition(".")
+    if name.endswith("_b_proj.weight") and half in ("k", "v"):
+        return module, half
+    module, _, half = name.removesuffix(".weight").rpartition(".in_proj_")
+    return (module, half) if joined and half in ("qkv", "z") else ("", "")
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """What Qwen3-Next's gated delta nets read, ``[rows, width]``: of each head of keys its query, its key,
+    its values and their gates. The file has all queries, keys and values one below the other, and apart from
+    the gates."""
+
+    qkv: Blocks
+    gates: Blocks
+    layer: DeltaSpec
+
+    @property
+    def _block(self) -> int:
+        """Rows of a head of keys."""
+        return 2 * self.layer.key_dim + 2 * self.layer.share * self.layer.value_dim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layer.keys * self._block, self.qkv.shape[1]
+
+    def _runs(self, rows: range) -> Iterator[tuple[Blocks, range]]:
+        """Where ``rows`` lie in the file."""
+        key, value = self.layer.key_dim, self.layer.share * self.layer.value_dim
+        keys = self.layer.keys * key
+        parts = (self.qkv, key, 0), (self.qkv, key, keys), (self.qkv, value, 2 * keys), (self.gates, value, 0)
+        for head in range(rows.start // self._block, -(-rows.stop // self._block)):
+            at = head * self._block
+            for source, width, first in parts:
+                inside = range(max(rows.start, at), min(rows.stop, at + width))
+                if inside:
+                    shift = first + head * width - at
+                    yield source, range(inside.start + shift, inside.stop + shift)
+                at += width
+
+    def dense(self, rows: range | None = None) -> Tensor:
+        return torch.cat([source.dense(own) for source, own in self._runs(rows or range(self.shape[0]))])
+
+    def weight(self, kind: str, rows: range, columns: range | None = None) -> Weight:
+        (source, own), *others = self._runs(rows)
+        return storage(kind).read(self, rows, columns) if others else source.weight(kind, own, columns)
 
 
 @dataclass(frozen=True)
@@ -95,10 +159,10 @@ class OfScan:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        rows, columns = self.tensor.shape
+        rows, *columns = self.tensor.shape
         if self.name in CONVOLUTIONS:
-            return rows, 1, columns
-        return (rows, columns) if self.first else (rows * columns,)
+            return rows, 1, *columns
+        return (rows, *columns) if self.first else (rows * prod(columns),)
 
     def dense(self, rows: range | None = None) -> Tensor:
         values = torch.from_numpy(self.tensor.numpy()).reshape(self.shape)

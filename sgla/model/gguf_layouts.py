@@ -37,6 +37,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         first_mamba=gguf.first_mamba,
         scan_names={ours: theirs for theirs, ours in family.names.items()},
         convolves=gguf.convolves,
+        deltas=gguf.deltas,
         last_norm=gguf.last_norm,
         by_width=gguf.by_width,
         windows_optional=gguf.windows_optional,
@@ -84,12 +85,14 @@ def _parts(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
         yield from mamba(family, "" if gguf.scans == "beside" else "mamba")
     if gguf.scans == "only":
         return
-    mixer = _latent() if _is_latent(family) else _attention(family)
-    if gguf.scans in ("instead", "alone") or gguf.convolves:
+    mixer = _latent() if _is_latent(family) else _attention(family, bool(gguf.deltas))
+    if gguf.scans in ("instead", "alone") or gguf.convolves or gguf.deltas:
         mixer = ((name, replace(stored, mixer="attention")) for name, stored in mixer)
     yield from mixer
     if gguf.convolves:
         yield from _convolution()
+    if gguf.deltas:
+        yield from _delta(gguf)
     mlp = _mlp(family, gguf)
     if gguf.scans == "alone":
         mlp = ((name, replace(stored, mixer="mlp")) for name, stored in mlp)
@@ -97,12 +100,14 @@ def _parts(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
     yield from gguf.tensors.items()
 
 
-def _attention(family: Family) -> Iterator[tuple[str, Stored]]:
+def _attention(family: Family, gated: bool = False) -> Iterator[tuple[str, Stored]]:
+    """``gated``: the rows of queries are each head's, and its gate's."""
     known = family.defaults
     names = ("use_qkv_bias", "qkv_bias", "use_bias", "attention_bias")
     bias = next((key for key in names if key in known and key not in family.names), "")
     for part, dims in _QKV:
-        yield f"attn_{part}.weight", one(f"self_attn.{part}_proj.weight", dims)
+        rows = "Qd" if gated and part == "q" else dims
+        yield f"attn_{part}.weight", one(f"self_attn.{part}_proj.weight", rows)
         if family.qkv_bias or bias:
             flag = "" if family.qkv_bias else bias
             yield f"attn_{part}.bias", one(f"self_attn.{part}_proj.bias", dims[0], flag=flag)
@@ -141,6 +146,24 @@ def _convolution() -> Iterator[tuple[str, Stored]]:
     yield "shortconv.in_proj.weight", Stored(parts, mixer="conv")
     yield "shortconv.conv.weight", one("conv.conv.weight", "dw", mixer="conv")
     yield "shortconv.out_proj.weight", one("conv.out_proj.weight", "dd", mixer="conv")
+
+
+def _delta(gguf: Gguf) -> Iterator[tuple[str, Stored]]:
+    rates = [("ssm_beta", "in_proj_b", "zd"), ("ssm_alpha", "in_proj_a", "zd")]
+    if gguf.deltas == "joined":
+        rates = [("ssm_ba", "in_proj_ba", "Zd")]
+        yield "ssm_in.weight", one("linear_attn.in_proj_qkvz.weight", "id", mixer="delta")
+    for name, hf, dims in (
+        ("attn_qkv.weight", "in_proj_qkv.weight", "cd"),
+        ("attn_gate.weight", "in_proj_z.weight", "jd"),
+        *((f"{name}.weight", f"{hf}.weight", dims) for name, hf, dims in rates),
+        ("ssm_conv1d.weight", "conv1d.weight", "cw"),
+        ("ssm_dt.bias", "dt_bias", "z"),
+        ("ssm_a", "A_log", "z"),
+        ("ssm_norm.weight", "norm.weight", "p"),
+        ("ssm_out.weight", "out_proj.weight", "dj"),
+    ):
+        yield name, one(f"linear_attn.{hf}", dims, mixer="delta")
 
 
 def _mamba(family: Family, mixer: Any) -> Iterator[tuple[str, Stored]]:

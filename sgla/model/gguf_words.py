@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgla.hub.gguf_layout import HFTensor, Scans, Stored
+from sgla.hub.gguf_layout import Deltas, HFTensor, Scans, Stored
 
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 POST_NORMS = {
@@ -62,6 +62,7 @@ class Gguf:
     scans: Scans = ""
     first_mamba: bool = False
     convolves: bool = False
+    deltas: Deltas = ""
     last_norm: str = "output_norm"
     shared: bool = False
     dense: bool = False

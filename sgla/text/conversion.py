@@ -31,6 +31,7 @@ _NOT_HAN = r"&&[^\p{Han}]]"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 TEKKEN = _WORD.replace("{end}", "") + r"|\p{N}|" + _SLASH_TAIL
 GPT4O = _WORD.replace("{end}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}|" + _SLASH_TAIL
 KIMI = (

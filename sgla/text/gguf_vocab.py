@@ -20,8 +20,10 @@ from sgla.errors import ConfigError
 from sgla.text.conversion import (
     GPT2,
     GPT4O,
+    KIMI,
     LLAMA3,
     QWEN2,
+    QWEN35,
     TEKKEN,
     VERSION,
     add_marks,
@@ -37,16 +39,30 @@ _DEEPSEEK3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+"
+)
 
 # ``pre`` -> regular expressions, each of which splits what the one before it left whole.
 _GROUPS: dict[tuple[str, ...], list[str]] = {
     ("gpt-2", "phi-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "exaone4"): [GPT2],
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): [r"\p{N}", GPT2],
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): [LLAMA3],
-    ("smaug-bpe", "dbrx"): [LLAMA3],
+    ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"): [LLAMA3],
     ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "kormo"): [QWEN2],
+    ("qwen35",): [QWEN35],
     ("tekken",): [TEKKEN],
-    ("gpt-4o", "llama4", "kanana2"): [GPT4O],
+    ("gpt-4o", "llama4", "kanana2", "minimax-m2"): [GPT4O],
+    ("kimi-k2",): [KIMI],
+    ("seed-coder",): [_SEED],
+    ("bailingmoe", "bailingmoe2", "llada-moe"): [_BAILING],
+    ("falcon",): [r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"],
+    ("bloom", "gpt3-finnish"): [r" ?[^(\s|.,!?…。，、।۔،)]+"],
     ("deepseek-v3", "hunyuan-dense"): [r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3],
     ("default",): [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
 }
@@ -91,12 +107,14 @@ def _build(raw: dict[str, Any]) -> Tokenizer:
         raise ConfigError("the GGUF file's vocabulary has a token twice", param="tokenizer")
     if kind == "gpt2":
         tokenizer = _byte_level(raw)
+    elif kind == "gemma4":
+        tokenizer = _gemma(raw)
     elif kind == "llama":
         tokenizer = _gemma(raw) if "<start_of_turn>" in raw["tokens"] else _sentencepiece(raw)
     else:
         raise ConfigError(
-            f"the GGUF file's tokenizer is of kind {kind!r}, which is not supported (gpt2 and llama are); "
-            "name the original model's folder with --tokenizer",
+            f"the GGUF file's tokenizer is of kind {kind!r}, which is not supported (gpt2, llama, gemma4 "
+            "are); name the original model's folder with --tokenizer",
             param="tokenizer",
         )
     _add_tokens(tokenizer, raw)
@@ -126,7 +144,7 @@ def _byte_level(raw: dict[str, Any]) -> Tokenizer:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    if SPLITS[pre] == [QWEN2]:
+    if SPLITS[pre] in ([QWEN2], [QWEN35]):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

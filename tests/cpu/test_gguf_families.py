@@ -36,6 +36,7 @@ FIRST = (Arch.MAMBA, Arch.JAMBA)
 SCANS = (Arch.GRANITE_HYBRID, Arch.FALCON_H1, Arch.NEMOTRON_H, Arch.NEMOTRON_H_MOE, Arch.MAMBA2)
 PERMUTED = (Arch.LLAMA, Arch.GRANITE_HYBRID, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
 PERMUTED += (Arch.DEEPSEEK,)
+DELTAS = (Arch.QWEN3NEXT, Arch.QWEN35, Arch.QWEN35MOE)
 ADD_ONE = (Arch.GEMMA, Arch.GEMMA2, Arch.NEMOTRON)
 # Keys of the metadata by those of HF's configuration, as the converter writes them for every model that has
 # these.
@@ -89,10 +90,11 @@ def write(
     arch: Arch,
     quantized: Type | None = None,
     change: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None,
+    packed: str = "_exps.weight",
     **changes: Any,
 ) -> Path:
     """``changes``: of the keys, with ``__`` for dots; ``None`` leaves one out. ``quantized``: the type of
-    matrices of experts. ``change``: of the tensors, by their names in the file."""
+    matrices whose names have ``packed``. ``change``: of the tensors, by their names in the file."""
     config = hf.config.to_dict()
     layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     path = folder / f"{len(list(folder.iterdir()))}.gguf"
@@ -131,7 +133,7 @@ def write(
             tensors[found] = (tensor if whole else tensor.squeeze()).numpy()
     change(tensors)
     for name, values in tensors.items():
-        if quantized is not None and "_exps.weight" in name:
+        if quantized is not None and re.search(packed, name):
             writer.add_tensor(name, quantize(values, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
@@ -158,6 +160,11 @@ def converted(
         if arch == Arch.LFM2MOE:
             name = name.replace(".expert_bias", ".expert_bias.bias")
             name = name.removeprefix("model.") if ".experts." in name else name
+        if arch in DELTAS:
+            name, tensor = of_delta(name, tensor, arch, config)
+        if arch == Arch.QWEN3NEXT and "in_proj_qkvz" in name:
+            found |= by_part(name, tensor, config)
+            continue
         if name.endswith("sinks"):
             name += ".weight"
         if arch == Arch.FALCON_H1:
@@ -187,6 +194,11 @@ def converted(
             found[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
         elif arch in (Arch.GRANITE_MOE, Arch.GRANITE_HYBRID) and name.endswith("moe.output_linear.weight"):
             found[name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")] = tensor
+        elif arch in DELTAS and name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1)):
+                found[name.replace("gate_up_proj", f"{part}_proj.weight")] = half
+        elif arch in DELTAS and name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = tensor
         elif arch == Arch.GPT_OSS and "gate_up_proj" in name:
             tensor = tensor if "bias" in name else tensor.transpose(1, 2)
             for i, part in enumerate(("gate", "up")):
@@ -201,6 +213,35 @@ def converted(
     return found | {
         name: torch.stack([t for _, t in sorted(group.items())]) for name, group in experts.items()
     }
+
+
+def of_delta(name: str, tensor: torch.Tensor, arch: Arch, config: dict[str, Any]) -> tuple[str, torch.Tensor]:
+    """A tensor of a layer with a gated delta net, or of a norm; Qwen3.5's have the heads of values that share
+    a head of keys apart."""
+    if name.endswith("norm.weight") and ".linear_attn." not in name:
+        return name, tensor + 1
+    if name.endswith(".A_log"):
+        tensor = -tensor.exp()
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, width = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    if arch != Arch.QWEN3NEXT and ".linear_attn." in name and not name.endswith(".norm.weight"):
+        at = 1 if ".out_proj." in name else 0
+        first = 2 * keys * key if "in_proj_qkv" in name or "conv1d" in name else 0
+        each = 1 if re.search(r"in_proj_[ab]\.|A_log|dt_bias", name) else width
+        start, rest = tensor.split([first, tensor.shape[at] - first], at)
+        rest = rest.unflatten(at, (keys, values // keys, each)).transpose(at, at + 1)
+        tensor = torch.cat([start, rest.flatten(at, at + 2)], at)
+    return name.replace(".dt_bias", ".dt_proj.bias"), tensor
+
+
+def by_part(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Qwen3-Next's joined matrix: queries, keys and values of all heads, and their gates."""
+    keys, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    value = config["linear_value_head_dim"] * config["linear_num_value_heads"] // keys
+    q, k, v, z = (
+        part.flatten(0, 1) for part in tensor.unflatten(0, (keys, -1)).split([key, key, value, value], 1)
+    )
+    return {name.replace("qkvz", "qkv"): torch.cat([q, k, v]), name.replace("qkvz", "z"): z}
 
 
 def of_scan(name: str, tensor: torch.Tensor, groups: int) -> tuple[str, torch.Tensor]:
@@ -292,6 +333,24 @@ ALONE = dict.fromkeys(
 ALONE_KEYS = {"context_length": 2**20, "feed_forward_length": 0, "attention__head_count": 0}
 ALONE_KEYS |= {"rope__freq_base": None}
 FIRST_SCAN = {"ssm__conv_kernel": 4, "ssm__inner_size": 96, "ssm__state_size": 8, "ssm__time_step_rank": 3}
+DELTA = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+THIRD = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+DELTA_KEYS = {
+    "ssm__conv_kernel": 4,
+    "ssm__state_size": 8,
+    "ssm__group_count": 2,
+    "ssm__time_step_rank": 6,
+    "ssm__inner_size": 72,
+    "full_attention_interval": 4,
+    "rope__dimension_count": 4,
+    "rope__dimension_sections": [1, 1, 0, 0],
+}
 DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
     "gemma": (Arch.GEMMA, "gemma", TIED | {"head_dim": 16}, {}),
     "gemma2": (Arch.GEMMA2, "gemma2", TIED | WINDOWED | {"head_dim": 16, "query_pre_attn_scalar": 16}, {}),
@@ -378,6 +437,24 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         SHORT | {"block_auto_adjust_ff_dim": False} | TIED,
         SHORT_KEYS | {"feed_forward_length": 96},
     ),
+    "qwen3.5": (
+        Arch.QWEN35,
+        "qwen3_5_text",
+        DELTA | {"num_hidden_layers": 4},
+        DELTA_KEYS,
+    ),
+    "qwen3.5, one head for each": (
+        Arch.QWEN35,
+        "qwen3_5_text",
+        DELTA | THIRD | TIED | {"linear_num_key_heads": 6},
+        DELTA_KEYS | {"ssm__group_count": 6, "full_attention_interval": 2},
+    ),
+    "qwen3.5, listed": (
+        Arch.QWEN35,
+        "qwen3_5_text",
+        DELTA | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+        DELTA_KEYS | {"attention__recurrent_layers": [False, True, True]},
+    ),
     "seed-oss": (Arch.SEED_OSS, "seed_oss", {"head_dim": 16}, {}),
 }
 
@@ -445,6 +522,18 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         | {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
         | TIED,
         SHORT_KEYS | SIGMOID | {"leading_dense_block_count": 1},
+    ),
+    "qwen3-next": (
+        Arch.QWEN3NEXT,
+        "qwen3_next",
+        DELTA | EXPERTS | THIRD | {"shared_expert_intermediate_size": 72},
+        DELTA_KEYS | {"full_attention_interval": 2, "rope__dimension_sections": None},
+    ),
+    "qwen3.5 moe": (
+        Arch.QWEN35MOE,
+        "qwen3_5_moe_text",
+        DELTA | EXPERTS | THIRD | {"shared_expert_intermediate_size": 72, "intermediate_size": ...},
+        DELTA_KEYS | {"full_attention_interval": 2},
     ),
     "mixtral": (Arch.LLAMA, "mixtral", {"num_local_experts": 5, "head_dim": 8}, {}),
     "qwen2moe": (
@@ -721,6 +810,15 @@ def join_keys_and_values(tensors: dict[str, np.ndarray]) -> None:
         tensors[f"blk.{layer}.attn_kv_b.weight"] = both.reshape(-1, both.shape[2])
 
 
+def join_gates(tensors: dict[str, np.ndarray]) -> None:
+    """As older converters did, in HF's order."""
+    for layer in (0, 2):
+        qkv, z = (tensors.pop(f"blk.{layer}.attn_{part}.weight") for part in ("qkv", "gate"))
+        q, k, v = np.split(qkv, [16, 32])
+        parts = [part.reshape(2, -1, part.shape[1]) for part in (q, k, v, z)]
+        tensors[f"blk.{layer}.ssm_in.weight"] = np.concatenate(parts, 1).reshape(-1, qkv.shape[1])
+
+
 def add_predictor(tensors: dict[str, np.ndarray]) -> None:
     """A layer that guesses a further token, which is left out."""
     last = {name: values for name, values in tensors.items() if name.startswith("blk.2.")}
@@ -743,6 +841,8 @@ OLD |= {"attention__key_length_mla": None, "attention__value_length_mla": None}
     [
         ("mixtral", join_rows, {}),
         ("deepseek-v3", join_keys_and_values, OLD),
+        ("qwen3-next", join_gates, {}),
+        ("qwen3.5 moe", add_predictor, {"block_count": 4, "nextn_predict_layers": 1}),
         ("glm-4.5", add_predictor, {"block_count": 4, "nextn_predict_layers": 1}),
         (
             "nemotron-h moe",
@@ -835,6 +935,34 @@ def test_stacks_of_quantized_experts(
         packed = load_model(open_source(path), "float32", "gguf")
         assert packed.blocks[-1].mlp.gate_up.kind == ("int4g32" if kind == Type.Q4_0 else "int8g32")
         torch.testing.assert_close(Eager(packed).prompt_logprobs(PROMPTS), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5 moe", "qwen3-next"])
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q5_1, Type.TQ1_0])
+@torch.no_grad()
+def test_quantized_delta_nets(name: str, kind: Type, tmp_path: Path) -> None:
+    """Whose heads are brought in HF's order: as the same numbers in a file of floats."""
+    arch, model_type, layout, keys = MIXTURES[name]
+    sizes = {"hidden_size": 256, "linear_num_value_heads": 4, "linear_value_head_dim": 64}
+    hf = save_checkpoint(tmp_path, model_type, **layout | sizes)
+    keys = keys | {"ssm__time_step_rank": 4, "ssm__inner_size": 256}
+    packed = r"attn_qkv|attn_gate|ssm_out|ssm_alpha|ssm_ba"
+
+    def decoded(tensors: dict[str, np.ndarray]) -> None:
+        for tensor in tensors:
+            if re.search(packed, tensor):
+                tensors[tensor] = dequantize(quantize(tensors[tensor], kind), kind)
+
+    plain, file = write(tmp_path, hf, arch, change=decoded, **keys), tmp_path / "packed.gguf"
+    write(tmp_path, hf, arch, kind, packed=packed, **keys).rename(file)
+    models = [load_model(open_source(path)) for path in (plain, file)]
+    expected, found = (Eager(model).prompt_logprobs(PROMPTS) for model in models)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    kept = load_model(open_source(file), "float32", "gguf").blocks[0].attention
+    plain = models[0].blocks[0].attention
+    for exact, rounded in ((plain.inputs, kept.inputs), (plain.out.weight, kept.out.weight)):
+        assert rounded.kind != "f32"
+        assert (exact.dequant() - rounded.dequant()).norm() < 0.01 * exact.dequant().norm()
 
 
 HOSTILE = (

@@ -62,7 +62,7 @@ def test_smollm_splits_digits_first() -> None:
     assert_same(backend_from_gguf(byte_level_raw(original, "smollm")), original)
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o", "deepseek-v3"])
+@pytest.mark.parametrize("pre", sorted(SPLITS))
 def test_splits_by_name_keep_every_character(pre: str) -> None:
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
     for text in tiny.corpus(100):
@@ -96,6 +96,20 @@ def test_gemma_writes_runs_of_spaces_as_spaces() -> None:
     backend = backend_from_gguf(raw | {"tokens": tokens, "token_type": kinds})
     assert backend.encode("a   a", add_special_tokens=False).tokens == ["a", "▁▁▁", "a"]
     assert backend.decode(backend.encode("a   a").ids) == "a   a"
+
+
+def test_gemma4_has_merges() -> None:
+    original = tiny.sentencepiece(prefix=False)
+    merges = [" ".join(pair) for pair in tiny.merges(original)]
+    raw = raw_of(original, model="gemma4", merges=merges, unk_token_id=0, add_bos=True)
+    assert_same(backend_from_gguf(raw), original)
+
+
+def test_qwen35_keeps_marks_with_their_letters() -> None:
+    word = "हिन्दी"
+    for pre, pieces in (("qwen2", 4), ("qwen35", 1)):
+        split = pre_tokenizers.Split(Regex(SPLITS[pre][0]), "isolated")
+        assert len(split.pre_tokenize_str(word)) == pieces
 
 
 def test_tokens_spelled_as_text_are_found_as_bytes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sgla.model.families.keys import CAUSAL, DECODER, HEAD_DIM, KV_HEADS, sizes
 from sgla.model.families.mixtures import MIXTRAL
 from sgla.model.family import Family, PredictorNames
-from sgla.model.gguf_words import BALANCED, SIGMOID, Gguf
+from sgla.model.gguf_words import AFTER_NORMS, BALANCED, SHARED_GATE, SIGMOID, Gguf
 
 _DELTA = {
     "hidden_act": "silu",
@@ -97,7 +97,17 @@ FAMILIES = {
         attention="sgla.model.delta_spec:read",
         mixture="sgla.model.mixture_spec:qwen2",
         renamed=_SHARED,
+        qk_norm="head",
         norm_offset=1.0,
+        gguf=(
+            Gguf(
+                "qwen3next",
+                AFTER_NORMS,
+                deltas="joined",
+                tensors=SHARED_GATE,
+                missing={"expert_weights_norm": True},
+            ),
+        ),
     ),
     "Qwen3_5ForCausalLM": Family(
         ("qwen3_5_text",),
@@ -108,7 +118,9 @@ FAMILIES = {
         outer=Family(("qwen3_5",), _TOWERS),
         predictor=_PREDICTOR,
         attention="sgla.model.delta_spec:read",
+        qk_norm="head",
         norm_offset=1.0,
+        gguf=(Gguf("qwen35", AFTER_NORMS, deltas="apart"),),
     ),
     "Qwen3_5MoeForCausalLM": Family(
         ("qwen3_5_moe_text",),
@@ -125,7 +137,9 @@ FAMILIES = {
         attention="sgla.model.delta_spec:read",
         mixture="sgla.model.mixture_spec:qwen3_5",
         renamed=_SHARED,
+        qk_norm="head",
         norm_offset=1.0,
+        gguf=(Gguf("qwen35moe", AFTER_NORMS, deltas="apart", tensors=SHARED_GATE),),
     ),
     "MiniMaxForCausalLM": Family(
         ("minimax", "minimax_m1", "minimax_text_01"),
