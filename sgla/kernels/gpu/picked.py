@@ -56,7 +56,7 @@ def attend(q: Tensor, kv: KVLayer, batch: Any, scale: float, picked: Tensor) -> 
     table, (page, token) = batch.pages(kv.group), kv.k.stride()[:2]
     slots, lengths, _ = histories(batch, table)
     rows, size, device = len(slots), kv.k.shape[1], this_device()
-    at = picked[:rows].clamp(min=0).long()
+    at = picked[:rows].clamp(0, table.shape[1] * size - 1).long()  # of a rehearsal: whatever was there
     assert page % token == 0, "tokens of all pages are at a multiple of the same distance"
     places = table[slots.long()[:, None], at // size].long() * (page // token) + at % size
     dim, end = kv.k.shape[3], (kv.k.shape[0] - 1) * (page // token) + size
