@@ -220,6 +220,12 @@ class GGUFFile:
             if tensor.name in self._model.expected and tensor.name not in (FREQS, SHORT, LONG):
                 yield from self._renamed(tensor, self._model.expected[tensor.name])
 
+    def numbers(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Under their HF names, tensors with one number that are none in the file. Raises as ``config``
+        does."""
+        assert self.config
+        return self._model.numbers()
+
     def _renamed(self, tensor: GGUFTensor, targets: tuple[HFTensor, ...]) -> Iterator[LazyTensor]:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 

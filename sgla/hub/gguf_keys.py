@@ -224,6 +224,13 @@ def rules(layout: Layout) -> dict[str, Rule]:
             table[key] = Only((fixed[0],))
     if layout.scans:
         table |= dict.fromkeys(_OF_SCANS if layout.first_mamba else (*_OF_SCANS, *_OF_GROUPS), SIZE)
+    if layout.missing.get("expert_shared_count"):
+        table["expert_shared_count"] = Only((layout.missing["expert_shared_count"],))
+    if layout.growing:
+        table |= dict.fromkeys(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"), Number())
+        table["rope.scaling.type"] = Only(("yarn",))
+    if "use_parallel_residual" in layout.known:
+        table["use_parallel_residual"] = FLAG
     if layout.longrope:
         table["rope.scaling.type"] = Only(("none", "linear", "yarn", "longrope"))
     if layout.scans == "only":
@@ -295,7 +302,8 @@ _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p":
 _SAMPLING |= {"penalty_repeat": "repetition_penalty"}
 _OTHER_SAMPLERS = ("sequence", "xtc_probability", "mirostat")
 _SEEING = ("mm.", "vision.")  # of the part of Gemma 3 that reads images, which the file does not hold
-_OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.", "xielu.")
+_OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.")
+_XIELU = tuple(f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))
 
 
 def read_keys(metadata: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
@@ -309,7 +317,9 @@ def read_keys(metadata: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     for key, value in metadata.items():
         if key in _FILES:
             _check(key, value, _FILES[key])
-        elif key.startswith(_OTHER_FILES):
+        elif layout.xielu and key in _XIELU:
+            found[key] = _check(key, value, Text(float))
+        elif key.startswith((*_OTHER_FILES, "xielu.")):
             raise ConfigError(f"the key {key} belongs to another kind of GGUF file than a language model's")
         elif key.startswith(f"{architecture}."):
             name = key.removeprefix(f"{architecture}.")
@@ -322,12 +332,17 @@ def read_keys(metadata: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
             found[name] = _check(key, value, table[name], metadata.get(f"{architecture}.block_count"))
     for name in _required(layout):
         if name not in found:
-            raise ConfigError(f"the GGUF metadata lacks {architecture}.{name}")
+            whole = name if name in _XIELU else f"{architecture}.{name}"
+            raise ConfigError(f"the GGUF metadata lacks {whole}")
     return found
 
 
 def _required(layout: Layout) -> Iterator[str]:
     yield from (*REQUIRED, layout.eps)
+    if layout.xielu:
+        yield from _XIELU
+    if layout.growing:
+        yield from ("attention.temperature_scale", "rope.scaling.type")
     if layout.scans != "only":
         yield from _OF_ATTENTION if "intermediate_size" in layout.known else _OF_ATTENTION[1:]
     if layout.mixture:

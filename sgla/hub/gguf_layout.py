@@ -15,7 +15,8 @@ class HFTensor(NamedTuple):
     """A tensor's name in HF's class, and its dims: letters that ``GGUFFile`` has the sizes of. ``{e}``: the
     tensor is one of each expert.
 
-    d hidden, f of the MLP, q and k of all heads, h of one, n heads, t half of what is rotated, v tokens. Of
+    d hidden, f of the MLP, q and k of all heads, h of one, n heads, t half of what is rotated, v tokens, P
+    positions. Of
     mixtures e experts, m of one, s of the shared one. Of latent attention a the queries' latent, r that of
     keys and values, l with the rotated part, u queries, g a head's part that is not rotated, y its value, o
     all values, b keys and values. Of Mamba 2 i all rows, c channels of the convolution, w its taps, j the
@@ -71,16 +72,22 @@ class Layout:
     shift: float = 0.0
     permuted: bool = False
     latent: bool = False
+    learned: bool = False  # positions have vectors
+    head_bias: bool = False
     mixture: bool = False
     by_width: int = 0
     scans: Scans = ""
     first_mamba: bool = False  # these are Mamba 1
-    scan_names: Mapping[str, str] = field(default_factory=dict)  # HF's, of the sizes of a Mamba
+    names: Mapping[str, str] = field(default_factory=dict)  # HF's, of what is called otherwise here
+    keys: Mapping[str, str] = field(default_factory=dict)  # HF's of keys, which most classes call otherwise
     windows_optional: bool = False  # HF's class runs without any
     convolves: bool = False  # layers without KV heads are short convolutions
     deltas: Deltas = ""  # all layers but each so many-th one are gated delta nets
     last_norm: str = "output_norm"
     yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
+    stretched: bool = False  # HF's class fills in a scaling where none is said
+    growing: bool = False  # so do queries, with their positions
+    xielu: bool = False  # the metadata has numbers of the activation of each layer
     longrope: bool = False
     mscales: bool = False  # HF's longrope says by what cosines and sines are multiplied
 
@@ -88,7 +95,10 @@ class Layout:
         """HF's name of a key of the metadata; empty if the class reads none."""
         if key == "attention.sliding_window" and not self.known.isdisjoint(_OTHER_WINDOWS):
             return ""
-        return next((name for name in HF_KEYS.get(key, ()) if name in self.known), "")
+        if key in self.keys:
+            return self.keys[key]
+        found = (name if name in self.known else self.names.get(name, "") for name in HF_KEYS.get(key, ()))
+        return next(filter(None, found), "")
 
     @property
     def periodic(self) -> bool:
@@ -97,7 +107,7 @@ class Layout:
 
     @property
     def rotates(self) -> bool:
-        return "rope_theta" in self.known
+        return "rope_theta" in self.known or "rope_theta" in self.names
 
     @property
     def windowed(self) -> bool:
@@ -126,9 +136,9 @@ HF_KEYS: dict[str, tuple[str, ...]] = {
     "residual_scale": ("residual_multiplier",),
     "logit_scale": ("logit_scale", "logits_scaling"),
     "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "expert_used_count": ("num_experts_per_tok", "moe_k"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
-    "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+    "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
     "expert_shared_feed_forward_length": (
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
@@ -140,7 +150,7 @@ HF_KEYS: dict[str, tuple[str, ...]] = {
     "expert_group_used_count": ("topk_group",),
     "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     "shortconv.l_cache": ("conv_L_cache",),
-    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "interleave_moe_layer_step": ("moe_layer_interval", "interleave_moe_layer_step"),
     "moe_latent_size": ("moe_latent_size",),
     "nextn_predict_layers": ("num_nextn_predict_layers",),
 }
@@ -170,6 +180,7 @@ TOP = {
     "output_norm.bias": Stored((HFTensor("model.norm.bias", "d"),)),
     "output.weight": Stored((HFTensor("lm_head.weight", "vd"),)),
 }
+POSITIONS = {"position_embd.weight": Stored((HFTensor("model.embed_positions.weight", "Pd"),))}
 # Tensors that some files have in place of others, joined along the rows.
 JOINED = {
     "attn_qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import isclose
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_deltas import delta_sizes, deltas
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_keys import read_keys
-from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, TOP, HFTensor, Layout, Stored
+from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, POSITIONS, TOP, HFTensor, Layout, Stored
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
@@ -49,6 +52,8 @@ class GGUFModel:
         self._tensors, self._tables = tensors, tables
         self.keys = read_keys(metadata, layout)
         self._check_layers()
+        if any(len(values) != self.layers for key, values in self.keys.items() if key.startswith("xielu.")):
+            raise ConfigError("xielu.alpha_p, alpha_n, beta and eps have not a value for each layer")
 
     def _value(self, key: str) -> Any:
         """Of a key in HF's words, also where it is missing."""
@@ -91,7 +96,8 @@ class GGUFModel:
             "v": self._vocab_size(),
             "e": keys.get("expert_count", 0),
             "m": expert,
-            "s": keys.get("expert_shared_feed_forward_length") or expert * keys.get("expert_shared_count", 0),
+            "s": keys.get("expert_shared_feed_forward_length") or expert * self._value("expert_shared_count"),
+            "P": keys["context_length"],
             "L": latent,
             "E": latent or hidden,
         }
@@ -143,8 +149,8 @@ class GGUFModel:
                 value = self._value(key)
                 if (value is not None or key in MISSING) and config.setdefault(name, value) != value:
                     raise ConfigError(f"{layout.name}.{key} is {value}, and another key says {config[name]}")
-        config["num_hidden_layers"] = self.layers
-        if self._has_head_bias:
+        config[layout.hf_key("block_count")] = self.layers
+        if self._has_head_bias and not layout.head_bias:
             config["lm_head_bias"] = True
         if "num_nextn_predict_layers" in config:
             config["num_nextn_predict_layers"] = 0
@@ -159,11 +165,16 @@ class GGUFModel:
         config |= deltas(keys, self.sizes, self.layers) if layout.deltas else {}
         if not layout.rotates:
             return config
-        config["rope_theta"] = keys.get("rope.freq_base", layout.missing.get("rope.freq_base", 1e4))
+        base = layout.names.get("rope_theta", "rope_theta")
+        config[base] = keys.get("rope.freq_base", layout.missing.get("rope.freq_base", 1e4))
         config["rope_scaling"] = rope_scaling(layout, keys, self._tables)
         if layout.longrope and (trained := keys.get("rope.scaling.original_context_length")):
             config["original_max_position_embeddings"] = trained
-        if layout.yarn and config["rope_scaling"] is None:
+        if "use_parallel_residual" in layout.known:
+            config["use_parallel_residual"] = keys.get("use_parallel_residual", True)
+        if layout.growing:
+            config |= {"rope_parameters": config.pop("rope_scaling") | {"rope_theta": config["rope_theta"]}}
+        elif layout.stretched and config["rope_scaling"] is None:
             config["rope_parameters"] = {"rope_type": "default"}  # HF's class would fill in another one
         return config
 
@@ -174,7 +185,8 @@ class GGUFModel:
 
     @property
     def _has_head_bias(self) -> bool:
-        return "lm_head_bias" in self.layout.known and "output.bias" in self._tensors
+        known = self.layout.head_bias or "lm_head_bias" in self.layout.known
+        return known and "output.bias" in self._tensors
 
     def _has(self, flag: str) -> bool:
         names = {name for name, stored in self.layout.tensors.items() if stored.flag == flag}
@@ -184,7 +196,7 @@ class GGUFModel:
     def _check_widths(self, layout: Layout, keys: dict[str, Any]) -> None:
         """Whether the keys agree on the widths of experts, which not every class has keys for."""
         said = {"expert_feed_forward_length": most(keys.get("feed_forward_length", self.sizes["m"]))}
-        said["expert_shared_feed_forward_length"] = self.sizes["m"] * keys.get("expert_shared_count", 0)
+        said["expert_shared_feed_forward_length"] = self.sizes["m"] * self._value("expert_shared_count")
         for key, width in said.items():
             if not layout.hf_key(key) and keys.get(key, width) != width:
                 raise ConfigError(f"{self.architecture}.{key} is {keys[key]}, and only {width} is supported")
@@ -197,7 +209,8 @@ class GGUFModel:
         found: dict[str, Any] = {}
         if "num_key_value_heads" in layout.known:
             found["num_key_value_heads"] = self.sizes["k"] // head_dim
-        partly, sized = "partial_rotary_factor" in layout.known, "head_dim" in layout.known
+        share = layout.names.get("partial_rotary_factor", "partial_rotary_factor")
+        partly, sized = share in layout.known, "head_dim" in layout.known
         rotated = keys.get("rope.dimension_count", head_dim)
         self._check_head(keys, "attention.value_length", head_dim)
         if not partly and layout.rotates:
@@ -207,7 +220,7 @@ class GGUFModel:
                 f"{layout.name}.rope.dimension_count is {rotated}, and heads have {head_dim} values"
             )
         if partly:
-            found["partial_rotary_factor"] = rotated / head_dim
+            found[share] = rotated / head_dim
         if sized:
             found["head_dim"] = head_dim
         else:
@@ -298,6 +311,15 @@ class GGUFModel:
                 f"{len(layers)} layers"
             )
 
+    def numbers(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Tensors of HF's class with one number, which the metadata has."""
+        for key, values in self.keys.items():
+            if key.startswith("xielu."):
+                part = key.removeprefix("xielu.")
+                shape = (1,) if part.startswith("alpha") else ()
+                for i, value in enumerate(values):
+                    yield f"model.layers.{i}.mlp.act_fn.{part}", np.full(shape, value, np.float32)
+
     def check_tensors(self) -> None:
         """Raises WeightError naming missing, unexpected and misshapen tensors."""
         expected = {name: _shape(targets, self.sizes) for name, targets in self.expected.items()}
@@ -331,12 +353,13 @@ class GGUFModel:
         expected = {name: stored.tensors for name, stored in TOP.items()}
         if "attn_norm.bias" not in self.layout.tensors:
             del expected["output_norm.bias"]
+        expected |= {name: stored.tensors for name, stored in POSITIONS.items() if self.layout.learned}
         expected[f"{self.layout.last_norm}.weight"] = expected.pop("output_norm.weight")
         if FREQS in self._tables:
             expected[FREQS] = (HFTensor("", "t"),)
         if self.layout.longrope and (SHORT in self._tables or LONG in self._tables):
             expected |= dict.fromkeys((SHORT, LONG), (HFTensor("", "t"),))
-        if self._has_head_bias:
+        if self._has_head_bias or self.layout.head_bias:
             expected["output.bias"] = (HFTensor("lm_head.bias", "v"),)
         for i in range(self.layers):
             expected |= {

@@ -44,6 +44,10 @@ def rope_scaling(layout: Layout, keys: Mapping[str, Any], tables: Tables) -> dic
         scaling |= {hf: value for hf, value in given.items() if value is not None}
         scaling |= layout.yarn
         warmer = keys.get("rope.scaling.yarn_log_multiplier", 0.0)
+        if layout.growing:
+            key = "attention.temperature_scale"
+            magnitude = {"mscale": warmer, "mscale_all_dim": warmer} if warmer else {}
+            return scaling | magnitude | {"llama_4_scaling_beta": keys[key]}
         if warmer:
             scaling["mscale_all_dim"] = 10 * warmer
         stretched = factor > 1 and not layout.latent

@@ -141,7 +141,7 @@ def scans(
         found |= {"num_heads": sizes["z"], "mamba_head_dim": each, "n_groups": sizes["x"]}
     if layout.scans in ("instead", "only"):
         found["expand"] = sizes["j"] // sizes["d"]
-    found = {layout.scan_names.get(name, name): size for name, size in found.items()}
+    found = {layout.names.get(name, name): size for name, size in found.items()}
     if layout.scans == "beside":
         return found | {"mamba_d_ssm": sizes["j"], "mamba_norm_before_gate": False}
     if layout.scans == "only":

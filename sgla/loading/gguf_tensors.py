@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgla.hub.gguf_blocks import LazyTensor
 from sgla.hub.source import ModelSource
+from sgla.layers.build import Values
 from sgla.model.delta_spec import DeltaSpec
 from sgla.model.latent_spec import LatentSpec
 from sgla.model.mamba_spec import BesideSpec, FirstMambaSpec, MambaSpec
@@ -80,6 +81,8 @@ def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:
     """The tensors of a GGUF file under the names that layers declare."""
     first = source.gguf().layout.first_mamba
     joined = source.gguf().layout.deltas == "joined"
+    for name, value in source.gguf().numbers():
+        yield name, Values(torch.from_numpy(value))
     halves: dict[str, dict[str, LazyTensor]] = {}
     for tensor in source.gguf().tensors():
         module, half = _half(tensor.name, joined)

@@ -35,7 +35,8 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         mixture=_is_mixture(family, gguf),
         scans=gguf.scans,
         first_mamba=gguf.first_mamba,
-        scan_names={ours: theirs for theirs, ours in family.names.items()},
+        names={ours: theirs for theirs, ours in family.names.items()},
+        keys=gguf.keys,
         convolves=gguf.convolves,
         deltas=gguf.deltas,
         last_norm=gguf.last_norm,
@@ -44,11 +45,17 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         longrope=family.longrope,
         mscales=family.mscales,
         yarn={"truncate": rope["truncate"]} if "truncate" in rope else {},
+        stretched="factor" in rope,
+        growing=family.growing,
+        xielu=family.defaults.get("hidden_act") == "xielu",
+        learned=family.learned,
+        head_bias=family.head_bias,
     )
 
 
 def _is_mixture(family: Family, gguf: Gguf) -> bool:
-    return bool(family.mixture) and not gguf.shared and not gguf.dense
+    mixed = bool(family.mixture) or "num_local_experts" in family.defaults
+    return mixed and not gguf.shared and not gguf.dense
 
 
 def _is_rms(family: Family) -> bool:
@@ -108,16 +115,16 @@ def _attention(family: Family, gated: bool = False) -> Iterator[tuple[str, Store
     for part, dims in _QKV:
         rows = "Qd" if gated and part == "q" else dims
         yield f"attn_{part}.weight", one(f"self_attn.{part}_proj.weight", rows)
-        if family.qkv_bias or bias:
-            flag = "" if family.qkv_bias else bias
+        if family.qkv_bias or family.biased or bias:
+            flag = "" if family.qkv_bias or family.biased else bias
             yield f"attn_{part}.bias", one(f"self_attn.{part}_proj.bias", dims[0], flag=flag)
     yield "attn_output.weight", one("self_attn.o_proj.weight", "dq")
     out = "attention_out_bias"
     if out not in known:
         out = bias if family.out_bias and bias in ("use_bias", "attention_bias") else ""
-    if out:
+    if out or family.biased:
         yield "attn_output.bias", one("self_attn.o_proj.bias", "d", flag=out)
-    if family.qk_norm:
+    if family.qk_norm and family.qk_norm != "unit":
         dims = "hh" if family.qk_norm == "head" else "qk"
         flag = "use_qk_norm" if "use_qk_norm" in known else ""
         yield "attn_q_norm.weight", one("self_attn.q_norm.weight", dims[0], flag=flag)
@@ -217,7 +224,7 @@ def _mlp(family: Family, gguf: Gguf) -> Iterator[tuple[str, Stored]]:
         held["ffn_up"] = replace(up, tensors=held.pop("ffn_gate").tensors + up.tensors)
     for name, stored in held.items():
         yield f"{name}.weight", stored
-        if flag and not mixture:
+        if (flag or family.biased or gguf.mlp_bias) and not mixture:
             biases = tuple(HFTensor(p.name.replace(".weight", ".bias"), p.dims[0]) for p in stored.tensors)
             yield f"{name}.bias", Stored(biases, flag=flag)
     if not mixture:

@@ -52,12 +52,14 @@ class Gguf:
     name: str
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     mlp: tuple[str, str] = ("up_proj", "down_proj")
+    mlp_bias: bool = False
     joined: bool = False
     permuted: bool = False
     tensors: Mapping[str, Stored] = field(default_factory=dict)
     missing: Mapping[str, Any] = field(default_factory=dict)
     gating: tuple[int, ...] = (0, SOFTMAX)
     when: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     by_width: int = 0
     scans: Scans = ""
     first_mamba: bool = False

@@ -35,7 +35,7 @@ Saved = Callable[[str], tuple[Path, Any, Arch, dict[str, Any]]]
 FIRST = (Arch.MAMBA, Arch.JAMBA)
 SCANS = (Arch.GRANITE_HYBRID, Arch.FALCON_H1, Arch.NEMOTRON_H, Arch.NEMOTRON_H_MOE, Arch.MAMBA2)
 PERMUTED = (Arch.LLAMA, Arch.GRANITE_HYBRID, Arch.GRANITE, Arch.GRANITE_MOE, Arch.SMOLLM3, Arch.ARCEE)
-PERMUTED += (Arch.DEEPSEEK,)
+PERMUTED += (Arch.DEEPSEEK, Arch.MISTRAL3)
 DELTAS = (Arch.QWEN3NEXT, Arch.QWEN35, Arch.QWEN35MOE)
 ADD_ONE = (Arch.GEMMA, Arch.GEMMA2, Arch.NEMOTRON)
 # Keys of the metadata by those of HF's configuration, as the converter writes them for every model that has
@@ -96,7 +96,7 @@ def write(
     """``changes``: of the keys, with ``__`` for dots; ``None`` leaves one out. ``quantized``: the type of
     matrices whose names have ``packed``. ``change``: of the tensors, by their names in the file."""
     config = hf.config.to_dict()
-    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
+    layers = hf.config.num_hidden_layers
     path = folder / f"{len(list(folder.iterdir()))}.gguf"
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     rope = config.get("rope_parameters") or {"rope_theta": 10000.0, "rope_type": "default"}
@@ -109,6 +109,10 @@ def write(
     if rope["rope_type"] == "yarn":
         keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": rope["factor"]}
         keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    stored = load_file(folder / "model.safetensors")
+    for part in ("alpha_p", "alpha_n", "beta", "eps"):
+        values = [float(value) for name, value in sorted(stored.items()) if name.endswith(f".act_fn.{part}")]
+        keys |= {f"xielu.{part}": values} if values else {}
     tables: dict[str, np.ndarray] = {}
     if rope["rope_type"] == "longrope":
         keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
@@ -120,12 +124,13 @@ def write(
         if value is not None:
             kind = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
             item = GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
-            writer.add_key_value(f"{writer.arch}.{key}", value, kind, item)
+            whole = key if key.startswith("xielu.") else f"{writer.arch}.{key}"
+            writer.add_key_value(whole, value, kind, item)
     writer.add_tokenizer_model("gpt2")
     writer.add_eos_token_id(2)
     names = gguf.get_tensor_name_map(arch, layers)
     tensors = tables
-    for name, tensor in converted(load_file(folder / "model.safetensors"), arch, config).items():
+    for name, tensor in converted(stored, arch, config).items():
         if name != "lm_head.weight" or not config["tie_word_embeddings"]:
             found = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert found, name
@@ -160,6 +165,12 @@ def converted(
         if arch == Arch.LFM2MOE:
             name = name.replace(".expert_bias", ".expert_bias.bias")
             name = name.removeprefix("model.") if ".experts." in name else name
+        if arch == Arch.GPT2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            tensor = tensor.t()
+        if arch == Arch.GPTNEOX and ".query_key_value." in name:
+            tensor = tensor.unflatten(0, (heads["q"], 3, -1)).transpose(0, 1).flatten(0, 2)
+        if ".act_fn." in name:
+            continue
         if arch in DELTAS:
             name, tensor = of_delta(name, tensor, arch, config)
         if arch == Arch.QWEN3NEXT and "in_proj_qkvz" in name:
@@ -194,6 +205,10 @@ def converted(
             found[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = tensor
         elif arch in (Arch.GRANITE_MOE, Arch.GRANITE_HYBRID) and name.endswith("moe.output_linear.weight"):
             found[name.replace("block_sparse_moe.output_linear", "mlp.experts.down_proj")] = tensor
+        elif arch == Arch.LLAMA4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            gated = "gate_up" in name
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 2)) if gated else (("down", tensor),):
+                found[re.sub("(gate_up|down)_proj", f"{part}_proj.weight", name)] = half.transpose(1, 2)
         elif arch in DELTAS and name.endswith("experts.gate_up_proj"):
             for part, half in zip(("gate", "up"), tensor.chunk(2, 1)):
                 found[name.replace("gate_up_proj", f"{part}_proj.weight")] = half
@@ -275,6 +290,7 @@ def multiplied(tensor: torch.Tensor, name: str, config: dict[str, Any]) -> torch
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -456,6 +472,45 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         DELTA_KEYS | {"attention__recurrent_layers": [False, True, True]},
     ),
     "seed-oss": (Arch.SEED_OSS, "seed_oss", {"head_dim": 16}, {}),
+    "ministral3": (
+        Arch.MISTRAL3,
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+        {"rope__scaling__yarn_log_multiplier": 1.0, "attention__temperature_scale": 0.3},
+    ),
+    "mistral": (Arch.MISTRAL3, "mistral", {"head_dim": 16, "sliding_window": None}, {}),
+    "gpt2": (
+        Arch.GPT2,
+        "gpt2",
+        TIED,
+        {
+            "context_length": 512,
+            "embedding_length": 48,
+            "feed_forward_length": 192,
+            "attention__head_count": 6,
+            "attention__head_count_kv": None,
+            "attention__layer_norm_epsilon": 1e-5,
+            "attention__layer_norm_rms_epsilon": None,
+            "rope__freq_base": None,
+        },
+    ),
+    "phi2": (Arch.PHI2, "phi", {"num_key_value_heads": 6}, {"rope__dimension_count": 4}),
+    "neox": (
+        Arch.GPTNEOX,
+        "gpt_neox",
+        {"rotary_pct": 0.5, "num_key_value_heads": ...},
+        {"use_parallel_residual": True, "rope__freq_base": None},
+    ),
+    "neox, not parallel": (
+        Arch.GPTNEOX,
+        "gpt_neox",
+        {"rotary_pct": 1.0, "use_parallel_residual": False, "num_key_value_heads": ...},
+        {"use_parallel_residual": False, "rope__dimension_count": 8},
+    ),
+    "apertus": (Arch.APERTUS, "apertus", {"head_dim": 8, "rope_parameters": PLAIN}, {}),
 }
 
 
@@ -534,6 +589,40 @@ MIXTURES: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
         "qwen3_5_moe_text",
         DELTA | EXPERTS | THIRD | {"shared_expert_intermediate_size": 72, "intermediate_size": ...},
         DELTA_KEYS | {"full_attention_interval": 2},
+    ),
+    "glm-4.7-flash": (
+        Arch.DEEPSEEK2,
+        "glm4_moe_lite",
+        LATENT | ROUTED | {"q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        LATENT_KEYS | SIGMOID | {"leading_dense_block_count": 1, "expert_weights_norm": True},
+    ),
+    "llama4": (
+        Arch.LLAMA4,
+        "llama4_text",
+        {"head_dim": 8, "intermediate_size": 40, "intermediate_size_mlp": 96, "num_local_experts": 4}
+        | {"interleave_moe_layer_step": 2, "num_hidden_layers": 5, "rope_parameters": PLAIN},
+        {"feed_forward_length": 96, "expert_feed_forward_length": 40, "interleave_moe_layer_step": 2},
+    ),
+    "hunyuan moe": (
+        Arch.HUNYUAN_MOE,
+        "hunyuan_v1_moe",
+        {"num_experts": 6, "moe_topk": 2, "head_dim": 8},
+        {
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 96,
+            "expert_shared_feed_forward_length": 96,
+            "expert_shared_count": 1,
+        },
+    ),
+    "exaone moe": (
+        Arch.EXAONE_MOE,
+        "exaone_moe",
+        WINDOWED
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16}
+        | {"first_k_dense_replace": 1},
+        SIGMOID
+        | {"attention__sliding_window_pattern": [True, True, True, False, True], "expert_shared_count": 1}
+        | {"expert_weights_norm": True},
     ),
     "mixtral": (Arch.LLAMA, "mixtral", {"num_local_experts": 5, "head_dim": 8}, {}),
     "qwen2moe": (
@@ -722,6 +811,9 @@ def test_logits_of_mixtures_equal_transformers(name: str, saved: Saved) -> None:
         ("gpt-oss", "attention__sliding_window_pattern", 3),
         ("falcon mamba", "ssm__dt_b_c_rms", False),
         ("phi3, longrope", "rope__scaling__original_context_length", 32),
+        ("ministral3", "attention__temperature_scale", 3.0),
+        ("neox", "use_parallel_residual", False),
+        ("apertus", "rope__freq_base", 50.0),
         ("phimoe", "rope__scaling__attn_factor", 1.0),
     ],
 )
@@ -748,6 +840,11 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("glm4", "rope__dimension_sections", [8, 12, 12, 0]),
         ("cohere", "attention__sliding_window_pattern", 4),
         ("arcee", "expert_count", 4),
+        ("ministral3", "rope__scaling__type", "linear"),
+        ("qwen3.5", "ssm__group_count", 4),
+        ("qwen3.5", "ssm__inner_size", None),
+        ("qwen3.5, listed", "attention__recurrent_layers", [False, True]),
+        ("hunyuan moe", "expert_shared_count", 2),
         ("nemotron", "rope__dimension_count", 10),
         ("granite", "attention__layer_norm_rms_epsilon", None),
         ("qwen3moe", "expert_weights_scale", 2.0),

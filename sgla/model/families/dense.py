@@ -100,6 +100,7 @@ FAMILIES = {
         also=("Mistral3ForConditionalGeneration",),
         outer=MISTRAL3,
         texts={"ministral3": "Ministral3ForCausalLM", "mistral4": "Mistral4ForCausalLM"},
+        gguf=(Gguf("mistral3", permuted=True),),
     ),
     "Phi3ForCausalLM": Family(
         ("phi3",),
@@ -302,6 +303,7 @@ FAMILIES = {
         model="sgla.model.llama:Mistral",
         nulls=("rope_theta",),
         growing=True,
+        gguf=(Gguf("mistral3", permuted=True, when={"attention.temperature_scale": True}),),
     ),
     "ApertusForCausalLM": Family(
         ("apertus",),
@@ -330,5 +332,6 @@ FAMILIES = {
         ),
         qk_norm="head",
         gated=False,
+        gguf=(Gguf("apertus"),),
     ),
 }

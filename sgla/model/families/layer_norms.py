@@ -124,6 +124,7 @@ FAMILIES = {
         biased=True,
         head_bias=True,
         gated=False,
+        gguf=(Gguf("phi2", ONE_NORM, mlp=("fc1", "fc2")),),
     ),
     "GPT2LMHeadModel": Family(
         ("gpt2",),
@@ -163,6 +164,7 @@ FAMILIES = {
         learned=True,
         crossed=("qkv_proj", "o_proj", "c_fc", "c_proj"),
         gated=False,
+        gguf=(Gguf("gpt2", mlp=("c_fc", "c_proj")),),
     ),
     "GPTJForCausalLM": Family(
         ("gptj",),
@@ -272,5 +274,6 @@ FAMILIES = {
         biased=True,
         by_head=True,
         gated=False,
+        gguf=(Gguf("gptneox", mlp=("dense_h_to_4h", "dense_4h_to_h")),),
     ),
 }

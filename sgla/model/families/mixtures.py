@@ -120,6 +120,16 @@ FAMILIES = {
         ),
         interleaved=True,
         qk_norm="unit",
+        gguf=(
+            Gguf(
+                "llama4",
+                keys={
+                    "feed_forward_length": "intermediate_size_mlp",
+                    "expert_feed_forward_length": "intermediate_size",
+                },
+                missing={"expert_shared_count": 1},
+            ),
+        ),
     ),
     "MixtralForCausalLM": Family(
         ("mixtral",),
@@ -426,6 +436,7 @@ FAMILIES = {
         qk_norm="head",
         windows=EXAONE,
         unrotated=full_among_windows,
+        gguf=(Gguf("exaone-moe", tensors=BALANCED, gating=(SIGMOID,)),),
     ),
     "MiniMaxM2ForCausalLM": Family(
         ("minimax_m2",),
@@ -569,5 +580,6 @@ FAMILIES = {
         qk_norm="head",
         late_norm=True,
         alpha=True,
+        gguf=(Gguf("hunyuan-moe", missing={"expert_shared_count": 1}),),
     ),
 }
