@@ -6,6 +6,8 @@ The weights of the adapters at hand lie in *places*, numbered from 1; 0 stands f
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -19,19 +21,26 @@ Int32s = NDArray[np.int32]
 Groups = list[tuple[int, Tensor | None]]  # a place, and the rows that have it; None: all
 
 
+class Tiles(NamedTuple):
+    """Rows that a GPU computes together. ``order`` int32[T]: rows, those of one adapter behind one another;
+    ``runs`` int32[*, 3]: parts of it with one adapter, each where it begins, how many rows it has, at most
+    ``size`` (0: there is nothing to do), and their place."""
+
+    order: Tensor
+    runs: Tensor
+    size: int
+
+
 class Rows:
     """The place of each row of a step: of its T tokens, and of the S whose successors are sampled, the only
     rows that the last layer goes on with. ``active``: some row has an adapter. What is recorded while it is
     False knows of no adapters.
 
-    Kernels of a GPU read ``tokens`` and ``sampled``, int32 on the device, whose memory stays, and ``tiles``,
-    int32[*, 3]: runs of tokens with one adapter, each its first token, how many they are, and their place;
-    None where every token is a row of its own.
+    Kernels of a GPU read ``places`` int32[T] of tokens, and the ``tiles`` of tokens and of sampled rows.
     """
 
-    tokens: Tensor
-    sampled: Tensor
-    tiles: Tensor | None = None
+    places: Tensor
+    tiles: tuple[Tiles, Tiles]
 
     def __init__(self) -> None:
         self.active = False
@@ -65,15 +74,17 @@ class Stack:
     """What the adapters at all places add to one linear layer, whose ``parts`` (q, k and v) lie side by side:
     ``x @ a.T @ b.T`` for each of them.
 
-    ``a`` [places, parts, rank, k] and ``b`` [places, n, rank], which has the adapter's scale in it; ``ends``
-    and, on the device, ``bounds``: where the rows of each part end. ``ranks``: of the adapter at each place;
-    0: it leaves the layer as it is.
+    ``a`` [places, parts, rank, k] and ``b`` [places, n, rank], which has the adapter's scale in it; ``sizes``
+    of the parts, ``ends`` and, on the device, ``bounds``: where the rows of each end. ``ranks``: of the
+    adapter at each place; 0: it leaves the layer as it is.
     """
+
+    ends: list[int]
 
     def __init__(self, places: int, rank: int, k: int, sizes: list[int], dtype: torch.dtype) -> None:
         self.a = torch.zeros(places, len(sizes), rank, k, dtype=dtype)
         self.b = torch.zeros(places, sum(sizes), rank, dtype=dtype)
-        self.ends: list[int] = np.cumsum(sizes).tolist()
+        self.sizes, self.ends = sizes, np.cumsum(sizes).tolist()
         self.bounds = torch.tensor(self.ends, dtype=torch.int32)
         self.ranks = [0] * places
 
@@ -138,24 +149,18 @@ def lora_embedding(ids: Tensor, stack: Stack, rows: Rows) -> Tensor:
     return y
 
 
-@op
-def add_lora(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
-    """``y + lora(x)``, if a device can in the memory of y [T, n]."""
-    return y + lora.body(x, stack, rows, sampled).to(y.dtype)
-
-
-def tiles_of(places: Int32s, q_lens: Int32s, size: int) -> Int32s:
-    """``Rows.tiles`` of ``size`` tokens at most, of rows with these places and numbers of tokens."""
-    firsts = np.cumsum(q_lens) - q_lens
-    return np.array(
-        [
-            (first + at, min(size, count - at), place)
-            for first, count, place in zip(firsts.tolist(), q_lens.tolist(), places.tolist())
-            if place
-            for at in range(0, count, size)
-        ],
-        np.int32,
-    ).reshape(-1, 3)
+def tiles_of(places: Int32s, size: int) -> tuple[Int32s, Int32s]:
+    """``order`` and ``runs`` of ``Tiles`` of rows with these places; one run of no row if none has an
+    adapter."""
+    order = np.argsort(places, kind="stable").astype(np.int32)
+    found, firsts, counts = np.unique(places[order], return_index=True, return_counts=True)
+    runs = [
+        (first + at, min(size, count - at), place)
+        for place, first, count in zip(found.tolist(), firsts.tolist(), counts.tolist())
+        if place
+        for at in range(0, count, size)
+    ]
+    return order, np.array(runs or [(0, 0, 0)], np.int32)
 
 
 def added(x: Tensor, stack: Stack | None, rows: Rows | None) -> Tensor | None:

@@ -10,20 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.kernels.lora import Rows, tiles_of
-from sgla.kernels.triton.lora import TILE
+from sgla.kernels.lora import Rows, Tiles, tiles_of
+from sgla.kernels.triton.lora import FEW, MANY, sort
 from sgla.messages import Copy, Moved
 from sgla.worker.adapters import AdapterStore
 from sgla.worker.device_state import DeviceTables, upload
 
 
 class AdaptedRows:
-    """Fills ``rows`` for each step: on the host for eager ones, on the device for graphs."""
+    """Fills ``rows`` for each step: on the host for eager ones, on the device for graphs of at most ``most``
+    rows."""
 
-    def __init__(self, rows: Rows, tables: DeviceTables, tokens: int, sampled: int) -> None:
+    def __init__(self, rows: Rows, tables: DeviceTables, most: int) -> None:
         self.rows, self._tables = rows, tables
-        rows.tokens = torch.zeros(tokens, dtype=torch.int32, device="cuda")
-        rows.sampled = torch.zeros(sampled, dtype=torch.int32, device="cuda")
+        self._places, self._order = torch.zeros(2, most, dtype=torch.int32, device="cuda")
+        self._runs = torch.zeros(most, 3, dtype=torch.int32, device="cuda")
 
     def any(self, slots: Any) -> bool:
         """Whether one of them has an adapter."""
@@ -32,23 +33,26 @@ class AdaptedRows:
     def begin(self, slots: Any, q_lens: Any, sampled: Any) -> None:
         """Of an eager step: ``sampled`` are its tokens that logits are wanted of."""
         rows, places = self.rows, self._tables.host.place[slots]
-        rows.active, rows.tiles = bool(places.any()), None
+        rows.active = bool(places.any())
         if not rows.active:
             return
         tokens = np.repeat(places, q_lens)
-        both = upload(np.concatenate([tokens, tokens[sampled]]))
-        rows.tokens[: len(tokens)].copy_(both[: len(tokens)])
-        rows.sampled[: len(sampled)].copy_(both[len(tokens) :])
-        if q_lens.max() > 1:
-            rows.tiles = upload(tiles_of(places, q_lens, TILE))
+        sizes = MANY if q_lens.max() > 1 else FEW, FEW
+        tiles = [tiles_of(own, size) for own, size in zip((tokens, tokens[sampled]), sizes)]
+        parts = [tokens, *(part.reshape(-1) for pair in tiles for part in pair)]
+        rows.places, *made = upload(np.concatenate(parts)).split([len(part) for part in parts])
+        order, runs = made[::2], [part.view(-1, 3) for part in made[1::2]]
+        rows.tiles = Tiles(order[0], runs[0], sizes[0]), Tiles(order[1], runs[1], sizes[1])
 
     @contextmanager
     def graph(self, slots: Tensor) -> Iterator[None]:
         """Inside of a graph of rows of one token."""
-        rows, place = self.rows, self._tables.place
+        rows, place, count = self.rows, self._tables.place, len(slots)
         assert place is not None
-        torch.index_select(place, 0, slots, out=rows.tokens[: len(slots)])
-        rows.active, rows.tiles = True, None
+        rows.places = self._places[:count]
+        rows.tiles = (Tiles(self._order[:count], self._runs[:count], FEW),) * 2
+        sort(rows, place, slots)
+        rows.active = True
         try:
             yield
         finally:

@@ -125,8 +125,7 @@ class GpuSteps:
         )
         self.adapted: AdaptedRows | None = None
         if adapters is not None:
-            most = max(self.step_tokens, self.rows)
-            self.adapted = AdaptedRows(adapters.rows, self.tables, most, self.rows)
+            self.adapted = AdaptedRows(adapters.rows, self.tables, self.rows)
         self.drafts = DeviceDrafts(self.tables, not beside) if self.rows > self.slots else None
         own = len(model.lm_head.own) if self.shard.samples else 0
         self.logits = torch.empty(self.rows, own, device="cuda")

@@ -15,12 +15,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from sgla.kernels import ops
+from sgla.kernels.cuda.batch_gemm import Unscaled
 from sgla.kernels.dispatch import using
-from sgla.kernels.gpu.adapters import settle
+from sgla.kernels.gpu.adapters import EXPAND, SHRINK, settle
 from sgla.kernels.gpu.record import Recorder, Ref
-from sgla.kernels.lora import Rows, Stack, add_lora, lora, tiles_of
+from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
 from sgla.kernels.trace import STAND_INS
-from sgla.kernels.triton.lora import TILE, add
+from sgla.kernels.triton.lora import FEW, MANY, add, sort
 from sgla.quant.weight import storage
 
 
@@ -37,31 +38,64 @@ def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
             if (place, part) != (2, 1):
                 a, b = torch.randn(own, k, generator=generator), torch.randn(n, own, generator=generator)
                 stack.put(place, part, a, b)
-    q_lens = np.array([1, 1, TILE + 3, 3], np.int32)
-    row_places = np.array([2, 0, 1, 3], np.int32)
-    places = np.repeat(row_places, q_lens)
+    places = np.repeat(np.array([2, 0, 1, 3, 1], np.int32), [1, 1, MANY + 3, 3, 2])
     picked = np.array([1, 40, len(places) - 1], np.int32)
     rows = Rows()
     rows.set(places, places[picked])
-    rows.tokens, rows.sampled = torch.from_numpy(places), torch.from_numpy(places[picked])
+    rows.tiles = on_host(places, MANY), on_host(places[picked], FEW)
     wide = torch.randn(len(places), k + 8, generator=generator)
     x, y = wide[:, :k], torch.randn(len(places), sum(sizes), generator=generator)
     expected = y + lora.body(x, stack, rows, False)
-    rows.tiles = torch.from_numpy(tiles_of(row_places, q_lens, TILE))
     torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
     few, before = x[picked.tolist()], y[picked.tolist()]
     made = add(before.clone(), few, stack, rows, True)
     torch.testing.assert_close(made, expected[picked.tolist()], atol=1e-4, rtol=1e-4)
-    rows.tiles = None
-    made = add(y[:2].clone(), x[:2], stack, rows, False)
-    torch.testing.assert_close(made, expected[:2], atol=1e-4, rtol=1e-4)
+    on_device(rows, places)
+    torch.testing.assert_close(add(y.clone(), x, stack, rows, False), expected, atol=1e-4, rtol=1e-4)
+    squares = torch.zeros(3, 96)
+    squares[:2, : len(places)] = torch.rand(2, len(places), generator=generator)
+    scale = ((squares.sum(0) / k + 0.01) ** -0.5)[: len(places), None]
+    made = add(y.clone(), Unscaled(x, squares, 0.01), stack, rows, False)
+    torch.testing.assert_close(made, y + (expected - y) * scale, atol=1e-3, rtol=1e-4)
+
+
+def on_host(places: np.ndarray, size: int) -> Tiles:
+    order, runs = map(torch.from_numpy, tiles_of(places, size))
+    return Tiles(order, runs, size)
+
+
+def on_device(rows: Rows, places: np.ndarray) -> None:
+    """The tiles of decode rows, by the kernel that sorts."""
+    count = len(places)
+    slots = torch.randperm(count).int()
+    table = torch.zeros(count, dtype=torch.int32)
+    table[slots.long()] = torch.from_numpy(places)
+    rows.places = torch.full((count,), -1, dtype=torch.int32)
+    tiles = Tiles(torch.full((count,), -1, dtype=torch.int32), torch.full((count, 3), -1).int(), FEW)
+    rows.tiles = tiles, tiles
+    sort(rows, table, slots)
 
 
 def test_tiles() -> None:
-    """Runs of tokens of one adapter, none longer than a tile; rows without an adapter have none."""
-    found = tiles_of(np.array([2, 0, 1], np.int32), np.array([5, 3, 9], np.int32), 4)
-    assert found.tolist() == [[0, 4, 2], [4, 1, 2], [8, 4, 1], [12, 4, 1], [16, 1, 1]]
-    assert tiles_of(np.array([0], np.int32), np.array([5], np.int32), 4).shape == (0, 3)
+    """Rows of one adapter, no more of them than a tile takes; rows without an adapter are in none."""
+    order, runs = tiles_of(np.repeat(np.array([2, 0, 1], np.int32), [5, 3, 9]), 4)
+    assert order.tolist() == [5, 6, 7, *range(8, 17), *range(5)]
+    assert runs.tolist() == [[3, 4, 1], [7, 4, 1], [11, 1, 1], [12, 4, 2], [16, 1, 2]]
+    assert tiles_of(np.array([0, 0], np.int32), 4)[1].tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("count", [1, 7, 50])
+def test_decode_rows_are_sorted_on_the_device(count: int) -> None:
+    """Every row with an adapter is in one tile, with others of its adapter alone, and the tiles are full."""
+    rows, places = Rows(), np.random.default_rng(count).integers(0, 4, count).astype(np.int32)
+    on_device(rows, places)
+    order, runs, size = rows.tiles[0]
+    assert rows.places.tolist() == places.tolist()
+    assert sorted(order.tolist()) == list(range(count))
+    tiles = [(order[first : first + n].tolist(), place) for first, n, place in runs.tolist() if n]
+    assert all(places[row] == place > 0 for own, place in tiles for row in own)
+    assert sorted(row for own, _ in tiles for row in own) == np.flatnonzero(places).tolist()
+    assert len(tiles) == sum(-(-int((places == place).sum()) // size) for place in (1, 2, 3))
 
 
 def test_what_joins_the_residual_stream_is_added_there() -> None:
@@ -81,10 +115,12 @@ def test_what_joins_the_residual_stream_is_added_there() -> None:
         recorder.record.outputs.append(recorder.number(linear(second)))
     record = recorder.record
     settle(record)
-    names = [node.op.name for node in record.nodes if hasattr(node.op, "name")]
-    late, joined = ["linear", "add_lora", "gather", "add_rms_norm"], ["add_lora", "linear", "add_rms_norm"]
-    assert names == [*late, *joined, "linear", "add_lora"]
-    _, joining, last = (node for node in record.nodes if node.op is add_lora)
+    names = [getattr(node.op, "name", node.op) for node in record.nodes]
+    names = [name for name in names if isinstance(name, str)]
+    late = [SHRINK, "linear", EXPAND, "gather", "add_rms_norm"]
+    joined = [SHRINK, EXPAND, "linear", "add_rms_norm"]
+    assert names == [*late, *joined, SHRINK, "linear", EXPAND]
+    _, joining, last = (node for node in record.nodes if node.op == EXPAND)
     adds = [node for node in record.nodes if node.op is ops.add_rms_norm]
     assert joining.given["y"] == Ref(adds[0].results[1])
     assert adds[1].given["residual"] == Ref(joining.results[0])

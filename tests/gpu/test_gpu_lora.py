@@ -28,8 +28,9 @@ from tiny import make_core, run, submit
     [(16, 4096, [4096, 1024, 1024]), (8, 12288, [4096]), (64, 1024, [3072, 3072]), (6, 200, [72])],
 )
 def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> None:
-    from sgla.kernels.lora import Rows, Stack, lora, tiles_of
-    from sgla.kernels.triton.lora import TILE, add
+    from sgla.kernels.cuda.batch_gemm import Unscaled
+    from sgla.kernels.lora import Rows, Stack, Tiles, lora, tiles_of
+    from sgla.kernels.triton.lora import FEW, MANY, add, sort
 
     torch.manual_seed(rank)
     with torch.device("cuda"):
@@ -42,8 +43,6 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
         row_places = np.array([1, 0, 4, 2, 3, 0, 1], np.int32)
         places = np.repeat(row_places, q_lens)
         rows = Rows()
-        rows.tokens = rows.sampled = torch.from_numpy(places).cuda()
-        rows.tiles = torch.from_numpy(tiles_of(row_places, q_lens, TILE)).cuda()
         x = torch.randn(len(places), k).to(dtype)
         y = torch.randn(len(places), sum(sizes)).to(dtype)
         expected = y.float()
@@ -52,13 +51,26 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
             rows._groups = [(place, index)], []
             expected = expected + lora.body(x.float(), stack, rows, False)
         tolerance = 0.03 if dtype == torch.bfloat16 else 2e-3
-        torch.testing.assert_close(
-            add(y.clone(), x, stack, rows, False).float(), expected, atol=tolerance, rtol=tolerance
-        )
-        rows.tiles = None
-        torch.testing.assert_close(
-            add(y.clone(), x, stack, rows, False).float(), expected, atol=tolerance, rtol=tolerance
-        )
+
+        def check(x: Any, expected: torch.Tensor) -> None:
+            made = add(y.clone(), x, stack, rows, False).float()
+            torch.testing.assert_close(made, expected, atol=tolerance, rtol=tolerance)
+
+        for size in (MANY, FEW):
+            order, runs = (torch.from_numpy(part).cuda() for part in tiles_of(places, size))
+            rows.tiles = (Tiles(order, runs, size),) * 2
+            check(x, expected)
+        slots = torch.randperm(len(places)).int()
+        table = torch.zeros(len(places), dtype=torch.int32)
+        table[slots.long()] = torch.from_numpy(places).cuda()
+        rows.places = torch.zeros(len(places), dtype=torch.int32)
+        rows.tiles = (Tiles(torch.zeros_like(rows.places), torch.zeros(len(places), 3).int(), FEW),) * 2
+        sort(rows, table, slots)
+        assert rows.places.tolist() == places.tolist()
+        check(x, expected)
+        squares = torch.rand(32, -(-len(places) // 32) * 32) * k / 32
+        scale = torch.rsqrt(squares.sum(0)[: len(places), None] / k + 1e-6)
+        check(Unscaled(x, squares, 1e-6), y.float() + (expected - y.float()) * scale)
 
 
 def adapted_runner(**settings: Any) -> Any:

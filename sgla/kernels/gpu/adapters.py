@@ -7,16 +7,20 @@ from collections import Counter
 
 from sgla.kernels import ops
 from sgla.kernels.gpu.record import Node, Record, Ref
-from sgla.kernels.lora import add_lora, lora
+from sgla.kernels.lora import lora
+from sgla.kernels.triton.lora import expand, shrink
+
+SHRINK, EXPAND = "shrink", "expand"  # of nodes
 
 
 def settle(record: Record) -> None:
-    """Replace each ``lora`` by an ``add_lora``: onto the residual stream that the layer's output joins, where
-    nobody else reads that, so that layer, add and norm may be one kernel; else onto the output."""
+    """Replace each ``lora`` by a ``shrink`` before the layer, and an ``expand``: onto the residual stream that
+    the layer's output joins, where nobody else reads that, so that layer, add and norm may be one kernel;
+    else onto the output."""
     makers = {number: node for node in record.nodes for number in node.results}
     joined = _joined(record, makers)  # numbers of residuals, by the number of what a lora makes
     nodes: list[Node] = []
-    renamed: dict[int, Ref] = {}  # of residuals: what stands for them behind an add_lora
+    renamed: dict[int, Ref] = {}  # of residuals: what stands for them behind an expand
     for node in record.nodes:
         stale = {name: renamed[x.number] for name, x in _refs(node) if x.number in renamed}
         node = node.but(stale) if stale else node
@@ -26,15 +30,23 @@ def settle(record: Record) -> None:
         elif addend is not None:
             made = _value(record, node.results[0])
             nodes.append(node.but({"addend": None}, [made]))
-            given = {"y": Ref(made)} | makers[addend].given
-            nodes.append(Node(add_lora, None, given, node.results, node.rows))
+            nodes.append(_expand(made, makers[addend], node.results[0]))
         elif node.op is not lora:
             nodes.append(node)
-        elif (residual := joined.get(node.results[0])) is not None:
-            made = _value(record, residual)
-            nodes.append(Node(add_lora, None, {"y": Ref(residual)} | node.given, [made], node.rows))
-            renamed[residual] = Ref(made)
+        else:
+            nodes.append(Node(SHRINK, shrink, node.given, node.results, node.rows))
+            if (residual := joined.get(node.results[0])) is not None:
+                made = _value(record, residual)
+                nodes.append(_expand(residual, node, made))
+                renamed[residual] = Ref(made)
     record.nodes = nodes
+
+
+def _expand(y: int, added: Node, result: int) -> Node:
+    """What an adapter adds, onto y."""
+    given = {"y": Ref(y), "inner": Ref(added.results[0])}
+    given |= {name: added.given[name] for name in ("stack", "rows", "sampled")}
+    return Node(EXPAND, expand, given, [result], added.rows, overwrites=y)
 
 
 def _joined(record: Record, makers: dict[int, Node]) -> dict[int, int]:

@@ -22,7 +22,7 @@ from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.gpu import integers, mixture, states
 from sgla.kernels.gpu import picked as picks
 from sgla.kernels.integers import are_integers
-from sgla.kernels.lora import Rows, Stack, add_lora, lora, lora_embedding
+from sgla.kernels.lora import Rows, Stack, lora, lora_embedding
 from sgla.kernels.ops import NO_BIASES, Biases, KVLayer, Scoring, StateLayer, TimeSteps
 from sgla.kernels.rehearsal import under_way
 from sgla.kernels.routing import Activation, Gating, Routing
@@ -145,11 +145,6 @@ class GpuOps:
 
     def _plain(self, x: Tensor, w: Weight) -> Tensor:
         return w.data if w.kind in ("f32", "bf16") else w.dequant(x.dtype)
-
-    @LOWERINGS.of(add_lora)
-    def add_lora(self, y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
-        """In the memory of y."""
-        return adapters.add(y, x, stack, rows, sampled)
 
     @LOWERINGS.of(lora)
     def lora(self, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from sgla.kernels import ops, picking
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
-from sgla.kernels.lora import add_lora, lora, lora_embedding
+from sgla.kernels.lora import lora, lora_embedding
 from sgla.kernels.ops import Ranks
 from sgla.kernels.trace import (
     STAND_INS,
@@ -308,7 +308,6 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.gather: lambda x, rows: [((rows.shape[0], *x.shape[1:]), x.dtype)],
     ops.all_reduce: _like,
     lora: lambda x, stack, *_: _wide(x, stack.n),
-    add_lora: _like,
     lora_embedding: lambda ids, stack, *_: [((ids.shape[0], stack.n), torch.float32)],
     ops.arriving: lambda _, ids, width, dtype: [((ids.shape[0], width), dtype)],
     ops.inplace: lambda _, x: _like(x),

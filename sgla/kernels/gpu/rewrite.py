@@ -11,7 +11,6 @@ from sgla.kernels import ops
 from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.device import this_device
 from sgla.kernels.gpu.record import Node, Record, Ref
-from sgla.kernels.lora import add_lora
 from sgla.kernels.trace import Size
 
 OTHER = "the weight is stored otherwise"  # why a rule for a storage refuses: nobody is told
@@ -155,8 +154,8 @@ def _visit(work: Work, node: Node, rules: Sequence[Rule]) -> None:
     made = next((found for rule in rules if (found := _apply(work, rule, node))), None)
     if made is None:
         made = [node.but({"out": work.input("out")} if node.op is ops.logits else {})]
-        in_place = node.op in (ops.inplace, ops.all_reduce, add_lora)
-        made[0].overwrites = node.reads[0] if in_place else None
+        if node.op in (ops.inplace, ops.all_reduce):
+            made[0].overwrites = node.reads[0]
     for new in made:
         work.put(new)
     for number in node.reads:

@@ -16,6 +16,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.cuda.decode_attention import rotates
 from sgla.kernels.gpu import delta, e4m3, experts, few, integers, tiles, whole_step
+from sgla.kernels.gpu.adapters import SHRINK
 from sgla.kernels.gpu.record import Node, Record
 from sgla.kernels.gpu.rewrite import Asked, Rule, Work, rewrite
 from sgla.kernels.ops import AddedNorm, Ranks, Scoring
@@ -117,6 +118,8 @@ def apply(record: Record, asked: Asked) -> Work:
     work = rewrite(record, asked, RULES)
     for node in work.named(tiles.NAME):
         tiles.settle(work, node)
+    for node in work.named(SHRINK):
+        tiles.take_unscaled(work, node)
     for node in work.named(tiles.UNSCALED):
         if not work.uses.get(node.results[0]):
             work.drop(node)

@@ -59,10 +59,15 @@ def settle(work: Work, node: Node) -> None:
         node.op, node.fn, node.rule = "linear", library, ""
     else:
         node.fn = _run
-        maker = work.maker(node.given["x"])
-        if maker is not None and maker.op == UNSCALED:
-            work.uses[node.given["x"].number] -= 1
-            node.given, node.reads = node.given | {"x": maker.given["rows"]}, [maker.given["rows"].number]
+        take_unscaled(work, node)
+
+
+def take_unscaled(work: Work, node: Node) -> None:
+    """Have ``node`` read what the norm that its x is was to divide by the rms, if there is such a thing."""
+    maker = work.maker(node.given["x"])
+    if maker is not None and maker.op == UNSCALED:
+        work.uses[node.given["x"].number] -= 1
+        node.given, node.reads = node.given | {"x": maker.given["rows"]}, [maker.given["rows"].number]
 
 
 def _run(x: Tensor | batch_gemm.Unscaled, weight: Tensor, bias: Tensor | None, epilogue: int) -> Tensor:

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
 """What adapters add to a linear layer, onto what it has made: see ``kernels/lora.py``.
 
-First x is *shrunk* to the adapter's rank, then that is *expanded* to the layer's width. Rows of decode steps
-have a program each, which reads its own adapter (BGMV of Punica, arXiv 2310.18547): where it lies is read on
-the device, so such steps are graphs. Prompts have tiles of tokens of one adapter (SGMV).
+First x is *shrunk* to the adapter's rank, then that is *expanded* to the layer's width. Rows of one adapter
+are computed together, in tiles (SGMV of Punica, arXiv 2310.18547). Which rows these are is read on the
+device, so steps of decode rows are graphs: there may be as many tiles as rows, and those of no row end at
+once. x is there before the layer begins, whose kernel fetches weights while x is shrunk.
 """
 
 from __future__ import annotations
@@ -13,160 +14,177 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sgla.kernels.cuda.batch_gemm import Unscaled
 from sgla.kernels.lora import Rows, Stack
-from sgla.kernels.triton.common import _begin, _pdl
+from sgla.kernels.triton.common import _pdl
 
-TILE = 64  # tokens of a prompt that are computed together
-RANKS = 4  # that a program of a decode row shrinks to
+FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
+SPLITS, SPLIT = 8, 1024  # parts at most, and inputs about, that decode rows are shrunk by at the same time
+SORTED = 16  # rows that a program finds the places of
 
 
-@triton.jit(do_not_specialize_on_alignment=["places"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "table"])
+def _sort(
+    table, slots, places, order, runs, count, SIZE: tl.constexpr, ALL: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
+    """``kernels/lora.py: tiles_of`` of the places of the slots, but that the tile that begins with row
+    ``order[i]`` is tile i. Rows without adapter come last."""
+    i, j = tl.program_id(0) * SORTED + tl.arange(0, SORTED), tl.arange(0, ALL)
+    own = tl.load(table + tl.load(slots + i, mask=i < count, other=0), mask=i < count, other=0)
+    all_ = tl.load(table + tl.load(slots + j, mask=j < count, other=0), mask=j < count, other=0)
+    key, keys = tl.where(own > 0, own, 1 << 30), tl.where(all_ > 0, all_, 1 << 30)
+    there, earlier = (j < count)[None, :], j[None, :] < i[:, None]
+    same = (keys[None, :] == key[:, None]) & there
+    rank = tl.sum((same & earlier).to(tl.int32), 1)
+    at = tl.sum(((keys[None, :] < key[:, None]) & there).to(tl.int32), 1) + rank
+    left = tl.sum(same.to(tl.int32), 1) - rank
+    leads = (own > 0) & (rank % SIZE == 0)
+    tl.store(places + i, own, mask=i < count)
+    tl.store(order + at, i, mask=i < count)
+    tl.store(runs + 3 * at, at, mask=i < count)
+    tl.store(runs + 3 * at + 1, tl.where(leads, tl.minimum(left, SIZE), 0), mask=i < count)
+    tl.store(runs + 3 * at + 2, own, mask=i < count)
+
+
+@triton.jit(do_not_specialize_on_alignment=["order", "runs"])
 def _shrink(
-    x, a, places, inner, k, s_x, R: tl.constexpr, RB: tl.constexpr, PARTS: tl.constexpr, BK: tl.constexpr,
+    x, a, order, runs, squares, inner, k, span, s_x, s_inner, s_squares, squares_count, eps, R: tl.constexpr,
+    RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SQUARES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a part of one tile, over ``span`` of the inputs. ``SQUARES`` > 0: x is ``Unscaled``. What
+    a step's rows are is long there when this begins."""
+    tile, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first, count = tl.load(runs + 3 * tile).to(tl.int64), tl.load(runs + 3 * tile + 1)
+    place = tl.load(runs + 3 * tile + 2).to(tl.int64)
+    m, r = tl.arange(0, BM), tl.arange(0, RP)
+    own = m < count
+    rows = tl.load(order + first + m, mask=own, other=0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if count == 0:
+        return
+    source = a + (((place - 1) * PARTS + part) * R + r)[:, None] * k
+    total = tl.zeros((RP, BM), tl.float32)
+    for start in range(split * span, tl.minimum(split * span + span, k), BK):
+        j = start + tl.arange(0, BK)
+        w = tl.load(source + j[None, :], mask=(r < R)[:, None] & (j < k)[None, :], other=0.0)
+        v = tl.load(x + rows[None, :] * s_x + j[:, None], mask=(j < k)[:, None] & own[None, :], other=0.0)
+        total = tl.dot(w.to(v.dtype), v, total, input_precision=PRECISION)
+    if SQUARES:
+        p = tl.arange(0, SQUARES)
+        live = (p < squares_count)[:, None] & own[None, :]
+        sums = tl.load(squares + p[:, None] * s_squares + rows[None, :], mask=live, other=0.0)
+        total *= tl.rsqrt(tl.sum(sums, 0) / k + eps)[None, :]
+    at = inner + split * s_inner + (rows[None, :] * PARTS + part) * R + r[:, None]
+    tl.store(at, total, mask=(r < R)[:, None] & own[None, :])
+
+
+@triton.jit(do_not_specialize_on_alignment=["order", "runs"])
+def _expand(
+    inner, b, order, runs, ends, y, n, s_y, s_inner, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: some ranks of a part, of one row."""
-    _begin(PDL)
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(places + row).to(tl.int64)
-    if place == 0:
-        return
-    r = block * RB + tl.arange(0, RB)
-    live = r < PARTS * R
-    source = a + ((place - 1) * PARTS * R + r)[:, None] * k
-    total = tl.zeros((RB, BK), tl.float32)
-    for start in range(0, k, BK):
-        j = start + tl.arange(0, BK)
-        v = tl.load(x + row * s_x + j, mask=j < k, other=0.0).to(tl.float32)
-        w = tl.load(source + j[None, :], mask=live[:, None] & (j < k)[None, :], other=0.0).to(tl.float32)
-        total += w * v[None, :]
-    tl.store(inner + row * PARTS * R + r, tl.sum(total, 1), mask=live)
-
-
-@triton.jit(do_not_specialize_on_alignment=["places"])
-def _expand(
-    inner, b, places, ends, y, n, s_y, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr,
-    BN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: some outputs of one row."""
-    _begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + row).to(tl.int64)
-    if place == 0:
-        return
-    first = tl.program_id(1) * BN
-    i, r = first + tl.arange(0, BN), tl.arange(0, RP)
-    begin, total = 0, tl.zeros((BN,), tl.float32)
-    for part in tl.static_range(PARTS):
-        end = tl.load(ends + part)
-        if (first < end) & (first + BN > begin):
-            inside = (i >= begin) & (i < end)
-            u = tl.load(inner + (row * PARTS + part) * R + r, mask=r < R, other=0.0)
-            source = b + ((place - 1) * n + i)[:, None] * R + r[None, :]
-            w = tl.load(source, mask=inside[:, None] & (r < R)[None, :], other=0.0).to(tl.float32)
-            total += tl.sum(w * u[None, :], 1)
-        begin = end
-    at = y + row * s_y + i
-    tl.store(at, tl.load(at, mask=i < n, other=0.0).to(tl.float32) + total, mask=i < n)
-
-
-@triton.jit(do_not_specialize_on_alignment=["tiles"])
-def _shrink_tiles(
-    x, a, tiles, inner, k, s_x, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: a part of one tile."""
-    _begin(PDL)
-    tile, part = tl.program_id(0), tl.program_id(1)
-    first, count = tl.load(tiles + 3 * tile).to(tl.int64), tl.load(tiles + 3 * tile + 1)
-    place = tl.load(tiles + 3 * tile + 2).to(tl.int64)
+    """One program: some outputs of one part, of one tile. It loads what the adapter has before it waits."""
+    tile, block = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first, count = tl.load(runs + 3 * tile).to(tl.int64), tl.load(runs + 3 * tile + 1)
+    place = tl.load(runs + 3 * tile + 2).to(tl.int64)
     m, r = tl.arange(0, BM), tl.arange(0, RP)
-    rows = first + m
-    source = a + (((place - 1) * PARTS + part) * R + r)[None, :] * k
-    total = tl.zeros((BM, RP), tl.float32)
-    for start in range(0, k, BK):
-        j = start + tl.arange(0, BK)
-        v = tl.load(
-            x + rows[:, None] * s_x + j[None, :], mask=(m < count)[:, None] & (j < k)[None, :], other=0.0
-        )
-        w = tl.load(source + j[:, None], mask=(j < k)[:, None] & (r < R)[None, :], other=0.0)
-        total = tl.dot(v, w.to(v.dtype), total, input_precision=PRECISION)
-    at = inner + (rows[:, None] * PARTS + part) * R + r[None, :]
-    tl.store(at, total, mask=(m < count)[:, None] & (r < R)[None, :])
+    own = m < count
+    rows = tl.load(order + first + m, mask=own, other=0).to(tl.int64)
+    part, start, stop, begin, passed = 0, 0, 0, 0, 0
+    for p in tl.static_range(PARTS):
+        end = tl.load(ends + p)
+        blocks = tl.cdiv(end - begin, BN)
+        here = (block >= passed) & (block < passed + blocks)
+        part = tl.where(here, p, part)
+        start, stop = tl.where(here, begin + (block - passed) * BN, start), tl.where(here, end, stop)
+        begin, passed = end, passed + blocks
+    i = tl.multiple_of(start, ALIGNED) + tl.arange(0, BN)
+    live = i < tl.multiple_of(tl.where(count > 0, stop, 0), ALIGNED)
+    source = b + ((place - 1) * n + i)[:, None] * R + r[None, :]
+    w = tl.load(source, mask=live[:, None] & (r < R)[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if count == 0:
+        return
+    u = tl.zeros((RP, BM), tl.float32)
+    at = inner + (rows[None, :] * PARTS + part) * R + r[:, None]
+    for _ in tl.static_range(SPLITS):
+        u += tl.load(at, mask=(r < R)[:, None] & own[None, :], other=0.0)
+        at += s_inner
+    total = tl.dot(w, u.to(w.dtype), input_precision=PRECISION)
+    to = y + rows[None, :] * s_y + i[:, None]
+    inside = live[:, None] & own[None, :]
+    tl.store(to, tl.load(to, mask=inside, other=0.0).to(tl.float32) + total, mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tiles"])
-def _expand_tiles(
-    inner, b, tiles, ends, y, n, s_y, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: some outputs of one tile."""
-    _begin(PDL)
-    tile, start = tl.program_id(0), tl.program_id(1) * BN
-    first, count = tl.load(tiles + 3 * tile).to(tl.int64), tl.load(tiles + 3 * tile + 1)
-    place = tl.load(tiles + 3 * tile + 2).to(tl.int64)
-    m, r, i = tl.arange(0, BM), tl.arange(0, RP), start + tl.arange(0, BN)
-    rows = first + m
-    begin, total = 0, tl.zeros((BM, BN), tl.float32)
-    for part in tl.static_range(PARTS):
-        end = tl.load(ends + part)
-        if (start < end) & (start + BN > begin):
-            inside = (i >= begin) & (i < end)
-            at = inner + (rows[:, None] * PARTS + part) * R + r[None, :]
-            u = tl.load(at, mask=(m < count)[:, None] & (r < R)[None, :], other=0.0)
-            source = b + ((place - 1) * n + i)[None, :] * R + r[:, None]
-            w = tl.load(source, mask=inside[None, :] & (r < R)[:, None], other=0.0)
-            total = tl.dot(u.to(w.dtype), w, total, input_precision=PRECISION)
-        begin = end
-    at = y + rows[:, None] * s_y + i[None, :]
-    live = (m < count)[:, None] & (i < n)[None, :]
-    tl.store(at, tl.load(at, mask=live, other=0.0).to(tl.float32) + total, mask=live)
-
-
-def embedding(ids: Tensor, stack: Stack, rows: Rows) -> Tensor:
-    """What adapters add to the embeddings of ids int32[T]: float32 [T, n]."""
-    places = rows.tokens[: len(ids)]
-    inner = stack.a[(places - 1).clamp(min=0).long(), 0, :, ids.long()].float()
-    y = torch.zeros(len(ids), stack.n, dtype=torch.float32, device=ids.device)
-    _expand_rows(y, inner, stack, places)
-    return y
-
-
-def _expand_rows(y: Tensor, inner: Tensor, stack: Stack, places: Tensor) -> None:
-    _, parts, rank, _ = stack.a.shape
-    padded = max(16, triton.next_power_of_2(rank))
-    width = max(32, 4096 // padded)
-    _expand[len(y), triton.cdiv(stack.n, width)](
-        inner, stack.b, places, stack.bounds, y, stack.n, y.stride(0), R=rank, RP=padded, PARTS=parts,
-        BN=width, **_pdl(),
+def sort(rows: Rows, table: Tensor, slots: Tensor) -> None:
+    """Fill what ``rows`` have for decode rows of ``slots`` int32[T], whose places stand in ``table``, on the
+    device."""
+    count, (order, runs, size) = len(slots), rows.tiles[0]
+    _sort[(triton.cdiv(count, SORTED),)](
+        table, slots, rows.places, order, runs, count, SIZE=size,
+        ALL=triton.next_power_of_2(count), SORTED=SORTED,
     )  # fmt: skip
+
+
+def shrink(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
+    """x [T, k] -> what ``expand`` reads, float32 [splits, T, parts, rank], whose sum over the splits is
+    ``x @ a.T`` of rows with an adapter; others are not written."""
+    squares, eps = None, 0.0
+    if isinstance(x, Unscaled):
+        x, squares, eps = x
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    tokens, k = x.shape
+    _, parts, rank, _ = stack.a.shape
+    order, runs, size = rows.tiles[sampled]
+    padded, exact = max(16, triton.next_power_of_2(rank)), stack.a.dtype == torch.float32
+    width = max(32, min(128, 4096 // padded))
+    splits = min(SPLITS, triton.cdiv(k, SPLIT)) if size == FEW else 1
+    span = triton.cdiv(triton.cdiv(k, splits), width) * width
+    splits = triton.cdiv(k, span)
+    inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
+    _shrink[len(runs), parts, splits](
+        x, stack.a, order, runs, squares, inner, k, span, x.stride(0), inner.stride(0),
+        0 if squares is None else squares.stride(0), 0 if squares is None else len(squares), eps, R=rank,
+        RP=padded, PARTS=parts, BM=size, BK=width,
+        SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
+        PRECISION="ieee" if exact else "tf32", num_warps=max(1, min(4, padded // 16)) if size == FEW else 4,
+        num_stages=2 if exact else 4, **_pdl(),
+    )  # fmt: skip
+    return inner
+
+
+def expand(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
+    """``y + inner.sum(0) @ b.T`` in the memory of y [T, n]."""
+    splits, _, parts, rank = inner.shape
+    order, runs, size = rows.tiles[sampled]
+    padded, exact = max(16, triton.next_power_of_2(rank)), stack.b.dtype == torch.float32
+    width = max(32, min(512 if size == FEW else 128, 8192 // padded))
+    blocks = sum(triton.cdiv(n, width) for n in stack.sizes)
+    aligned = 1 if any(n % 16 for n in stack.sizes) else 16
+    _expand[len(runs), blocks](
+        inner, stack.b, order, runs, stack.bounds, y, stack.n, y.stride(0), inner.stride(0), R=rank,
+        RP=padded, PARTS=parts, SPLITS=splits, BM=size, BN=width, ALIGNED=aligned,
+        PRECISION="ieee" if exact else "tf32", **_pdl(),
+    )  # fmt: skip
+    return y
 
 
 def add(y: Tensor, x: Tensor, stack: Stack, rows: Rows, sampled: bool) -> Tensor:
     """``y + lora(x)`` in the memory of y: x [T, k], y [T, n]."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    tokens, k = x.shape
-    _, parts, rank, _ = stack.a.shape
-    inner = torch.empty(tokens, parts * rank, dtype=torch.float32, device=x.device)
-    padded = max(16, triton.next_power_of_2(rank))
-    pdl = _pdl()
-    if rows.tiles is None or sampled:
-        places = (rows.sampled if sampled else rows.tokens)[:tokens]
-        few = min(RANKS, triton.next_power_of_2(rank))
-        block = min(1024, triton.next_power_of_2(k))
-        _shrink[tokens, triton.cdiv(parts * rank, few)](
-            x, stack.a, places, inner, k, x.stride(0), R=rank, RB=few, PARTS=parts, BK=block, **pdl
-        )  # fmt: skip
-        _expand_rows(y, inner, stack, places)
-        return y
-    tiles, precision = rows.tiles, "ieee" if stack.a.dtype == torch.float32 else "tf32"
-    width = 64 if padded * stack.a.itemsize <= 512 else 32  # all cards have 99 KiB for a block
-    _shrink_tiles[len(tiles), parts](
-        x, stack.a, tiles, inner, k, x.stride(0), R=rank, RP=padded, PARTS=parts, BM=TILE, BK=width,
-        PRECISION=precision, **pdl,
-    )  # fmt: skip
-    _expand_tiles[len(tiles), triton.cdiv(stack.n, width)](
-        inner, stack.b, tiles, stack.bounds, y, stack.n, y.stride(0), R=rank, RP=padded, PARTS=parts, BM=TILE,
-        BN=width, PRECISION=precision, **pdl,
-    )  # fmt: skip
-    return y
+    return expand(y, shrink(x, stack, rows, sampled), stack, rows, sampled)
+
+
+def embedding(ids: Tensor, stack: Stack, rows: Rows) -> Tensor:
+    """What adapters add to the embeddings of ids int32[T]: float32 [T, n]."""
+    places = rows.places[: len(ids)]
+    inner = stack.a[(places - 1).clamp(min=0).long(), 0, :, ids.long()].float()
+    y = torch.zeros(len(ids), stack.n, dtype=torch.float32, device=ids.device)
+    return expand(y, inner[None, :, None], stack, rows, False)
