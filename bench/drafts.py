@@ -2,14 +2,16 @@
 
     python bench/drafts.py [--model demo] [--tokens 200] [--repeat 5] [--rows 1] [--device cuda] [--dummy]
                            [--algorithm ngram] [--draft MODEL] [--guesses N] [--accept SHARE]
-                           [--texts loop,free]
+                           [--texts loop,free] [--alone] [--all]
 
 ``code``: repeat 2,000 characters of code, greedy, where there is much to guess. ``story``: tell one.
 ``--dummy``: random weights and no tokenizer. The prompts are then 512 tokens that repeat themselves: ``loop``
 goes on greedily, ``right`` may say one token alone, so that all guesses are right, and ``free`` draws from
 the whole vocabulary, so that there is nothing to guess. ``--rows``: streams at a time, several numbers by
 commas. ``--accept``: on a GPU, this share of the guesses of a model with random weights is taken as right
-(``forced.py``); an engine for each of several.
+(``forced.py``); an engine for each of several. ``--guesses``: at most, several by commas, the most first,
+with one engine. ``--all``: as many as that, whatever the clock says. ``--alone``: no engine without guesses
+beside, for models that do not fit twice.
 
 Engines are there at once, and are measured in turn after a warm-up. Prints a JSON line for each text
 with medians; the exit code is 1 if texts differ, but for GPUs, whose sums in bfloat16 depend on the number of
@@ -19,6 +21,7 @@ rows.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -27,9 +30,11 @@ from statistics import median
 from typing import Any
 
 import lines
+from msgspec.structs import replace
 
 from sgla import LLM, SamplingParams
 from sgla.executor import procs
+from sgla.sched.core import Core
 
 CODE = (Path(__file__).parents[1] / "sgla" / "sched" / "commit.py").read_text()[1200:3200]
 TEXTS = {"code": f"Repeat this code exactly:\n{CODE}", "story": "Tell me a story about a fox."}
@@ -60,8 +65,14 @@ class Case:
         return [result.outputs[0].token_ids for result in results], time.perf_counter() - began
 
 
+def guess_at_most(llm: LLM, most: int) -> None:
+    core = llm.engine._ready()._core
+    assert isinstance(core, Core)
+    core.limits = replace(core.limits, drafts=most)
+
+
 def measure(
-    name: str, rows: int, share: float | None, llms: dict[str, LLM], args: argparse.Namespace
+    name: str, rows: int, share: float | None, most: int, llms: dict[str, LLM], args: argparse.Namespace
 ) -> bool:
     """Whether all texts are the same."""
     case = Case(name, args.tokens, rows)
@@ -72,7 +83,7 @@ def measure(
         for kind, llm in llms.items():
             found, took = case.answer(llm)
             seconds[kind].append(took)
-            same &= found == texts["none"]
+            same &= found == next(iter(texts.values()))
     after = llms["guessing"].engine.stats()
     verifies, verified, guessed = (
         getattr(after, field) - getattr(before, field)
@@ -88,12 +99,13 @@ def measure(
             "device": args.device,
             "text": name,
             "rows": rows,
+            "most": most,
             "tokens": args.tokens,
             "repeat": args.repeat,
             "accept": share,
             "tok_s": speeds,
             "ms": {kind: round(1e3 * median(found) / args.tokens, 3) for kind, found in seconds.items()},
-            "ratio": round(speeds["guessing"] / speeds["none"], 2),
+            **({} if args.alone else {"ratio": round(speeds["guessing"] / speeds["none"], 2)}),
             "tokens_a_step": round(verified / max(1, verifies), 2),
             "guessed_a_step": round(guessed / max(1, verifies), 2),
             "same_text": same,
@@ -114,7 +126,10 @@ def main() -> int:
     parser.add_argument("--dummy", action="store_true")
     parser.add_argument("--algorithm", default="ngram")
     parser.add_argument("--draft", help="--speculative-model")
-    parser.add_argument("--guesses", type=int, help="--speculative-num-draft-tokens")
+    parser.add_argument("--guesses", help="--speculative-num-draft-tokens")
+    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--all", action="store_true", help="--no-speculative-adaptive")
+    parser.add_argument("--extra", default="{}", help="other settings, as JSON")
     parser.add_argument("--accept", default="")
     parser.add_argument("--kv", type=int, default=4, help="GiB of each engine's KV cache on a GPU")
     parser.add_argument("--texts", help="some of those, by commas")
@@ -126,7 +141,9 @@ def main() -> int:
         settings |= {"kv_cache_bytes": args.kv << 30, "max_running_requests": max(16, *rows)}
     if args.dummy:
         settings |= {"load_format": "dummy", "context_length": len(IDS) + args.tokens + 2}
-    none = LLM(args.model, **settings)
+    settings |= json.loads(args.extra)
+    most = [int(n) for n in (args.guesses or "0").split(",")]
+    none = {} if args.alone else {"none": LLM(args.model, **settings)}
     texts = args.texts.split(",") if args.texts else DUMMY if args.dummy else TEXTS
     same = []
     for share in shares:
@@ -137,11 +154,17 @@ def main() -> int:
             args.model,
             speculative_algorithm=args.algorithm,
             speculative_model=args.draft,
-            speculative_num_draft_tokens=args.guesses,
+            speculative_num_draft_tokens=most[0] or None,
+            speculative_adaptive=not args.all,
             **settings,
         )
-        llms = {"none": none, "guessing": guessing}
-        same += [measure(name, count, share, llms, args) for count in rows for name in texts]
+        for n in most:
+            if n:
+                guess_at_most(guessing, n)
+            for count in rows:
+                same += [
+                    measure(name, count, share, n, none | {"guessing": guessing}, args) for name in texts
+                ]
     return int(args.device == "cpu" and not all(same))
 
 

@@ -177,7 +177,7 @@ def check_model(config: Config, device: str, spec: ModelSpec | EncoderSpec | Non
     if isinstance(spec, ModelSpec):
         check_canvas(config, device, spec)
     if isinstance(spec, ModelSpec) and spec.recurrent:
-        check_recurrent(config, device)
+        check_recurrent(config)
 
 
 def check_cards(config: Config, machine: Machine, spec: ModelSpec | EncoderSpec | None, dtype: str) -> None:
@@ -575,17 +575,14 @@ def _port_of(parts: SplitResult) -> int | None:
         return None
 
 
-def check_recurrent(config: Config, device: str) -> None:
-    """Raise ConfigError for what layers that keep a state cannot do: to sum up alike however a prompt is cut,
-    and, but on CPUs, to go back behind a wrong guess."""
-    wanted = {"deterministic": config.deterministic}
-    if device != "cpu":
-        wanted["speculative_algorithm"] = config.speculative_algorithm is not None
-    for name in (name for name, value in wanted.items() if value):
+def check_recurrent(config: Config) -> None:
+    """Raise ConfigError for what layers that keep a state cannot do: to sum up alike however a prompt is
+    cut."""
+    if config.deterministic:
         raise ConfigError(
-            f"--{name.replace('_', '-')} cannot be honoured for a model whose layers keep a state of all "
-            "tokens; leave it out",
-            param=name,
+            "--deterministic cannot be honoured for a model whose layers keep a state of all tokens; leave "
+            "it out",
+            param="deterministic",
         )
 
 

@@ -94,10 +94,12 @@ class GpuSetup(GpuModel):
         steps = self.steps
         demand = Demand(steps.slots, steps.step_tokens, config.prefix_cache)
         pool = Pool(steps.groups, config.page_size, demand)
-        pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts))
+        spare = steps.spare * steps.groups[-1].page_bytes(config.page_size)
+        pages = self.budget.pool(config, pool, peak, self._graph_bytes(peak.prompts), spare)
         with within_memory("allocating the KV cache", self.budget.smaller_pool):
             make = None if self.regions is None else self.regions.kv.empty
-            steps.kv = steps.allocate(pages, config.page_size, steps.kv_dtype, make)
+            units = [*pages[:-1], pages[-1] + steps.spare]
+            steps.kv = steps.allocate(units, config.page_size, steps.kv_dtype, make)
         if self.chains is not None:
             self.chains.take(steps.kv[steps.own :])
         context_len = min(steps.context_len, (pages[0] - 1) * config.page_size)

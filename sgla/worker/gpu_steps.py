@@ -32,6 +32,7 @@ from sgla.worker.gpu_adapters import AdaptedRows
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
 from sgla.worker.pictures import Pictures
 from sgla.worker.pooler import Pooler, label_logprobs
+from sgla.worker.rewind import Units
 from sgla.worker.target_hidden import TargetHidden
 from sgla.worker.verify import DeviceDrafts, Verify
 
@@ -126,7 +127,9 @@ class GpuSteps:
         self.adapted: AdaptedRows | None = None
         if adapters is not None:
             self.adapted = AdaptedRows(adapters.rows, self.tables, self.rows)
-        self.drafts = DeviceDrafts(self.tables, not beside) if self.rows > self.slots else None
+        guesses = tables is None and self.rows > self.slots
+        self.drafts = DeviceDrafts(self.tables, not beside) if guesses else None
+        self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
         own = len(model.lm_head.own) if self.shard.samples else 0
         self.logits = torch.empty(self.rows, own, device="cuda")
         self.forget_rows()
@@ -142,6 +145,8 @@ class GpuSteps:
         rows = None if self.adapted is None else self.adapted.rows
         hook = None if self.hidden is None else self.hidden.hook
         self._kv, self.forward = kv, RecordedForward(self.model, kv[: self.own], self.ops, rows, hook)
+        if self.drafts is not None and self.tables.states:
+            self.drafts.units = Units(kv, self.spare)
 
     def admit(self, plan: StepPlan) -> None:
         """Take in what its new rows and its pages are."""
@@ -323,6 +328,8 @@ class GpuSteps:
             prefixes=prefixes,
             states=self._states(states, q_start, decodes),
         )
+        if verify is not None and isinstance(batch.states, DeviceStates):
+            verify.link(batch.states)
         self.attention.plan(batch)
         return batch
 
@@ -331,7 +338,8 @@ class GpuSteps:
             return None
         unit = np.zeros(len(q_start) - 1, np.int32)
         columns = states or StateColumns(unit, unit, np.zeros((0, 3), np.int32))
-        return device_states(*columns, q_start, decodes, upload_columns)
+        runs = None if self.drafts is None else np.ones(decodes, np.int32)
+        return device_states(*columns, q_start, decodes, upload_columns, runs)
 
     def _shared_prefixes(self, slots: Any, starts: Any) -> tuple[DevicePrefixes | None, Any]:
         """What these decode rows share, and ``skip``."""

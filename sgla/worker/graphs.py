@@ -91,15 +91,15 @@ class TriedCapture(Capture):
 class DecodeColumns(NamedTuple):
     """What a decode graph reads of the plan: int32[size] each: slots, positions of the input token (-1:
     padding), positions of the sampled one (0: padding); and int32[1] each: where the tokens land, and whether
-    a draw by temperature serves all rows. ``states``: reads and writes int32[size], and marks int32[size, 3]
-    of ``DeviceStates``, without values where no layer keeps a state."""
+    a draw by temperature serves all rows. ``states``: reads and writes int32[size], marks int32[size, 3] and
+    runs int32[size] of ``DeviceStates``, without values where no layer keeps a state."""
 
     slots: Any
     starts: Any
     ends: Any
     stage: Any
     plain: Any
-    states: tuple[Any, Any, Any]
+    states: tuple[Any, Any, Any, Any]
 
     @staticmethod
     def of(flat: Any, size: int, states: bool) -> DecodeColumns:
@@ -109,14 +109,13 @@ class DecodeColumns(NamedTuple):
         slots, starts, ends = (flat[i * each : i * each + size] for i in range(3))
         stage, plain = (flat[3 * each + i : 3 * each + i + 1] for i in range(2))
         units, own = flat[3 * each + 4 :], size if states else 0
-        marks = units[2 * each : 2 * each + 3 * own].reshape(own, 3)
-        return DecodeColumns(
-            slots, starts, ends, stage, plain, (units[:own], units[each : each + own], marks)
-        )
+        marks, runs = units[2 * each : 2 * each + 3 * own].reshape(own, 3), units[5 * each : 5 * each + own]
+        kept = units[:own], units[each : each + own], marks, runs
+        return DecodeColumns(slots, starts, ends, stage, plain, kept)
 
     @staticmethod
     def length(size: int, states: bool) -> int:
-        return -(-size // 4) * (32 if states else 12) + 4
+        return -(-size // 4) * (36 if states else 12) + 4
 
 
 class DecodeGraphs:
@@ -221,7 +220,7 @@ class DecodeGraphs:
             decode_rows=size,
             cum=cum,
             prefixes=prefixes,
-            states=DeviceStates(*units) if self._states else None,
+            states=self._device_states(units),
         )
         decode = steps.attention.decode
         # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what
@@ -271,6 +270,7 @@ class DecodeGraphs:
         host.slots[rows:], host.starts[rows:], host.ends[rows:] = self._steps.slots, -1, 0
         np.add(starts, 1, out=host.ends[:rows])
         host.stage[0], host.plain[0] = stage, self._steps.sampler.plain(slots)
+        host.states[-1][:] = 1
         for column, values in zip(host.states, states or ()):
             column[rows:] = 0
             column[:rows] = values if column.ndim == 1 else marks_of(values, rows)
@@ -278,7 +278,15 @@ class DecodeGraphs:
         if verify is not None:
             columns = self._columns(size)
             verify.guess(self._ids, columns.slots, columns.starts, columns.slots, columns.ends)
+            if (linked := self._device_states(columns.states)) is not None:
+                verify.link(linked)
         return stage
+
+    def _device_states(self, columns: tuple[Any, Any, Any, Any]) -> DeviceStates | None:
+        if not self._states:
+            return None
+        reads, writes, marks, runs = columns
+        return DeviceStates(reads, writes, marks, None, None if self._steps.drafts is None else runs)
 
     def run(
         self, slots: Any, starts: Any, states: StateColumns | None = None, verify: Verify | None = None

@@ -61,16 +61,17 @@ class PromptGraphs:
         row of hidden states, slot, position; q_start; and of ``DeviceStates`` what ``_units`` cuts, if layers
         keep states."""
         rows = decodes + ROWS
-        kept = 2 * rows + 3 * decodes + ROWS + 1 + 4 * SEGMENTS + 4 * self._chunks(self.limit)
+        kept = 2 * rows + 4 * decodes + ROWS + 1 + 4 * SEGMENTS + 4 * self._chunks(self.limit)
         return (4 * self._tiles, rows, rows, rows, rows, rows, rows, ROWS + 1, kept if self._states else 0)
 
     def _units(self, kept: Any, n: int) -> tuple[Any, ...]:
-        """Of a step with up to ``n`` decode rows: reads, writes, marks; first, segments and chunks of
+        """Of a step with up to ``n`` decode rows: reads, writes, marks, runs; first, segments and chunks of
         ``Stretches``."""
-        ends = np.cumsum([n + ROWS, n + ROWS, 3 * n, ROWS + 1, 4 * SEGMENTS]).tolist()
+        ends = np.cumsum([n + ROWS, n + ROWS, 3 * n, n, ROWS + 1, 4 * SEGMENTS]).tolist()
         bounds = pairwise([0, *ends, len(kept)])
-        reads, writes, marks, first, segments, chunks = (kept[begin:end] for begin, end in bounds)
-        return reads, writes, marks.reshape(-1, 3), first, segments.reshape(-1, 4), chunks.reshape(-1, 4)
+        reads, writes, marks, runs, first, segments, chunks = (kept[begin:end] for begin, end in bounds)
+        marks, segments, chunks = marks.reshape(-1, 3), segments.reshape(-1, 4), chunks.reshape(-1, 4)
+        return reads, writes, marks, runs, first, segments, chunks
 
     def _chunks(self, size: int) -> int:
         """Of a step of ``size`` tokens, at most."""
@@ -136,7 +137,8 @@ class PromptGraphs:
 
     def _fill_units(self, kept: Any, states: StateColumns, q_start: Any, padded: int, count: int) -> None:
         """Of rows in the order of the batch, of which ``count`` are decode rows, with room for ``padded``."""
-        *columns, marks, first, segments, chunks = self._units(kept, padded)
+        *columns, marks, runs, first, segments, chunks = self._units(kept, padded)
+        runs[:] = 1
         for column, values in zip(columns, states):
             column[:count] = values[:count]
             column[padded : padded + len(values) - count] = values[count:]
@@ -149,8 +151,11 @@ class PromptGraphs:
     def _guess(self, verify: Verify, padded: int) -> None:
         """Correct the columns on the GPU."""
         lengths = self._lengths(padded)
-        _, slots, starts, _, _, where, ends, *_ = self._columns[: sum(lengths)].split(lengths)
+        columns = self._columns[: sum(lengths)].split(lengths)
+        _, slots, starts, _, _, where, ends, _, kept = columns
         verify.guess(self._tokens[0], slots, starts, where, ends)
+        if self._states:
+            verify.link(self._device_states(kept, padded, self.limit))
 
     def _forward(self, n: int, size: int) -> None:
         """The step in the columns: ``size`` tokens, of which up to ``n`` are decode rows."""
@@ -191,8 +196,9 @@ class PromptGraphs:
         steps.sampler.draw(logits, where, ends, out)
 
     def _device_states(self, kept: Tensor, n: int, size: int) -> DeviceStates:
-        reads, writes, marks, first, segments, chunks = self._units(kept, n)
-        return DeviceStates(reads, writes, marks, Stretches(first, segments, chunks[: self._chunks(size)]))
+        reads, writes, marks, runs, first, segments, chunks = self._units(kept, n)
+        made = Stretches(first, segments, chunks[: self._chunks(size)])
+        return DeviceStates(reads, writes, marks, made, None if self._steps.drafts is None else runs)
 
     def run(
         self,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from sgla.kernels.ops import BothLayer, Layer, StateLayer
+from sgla.kernels.ops import Layer, StateLayer
 from sgla.worker.batch import Columns, StateColumns, Wanted
+from sgla.worker.kv import state_of_layer
 from sgla.worker.state import Int32s
 
 
@@ -17,8 +20,7 @@ class Rewind:
     enough for a step from ``first`` on. The one behind the last right guess becomes the row's own."""
 
     def __init__(self, kv: Sequence[Layer], first: int) -> None:
-        self._layers = [layer.state if isinstance(layer, BothLayer) else layer for layer in kv]
-        self._first = first
+        self._layers, self._first = _layers(kv), first
 
     def mark(self, columns: Columns, wanted: Wanted) -> Columns:
         """``columns`` with those places."""
@@ -41,5 +43,27 @@ class Rewind:
         sources = torch.from_numpy((first + counts - 1)[wrong])
         targets = torch.from_numpy(columns.states.writes[wanted.rows[wanted.first]][wrong]).long()
         for layer in self._layers if len(targets) else []:
-            if isinstance(layer, StateLayer):
-                layer.conv[targets], layer.memory[targets] = layer.conv[sources], layer.memory[sources]
+            layer.conv[targets], layer.memory[targets] = layer.conv[sources], layer.memory[sources]
+
+
+class Units:
+    """The units of all layers on a GPU, of which the last ``spare`` ones, from ``first`` on, are for states
+    behind guesses, as in ``Rewind``. ``memory``: integers, among which all units are; ``places`` int64[N, 2]:
+    of each of N tensors, where in there it begins, and how many of them a unit takes."""
+
+    def __init__(self, kv: Sequence[Layer], spare: int) -> None:
+        tensors = [x for layer in _layers(kv) for x in (layer.conv, layer.memory) if x.numel()]
+        storage = tensors[0].untyped_storage()
+        assert all(x.untyped_storage().data_ptr() == storage.data_ptr() for x in tensors), (
+            "one piece of memory"
+        )
+        self.first = max(0, len(tensors[0]) - spare)
+        places = [(x.storage_offset() * x.itemsize, x.stride(0) * x.itemsize) for x in tensors]
+        size = math.gcd(4, *itertools.chain(*places))
+        dtype = {4: torch.int32, 2: torch.int16, 1: torch.int8}[size]
+        self.memory = torch.empty(0, dtype=dtype, device=tensors[0].device).set_(storage)  # type: ignore[call-overload]
+        self.places = torch.tensor(places, device=tensors[0].device) // size
+
+
+def _layers(kv: Sequence[Layer]) -> list[StateLayer]:
+    return [state for layer in kv if (state := state_of_layer(layer)) is not None]

@@ -9,21 +9,27 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from sgla.kernels.gpu.states import DeviceStates
 from sgla.kernels.triton import drafts
 from sgla.messages import SAMPLE, VERIFIED, Failed, NewRow, StepPlan, StepResult
 from sgla.sampling.runs import ragged
 from sgla.sampling.sampler import Samples
 from sgla.worker.device_state import DeviceTables, upload
 from sgla.worker.ngrams import FIRST, LONGEST, SHORTEST
+from sgla.worker.rewind import Units
 from sgla.worker.state import Int32s, column
 
 
 class DeviceDrafts:
     """What ``NGrams`` and ``SlotTables`` know of each slot on a CPU, int32[slots + 1] each on the GPU.
-    ``searches``: guesses are looked for in what has come; else a model has put them into the token table."""
+    ``searches``: guesses are looked for in what has come; else a model has put them into the token table.
+    ``units``: of layers that keep states, if there are any."""
+
+    units: Units | None = None
 
     def __init__(self, tables: DeviceTables, searches: bool) -> None:
         self.tokens, self.padding, self.searches = tables.tokens, len(tables.tokens) - 1, searches
+        self.host = tables.host
         shape = 3, len(tables.tokens)
         self.computed, self.limits, self.trusts = torch.zeros(shape, dtype=torch.int32, device="cuda")
         self._behind = np.zeros(len(tables.tokens), bool)  # slots whose ``computed`` is of an earlier step
@@ -69,7 +75,12 @@ class Verify:
         self._leading = int(spans[: guessing[-1] + 1].sum()) if len(guessing) else 0  # up to the last guess
         self._counts = torch.ones(2, len(sampled), dtype=torch.int32, pin_memory=True)
         if len(sampled):
-            self._columns = upload(np.stack([slots[sampled], most[sampled], self._first]))
+            columns = [slots[sampled], most[sampled], self._first]
+            if state.units is not None:
+                assert state.host.unit is not None
+                spare = np.maximum(most[sampled], 0)
+                columns += [state.host.unit[slots[sampled]], state.units.first + np.cumsum(spare) - spare]
+            self._columns = upload(np.stack(columns))
         state.begin(slots[guessing], column(plan.starts)[guessing])
         if self._leading:
             offsets = np.arange(len(self._rows)) - np.repeat(np.cumsum(spans) - spans, spans)
@@ -101,6 +112,13 @@ class Verify:
         elif self._leading:
             drafts.place(self._columns, state.computed, state.limits, *rows, state.padding, VERIFIED)
 
+    def link(self, states: DeviceStates) -> None:
+        """The rows of a slot go on from each other's states. Behind ``guess``."""
+        if self._leading:
+            assert states.runs is not None
+            units = states.reads, states.writes, states.runs
+            drafts.link(self._columns, self._ends, *units, VERIFIED)
+
     def restore(self) -> None:
         """Put the guesses, which rules read, back into the token table, where a graph put what it drew."""
         if self._leading:
@@ -110,8 +128,15 @@ class Verify:
     def accept(self, out: Tensor) -> None:
         """All rows have drawn, into ``out``."""
         state, columns = self._state, (self._ids, out, self._ends)
-        if len(self._runs):
-            drafts.accept(self._columns, *columns, state.computed, state.trusts, self._counts, VERIFIED)
+        if not len(self._runs):
+            return
+        units, sources = state.units, None
+        if units is not None:
+            sources = torch.empty(len(self._runs), dtype=torch.int32, device=out.device)
+        tables = state.computed, state.trusts, self._counts
+        drafts.accept(self._columns, *columns, *tables, VERIFIED, sources)
+        if self._leading and units is not None and sources is not None:
+            drafts.go_back(self._columns, sources, units.memory, units.places)
 
     def brought(self) -> tuple[Int32s, Int32s, Int32s]:
         """Slots of the rows that sample, how much each has guessed, and how much of that was right. The step

@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 from config_cases import deepseek
-from interpreted_gpu import DECODER, SMALL_STEPS, WINDOWS, become_gpu, source
+from interpreted_gpu import (
+    BESIDE,
+    CONVOLUTIONS,
+    DECODER,
+    SMALL_STEPS,
+    STATES_KEPT,
+    WINDOWS,
+    become_gpu,
+    source,
+)
 from tiny import VOCAB, Transcript, make_core, run, submit, tiny_config
 
 from sgla.grammar.protocol import Vocabulary
@@ -122,6 +131,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "eagle3": (DEEPER, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
     "eagle": (DECODER, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
     "latent": (LATENT, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 1}),
+    "states": (STATES_KEPT, {}, {"attention_backend": "triton"}, {"depth": 2}),
+    "states, eagerly": (STATES_KEPT, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 3}),
+    "convolutions": (CONVOLUTIONS, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
+    "a scan beside attention": (BESIDE, {"step_tokens": 16}, {"attention_backend": "torch"}, {"depth": 2}),
+    "hybrid": (STATES_KEPT, {"step_tokens": 16}, {"attention_backend": "triton"}, {"depth": 2}),
 }
 # What guesses: random weights go by their names, so a model with fewer layers is right at times.
 MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -130,8 +144,9 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "eagle3": ("eagle3", DECODER | EAGLE),
     "eagle": ("eagle", SHALLOW),
     "latent": ("mtp", None),
+    "hybrid": ("mtp", None),
 }
-HEADS = "eagle3", "eagle", "latent"
+HEADS = "eagle3", "eagle", "latent", "hybrid"
 
 
 def shown(transcript: Transcript) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def answers_of(*cases: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    return answers_of("graphs", "itself", "eagle3")
+    return answers_of("graphs", "itself", "eagle3", "states, eagerly")
 
 
 def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any]) -> None:
@@ -35,6 +35,16 @@ def test_text_is_that_of_a_cpu_without_guesses(answers: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_text_is_that_of_a_cpu_with_windows() -> None:
     check_text(answers_of("windows")["windows"])
+
+
+def test_states_go_back_behind_wrong_guesses(answers: dict[str, Any]) -> None:
+    check_text(answers["states, eagerly"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["states", "convolutions", "a scan beside attention"])
+def test_other_states_go_back_behind_wrong_guesses(case: str) -> None:
+    check_text(answers_of(case)[case])
 
 
 def check_text(found: dict[str, Any]) -> None:
@@ -72,7 +82,7 @@ def test_a_head_guesses_as_on_a_cpu(answers: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["eagle", "latent"])
+@pytest.mark.parametrize("case", ["eagle", "latent", "hybrid"])
 def test_other_heads_guess_as_on_a_cpu(case: str) -> None:
     check_head(answers_of(case)[case])
 

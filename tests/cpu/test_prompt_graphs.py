@@ -33,7 +33,8 @@ def states_are_right(
     found: Any, n: int, slots: Any, row_of: dict[int, int], units: StateColumns, q_lens: Any
 ) -> None:
     """Each row begins and ends with its units, and leaves its marks where it is cut."""
-    reads, writes, marks, first, segments, chunks = found
+    reads, writes, marks, runs, first, segments, chunks = found
+    assert (runs == 1).all()
     told = {(row, end): unit for row, end, unit in units.marks.tolist()}
     covered = []
     for i, slot in enumerate(slots.tolist()):

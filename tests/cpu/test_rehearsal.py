@@ -119,6 +119,11 @@ CASES = {
         DENSE,
         {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8},
     ),
+    "a hybrid guesses": (
+        "",
+        STATES,
+        {"speculative_algorithm": "mtp", "speculative_num_draft_tokens": 3, "kv_cache_bytes": 256 << 20},
+    ),
     "another guesses": (
         "qwen3-8b",
         DENSE,

@@ -59,6 +59,56 @@ def same(call, channels: int = 0, memory: tuple[int, int, int] = (0, 0, 0), rows
         torch.testing.assert_close(other.memory[1:], layer.memory[1:], rtol=1e-4, atol=1e-5)
 
 
+RUNS = [4, 1, 2]  # rows of one token that go on from each other
+
+
+def same_in_runs(call, channels: int = 0, memory: tuple[int, int, int] = (0, 0, 0)) -> None:
+    """Rows of one token that go on from each other give and leave what longer rows do."""
+    begin = ops.StateLayer(torch.randn(UNITS, channels, 3), torch.randn(UNITS, *memory))
+    begin.conv[0] = begin.memory[0] = torch.nan
+    layer = deepcopy(begin)
+    reads, writes, marks = [3, 0, 5], [3, 1, 7], [(0, 1, 8), (0, 2, 9), (0, 3, 10), (1, 1, 12), (2, 1, 11)]
+    expected = call(batch_of(RUNS, reads, writes, marks), layer)
+    rows = [3, 0, 0, 0, 0, 5, 0], [8, 9, 10, 3, 1, 11, 7], [4, 0, 0, 0, 1, 2, 0]
+    made = batch_of([1] * 7, rows[0], rows[1])
+    columns = [np.array(column, np.int32) for column in rows]
+    units = np.array([(4, 1, 12)], np.int32)
+    linked = device_states(
+        *columns[:2], units, np.arange(8), 7, lambda x: list(map(torch.from_numpy, x)), columns[2]
+    )
+    fields = {name: getattr(made, name) for name in made.__slots__} | {"states": linked}
+    with using(GpuOps(None)):  # type: ignore[arg-type]
+        found = call(DeviceBatch(**fields, decode_rows=7), begin)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(begin.conv[1:], layer.conv[1:])
+    torch.testing.assert_close(begin.memory[1:], layer.memory[1:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_convolution_in_runs(bias: bool) -> None:
+    x = torch.randn(sum(RUNS), 20)[:, 3:13]
+    weight, b = torch.randn(10, 4), torch.randn(10) if bias else None
+    same_in_runs(lambda rows, layer: ops.causal_conv(x, weight, b, layer, rows), channels=10)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_gated_delta_in_runs(channels: bool) -> None:
+    q, k, v, beta = (x[: sum(RUNS)] for x in inputs(2, 8, 16))
+    decay = -torch.rand(len(beta), 2, 8) if channels else -torch.rand(len(beta), 2)
+    same_in_runs(lambda rows, s: ops.gated_delta(q, k, v, decay, beta, s, rows), memory=(2, 8, 16))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_selective_scan_in_runs(first: bool) -> None:
+    """Of Mamba 2, and of the first one."""
+    tokens, d, steps = sum(RUNS), torch.randn(6), ops.TimeSteps(torch.randn(6))
+    x, dt, a = torch.randn(tokens, 6, 1 if first else 20), torch.randn(tokens, 6), -torch.rand(6)
+    a = -torch.rand(6, 8) if first else a
+    b, c = torch.randn(2, tokens, 1 if first else 2, 8).unbind()
+    memory = (6, x.shape[2], 8)
+    same_in_runs(lambda rows, s: ops.selective_scan(x, dt, a, b, c, d, s, rows, steps), memory=memory)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_convolution(bias: bool) -> None:
     x = torch.randn(sum(LENGTHS), 20)[:, 3:13]

@@ -17,6 +17,7 @@ from test_gpu_windows import run
 
 from sgla.attention.base import DeviceBatch
 from sgla.kernels import ops
+from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import using
 from sgla.kernels.gpu import GpuOps
 from sgla.kernels.gpu.states import device_states
@@ -32,18 +33,33 @@ MARKS = [(1, 1, 11), (3, 48, 9), (3, 16, 8), (4, 9, 10), (6, 1, 13)]
 DECODES, UNITS, TOKENS = 3, 14, sum(LENGTHS)
 
 
-def batch() -> DeviceBatch:
-    made = batch_of(LENGTHS, READS, WRITES, MARKS, "cuda")
-    columns = (np.array(x, np.int32) for x in (READS, WRITES, MARKS))
-    states = device_states(*columns, made.q_start.cpu().numpy(), DECODES, upload_columns)
+def batches(linked: bool) -> tuple[ForwardBatch, DeviceBatch]:
+    """The same tokens for the bodies of ops and for kernels. ``linked``: the rows of one token go on from
+    each other, so they are one row for the bodies, which begins with the unit that the last one reads."""
+    lengths, reads, writes, marks, own, runs = LENGTHS, READS, WRITES, MARKS, MARKS, None
+    if linked:
+        first, runs = READS[DECODES - 1], np.array([DECODES, 0, 0], np.int32)
+        lengths, writes = [DECODES, *LENGTHS[DECODES:]], WRITES[DECODES - 1 :]
+        own = [mark for mark in MARKS if mark[0] >= DECODES]
+        marks = [(0, n + 1, unit) for n, unit in enumerate(WRITES[: DECODES - 1])]
+        marks += [(row - DECODES + 1, length, unit) for row, length, unit in own]
+        reads = [first, *READS[DECODES:]]
+    plain = batch_of(lengths, reads, writes, marks, "cuda")
+    reads = [first, 0, 0, *READS[DECODES:]] if linked else READS
+    made = batch_of(LENGTHS, reads, WRITES, [], "cuda")
+    columns = (np.array(x, np.int32) for x in (reads, WRITES, own))
+    states = device_states(*columns, made.q_start.cpu().numpy(), DECODES, upload_columns, runs)
     fields = {name: getattr(made, name) for name in made.__slots__} | {"states": states}
-    return DeviceBatch(**fields, decode_rows=DECODES)
+    return plain, DeviceBatch(**fields, decode_rows=DECODES)
 
 
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "dk", "dv"), [(8, 128, 128), (4, 64, 32), (2, 48, 80), (2, 256, 256)])
 @pytest.mark.parametrize("channels", [False, True])
-def test_a_layer_equals_its_ops(dtype: torch.dtype, heads: int, dk: int, dv: int, channels: bool) -> None:
+def test_a_layer_equals_its_ops(
+    dtype: torch.dtype, heads: int, dk: int, dv: int, channels: bool, linked: bool
+) -> None:
     torch.manual_seed(0)
     keys, width = heads // 2 * dk, heads * dv
     x = torch.randn(TOKENS, 2 * keys + width, device="cuda", dtype=dtype)
@@ -57,7 +73,7 @@ def test_a_layer_equals_its_ops(dtype: torch.dtype, heads: int, dk: int, dv: int
         torch.randn(UNITS, heads, dk, dv, device="cuda"),
     )
 
-    def layer(state: ops.StateLayer) -> torch.Tensor:
+    def layer(state: ops.StateLayer, rows: ForwardBatch) -> torch.Tensor:
         y = ops.causal_conv(x, weight, None, state, rows)
         q, k, v = y.split([keys, keys, width], 1)
         decay, beta = ops.decay_rates(a, b, a_log, bias)
@@ -66,21 +82,24 @@ def test_a_layer_equals_its_ops(dtype: torch.dtype, heads: int, dk: int, dv: int
         q, k, v = q.unflatten(1, (-1, dk)), k.unflatten(1, (-1, dk)), v.unflatten(1, (-1, dv))
         return ops.gated_rms_norm(ops.gated_delta(q, k, v, decay, beta, state, rows), v, norm, 1e-6)
 
-    rows, other = batch(), deepcopy(begin)
-    expected = layer(begin)
+    (plain, rows), other = batches(linked), deepcopy(begin)
+    expected = layer(begin, plain)
     with using(GpuOps(None)):  # type: ignore[arg-type]
-        found = layer(other)
+        found = layer(other, rows)
     near = 2e-4 if dtype == torch.float32 else 2e-2
     for mine, theirs in ((found, expected), (other.memory[1:], begin.memory[1:])):
         assert float((mine - theirs).float().abs().max()) < near * float(theirs.float().abs().max())
     assert torch.equal(other.conv[1:], begin.conv[1:])
 
 
+@pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "groups", "p", "n"), [(16, 1, 64, 128), (8, 8, 80, 16), (4, 2, 64, 256), (2, 1, 40, 400)]
 )
-def test_a_mamba_equals_its_ops(dtype: torch.dtype, heads: int, groups: int, p: int, n: int) -> None:
+def test_a_mamba_equals_its_ops(
+    dtype: torch.dtype, heads: int, groups: int, p: int, n: int, linked: bool
+) -> None:
     torch.manual_seed(0)
     widths = [heads * p, groups * n, groups * n]
     x = torch.randn(TOKENS, sum(widths), device="cuda", dtype=dtype)
@@ -94,16 +113,16 @@ def test_a_mamba_equals_its_ops(dtype: torch.dtype, heads: int, groups: int, p: 
         torch.randn(UNITS, heads, p, n, device="cuda"),
     )
 
-    def layer(state: ops.StateLayer) -> torch.Tensor:
+    def layer(state: ops.StateLayer, rows: ForwardBatch) -> torch.Tensor:
         y, b, c = ops.causal_conv(x, weight, bias, state, rows).split(widths, 1)
         y, b, c = y.unflatten(1, (-1, p)), b.unflatten(1, (-1, n)), c.unflatten(1, (-1, n))
         seen = ops.selective_scan(y, dt, a * -4, b, c, d, state, rows, steps)
         return ops.gated_group_norm(seen.flatten(1), z, norm, 1e-5, groups)
 
-    rows, other = batch(), deepcopy(begin)
-    expected = layer(begin)
+    (plain, rows), other = batches(linked), deepcopy(begin)
+    expected = layer(begin, plain)
     with using(GpuOps(None)):  # type: ignore[arg-type]
-        found = layer(other)
+        found = layer(other, rows)
     near = 2e-4 if dtype == torch.float32 else 2e-2
     for mine, theirs in ((found, expected), (other.memory[1:], begin.memory[1:])):
         assert float((mine - theirs).float().abs().max()) < near * float(theirs.float().abs().max())

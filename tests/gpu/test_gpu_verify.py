@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_gpu_runner import TINY, make
+from test_gpu_states import MODEL as STATES
 from test_gpu_windows import MODEL as WINDOWS
 from test_gpu_windows import answers, run
 from tiny import make_core, submit
@@ -42,6 +43,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a model, the same bits": (TINY, {"deterministic": True}, BY_MODEL | {"draft": TINY}),
     "a model, windows": (WINDOWS, {"dtype": "float32"}, BY_MODEL | {"draft": TINY}),
     "a head": (TINY, {"dtype": "float32"}, BY_HEAD),
+    "states": (STATES, {"dtype": "float32"}, GUESSING),
+    "states, their own layer": (STATES, {"dtype": "float32"}, BY_MODEL | {"speculative_algorithm": "mtp"}),
 }
 
 

@@ -41,6 +41,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, state: StateLayer, batch: Any, **gates
     units, given = batch.states, delta.Gates(**gates)
     if isinstance(units, states.DeviceStates) and units.stretches is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        delta.decode(q, k, v, given, state.memory, units.reads, units.writes, units.marks, out)
+        places = units.reads, units.writes, units.marks
+        delta.decode(q, k, v, given, state.memory, *places, out, runs=units.runs)
         return out
     return states.gated_delta(q, k, v, *delta.decay_rates(*given), state, batch)

@@ -31,24 +31,35 @@ class Stretches(NamedTuple):
 @dataclass(slots=True)
 class DeviceStates(StateRows):
     """The first ``decode_rows`` of a batch have one token each, and the first as many ``marks`` are theirs,
-    in their order, with unit 0 where there is none. ``stretches``: of the other rows."""
+    in their order, with unit 0 where there is none. ``stretches``: of the other rows. ``runs`` int32[at least
+    ``decode_rows``]: with how many rows of one token a run begins, in which each row goes on from the state
+    of the one before, and only the first one reads a unit; 0: the row is a later one of a run. None: each is
+    a run of its own."""
 
     stretches: Stretches | None = None
+    runs: Tensor | None = None
 
 
 def device_states(
-    reads: Any, writes: Any, marks: Any, q_start: Any, decodes: int, send: Callable[[list[Any]], list[Tensor]]
+    reads: Any,
+    writes: Any,
+    marks: Any,
+    q_start: Any,
+    decodes: int,
+    send: Callable[[list[Any]], list[Tensor]],
+    runs: Any = None,
 ) -> DeviceStates:
-    """Of rows of which the first ``decodes`` have one token: ``StateRows`` in numpy; ``send`` brings columns
-    to the device."""
+    """Of rows of which the first ``decodes`` have one token: ``StateRows`` and ``runs`` in numpy; ``send``
+    brings columns to the device."""
     every = np.concatenate([marks_of(marks, decodes), marks[marks[:, 0] >= decodes]])
-    columns = [reads, writes, every.ravel()]
+    columns = [reads, writes, every.ravel(), *([] if runs is None else [runs])]
     if len(reads) > decodes:
         parts = stretches(q_start[decodes:], writes[decodes:], marks, decodes)
         columns += (part.ravel() for part in parts)
     sent = send(columns)
+    chained = sent.pop(3) if runs is not None else None
     made = Stretches(sent[3], sent[4].view(-1, 4), sent[5].view(-1, 4)) if len(sent) > 3 else None
-    return DeviceStates(sent[0], sent[1], sent[2].view(-1, 3), made)
+    return DeviceStates(sent[0], sent[1], sent[2].view(-1, 3), made, chained)
 
 
 def marks_of(marks: Any, decodes: int) -> Any:
@@ -101,7 +112,7 @@ def convolve(
         x = x.contiguous()
     if n:
         reads, writes, marks = states.reads[:n], states.writes[:n], states.marks[:n]
-        conv.decode(x[:n], weight, bias, units, reads, writes, marks, out[:n], silu)
+        conv.decode(x[:n], weight, bias, units, reads, writes, marks, out[:n], silu, states.runs)
     if states.stretches is not None:
         conv.prompts(x, weight, bias, units, conv.Rows(states.reads[n:], *states.stretches), out, silu)
     return out
@@ -117,7 +128,7 @@ def gated_delta(
     if n:
         reads, writes, marks = states.reads[:n], states.writes[:n], states.marks[:n]
         rates = delta.Rates(decay[:n], beta[:n])
-        delta.decode(q[:n], k[:n], v[:n], rates, units, reads, writes, marks, out[:n])
+        delta.decode(q[:n], k[:n], v[:n], rates, units, reads, writes, marks, out[:n], runs=states.runs)
     if states.stretches is not None:
         rows = conv.Rows(states.reads[n:], *states.stretches)
         run = delta.by_token if delta.chunks_refuse(units, decay) else delta.by_chunk
@@ -142,7 +153,7 @@ def selective_scan(
     out, n, states, units = x.new_empty(x.shape), batch.decode_rows, batch.states, state.memory
     first = a.dim() > 1  # Mamba 1
     if n:
-        ends = ssd.Ends(states.reads[:n], states.writes[:n], states.marks[:n])
+        ends = ssd.Ends(states.reads[:n], states.writes[:n], states.marks[:n], states.runs)
         decode = ssd.by_channel if first else ssd.decode
         decode(x[:n], dt[:n], a, b[:n], c[:n], d, steps, units, ends, out[:n])
     if states.stretches is not None:

@@ -64,6 +64,40 @@ def _inputs(x, state, s_x, s_place, t, begin, unit, c, live, K: tl.constexpr):
     return tl.where(t >= begin, new, old.to(new.dtype))
 
 
+@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks", "runs"])
+def _run(
+    x, weight, bias, state, out, reads, writes, marks, runs, s_x, s_out, s_weight, s_unit, s_channel,
+    s_place, channels, K: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: some channels of the rows of one token that go on from each other. The last of them may
+    write to the unit that the first one reads, as in ``_leave``."""
+    _begin_early(PDL)
+    row = tl.program_id(0)
+    count = tl.load(runs + row)
+    if count == 0:
+        return
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = c < channels
+    read = tl.load(reads + row).to(tl.int64)
+    at = state + c * s_channel
+    for t in range(0, count):
+        token = row + t
+        y = tl.zeros([BLOCK], dtype=tl.float32)
+        for k in tl.static_range(K):
+            v = _inputs(x, at + read * s_unit, s_x, s_place, token - (K - 1) + k, row, read, c, live, K)
+            y += v.to(tl.float32) * tl.load(weight + c * s_weight + k, mask=live, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            y += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)
+        tl.store(out + token.to(tl.int64) * s_out + c, _activated(y, SILU), mask=live)
+        write, mark = tl.load(writes + token).to(tl.int64), tl.load(marks + 3 * token + 2).to(tl.int64)
+        marked = c < tl.where(mark > 0, channels, 0)
+        for k in tl.static_range(K - 1):
+            v = _inputs(x, at + read * s_unit, s_x, s_place, token - (K - 2) + k, row, read, c, live, K)
+            tl.store(at + write * s_unit + k * s_place, v, mask=live)
+            tl.store(at + mark * s_unit + k * s_place, v, mask=marked)
+
+
 @triton.jit(do_not_specialize_on_alignment=["reads", "first", "segments", "chunks"])
 def _prompt(
     x, weight, bias, state, out, reads, first, segments, chunks, s_x, s_out, s_weight, s_unit, s_channel,
@@ -143,14 +177,16 @@ def decode(
     marks: Tensor,
     out: Tensor,
     silu: bool = True,
+    runs: Tensor | None = None,
 ) -> None:
     """Rows of one token: x and out ``[R, C]``, state ``[units, C, K - 1]``; ``marks`` int32[R, 3]: in its
-    last column a second unit for each row, or 0."""
+    last column a second unit for each row, or 0. ``runs``: see ``gpu/states.py: DeviceStates``."""
     (rows, channels), k = x.shape, weight.shape[1]
     grid = (rows, triton.cdiv(channels, DECODE_CHANNELS))
-    _decode[grid](
-        x, weight, weight if bias is None else bias, state, out, reads, writes, marks, x.stride(0),
-        out.stride(0), weight.stride(0), *state.stride(), channels, K=k, HAS_BIAS=bias is not None, SILU=silu,
+    units = (reads, writes, marks) if runs is None else (reads, writes, marks, runs)
+    (_decode if runs is None else _run)[grid](
+        x, weight, weight if bias is None else bias, state, out, *units, x.stride(0), out.stride(0),
+        weight.stride(0), *state.stride(), channels, K=k, HAS_BIAS=bias is not None, SILU=silu,
         BLOCK=DECODE_CHANNELS, num_warps=4, **_pdl(),
     )  # fmt: skip
 

@@ -58,26 +58,13 @@ def _token(S, q, k, v, kept, beta, scale):
     return S, tl.sum(S * q[:, None], 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks"])
-def _decode(
-    q, k, v, decay, beta, memory, out, reads, writes, marks, a_log, dt_bias, s_q, s_k, s_v, s_decay, s_beta,
-    s_unit, s_head, group, scale, DK: tl.constexpr, KB: tl.constexpr, DV: tl.constexpr, VB: tl.constexpr,
-    CHANNELS: tl.constexpr, GATES: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _step(
+    S, q, k, v, decay, beta, out, a_log, dt_bias, s_q, s_k, s_v, s_decay, s_beta, group, scale, token, i, j,
+    DK: tl.constexpr, DV: tl.constexpr, CHANNELS: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """One program: some columns of the S of a head, of a row of one token. ``GATES``: ``decay`` and ``beta``
-    are a and b of ``_rates``. No kernel near before this one writes to S."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    row, head = tl.program_id(0), tl.program_id(1)
-    i, j = tl.arange(0, KB), tl.program_id(2) * VB + tl.arange(0, VB)
-    token = row.to(tl.int64)
-    read = tl.load(reads + row).to(tl.int64)
-    at = memory + head * s_head + i[:, None] * DV + j[None, :]
-    inside = (i < DK)[:, None] & (j < DV)[None, :]
-    S = tl.load(at + read * s_unit, mask=inside & (i < tl.where(read > 0, DK, 0))[:, None], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    heads = tl.num_programs(1)
+    """S of the program's head after ``token``, whose output it stores."""
+    head, heads = tl.program_id(1), tl.num_programs(1)
     source = (head // group) * DK + i
     q_t = tl.load(q + token * s_q + source, mask=i < DK, other=0.0).to(tl.float32)
     k_t = tl.load(k + token * s_k + source, mask=i < DK, other=0.0).to(tl.float32)
@@ -92,6 +79,47 @@ def _decode(
             d_t, b_t = _rates(d_t, b_t, tl.load(a_log + head), tl.load(dt_bias + head))
         S, o = _token(S, q_t, k_t, v_t, tl.exp(d_t), b_t, scale)
     tl.store(out + (token * heads + head) * DV + j, o, mask=j < DV)
+    return S
+
+
+@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks", "runs"])
+def _decode(
+    q, k, v, decay, beta, memory, out, reads, writes, marks, runs, a_log, dt_bias, s_q, s_k, s_v, s_decay,
+    s_beta, s_unit, s_head, group, scale, DK: tl.constexpr, KB: tl.constexpr, DV: tl.constexpr,
+    VB: tl.constexpr, CHANNELS: tl.constexpr, GATES: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: some columns of the S of a head, of a row of one token, or (``RUNS``) of the rows that go
+    on from each other. ``GATES``: ``decay`` and ``beta`` are a and b of ``_rates``. No kernel near before
+    this one writes to S."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row, head = tl.program_id(0), tl.program_id(1)
+    count = 1
+    if RUNS:
+        count = tl.load(runs + row)
+        if count == 0:
+            return
+    i, j = tl.arange(0, KB), tl.program_id(2) * VB + tl.arange(0, VB)
+    token = row.to(tl.int64)
+    read = tl.load(reads + row).to(tl.int64)
+    at = memory + head * s_head + i[:, None] * DV + j[None, :]
+    inside = (i < DK)[:, None] & (j < DV)[None, :]
+    S = tl.load(at + read * s_unit, mask=inside & (i < tl.where(read > 0, DK, 0))[:, None], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if RUNS:
+        for t in range(0, count - 1):
+            S = _step(
+                S, q, k, v, decay, beta, out, a_log, dt_bias, s_q, s_k, s_v, s_decay, s_beta, group, scale,
+                token + t, i, j, DK, DV, CHANNELS, GATES,
+            )  # fmt: skip
+            tl.store(at + tl.load(writes + row + t).to(tl.int64) * s_unit, S, mask=inside)
+        row += count - 1
+        token += count - 1
+    S = _step(
+        S, q, k, v, decay, beta, out, a_log, dt_bias, s_q, s_k, s_v, s_decay, s_beta, group, scale, token, i,
+        j, DK, DV, CHANNELS, GATES,
+    )  # fmt: skip
     tl.store(at + tl.load(writes + row).to(tl.int64) * s_unit, S, mask=inside)
     mark = tl.load(marks + 3 * row + 2).to(tl.int64)
     if mark > 0:
@@ -330,10 +358,11 @@ def decode(
     marks: Tensor,
     out: Tensor,
     columns: int | None = None,
+    runs: Tensor | None = None,
 ) -> None:
     """Rows of one token: q, k ``[R, Hk, dk]``, v and out ``[R, Hv, dv]``, memory ``[units, Hv, dk, dv]``;
     ``marks`` int32[R, 3]: in its last column a second unit for each row, or 0. ``columns``: of S in a
-    program."""
+    program. ``runs``: see ``gpu/states.py: DeviceStates``."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     rows, heads, dv = v.shape
     dk, padded = k.shape[2], triton.next_power_of_2(k.shape[2])
@@ -341,9 +370,10 @@ def decode(
     decay, beta, gates = rates[0], rates[1], isinstance(rates, Gates)
     a_log, dt_bias = (rates.a_log, rates.dt_bias) if isinstance(rates, Gates) else (decay, decay)
     _decode[rows, heads, triton.cdiv(dv, block)](
-        q, k, v, decay, beta, memory, out, reads, writes, marks, a_log, dt_bias, q.stride(0), k.stride(0),
-        v.stride(0), decay.stride(0), beta.stride(0), memory.stride(0), memory.stride(1), heads // k.shape[1],
-        dk**-0.5, DK=dk, KB=padded, DV=dv, VB=block, CHANNELS=decay.dim() == 3, GATES=gates,
+        q, k, v, decay, beta, memory, out, reads, writes, marks, reads if runs is None else runs, a_log,
+        dt_bias, q.stride(0), k.stride(0), v.stride(0), decay.stride(0), beta.stride(0), memory.stride(0),
+        memory.stride(1), heads // k.shape[1], dk**-0.5, DK=dk, KB=padded, DV=dv, VB=block,
+        CHANNELS=decay.dim() == 3, GATES=gates, RUNS=runs is not None,
         num_warps=max(1, min(8, padded * block // 2048)), **_pdl(),
     )  # fmt: skip
 

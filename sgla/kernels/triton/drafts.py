@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 HISTORY = 1024  # tokens that a program looks at together
+PARTS, WORDS = 16, 2048  # programs that copy a unit, and what one of them moves together
 PLACES = 21  # bits of a place in a history (``messages.LONGEST``)
 
 
@@ -74,6 +75,39 @@ def _place(
         _spread(slot, known, guessed, most, left, first, slots, starts, where, ends, padding, MOST)
 
 
+@triton.jit(
+    do_not_specialize=["rows"], do_not_specialize_on_alignment=["columns", "ends", "reads", "writes", "runs"]
+)
+def _link(columns, rows, ends, reads, writes, runs, MOST: tl.constexpr):
+    row = tl.program_id(0)
+    most, first = tl.load(columns + rows + row), tl.load(columns + 2 * rows + row)
+    own, spare = tl.load(columns + 3 * rows + row), tl.load(columns + 4 * rows + row)
+    if most >= 0:
+        i = tl.arange(0, MOST)
+        mine = i <= most
+        count = tl.sum((tl.load(ends + first + i, mask=mine, other=0) > 0).to(tl.int32), 0)
+        tl.store(reads + first + i, tl.where((i == 0) & (count > 0), own, 0), mask=mine)
+        write = tl.where(i == count - 1, own, tl.where(i < count, spare + i, 0))
+        tl.store(writes + first + i, write, mask=mine)
+        tl.store(
+            runs + first + i, tl.where(i == 0, tl.maximum(count, 1), (i >= count).to(tl.int32)), mask=mine
+        )
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["columns", "sources"])
+def _go_back(columns, rows, sources, memory, places, BLOCK: tl.constexpr):
+    """One program: a part of the units of a tensor."""
+    row, tensor = tl.program_id(0), tl.program_id(1)
+    source = tl.load(sources + row).to(tl.int64)
+    if source > 0:
+        target = tl.load(columns + 3 * rows + row).to(tl.int64)
+        units, words = memory + tl.load(places + 2 * tensor), tl.load(places + 2 * tensor + 1)
+        for begin in range(tl.program_id(2) * BLOCK, words.to(tl.int32), tl.num_programs(2) * BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            kept = tl.load(units + source * words + i, mask=i < words)
+            tl.store(units + target * words + i, kept, mask=i < words)
+
+
 @triton.jit(do_not_specialize=["ahead", "padding"])
 def _go_on(
     rows, most, computed, limits, floors, ahead, slots, starts, ends, padding,
@@ -105,9 +139,12 @@ def _look_back(
 
 
 @triton.jit(
-    do_not_specialize=["rows"], do_not_specialize_on_alignment=["columns", "ids", "out", "ends", "counts"]
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["columns", "ids", "out", "ends", "counts", "sources"],
 )
-def _accept(columns, rows, ids, out, ends, computed, trusts, counts, MOST: tl.constexpr):
+def _accept(
+    columns, rows, ids, out, ends, computed, trusts, counts, sources, STATES: tl.constexpr, MOST: tl.constexpr
+):
     row = tl.program_id(0)
     slot, most = tl.load(columns + row), tl.load(columns + rows + row)
     first = tl.load(columns + 2 * rows + row)
@@ -121,6 +158,9 @@ def _accept(columns, rows, ids, out, ends, computed, trusts, counts, MOST: tl.co
     tl.store(counts + row, tl.where(position > 0, right + 1, 0))
     tl.store(counts + rows + row, guessed)
     tl.store(computed + slot, position + right, mask=position > 0)
+    if STATES:
+        wrong_one = (position > 0) & (right < guessed)
+        tl.store(sources + row, tl.where(wrong_one, tl.load(columns + 4 * rows + row) + right, 0))
     trust = tl.load(trusts + slot)
     trust = tl.where(right < guessed, tl.maximum(right, 1), trust + (guessed > 0).to(tl.int32))
     tl.store(trusts + slot, trust)
@@ -181,12 +221,36 @@ def accept(
     trusts: Tensor,
     counts: Tensor,
     most: int,
+    sources: Tensor | None = None,
 ) -> None:
     """After the draw: ``counts`` int32[2, R] says how many tokens each row brings, and how many it guessed;
-    ``computed`` and ``trusts`` go on. ``ids`` and ``out``: input and token of each decode row; others as in
-    ``guess``."""
+    ``computed`` and ``trusts`` go on. ``ids`` and ``out``: input and token of each decode row; ``sources``
+    int32[R]: the unit that a row's state is to be taken from, 0: it has it; others as in ``guess`` and
+    ``link``."""
+    rows, states = columns.shape[1], sources is not None
+    _accept[(rows,)](
+        columns, rows, ids, out, ends, computed, trusts, counts, sources if states else counts, STATES=states,
+        MOST=most, num_warps=1,
+    )  # fmt: skip
+
+
+def link(columns: Tensor, ends: Tensor, reads: Tensor, writes: Tensor, runs: Tensor, most: int) -> None:
+    """Decode rows of one row go on from each other's states: ``reads``, ``writes`` and ``runs`` int32 of each
+    decode row, see ``gpu/states.py: DeviceStates``. ``columns`` int32[5, R]: as in ``guess``, which has set
+    ``ends``; then the row's own unit, which the last of its decode rows leaves its state in, and the first of
+    the units for the others."""
     rows = columns.shape[1]
-    _accept[(rows,)](columns, rows, ids, out, ends, computed, trusts, counts, MOST=most, num_warps=1)
+    _link[(rows,)](columns, rows, ends, reads, writes, runs, MOST=most, num_warps=1)
+
+
+def go_back(columns: Tensor, sources: Tensor, memory: Tensor, places: Tensor) -> None:
+    """Copy the states in the units ``sources`` int32[R], where that is not 0, to the rows' own. ``memory``:
+    one dimension, in which all units lie; ``places`` int64[N, 2]: of each of N tensors, where it begins in
+    there and how much a unit takes."""
+    rows = columns.shape[1]
+    _go_back[rows, len(places), PARTS](
+        columns, rows, sources, memory, places, BLOCK=WORDS, num_warps=8
+    )  # fmt: skip
 
 
 def place(

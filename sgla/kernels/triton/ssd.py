@@ -48,17 +48,40 @@ def _token(S, x, dt, a, b, c):
     return S, tl.sum(S * c[None, :], 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks"])
-def _decode(
-    x, dt, a, b, c, d, bias, memory, out, reads, writes, marks, s_x, s_dt, s_b, s_c, s_unit, s_head, group,
-    least, most, P: tl.constexpr, PB: tl.constexpr, N: tl.constexpr, NB: tl.constexpr, STEPS: tl.constexpr,
-    HAS_D: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _step(
+    S, x, dt, b, c, d, out, a_h, bias_h, s_x, s_dt, s_b, s_c, group, least, most, token, i, j,
+    P: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr, HAS_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: some values of a head, of a row of one token. No kernel near before this one writes to
-    S."""
+    """S of the program's head after ``token``, whose output it stores."""
+    head, heads = tl.program_id(1), tl.num_programs(1)
+    x_t = tl.load(x + token * s_x + head * P + i, mask=i < P, other=0.0).to(tl.float32)
+    b_t = tl.load(b + token * s_b + (head // group) * N + j, mask=j < N, other=0.0).to(tl.float32)
+    c_t = tl.load(c + token * s_c + (head // group) * N + j, mask=j < N, other=0.0).to(tl.float32)
+    dt_t = _time(tl.load(dt + token * s_dt + head), bias_h, least, most, STEPS)
+    S, y = _token(S, x_t, dt_t, a_h, b_t, c_t)
+    if HAS_D:
+        y += tl.load(d + head) * x_t
+    tl.store(out + (token * heads + head) * P + i, y, mask=i < P)
+    return S
+
+
+@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks", "runs"])
+def _decode(
+    x, dt, a, b, c, d, bias, memory, out, reads, writes, marks, runs, s_x, s_dt, s_b, s_c, s_unit, s_head,
+    group, least, most, P: tl.constexpr, PB: tl.constexpr, N: tl.constexpr, NB: tl.constexpr,
+    STEPS: tl.constexpr, HAS_D: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: some values of a head, of a row of one token, or (``RUNS``) of the rows that go on from
+    each other. No kernel near before this one writes to S."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row, head = tl.program_id(0), tl.program_id(1)
+    count = 1
+    if RUNS:
+        count = tl.load(runs + row)
+        if count == 0:
+            return
     i, j = tl.program_id(2) * PB + tl.arange(0, PB), tl.arange(0, NB)
     token = row.to(tl.int64)
     read = tl.load(reads + row).to(tl.int64)
@@ -69,14 +92,19 @@ def _decode(
     bias_h = tl.load(bias + head) if STEPS else 0.0
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x_t = tl.load(x + token * s_x + head * P + i, mask=i < P, other=0.0).to(tl.float32)
-    b_t = tl.load(b + token * s_b + (head // group) * N + j, mask=j < N, other=0.0).to(tl.float32)
-    c_t = tl.load(c + token * s_c + (head // group) * N + j, mask=j < N, other=0.0).to(tl.float32)
-    dt_t = _time(tl.load(dt + token * s_dt + head), bias_h, least, most, STEPS)
-    S, y = _token(S, x_t, dt_t, a_h, b_t, c_t)
-    if HAS_D:
-        y += tl.load(d + head) * x_t
-    tl.store(out + (token * heads + head) * P + i, y, mask=i < P)
+    if RUNS:
+        for t in range(0, count - 1):
+            S = _step(
+                S, x, dt, b, c, d, out, a_h, bias_h, s_x, s_dt, s_b, s_c, group, least, most, token + t, i, j,
+                P, N, STEPS, HAS_D,
+            )  # fmt: skip
+            tl.store(at + tl.load(writes + row + t).to(tl.int64) * s_unit, S, mask=inside)
+        row += count - 1
+        token += count - 1
+    S = _step(
+        S, x, dt, b, c, d, out, a_h, bias_h, s_x, s_dt, s_b, s_c, group, least, most, token, i, j, P, N,
+        STEPS, HAS_D,
+    )  # fmt: skip
     tl.store(at + tl.load(writes + row).to(tl.int64) * s_unit, S, mask=inside)
     mark = tl.load(marks + 3 * row + 2).to(tl.int64)
     if mark > 0:
@@ -201,20 +229,25 @@ def _scan(
             tl.store(at + target * s_unit, S, mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks", "first", "segments"])
+@triton.jit(do_not_specialize_on_alignment=["reads", "writes", "marks", "runs", "first", "segments"])
 def _channels(
-    x, dt, a, b, c, d, bias, memory, out, reads, writes, marks, first, segments, s_x, s_dt, s_b, s_c, s_unit,
-    channels, least, most, N: tl.constexpr, NB: tl.constexpr, ONE: tl.constexpr, STEPS: tl.constexpr,
-    HAS_D: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
+    x, dt, a, b, c, d, bias, memory, out, reads, writes, marks, runs, first, segments, s_x, s_dt, s_b, s_c,
+    s_unit, channels, least, most, N: tl.constexpr, NB: tl.constexpr, ONE: tl.constexpr, RUNS: tl.constexpr,
+    STEPS: tl.constexpr, HAS_D: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: some channels of Mamba 1, of a row, one token after another. ``ONE``: rows have one
-    token, with ``writes`` and ``marks`` as ``_decode`` has them; else ``first`` and ``segments``."""
+    token, with ``writes``, ``marks`` and ``runs`` as ``_decode`` has them; else ``first`` and
+    ``segments``."""
     _begin_early(PDL)
     row, j = tl.program_id(0), tl.arange(0, NB)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live, inside = i < channels, (i < channels)[:, None] & (j < N)[None, :]
     at = memory + i[:, None] * N + j[None, :]
     here, end = row, row + 1
+    if RUNS:
+        end = row + tl.load(runs + row)
+        if here == end:
+            return
     if not ONE:
         here, end = tl.load(first + row), tl.load(first + row + 1)
     read = tl.load(reads + row).to(tl.int64)
@@ -223,7 +256,7 @@ def _channels(
     skip = tl.load(d + i, mask=live, other=0.0) if HAS_D else 0.0
     beside = tl.load(bias + i, mask=live, other=0.0) if STEPS else 0.0
     for segment in range(here, end):
-        begin, count = row.to(tl.int64), 1
+        begin, count = (row + (segment - here)).to(tl.int64), 1
         if not ONE:
             begin = tl.load(segments + 4 * segment).to(tl.int64)
             count = tl.load(segments + 4 * segment + 1)
@@ -238,15 +271,13 @@ def _channels(
             if HAS_D:
                 y += skip * x_t
             tl.store(out + token * channels + i, y, mask=live)
-        if not ONE:
+        if ONE:
+            tl.store(at + tl.load(writes + segment).to(tl.int64) * s_unit, S, mask=inside)
+            target = tl.load(marks + 3 * segment + 2).to(tl.int64)
+        else:
             target = tl.load(segments + 4 * segment + 2).to(tl.int64)
-            if target > 0:
-                tl.store(at + target * s_unit, S, mask=inside)
-    if ONE:
-        tl.store(at + tl.load(writes + row).to(tl.int64) * s_unit, S, mask=inside)
-        mark = tl.load(marks + 3 * row + 2).to(tl.int64)
-        if mark > 0:
-            tl.store(at + mark * s_unit, S, mask=inside)
+        if target > 0:
+            tl.store(at + target * s_unit, S, mask=inside)
 
 
 @triton.jit
@@ -268,11 +299,12 @@ def _gated_norm(
 
 class Ends(NamedTuple):
     """Where rows of one token begin and end: ``marks`` int32[R, 3] has in its last column a second unit for
-    each row, or 0."""
+    each row, or 0. ``runs``: see ``gpu/states.py: DeviceStates``."""
 
     reads: Tensor
     writes: Tensor
     marks: Tensor
+    runs: Tensor | None = None
 
 
 def _given(x: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,9 +336,10 @@ def decode(
     block = min(triton.next_power_of_2(width), 16 if few else max(16, 8192 // padded))
     bias, least, most = _steps(steps, a)
     _decode[rows, heads, triton.cdiv(width, block)](
-        x, dt, a, b, c, a if d is None else d, bias, memory, out, *ends, x.stride(0),
-        dt.stride(0), b.stride(0), c.stride(0), memory.stride(0), memory.stride(1), heads // b.shape[1],
-        least, most, P=width, PB=block, N=size, NB=padded, STEPS=steps is not None, HAS_D=d is not None,
+        x, dt, a, b, c, a if d is None else d, bias, memory, out, *ends[:3],
+        ends.reads if ends.runs is None else ends.runs, x.stride(0), dt.stride(0), b.stride(0), c.stride(0),
+        memory.stride(0), memory.stride(1), heads // b.shape[1], least, most, P=width, PB=block, N=size,
+        NB=padded, STEPS=steps is not None, HAS_D=d is not None, RUNS=ends.runs is not None,
         num_warps=max(1, min(8, padded * block // 2048)), **_pdl(),
     )  # fmt: skip
 
@@ -392,16 +425,18 @@ def by_channel(
     dt = dt if dt.stride(1) == 1 else dt.contiguous()
     b, c = _rows(b), _rows(c)
     channels, size = a.shape
-    one, reads = isinstance(rows, Ends), rows.reads
-    count, places = reads.shape[0], (*rows[1:], reads, reads)
+    one, reads, runs = isinstance(rows, Ends), rows.reads, None
     if isinstance(rows, Rows):
-        count, places = rows.first.shape[0] - 1, (reads, reads, rows.first, rows.segments)
+        count, places = rows.first.shape[0] - 1, (reads, reads, reads, rows.first, rows.segments)
+    else:
+        runs = rows.runs
+        count, places = reads.shape[0], (*rows[1:3], reads if runs is None else runs, reads, reads)
     bias, least, most = _steps(steps, a)
     _channels[count, triton.cdiv(channels, CHANNELS)](
         x, dt, a, b, c, a if d is None else d, bias, memory, out, reads, *places, x.stride(0), dt.stride(0),
         b.stride(0), c.stride(0), memory.stride(0), channels, least, most, N=size,
-        NB=triton.next_power_of_2(size), ONE=one, STEPS=steps is not None, HAS_D=d is not None,
-        BLOCK=CHANNELS, num_warps=2, **_pdl(),
+        NB=triton.next_power_of_2(size), ONE=one, RUNS=runs is not None, STEPS=steps is not None,
+        HAS_D=d is not None, BLOCK=CHANNELS, num_warps=2, **_pdl(),
     )  # fmt: skip
 
 
