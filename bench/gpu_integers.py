@@ -1,11 +1,12 @@
 """Try the cuts of the kernel for few rows with weights of 4 or 8 bits, and say which is fastest.
 
-    python bench/gpu_integers.py [--rows 1,4,16] [--kind int4g128] [--seconds 60] [--stages 5]
+    python bench/gpu_integers.py [--rows 1,4,16] [--kind int4g128] [--seconds 60] [--kernels fixed] [--out F]
 
 The products are those of Qwen3-8B's layers with what stands before and after them. Each cut is compared with
 the product by the dense weight in float32, and then timed by graph replays over weights larger than the L2
 cache. One JSON line a product and number of rows: microseconds and GB/s of the best cuts, and of the cut that
-serves.
+serves. ``--kernels``: of ``integer`` and ``fixed``, whose cuts are tried. F gets the best cuts as lines of
+``sgla/kernels/gpu/tuned``, where they are faster than what serves.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lines
+import msgspec
 import torch
 from gpu_kernels import time_us
 from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.cuda import integer_gemm as ig
+from sgla.kernels.gpu.tuning import Line
 from sgla.kernels.integers import KINDS
 from sgla.kernels.rehearsal import compilers
 from sgla.quant.weight import pack
@@ -46,6 +50,17 @@ LAYERS = (
     Layer("gate+up", 24576, 4096, True, ig.SILU),
     Layer("down", 4096, 12288, False, ig.ADD),
 )
+
+
+def fixed_cuts(rows: int) -> Iterator[ig.Config]:
+    if rows <= 8:
+        rooms = ((1, 2), (2, 2)) if rows == 1 else ((1, 2), (2, 2), (1, 1))
+        several = itertools.product(((1, 2), (1, 4), (2, 2)), (4, 8), (1, 2), rooms)
+    else:
+        several = itertools.product(((1, 2), (2, 2)), (1, 2, 4), (1, 2, 4, 8), ((2, 2), (1, 1)))
+    for (tiles, unit), warps, slices, (per_sm, resident) in several:
+        if warps * slices <= 16 and not (tiles == resident == 2 and rows > 8):
+            yield ig.Config(tiles, warps, slices, unit, per_sm, resident, True)
 
 
 def cuts(rows: int) -> Iterator[ig.Config]:
@@ -115,12 +130,20 @@ def measure(product: Product, dense: Tensor, configs: list[ig.Config]) -> list[t
     for config in configs:
         try:
             error = product.error(expected, config)
-            if not error < WRONG:
+            if error < WRONG:
+                found.append((product.us(config), config))
+            else:
                 print(f"{product.layer.name}, {len(product.x)} rows: {config} is wrong by {error:.1e}")
-            found.append((product.us(config), config))
         except RuntimeError as failed:
             print(f"{product.layer.name}, {len(product.x)} rows: {config} failed: {str(failed)[:200]}")
     return sorted(found)
+
+
+def line_of(layer: Layer, rows: int, kind: str, us: float, config: ig.Config, serving: float) -> Line:
+    times = {"best": round(us, 2), "serving": round(serving, 2)}
+    first = max(1, ig.padded(rows) // 2 + 1)
+    gated = layer.epilogue == ig.SILU
+    return Line(layer.n, layer.k, gated, kind, first, rows, "few integers", config._asdict(), times)
 
 
 def main() -> None:
@@ -130,15 +153,17 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,4")
     parser.add_argument("--kind", default="int4g128", choices=list(KINDS))
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--stages", type=int, default=ig.STAGES)
+    parser.add_argument("--kernels", default="integer,fixed")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    ig.STAGES = args.stages
+    several = [{"integer": cuts, "fixed": fixed_cuts}[name] for name in args.kernels.split(",")]
     end = time.monotonic() + args.seconds
     jobs = list(itertools.product(map(int, args.rows.split(",")), LAYERS))
     fitting = {}
     for rows, layer in jobs:
         shape = shape_of(layer, rows, args.kind)
-        fitting[rows, layer] = [config for config in cuts(rows) if ig.plan(shape, config) is not None]
+        tried = dict.fromkeys(config for each in several for config in each(rows))
+        fitting[rows, layer] = [config for config in tried if ig.plan(shape, config) is not None]
         for config in fitting[rows, layer]:
             ig._kernel(shape, config)
     made = {layer: weights_of(layer, args.kind) for layer in LAYERS}
@@ -148,6 +173,9 @@ def main() -> None:
         product = Product(layer, rows, made[layer])
         found = measure(product, made[layer][0].dequant(), fitting[rows, layer])
         size, serving = made[layer][0].nbytes, product.us(None)
+        if args.out and found and found[0][0] < serving:
+            with args.out.open("ab") as table:
+                table.write(msgspec.json.encode(line_of(layer, rows, args.kind, *found[0], serving)) + b"\n")
         best = [[*config, round(us, 2), round(size / us / 1e3)] for us, config in found[:5]]
         fields: dict[str, Any] = {"bench": "integers", "product": layer.name, "rows": rows, "kind": args.kind}
         fields |= {"us": round(serving, 2), "gb_s": round(size / serving / 1e3), "best": best}

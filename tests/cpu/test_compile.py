@@ -183,6 +183,7 @@ def test_every_file_of_cuda_compiles() -> None:
             for int8 in (0, 1)
         ],
         "skinny_gemm.cu": [{"EPILOGUE": 4}],
+        "fixed_gemm.cu": [{"NORM": 1}, {"BITS": 8, "GROUP": 32, "NT": 4, "EPILOGUE": 2}],
         "experts.cu": [{"GELU": 1}],
         "latent_attention.cu": [{"HEADS": 16, "CONTENT": 256}, {"HEADS": 32}],
     }

@@ -1,0 +1,502 @@
+// out[m, n] = act(norm(x)[m, k] w[n, k]^T) for few rows m and weights of 4 or 8 bits in groups with a scale
+// and a zero (``quant/integers.py``): reads the weights once, at the speed of the memory.
+//
+// Products are of integers. A group of x becomes integers of 15 bits times a power of two, which is what its
+// largest number needs, and each integer two of 8 bits: column 2 r of the tensor cores' right side has the
+// upper ones of row r, column 2 r + 1 the lower ones. Weights need no number of their own: those of 4 bits
+// are masked out of their words, those of 8 bits are what is stored. Sums of a group are exact, and float32
+// from where they meet the scales. What zeros add comes off with the sum of a group of x.
+//
+// A cluster of SLICES blocks takes a share of the output tiles and cuts their k; each block keeps its slice
+// of x in shared memory. A warp has 16 MT weight rows of a tile, and WK warps cut the k of a slice. Each warp
+// streams its weights through a cp.async ring of its own, which runs on across tiles and begins before the
+// wait for the previous kernel. A lane loads the very words that it multiplies, so warps wait for each other
+// at the end of a tile alone, where sums are added up in order, and where a warp has a tile to itself not
+// even there. A cluster adds up a tile while it multiplies the next.
+#include "common.cuh"
+
+#ifndef BITS
+#define BITS 4
+#endif
+#ifndef GROUP  // channels with one scale: 32, 64 or 128
+#define GROUP 128
+#endif
+#ifndef WHOLE  // 1: zeros are whole numbers, in bfloat16 as the products need them; 0: any, in float16
+#define WHOLE 1
+#endif
+#ifndef NT  // groups of 4 rows of x: 1, 2 or 4
+#define NT 1
+#endif
+#ifndef MT  // 16 weight rows of a warp that share a load of x: 1 or 2
+#define MT 1
+#endif
+#ifndef WK  // warps that share the k of a slice
+#define WK 1
+#endif
+#ifndef SLICES  // blocks of a cluster that share the k of a tile
+#define SLICES 1
+#endif
+#ifndef UNIT  // blocks of channels that a warp loads at a time: 2 or 4
+#define UNIT 2
+#endif
+#ifndef WIDTH  // bytes of constants that a lane loads at a time
+#define WIDTH 8
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+#ifndef RESIDENT  // blocks for which a multiprocessor has room, those of the next kernel among them
+#define RESIDENT 2
+#endif
+#ifndef NORM  // 1: RMSNorm of x first
+#define NORM 0
+#endif
+#ifndef EPILOGUE  // 0: bf16; 1: += into out; 2: silu(gate) * up; 3: float32; 4: gelu_tanh(gate) * up
+#define EPILOGUE 0
+#endif
+
+constexpr int WARPS = 8, THREADS = WARPS * 32;
+constexpr bool GATED = EPILOGUE == 2 || EPILOGUE == 4, DIRECT = WK == 1 && SLICES == 1;
+constexpr int OWN = MT * 16, W_ROWS = WARPS / WK * OWN;  // weight rows of a warp, and of a tile
+constexpr int COLS = GATED ? W_ROWS / 2 : W_ROWS;        // output columns of a tile
+constexpr int BLOCK = 128, ROW_BYTES = BLOCK / 8 * BITS;  // channels that lie together, of a row
+constexpr int PIECES = BITS / 4;  // of 16 bytes, for a lane, of a row's block
+constexpr int PER = BLOCK / GROUP, STEPS = GROUP / 32;
+constexpr int WORD_BYTES = OWN * UNIT * ROW_BYTES, OF_ROW = UNIT * PER * 4;
+constexpr int STAGE_BYTES = WORD_BYTES + OWN * OF_ROW;
+constexpr int BITES = OF_ROW / WIDTH, LOADS = (OWN * BITES + 31) / 32;  // of the constants
+constexpr int SHARE = (COLS + SLICES - 1) / SLICES;                     // columns that a block finishes
+constexpr int PER_THREAD = (NT * 4 * SHARE + THREADS - 1) / THREADS;
+constexpr int RED_ROW = W_ROWS + 4;  // floats that a warp leaves of a tile, for a row of x
+constexpr int CHUNK = 256;                                   // channels of x that a warp loads at a time
+
+struct Params {
+  const bf16* x;         // [m, x_stride]
+  const u32* w;          // [n, blocks * ROW_BYTES / 4]; gated: gate rows, then up rows
+  const u32* constants;  // [n, blocks * PER]
+  const float* norm;     // [k]
+  const float* bias;     // [n] or null
+  void* out;             // [m, out_stride]
+  int m, n, k, x_stride, out_stride;  // n: output columns
+  int blocks;  // of k
+  float eps;
+};
+
+__device__ __forceinline__ u32 lds32(u32 addr) {
+  u32 r;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(addr) : "memory");
+  return r;
+}
+// Data that other warps read too; `bytes` = 0 writes zeros instead.
+__device__ __forceinline__ void cp_async_constants(u32 dst, const void* src, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src), "n"(WIDTH), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ float2 lds64(u32 addr) {
+  float2 r;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(addr) : "memory");
+  return r;
+}
+__device__ __forceinline__ void sts32(u32 addr, float v) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
+}
+// A float of a block of the cluster.
+__device__ __forceinline__ float lds_of(u32 addr, int rank) {
+  float r;
+  if (SLICES == 1)
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r) : "r"(addr) : "memory");
+  else
+    asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %1, %2;\nld.shared::cluster.f32 %0, "
+                 "[there];\n}" : "=f"(r) : "r"(addr), "r"(rank) : "memory");
+  return r;
+}
+// The float16 in the lower half.
+__device__ __forceinline__ float half2f(u32 x) {
+  float r;
+  asm("{\n.reg .b16 h, u;\nmov.b32 {h, u}, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(r) : "r"(x));
+  return r;
+}
+// What a group's sum of x is multiplied by, to be taken off the products.
+__device__ __forceinline__ float zero_of(u32 constants) {
+  return WHOLE ? hi2f(constants) - (BITS == 4 ? 128.f : 0.f) : half2f(constants >> 16);
+}
+__device__ __forceinline__ float add2(u32 a) { return lo2f(a) + hi2f(a); }
+
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
+__device__ __forceinline__ void sts_word(u32 addr, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(addr), "r"(v) : "memory");
+}
+__device__ __forceinline__ void sts64(u32 addr, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(addr), "f"(x), "f"(y) : "memory");
+}
+
+// d[16x8] += a[16x32] b[32x8] of integers of 8 bits, places as in ``mma``; the left ones without signs if they
+// come from 4 bits.
+__device__ __forceinline__ void mma_of_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if BITS == 4
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// A row's part of the left side: two words of bytes for 32 channels of a block.
+__device__ __forceinline__ void bytes_of(const uint4 (&w)[PIECES], int step, u32& first, u32& second) {
+  const u32* words = reinterpret_cast<const u32*>(w);
+  if (BITS == 4) {
+    first = words[step] & 0x0f0f0f0fu;
+    second = words[step] >> 4 & 0x0f0f0f0fu;
+  } else {
+    first = words[2 * step];
+    second = words[2 * step + 1];
+  }
+}
+// Of float bits without a sign, the largest of a group: its exponent, such that all numbers of the group times
+// 2^(140 - it) are less than 2^14. Infinity and NaN have 255.
+__device__ __forceinline__ int exponent_of(u32 largest) { return max(int(largest >> 23), 14); }
+__device__ __forceinline__ u32 lower_halves(u32 a, u32 b) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fixed_gemm(const Params p) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ float row_square[NT * 4];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int wk = warp / (WARPS / WK), wn = warp % (WARPS / WK);
+  const int tiles = (p.n + COLS - 1) / COLS, slice = blockIdx.x % SLICES, parts = gridDim.x / SLICES,
+            part = blockIdx.x / SLICES;
+  const int first = int((long long)tiles * part / parts), last = int((long long)tiles * (part + 1) / parts);
+  const int units = (p.blocks + UNIT - 1) / UNIT;
+  const int begin = units * slice / SLICES, count = units * (slice + 1) / SLICES - begin;
+  const int chunks = count * (UNIT * BLOCK / CHUNK);
+  const u32 ring = smem_addr(smem) + warp * (STAGES * STAGE_BYTES),
+            kept_x = smem_addr(smem) + WARPS * STAGES * STAGE_BYTES,
+            // Of a block of channels [half][column][lane of 4][step of 2]: the 8 bytes of a lane's right side.
+            half_bytes = p.m * 128, red = kept_x + count * (UNIT * 2) * half_bytes,
+            sums_of = red + (DIRECT ? 0 : 2 * WK * p.m * (RED_ROW * 4)),  // powers and sums of groups of x,
+      squares = sums_of + count * (UNIT * PER * NT * 32);  // [groups][NT * 4]; of its chunks, [m][chunks]
+
+  // The last tile is moved back so that all its rows exist.
+  auto first_column = [&](int tile) { return min(tile * COLS, p.n - COLS); };
+  // Rows of a tile in the weight, from its first column on.
+  auto row_of = [&](int row) { return GATED ? row / 16 * 8 + row % 8 + (row % 16 >= 8 ? p.n : 0) : row; };
+  const int row_bytes = p.blocks * ROW_BYTES;
+  const long long to_half = (long long)row_bytes * (GATED ? p.n : 8), to_next = row_bytes * (GATED ? 8 : 16);
+  int in_tile = wk < count ? first : last, in_unit = wk;
+  const char* in;          // this lane's first piece of the weights
+  const u32* own[LOADS];  // its rows' constants
+  auto settle = [&]() {
+    const int column = first_column(in_tile), block = (begin + in_unit) * UNIT;
+    in = reinterpret_cast<const char*>(p.w) + (long long)(column + row_of(wn * OWN + g)) * row_bytes +
+         block * ROW_BYTES + t * 16;
+#pragma unroll
+    for (int j = 0; j < LOADS; ++j) {
+      const int e = j * 32 + lane, row = e / BITES, bite = e % BITES;
+      own[j] = p.constants + ((long long)(column + row_of(wn * OWN + row)) * p.blocks + block) * PER +
+               bite * (WIDTH / 4);
+    }
+  };
+  settle();
+  auto load = [&](int stage) {
+    if (in_tile < last) {
+      const u32 to = ring + stage * STAGE_BYTES;
+      const int left = p.blocks - (begin + in_unit) * UNIT;  // blocks behind it there are none of
+#pragma unroll
+      for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int b = 0; b < UNIT; ++b)
+#pragma unroll
+            for (int c = 0; c < PIECES; ++c)
+              cp_async16(to + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + lane * 16,
+                         in + i * to_next + h * to_half + b * ROW_BYTES + c * 64, b < left ? 16 : 0);
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j) {
+        const int e = j * 32 + lane;
+        if (e < OWN * BITES)
+          cp_async_constants(to + WORD_BYTES + e * WIDTH, own[j],
+                             e % BITES * (WIDTH / 4) < left * PER ? WIDTH : 0);
+      }
+      in_unit += WK;
+      in += WK * UNIT * ROW_BYTES;
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j) own[j] += WK * UNIT * PER;
+      if (in_unit >= count) {
+        in_unit = wk;
+        if (++in_tile < last) settle();
+      }
+    }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; ++s) load(s);
+  if (NORM)  // the norm's weights are no longer in the L2 cache from the step before
+    for (int c = threadIdx.x * 32; c < count * (UNIT * BLOCK); c += THREADS * 32)
+      if (begin * (UNIT * BLOCK) + c < p.k) prefetch(p.norm + begin * (UNIT * BLOCK) + c);
+  pdl_wait();
+  pdl_launch();
+
+  // x, times the norm's weight, and the sums of its groups; zeros behind its end.
+  int row = 0, chunk = warp;
+  auto find = [&]() {
+    while (chunk >= chunks) chunk -= chunks, ++row;
+  };
+  find();
+  constexpr int AT_ONCE = NORM ? 4 : 8;
+  while (row < p.m) {
+    uint4 v[AT_ONCE];
+    float4 n0[NORM ? AT_ONCE : 1], n1[NORM ? AT_ONCE : 1];
+    int rows[AT_ONCE], ats[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      rows[i] = row, ats[i] = chunk * CHUNK + lane * 8;
+      const int k = begin * (UNIT * BLOCK) + ats[i];
+      v[i] = {};
+      if (NORM) n0[i] = n1[i] = {};
+      if (row < p.m && k < p.k) {
+        v[i] = *reinterpret_cast<const uint4*>(p.x + (long long)row * p.x_stride + k);
+        if (NORM) {
+          n0[i] = *reinterpret_cast<const float4*>(p.norm + k);
+          n1[i] = *reinterpret_cast<const float4*>(p.norm + k + 4);
+        }
+      }
+      chunk += WARPS;
+      find();
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (rows[i] >= p.m) break;
+      if (NORM) {
+        float square = square2(v[i].x) + square2(v[i].y) + square2(v[i].z) + square2(v[i].w);
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) square += __shfl_xor_sync(~0u, square, d);
+        if (lane == 0) sts32(squares + (rows[i] * chunks + ats[i] / CHUNK) * 4, square);
+      }
+      float y[8] = {lo2f(v[i].x), hi2f(v[i].x), lo2f(v[i].y), hi2f(v[i].y),
+                    lo2f(v[i].z), hi2f(v[i].z), lo2f(v[i].w), hi2f(v[i].w)};
+      if (NORM) {
+        const float f[8] = {n0[i].x, n0[i].y, n0[i].z, n0[i].w, n1[i].x, n1[i].y, n1[i].z, n1[i].w};
+#pragma unroll
+        for (int c = 0; c < 8; ++c) y[c] *= f[c];
+      }
+      u32 largest = 0;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) largest = max(largest, __float_as_uint(y[c]) & 0x7fffffffu);
+#pragma unroll
+      for (int d = 1; d < GROUP / 8; d *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, d));
+      const int exponent = exponent_of(largest);
+      const float factor = __uint_as_float(u32(267 - exponent) << 23);
+      const float power = exponent == 255 ? __uint_as_float(0x7fc00000u) : __uint_as_float(u32(exponent - 13) << 23);
+      int q[8], sum = 0;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        q[c] = min(__float2int_rn(y[c] * factor), 16383);
+        sum += q[c];
+      }
+#pragma unroll
+      for (int d = 1; d < GROUP / 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+      if (ats[i] % GROUP == 0)
+        sts64(sums_of + (ats[i] / GROUP * (NT * 4) + rows[i]) * 8, power, power * float(sum));
+      // Channels 2 t and 2 t + 1 of these 8 are bytes 0 and 2, or 1 and 3, of the word of lane t; the lane of
+      // the others trades: each gets two whole words.
+      constexpr int OTHER = BITS == 4 ? 2 : 1;
+      const int eighth = lane % 4, upper = eighth / OTHER % 2, second = BITS == 4 ? eighth % 2 : eighth / 2;
+      u32 pairs[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) pairs[c] = lower_halves(q[2 * c], q[2 * c + 1]);
+      const u32 to = kept_x + (ats[i] / 64) * half_bytes + rows[i] * 128 + upper * 32 + lane / 4 % 2 * 8 + second * 4;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const u32 mine = upper ? pairs[2 + c] : pairs[c], other = upper ? pairs[c] : pairs[2 + c];
+        const u32 got = __shfl_xor_sync(~0u, other, OTHER);
+        const u32 low = upper ? got : mine, high = upper ? mine : got;
+        sts_word(to + c * 16, (low >> 7 & 0x00ff00ffu) | (high << 1 & 0xff00ff00u));
+        sts_word(to + c * 16 + 64, (low & 0x007f007fu) | (high << 8 & 0x7f007f00u));
+      }
+    }
+  }
+  __syncthreads();
+  if (NORM) {
+    if (threadIdx.x < p.m) {
+      float sum = 0.f;
+      for (int c = 0; c < chunks; ++c)
+        sum += __uint_as_float(lds32(squares + (threadIdx.x * chunks + c) * 4));
+      row_square[threadIdx.x] = sum;
+    }
+    if (DIRECT) __syncthreads();
+  }
+
+  // A lane's part of a column; columns that are not there read the last one.
+  u32 x_at[NT];
+#pragma unroll
+  for (int j = 0; j < NT; ++j) x_at[j] = kept_x + min(j * 8 + g, 2 * p.m - 1) * 64 + t * 16;
+
+  // What becomes of a sum: of output column n of row m; ``at``: what is in ``out`` already.
+  auto finish = [&](int m, int n, float y, float up, float before) {
+    if (NORM) {
+      float s = 0.f;
+#pragma unroll
+      for (int v = 0; v < SLICES; ++v) s += lds_of(smem_addr(row_square + m), v);
+      const float f = rsqrtf(s / p.k + p.eps);
+      y *= f;
+      up *= f;
+    }
+    if (!GATED && p.bias) y += p.bias[n];
+    const long long o = (long long)m * p.out_stride + n;
+    if (EPILOGUE == 3) {
+      static_cast<float*>(p.out)[o] = y;
+    } else {
+      if (GATED) y = gate<EPILOGUE == 4>(y, up);
+      static_cast<bf16*>(p.out)[o] = f2bf(y + before);
+    }
+  };
+  auto there = [&](int m, int n) {
+    return bf2f(static_cast<const bf16*>(p.out)[(long long)m * p.out_stride + n]);
+  };
+  const int from_column = COLS * slice / SLICES, to_column = COLS * (slice + 1) / SLICES;
+
+  // Of two buffers for the sums of tiles.
+  auto red_of = [&](int tile) { return red + (tile - first) % 2 * (WK * p.m * (RED_ROW * 4)); };
+  float kept[PER_THREAD];  // what ADD adds to
+  auto keep = [&](int tile) {
+#pragma unroll
+    for (int i = 0; i < (EPILOGUE == 1 ? PER_THREAD : 0); ++i) {
+      const int e = i * THREADS + threadIdx.x, m = e / SHARE, column = from_column + e % SHARE;
+      kept[i] = m < p.m && column < to_column ? there(m, first_column(tile) + column) : 0.f;
+    }
+  };
+  auto add_up = [&](int tile) {
+    const int column = first_column(tile);
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const int e = i * THREADS + threadIdx.x, m = e / SHARE, col = from_column + e % SHARE, n = column + col;
+      if (m >= p.m || col >= to_column || n < tile * COLS) continue;  // n below: the tile before has it
+      const u32 at = red_of(tile) + (m * RED_ROW + (GATED ? col / 8 * 16 + col % 8 : col)) * 4;
+      float y = 0.f, up = 0.f;
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s)
+#pragma unroll
+        for (int v = 0; v < WK; ++v) {
+          y += lds_of(at + v * p.m * (RED_ROW * 4), s);
+          if (GATED) up += lds_of(at + v * p.m * (RED_ROW * 4) + 32, s);
+        }
+      finish(m, n, y, up, EPILOGUE == 1 ? kept[i] : 0.f);
+    }
+  };
+
+  int stage = 0;
+  for (int tile = first; tile < last; ++tile) {
+    if (SLICES == 1 && !DIRECT) keep(tile);
+    float acc[MT][NT][2] = {};
+    for (int unit = wk; unit < count; unit += WK) {
+      cp_async_wait<STAGES - 2>();
+      __syncwarp();
+      load(stage == 0 ? STAGES - 1 : stage - 1);
+      const u32 from = ring + stage * STAGE_BYTES;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+#pragma unroll
+      for (int b = 0; b < UNIT; ++b) {
+        const int block = unit * UNIT + b;
+        uint4 w[MT][2][PIECES];
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int c = 0; c < PIECES; ++c)
+              w[i][h][c] = lds128(from + (((b * MT + i) * 2 + h) * PIECES + c) * 512 + lane * 16);
+        uint4 x[NT][2];  // of 64 channels each
+#pragma unroll
+        for (int j = 0; j < NT; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) x[j][h] = lds128(x_at[j] + (block * 2 + h) * half_bytes);
+#pragma unroll
+        for (int group = 0; group < PER; ++group) {
+          int sum[MT][NT][4] = {};
+#pragma unroll
+          for (int s = 0; s < STEPS; ++s) {  // 32 channels
+            const int step = group * STEPS + s;
+#pragma unroll
+            for (int i = 0; i < MT; ++i) {
+              u32 a[4];
+              bytes_of(w[i][0], step, a[0], a[2]);
+              bytes_of(w[i][1], step, a[1], a[3]);
+#pragma unroll
+              for (int j = 0; j < NT; ++j) {
+                const uint4& of_x = x[j][step / 2];
+                if (step % 2)
+                  mma_of_bytes(sum[i][j], a, of_x.z, of_x.w);
+                else
+                  mma_of_bytes(sum[i][j], a, of_x.x, of_x.y);
+              }
+            }
+          }
+          float2 of_x[NT];
+#pragma unroll
+          for (int j = 0; j < NT; ++j)
+            of_x[j] = lds64(sums_of + ((block * PER + group) * (NT * 4) + j * 4 + t) * 8);
+#pragma unroll
+          for (int i = 0; i < MT; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const u32 own = lds32(from + WORD_BYTES + (i * 16 + h * 8 + g) * OF_ROW + (b * PER + group) * 4);
+              const float scale = half2f(own), zero = zero_of(own);
+#pragma unroll
+              for (int j = 0; j < NT; ++j) {
+                const float total = float(sum[i][j][2 * h] * 128 + sum[i][j][2 * h + 1]);
+                acc[i][j][h] += scale * (total * of_x[j].x - zero * of_x[j].y);
+              }
+            }
+        }
+      }
+    }
+
+    const int column = first_column(tile);
+    if (DIRECT) {
+#pragma unroll
+      for (int j = 0; j < NT; ++j)
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+#pragma unroll
+          for (int h = 0; h < (GATED ? 1 : 2); ++h) {
+            const int m = j * 4 + t, n = column + (wn * MT + i) * (GATED ? 8 : 16) + g + h * 8;
+            if (m >= p.m || n < tile * COLS) continue;  // n below: the tile before has it
+            finish(m, n, acc[i][j][h], GATED ? acc[i][j][1] : 0.f, EPILOGUE == 1 ? there(m, n) : 0.f);
+          }
+      continue;
+    }
+    if (SLICES > 1 && tile > first) {  // the sums of the tile before have come meanwhile
+      cluster_wait();
+      add_up(tile - 1);
+    }
+    const u32 left = red_of(tile) + (wk * p.m * RED_ROW + wn * OWN + g) * 4;
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int m = j * 4 + t;
+#pragma unroll
+        for (int i = 0; i < MT; ++i)
+          if (m < p.m) sts32(left + (m * RED_ROW + i * 16 + h * 8) * 4, acc[i][j][h]);
+      }
+    if (SLICES > 1) {
+      cluster_arrive();
+      keep(tile);
+    } else {
+      __syncthreads();  // of two buffers the other one's readers passed the one before
+      add_up(tile);
+    }
+  }
+  if (SLICES > 1) {
+    cluster_wait();
+    add_up(last - 1);
+    cluster_arrive();
+    cluster_wait();  // the others have read what is here
+  }
+}
