@@ -199,21 +199,21 @@ class EngineSettings(ModelSettings, kw_only=True):
         int,
         Doc(
             description="experts of each layer, beside all, that --ep ranks have twice or more often: those "
-            "that most tokens want, see /rebalance_experts (CPU)"
+            "that most tokens want, see /rebalance_experts"
         ),
     ] = 0
     cp: Annotated[
         int,
         Doc(
             description="sets of --tp ranks that share out the tokens of prompts, each with the whole model "
-            "and KV cache: long prompts are read sooner (CPU)"
+            "and KV cache: long prompts are read sooner"
         ),
     ] = 1
     dp_attention: Annotated[
         bool,
         Doc(
             description="attention by data: each of the --tp ranks has all heads, and requests and a KV "
-            "cache of its own, and they share out MLPs and experts alone (CPU)"
+            "cache of its own, and they share out MLPs and experts alone"
         ),
     ] = False
     parallel: Annotated[

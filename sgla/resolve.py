@@ -387,6 +387,7 @@ def check_gpus(config: Config, machine: Machine) -> None:
         raise ConfigError("--device cuda: the driver shows no NVIDIA GPU; give --device cpu", param="device")
     if config.local_ranks > len(machine.gpus):
         flags = f"--tp {config.tp}" + (f" --pp {config.pp}" if config.pp > 1 else "")
+        flags += f" --cp {config.cp}" if config.cp > 1 else ""
         flags += f" on {config.nnodes} hosts" if config.nnodes > 1 else ""
         raise ConfigError(
             f"{flags} needs {config.local_ranks} GPUs, this machine shows {len(machine.gpus)}", param="tp"

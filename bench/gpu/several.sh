@@ -1,6 +1,6 @@
 #!/bin/bash
-# Two H200 of one host: what tests/gpu/test_tp.py and bench/ say of --tp, --ep, --dp and --pp.
-#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: tests tp8b tp30b ep30b dp pp (default: all)
+# Two H200 of one host: what tests/gpu/test_tp.py and bench/ say of --tp, --ep, --dp, --pp, --dp-attention and --cp.
+#   OUT=... bash bench/gpu/several.sh [PART ...]     in the repository's root; parts: tests ways tp8b tp30b ep30b data30b cp8b dp pp (default: all)
 # At most $LIMIT seconds in all (420); each part has a limit of its own, and goes on behind one that failed.
 # JSON lines, logs and exit codes: $OUT/several.tar.xz, packed anew behind each part.
 OUT=${OUT:?}; LIMIT=${LIMIT:-420}
@@ -15,7 +15,7 @@ part() { # NAME SECONDS COMMAND...
   timeout -k 8 "$most" "$@" >"$T/$name.log" 2>&1; code=$?
   grep -h '^JSON ' "$T/$name.log" | sed 's/^JSON //' >>"$T/several.jsonl"
   echo "$name: exit $code after $((SECONDS - at)) s of $most" | tee -a "$T/codes.txt"
-  grep -hE '"w": "(W1|W2)"' "$T/$name.log" | cut -c1-420
+  grep -hE '"w": "(W1|W2|W3)"' "$T/$name.log" | cut -c1-420
   [ "$code" = 0 ] || tail -15 "$T/$name.log" | cut -c1-600
   nvidia-smi --query-gpu=memory.used --format=csv,noheader >>"$T/codes.txt" 2>&1
   pack
@@ -33,12 +33,17 @@ for name in ("msgspec", "uvloop", "aiohttp", "tokenizers", "safetensors", "trito
     except Exception as error: print(name, "MISSING", error)
 PY
 nvidia-smi topo -m >>"$T/machine.txt" 2>&1; cat "$T/machine.txt" | head -12; pack
-for each in ${*:-tp8b tp30b ep30b dp pp tests}; do
+for each in ${*:-ways tp8b tp30b ep30b data30b cp8b dp pp tests}; do
   case $each in
-  tests) part tests 120 python -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_tp.py --durations=8 ;;
+  tests) part tests 120 python -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_tp.py --durations=8 \
+        -k "not other_ways and not counted" ;;
+  ways) part ways 240 python -m pytest -q -p no:cacheprovider -m gpu tests/gpu/test_tp.py --durations=10 \
+        -k "other_ways or counted" ;;
   tp8b) offline tp8b 60 qwen3-8b W1,W2 '{"tp": 2}' ;;
   tp30b) offline tp30b 75 qwen3-30b-a3b W1,W2 '{"tp": 2}' ;;
   ep30b) offline ep30b 75 qwen3-30b-a3b W1,W2 '{"tp": 2, "ep": 2}' ;;
+  data30b) offline data30b 90 qwen3-30b-a3b W1 '{"tp": 2, "ep": 2, "dp_attention": true}' ;;
+  cp8b) offline cp8b 75 qwen3-8b W3 '{"cp": 2}' ;;
   dp) part dp 110 python bench/replicas.py --model bench/models/qwen3-8b --counts 1,2 \
         --server-args "--device cuda --context-length 8192 --log-level warning --no-log-requests" --log "$T/dp-server.log" ;;
   pp) offline pp 150 llama-3.1-70b W2,W1 '{"pp": 2, "tokenizer": "bench/models/qwen3-8b"}' --name llama-3.3-70b ;;

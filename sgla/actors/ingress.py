@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -395,16 +396,24 @@ class Ingress(Resting):
         Requests wait meanwhile, and go on."""
         self.require_ready()
         placing.check(self.config)
-        return await self._whole(self._place_experts())
+        place = self._between_steps(partial(placing.place, self.config, self.control))
+        made: list[dict[str, Any]] = await self._whole(place)
+        return made
 
-    async def _place_experts(self) -> list[dict[str, Any]]:
+    async def count_experts(self, verb: str) -> Any:
+        """The ranks' answers to ``experts_start``, ``experts_stop`` or ``experts_dump``. All begin and end to
+        count with the same step."""
+        told = partial(self.control, Control(verb=verb))
+        return await (told() if verb == "experts_dump" else self._whole(self._between_steps(told)))
+
+    async def _between_steps(self, do: Callable[[], Awaitable[Any]]) -> Any:
         pause, stats = self._pause, self._stats
         assert pause is not None
         assert stats is not None
         pause(True)
         try:
             await placing.still(lambda: stats().in_flight)
-            return await placing.place(self.config, self.control)
+            return await do()
         finally:
             pause(self.paused)
 

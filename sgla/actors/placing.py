@@ -8,7 +8,7 @@ from typing import Any
 
 from sgla.config import Config
 from sgla.errors import NotReady, SglaError, UnsupportedField
-from sgla.kernels.placement import balance, balanced
+from sgla.kernels.placement import Homes, balance, balanced
 from sgla.messages import Control
 
 TRIES, TRY = 3000, 0.02  # looks whether the steps in flight have ended, and seconds between two
@@ -18,8 +18,18 @@ def check(config: Config) -> None:
     """Raises UnsupportedField."""
     if config.ep == 1:
         raise UnsupportedField("no rank has whole experts; start the server with --tp and --ep")
-    if config.device != "cpu":
-        raise UnsupportedField(f"experts stay where they are on --device {config.device}")
+
+
+def counts_of(told: dict[str, Any]) -> tuple[dict[int, list[int]], dict[int, Homes]]:
+    """How often each expert was chosen, by layer, and the experts of each rank, if they are whole: of the
+    answers of all ranks, which have each counted some."""
+    counts: dict[int, list[int]] = {}
+    homes: dict[int, Homes] = {}
+    for rank in told.get("ranks", []):
+        for layer, numbers in rank.get("experts", {}).items():
+            counts[layer] = [a + b for a, b in zip(counts.get(layer, [0] * len(numbers)), numbers)]
+        homes |= rank.get("homes", {})
+    return dict(sorted(counts.items())), homes
 
 
 async def still(in_flight: Callable[[], int]) -> None:
@@ -35,13 +45,11 @@ async def place(config: Config, control: Callable[[Control], Awaitable[Any]]) ->
     """Where experts have gone, by layer, and how well ranks were and are balanced; no step is under way.
     Raises UnsupportedField where nothing was counted, and what loading does: then they are where they were.
     """
-    told = (await control(Control(verb="experts_dump")))["ranks"]
-    counts = dict(sorted(item for rank in told for item in rank.get("experts", {}).items()))
+    counts, before = counts_of(await control(Control(verb="experts_dump")))
     if not any(map(any, counts.values())):
         raise UnsupportedField(
             "nothing was counted: POST /start_expert_distribution_record, let requests run, and come again"
         )
-    before = {layer: homes for rank in told for layer, homes in rank.get("homes", {}).items()}
     homes = {
         layer: balanced(numbers, config.ep, config.redundant_experts) if any(numbers) else before[layer]
         for layer, numbers in counts.items()

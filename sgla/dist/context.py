@@ -21,9 +21,17 @@ class Context:
         dist.all_gather(received, padded, self._group)
         return [rows[:count] for rows, count in zip(received, counts)]
 
+    def max(self, keys: Tensor) -> None:
+        """Largest of each of ``keys`` int64[S] over the ranks, in place."""
+        dist.all_reduce(keys, dist.ReduceOp.MAX, self._group)
+
     def join(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
         """All of ``count`` rows, of which each rank has some: x [n, d] of this one, which are ``rows``."""
         whole = x.new_zeros(count, x.shape[1])
         whole[rows] = x
-        dist.all_reduce(whole, group=self._group)
-        return whole
+        return self.sum(whole)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks, in place."""
+        dist.all_reduce(x, group=self._group)
+        return x

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sgla.dist.meeting import TIMEOUT, is_far, open_store
-from sgla.dist.shard import Shard, shard_of
+from sgla.dist.shard import Shard, shard_in, shard_of
 from sgla.errors import ConfigError
 from sgla.kernels.device import describe
 from sgla.kernels.cuda.all_reduce import MAX_RANKS, AllReduce, inbox_bytes
@@ -40,10 +40,11 @@ def join_gpus(
     timeout: float = TIMEOUT,
     message: int = MESSAGE,
     local: range | None = None,
+    contexts: int = 1,
 ) -> Joined:
     """Take the GPU that has the rank's number on this host, whose ranks are ``local`` (None: all), meet the
-    others through ``store`` (``open_store``), and stay until the process ends. The ranks of a stage exchange
-    sums by themselves.
+    others through ``store`` (``open_store``), and stay until the process ends. The ranks of a stage, or of
+    one of the ``contexts``, exchange sums by themselves.
 
     ``timeout`` in seconds holds for the collectives of NCCL, which then end the process. ``message``: bytes
     up to which sums go through the peers' memory. Raises ConfigError if there are too few GPUs.
@@ -55,7 +56,7 @@ def join_gpus(
         raise ConfigError(f"--device cuda: torch sees no GPU, {why}", param="device")
     if len(local) > count:
         raise ConfigError(
-            f"--tp x --pp: {len(local)} ranks need {len(local)} GPUs; torch sees {count}", param="tp"
+            f"--tp x --pp x --cp: {len(local)} ranks need {len(local)} GPUs; torch sees {count}", param="tp"
         )
     gpu = rank - local.start
     torch.cuda.set_device(gpu)
@@ -74,7 +75,7 @@ def join_gpus(
         device_id=torch.device("cuda", gpu),  # connects now, while the store exists
     )
     dist.barrier()
-    shard = shard_of(rank, size, stages)
+    shard = shard_of(rank, size, stages) if contexts == 1 else shard_in(rank, size, contexts)
     if shard.size == 1:
         return Joined(shard, "")
     first = shard.number - shard.rank - local.start

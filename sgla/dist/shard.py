@@ -117,11 +117,14 @@ class Shard:
         return self.exchange.sum(x, norm)
 
     def max(self, keys: Tensor) -> None:
-        """Largest of each of ``keys`` int64[S] over the ranks, in place. None may be 0."""
+        """Largest of each of ``keys`` int64[S] over the ranks, with a ``context`` over all of its ranks, in
+        place. None may be 0."""
         if self.exchange is not None:
             self.exchange.max(keys)
         elif self.size > 1:
             dist.all_reduce(keys, dist.ReduceOp.MAX, self.group)
+        if self.context is not None:
+            self.context.max(keys)
 
     def all_gather(self, x: Tensor, out: Tensor) -> None:
         """Join the ranks' columns:

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from sgla.actors.placing import counts_of
 from sgla.actors.resting import PARTS, named_parts
 from sgla.errors import InvalidField, NotFound
 from sgla.http import answer_types as to
@@ -215,30 +216,24 @@ async def start_profile(request: web.Request) -> web.Response:
 
 @operation("SGLang: count which experts tokens choose", answer=to.Done)
 async def start_experts(request: web.Request) -> web.Response:
-    """From 0 on, until they are stopped; for mixtures on CPUs."""
-    await request[ASKED].ingress.control(Control(verb="experts_start"))
+    """From 0 on, until they are stopped. On GPUs steps are slower meanwhile."""
+    await request[ASKED].ingress.count_experts("experts_start")
     return json_response({"success": True})
 
 
 @operation("SGLang: count no more", answer=to.Done)
 async def stop_experts(request: web.Request) -> web.Response:
     """What has been counted stays."""
-    await request[ASKED].ingress.control(Control(verb="experts_stop"))
+    await request[ASKED].ingress.count_experts("experts_stop")
     return json_response({"success": True})
 
 
 @operation("SGLang: tell what has been counted")
 async def dump_experts(request: web.Request) -> web.Response:
     """For each layer with experts how often each was chosen, since the start or the last dump."""
-    told = await request[ASKED].ingress.control(Control(verb="experts_dump"))
-    layers = sorted(layer for rank in told.get("ranks", []) for layer in _layers(rank))
-    return json_response({"layers": [_counted(*layer) for layer in layers]})
-
-
-def _layers(told: dict[str, Any]) -> list[tuple[int, list[int], Any]]:
-    """Of a stage: number, counts, and the experts of each rank, if these are whole."""
-    homes = told.get("homes", {})
-    return [(layer, numbers, homes.get(layer)) for layer, numbers in told.get("experts", {}).items()]
+    counts, homes = counts_of(await request[ASKED].ingress.count_experts("experts_dump"))
+    layers = [_counted(layer, numbers, homes.get(layer)) for layer, numbers in counts.items()]
+    return json_response({"layers": layers})
 
 
 def _counted(layer: int, numbers: list[int], homes: Any) -> dict[str, Any]:

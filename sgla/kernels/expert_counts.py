@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 
 class ExpertCounts:
-    """Of one layer: ``numbers`` int64[E], of the tokens that it has computed while ``active``; ``chosen``:
-    None, or the experts of the latest of them, int[T, top_k or more]."""
+    """Of one layer with ``experts``, of the tokens it has computed while ``active``; ``chosen``: None, or the
+    experts of the latest, int[T, top_k or more]. ``held``: None, or those whose places the ids are, which are
+    -1 for others."""
 
-    def __init__(self, experts: int) -> None:
-        self.active = False
+    def __init__(self, experts: int, held: Sequence[int] | None = None) -> None:
+        self.active, self.held, self._experts = False, held, experts
         self.chosen: list[Tensor] | None = None
-        self.numbers = torch.zeros(experts, dtype=torch.int64, device="cpu")
+        self._numbers: Tensor | None = None  # int64[experts + 1], where the ids are; the first are of nobody
 
     def add(self, ids: Tensor) -> None:
-        """ids int64[T, top_k]"""
+        """ids int[T, top_k or more]; those beyond the experts are of shared ones, which are not counted."""
         if self.chosen is not None:
             self.chosen.append(ids)
         if self.active:
             self.count(ids)
 
     def count(self, ids: Tensor) -> None:
-        self.numbers += torch.bincount(ids.flatten(), minlength=len(self.numbers))
+        if self._numbers is None:
+            self._numbers = torch.zeros(self._experts + 1, dtype=torch.int64, device=ids.device)
+        places = ids.flatten().long() + 1
+        own = places <= self._experts
+        self._numbers.scatter_add_(0, places.where(own, 0), own.long())
 
     def taken(self) -> list[int]:
         """The numbers; from now on they count from 0."""
-        numbers: list[int] = self.numbers.tolist()
-        self.numbers.zero_()
-        return numbers
+        if self._numbers is None:
+            return [0] * self._experts
+        numbers: list[int] = self._numbers[1:].tolist()
+        self._numbers = None
+        if self.held is None:
+            return numbers
+        found = [0] * self._experts
+        for expert, number in zip(self.held, numbers):
+            found[expert] = number
+        return found
 
 
 def keep_chosen(counts: Mapping[str, ExpertCounts]) -> None:

@@ -132,6 +132,13 @@ class Ranks(Protocol):
     def all_reduce_norm(self, x: Tensor, norm: AddedNorm) -> Tensor: ...
 
 
+class Together(Protocol):
+    """What operations need of ``dist.PlannedLockstep``."""
+
+    def gather(self, x: Tensor) -> Tensor: ...
+    def own_rows(self, y: Tensor, x: Tensor) -> Tensor: ...
+
+
 @op
 def embedding(ids: Tensor, weight: Tensor | Weight, scale: float = 1.0) -> Tensor:
     """``weight[ids] * scale``: ids int32[T], weight [V, d] -> [T, d];
@@ -563,13 +570,15 @@ def gated(x: Tensor, kind: Gating) -> Tensor:
 class Biases(NamedTuple):
     """What a mixture adds, float32, for E experts: to the ``logits`` of the router [E]; to the scores
     [E] while experts are chosen (``correction``), not to their weights (arXiv 2408.15664); to the products
-    ``gate_up`` [E, 2f] and ``down`` [E, d]. ``factor`` [E]: by what their weights are multiplied."""
+    ``gate_up`` [E, 2f] and ``down`` [E, d]. ``factor`` [E]: by what their weights are multiplied.
+    ``places`` int32 [E]: of whole experts on a GPU, where each is (``placement.Part.table``)."""
 
     logits: Tensor | None = None
     correction: Tensor | None = None
     gate_up: Tensor | None = None
     down: Tensor | None = None
     factor: Tensor | None = None
+    places: Tensor | None = None
 
 
 NO_BIASES = Biases()
@@ -753,6 +762,18 @@ def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of x over the ranks, which may take the place of x."""
     ranks.all_reduce(x)
     return x
+
+
+@op
+def gathered(x: Tensor, ranks: Together) -> Tensor:
+    """The tokens of all ranks, which compute together: x [T, d] of this one -> [A, d]."""
+    return ranks.gather(x)
+
+
+@op
+def own_rows(y: Tensor, x: Tensor, ranks: Together) -> Tensor:
+    """Of y [A, d] those of this rank: as many as x [T, d] has."""
+    return ranks.own_rows(y, x)
 
 
 @op

@@ -17,6 +17,21 @@ class Part(NamedTuple):
     held: tuple[int, ...]
     copies: tuple[tuple[int, int], ...]
 
+    def table(self, experts: int) -> list[int]:
+        """A word for each of ``experts``: its place among those here and 1, or 0, in the lowest 16 bits; its
+        copies in the next 8; which of them is here in those behind."""
+        words = [1 << 16] * experts
+        for place, (expert, (count, which)) in enumerate(zip(self.held, self.copies)):
+            words[expert] = place + 1 | count << 16 | which << 24
+        return words
+
+    def keeping(self, held: Sequence[int]) -> Part:
+        """The same in another order: what is among ``held`` stays in its place."""
+        copies, places = dict(zip(self.held, self.copies)), dict(enumerate(held))
+        coming = (expert for expert in self.held if expert not in held)
+        order = [places[i] if places.get(i) in copies else next(coming) for i in range(len(self.held))]
+        return Part(tuple(order), tuple(copies[expert] for expert in order))
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -1,9 +1,9 @@
 """Torch operations of a recorded forward: calls on symbolic tensors, replayed in every step on real ones.
 
 A ``Symbol`` is a tensor on the meta device whose sizes may be stand-ins for what differs from step to step: T
-tokens, S sampled rows, R rows. Calls on symbols that follow each other are one ``Region``. Not every forward
-can be recorded: an operation in place, or one that looks at values on the host (``x.tolist()``, ``if x >
-0``), raises NotRecorded.
+tokens, S sampled rows, R rows, A tokens of ranks that compute together. Calls on symbols that follow each
+other are one ``Region``. Not every forward can be recorded: an operation in place, or one that looks at
+values on the host (``x.tolist()``, ``if x > 0``), raises NotRecorded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.dispatch import Op
 
 K = TypeVar("K")
-Counted = Literal["tokens", "sampled", "rows"]
+Counted = Literal["tokens", "sampled", "rows", "gathered"]
 # Large primes: a size that one of them divides is that many times the number it stands for.
-STAND_INS: dict[Counted, int] = {"tokens": 15485863, "sampled": 32452843, "rows": 49979687}
+STAND_INS: dict[Counted, int] = {
+    "tokens": 15485863,
+    "sampled": 32452843,
+    "rows": 49979687,
+    "gathered": 67867967,
+}
 NEAR = 4096  # a size this near to a multiple is a sum that cannot be replayed
 LOOKS = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
@@ -77,7 +82,7 @@ class Symbol(Tensor):
 
 
 class Size(NamedTuple):
-    """``factor`` times the T, S or R of a step."""
+    """``factor`` times the T, S, R or A of a step."""
 
     of: Counted
     factor: int

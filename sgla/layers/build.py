@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from sgla.dist import Shard
 from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.lora import Rows, Stack
+from sgla.kernels.placement import Part
 from sgla.layers.adapters import AdapterPart, Adapters
 from sgla.quant.formats import FORMATS, common
 from sgla.quant.method import PLAIN, Method
@@ -129,6 +130,15 @@ class Values:
         return storage(kind).read(self, rows, columns)
 
 
+class Moves(Protocol):
+    """A mixture with whole experts, of which some go to other ranks."""
+
+    experts: int
+
+    def move(self, part: Part) -> list[str]:
+        """Have these; beginnings of the names of tensors that have to be read again."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """A place for one checkpoint tensor of ``shape``; ``take`` stores this rank's part of it."""
@@ -159,7 +169,8 @@ class Build:
     ``joined``: whether rows that several layers
     read are better multiplied by one kernel. ``device``: the kind that computes.
     ``cache_scales``: what the file says of k and v of a layer in 8 bits, by its number and ``k`` or ``v``.
-    ``adapters``: where layers make room for adapters; None: nowhere. ``counts``: of mixtures, by name.
+    ``adapters``: where layers make room for adapters; None: nowhere. ``counts``: of mixtures, by name;
+    ``mixtures``: those whose experts may go to other ranks, by layer.
     """
 
     shard: Shard = field(default_factory=Shard)
@@ -180,6 +191,7 @@ class Build:
     cache_scales: dict[tuple[int, str], float] = field(default_factory=dict)
     adapters: Adapters | None = None
     counts: dict[str, ExpertCounts] = field(default_factory=dict)
+    mixtures: dict[int, Moves] = field(default_factory=dict)
 
     def joins(self, *modules: str) -> bool:
         """Whether these layers are better one weight, and may be."""

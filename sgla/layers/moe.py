@@ -12,6 +12,7 @@ from torch import Tensor
 from sgla.kernels import ops
 from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.ops import Biases
+from sgla.kernels.placement import Part
 from sgla.kernels.routing import Gating, Routing
 from sgla.layers.build import Build, Share, StackPart, Values, fill
 from sgla.layers.mlp import GatedMLP, PlainMLP
@@ -51,6 +52,7 @@ class MoE:
         routed: int = 0,
     ) -> None:
         self.shard, self.activation, self.shared = build.shard.of_mlps, activation, shared
+        self.crossed = crossed
         self.lockstep = build.shard.lockstep
         self.held: Sequence[int] = range(experts)
         self.own = self.shard.range(intermediate, GROUP)
@@ -58,11 +60,11 @@ class MoE:
             assert not routing.shared
             self.own, self.held = range(intermediate), self.shard.range(experts)
             routing = replace(routing, held=self.held)
+            self.layer = int(name.partition(".layers.")[2].partition(".")[0])
             if self.shard.placement is not None:
-                layer = int(name.partition(".layers.")[2].partition(".")[0])
-                part = self.shard.placement.part(layer, experts, self.shard.rank)
+                part = self.shard.placement.part(self.layer, experts, self.shard.rank)
                 self.held, routing = part.held, replace(routing, held=part.held, copies=part.copies)
-        self.routing, self.experts = routing, experts
+        self.name, self.routing, self.experts = name, routing, experts
         self.hidden, self.intermediate = hidden, intermediate
         modules = [f"{name}.experts.{e}" for e in self.held]
         self.parts = ("up",) if activation == "relu2" else ("gate", "up")
@@ -96,21 +98,38 @@ class MoE:
             *(self._declare_biases(build, f"{name}.experts", crossed) if bias else ()),
         )
         self.counts = build.counts[name] = ExpertCounts(experts)
+        if self.shard.whole_experts and build.device == "cuda":
+            self._move_in_place(build)
+
+    def _move_in_place(self, build: Build) -> None:
+        """Have graphs read where experts are, so that these may move."""
+        ones = self.routing.copies or ((1, 0),) * len(self.held)
+        words = Part(tuple(self.held), ones).table(self.experts)
+        self.biases = self.biases._replace(places=torch.tensor(words, dtype=torch.int32))
+        self.counts.held = self.held
+        build.mixtures[self.layer] = self
+
+    def move(self, part: Part) -> list[str]:
+        """Take other experts, as many: beginnings of the names of tensors that have to be read again. Those
+        that stay are where they were."""
+        assert self.biases.places is not None
+        part = part.keeping(self.held)
+        fresh = [new for old, new in zip(self.held, part.held) if new != old]
+        self.held = self.counts.held = part.held
+        words = torch.tensor(part.table(self.experts), dtype=torch.int32, device="cpu")
+        self.biases.places.copy_(words)
+        if self.crossed or self.biases.gate_up is not None:
+            return [f"{self.name}.experts."] if fresh else []
+        return [f"{self.name}.experts.{expert}." for expert in fresh]
 
     def _declare_each(self, build: Build, name: str) -> None:
-        d, f, own, each = self.hidden, self.intermediate, self.own, len(self.parts)
-        places = {expert: i for i, expert in enumerate(self.held)}
+        d, f, each = self.hidden, self.intermediate, len(self.parts)
         inputs = [f"{name}.{e}.{which}_proj" for e in range(self.experts) for which in self.parts]
         outputs = [f"{name}.{e}.down_proj" for e in range(self.experts)]
         for i, part in enumerate(inputs):
-            here = (place := places.get(i // each)) is not None
-            at = (place or 0) * each + i % each
-            take = partial(_fill, self.gate_up, at * len(own), own, None) if here else _leave
-            build.declare(f"{part}.weight", (f, d), take)
+            build.declare(f"{part}.weight", (f, d), partial(self._take_input, *divmod(i, each)))
         for e, part in enumerate(outputs):
-            at = places.get(e, 0) * d
-            take = partial(_fill, self.down, at, range(d), own) if e in places else _leave
-            build.declare(f"{part}.weight", (d, f), take)
+            build.declare(f"{part}.weight", (d, f), partial(self._take_output, e))
         halves = range(f), range(f, 2 * f)
         build.stacks[f"{name}.{'_'.join(self.parts)}_proj"] = (
             (self.experts, each * f, d),
@@ -120,6 +139,17 @@ class MoE:
             (self.experts, d, f),
             [StackPart(f"{part}.weight", e, range(d)) for e, part in enumerate(outputs)],
         )
+
+    def _take_input(self, expert: int, part: int, source: Share) -> None:
+        """Gate or up of one, if it is here."""
+        if expert in self.held:
+            at = self.held.index(expert) * len(self.parts) + part
+            fill(self.gate_up, at * len(self.own), source, self.own)
+
+    def _take_output(self, expert: int, source: Share) -> None:
+        if expert in self.held:
+            at = self.held.index(expert) * self.hidden
+            fill(self.down, at, source, range(self.hidden), self.own)
 
     def _declare_shared(self, build: Build, name: str) -> None:
         """A shared expert, whose channels are those of the last experts, one behind the other."""
@@ -163,11 +193,15 @@ class MoE:
     def _declare_biases(self, build: Build, name: str, crossed: bool) -> tuple[Tensor, Tensor | None]:
         """Of the products; that of ``down`` enters the sum over the ranks once."""
         inner, own = torch.zeros(len(self.held), 2 * len(self.own)), self.own
-        outer, here = torch.zeros(len(self.held), self.hidden), torch.tensor(list(self.held), device="cpu")
+        outer = torch.zeros(len(self.held), self.hidden)
 
         def take(part: int, step: int, source: SourceTensor) -> None:
             mine = inner[:, part * len(own) : (part + 1) * len(own)]
-            mine.copy_(source.dense()[here][:, part % step :: step][:, own.start : own.stop])
+            here = source.dense()[list(self.held)]
+            mine.copy_(here[:, part % step :: step][:, own.start : own.stop])
+
+        def take_outer(source: SourceTensor) -> None:
+            outer.copy_(source.dense()[list(self.held)])
 
         def take_both(source: SourceTensor) -> None:
             for part in (0, 1):
@@ -180,7 +214,7 @@ class MoE:
                 shape = self.experts, self.intermediate
                 build.declare(f"{name}.{part}_proj_bias", shape, partial(take, i, 1))
         shape = self.experts, self.hidden
-        build.declare(f"{name}.down_proj_bias", shape, lambda source: _fill_rows(outer, here, source))
+        build.declare(f"{name}.down_proj_bias", shape, take_outer)
         return inner, outer if self.shard.rank == 0 or self.shard.whole_experts else None
 
     def weigh(self, factor: Tensor) -> None:
@@ -240,14 +274,6 @@ def _experts(source: Share, held: Sequence[int]) -> Iterator[tuple[int, Tensor]]
     for e in range(source.index, source.shape[0], source.count):
         if e in places:
             yield places[e], source.dense(range(e, e + 1))[0]
-
-
-def _leave(source: Share) -> None:
-    """It is another rank's."""
-
-
-def _fill_rows(target: Tensor, rows: Tensor, source: SourceTensor) -> None:
-    target.copy_(source.dense()[rows])
 
 
 def _copy(target: Tensor, source: SourceTensor) -> None:

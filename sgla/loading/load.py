@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -245,6 +245,14 @@ class Declared:
             seed=self.seed,
             sound=sound,
         )
+
+    def part(self, source: ModelSource, prefixes: Sequence[str]) -> None:
+        """Those whose names begin so, in place. Raises WeightError."""
+        begins = tuple(prefixes)
+        tensors = _stream(source, self.build, self.seed, self.rename, self.mend)
+        found = _fitting(self.build.table, tensors, self.architecture, self.tied, self.ignored)
+        jobs = {name: tensor for name, tensor in found.items() if name.startswith(begins)}
+        _run(self.build.table, jobs, lambda progress: None)
 
     def look(self, source: ModelSource) -> None:
         """Read all of them, and store nothing. Raises WeightError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -16,7 +16,7 @@ from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.ops import Layer
 from sgla.layers.attention import HeadNorms, LayerAttention, SelfAttention
-from sgla.layers.build import Build
+from sgla.layers.build import Build, Moves
 from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.layers.moe import MoE, SharedExpert
 from sgla.layers.norm import LayerNorm, Norm, RMSNorm
@@ -36,6 +36,9 @@ class Refills(Protocol):
 
     def load(self, source: ModelSource, on_progress: Any = None, sound: bool = False) -> None:
         """All that are in files. ``sound``: they must be finite. Raises WeightError."""
+
+    def part(self, source: ModelSource, prefixes: Sequence[str]) -> None:
+        """Those whose names begin so, in place. Raises WeightError."""
 
     def look(self, source: ModelSource) -> None:
         """Whether they fit and are finite. Raises WeightError."""
@@ -63,9 +66,11 @@ class CausalLM(ABC):
     cache_scales: list[tuple[float, float]] | None = None  # of k and v of each layer, if the file has them
     declared: Refills | None = None  # what brings other weights; None: nothing does
     counts: Mapping[str, ExpertCounts] = MappingProxyType({})  # of mixtures, by name
+    mixtures: Mapping[int, Moves] = MappingProxyType({})  # those whose experts may move, by layer
 
     def __init__(self, spec: ModelSpec, build: Build, positions: int) -> None:
-        self.spec, self.shard, self.positions, self.counts = spec, build.shard, positions, build.counts
+        self.spec, self.shard, self.positions = spec, build.shard, positions
+        self.counts, self.mixtures = build.counts, build.mixtures
 
     @property
     def width(self) -> int:

@@ -24,6 +24,7 @@ REFUSED = {
     "role": "the servers would have to be cut alike",
     "encode_url": "pictures are not taken",
     "logits_processors": "they have not been tried with it",
+    "cpu_offload_gb": "it has not been tried with it",
     "enable_torch_compile": "a module of transformers is not cut so",
     "enable_return_routed_experts": "a rank knows those of its own tokens alone",
 }
@@ -37,8 +38,8 @@ def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, 
     obstacle = None
     if config.executor not in ("procs", "fake"):
         obstacle = f"with --executor {config.executor}"
-    elif device != "cpu":
-        obstacle = f"on --device {device} yet"
+    elif device not in ("cpu", "cuda"):
+        obstacle = f"on --device {device}"
     elif vectors or isinstance(spec, EncoderSpec):
         obstacle = "by a model that answers with vectors"
     elif isinstance(spec, GenericSpec):

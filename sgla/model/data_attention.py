@@ -24,6 +24,7 @@ REFUSED = {
     "encode_url": "pictures are not taken",
     "logits_processors": "they have not been tried with it",
     "enable_return_routed_experts": "experts see the tokens of all ranks",
+    "cpu_offload_gb": "it has not been tried with it",
     "enable_torch_compile": "a module of transformers is not cut so",
 }
 # Architectures whose layers share out what is behind attention in a way of their own.
@@ -40,8 +41,8 @@ def check_data(config: Config, device: str, spec: ModelSpec | EncoderSpec | None
         obstacle = "with --tp 1, which has nothing to share out; give --tp"
     elif config.executor != "procs":
         obstacle = f"with --executor {config.executor}"
-    elif device != "cpu":
-        obstacle = f"on --device {device} yet"
+    elif device not in ("cpu", "cuda"):
+        obstacle = f"on --device {device}"
     elif vectors or isinstance(spec, EncoderSpec):
         obstacle = "by a model that answers with vectors"
     elif isinstance(spec, GenericSpec):

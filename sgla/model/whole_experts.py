@@ -28,7 +28,7 @@ def check_routed(config: Config, spec: ModelSpec | EncoderSpec | None) -> None:
 def check_experts(config: Config, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
     """Raise ConfigError for an ``--ep`` that cannot be. ``spec``: None if the model is not known."""
     if config.redundant_experts:
-        _check_redundant(config, device, spec)
+        _check_redundant(config, spec)
     if config.ep == 1:
         return
     if config.ep != config.tp:
@@ -53,12 +53,10 @@ def with_copies(config: Config, spec: ModelSpec) -> ModelSpec:
     return replace(spec, moe=replace(spec.moe, experts=spec.moe.experts + config.redundant_experts))
 
 
-def _check_redundant(config: Config, device: str, spec: ModelSpec | EncoderSpec | None) -> None:
+def _check_redundant(config: Config, spec: ModelSpec | EncoderSpec | None) -> None:
     count, obstacle = config.redundant_experts, None
     if config.ep == 1:
         obstacle = "without --ep, whose ranks have whole experts"
-    elif device != "cpu":
-        obstacle = f"on --device {device} yet"
     elif isinstance(spec, ModelSpec) and spec.moe is not None:
         total = spec.moe.experts + count
         if total % config.ep:

@@ -73,13 +73,14 @@ class DeviceSampler:
     """``tokens`` int32[slots + 1, context + 1] is the token table on the GPU.
     The last slot is the padding rows'.
 
-    Ranks cannot disagree: each draws from its part of the vocabulary, or rank 0 alone from all of it, and all
+    Ranks cannot disagree: each draws from its part of the vocabulary, or one alone from all of it, and all
     take the best of the candidates that every rank has seen."""
 
     def __init__(self, tokens: Tensor, vocab_size: int, shard: Shard | None = None) -> None:
         slots, device = tokens.shape[0], tokens.device
         self._tokens, self._vocab, self._shard = tokens, vocab_size, shard or Shard()
-        self._best_of_ranks = self._shard.max if self._shard.size > 1 else None
+        several = self._shard.size > 1 or self._shard.context is not None
+        self._best_of_ranks = self._shard.max if several else None
         self.temperatures = torch.zeros(slots, device=device)
         self.top_ps = torch.ones(slots, device=device)
         self.min_ps = torch.zeros(slots, device=device)
@@ -178,7 +179,7 @@ class DeviceSampler:
         return full
 
     def _follow(self, slots: Tensor, positions: Tensor, out: Tensor) -> None:
-        """Take the tokens that rank 0 draws."""
+        """Take the tokens that another rank draws."""
         keys = torch.full(slots.shape, sampling.WORST, dtype=torch.int64, device=slots.device)
         sampling.follow(keys, slots, positions, self._tokens, out, self._shard.max)
 
@@ -188,7 +189,7 @@ class DeviceSampler:
         logits, slots, positions, out, rows, (host_slots, host_positions) = pending
         if self._shard.size > 1:
             logits = self._gather(logits)
-        if self._shard.rank > 0:
+        if not self._shard.draws:
             self._follow(slots, positions, out)
             return []
         wanted = self._wanting(SCORED, host_slots)

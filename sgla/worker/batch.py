@@ -40,6 +40,11 @@ class Columns(NamedTuple):
     states: StateColumns | None = None
 
 
+def eager_order(starts: Any, q_lens: Any) -> Any:
+    """Rows of an eager step: those of one token, then what has a history (see ``attention.ExtendRows``)."""
+    return np.argsort((q_lens > 1) * (1 + (starts == 0)), kind="stable")
+
+
 class PromptSpan(NamedTuple):
     """Prompt tokens whose logprobs a row owes: the step's tokens ``first:end`` predict those of ``slot`` from
     position ``start`` on."""

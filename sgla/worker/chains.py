@@ -21,9 +21,10 @@ from sgla.kernels.cuda.batch_gemm import ROWS as TILES
 from sgla.kernels.ops import Layer
 from sgla.kernels.triton import drafts
 from sgla.messages import VERIFIED, StepPlan
+from sgla.worker.batch import eager_order
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_memory import GRAPH_LAYER
-from sgla.worker.gpu_steps import GpuSteps, eager_order
+from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import Capture, DecodeGraphs, seconds_of
 from sgla.worker.pace import Curve, Pace
 from sgla.worker.state import Int32s, column

@@ -106,34 +106,26 @@ class _Exchanging:
 
     def run(self, op: Op[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         if op is ops.attention:
-            self._bring(args[1], args[2])
+            bring(self._context, args[1], args[2].divided)
         return op.body(*args, **kwargs)
 
-    def _bring(self, kv: KVLayer, batch: ForwardBatch) -> None:
-        """Store what the other ranks have of the step."""
-        assert batch.divided is not None
-        where = [ops.places(kv, out_loc) for out_loc in batch.divided.places]
-        tensors = [kv.k] if kv.shared or not kv.v.numel() else [kv.k, kv.v]
-        scales = [scale for scale in (kv.k_scales, kv.v_scales) if scale is not None]
-        own, kept = where[self._context.rank], []
-        kept += [tensor[own] for tensor in tensors]
-        kept += [scale[own[0], :, own[1]] for scale in scales]
-        sent = torch.cat([_bytes(x) for x in kept], 1)
-        for rank, got in enumerate(self._context.gather(sent, [len(pages) for pages, _ in where])):
-            if rank == self._context.rank:
-                continue
-            pages, offsets = where[rank]
-            parts = got.split([_bytes(x).shape[1] for x in kept], 1)
-            for tensor, part in zip(tensors, parts):
-                tensor[pages, offsets] = _values(part, tensor, tensor.shape[2:])
-            for scale, part in zip(scales, parts[len(tensors) :]):
-                scale[pages, :, offsets] = _values(part, scale, scale.shape[1:2])
 
-
-def _bytes(x: Tensor) -> Tensor:
-    """uint8[T, *]"""
-    return x.reshape(len(x), -1).contiguous().view(torch.uint8)
-
-
-def _values(data: Tensor, like: Tensor, shape: Any) -> Tensor:
-    return data.contiguous().view(like.dtype).view(len(data), *shape)
+def bring(context: Context, kv: KVLayer, divided: Divided) -> None:
+    """Store what the other ranks have of a layer's tokens of the step."""
+    where = [ops.places(kv, out_loc) for out_loc in divided.places]
+    tensors = [kv.k] if kv.shared or not kv.v.numel() else [kv.k, kv.v]
+    tensors = [tensor.view(torch.uint8) for tensor in tensors]
+    scales = [scale for scale in (kv.k_scales, kv.v_scales) if scale is not None]
+    own = where[context.rank]
+    kept = [tensor[own].flatten(1) for tensor in tensors]
+    kept += [scale[own[0], :, own[1]].contiguous().view(torch.uint8) for scale in scales]
+    sent = torch.cat(kept, 1)
+    for rank, got in enumerate(context.gather(sent, [len(pages) for pages, _ in where])):
+        if rank == context.rank:
+            continue
+        pages, offsets = where[rank]
+        parts = got.split([x.shape[1] for x in kept], 1)
+        for tensor, part in zip(tensors, parts):
+            tensor[pages, offsets] = part.view(len(part), *tensor.shape[2:])
+        for scale, part in zip(scales, parts[len(tensors) :]):
+            scale[pages, :, offsets] = part.contiguous().view(scale.dtype)

@@ -22,7 +22,7 @@ from sgla.model.base import CausalLM
 from sgla.worker.adapters import AdaptedForward, AdapterStore, DirectCopies, places_of
 from sgla.worker.canvases import Canvases
 from sgla.worker.context import ContextForward
-from sgla.worker.facts import number_of
+from sgla.worker.experts import counted
 from sgla.worker.forward import Forward, KeptHidden, compiled, compiling, eager_forward, make_forward
 from sgla.worker.listening import Listening
 from sgla.worker.pictures import PicturedForward, Pictures
@@ -67,12 +67,8 @@ class CpuModel(Runner):
         if self.shard.context is not None:
             raise UnsupportedField("experts are not counted with --cp: each rank sees a part of the tokens")
         if verb == "experts_dump":
-            taken = {number_of(name): counts.taken() for name, counts in self.model.counts.items()}
-            shard = self.shard.of_mlps
-            told: dict[str, Any] = {"experts": taken}
-            if shard.whole_experts:
-                told["homes"] = {layer: shard.homes(layer, len(found)) for layer, found in taken.items()}
-            return told if shard.rank == 0 else {}
+            told = counted(self.model, self.shard.of_mlps)
+            return told if self.shard.of_mlps.rank == 0 else {}
         for counts in self.model.counts.values():
             counts.active = verb == "experts_start"
             if counts.active:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from sgla.errors import ConfigError, UnsupportedField, WeightError
 from sgla.hub.source import ModelSource
 from sgla.kernels.placement import Placement
 from sgla.worker.cpu_setup import CpuSetup
+from sgla.worker.experts import placed
 from sgla.worker.kv import forget
 from sgla.worker.place import drop_garbage
 from sgla.worker.runner import Command
@@ -57,10 +57,7 @@ class CpuWeights(ChangingRunner, CpuSetup):
             raise UnsupportedField(f"experts are read again, which cannot be with weights {what}")
         counted = any(counts.active for counts in self.model.counts.values())
         placement = Placement(self.config.ep, self.config.redundant_experts, dict(args["homes"]))
-        if self.shard.mlps is not None:
-            self.shard = replace(self.shard, mlps=replace(self.shard.mlps, placement=placement))
-        else:
-            self.shard = replace(self.shard, placement=placement)
+        self.shard = placed(self.shard, placement)
         self._load_again(self.source)
         for counts in self.model.counts.values():
             counts.active = counted

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from sgla.dist.lockstep import PlannedLockstep
 from sgla.messages import SAMPLE, StepPlan, StepResult
-from sgla.worker.batch import state_columns
+from sgla.worker.batch import StateColumns, eager_order, state_columns
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
-from sgla.worker.gpu_steps import Launched, eager_order
-from sgla.worker.gpu_weights import GpuWeights
+from sgla.worker.gpu_experts import GpuExperts
+from sgla.worker.gpu_steps import Launched
 from sgla.worker.kv import zero_pages
 from sgla.worker.loop import Computed
 from sgla.worker.prompt_graphs import prompts_last
@@ -26,14 +27,48 @@ from sgla.worker.state import column
 from sgla.worker.verify import DeviceDrafts, Verify
 
 DECODE_FLAGS = bytes([SAMPLE])
+NO_STATES = StateColumns(np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros((0, 3), np.int32))
 
 
-class CudaRunner(GpuWeights):
+class CudaRunner(GpuExperts):
     """Launches steps."""
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight | Computed:
         """Queue the step on the GPU. Waits for nothing."""
+        counted = self._counts(plan)
+        return self._launch_part(plan, counted) if plan.parts else self._launch(plan, counted)
+
+    def _launch_part(self, plan: StepPlan, counted: bool) -> Flight | Computed:
+        """Its own part of a step that ranks compute together. What each has to do stands in the plan, so all
+        call the same collectives, and those with decode rows alone take graphs of one size."""
+        lockstep, parts = self.shard.lockstep, [part if part and part.slots else None for part in plan.parts]
+        assert isinstance(lockstep, PlannedLockstep)
+        lockstep.counts = [int(column(part.q_lens).sum()) if part else 0 for part in parts]
+        try:
+            there = [part for part in parts if part is not None]
+            fits = not counted and all(self._decodes(part) for part in there)
+            size = max((len(part.slots) // 4 for part in there), default=0) if fits else 0
+            own = parts[lockstep.rank]
+            if own is not None:
+                return self._launch(own, counted, size)
+            if there:
+                self._take_part(size)
+            return Computed(plan.step, StepResult(step=plan.step, tokens=b""))
+        finally:
+            lockstep.counts = None
+
+    def _take_part(self, size: int) -> None:
+        """In a step without rows of this rank; ``size``: see ``_launch``."""
+        if size:
+            nobody = np.zeros(0, np.int32)
+            self.graphs.run(nobody, nobody, NO_STATES if self.steps.tables.states else None, least=size)
+        else:
+            self.steps.take_part()
+
+    def _launch(self, plan: StepPlan, counted: bool, size: int | None = None) -> Flight | Computed:
+        """``size``: rows, at least, of the graph that all ranks take; 0: none; None: each has the same
+        plan."""
         self.copies.begin(plan.copies)
         self.copies.drop(plan.dropped)
         if not plan.slots:
@@ -51,11 +86,12 @@ class CudaRunner(GpuWeights):
             verify, plan = self._guess(self.steps.drafts, plan)
         slots, starts = column(plan.slots), column(plan.starts)
         rows = len(slots)
-        if self._decodes(plan, rows) and not self._reads_pictures(slots, starts):
+        graph = not counted and self._decodes(plan) if size is None else size > 0
+        if graph and not self._reads_pictures(slots, starts):
             states = state_columns(plan, slots, starts, self.steps.tables.host)
-            out, landed, pending = self.graphs.run(slots, starts, states, verify)
+            out, landed, pending = self.graphs.run(slots, starts, states, verify, size or 0)
             return self.flights.begin(plan, begin, out, rows, landed, pending, [], verify)
-        out, count, scored, pending, extras = self._extend(plan, slots, starts, verify)
+        out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted)
         flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
         flight.extras = extras
         return flight
@@ -73,8 +109,9 @@ class CudaRunner(GpuWeights):
             self.chains.follow(plan)
         return verify, plan if verify is None else verify.plan
 
-    def _decodes(self, plan: StepPlan, rows: int) -> bool:
+    def _decodes(self, plan: StepPlan) -> bool:
         """It is a step of decode rows alone, and there is a graph for it."""
+        rows = len(plan.slots) // 4
         return (
             self._captures
             and rows <= self.graphs.limit
@@ -106,11 +143,13 @@ class CudaRunner(GpuWeights):
             self.release(flight)
         return self.finish(flight)
 
-    def _extend(self, plan: StepPlan, slots: Any, starts: Any, verify: Verify | None) -> Launched:
-        """A step with prompt tokens, or one that brings hidden states."""
+    def _extend(
+        self, plan: StepPlan, slots: Any, starts: Any, verify: Verify | None, counted: bool
+    ) -> Launched:
+        """A step with prompt tokens, or one that brings hidden states, or whose experts are counted."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         states = state_columns(plan, slots, starts, self.steps.tables.host)
-        graphs = self._captures and self.steps.reads_in_graphs
+        graphs = self._captures and self.steps.reads_in_graphs and not counted
         graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
         if self.steps.adapted is not None and self.steps.adapted.any(slots):
             graphs = False
@@ -120,7 +159,7 @@ class CudaRunner(GpuWeights):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
             launched, in_graph = Launched(out, count, [], pending, None), True
         else:
-            launched, in_graph = self.steps.run_eagerly(plan, verify), False
+            launched, in_graph = self.steps.run_eagerly(plan, verify, whole=counted), False
         if self.chains is not None and self.chains.reads_prompts:
             order = prompts_last(q_lens, flags) if in_graph else eager_order(starts, q_lens)
             first = np.empty_like(q_lens)
@@ -136,6 +175,9 @@ class CudaRunner(GpuWeights):
         return pictures is not None and pictures.reads(slots.tolist(), starts.tolist())
 
     def _brings_states(self, plan: StepPlan) -> bool:
-        """It has rows that bring something of each token."""
+        """It has rows that bring something of each token; where other ranks have parts, which do not know,
+        whenever there may be some."""
+        if self.shard.lockstep is not None:
+            return self.config.enable_return_hidden_states
         wanted = self.config.enable_return_hidden_states or self.config.enable_return_routed_experts
         return wanted and bool(self.steps.tables.host.brings[column(plan.slots)].any())

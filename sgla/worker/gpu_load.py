@@ -18,6 +18,7 @@ from sgla.model.drafting import draft_bytes
 from sgla.model.generic_spec import GenericSpec
 from sgla.model.sizes import experts_kind
 from sgla.model.spec import ModelSpec
+from sgla.model.whole_experts import with_copies
 from sgla.worker.facts import drafts_of, most_rows
 from sgla.worker.gpu_memory import FEWER_ROWS, GIB, Weights, splits, within_memory
 from sgla.worker.gpu_steps import Kernels, Sizes
@@ -67,7 +68,8 @@ def choose_kernels(
         )
     ops = GpuOps(backend, config.deterministic)
     guesses = sizes.rows > sizes.slots  # then the host does not know where rows begin
-    cascade = None if guesses else Cascade.of(shapes, backend, place.device)
+    alone = guesses or place.shard.lockstep is not None  # or other ranks would have another graph
+    cascade = None if alone else Cascade.of(shapes, backend, place.device)
     return Kernels(backend, ops, cascade, DTYPES[dtype], config.kv_dtype(dtype), config.deterministic), notes
 
 
@@ -114,12 +116,13 @@ def weights_of(config: Config, spec: ModelSpec, place: Gpu, guessing: ModelSpec 
     """``guessing``: the shape of what guesses for the model, if it has weights."""
     whole = config.deterministic or isinstance(spec, GenericSpec)
     return Weights(
-        spec,
+        with_copies(config, spec),
         dtype_of(config),
         spec.quantized(config.quantization, "cuda"),
-        place.shard.size,
+        place.shard.of_mlps.size,
         place.device.fp8 and not whole,
         () if whole else splits(spec, torch.cuda.device_count()),
         config.cpu_offload_gb * GIB,
         draft_bytes(config, guessing, dtype_of(config), "cuda"),
+        place.shard.size,
     )

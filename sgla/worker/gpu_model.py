@@ -58,7 +58,7 @@ class GpuModel(Runner):
     steps: GpuSteps
 
     def _load(self, config: Config, source: ModelSource) -> None:
-        woken = compilers().submit(wake_triton, self.shard.number)
+        woken = compilers().submit(wake_triton, self.place.index)
         self.config, self.source = config, source
         spec = self._stage(source)
         sizes = choose_sizes(config, spec, self.pooling)
@@ -96,7 +96,7 @@ class GpuModel(Runner):
 
     def _make_room(self) -> None:
         let_go()
-        if (memory := gpu_memory(self.shard.number)) is not None:
+        if (memory := gpu_memory(self.place.index)) is not None:
             total = self.place.usage()["total"]
             self.regions = Regions(Region(memory, total), Region(memory, total, LARGE))
         torch.cuda.empty_cache()  # what a runner before in this process had would count as free later only
@@ -119,7 +119,7 @@ class GpuModel(Runner):
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """In a thread that reads adapters."""
-        torch.cuda.set_device(self.shard.number)
+        self.place.begin_thread()
         return tensor.pin_memory()
 
     @property
@@ -180,5 +180,7 @@ class GpuModel(Runner):
         staged = self.shard.pipe is not None
         self._captures = kernels.attention.captures and self.pooling is None and not staged
         pool = ThreadPoolExecutor(1, "rehearse")
-        self._rehearsal = pool.submit(rehearse, self.steps, woken) if self._captures else None
+        self._rehearsal = (
+            pool.submit(rehearse, self.steps, self.place.index, woken) if self._captures else None
+        )
         pool.shutdown(wait=False)

@@ -81,7 +81,7 @@ class GpuSetup(GpuModel):
     def _make_flights(self) -> None:
         steps, vocab = self.steps, self.steps.model.spec.vocab
         self.constraints = None
-        if self.shard.rank == 0 and self.shard.samples:
+        if self.shard.draws:
             self.matchers = Matchers(mask_threads())
             skip_forced = self.shard.count == 1  # other ranks are told one token a row
             host = steps.tables.host.tokens

@@ -24,11 +24,12 @@ from sgla.model.base import CausalLM
 from sgla.model.state import LayerState, kv_groups, scaled, with_draft
 from sgla.quant.weight import Make
 from sgla.sampling.device import DeviceSampler, Pending, Scored, score, to_host
-from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, read
+from sgla.worker.batch import Columns, PromptSpan, StateColumns, Wanted, eager_order, read
 from sgla.worker.device_state import DeviceTables, aligned, upload, upload_columns
 from sgla.worker.facts import number_of
 from sgla.worker.flights import Extras
 from sgla.worker.gpu_adapters import AdaptedRows
+from sgla.worker.gpu_context import Divides
 from sgla.worker.kv import Arena, allocate_kv, tokens_of
 from sgla.worker.pictures import Pictures
 from sgla.worker.pooler import Pooler, label_logprobs
@@ -76,11 +77,6 @@ class Launched(NamedTuple):
     extras: Extras | None
 
 
-def eager_order(starts: Any, q_lens: Any) -> Any:
-    """Rows of an eager step: those of one token, then what has a history (see ``ExtendRows``)."""
-    return np.argsort((q_lens > 1) * (1 + (starts == 0)), kind="stable")
-
-
 def sizes_up_to(limit: int) -> list[int]:
     """Batch sizes that get a graph: a batch runs in the next larger one."""
     sizes = [1, 2, 4, 8, 12, 16, *range(24, 256, 8), *range(256, limit, 16)]
@@ -113,7 +109,8 @@ class GpuSteps:
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
         picks = any(0 < layer.whole_until < self.context_len for layer in model.spec.attention)
-        self.reads_in_graphs = not (self.deterministic or picks)  # prompts
+        together = self.shard.lockstep is not None  # and ranks have other numbers of prompt tokens
+        self.reads_in_graphs = not (self.deterministic or picks or together)  # prompts
         self._sampled = sizes_up_to(self.rows)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)
         self.own, self.state = len(model.state()), with_draft(model.state(), beside)
@@ -127,6 +124,10 @@ class GpuSteps:
         self.adapted: AdaptedRows | None = None
         if adapters is not None:
             self.adapted = AdaptedRows(adapters.rows, self.tables, self.rows)
+        context = self.shard.context
+        self._divides = (
+            None if context is None else Divides(self.tables, context, self.extend_batch, self.ops)
+        )
         guesses = tables is None and self.rows > self.slots
         self.drafts = DeviceDrafts(self.tables, not beside) if guesses else None
         self.spare = self.rows - self.slots if guesses and states else 0  # units for states behind guesses
@@ -196,12 +197,17 @@ class GpuSteps:
         return layers
 
     def run_eagerly(
-        self, plan: StepPlan, verify: Verify | None = None, media: Media | None = None
+        self,
+        plan: StepPlan,
+        verify: Verify | None = None,
+        media: Media | None = None,
+        whole: bool = False,
     ) -> Launched:
         """Decode rows go first, then what has a history (see ``ExtendRows``),
         which the row numbers of the result must not show: ``wanted`` counts rows and tokens in the order of
         the plan, ``order`` has the plan's rows in that of the batch, ``shift`` takes tokens from one to the
-        other. ``media``: in place of that of the rows' pictures."""
+        other. ``media``: in place of that of the rows' pictures; ``whole``: the last layer has all
+        tokens, too."""
         columns, wanted = read(plan, self.tables.host)
         order = eager_order(columns.starts, columns.q_lens)
         slots, starts, q_lens = (column[order] for column in columns[:3])
@@ -219,17 +225,25 @@ class GpuSteps:
         if self.adapted is not None:
             self.adapted.begin(slots, q_lens, host[0])
         units = None if columns.states is None else columns.states.ordered(order)
-        batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
+        divides = self._divides if self._divides is not None and self._divides.takes(q_lens) else None
+        if divides is None:
+            batch = self.extend_batch(slots, starts, q_lens, units, verify, (where, positions))
+        else:
+            batch = divides.batch(Columns(slots, starts, q_lens, host[0]))
         if self.pictures is not None:
             batch.media = media or self.pictures.media(slots, starts, q_lens)
         if not self.shard.samples:
             self.forward.hidden(batch)
             return Launched(batch.ids, 0, [], None, None)
-        whole = bool(wanted.prompt_spans or wanted.brought) or (self.pooler is not None and self.pooler.whole)
+        whole = whole or bool(wanted.prompt_spans or wanted.brought)
+        whole = whole or (self.pooler is not None and self.pooler.whole)
         routed = any(span.experts for span in wanted.brought)
         if routed:
             keep_chosen(self.model.counts)
-        hidden = self.forward.hidden(batch, None if whole else at)
+        if divides is None:
+            hidden = self.forward.hidden(batch, None if whole else at)
+        else:
+            hidden = divides.hidden(self.forward, batch, None if whole else host[0])
         experts = self._chosen(len(hidden)) if routed else None
         if self.hidden is not None:
             self.hidden.keep(batch.slots[: batch.decode_rows], batch.positions[: batch.decode_rows])
@@ -251,6 +265,11 @@ class GpuSteps:
             return Launched(out, count, scored, None, extras)
         pending = Pending(logits, where, positions, out, wanted.rows, (host[1], host[2]))
         return Launched(out, count, scored, pending, extras)
+
+    def take_part(self) -> None:
+        """Compute a token of nobody, with which this rank goes through its layers beside others."""
+        zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+        self.forward.hidden(self.extend_batch(np.full(1, self.slots, np.int32), zero, one))
 
     def _chosen(self, tokens: int) -> Tensor:
         """Experts of all tokens of the step that has been launched: see ``chosen``."""

@@ -67,7 +67,7 @@ class GpuWeights(ChangingRunner, GpuSetup):
         self._whole = True
 
     def _room(self, size: int) -> Pinned:
-        free = available_bytes() // self.shard.count
+        free = available_bytes() // self.shard.of_mlps.count
         if free < size:
             raise OutOfMemory(
                 f"the host has {mib(free)} for weights of {mib(size)}; POST /sleep?level=2, which reads them "

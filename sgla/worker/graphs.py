@@ -289,12 +289,17 @@ class DecodeGraphs:
         return DeviceStates(reads, writes, marks, None, None if self._steps.drafts is None else runs)
 
     def run(
-        self, slots: Any, starts: Any, states: StateColumns | None = None, verify: Verify | None = None
+        self,
+        slots: Any,
+        starts: Any,
+        states: StateColumns | None = None,
+        verify: Verify | None = None,
+        least: int = 0,
     ) -> tuple[Tensor, Tensor | None, Pending | None]:
         """Decode one token of each row: int32[rows, at least] on the GPU, and int32[rows] in pinned memory,
         to be read before ``STAGES`` further steps. ``Pending`` instead of the latter if a draw by temperature
-        is not all that rows need."""
-        rows = len(slots)
+        is not all that rows need. ``least``: rows that the graph has at least."""
+        rows = max(len(slots), least)
         adapted = self._steps.adapted is not None and self._steps.adapted.any(slots)
         plan = None if adapted else self._plan_prefixes(slots, starts)
         sizes, graphs = (self.sizes, self._graphs) if plan is None else (self._cascade_sizes, self._cascades)
@@ -307,8 +312,8 @@ class DecodeGraphs:
         stage = self._send(slots, starts, size, states, verify)
         graphs[size].replay()
         if self._steps.sampler.plain(slots):
-            return self.out, self._landed[stage, :rows], None
-        columns = self._columns(size)
+            return self.out, self._landed[stage, : len(slots)], None
+        columns, rows = self._columns(size), len(slots)
         numbers = np.arange(rows, dtype=np.int32)
         return (
             self.out,

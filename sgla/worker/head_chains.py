@@ -19,9 +19,10 @@ from sgla.messages import StepPlan
 from sgla.model.base import CausalLM, Decoder
 from sgla.model.predictor import Head
 from sgla.model.spec import ModelSpec
+from sgla.worker.batch import eager_order
 from sgla.worker.chains import ROWS, Chains
 from sgla.worker.device_state import upload
-from sgla.worker.gpu_steps import GpuSteps, eager_order
+from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.state import Int32s, column
 from sgla.worker.target_hidden import TargetHidden
 from sgla.worker.verify import DeviceDrafts

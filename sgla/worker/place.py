@@ -16,7 +16,7 @@ from torch import Tensor
 from sgla.config import Config
 from sgla.device import Device, platform
 from sgla.dist import Shard, join
-from sgla.dist.lockstep import Lockstep
+from sgla.dist.lockstep import Lockstep, PlannedLockstep
 from sgla.dist.meeting import TIMEOUT
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.program import ProgramLimits
@@ -59,8 +59,7 @@ class Cpu:
         self._group = ExitStack()
         timeout = config.dist_timeout or TIMEOUT
         shard = self._group.enter_context(join(rank, size, store, config.pp, timeout, config.cp))
-        placement = Placement(config.ep, config.redundant_experts) if config.redundant_experts else None
-        self.shard = replace(shard, whole_experts=config.ep > 1, placement=placement)
+        self.shard = replace(shard, whole_experts=config.ep > 1, placement=_placement(config))
         if config.dp_attention:
             self.shard = Shard(lockstep=Lockstep(rank, size), mlps=self.shard)
         self.device, self.torch, self.notes = Device("cpu", "cpu"), torch.device("cpu"), list[str]()
@@ -77,6 +76,11 @@ class Cpu:
         return compiled(forward, limits, self.threads, native)
 
 
+def _placement(config: Config) -> Placement | None:
+    """Of experts, some of which are on several ranks."""
+    return Placement(config.ep, config.redundant_experts) if config.redundant_experts else None
+
+
 class NoPages:
     """For the attention over pages in models without any, whose attention is another op."""
 
@@ -87,15 +91,17 @@ class NoPages:
 
 
 class Gpu:
-    """The NVIDIA GPU that has the rank's number on its host."""
+    """The NVIDIA GPU ``index`` of this host, which has the rank's number among those of the host."""
 
     def __init__(self, config: Config, rank: int, size: int, store: str) -> None:
         from sgla.dist.gpus import join_gpus
 
-        self._gpu = rank - ranks_of(config).start
+        self.index = rank - ranks_of(config).start
         timeout, local = config.dist_timeout or TIMEOUT, ranks_of(config)
-        shard, ranks = join_gpus(rank, size, store, config.pp, timeout, local=local)
-        self.shard = replace(shard, whole_experts=config.ep > 1)
+        shard, ranks = join_gpus(rank, size, store, config.pp, timeout, local=local, contexts=config.cp)
+        self.shard = replace(shard, whole_experts=config.ep > 1, placement=_placement(config))
+        if config.dp_attention:
+            self.shard = Shard(lockstep=PlannedLockstep(rank, size, self.shard), mlps=self.shard)
         torch.set_num_threads(1)
         self.device, self.torch = describe(), torch.device("cuda")
         use(self.device)
@@ -109,7 +115,7 @@ class Gpu:
         return {"free": free, "total": total}
 
     def begin_thread(self) -> None:
-        torch.cuda.set_device(self._gpu)
+        torch.cuda.set_device(self.index)
 
     def compiled(self, forward: Forward, limits: ProgramLimits, native: bool) -> tuple[Forward, str]:
         """Op by op, for models without pages."""

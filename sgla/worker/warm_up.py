@@ -52,10 +52,10 @@ def wake_triton(device: int) -> None:
     step.wake()
 
 
-def rehearse(steps: GpuSteps, woken: Future[None]) -> None:
+def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
     """The model has its layers, but no weights: a few of the layers stand for all. Every row has the dummy
     page. ``woken``: Triton is ready."""
-    torch.cuda.set_device(steps.shard.number)
+    torch.cuda.set_device(device)
     woken.result()
     layers = layers_of_all_kinds(steps.model.spec)
     if steps.hidden is not None and steps.hidden.layers:

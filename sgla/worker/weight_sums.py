@@ -12,7 +12,8 @@ CHUNK = 1 << 22  # words at a time
 MASK = (1 << 64) - 1
 STEP = 0x9E3779B97F4A7C15  # by which the sum of a chunk is multiplied for each behind it
 KEPT = "sgla.layers", "sgla.model", "sgla.quant", "sgla.kernels.cpu.panels"  # modules of what has weights
-APART = "declared", "counts", "_views"  # attributes that are no weights, or are the same ones again
+# Attributes that are no weights, or are the same ones again.
+APART = "declared", "counts", "mixtures", "_views"
 
 
 def weight_sums(model: object) -> dict[str, int]:

@@ -139,7 +139,7 @@ class ChangingRunner(Runner):
         self._check_changes()
         if args["backend"] == "nccl" and self.place.torch.type != "cuda":
             raise InvalidField("nccl is for GPUs; use gloo", param="backend")
-        rank = args["rank_offset"] + self.shard.number
+        rank = args["rank_offset"] + self.shard.of_mlps.number
         where = args["master_address"], args["master_port"], rank, args["world_size"]
         return self.trainers.join(Rendezvous(*where, args["group"], args["backend"]))
 
@@ -157,7 +157,7 @@ class ChangingRunner(Runner):
             if "servers" in args:
                 address = own(args["servers"], self._places)
                 return self.trainers.fetch(address, partial(self._check, "zmq_handles"), self._hold)
-            rank, paths, names = self.shard.rank, args["paths"], args.get("names", ())
+            rank, paths, names = self.shard.of_mlps.rank, args["paths"], args.get("names", ())
             found = received(paths[rank if len(paths) > 1 else 0], rank, names, self._places)
         except WeightError as error:
             raise InvalidField(error.message, param=_named(args)) from error
@@ -168,7 +168,7 @@ class ChangingRunner(Runner):
     def _places(self) -> list[str]:
         """Names of this rank's device."""
         if self.place.torch.type != "cuda":
-            return [f"CPU-{self.shard.number}"]
+            return [f"CPU-{self.shard.of_mlps.number}"]
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         return [f"GPU-{uuid}", uuid]
 

@@ -110,7 +110,7 @@ def test_what_cannot_be_is_refused_before_anything_loads(
 
 def test_other_devices_and_models() -> None:
     spec = read_spec(tiny_source().config)
-    for device, vectors, words in (("cuda", False, "on --device cuda"), ("cpu", True, "with vectors")):
+    for device, vectors, words in (("other", False, "on --device other"), ("cpu", True, "with vectors")):
         with pytest.raises(ConfigError, match=words):
             check_cp(Config(cp=2), device, spec, vectors)
 

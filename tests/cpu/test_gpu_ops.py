@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 from pathlib import Path
 
 from sgla.device import nvidia
+from sgla.dist import Shard
 from sgla.hub.source import ModelSource
 from sgla.kernels import gpu, ops
 from sgla.kernels.cuda import batch_gemm, prompt_gemm, skinny_gemm
@@ -333,7 +334,7 @@ def test_an_addend_comes_before_what_is_fused_behind(
     residual, norm = torch.randn(rows, 128).to(dtype), torch.rand(128)
 
     class Layer:
-        unrecorded = ""
+        unrecorded, shard = "", Shard()
         spec, embed, what = SimpleNamespace(hidden=128), SimpleNamespace(weight=table), "gated"
 
         def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
@@ -527,7 +528,7 @@ def test_an_add_takes_the_streams_memory_only_if_nobody_reads_it_later(
     norm = torch.rand(128)
 
     class Layer:
-        unrecorded = ""
+        unrecorded, shard = "", Shard()
         spec, embed = SimpleNamespace(hidden=128), SimpleNamespace(weight=table)
 
         def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:
@@ -562,7 +563,7 @@ def test_the_product_behind_a_gate_takes_both(
     w, norm = pack(torch.randn(64, 128) / 12, "bf16"), torch.rand(64) + 0.5
 
     class Layer:
-        unrecorded = ""
+        unrecorded, shard = "", Shard()
         spec, embed = SimpleNamespace(hidden=64), SimpleNamespace(weight=table)
 
         def forward(self, batch: Any, kv: Any, rows: Any) -> Tensor:

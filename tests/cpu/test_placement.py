@@ -16,7 +16,7 @@ from tiny import make_core, run, run_executor, tiny_config, tiny_source
 from sgla.actors import placing
 from sgla.config import Config
 from sgla.errors import ConfigError, NotReady, UnsupportedField
-from sgla.kernels.placement import Placement, balance, balanced
+from sgla.kernels.placement import Part, Placement, balance, balanced
 from sgla.ledger import mesh
 from sgla.messages import Control
 from sgla.observe.machine import Machine
@@ -43,6 +43,15 @@ def test_what_is_wanted_most_is_there_twice() -> None:
     assert balance([90, 10, 10, 10, 10, 10, 10, 10], [range(4), range(4, 8)]) == 80 / 120
     part = Placement(2, 2, {0: [[0, 1], [1, 2]]}).part(0, 3, 1)
     assert (part.held, part.copies) == ((1, 2), ((2, 1), (1, 0)))
+
+
+@given(st.data())
+def test_what_stays_keeps_its_place(data: Any) -> None:
+    before, behind = (data.draw(st.permutations(range(9)))[:4] for _ in range(2))
+    part = Part(tuple(behind), tuple((expert + 1, expert) for expert in behind))
+    made = part.keeping(before)
+    assert sorted(zip(*made)) == sorted(zip(*part))
+    assert all(new == old or old not in behind for new, old in zip(made.held, before))
 
 
 STACKS = {"vocab_size": 331, "max_position_embeddings": 256}
@@ -105,9 +114,8 @@ def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str)
     with pytest.raises(ConfigError, match=words) as caught:
         resolve(Config(device="cpu", **settings), machine, tiny_source(**MIXTURE).config)
     assert caught.value.param == "redundant_experts"
-    for config in (Config(device="cpu"), Config(device="cuda", tp=2, ep=2)):
-        with pytest.raises(UnsupportedField):
-            placing.check(config)
+    with pytest.raises(UnsupportedField):
+        placing.check(Config(device="cpu"))
 
 
 async def test_steps_in_flight_end_before_experts_move(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from sgla.device import nvidia
 from sgla.kernels import device, ops
 from sgla.kernels.gpu import mixture
 from sgla.kernels.ops import Biases
+from sgla.kernels.placement import Part, Placement
 from sgla.kernels.routing import Clamped, Routing
 from sgla.kernels.triton import e2m1, moe, moe_tiles
 from sgla.kernels.triton.moe import Tile
@@ -203,9 +204,10 @@ WHOLE = [  # tokens, storage, activation, routing, and whether there are biases
 ]
 
 
+@pytest.mark.parametrize("homes", [[[0, 1], [2, 3, 4]], [[3, 0, 1], [2, 4, 3]]], ids=["each once", "copies"])
 @pytest.mark.parametrize(("tokens", "kind", "activation", "routing", "biased"), WHOLE)
-def test_ranks_with_whole_experts_add_up(poisoned, tokens, kind, activation, routing, biased) -> None:
-    """Of 5 experts one rank has two and the other three."""
+def test_ranks_with_whole_experts_add_up(poisoned, tokens, kind, activation, routing, biased, homes) -> None:
+    """``homes``: which of 5 experts each rank has; one that both have is computed by them in turn."""
     experts, d, f = 5, 64, 32
     x, norm, residual = torch.randn(tokens, d), torch.rand(d), torch.randn(tokens, d)
     router, gate_up, down = weights(experts, f, d)
@@ -213,17 +215,21 @@ def test_ranks_with_whole_experts_add_up(poisoned, tokens, kind, activation, rou
     gate_up = gate_up[: experts * each]
     inner, outer = (torch.randn(experts, each), torch.randn(experts, d)) if biased else (None, None)
 
-    def made(held: range):
-        at, end = held.start, held.stop
-        rows = gate_up[at * each : end * each], down[at * d : end * d]
-        own = [b if b is None else b[at:end].contiguous() for b in (inner, outer)]
-        parts = pack(router, "f32"), *(pack(w.contiguous(), kind) for w in rows)
-        here = replace(routing, held=held)
-        return parts, here, Biases(gate_up=own[0], down=own[1])
+    def made(part: Part):
+        held = list(part.held)
+        rows = (
+            gate_up.view(experts, each, -1)[held].flatten(0, 1),
+            down.view(experts, d, -1)[held].flatten(0, 1),
+        )
+        own = [b if b is None else b[held] for b in (inner, outer)]
+        parts = pack(router, "f32"), *(pack(w, kind) for w in rows)
+        here = replace(routing, held=part.held, copies=part.copies)
+        places = torch.tensor(part.table(experts), dtype=torch.int32)
+        return parts, here, Biases(gate_up=own[0], down=own[1], places=places)
 
-    total = torch.zeros(tokens, d)
-    for held in (range(2), range(2, 5)):
-        parts, here, biases = made(held)
+    total, placement = torch.zeros(tokens, d), Placement(2, 0, {0: homes})
+    for rank in range(2):
+        parts, here, biases = made(placement.part(0, experts, rank))
         outputs = mixture.run(x, None, *parts, here, activation, biases)
         found, added = outputs.sum(), residual.clone()
         torch.testing.assert_close(found, ops.moe(x, *parts, here, activation, biases), rtol=1e-4, atol=1e-5)
@@ -231,7 +237,7 @@ def test_ranks_with_whole_experts_add_up(poisoned, tokens, kind, activation, rou
         torch.testing.assert_close(added, residual + found, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(normed, ops.rms_norm(added, norm, 1e-6), rtol=1e-4, atol=1e-5)
         total += found
-    parts, here, biases = made(range(experts))
+    parts, here, biases = made(Placement(1).part(0, experts, 0))
     torch.testing.assert_close(total, ops.moe(x, *parts, here, activation, biases), rtol=1e-4, atol=1e-4)
 
 

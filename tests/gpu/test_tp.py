@@ -1,5 +1,4 @@
-"""Tensor parallelism: the collectives with ranks that are streams of one GPU, and whole engines on several
-GPUs."""
+"""Several ranks: the collectives with ranks that are streams of one GPU, and engines on several GPUs."""
 
 from __future__ import annotations
 
@@ -112,6 +111,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 256,
         "norm_topk_prob": True,
     },
+    "latent": {"intermediate_size": 2048, "moe_intermediate_size": 512, "n_routed_experts": 16},
 }
 
 
@@ -119,21 +119,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make(tmp_path: Path) -> Any:
     from sgla.engine import Engine
 
-    config = json.loads((Path(__file__).parents[2] / "bench/models/qwen3-0.6b/config.json").read_text())
     engines = []
 
-    def make(tp: int, quantization: str | None = None, ep: int = 1, **shape: Any) -> Engine:
+    def make(shape: str, **changes: Any) -> Engine:
         folder = tmp_path / "model"
         folder.mkdir(exist_ok=True)
+        base = "deepseek-v2-lite" if shape == "latent" else "qwen3-0.6b"
+        config = json.loads((Path(__file__).parents[2] / f"bench/models/{base}/config.json").read_text())
         small = {"num_hidden_layers": 3, "vocab_size": 5000, "bos_token_id": 0, "eos_token_id": 1}
-        shape = small | {"tie_word_embeddings": False} | shape
-        (folder / "config.json").write_text(json.dumps(config | shape))
-        engines.append(
-            Engine(
-                str(folder), load_format="dummy", device="cuda", tp=tp, ep=ep, kv_cache_bytes=256 << 20,
-                context_length=1024, max_running_requests=24, step_tokens=1024, quantization=quantization,
-            )
-        )  # fmt: skip
+        small |= {"tie_word_embeddings": False} | SHAPES[shape]
+        (folder / "config.json").write_text(json.dumps(config | small))
+        settings: dict[str, Any] = {"context_length": 2048, "max_running_requests": 24, "step_tokens": 2048}
+        settings |= {"load_format": "dummy", "device": "cuda", "kv_cache_bytes": 256 << 20} | changes
+        engines.append(Engine(str(folder), **settings))
         return engines[-1]
 
     yield make
@@ -145,7 +143,7 @@ def params(i: int, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=24, ignore_eos=True, seed=i, **more)
 
 
-def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(longest: int = 695) -> tuple[list[list[int]], list[SamplingParams]]:
     """Greedy, drawn, cut, penalized, and long enough for eager prefill."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 0},
@@ -153,7 +151,8 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
         {"temperature": 0.9, "top_p": 0.8, "top_k": 50},
         {"temperature": 0.0, "frequency_penalty": 0.5, "logprobs": 3},
     ]
-    prompts = [[(7 * i + j * j) % 5000 for j in range(20 + 45 * i)] for i in range(16)]
+    lengths = [20 + 45 * i for i in range(15)] + [longest]
+    prompts = [[(7 * i + j * j) % 5000 for j in range(length)] for i, length in enumerate(lengths)]
     return prompts, [params(i, **kinds[i % 4]) for i in range(16)]
 
 
@@ -168,7 +167,7 @@ def agreement(a: list[list[int]], b: list[list[int]]) -> float:
 @pytest.mark.parametrize(
     ("shape", "quantization", "whole"),
     [
-        *((shape, None, False) for shape in SHAPES),
+        *((shape, None, False) for shape in SHAPES if shape != "latent"),
         ("mixture", "fp8", False),
         ("mixture", None, True),
         ("mixture", "fp8", True),
@@ -183,7 +182,7 @@ def test_ranks_equal_one(make: Any, ranks: int, shape: str, quantization: str | 
     tokens, logprobs, gaps = [], [], []
 
     def run(tp: int, quantization: str | None) -> None:
-        engine = make(tp, quantization, ep=tp if whole else 1, **SHAPES[shape])
+        engine = make(shape, tp=tp, quantization=quantization, ep=tp if whole else 1)
         outputs = engine.generate(prompts, sampling)
         tokens.append([list(output.tokens) for output in outputs])
         (output,) = engine.generate([prompts[-1]], [scored])
@@ -211,9 +210,70 @@ def test_ranks_equal_one(make: Any, ranks: int, shape: str, quantization: str | 
     assert len({tuple(row) for row in tokens[1]}) == 16
 
 
+WAYS = [
+    ("plain", {"pp": 2}),
+    ("plain", {"cp": 2}),
+    ("latent", {"cp": 2}),
+    ("plain", {"tp": 2, "dp_attention": True}),
+    ("mixture", {"tp": 2, "dp_attention": True}),
+    ("latent", {"tp": 2, "ep": 2, "dp_attention": True}),
+    ("mixture", {"tp": 2, "ep": 2, "redundant_experts": 4}),
+]
+
+
+@needs_two
+@pytest.mark.parametrize(("shape", "settings"), WAYS, ids=[f"{shape} {way}" for shape, way in WAYS])
+def test_other_ways_equal_one(make: Any, shape: str, settings: dict[str, Any]) -> None:
+    """A stage of the layers, parts of prompts, requests of its own, or whole experts, some of them twice."""
+    prompts, sampling = requests(1500)
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    tokens, logprobs = [], []
+    for changes in ({}, settings):
+        engine = make(shape, **changes)
+        for _ in range(2):  # without a cached prefix and with
+            tokens.append([list(output.tokens) for output in engine.generate(prompts, sampling)])
+        (output,) = engine.generate([prompts[-1]], [scored])
+        logprobs.append(torch.tensor([found.logprob for found in output.prompt_logprobs[1:]]))
+        engine.shutdown()
+    difference = (logprobs[0] - logprobs[1]).abs()
+    assert difference.mean() < (0.03 if shape == "plain" else 0.1)
+    least = 0.6 if shape == "plain" else 0.2  # near experts tie
+    assert agreement(tokens[0], tokens[2]) >= least
+    assert agreement(tokens[2], tokens[3]) >= least
+    assert len({tuple(row) for row in tokens[2]}) == 16
+
+
+@needs_two
+@pytest.mark.parametrize("data", [False, True])
+def test_experts_are_counted_and_move(make: Any, data: bool) -> None:
+    """Each token chooses four in each layer, and is answered as before when experts have gone elsewhere."""
+    prompts, sampling = requests()
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    engine = make("mixture", tp=2, ep=2, redundant_experts=4, dp_attention=data, prefix_cache=False)
+    ingress, logprobs = engine._ready().ingress, []
+    (output,) = engine.generate([prompts[-1]], [scored])
+    logprobs.append(torch.tensor([found.logprob for found in output.prompt_logprobs[1:]]))
+    engine._call(ingress.count_experts("experts_start"))
+    outputs = engine.generate(prompts, sampling)
+    before = [list(output.tokens) for output in outputs]
+    computed = sum(map(len, prompts)) + sum(len(tokens) - 1 for tokens in before)
+    told = engine._call(ingress.count_experts("experts_dump"))["ranks"]
+    for layer in range(3):
+        assert sum(sum(rank["experts"][layer]) for rank in told) == 4 * computed
+    engine.generate(prompts, sampling)
+    moved = engine._call(ingress.place_experts())
+    assert all(layer["balance"] >= layer["balance_before"] - 0.02 for layer in moved)
+    engine._call(ingress.count_experts("experts_stop"))
+    behind = [list(output.tokens) for output in engine.generate(prompts, sampling)]
+    (output,) = engine.generate([prompts[-1]], [scored])
+    logprobs.append(torch.tensor([found.logprob for found in output.prompt_logprobs[1:]]))
+    assert (logprobs[0] - logprobs[1]).abs().mean() < 0.1
+    assert agreement(before, behind) >= 0.2
+
+
 @needs_two
 def test_the_death_of_a_rank_ends_requests_with_an_error(make: Any) -> None:
-    engine = make(2)
+    engine = make("plain", tp=2)
     found: list[BaseException] = []
 
     def generate() -> None:

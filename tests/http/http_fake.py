@@ -257,6 +257,9 @@ class FakeIngress:
     async def place_experts(self) -> list[dict[str, Any]]:
         return [{"layer": 0, "ranks": [[0], [1]], "balance_before": 0.5, "balance": 1.0}]
 
+    async def count_experts(self, verb: str) -> Any:
+        return await self.control(Control(verb=verb))
+
     async def control(self, command: Control) -> Any:
         if command.verb == "weights_show":
             return {"ranks": [{"values": [[0.5]] * command.args["rows"]}]}

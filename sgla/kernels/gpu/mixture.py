@@ -113,7 +113,7 @@ def run(
 ) -> Outputs:
     """``ops.moe`` of ``x``, or of its RMSNorm with ``norm`` (weight, eps); weights plain, e4m3 or packed.
     ``rounded``: x in e4m3, if it is there. ``residual``: x is added into it in place, before the norm.
-    ``counts``: is told who is chosen, where that is kept; nobody counts here."""
+    ``counts``: is told who is chosen."""
     assert gate_up.kind == down.kind in ("f32", "bf16", "fp8", *PACKED), gate_up.kind
     count, tokens = Count(len(routing.here(router.n)), routing.experts(router.n)), len(x)
     pairs = tokens * (routing.top_k + routing.common)
@@ -129,8 +129,8 @@ def run(
         )  # fmt: skip
     else:
         sent = _route(x, norm, residual, routed, router, routing, biases, places)
-    if counts is not None and counts.chosen is not None:
-        counts.chosen.append(sent.ids)
+    if counts is not None:
+        counts.add(sent.ids)
     if gate_up.kind in PACKED:
         return _packed(sent, count, gate_up, down, activation, biases)
     if apart:
@@ -252,13 +252,17 @@ def _route(
     done = torch.empty(places, dtype=torch.int32, device=x.device) if places else None
     if moe.route_refuses(routing) is not None:
         probabilities, ids = ops.route(logits, routing, biases)
-        if routing.held is not None:
-            assert isinstance(routing.held, range)  # placed ones are for CPUs
-            ids = ids - routing.held.start
-            here = (ids >= 0) & (ids < len(routing.held))
-            probabilities, ids = probabilities * here, ids.masked_fill(~here, -1)
+        if biases.places is not None:
+            probabilities, ids = _here(probabilities, ids, biases.places)
         return RoutedExperts(x, probabilities, ids.int(), done if done is None else done.zero_())
     return RoutedExperts(x, *moe.route(logits, routing, biases, done), done)
+
+
+def _here(probabilities: Tensor, ids: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """As the kernel has them: places on this rank in the place of experts, or -1."""
+    home, token = places[ids], torch.arange(len(ids), device=ids.device)[:, None]
+    here = ((home & 0xFFFF) > 0) & (token % (home >> 16 & 0xFF) == home >> 24)
+    return probabilities * here, ((home & 0xFFFF) - 1).masked_fill(~here, -1)
 
 
 def _one_kernel(x: Tensor, down: Weight, pairs: int, count: int) -> bool:

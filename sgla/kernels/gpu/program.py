@@ -113,7 +113,8 @@ class RecordedForward:
         hook: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._model, self._kv, self._gpu, self._adapters = model, kv, gpu, adapters
-        self._hook = hook
+        self._hook, self._lockstep = hook, model.shard.lockstep
+        self._counted = ("tokens", "sampled") if self._lockstep is None else ("tokens", "sampled", "gathered")
         self._records: dict[tuple[Computes, bool, bool], Record | None] = {}
         self._programs: dict[Any, Program] = {}
         self.notes: list[str] = []
@@ -146,7 +147,7 @@ class RecordedForward:
         GPU, which cannot happen while a graph is captured."""
         record = self._record("step", False)
         if record is not None:
-            sizes = {"tokens": 1, "rows": 1, "sampled": 0}
+            sizes = {"tokens": 1, "rows": 1, "sampled": 0, "gathered": self._gathered(1)}
             self._program(record, Asked(sizes, decode, self.draws, self._gpu.deterministic))
 
     @property
@@ -188,9 +189,9 @@ class RecordedForward:
         if record is None:
             return self._call(what, batch, rows, self._gpu), False
         sampled = 0 if rows is None else rows.shape[0]
-        sizes = {"tokens": sampled, "rows": 0, "sampled": sampled}
+        sizes = {"tokens": sampled, "rows": 0, "sampled": sampled, "gathered": 0}
         if batch is not None:
-            sizes |= {"tokens": batch.tokens, "rows": batch.rows}
+            sizes |= {"tokens": batch.tokens, "rows": batch.rows, "gathered": self._gathered(batch.tokens)}
         program = self._program(record, Asked(sizes, decode, draw is not None, self._gpu.deterministic))
         given: dict[str, Any] = {
             "batch": batch,
@@ -205,7 +206,7 @@ class RecordedForward:
         return program(given)[0], program.work.drawn
 
     def _program(self, record: Record, asked: Asked) -> Program:
-        alike = tuple(self._kind(record, m) for m in (asked.sizes["tokens"], asked.sizes["sampled"]))
+        alike = tuple(self._kind(record, m) for m in map(asked.sizes.__getitem__, self._counted))
         exact = tuple(asked.sizes.values()) if record.sized else ()
         key = id(record), alike, exact, id(asked.decode), asked.draws
         program = self._programs.get(key)
@@ -214,6 +215,10 @@ class RecordedForward:
                 del self._programs[next(iter(self._programs))]
             program = self._programs[key] = Program(self._gpu, apply(record, asked))
         return program
+
+    def _gathered(self, tokens: int) -> int:
+        """Tokens of all ranks that compute together, of which this one has ``tokens``."""
+        return 0 if self._lockstep is None else sum(self._lockstep.of_all(tokens))
 
     def _kind(self, record: Record, m: int) -> Any:
         """What all steps with ``m`` rows have in common that take the same kernels, one after another."""
@@ -263,8 +268,9 @@ class RecordedForward:
     ) -> Tensor:
         model = self._model
         with using(dispatcher):
-            if what in ("hidden", "step") and self._hook is not None:
-                hidden = ops.inplace(self._hook, model.forward(batch, self._kv))
+            if what in ("hidden", "step") and (self._hook is not None or self._lockstep is not None):
+                hidden = model.forward(batch, self._kv)
+                hidden = hidden if self._hook is None else ops.inplace(self._hook, hidden)
                 hidden = hidden if rows is None else ops.gather(hidden, rows)
             elif what in ("hidden", "step"):
                 hidden = model.forward(batch, self._kv, rows)

@@ -20,7 +20,7 @@ class Asked(NamedTuple):
     """What a step is. ``decode``: all rows are decode rows, and this kernel takes q, k and v from the
     projection; ``draws``: the output layer may draw."""
 
-    sizes: dict[str, int]  # of tokens, sampled, rows
+    sizes: dict[str, int]  # of tokens, sampled, rows, gathered
     decode: Any = None
     draws: bool = False
     deterministic: bool = False

@@ -117,8 +117,8 @@ def _ordered(x):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    logits, bias, correction, factor, ids, probabilities, done, tokens, experts, top_k, places, least, scale,
-    s_logits, first, held,
+    logits, bias, correction, factor, homes, ids, probabilities, done, tokens, experts, top_k, places, least,
+    scale, s_logits,
     PLACES: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
     CORRECTION: tl.constexpr, FACTOR: tl.constexpr, SHARED: tl.constexpr, GATED: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr, LEAST: tl.constexpr,
@@ -126,8 +126,8 @@ def _route(
 ):  # fmt: skip
     """One program: the best experts of BT tokens; equal ones go to the lower number. SHARED: and so many
     more, with the sigmoid of the logit behind the others' if they are GATED. The first program clears
-    ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE. HELD: experts from ``first`` on
-    are counted from there, and those that are not ``held`` become -1."""
+    ``done``. GROUPS: 0, or a power of two of at least as many groups of SIZE. HELD: experts
+    become their places on this rank, as ``homes`` has them, and those whose turn is another rank's -1."""
     _begin(PDL)
     if PLACES > 0 and tl.program_id(0) == 0:
         z = tl.arange(0, PLACES)
@@ -193,9 +193,9 @@ def _route(
         chosen = tl.where(column >= top_k, experts + column - top_k, chosen)
         p = tl.where(column >= top_k, own[:, None], p)
     if HELD:
-        chosen -= first
-        here = (chosen >= 0) & (chosen < held)
-        chosen = tl.where(here, chosen, -1)
+        home = tl.load(homes + chosen)
+        here = ((home & 0xFFFF) > 0) & (t[:, None] % ((home >> 16) & 0xFF) == (home >> 24))
+        chosen = tl.where(here, (home & 0xFFFF) - 1, -1)
         p = tl.where(here, p, 0.0)
     pair = t[:, None] * width + column
     mask = live & (column < width)
@@ -461,27 +461,26 @@ def route_refuses(routing: Routing) -> str | None:
 def route(
     logits: Tensor, routing: Routing, biases: Biases = NO_BIASES, done: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``; the ids count from the
-    first expert that is ``held``. ``done`` int32[n] becomes zeros."""
+    """See ``ops.route``: ``(probabilities float32 [T, top_k], ids int32 [T, top_k])``; the ids are places of
+    whole experts on this rank, or -1. ``done`` int32[n] becomes zeros."""
     tokens, shared = logits.shape[0], routing.common
     experts, width = routing.experts(logits.shape[1]) - shared, routing.top_k + shared
     ids = _indices(tokens, width, device=logits.device)
     probabilities = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
     each = 1 if tokens <= 512 else 4
-    vectors = (logits if b is None else b for b in (biases.logits, biases.correction, biases.factor))
+    given = biases.logits, biases.correction, biases.factor, biases.places
+    vectors = (logits if b is None else b for b in given)
     places = 0 if done is None else done.numel()
-    held = routing.held or range(0)
-    assert isinstance(held, range)
     _route[(triton.cdiv(tokens, each),)](
         logits, *vectors, ids, probabilities, ids if done is None else done, tokens, experts,
-        routing.top_k, places, routing.least, routing.scale, logits.stride(0), held.start, len(held),
+        routing.top_k, places, routing.least, routing.scale, logits.stride(0),
         PLACES=triton.next_power_of_2(places) if places else 0,
         NORMALIZE=routing.normalize, SIGMOID=routing.score == "sigmoid", BIAS=biases.logits is not None,
         CORRECTION=biases.correction is not None, FACTOR=biases.factor is not None,
         SHARED=shared, GATED=routing.shared == "gated",
         GROUPS=max(2, triton.next_power_of_2(routing.groups)) if routing.groups > 1 else 0,
         SIZE=experts // routing.groups, KEPT=routing.kept, TWO=routing.two,
-        LEAST=routing.least > 0, HELD=routing.held is not None, E=triton.next_power_of_2(experts),
+        LEAST=routing.least > 0, HELD=biases.places is not None, E=triton.next_power_of_2(experts),
         K=triton.next_power_of_2(width), BT=each,
         num_warps=each, **_pdl(),
     )  # fmt: skip

@@ -1,0 +1,157 @@
+"""Ranks of runners for a GPU that compute without one, as those of ``interpreted_gpu.py``, and exchange data
+by gloo: each is a process that plans by itself what all do, and hears what all have got.
+
+``python interpreted_ranks.py CASE ...``: prints for each case what one rank answers on a CPU, and what the
+ranks do, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import interpreted_gpu as gpu  # before all that asks whether Triton is interpreted
+import torch
+import torch.distributed as dist
+from test_data_attention import parted
+from test_stages import LATENT, MIXTURE
+from tiny import make_core, run, submit, tiny_config
+
+from sgla.actors.placing import counts_of
+from sgla.dist import gpus
+from sgla.dist.meeting import use_interface
+from sgla.hub.source import ModelSource
+from sgla.kernels.placement import balance, balanced
+from sgla.messages import Control, Moved, StepPlan, StepResult, Submit
+from sgla.worker import gpu_context
+from sgla.worker.start_cpu import cpu_runner
+from sgla.worker.start_gpu import cuda_runner
+
+MODEL = gpu.DECODER | {"max_position_embeddings": 256}
+EXPERTS = MODEL | MIXTURE
+LEAST = 4  # tokens of a rank from which on a step is shared out
+
+
+def texts() -> list[Submit]:
+    """In chunks, beside rows that decode, and behind a prefix that is cached."""
+    shared = [(7 * i + 3) % 331 for i in range(40)]
+    return [
+        submit("greedy", [5, 9, 2], 5),
+        submit("drawn", [*shared, 1], 4, temperature=0.9, seed=3),
+        submit("scored", [*shared, *range(30)], 4, logprobs=2, prompt_logprobs=1),
+        submit("rules", [7] * 9, 4, temperature=0.7, top_k=0, frequency=0.5),
+    ]
+
+
+COMMON: dict[str, Any] = {"step_tokens": 32, "attention_backend": "torch"}
+CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks, settings
+    "parts of a prompt": (MODEL, 2, {"cp": 2}),
+    "parts of a prompt, latent": (MODEL | LATENT, 2, {"cp": 2}),
+    "parts of layers": (EXPERTS, 2, {"tp": 2}),
+    "whole experts": (EXPERTS, 2, {"tp": 2, "ep": 2}),
+    "copies of experts": (EXPERTS, 2, {"tp": 2, "ep": 2, "redundant_experts": 2}),
+    "attention by data": (EXPERTS, 2, {"tp": 2, "dp_attention": True}),
+    "attention by data, whole experts": (MODEL | LATENT, 2, {"tp": 2, "ep": 2, "dp_attention": True}),
+}
+
+
+class Alike:
+    """An executor of one rank, which brings what all ranks have got."""
+
+    def __init__(self, runner: Any, parts: bool) -> None:
+        self._runner, self._parts = runner, parts
+        self._plans: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def drain(self) -> list[StepResult | Moved]:
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, self._runner.execute(self._plans.popleft()))
+        return [StepResult(step=0, tokens=b"", parts=told) if self._parts else told[0]]
+
+
+def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[str, Any]) -> dict[str, Any]:
+    """What this rank is told, and how often experts were chosen."""
+    begin, gpu_context.LEAST = dist.init_process_group, LEAST
+    use_interface(store)
+    dist.init_process_group = lambda backend, *, device_id, **more: begin("gloo", **more)
+    torch.cuda.device_count = lambda: size
+    gpus._refuses = lambda *_: "there are none"
+    config = tiny_config(device="cuda", **COMMON | settings)
+    runner = cuda_runner(config, source, rank, size, str(Path(store).parent), lambda progress: None)
+    data, whole = config.dp_attention, config.ep > 1
+
+    def again() -> dict[str, Any]:
+        core = parted(runner.facts, size) if data else make_core(runner.facts)
+        return gpu.shown(run(runner, texts(), core, Alike(runner, data)))
+
+    if config.cp > 1 or "num_experts" not in source.config:
+        return {"answers": [again()]}
+    runner.control(Control(verb="experts_start"))
+    answers, told = [again()], [None] * size
+    dist.all_gather_object(told, runner.control(Control(verb="experts_dump")))
+    counts, homes = counts_of({"ranks": told})
+    found: dict[str, Any] = {"answers": answers, "counts": counts}
+    if whole:
+        moved = {
+            layer: balanced(numbers, size, config.redundant_experts) for layer, numbers in counts.items()
+        }
+        runner.control(Control(verb="experts_place", args={"homes": [*moved.items()]}))
+        found["balance"] = [[balance(counts[layer], at[layer]) for at in (homes, moved)] for layer in counts]
+        found["moved"] = moved != homes
+    runner.control(Control(verb="experts_stop"))
+    answers.append(again())
+    return found
+
+
+def forked(size: int, call: Callable[[int], Any]) -> list[Any]:
+    """What ``call`` gives in each of ``size`` processes."""
+    pipes, children = [os.pipe() for _ in range(size)], []
+    for rank, (_, end) in enumerate(pipes):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                os.write(end, json.dumps(call(rank)).encode())
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+        os.close(end)
+    found = [os.fdopen(begin).read() for begin, _ in pipes]
+    assert not any(os.waitpid(child, 0)[1] for child in children), "a rank has failed"
+    return [json.loads(text) for text in found]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    for case in sys.argv[1:] or list(CASES):
+        model = ModelSource("dummy", Path("tiny"), (), CASES[case][0], {})
+        runner = cpu_runner(tiny_config(step_tokens=32), model, 0, 1, "", lambda progress: None)
+        if "num_experts" in model.config:
+            runner.control(Control(verb="experts_start"))
+        found[case] = {"cpu": gpu.shown(run(runner, texts(), make_core(runner.facts)))}
+        if "num_experts" in model.config:
+            found[case]["counts"] = runner.control(Control(verb="experts_dump"))["experts"]
+    gpu.become_gpu()
+    for case in found:
+        model, size, settings = CASES[case]
+        source = ModelSource("dummy", Path("tiny"), (), model, {})
+        with tempfile.TemporaryDirectory() as folder:
+            call = partial(work, size=size, store=f"{folder}/store", source=source, settings=settings)
+            found[case]["ranks"] = forked(size, call)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

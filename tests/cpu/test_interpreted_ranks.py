@@ -1,0 +1,64 @@
+"""Ranks of a GPU runner answer as one rank on a CPU does, as far as that shows without GPUs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from forked import run_script
+
+CASES = (
+    "parts of a prompt",
+    "copies of experts",
+    "attention by data",
+)
+SLOW = (
+    "parts of a prompt, latent",
+    "parts of layers",
+    "whole experts",
+    "attention by data, whole experts",
+)
+
+
+def check(case: str, both: dict[str, Any]) -> None:
+    """With cached prefixes and without, and before and behind a move of experts; of logprobs those that rank
+    0 has."""
+    expected, ranks = both["cpu"], both["ranks"]
+    for rank in ranks:
+        for found in rank["answers"]:
+            assert found.keys() == expected.keys()
+            assert {rid: one["tokens"] for rid, one in found.items()} == {
+                rid: one["tokens"] for rid, one in expected.items()
+            }
+            for rid, one in expected.items():
+                np.testing.assert_allclose(found[rid]["logprobs"], one["logprobs"], atol=2e-5, rtol=1e-4)
+    assert ranks[0] == ranks[1]
+    if "counts" in ranks[0] and "data" not in case:
+        *layers, last = both["counts"]  # which sees fewer tokens on a CPU
+        assert {layer: ranks[0]["counts"][layer] for layer in layers} == {
+            layer: both["counts"][layer] for layer in layers
+        }
+        assert sum(ranks[0]["counts"][last]) == sum(both["counts"][layers[0]])
+    if "moved" in ranks[0]:
+        assert ranks[0]["moved"]
+        before, behind = zip(*ranks[0]["balance"])
+        assert sum(before) < sum(behind)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(run_script("interpreted_ranks.py", *CASES)[-1])
+    return told
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_answer_as_one(found: dict[str, Any], case: str) -> None:
+    check(case, found[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_more_ranks_answer_as_one(case: str) -> None:
+    check(case, json.loads(run_script("interpreted_ranks.py", case)[-1])[case])
