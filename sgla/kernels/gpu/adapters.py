@@ -14,9 +14,9 @@ SHRINK, EXPAND = "shrink", "expand"  # of nodes
 
 
 def settle(record: Record) -> None:
-    """Replace each ``lora`` by a ``shrink`` before the layer, and an ``expand``: onto the residual stream that
-    the layer's output joins, where nobody else reads that, so that layer, add and norm may be one kernel;
-    else onto the output."""
+    """Replace each ``lora`` by a ``shrink`` before the layer, and an ``expand``: onto the residual stream
+    that the layer's output joins, where nobody else reads that, so that layer, add and norm may be one
+    kernel; else onto the output."""
     makers = {number: node for node in record.nodes for number in node.results}
     joined = _joined(record, makers)  # numbers of residuals, by the number of what a lora makes
     nodes: list[Node] = []
