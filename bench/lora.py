@@ -1,12 +1,14 @@
 """What adapters cost, through the Python Engine: one JSON line a measurement.
 
     python bench/lora.py --model bench/models/qwen3-8b [--rank 16] [--modules attention|all] [--loaded 2000]
+        [--parts steps,cold,crowd]
 
-Steps of 64 rows of 512 tokens in and 256 out, as W5 of ``offline.py``: a server without adapters, then one
-with: rows of the base, of one adapter, of 64 different ones. ``cold``: the time to the first token of an
-adapter that is not on the device. ``--loaded``: so many adapters in the host's memory, of which requests
-choose with equal odds or by Zipf's law, beside the same requests for five of them. All adapters of a run are
-the same file, written here with random values.
+``steps``: of 64 rows of 512 tokens in and 256 out, as W5 of ``offline.py``: a server without adapters, then
+one with: rows of the base, of one adapter, of 64 different ones. ``cold``: the time to the first token of an
+adapter that is in the host's memory, not on the device, and of one whose files are still to be read.
+``crowd``: of ``--loaded`` adapters in the host's memory requests choose with equal odds or by Zipf's law,
+beside the same requests for five of them. All adapters of a run are the same file, written here with random
+values; those of the crowd share the memory of 64 that were read, and the worker is in this process.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from safetensors.torch import save_file
 
 from sgla import Engine, SamplingParams
 from sgla.model.read import read_decoder
+from sgla.worker.adapters import AdapterStore
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -97,15 +102,38 @@ def steps(bench: Bench, base: dict[str, Any], without: float) -> None:
         lines.emit(base | {"w": "step", "rows": kind, "ms": ms, "above_base": round(ms / without - 1, 4)})
 
 
-def cold(bench: Bench, base: dict[str, Any]) -> None:
-    """The device's 64 places are full, and the adapter is only in the host's memory."""
+def cold(bench: Bench, base: dict[str, Any], folder: str) -> None:
+    """The device's 64 places are full, and the adapter is in the host's memory, or only in its file."""
     warm = min(bench.seconds([None], 1, 32) for _ in range(5))
-    found = []
+    found: dict[str, list[float]] = {"ms": [], "from_file_ms": []}
     for i in range(8):
         bench.seconds([f"a{n}" for n in range(ROWS)], 1, 32)
-        found.append(bench.seconds([f"a{ROWS + i}"], 1, 32))
-    first = sorted(found)[len(found) // 2]
-    lines.emit(base | {"w": "cold", "ms": round(first * 1e3, 2), "base_ms": round(warm * 1e3, 2)})
+        found["ms"].append(bench.seconds([f"a{ROWS + i}"], 1, 32))
+        begun = time.perf_counter()
+        bench.engine.load_lora_adapter(f"new{i}", folder)
+        bench.seconds([f"new{i}"], 1, 32)
+        found["from_file_ms"].append(time.perf_counter() - begun)
+    middle = {name: round(sorted(times)[len(times) // 2] * 1e3, 2) for name, times in found.items()}
+    lines.emit(base | {"w": "cold", **middle, "base_ms": round(warm * 1e3, 2)})
+
+
+@contextmanager
+def shared_reads() -> Iterator[None]:
+    """From the 65th on, adapters are those that were read first, under other numbers."""
+    read, kept = AdapterStore._load, list[int]()
+
+    def load(self: AdapterStore, number: int, folder: Path) -> dict[str, Any]:
+        if len(kept) < ROWS:
+            kept.append(number)
+            return read(self, number, folder)
+        self._host[number] = self._host[kept[number % ROWS]]
+        return {"content": f"{number}"}
+
+    AdapterStore._load = load  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AdapterStore._load = read  # type: ignore[method-assign]
 
 
 def crowd(bench: Bench, base: dict[str, Any], loaded: int) -> None:
@@ -117,8 +145,11 @@ def crowd(bench: Bench, base: dict[str, Any], loaded: int) -> None:
         "zipf": lambda: bench.random.choices(range(loaded), weights)[0],
     }
     for odds, pick in choose.items():
-        names: list[str | None] = [f"a{pick()}" for _ in range(512)]
-        seconds = min(bench.seconds(names, 128, 128) for _ in range(2))
+        found = []
+        for _ in range(2):
+            names: list[str | None] = [f"a{pick()}" for _ in range(512)]
+            found.append(bench.seconds(names, 128, 128))
+        seconds = min(found)
         loads = bench.engine.stats().adapter_loads
         rate = round(len(names) / seconds, 3)
         lines.emit(base | {"w": "crowd", "odds": odds, "requests_per_s": rate, "loads_so_far": loads})
@@ -132,34 +163,38 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--modules", choices=["attention", "all"], default="attention")
-    parser.add_argument("--loaded", type=int, default=0, help="adapters for the crowd; 0: no crowd")
+    parser.add_argument("--loaded", type=int, default=2000, help="adapters for the crowd")
+    parser.add_argument("--parts", default="steps,cold")
     parser.add_argument("--extra", default="{}", help="more settings, as JSON")
     args = parser.parse_args()
     modules = ATTENTION if args.modules == "attention" else ATTENTION + MLP
     config = json.loads((Path(args.model) / "config.json").read_text())
     base = {"bench": "lora", "model": Path(args.model).name, "rank": args.rank, "modules": args.modules}
-    plain = Bench(args)
-    without = plain.step_ms([None] * ROWS)
-    plain.engine.shutdown()
-    lines.emit(base | {"w": "step", "rows": "server without adapters", "ms": without})
-    with tempfile.TemporaryDirectory() as name:
-        nbytes = write_adapter(Path(name) / "adapter", config, args.rank, modules)
-        count = max(args.loaded, ROWS + 8)
-        bench = Bench(
-            args,
-            enable_lora=True,
-            max_loras=ROWS,
-            max_lora_rank=args.rank,
-            lora_target_modules=list(modules),
-        )
+    parts = args.parts.split(",")
+    without = 0.0
+    if "steps" in parts:
+        plain = Bench(args)
+        without = plain.step_ms([None] * ROWS)
+        plain.engine.shutdown()
+        lines.emit(base | {"w": "step", "rows": "server without adapters", "ms": without})
+    with tempfile.TemporaryDirectory() as name, shared_reads():
+        folder = Path(name) / "adapter"
+        nbytes = write_adapter(folder, config, args.rank, modules)
+        count = args.loaded if "crowd" in parts else ROWS + 8
+        room = {"enable_lora": True, "max_loras": ROWS, "max_lora_rank": args.rank, "max_cpu_loras": 4096}
+        where = {"executor": "inline"} if "crowd" in parts else {}
+        bench = Bench(args, lora_target_modules=list(modules), **room, **where)
         begun = time.perf_counter()
         for i in range(count):
-            bench.engine.load_lora_adapter(f"a{i}", str(Path(name) / "adapter"))
-        load_ms = round((time.perf_counter() - begun) / count * 1e3, 2)
-        base |= {"adapter_bytes": nbytes, "loaded": count, "load_ms": load_ms}
-        steps(bench, base, without)
-        cold(bench, base)
-        if args.loaded:
+            bench.engine.load_lora_adapter(f"a{i}", str(folder))
+            if i == ROWS - 1:
+                base["load_ms"] = round((time.perf_counter() - begun) / ROWS * 1e3, 2)
+        base |= {"adapter_bytes": nbytes, "loaded": count}
+        if "steps" in parts:
+            steps(bench, base, without)
+        if "cold" in parts:
+            cold(bench, base, str(folder))
+        if "crowd" in parts:
             crowd(bench, base, args.loaded)
         bench.engine.shutdown()
 

@@ -20,6 +20,7 @@ from sgla.kernels.triton.common import _pdl
 
 FEW, MANY = 8, 64  # rows of a tile: of decode rows, and of prompts
 SPLITS, SPLIT = 8, 1024  # parts at most, and inputs about, that decode rows are shrunk by at the same time
+SHRUNK, EXPANDED = 128, 512  # inputs that a program multiplies at a time, and outputs in all, of low ranks
 SORTED = 16  # rows that a program finds the places of
 
 
@@ -145,7 +146,7 @@ def shrink(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Ten
     _, parts, rank, _ = stack.a.shape
     order, runs, size = rows.tiles[sampled]
     padded, exact = max(16, triton.next_power_of_2(rank)), stack.a.dtype == torch.float32
-    width = max(32, min(128, 4096 // padded))
+    width = max(32, min(SHRUNK, 4096 // padded))
     splits = min(SPLITS, triton.cdiv(k, SPLIT)) if size == FEW else 1
     span = triton.cdiv(triton.cdiv(k, splits), width) * width
     splits = triton.cdiv(k, span)
@@ -166,7 +167,7 @@ def expand(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool) ->
     splits, _, parts, rank = inner.shape
     order, runs, size = rows.tiles[sampled]
     padded, exact = max(16, triton.next_power_of_2(rank)), stack.b.dtype == torch.float32
-    width = max(32, min(512 if size == FEW else 128, 8192 // padded))
+    width = max(32, min(EXPANDED if size == FEW else 128, 8192 // padded))
     blocks = sum(triton.cdiv(n, width) for n in stack.sizes)
     aligned = 1 if any(n % 16 for n in stack.sizes) else 16
     _expand[len(runs), blocks](

@@ -1,0 +1,211 @@
+"""Decode steps of the CUDA runner whose rows have adapters, as graphs: one JSON line a measurement.
+
+    python bench/gpu_lora.py --model bench/models/qwen3-8b [--modules attention|all] [--rank 16] [--rows 64]
+        [--timeline] [--sweep SECONDS]
+
+``base``: the graph of steps without adapters, as on a server without them. The others: rows of one adapter,
+and of as many as there are rows. ``above`` is their share of the base's time. ``--timeline``: the kernels of
+the adapters by name, and what a step's other kernels take. ``--sweep``: other sizes of the kernels' tiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lines
+import numpy as np
+import timeline
+import torch
+from lora import ATTENTION, MLP
+from step import DRAWN, admit, plan
+
+from sgla.config import Config
+from sgla.kernels.triton import lora as kernels
+from sgla.loading.source import open_source
+from sgla.worker.cuda import CudaRunner
+from sgla.worker.graphs import Capture
+
+CONTEXT = 640
+
+
+def runner_of(args: argparse.Namespace, modules: tuple[str, ...]) -> CudaRunner:
+    config = Config(
+        model=args.model,
+        device="cuda",
+        load_format="dummy",
+        context_length=2048,
+        max_running_requests=args.rows,
+        enable_lora=True,
+        max_loras=args.rows,
+        max_lora_rank=args.rank,
+        lora_target_modules=list(modules),
+    )
+    runner = CudaRunner(config, open_source(args.model, "dummy"), 0, 1, "", lambda progress: None)
+    assert runner.adapters is not None
+    for stack in runner.adapters.adapters.stacks:
+        stack.a.normal_(std=stack.a.shape[-1] ** -0.5)
+        stack.b.normal_(std=0.01)
+    return runner
+
+
+def set_places(runner: CudaRunner, places: list[int]) -> None:
+    """Rows whose history nobody computed, with these adapters."""
+    admit(runner, len(places), CONTEXT, DRAWN)
+    slots = np.arange(len(places))
+    table = runner.steps.tables
+    table.host.place[slots] = places
+    assert table.place is not None
+    table.place[: len(places)] = torch.tensor(places, dtype=torch.int32, device="cuda")
+    runner.execute(plan(1, len(places), CONTEXT + 1))
+
+
+def graph_ms(graph: torch.cuda.CUDAGraph, steps: int = 50) -> float:
+    """The best of three times of a replay, back to back."""
+    graph.replay()
+    found = []
+    for _ in range(3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(steps):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / steps)
+    return round(min(found), 4)
+
+
+def kernels_of(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
+    """Microseconds from the end of all kernels before to its own end, and how many there are, by name; and
+    the kernels of one layer in the middle, in their order."""
+    graph.replay()
+    torch.cuda.synchronize()
+    launched = timeline.record(graph.replay)
+    spent: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    order, last = [], launched[0].begin
+    for name, begin, end in launched:
+        short = name.removeprefix("void ").split("(")[0][:40]
+        spent[short][0] += 1
+        spent[short][1] += max(0.0, end - last)
+        order.append([short, round(begin - launched[0].begin, 1), round(end - begin, 1)])
+        last = max(last, end)
+    middle = len(order) // 2
+    rows = {
+        name: [count, round(us, 1)] for name, (count, us) in sorted(spent.items(), key=lambda e: -e[1][1])
+    }
+    return {"kernels": rows, "middle": order[middle : middle + 26]}
+
+
+class Other:
+    """A kernel with other options."""
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self.kernel, self.options = kernel, options
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **given: self.kernel[grid](*args, **given | self.options)
+
+
+@contextmanager
+def changed(**changes: Any) -> Iterator[None]:
+    kept = {name: getattr(kernels, name) for name in changes}
+    for name, value in changes.items():
+        setattr(kernels, name, value)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(kernels, name, value)
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    shrink, expand = kernels._shrink, kernels._expand
+    return {
+        "as it is": {},
+        "splits of 512": {"SPLIT": 512, "SPLITS": 16},
+        "splits of 2048": {"SPLIT": 2048},
+        "256 inputs at a time": {"SHRUNK": 256},
+        "64 inputs at a time": {"SHRUNK": 64},
+        "shrink: 2 warps": {"_shrink": Other(shrink, num_warps=2)},
+        "shrink: 4 warps, 256": {"_shrink": Other(shrink, num_warps=4), "SHRUNK": 256},
+        "shrink: 3 stages": {"_shrink": Other(shrink, num_stages=3)},
+        "shrink: 6 stages": {"_shrink": Other(shrink, num_stages=6)},
+        "expand to 256": {"EXPANDED": 256},
+        "expand to 128": {"EXPANDED": 128},
+        "expand to 1024, 8 warps": {"EXPANDED": 1024, "_expand": Other(expand, num_warps=8)},
+        "expand: 8 warps": {"_expand": Other(expand, num_warps=8)},
+        "expand to 256, 2 warps": {"EXPANDED": 256, "_expand": Other(expand, num_warps=2)},
+        "splits of 512, expand to 256": {"SPLIT": 512, "SPLITS": 16, "EXPANDED": 256},
+        "no early launches": {
+            "_shrink": Other(shrink, PDL=False, launch_pdl=False),
+            "_expand": Other(expand, PDL=False, launch_pdl=False),
+        },
+    }
+
+
+def sweep(runner: CudaRunner, rows: int, base: dict[str, Any], without: float, seconds: float) -> None:
+    """One row of places for each, in graphs of their own."""
+    begun, adapted = time.perf_counter(), runner.steps.adapted
+    assert adapted is not None
+    for name, changes in variants().items():
+        if time.perf_counter() - begun > seconds:
+            print("sweep: no time for", name, flush=True)
+            continue
+        try:
+            with changed(**changes):
+                graph = Capture()(partial(runner.graphs._forward_adapted, adapted, rows))
+        except Exception as error:
+            print("sweep:", name, repr(error)[:300], flush=True)
+            continue
+        found = {}
+        for kind, places in (("one", [1] * rows), ("each", list(range(1, rows + 1)))):
+            set_places(runner, places)
+            found[kind] = round(graph_ms(graph, 30) / without - 1, 4)
+        lines.emit(base | {"w": "sweep", "variant": name, "above": found})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--modules", choices=["attention", "all"], default="attention")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--sweep", type=float, default=0, help="seconds, at most")
+    args = parser.parse_args()
+    modules = ATTENTION if args.modules == "attention" else ATTENTION + MLP
+    base = {"bench": "gpu_lora", "modules": args.modules, "rank": args.rank, "rows": args.rows}
+    with torch.inference_mode():
+        runner = runner_of(args, modules)
+        rows, graphs = args.rows, runner.graphs
+        set_places(runner, [0] * rows)
+        without = graph_ms(graphs._graphs[rows])
+        lines.emit(base | {"w": "step", "adapters": "base", "ms": without})
+        kinds = {
+            "none, in their graph": [0] * rows,
+            "one": [1] * rows,
+            "four": [1 + i % 4 for i in range(rows)],
+            "each": list(range(1, rows + 1)),
+        }
+        for kind, places in kinds.items():
+            set_places(runner, places)
+            ms = graph_ms(graphs._adapted[rows])
+            above = round(ms / without - 1, 4)
+            lines.emit(base | {"w": "step", "adapters": kind, "ms": ms, "above": above})
+            if args.timeline and kind in ("one", "each"):
+                lines.emit(base | {"w": "timeline", "adapters": kind, **kernels_of(graphs._adapted[rows])})
+        if args.timeline:
+            lines.emit(base | {"w": "timeline", "adapters": "base", **kernels_of(graphs._graphs[rows])})
+        if args.sweep:
+            sweep(runner, rows, base, without, args.sweep)
+
+
+if __name__ == "__main__":
+    main()
