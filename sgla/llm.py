@@ -19,6 +19,7 @@ from sgla.cli.settings import settings as fields_of
 from sgla.engine import BeamSearchParams, Engine, Output, SamplingParams
 from sgla.engine.inputs import is_conversation, is_one
 from sgla.engine.params import with_vllms
+from sgla.engine.pictures import THINGS
 from sgla.errors import ConfigError, InvalidField, UnsupportedField
 from sgla.messages import TokenLogprob
 from sgla.text.beams import MAX_CANDIDATES
@@ -140,15 +141,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts:
         a text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of such; beside the
-        text or the ids there may be ``{"multi_modal_data": {"image": one or several}}`` and
-        ``mm_processor_kwargs``.
+        text or the ids there may be ``{"multi_modal_data": {"image": one or several}}``, ``video`` and
+        ``audio`` likewise, and ``mm_processor_kwargs``.
 
         Without ``sampling_params`` the model's own defaults hold, for 16 tokens; what they do not set is
         vLLM's default.
         ``use_tqdm`` None: a bar on a terminal.
         """
         asked = as_list(prompts)
-        batch, images = [prompt_of(prompt, True) for prompt in asked], [pictures_of(one) for one in asked]
+        batch, media = [prompt_of(prompt, True) for prompt in asked], [media_of(one) for one in asked]
         params, adapter = with_vllms(sampling_params), self._adapter(lora_request)
         results = self.engine.generate(
             batch,
@@ -156,7 +157,7 @@ class LLM:
             priority=priority,
             progress=use_tqdm,
             lora_path=adapter,
-            image_data=images,
+            **{f"{kind}_data": [each.get(kind) for each in media] for kind in THINGS},
             mm_processor_kwargs=[one.get(SIZES) if isinstance(one, Mapping) else None for one in asked],
         )
         return [self._request(result, prompt) for result, prompt in zip(results, batch)]
@@ -227,9 +228,11 @@ class LLM:
     def embed(
         self, prompts: Any, *, use_tqdm: bool | None = None, dimensions: int | None = None
     ) -> list[PooledOutput]:
-        """Vectors of an embedding model: ``output.outputs.embedding``."""
-        batch = [prompt_of(prompt) for prompt in as_list(prompts)]
-        vectors = self.engine.embed(batch, dimensions=dimensions, progress=use_tqdm)
+        """Vectors of an embedding model: ``output.outputs.embedding``. Prompts as of ``generate``."""
+        asked = as_list(prompts)
+        batch, media = [prompt_of(prompt, True) for prompt in asked], [media_of(one) for one in asked]
+        shown: Any = {f"{kind}_data": [each.get(kind) for each in media] for kind in THINGS}
+        vectors = self.engine.embed(batch, dimensions=dimensions, progress=use_tqdm, **shown)
         return [self._pooled(EmbeddingOutput(vector.tolist())) for vector in vectors]
 
     def classify(self, prompts: Any, *, use_tqdm: bool | None = None) -> list[PooledOutput]:
@@ -387,26 +390,28 @@ def as_list(prompts: Any) -> list[Any]:
     return [prompts] if isinstance(prompts, Mapping) or is_one(prompts) else list(prompts)
 
 
-def pictures_of(prompt: Any) -> Any:
-    """Raises UnsupportedField for other media."""
+def media_of(prompt: Any) -> Mapping[str, Any]:
+    """By kind: one or several. Raises UnsupportedField for other kinds."""
     media = prompt.get(MEDIA) if isinstance(prompt, Mapping) else None
     if media is None:
-        return None
+        return {}
     if not isinstance(media, Mapping):
         raise InvalidField(f"{MEDIA} must have keys such as 'image'", param=MEDIA)
     for name, value in media.items():
-        if name != "image" and value is not None:
-            raise UnsupportedField(f"{MEDIA} with {name!r} is not supported; leave it out", param=MEDIA)
-    return media.get("image")
+        if name not in THINGS and value is not None:
+            raise UnsupportedField(
+                f"{MEDIA} with {name!r} is not supported; {', '.join(THINGS)} are", param=MEDIA
+            )
+    return media
 
 
-def prompt_of(prompt: Any, pictures: bool = False) -> Any:
-    """A text or token ids. ``pictures``: there may be some, too. Raises UnsupportedField for other parts of
+def prompt_of(prompt: Any, shows: bool = False) -> Any:
+    """A text or token ids. ``shows``: there may be media, too. Raises UnsupportedField for other parts of
     a prompt."""
     if not isinstance(prompt, Mapping):
         return prompt
     for name, value in prompt.items():
-        if name not in (TEXT, IDS, *((MEDIA, SIZES) if pictures else ())) and value is not None:
+        if name not in (TEXT, IDS, *((MEDIA, SIZES) if shows else ())) and value is not None:
             raise UnsupportedField(f"a prompt with {name} is not supported; leave it out", param=name)
     found = prompt.get(IDS) if prompt.get(IDS) is not None else prompt.get(TEXT)
     if found is None:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     defaults = find_defaults(config, source)
     resolved.notes.extend((*(source.notes if source else ()), *defaults.notes))
     resolved.notes.extend(why)
-    resolved.notes.extend(told(resolved.config, source, pooled) if source else ())
+    resolved.notes.extend(told(resolved.config, source) if source else ())
     if args.json:
         print(as_json(resolved, rows, defaults, counts, ranks))
         return 0

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sgla.engine.inputs import is_one, prompt_fields
 from sgla.engine.loop import EngineLoop
+from sgla.engine.pictures import NOTHING, Shown, prompt_given
 from sgla.engine.progress import Bar
 from sgla.errors import UnsupportedTask
 from sgla.messages import Pooling
@@ -32,10 +33,15 @@ class VectorCalls(EngineLoop):
         dimensions: int | None = None,
         normalize: bool | None = None,
         progress: bool | None = None,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
     ) -> Floats:
         """Embeddings: float32 ``[size]`` of one input, ``[n, size]`` of a list. The options are those of
-        /v1/embeddings, and ``progress`` as in ``Engine.generate``."""
-        return self._call(self._embed(inputs, dimensions, normalize, progress))
+        /v1/embeddings; ``progress`` and media are as in ``Engine.generate``. For a model that makes a vector
+        of a text or of a picture, the text of a picture is empty."""
+        shown = Shown(image_data, video_data, audio_data)
+        return self._call(self._embed(inputs, dimensions, normalize, progress, shown))
 
     def classify(self, inputs: Inputs, *, activate: bool = True, progress: bool | None = None) -> Any:
         """Label -> probability (logit if not ``activate``: the reward of a reward model);
@@ -47,10 +53,18 @@ class VectorCalls(EngineLoop):
         return self._call(self._score(query, documents, progress))
 
     async def aembed(
-        self, inputs: Inputs, *, dimensions: int | None = None, normalize: bool | None = None
+        self,
+        inputs: Inputs,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
     ) -> Floats:
         """``embed`` for asyncio code."""
-        return await self._acall(self._embed(inputs, dimensions, normalize))
+        shown = Shown(image_data, video_data, audio_data)
+        return await self._acall(self._embed(inputs, dimensions, normalize, shown=shown))
 
     async def aclassify(self, inputs: Inputs, *, activate: bool = True) -> Any:
         """``classify`` for asyncio code."""
@@ -63,11 +77,20 @@ class VectorCalls(EngineLoop):
     # inside
 
     async def _embed(
-        self, inputs: Inputs, dimensions: int | None, normalize: bool | None, progress: bool | None = None
+        self,
+        inputs: Inputs,
+        dimensions: int | None,
+        normalize: bool | None,
+        progress: bool | None = None,
+        shown: Shown = NOTHING,
     ) -> Floats:
         pooling = self._pools("embed")
         check_dimensions(pooling, dimensions)
         batch, single = as_batch(inputs)
+        if shown != NOTHING:
+            media = [shown] if single else shown.each(len(batch))
+            given = [prompt_given(prompt, own) for prompt, own in zip([inputs] if single else inputs, media)]
+            batch = await self._inputs(given)
         vectors = await self._vectors(batch, progress=progress)
         rows = np.stack([embedding(vector, pooling, dimensions, normalize) for vector in vectors])
         return rows[0] if single else rows

@@ -11,7 +11,7 @@ from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.hub.source import ModelSource
 from sgla.layers.build import Build
-from sgla.loading.load import Declared, OnProgress, decoder_build, load_weights, model_of
+from sgla.loading.load import Declared, OnProgress, decoder_build, load_weights, model_of, towers_of
 from sgla.messages import Pooling
 from sgla.model.base import CausalLM
 from sgla.model.bert import Encoder
@@ -95,7 +95,9 @@ def load_decoder(
     )
     if on_model is not None:
         on_model(model.body)
-    model.body.declared = Declared(build, spec.architecture, True, (), _decoder_name, seed=seed)
+    model.body.declared = Declared(
+        build, spec.architecture, True, towers_of(spec.architecture), _decoder_name, seed=seed
+    )
     model.body.declared.load(source, on_progress)
     return model
 

@@ -45,7 +45,9 @@ def arrays_of(
     pixels = np.frombuffer(picture.pixels, np.uint8).reshape(picture.height, picture.width, 3)
     try:
         images = [[pixels, pixels]] if several else [pixels]
-        made = processor_of(processor, settings)(images=images, return_tensors="np", **asked)
+        # Said, since of few rows it would be guessed.
+        how = {"return_tensors": "np", "input_data_format": "channels_last"} | asked
+        made = processor_of(processor, settings)(images=images, **how)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise InvalidField(f"a picture cannot be prepared: {error}"[:500], param="messages") from error
     return {

@@ -60,6 +60,7 @@ class EncoderSpec:
     eps: float
     activation: str
     rotary: RotarySpec | None = None
+    beside: int = 0  # numbers in the matrices of a tower for pictures
     notes: tuple[str, ...] = ()  # about the file
 
     @property
@@ -67,7 +68,7 @@ class EncoderSpec:
         """Numbers in the matrices."""
         layer = 4 * self.hidden**2 + (2 if self.rotary is None else 3) * self.hidden * self.intermediate
         places = self.positions if self.rotary is None else 0
-        return self.layers * layer + (self.vocab + places + self.types) * self.hidden
+        return self.layers * layer + (self.vocab + places + self.types) * self.hidden + self.beside
 
     @property
     def context_len(self) -> int:

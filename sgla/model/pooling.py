@@ -15,8 +15,9 @@ from sgla.errors import ConfigError
 from sgla.hub.reader import Reader, shown
 from sgla.hub.source import ModelSource, read_json
 from sgla.messages import Dense, Pooling
+from sgla.model.dual import dual_pooling
 from sgla.model.read import read_spec
-from sgla.model.registry import architecture_of, body_of, family_of, is_encoder
+from sgla.model.registry import architecture_of, body_of, family_of, is_dual, is_encoder
 
 CLASSIFIER = "ForSequenceClassification"
 GENERATES = ("ForCausalLM", "ForConditionalGeneration")
@@ -49,6 +50,10 @@ def read_pooling(source: ModelSource, task: str = "auto") -> Pooling | None:
     """
     config = source.config
     architecture = architecture_of(config)
+    if is_dual(config):
+        if task not in ("auto", "embed"):
+            raise ConfigError(f"--task {task} does not fit {architecture}", param="task")
+        return dual_pooling(architecture, config)
     found = _task(architecture, source.folder)
     if task == "auto":
         task = found
@@ -253,12 +258,12 @@ def _dimensions(
     architecture: str, config: dict[str, Any], folder: Path, modules: bool, size: int
 ) -> list[int] | None:
     """Lengths that embeddings may be cut to (Matryoshka, arXiv 2205.13147). Qwen3-Embedding is trained for
-    any, which its files do not say. ``size``: the whole length."""
+    any, and so is Qwen3-VL-Embedding, which their files do not say. ``size``: the whole length."""
     if config.get("matryoshka_dimensions"):
         allowed = Reader(architecture, config).integers("matryoshka_dimensions", MAX_LABELS)
         return sorted(length for length in allowed if 0 < length <= size)
     truncated = _object(folder / "config_sentence_transformers.json").get("truncate_dim")
-    qwen = modules and architecture.startswith("Qwen3For")
+    qwen = (modules and architecture.startswith("Qwen3For")) or architecture.startswith("Qwen3VLFor")
     return [] if config.get("is_matryoshka") or truncated or qwen else None
 
 

@@ -11,11 +11,12 @@ from sgla.errors import ConfigError
 from sgla.hub.reader import Reader, shown
 from sgla.layers.spec import Activation, AttentionSpec, MoESpec
 from sgla.model.config_keys import check_keys, noted
+from sgla.model.dual import read_dual
 from sgla.model.encoder import EncoderSpec
 from sgla.model.family import Family
 from sgla.model.generic_spec import FACTS, generic_spec
 from sgla.model.limits import HEAD_DIM, HEADS, INNER, LAYERS, POSITIONS, UNBOUNDED, VOCAB, WIDTH
-from sgla.model.registry import architecture_of, check_architecture, family_of, is_encoder
+from sgla.model.registry import architecture_of, check_architecture, family_of, is_dual, is_encoder
 from sgla.model.ropes import ROPE, TRAINED, growth, magnified, ropes, stretched, without_sections
 from sgla.model.spec import ModelSpec
 from sgla.model.windows import dual_chunk
@@ -40,7 +41,10 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 def read_spec(config: Mapping[str, Any]) -> ModelSpec | EncoderSpec:
     """The shape of the model that a config.json describes. Raises ConfigError."""
-    return EncoderSpec.from_config(config) if is_encoder(architecture_of(config)) else read_decoder(config)
+    name = architecture_of(config)
+    if is_dual(config):
+        return read_dual(name, config)
+    return EncoderSpec.from_config(config) if is_encoder(name) else read_decoder(config)
 
 
 def read_decoder(config: Mapping[str, Any]) -> ModelSpec:

@@ -10,6 +10,7 @@ from typing import Any
 from sgla.errors import ConfigError
 from sgla.hub.gguf_layout import Layout
 from sgla.model.families import FAMILIES
+from sgla.model.families.dual import DUALS
 from sgla.model.families.heard import HEARD
 from sgla.model.families.pictured import PICTURED
 from sgla.model.family import Family
@@ -44,7 +45,7 @@ def supported() -> list[str]:
     encoders = [family + suffix for family in _ENCODERS for suffix in _ENCODER_SUFFIXES]
     families = [name.removesuffix("ForCausalLM") for name in _POOLED_DECODERS]
     decoders = [family + suffix for family in families for suffix in _DECODER_SUFFIXES]
-    return sorted({*_GENERATING, *encoders, *decoders})
+    return sorted({*_GENERATING, *encoders, *decoders, *DUALS})
 
 
 def _listed() -> str:
@@ -69,16 +70,27 @@ def layouts() -> dict[str, tuple[Layout, ...]]:
     return found
 
 
+def is_dual(config: Mapping[str, Any]) -> bool:
+    """Whether it is of a pair of encoders, of texts and of pictures."""
+    return architecture_of(config) in DUALS
+
+
 def is_encoder(name: str) -> bool:
     """Whether the architecture is a bidirectional encoder, which makes no text."""
-    return any(name == family + suffix for family in _ENCODERS for suffix in _ENCODER_SUFFIXES)
+    return name in DUALS or any(
+        name == family + suffix for family in _ENCODERS for suffix in _ENCODER_SUFFIXES
+    )
 
 
 def body_of(name: str) -> str | None:
     """What makes the hidden states of an architecture that pools them: an encoder's family, or the decoder's
     own architecture; None if there is nothing."""
+    if name in DUALS:
+        return name
     if is_encoder(name):
         return next(family for family in _ENCODERS if name.removeprefix(family) in _ENCODER_SUFFIXES)
+    if name in PICTURED and PICTURED[name].pooled:
+        return name
     for suffix in _DECODER_SUFFIXES:
         decoder = name.removesuffix(suffix) + "ForCausalLM"
         if name.endswith(suffix) and decoder in _POOLED_DECODERS:

@@ -13,6 +13,7 @@ from sgla.errors import InvalidField, UnsupportedField
 from sgla.messages import Job, Placed, Prepared
 from sgla.model.vision.spec import Film, Settings, Spelled, Vision
 
+STANDS_FOR = (0,)  # tokens of a picture that is a prompt by itself
 Encode = Callable[[str], list[int]]  # without special tokens around
 
 
@@ -33,6 +34,13 @@ class Speller:
         tokens are added, and the field that errors name. Raises InvalidField, UnsupportedField."""
         if self.vision.crossed:
             return list(job.token_ids or ()), [Placed(0, 1, heard) for heard in job.prepared]
+        if self.vision.apart:
+            if job.text or job.token_ids or len(job.prepared) > 1:
+                raise InvalidField(
+                    "this model makes a vector of a text or of a picture; send each as an input of its own",
+                    param="input",
+                )
+            return list(STANDS_FOR), [Placed(0, 1, shown) for shown in job.prepared]
         sampling = job.sampling
         for param, given in (
             ("prompt_logprobs", sampling.prompt_logprobs is not None),

@@ -237,8 +237,10 @@ class Preparer:
         Raises ContextTooLong if the input is too long and may not be cut."""
         limit = self.limits.context_len
         most = None if job.truncate is None else limit if job.truncate < 0 else min(job.truncate, limit)
-        segment = 0
-        if job.text is not None:
+        segment, placed = 0, list[Placed]()
+        if job.prepared:
+            tokens, placed = self.prompt(job)
+        elif job.text is not None:
             text, pair = self._reachable(job.text, most), job.pair and self._reachable(job.pair, most)
             special, longest = job.add_special_tokens, limit + CUT
             tokens, segment = self.tokenizer.encode_pair(text, pair, special, most, longest)
@@ -269,6 +271,8 @@ class Preparer:
             sampling=sampling,
             segment=segment,
             sampling_bytes=plan_bytes_of(sampling),
+            media=[(shown.first, shown.picture.digest) for shown in placed],
+            pictures=placed,
         )
 
     def tokens(self, job: Job) -> list[int]:

@@ -103,7 +103,7 @@ class CpuRunner(CpuWeights):
         rows = [row.row for row in wanted.pooled]
         first = np.cumsum(columns.q_lens) - columns.q_lens
         lengths = self.tables.prompt_len[columns.slots[rows]]
-        hidden = self._forward(build(columns, self.tables))
+        hidden = self._forward(self._batch(columns))
         result = StepResult(step=step, tokens=b"")
         add_vectors(result, zip(rows, self._pooler(columns, first, rows, lengths, hidden).numpy()))
         self.profiler.step()

@@ -121,7 +121,10 @@ class CpuModel(Runner):
             self._divided = ContextForward(plain, self.model, *shared)
             return self._divided, note
         if self._pooler is not None:
-            return compiled(self._hidden, limits, threads, native)
+            plain, note = compiled(self._hidden, limits, threads, native)
+            if self._pictures is not None:
+                return PicturedForward(plain, self._hidden, threads), note
+            return plain, note
         make = partial(self._make_plain, limits, threads, native, hook)
         plain, note = make()
         if self._pictures is not None:

@@ -53,9 +53,7 @@ class CpuSetup(CpuModel):
             own = slots, self.shard.size, self.place.threads
             self._listening, seeing = open_listening(config, source, spec, dtype, *own)
         else:
-            self._pictures, seeing = open_pictures(
-                config, source, spec, self.place.torch, dtype, self.pooling
-            )
+            self._pictures, seeing = open_pictures(config, source, spec, self.place.torch, dtype)
         self.copies.identity = seeing.identity or {}
         canvases = canvas_bytes(spec, slots)
         kv = take_kv(config, source, spec, self.place, dtype, demand, seeing.taken + canvases)

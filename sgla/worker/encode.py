@@ -37,7 +37,7 @@ class EncodeRunner(Runner):
 
     def _load(self, config: Config, source: ModelSource) -> None:
         self.config, self.source = config, source
-        vision, why = vision_of(config, source, self.pooling is not None)
+        vision, why = vision_of(config, source)
         if vision is None:
             raise ConfigError(f"--role encode: {why or 'the model takes no pictures'}", param="role")
         where = self.place.torch

@@ -20,6 +20,7 @@ from sgla.loading.pooled import load_encoder
 from sgla.messages import CacheGroup, Facts, Pooling, StepPlan, StepResult
 from sgla.model.encoder import EncoderSpec
 from sgla.model.heads import apply, pool
+from sgla.model.read import read_spec
 from sgla.model.sizes import weight_bytes
 from sgla.worker.facts import answer_facts, most_rows
 from sgla.worker.memory import check_weights
@@ -42,7 +43,8 @@ class EncoderRunner(Runner):
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu else "float32"
         if gpu:
             check_encoder(self.place.device, config, dtype)
-        spec = EncoderSpec.from_config(source.config)
+        spec = read_spec(source.config)
+        assert isinstance(spec, EncoderSpec)
         context = choose_context(spec, self.pooling, config.context_length)
         weights = weight_bytes(spec, dtype, config.quantization, 1)
         check_weights(weights, self.place.free(), "--device cpu" if gpu else "--quantization int8 or int4")
@@ -92,8 +94,11 @@ class EncoderRunner(Runner):
         stay = weights == "" or (weights == "host" and self.place.torch.type == "cpu")  # they are there
         if self._awake and not stay:
             self._awake = False
-            del self.model, self._forward
+            self._forget()
             drop_garbage()
+
+    def _forget(self) -> None:
+        del self.model, self._forward
 
     def _wake(self, weights: bool) -> None:
         if weights and not self._awake:

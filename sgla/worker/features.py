@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sgla.loading.tower import Elsewhere, Features, Tower
+from sgla.loading.tower import Features
 from sgla.messages import Array, Prepared
 
 log = logging.getLogger(__name__)
 
 
+class Maker(Protocol):
+    """Makes features of a picture or a sound."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, arrays: Mapping[str, Tensor]) -> Features: ...
+
+
 class FeatureCache:
     """``width``: of features; ``most``: bytes of them that are kept for requests to come."""
 
-    def __init__(self, tower: Tower | Elsewhere, width: int, most: int) -> None:
+    def __init__(self, tower: Maker, width: int, most: int) -> None:
         self._tower, self._width, self._most = tower, width, most
         self._kept: OrderedDict[bytes, Features] = OrderedDict()  # by digest, the latest used one last
         self._bytes = 0

@@ -62,7 +62,7 @@ class GpuModel(Runner):
         self.config, self.source = config, source
         spec = self._stage(source)
         sizes = choose_sizes(config, spec, self.pooling)
-        vision, _ = vision_of(config, source, self.pooling is not None)
+        vision, _ = vision_of(config, source)
         together = vision is not None and vision.ahead
         kernels, self.notes = choose_kernels(config, spec, self.place, sizes, together)
         self.notes += self.place.notes
@@ -70,7 +70,7 @@ class GpuModel(Runner):
         guessing = self._guessing(spec)
         with within_memory("loading the tower of pictures", lambda: OTHER_MODEL):
             self.pictures, self.seeing = open_pictures(
-                config, source, spec, self.place.torch, dtype_of(config), self.pooling
+                config, source, spec, self.place.torch, dtype_of(config)
             )
         self.copies.identity = self.seeing.identity or {}
         self.notes += [self.seeing.note] if self.seeing.note else []

@@ -60,7 +60,7 @@ def report(config: Config, source: ModelSource) -> Iterator[str]:
         yield "  none: transformers' module computes it, and our kernels are attention and sampling alone"
         return
     sizes = choose_sizes(config, spec, pooling)
-    vision, _ = vision_of(config, source, pooling is not None)
+    vision, _ = vision_of(config, source)
     backend, notes = attention.choose_backend(
         config.attention_backend,
         shapes_of(config, spec, Shard(0, config.tp), sizes, vision is not None and vision.ahead),

@@ -18,7 +18,7 @@ from sgla.loading.tower_attention import use_packed
 from sgla.loading.tower_grid import Grids
 from sgla.media.picture import Picture
 from sgla.media.prepare import arrays_of
-from sgla.messages import Pooling, Speech
+from sgla.messages import Speech
 from sgla.model.spec import ModelSpec
 from sgla.model.vision.served import settings_of, vision_of
 from sgla.model.vision.spec import Vision
@@ -49,10 +49,9 @@ def open_pictures(
     spec: ModelSpec,
     device: torch.device,
     dtype: str,
-    pooling: Pooling | None,
 ) -> tuple[Pictures | None, Seeing]:
     """Raises ConfigError and WeightError."""
-    vision, note = vision_of(config, source, pooling is not None)
+    vision, note = vision_of(config, source)
     if vision is None:
         return None, Seeing(0, {}, {}, note)
     plain = plain_of(dtype)

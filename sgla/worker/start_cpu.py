@@ -14,7 +14,9 @@ from sgla.kernels.cpu.native import library, prepare
 from sgla.messages import Progress
 from sgla.model.pooling import read_pooling
 from sgla.model.read import read_decoder
+from sgla.model.registry import is_dual
 from sgla.worker.cpu import CpuRunner
+from sgla.worker.dual import DualRunner
 from sgla.worker.encode import EncodeRunner
 from sgla.worker.encoder import EncoderRunner
 from sgla.worker.runner import Runner
@@ -40,6 +42,8 @@ def cpu_runner(
         check_deterministic(source)
     if config.role == "encode":
         return EncodeRunner(config, source, rank, size, rendezvous, report, pooling)
+    if is_dual(source.config):
+        return DualRunner(config, source, rank, size, rendezvous, report, pooling)
     kind = EncoderRunner if encoder else CpuRunner
     return kind(config, source, rank, size, rendezvous, report, pooling)
 

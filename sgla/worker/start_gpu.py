@@ -10,7 +10,9 @@ from sgla.device import check_answers
 from sgla.hub.source import ModelSource
 from sgla.messages import Progress
 from sgla.model.pooling import read_pooling
+from sgla.model.registry import is_dual
 from sgla.worker.cuda import CudaRunner
+from sgla.worker.dual import DualRunner
 from sgla.worker.encode import EncodeRunner
 from sgla.worker.encoder import EncoderRunner
 from sgla.worker.runner import Runner
@@ -30,5 +32,7 @@ def cuda_runner(
     check_answers(config, "cuda", pooling is not None, encoder)
     if config.role == "encode":
         return EncodeRunner(config, source, rank, size, rendezvous, report, pooling)
+    if is_dual(source.config):
+        return DualRunner(config, source, rank, size, rendezvous, report, pooling)
     kind = EncoderRunner if encoder else CudaRunner
     return kind(config, source, rank, size, rendezvous, report, pooling)

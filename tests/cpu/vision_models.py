@@ -114,8 +114,8 @@ class Model(NamedTuple):
         media = [(entry.first, entry.picture.digest) for entry in placed]
         return replace(submit(rid, tokens, max_new), pictures=placed, media=media)
 
-    def generated(self, request: Submit, shown: Sequence[Picture | Video], **more: Any) -> list[int]:
-        """What transformers' module makes of it."""
+    def given(self, request: Submit, shown: Sequence[Picture | Video]) -> dict[str, Any]:
+        """What transformers' module is given for it."""
         several = self.speller.vision.alone and len(shown) > 1
         made = [
             arrays_of(one, self.processor, self.settings, self.asked(), several)
@@ -145,14 +145,12 @@ class Model(NamedTuple):
             ):
                 joined[theirs] = torch.from_numpy(np.concatenate([video[ours] for video in videos]))
             joined["mm_token_type_ids"] += 2 * (ids == film.token_of(self.source.config)).int()
-        out = self.module.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=request.max_new,
-            **joined,
-            **more,
-        )
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **joined}
+
+    def generated(self, request: Submit, shown: Sequence[Picture | Video], **more: Any) -> list[int]:
+        """What transformers' module makes of it."""
+        given = self.given(request, shown)
+        out = self.module.generate(**given, do_sample=False, max_new_tokens=request.max_new, **more)
         found: list[int] = out[0, len(request.tokens) :].tolist()
         return found
 
@@ -182,7 +180,8 @@ def save_model(folder: Path, architecture: str, config: Any, images: dict[str, A
             )
             parameter.normal_(shift, 0.15)
     module.save_pretrained(folder)
-    module.generation_config.eos_token_id = None
+    if module.can_generate():
+        module.generation_config.eos_token_id = None
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
     source = open_source(folder)
     speller = Speller(vision_for(architecture, source.config), source.config, settings_of(folder))

@@ -227,7 +227,7 @@ async def test_embeddings_of_cohere(embedder: tuple[Path, Any]) -> None:
             ({"texts": ["w1"], "truncate": "NONE", "max_tokens": 3}, "max_tokens"),
             ({"texts": ["w1"], "embedding_types": ["int8"]}, "embedding_types"),
             ({"texts": ["w1"], "output_dimension": 8}, "dimensions"),
-            ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs"),
+            ({"inputs": [{"content": [{"type": "image_url"}]}]}, "inputs[0]"),
         ):
             status, reply = await site.post("/v2/embed", wrong)
             assert (status, reply["error"]["param"]) == (400, param), wrong

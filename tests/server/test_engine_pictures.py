@@ -189,7 +189,7 @@ def test_settings_of_the_processor_go_through(llm: LLM, post: Any) -> None:
 
 
 def test_other_media_and_calls_are_refused_by_name(llm: LLM, tiny_model: Path) -> None:
-    with pytest.raises(UnsupportedField, match="'video'"):
+    with pytest.raises(UnsupportedField, match="takes no videos"):
         llm.generate({"prompt": TEXT, "multi_modal_data": {"video": SHOWN}})
     with pytest.raises(InvalidField, match="keys such as 'image'"):
         llm.generate({"prompt": TEXT, "multi_modal_data": SHOWN})

@@ -11,7 +11,8 @@ from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered, each
 from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, PooledFields, head, inputs, pooling_of, run, usage, vector
-from sgla.http.pooling.embeddings import ROWS, native_result, prompts
+from sgla.http.pooling.embeddings import ROWS, native_result
+from sgla.http.pooling.shown import prompts
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
 from sgla.http.server import ASKED, RID, UID
@@ -50,7 +51,7 @@ async def classify(request: web.Request) -> web.StreamResponse:
         if not isinstance(fields.text, list):
             return json_response(result(0))
         return await answered(request, size, lambda: each(len(choices), result, ROWS))
-    choices = await run(request, server, fields, prompts(fields.input, fields.messages))
+    choices = await run(request, server, fields, await prompts(request, fields.input, fields.messages))
     activate = fields.use_activation is not False and fields.activation is not False
 
     def shown(i: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered, each
 from sgla.http.operation import operation
 from sgla.http.pooling.common import ENTRY, PooledFields, inputs, pooling_of, run, usage, vector
-from sgla.http.request.chat import text_messages
+from sgla.http.pooling.shown import prompts
 from sgla.http.request.intake import intake
 from sgla.http.request.schema import Schema
 from sgla.http.server import ASKED, RID
@@ -20,11 +20,17 @@ from sgla.http.wire import json_response
 from sgla.text.vectors import check_dimensions, embedding, raw
 
 
-class EmbeddingRequest(PooledFields, kw_only=True):
+class ShownFields(PooledFields, kw_only=True):
     """vLLM's ``messages`` in place of ``input``: one conversation, through the chat template."""
 
-    input: str | list[int | str | list[int]] | None = None
+    input: str | list[int | str | list[int] | dict[str, Any]] | None = None
     messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+
+class EmbeddingRequest(ShownFields, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     normalize: bool | None = None
@@ -42,14 +48,14 @@ EMBEDDINGS = Schema(EmbeddingRequest)
 ENCODE = Schema(EncodeRequest)
 
 
-@operation("OpenAI: vectors of texts", EmbeddingRequest, to.Embeddings)
+@operation("OpenAI: vectors of texts and pictures", EmbeddingRequest, to.Embeddings)
 async def embeddings(request: web.Request) -> web.StreamResponse:
     server = request[ASKED]
     fields = await intake(request, EMBEDDINGS)
     model = server.model(fields.model)
     pooling = pooling_of(server, "embed")
     check_dimensions(pooling, fields.dimensions)
-    choices = await run(request, server, fields, prompts(fields.input, fields.messages))
+    choices = await run(request, server, fields, await prompts_of(request, fields))
 
     def shown(i: int) -> dict[str, Any]:
         row = embedding(vector(choices[i]), pooling, fields.dimensions, fields.normalize)
@@ -66,13 +72,17 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     return await answered(request, len(choices) * (ENTRY + pooling.size), whole)
 
 
-def prompts(value: Any, messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+async def prompts_of(request: web.Request, fields: ShownFields) -> list[dict[str, Any]]:
     """Job fields of ``input``, or of one conversation."""
-    if (value is None) == (messages is None):
-        raise InvalidField("input is required", param="input")
-    if messages is None:
-        return inputs(value, "input")
-    return [{"messages": text_messages(messages), "add_generation_prompt": False}]
+    continues = fields.continue_final_message is True
+    if continues and fields.add_generation_prompt:
+        raise InvalidField(
+            "add_generation_prompt and continue_final_message exclude each other",
+            param="continue_final_message",
+        )
+    flags = {"add_generation_prompt": fields.add_generation_prompt is True}
+    flags["continue_final_message"] = continues
+    return await prompts(request, fields.input, fields.messages, fields.mm_processor_kwargs, **flags)
 
 
 @operation("SGLang: vectors of texts or token ids", EncodeRequest, to.Encoded | list[to.Encoded])

@@ -11,8 +11,8 @@ from sgla.errors import UnsupportedTask
 from sgla.http import answer_types as to
 from sgla.http.answer.whole import answered, each
 from sgla.http.operation import operation
-from sgla.http.pooling.common import ENTRY, PooledFields, head, pooling_of, run, usage, vector
-from sgla.http.pooling.embeddings import ROWS, prompts
+from sgla.http.pooling.common import ENTRY, head, pooling_of, run, usage, vector
+from sgla.http.pooling.embeddings import ROWS, ShownFields, prompts_of
 from sgla.http.request.intake import intake
 from sgla.http.request.sampling import first
 from sgla.http.request.schema import Schema
@@ -22,12 +22,10 @@ from sgla.text.vectors import check_dimensions, embedding, scores
 ALIASES = {"score": "classify"}
 
 
-class PoolingRequest(PooledFields, kw_only=True):
+class PoolingRequest(ShownFields, kw_only=True):
     """``use_activation: false``: embeddings are not normalized, and classes have logits instead of
     probabilities. ``task``: by default what the model is for."""
 
-    input: str | list[int | str | list[int]] | None = None
-    messages: list[dict[str, Any]] | None = None
     task: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     embed_dtype: Literal["float32"] | None = None
@@ -53,7 +51,7 @@ async def pooling(request: web.Request) -> web.StreamResponse:
             param="task",
         )
     check_dimensions(made, fields.dimensions)
-    choices = await run(request, server, fields, prompts(fields.input, fields.messages))
+    choices = await run(request, server, fields, await prompts_of(request, fields))
     activate = first(fields.use_activation, fields.activation, fields.normalize)
 
     def shown(i: int) -> dict[str, Any]:

@@ -99,7 +99,7 @@ _QWEN2_VL = replace(
     nulls=(*KV_HEADS, "sliding_window", "max_window_layers", "use_sliding_window", "rope_theta"),
     outer=Family(("qwen2_vl",), _TOWER | _QWEN_TOKENS),
     sections=True,
-    pooled=False,
+    pooled=True,
     gguf=(),
 )
 _QWEN3_VL = replace(
@@ -112,7 +112,7 @@ _QWEN3_VL = replace(
     },
     outer=Family(("qwen3_vl",), _TOWER | _QWEN_TOKENS),
     sections=True,
-    pooled=False,
+    pooled=True,
     gguf=(),
 )
 _QWEN3_VL_MOE = replace(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from sgla.model.vision.dual import CLIP, SIGLIP
 from sgla.model.vision.gemma3 import GEMMA3
 from sgla.model.vision.gemma4 import GEMMA4, GEMMA4_TOGETHER, sees_ahead
 from sgla.model.vision.glm4v import GLM4V, GLM4V_MOE
@@ -19,6 +20,7 @@ from sgla.model.vision.qwen2_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_VL
 from sgla.model.vision.spec import Config, Vision, vision_config
 
 VISIONS: dict[str, Vision] = {
+    "CLIPModel": CLIP,
     "Gemma3ForConditionalGeneration": GEMMA3,
     "Gemma4ForConditionalGeneration": GEMMA4,
     "Glm4vForConditionalGeneration": GLM4V,
@@ -41,6 +43,7 @@ VISIONS: dict[str, Vision] = {
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
+    "SiglipModel": SIGLIP,
     "SmolVLMForConditionalGeneration": IDEFICS3,
 }
 

@@ -49,9 +49,9 @@ def tower_bytes(source: ModelSource, vision: Vision) -> int:
     return total
 
 
-def told(config: Config, source: ModelSource, pools: bool = False) -> list[str]:
+def told(config: Config, source: ModelSource) -> list[str]:
     """What to say of pictures before the model is loaded."""
-    vision, why = vision_of(config, source, pools)
+    vision, why = vision_of(config, source)
     if vision is None:
         return [why] if why else []
     size = tower_bytes(source, vision) / 2**20
@@ -70,16 +70,16 @@ def faults_of_settings() -> Iterator[None]:
         raise ConfigError(f"--mm-processor-kwargs: {error.message}", param=PARAM) from error
 
 
-def vision_of(config: Config, source: ModelSource, pools: bool = False) -> tuple[Vision | None, str]:
-    """How the model takes pictures or sounds, or None; then also why not, if its family does. ``pools``: it
-    answers with vectors. Raises ConfigError for --mm-processor-kwargs that cannot be honoured, and why sounds
-    cannot be served by a model that is for nothing else."""
+def vision_of(config: Config, source: ModelSource) -> tuple[Vision | None, str]:
+    """How the model takes pictures or sounds, or None; then also why not, if its family does. Raises
+    ConfigError for --mm-processor-kwargs that cannot be honoured, and why sounds cannot be served by a model
+    that is for nothing else."""
     try:
         architecture = architecture_of(source.config)
         vision = vision_for(architecture, source.config) or HEARINGS.get(architecture)
     except ConfigError:
         return None, ""
-    if vision is None or pools:
+    if vision is None:
         if config.mm_processor_kwargs:
             raise ConfigError(
                 "--mm-processor-kwargs is for models that take pictures; leave it out",

@@ -61,9 +61,9 @@ class Vision:
     tokens of a prompt see each other, and ``framed`` is what becomes of a plain text with placeholders.
     ``merged``: positions go by three axes, and this many patches a side are one token; ``sections``: how
     many frequencies go by each axis, and whether they take turns. ``film``: how videos are taken, if they
-    are. ``crossed``: layers attend to the features, which stand in place of no tokens, and the model does
-    nothing else. ``heard``: whether a sound is heard at once, which bounds its length, in windows of
-    equal length, or as it is, in chunks."""
+    are. ``apart``: a picture is a prompt by itself, of which a vector is made. ``crossed``: layers attend to
+    the features, which stand in place of no tokens, and the model does nothing else. ``heard``: whether a
+    sound is heard at once, which bounds its length, in windows of equal length, or as it is, in chunks."""
 
     processors: tuple[str, ...]
     token: tuple[str, int]
@@ -83,6 +83,7 @@ class Vision:
     sections: Callable[[Config], tuple[list[int], bool]] = lambda config: ([], False)
     kind: str = "image"
     film: Film | None = None
+    apart: bool = False
     crossed: bool = False
     heard: Literal["once", "windows", "chunks"] = "once"
 
