@@ -231,7 +231,8 @@ class GGUFFile:
 
         kind = GGMLQuantizationType(tensor.type)
         block, size = GGML_QUANT_SIZES[kind]
-        shapes = [tuple(self._model.sizes[dim] for dim in target.dims) for target in targets]
+        sizes = self._model.sizes_of(tensor.name)
+        shapes = [tuple(sizes[dim] for dim in target.dims) for target in targets]
         width = 1 if len(shapes[0]) == 1 else shapes[0][-1]  # a vector has rows of one value
         if block > 1 and width == 1 and (len(targets) > 1 or self._is_permuted(targets[0])):
             raise WeightError(f"{self.path}: {tensor.name} has type {kind.name}, whose values have no order")

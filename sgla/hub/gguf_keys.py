@@ -104,13 +104,24 @@ class Some:
         return "a list of whole numbers from 0 on, which are the same where they are not 0"
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """A number for all layers, or one for each."""
+
+    def fits(self, value: Any) -> bool:
+        return all(map(SIZE.fits, value)) if isinstance(value, list) else SIZE.fits(value)
+
+    def __str__(self) -> str:
+        return "a whole number from 1 on, or a list of them"
+
+
 SIZE = Number(whole=True, low=1)
 COUNT = Number(whole=True)
 SIZE_OF_LAYERS = Number(whole=True, low=1, layers=True)
 POSITIVE = Number(low=1e-30)
 TOKEN = Number(whole=True)
 FLAG = Only((True, False))
-Rule = Number | Only | Text | Pattern | Flags | Some
+Rule = Number | Only | Text | Pattern | Flags | Some | Sizes
 
 LAYERS = 1024  # as config.json may have (``model.spec``)
 REQUIRED = ("block_count", "context_length", "embedding_length")
@@ -176,6 +187,24 @@ _LATENT: dict[str, Rule] = {
     "attention.value_length_mla": SIZE,
     "rope.scaling.yarn_log_multiplier": Number(),
     "rope.scaling.attn_factor": Only((1.0,)),
+}
+_KINDS: dict[str, Rule] = {
+    "attention.head_count_kv": Sizes(),
+    "attention.key_length_swa": SIZE,
+    "attention.scale": Only((0.0, 1.0)),
+    "attention.shared_kv_layers": COUNT,
+    "attention.sliding_window": SIZE,
+    "attention.sliding_window_pattern": Flags(),
+    "attention.value_length_swa": SIZE,
+    "embedding_length_per_layer_input": COUNT,
+    "expert_count": COUNT,
+    "expert_feed_forward_length": COUNT,
+    "expert_used_count": COUNT,
+    "feed_forward_length": Sizes(),
+    "rope.dimension_count_swa": SIZE,
+    "rope.freq_base_swa": POSITIVE,
+    "rope.scaling.factor": Only((0.0, 1.0)),
+    "rope.scaling.type": Only(("none",)),
 }
 # Of the keys that HF's class may have, too (``HF_KEYS``): the values, where it does.
 _HONOURED: dict[str, Rule] = {
@@ -248,6 +277,8 @@ def rules(layout: Layout) -> dict[str, Rule]:
         table |= {"expert_count": Only((0,)), "expert_used_count": COUNT}
     if layout.windowed and "layer_types" in layout.known:
         table["attention.sliding_window_pattern"] = Pattern()
+    if layout.kinds:
+        table |= _KINDS
     if layout.permuted:
         table["tensor_data_layout"] = Only(("Meta AI original pth",))
     return table | {key: Only(values) for key, values in layout.only.items()}
@@ -341,6 +372,11 @@ def _required(layout: Layout) -> Iterator[str]:
     yield from (*REQUIRED, layout.eps)
     if layout.xielu:
         yield from _XIELU
+    if layout.kinds:
+        yield from (
+            *(f"attention.{name}" for name in ("head_count_kv", "key_length", "key_length_swa")),
+            *(f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern")),
+        )
     if layout.growing:
         yield from ("attention.temperature_scale", "rope.scaling.type")
     if layout.scans != "only":

@@ -16,7 +16,7 @@ class HFTensor(NamedTuple):
     tensor is one of each expert.
 
     d hidden, f of the MLP, q and k of all heads, h of one, n heads, t half of what is rotated, v tokens, P
-    positions. Of
+    positions. W values that a layer is given of each of V tokens, X those of all layers. Of
     mixtures e experts, m of one, s of the shared one. Of latent attention a the queries' latent, r that of
     keys and values, l with the rotated part, u queries, g a head's part that is not rotated, y its value, o
     all values, b keys and values. Of Mamba 2 i all rows, c channels of the convolution, w its taps, j the
@@ -33,12 +33,14 @@ class HFTensor(NamedTuple):
 class Stored:
     """A tensor of a layer: the ``tensors`` of HF's class that its rows are, one below the other. ``layers``:
     all, or those without or with experts. ``flag``: the key of HF's configuration that says whether there is
-    one. ``unless``: a size without which alone there is one. ``mixer``: of layers that alone have one."""
+    one. ``unless``: a size without which alone there is one, ``given``: one without which there is none.
+    ``mixer``: of layers that alone have one."""
 
     tensors: tuple[HFTensor, ...]
     layers: Literal["all", "dense", "sparse"] = "all"
     flag: str = ""
     unless: str = ""
+    given: str = ""
     mixer: Literal["", "attention", "mamba", "conv", "mlp", "delta"] = ""
 
 
@@ -82,6 +84,7 @@ class Layout:
     keys: Mapping[str, str] = field(default_factory=dict)  # HF's of keys, which most classes call otherwise
     windows_optional: bool = False  # HF's class runs without any
     convolves: bool = False  # layers without KV heads are short convolutions
+    kinds: bool = False  # layers with windows have heads of their own
     deltas: Deltas = ""  # all layers but each so many-th one are gated delta nets
     last_norm: str = "output_norm"
     yarn: Mapping[str, Any] = field(default_factory=dict)  # of HF's scaling, which no key says
@@ -136,7 +139,7 @@ HF_KEYS: dict[str, tuple[str, ...]] = {
     "residual_scale": ("residual_multiplier",),
     "logit_scale": ("logit_scale", "logits_scaling"),
     "expert_count": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts"),
     "expert_shared_feed_forward_length": (
@@ -181,6 +184,11 @@ TOP = {
     "output.weight": Stored((HFTensor("lm_head.weight", "vd"),)),
 }
 POSITIONS = {"position_embd.weight": Stored((HFTensor("model.embed_positions.weight", "Pd"),))}
+PER_LAYER = {
+    "per_layer_token_embd.weight": Stored((HFTensor("model.embed_tokens_per_layer.weight", "VX"),)),
+    "per_layer_model_proj.weight": Stored((HFTensor("model.per_layer_model_projection.weight", "Xd"),)),
+    "per_layer_proj_norm.weight": Stored((HFTensor("model.per_layer_projection_norm.weight", "W"),)),
+}
 # Tensors that some files have in place of others, joined along the rows.
 JOINED = {
     "attn_qkv.weight": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),

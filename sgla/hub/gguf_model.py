@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from sgla.errors import ConfigError, WeightError
 from sgla.hub.gguf_deltas import delta_sizes, deltas
+from sgla.hub.gguf_gemma import PER_LAYER as PER_LAYER_WIDTH
+from sgla.hub.gguf_gemma import check_lists, kinds, layer_sizes, reads, slides
 from sgla.hub.gguf_header import GGUFTensor
 from sgla.hub.gguf_keys import read_keys
-from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, POSITIONS, TOP, HFTensor, Layout, Stored
+from sgla.hub.gguf_layout import HF_KEYS, JOINED, MISSING, PER_LAYER, POSITIONS, TOP, HFTensor, Layout, Stored
 from sgla.hub.gguf_ropes import FREQS, LONG, SHORT, Tables, rope_scaling
 from sgla.hub.gguf_scans import mixer_of, most, scan_sizes, scans
 
@@ -51,6 +53,8 @@ class GGUFModel:
         self.layout, self.architecture = layout, layout.name
         self._tensors, self._tables = tensors, tables
         self.keys = read_keys(metadata, layout)
+        if layout.kinds:
+            check_lists(layout, self.keys)
         self._check_layers()
         if any(len(values) != self.layers for key, values in self.keys.items() if key.startswith("xielu.")):
             raise ConfigError("xielu.alpha_p, alpha_n, beta and eps have not a value for each layer")
@@ -98,6 +102,9 @@ class GGUFModel:
             "m": expert,
             "s": keys.get("expert_shared_feed_forward_length") or expert * self._value("expert_shared_count"),
             "P": keys["context_length"],
+            "W": keys.get(PER_LAYER_WIDTH, 0),
+            "X": keys.get(PER_LAYER_WIDTH, 0) * self.layers,
+            "V": self._rows("per_layer_token_embd.weight"),
             "L": latent,
             "E": latent or hidden,
         }
@@ -124,6 +131,14 @@ class GGUFModel:
             "o": heads * value,
             "b": heads * (still + value),
         }
+
+    def sizes_of(self, tensor: str) -> dict[str, int]:
+        """The same, as this tensor has them."""
+        layer = tensor.split(".")[1] if tensor.startswith("blk.") else ""
+        return self.sizes | layer_sizes(self.keys, int(layer)) if self.layout.kinds and layer else self.sizes
+
+    def _rows(self, name: str) -> int:
+        return self._tensors[name].shape[0] if name in self._tensors else 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -157,6 +172,8 @@ class GGUFModel:
         config |= self._flags
         if layout.mixture:
             self._check_widths(layout, keys)
+        if layout.kinds:
+            return config | self._kinds()
         if layout.scans != "only":
             config |= self._latent(keys) if layout.latent else self._heads(layout, keys)
         config |= self._windows(layout, keys)
@@ -200,6 +217,13 @@ class GGUFModel:
         for key, width in said.items():
             if not layout.hf_key(key) and keys.get(key, width) != width:
                 raise ConfigError(f"{self.architecture}.{key} is {keys[key]}, and only {width} is supported")
+
+    def _kinds(self) -> dict[str, Any]:
+        if FREQS not in self._tables:
+            raise WeightError(f"the tensors do not fit a {self.architecture} model: 1 missing: {FREQS}")
+        whole = (i for i in range(self.layers) if not slides(self.keys, i))
+        joined = f"blk.{next(whole, 0)}.attn_v.weight" not in self._tensors
+        return kinds(self.layout, self.keys, self.layers, self._tables, joined, self.sizes["V"])
 
     def _heads(self, layout: Layout, keys: dict[str, Any]) -> dict[str, Any]:
         """The size of heads, how much of it is rotated, and the scale of queries."""
@@ -322,7 +346,7 @@ class GGUFModel:
 
     def check_tensors(self) -> None:
         """Raises WeightError naming missing, unexpected and misshapen tensors."""
-        expected = {name: _shape(targets, self.sizes) for name, targets in self.expected.items()}
+        expected = {name: _shape(targets, self.sizes_of(name)) for name, targets in self.expected.items()}
         absent = set() if "output.weight" in self._tensors else {"output.weight"}
         misshapen = [
             f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}"
@@ -353,7 +377,8 @@ class GGUFModel:
         expected = {name: stored.tensors for name, stored in TOP.items()}
         if "attn_norm.bias" not in self.layout.tensors:
             del expected["output_norm.bias"]
-        expected |= {name: stored.tensors for name, stored in POSITIONS.items() if self.layout.learned}
+        top = (POSITIONS if self.layout.learned else {}) | (PER_LAYER if self.sizes.get("W") else {})
+        expected |= {name: stored.tensors for name, stored in top.items()}
         expected[f"{self.layout.last_norm}.weight"] = expected.pop("output_norm.weight")
         if FREQS in self._tables:
             expected[FREQS] = (HFTensor("", "t"),)
@@ -376,6 +401,12 @@ class GGUFModel:
             for name, stored in self.layout.tensors.items()
             if stored.layers in ("all", kind) and stored.mixer in ("", mixer) and self._is_there(stored)
         }
+        if self.layout.kinds:
+            found = {
+                name: tensors
+                for name, tensors in found.items()
+                if not self._may_lack(layer, name) or f"blk.{layer}.{name}" in self._tensors
+            }
         for whole, parts in JOINED.items():
             if f"blk.{layer}.{whole}" in self._tensors and all(part in found for part in parts):
                 found[whole] = tuple(target for part in parts for target in found.pop(part))
@@ -384,6 +415,12 @@ class GGUFModel:
                 for name in (joined,) if f"blk.{layer}.{halves[0]}" in self._tensors else halves:
                     del found[name]
         return found
+
+    def _may_lack(self, layer: int, name: str) -> bool:
+        """Whether a layer has no keys and values, or one matrix that makes both."""
+        if reads(self.keys, self.layers, layer):
+            return name.startswith(("attn_k", "attn_v"))
+        return name == "attn_v.weight" and not slides(self.keys, layer)
 
     def _is_sparse(self, layer: int) -> bool:
         if not self.layout.mixture:
@@ -400,6 +437,8 @@ class GGUFModel:
         if stored.flag and not self._flags[stored.flag]:
             return False
         if stored.unless and self.sizes[stored.unless]:
+            return False
+        if stored.given and not self.sizes[stored.given]:
             return False
         return all(self.sizes[dim] for tensor in stored.tensors for dim in tensor.dims)
 

@@ -68,13 +68,12 @@ def _groups(spec: ModelSpec, layer: int) -> Iterator[list[str]]:
     for mixer in ("self_attn", "mixer"):
         yield [f"{mixer}.{part}_proj" for part in "qkv"]
     yield [f"{_DELTA}_{part}" for part in ("qkv", "z")]
-    if spec.moe is None or layer not in spec.moe.layers:
-        yield ["mlp.gate_proj", "mlp.up_proj"]
-        yield ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"]
-        return
-    experts = [f"mlp.experts.{e}" for e in range(spec.moe.experts)]
-    yield [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
+    yield ["mlp.gate_proj", "mlp.up_proj"]
     yield ["mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"]
+    if spec.moe is not None and layer in spec.moe.layers:
+        for module in ("mlp", "moe"):
+            experts = [f"{module}.experts.{e}" for e in range(spec.moe.experts)]
+            yield [f"{expert}.{part}_proj" for expert in experts for part in ("gate", "up")]
 
 
 def weights_of_file(source: ModelSource) -> Iterator[tuple[str, SourceTensor]]:

@@ -39,6 +39,7 @@ def layout_of(architecture: str, family: Family, gguf: Gguf) -> Layout:
         keys=gguf.keys,
         convolves=gguf.convolves,
         deltas=gguf.deltas,
+        kinds=gguf.kinds,
         last_norm=gguf.last_norm,
         by_width=gguf.by_width,
         windows_optional=gguf.windows_optional,

@@ -39,6 +39,23 @@ EXPERT_BIASES = {
     "ffn_up_exps.bias": one("mlp.experts.up_proj_bias", "em", layers="sparse"),
     "ffn_down_exps.bias": one("mlp.experts.down_proj_bias", "ed", layers="sparse"),
 }
+# What Gemma 4's layers have where each is given values of its own, and where experts stand beside the MLP.
+GEMMA4 = {
+    "layer_output_scale.weight": one("layer_scalar", "1"),
+    "inp_gate.weight": one("per_layer_input_gate.weight", "Wd"),
+    "proj.weight": one("per_layer_projection.weight", "dW"),
+    "post_norm.weight": one("post_per_layer_input_norm.weight", "d", given="W"),
+    "ffn_gate_inp.weight": one("moe.gate.weight", "ed"),
+    "ffn_gate_inp.scale": one("router.scale", "d", given="e"),
+    "ffn_down_exps.scale": one("router.per_expert_scale", "e"),
+    "pre_ffw_norm_2.weight": one("pre_feedforward_layernorm_2.weight", "d", given="e"),
+    "post_ffw_norm_1.weight": one("post_feedforward_layernorm_1.weight", "d", given="e"),
+    "post_ffw_norm_2.weight": one("post_feedforward_layernorm_2.weight", "d", given="e"),
+    **{
+        f"ffn_{part}_exps.weight": one(f"moe.experts.{{e}}.{part}_proj.weight", dims)
+        for part, dims in (("gate", "emd"), ("up", "emd"), ("down", "edm"))
+    },
+}
 SOFTMAX, SIGMOID, CHOSEN_SOFTMAX = 1, 2, 3  # values of expert_gating_func; 0 is none
 
 
@@ -65,6 +82,7 @@ class Gguf:
     first_mamba: bool = False
     convolves: bool = False
     deltas: Deltas = ""
+    kinds: bool = False
     last_norm: str = "output_norm"
     shared: bool = False
     dense: bool = False

@@ -133,9 +133,17 @@ def write(
     for name, tensor in converted(stored, arch, config).items():
         if name != "lm_head.weight" or not config["tie_word_embeddings"]:
             found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if (arch == Arch.GEMMA4 and name.endswith("_scale")) or name.endswith("router.scale"):
+                part = "ffn_down_exps" if name.endswith("_scale") else "ffn_gate_inp"
+                found = f"blk.{name.split('.')[2]}.{part}.scale"
             assert found, name
             whole = found.endswith(("ssm_a", "ssm_d", "ssm_norm.weight"))
             tensors[found] = (tensor if whole else tensor.squeeze()).numpy()
+    if arch == Arch.GEMMA4:
+        frequencies = keys["attention.key_length"] // 2
+        turning = rope["partial_rotary_factor"] * frequencies
+        factors = np.where(np.arange(frequencies) < turning, 1.0, 1e30)
+        tensors["rope_freqs.weight"] = factors.astype(np.float32)
     change(tensors)
     for name, values in tensors.items():
         if quantized is not None and re.search(packed, name):
@@ -171,6 +179,10 @@ def converted(
             tensor = tensor.unflatten(0, (heads["q"], 3, -1)).transpose(0, 1).flatten(0, 2)
         if ".act_fn." in name:
             continue
+        if arch == Arch.GEMMA4 and name.endswith(
+            ("layer_scalar", "experts.gate_up_proj", "experts.down_proj")
+        ):
+            name += ".weight"
         if arch in DELTAS:
             name, tensor = of_delta(name, tensor, arch, config)
         if arch == Arch.QWEN3NEXT and "in_proj_qkvz" in name:
@@ -514,6 +526,47 @@ DENSE: dict[str, tuple[Arch, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+GEMMA4_SIZES = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 10,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 311,
+} | TIED
+GEMMA4_KEYS = {
+    "attention__key_length": 16,
+    "attention__value_length": 16,
+    "attention__key_length_swa": 8,
+    "attention__value_length_swa": 8,
+    "attention__sliding_window_pattern": [True, False] * 3,
+    "embedding_length_per_layer_input": 12,
+    "rope__dimension_count": 16,
+    "rope__dimension_count_swa": 8,
+    "rope__freq_base_swa": 1e4,
+}
+DENSE |= {
+    "gemma4": (Arch.GEMMA4, "gemma4_text", GEMMA4_SIZES | {"final_logit_softcapping": 5.0}, GEMMA4_KEYS),
+    "gemma4 sharing keys and values": (
+        Arch.GEMMA4,
+        "gemma4_text",
+        GEMMA4_SIZES | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        GEMMA4_KEYS | {"attention__shared_kv_layers": 3, "feed_forward_length": [96] * 3 + [192] * 3},
+    ),
+    "gemma4 with experts": (
+        Arch.GEMMA4,
+        "gemma4_text",
+        GEMMA4_SIZES
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+        GEMMA4_KEYS
+        | {"attention__head_count_kv": [2, 1] * 3, "embedding_length_per_layer_input": 0}
+        | {"expert_used_count": 2},
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Of a family by its name: a folder with its checkpoint, HF's model, the architecture and more keys."""
@@ -813,6 +866,9 @@ def test_logits_of_mixtures_equal_transformers(name: str, saved: Saved) -> None:
         ("phi3, longrope", "rope__scaling__original_context_length", 32),
         ("ministral3", "attention__temperature_scale", 3.0),
         ("neox", "use_parallel_residual", False),
+        ("gemma4", "final_logit_softcapping", 3.0),
+        ("gemma4", "rope__freq_base_swa", 50.0),
+        ("gemma4", "attention__sliding_window", 5),
         ("apertus", "rope__freq_base", 50.0),
         ("phimoe", "rope__scaling__attn_factor", 1.0),
     ],
@@ -841,6 +897,11 @@ def test_keys_change_what_they_name(name: str, key: str, value: Any, saved: Save
         ("cohere", "attention__sliding_window_pattern", 4),
         ("arcee", "expert_count", 4),
         ("ministral3", "rope__scaling__type", "linear"),
+        ("gemma4", "rope__dimension_count", 8),
+        ("gemma4", "attention__sliding_window_pattern", [True, False]),
+        ("gemma4", "attention__head_count_kv", [2, 2, 1, 2, 2, 2]),
+        ("gemma4", "attention__value_length_swa", 16),
+        ("gemma4", "feed_forward_length", [96] * 5 + [192]),
         ("qwen3.5", "ssm__group_count", 4),
         ("qwen3.5", "ssm__inner_size", None),
         ("qwen3.5, listed", "attention__recurrent_layers", [False, True]),
@@ -929,6 +990,13 @@ def add_two_parts(tensors: dict[str, np.ndarray]) -> None:
     tensors |= {f"blk.4.{name[6:]}": values for name, values in last.items()}
 
 
+def add_unread(tensors: dict[str, np.ndarray]) -> None:
+    """Keys and values of layers that read others'."""
+    for layer in (3, 4, 5):
+        for part in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
+            tensors[f"blk.{layer}.{part}"] = tensors[f"blk.{layer % 2}.{part}"]
+
+
 OLD = {"attention__head_count_kv": 3, "attention__key_length": 24, "attention__value_length": 16}
 OLD |= {"attention__key_length_mla": None, "attention__value_length_mla": None}
 
@@ -939,6 +1007,7 @@ OLD |= {"attention__key_length_mla": None, "attention__value_length_mla": None}
         ("mixtral", join_rows, {}),
         ("deepseek-v3", join_keys_and_values, OLD),
         ("qwen3-next", join_gates, {}),
+        ("gemma4 sharing keys and values", add_unread, {}),
         ("qwen3.5 moe", add_predictor, {"block_count": 4, "nextn_predict_layers": 1}),
         ("glm-4.5", add_predictor, {"block_count": 4, "nextn_predict_layers": 1}),
         (
@@ -1060,6 +1129,18 @@ def test_quantized_delta_nets(name: str, kind: Type, tmp_path: Path) -> None:
     for exact, rounded in ((plain.inputs, kept.inputs), (plain.out.weight, kept.out.weight)):
         assert rounded.kind != "f32"
         assert (exact.dequant() - rounded.dequant()).norm() < 0.01 * exact.dequant().norm()
+
+
+@torch.no_grad()
+def test_quantized_experts_of_gemma4(tmp_path: Path) -> None:
+    arch, model_type, layout, keys = DENSE["gemma4 with experts"]
+    hf = save_checkpoint(tmp_path, model_type, **layout | {"hidden_size": 96, "moe_intermediate_size": 32})
+    file = tmp_path / "packed.gguf"
+    write(tmp_path, hf, arch, Type.Q8_0, **keys | {"expert_feed_forward_length": 32}).rename(file)
+    kept, floats = (load_model(open_source(file), "float32", kind) for kind in ("gguf", None))
+    assert kept.blocks[0].experts.moe.gate_up.kind == kept.blocks[0].experts.moe.down.kind == "q8_0"
+    expected = Eager(floats).prompt_logprobs(PROMPTS)
+    torch.testing.assert_close(Eager(kept).prompt_logprobs(PROMPTS), expected, rtol=0, atol=2e-3)
 
 
 HOSTILE = (

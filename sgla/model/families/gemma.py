@@ -7,7 +7,7 @@ from dataclasses import replace
 from sgla.model.diffusion_gemma_spec import BUILT_IN
 from sgla.model.families.keys import CAUSAL, DECODER, sizes
 from sgla.model.family import Family
-from sgla.model.gguf_words import GEMMA_NORMS, Gguf
+from sgla.model.gguf_words import GEMMA4, GEMMA_NORMS, Gguf
 from sgla.model.windows import every, listed
 
 _GEMMA2 = {
@@ -193,6 +193,7 @@ FAMILIES = {
         also=("Gemma4ForConditionalGeneration",),
         outer=_GEMMA4,
         renamed=_GEMMA4_NAMES,
+        gguf=(Gguf("gemma4", GEMMA_NORMS, kinds=True, tensors=GEMMA4),),
     ),
     "Gemma4UnifiedForCausalLM": Family(
         ("gemma4_unified_text",),
