@@ -428,6 +428,9 @@ class Copy(msgspec.Struct, array_like=True, frozen=True):
     # Of a question to a ``Tier`` that computes: the text, int32[*], and the namespace that its keys have.
     tokens: bytes = b""
     namespace: str = ""
+    # Seconds of the step that first reads what comes to the device: workers may tell of it so much before it
+    # has ended that each layer is there when that step comes to it, and have steps wait for what is not.
+    slack: float = 0.0
 
 
 class Moved(msgspec.Struct, array_like=True, frozen=True):

@@ -102,6 +102,15 @@ class BothLayer(NamedTuple):
 Layer = KVLayer | StateLayer | BothLayer
 
 
+def kept_by(layer: Layer) -> list[Tensor]:
+    """All that a layer has of pages and units."""
+    if isinstance(layer, KVLayer):
+        return layer.tensors
+    if isinstance(layer, StateLayer):
+        return [layer.conv, layer.memory]
+    return [*kept_by(layer.tokens), *kept_by(layer.state)]
+
+
 class TimeSteps(NamedTuple):
     """How a state space model makes its time steps of what the input gives it:
     ``softplus(dt + bias)``, bias float32[H], not below ``least`` nor above ``most``."""

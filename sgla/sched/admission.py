@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from sgla.messages import ADAPTER, PAGES
 from sgla.sched.adapters import PLACE
 from sgla.sched.budget import Budget
@@ -110,7 +112,7 @@ class Admission:
             if self._queues.draining or not self._displace(request):
                 memory.release(request)
                 return False
-        if memory.load(request):
+        if memory.load(request, partial(self._prefill.seconds, step, request, budget)):
             self._queues.hold(request, PAGES)
             return True
         count = self._prefill.chunk(request, budget, others)

@@ -32,13 +32,14 @@ def pairs(start: int, count: int) -> int:
 
 
 class CostModel:
-    """Predicts the duration of a step. ``target``: the inter-token target in seconds, or ``None``.
+    """Predicts the duration of a step. ``target``: the inter-token target in seconds, or ``None``; then
+    steps are measured only where others ask for what is predicted (``asked``).
 
     Before anything is measured, a step of ``step_tokens`` is taken to last four times the target.
     """
 
-    def __init__(self, target: float | None, step_tokens: int) -> None:
-        self.target = target
+    def __init__(self, target: float | None, step_tokens: int, asked: bool = False) -> None:
+        self.target, self._observes = target, asked or target is not None
         self._bins: dict[int, list[float]] = {}  # log2(tokens) -> moments of (1, tokens, work) / seconds
         self._fit: Coefficients | None = None
         if target is not None:
@@ -46,7 +47,7 @@ class CostModel:
 
     def observe(self, tokens: int, work: int, seconds: float) -> None:
         """A step of ``tokens`` tokens and ``work`` pairs took ``seconds``."""
-        if self.target is not None and seconds > 0 and tokens > 0:
+        if self._observes and seconds > 0 and tokens > 0:
             self._add(tokens, work, seconds, 1.0)
 
     def _add(self, tokens: int, work: int, seconds: float, weight: float) -> None:

@@ -53,7 +53,7 @@ class Core:
         """``found``: Facts.found."""
         self.limits = limits
         self._memory = SlotsOnly(limits) if limits.encoder else Memory(limits, found)
-        self._costs = CostModel(limits.itl_target, limits.step_tokens)
+        self._costs = CostModel(limits.itl_target, limits.step_tokens, asked=bool(limits.tiers))
         self._ledger = Ledger()
         self._queues = Queues(limits, self._memory, self._ledger)
         self._pressure = Pressure(self._memory, self._queues, len(limits.groups), limits.reserve)

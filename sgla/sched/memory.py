@@ -21,7 +21,7 @@ from sgla.sched.limits import Limits
 from sgla.sched.moving import Numbers, Pools
 from sgla.sched.recurrent import Recurrent
 from sgla.sched.request import Prompt, Request
-from sgla.sched.transfers import Transfers
+from sgla.sched.transfers import Slack, Transfers
 
 STEP = "step"  # see Memory.attach
 
@@ -165,13 +165,13 @@ class Memory:
         """Some copy is under way, or to begin."""
         return self.transfers.under_way or self.adapters.under_way
 
-    def load(self, request: Request) -> bool:
+    def load(self, request: Request, slack: Slack | None = None) -> bool:
         """Have more of its prefix copied to the device, if a tier has some and there is room. Then the
-        request gives all back until it has come."""
+        request gives all back until it has come. ``slack``: see ``Transfers.load``."""
         if not self.transfers.active:
             return False
         self.catch_up(request)  # who was retracted for it has left more in the tree
-        if not self.transfers.load(request, request.shared):
+        if not self.transfers.load(request, request.shared, slack=slack):
             return False
         self.release(request)
         return True

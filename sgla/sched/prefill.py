@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sgla.messages import LONGEST, StepCost
-from sgla.sched.budget import Budget, CostModel, can_wait
+from sgla.sched.budget import Budget, CostModel, can_wait, pairs
 from sgla.sched.hurry import Hurry
 from sgla.sched.limits import Limits, wide_tokens
 from sgla.sched.memory import Memory
@@ -116,6 +116,11 @@ class Prefill:
             if aligned > 0:
                 count = aligned
         return self.uncut(request, count, budget.tokens)
+
+    def seconds(self, step: Step, request: Request, budget: Budget, start: int) -> float:
+        """Of the step that reads the request from ``start`` on, if it is as this one; 0: nobody knows."""
+        count = budget.grant(start, request.known - start)
+        return self._costs.predict(step.tokens + count, step.work + pairs(start, count))
 
     def uncut(self, request: Request, count: int, most: int) -> int:
         """About so many tokens, ``most`` at most, that end in no picture whose tokens see each other. 0: the

@@ -4,7 +4,7 @@ brought when another wants it."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 
 from msgspec.structs import replace
@@ -18,6 +18,8 @@ from sgla.sched.moving import Arrival, Moving, Numbers, Pools, Transfer, columns
 from sgla.sched.request import Request
 from sgla.sched.saving import Saving
 from sgla.sched.stats import TierStats
+
+Slack = Callable[[int], float]
 
 
 class Transfers:
@@ -47,10 +49,11 @@ class Transfers:
         """Some tier has what the tree has lost. One that computes it is not asked before a request's turn."""
         return any(not told.computes for told in self._moving.told)
 
-    def load(self, request: Request, first: int, most: int | None = None) -> bool:
+    def load(self, request: Request, first: int, most: int | None = None, slack: Slack | None = None) -> bool:
         """Have what follows behind the ``first`` pages, which the tree has, copied to the device, from the
         tier that has most of it, and hold the request until that is there. False: there is nothing, or no
-        room for it. ``most``: the request's turn has not come, and so many pages may be brought."""
+        room for it. ``most``: the request's turn has not come, and so many pages may be brought. ``slack``:
+        else, of ``Copy``, for the token that is read first behind what comes."""
         if not self.active or not request.cacheable:
             return False
         last = request.cacheable // self._page_size
@@ -71,9 +74,10 @@ class Transfers:
             return True
         if most is not None and end - len(there.pages) > most:
             return False
-        return end > first and self._bring(
-            request, ends.index(end), keys[:end], first, there, early=most is not None
-        )
+        if end <= first:
+            return False
+        seconds = 0.0 if slack is None else slack(end * self._page_size)
+        return self._bring(request, ends.index(end), keys[:end], first, there, most is not None, seconds)
 
     def _look(self, request: Request, keys: list[bytes], first: int, end: int, early: bool) -> bool:
         """Ask a shared tier what it has behind the first ``end`` pages, once a request, and hold it until
@@ -126,7 +130,14 @@ class Transfers:
         return max(end, first)
 
     def _bring(
-        self, request: Request, tier: int, keys: list[bytes], first: int, there: Beside, early: bool
+        self,
+        request: Request,
+        tier: int,
+        keys: list[bytes],
+        first: int,
+        there: Beside,
+        early: bool,
+        slack: float,
     ) -> bool:
         """Begin a transfer of what the tree lacks of ``keys``. False: there is no room for it, or it lacks
         nothing."""
@@ -166,9 +177,8 @@ class Transfers:
         self._coming |= dict.fromkeys(keys[first:], number)
         name = self._moving.told[tier].name
         request.brought = (name, end - first)
-        self._moving.copies.append(
-            Copy(number, name, "device", columns(places), columns(units), joined(named))
-        )
+        ends = columns(places), columns(units), joined(named)
+        self._moving.copies.append(Copy(number, name, "device", *ends, slack=slack))
         return True
 
     def _await_room(self, request: Request) -> bool:

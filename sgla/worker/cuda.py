@@ -8,14 +8,18 @@ StepResult.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sgla.dist.lockstep import PlannedLockstep
 from sgla.messages import SAMPLE, StepPlan, StepResult
 from sgla.worker.batch import StateColumns, eager_order, state_columns
+from sgla.worker.crossing import Crossing
 from sgla.worker.device_state import upload
 from sgla.worker.flights import Flight
 from sgla.worker.gpu_experts import GpuExperts
@@ -69,6 +73,7 @@ class CudaRunner(GpuExperts):
     def _launch(self, plan: StepPlan, counted: bool, size: int | None = None) -> Flight | Computed:
         """``size``: rows, at least, of the graph that all ranks take; 0: none; None: each has the same
         plan."""
+        late = self._late(plan)
         self.copies.begin(plan.copies)
         self.copies.drop(plan.dropped)
         if not plan.slots:
@@ -88,13 +93,29 @@ class CudaRunner(GpuExperts):
         rows = len(slots)
         graph = not counted and self._decodes(plan) if size is None else size > 0
         if graph and not self._reads_pictures(slots, starts):
+            self._await(late)
             states = state_columns(plan, slots, starts, self.steps.tables.host)
             out, landed, pending = self.graphs.run(slots, starts, states, verify, size or 0)
             return self.flights.begin(plan, begin, out, rows, landed, pending, [], verify)
-        out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted)
+        out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted, late)
         flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
         flight.extras = extras
         return flight
+
+    def _late(self, plan: StepPlan) -> list[Crossing]:
+        """Copies to the device that have been told of, whose layers the step has to wait for."""
+        if self.host is None:
+            return []
+        self.host.settle_for(plan.copies)
+        late = self.host.awaited(plan)
+        if self.chains is None and not plan.zeroed:
+            return late
+        self._await(late)
+        return []
+
+    def _await(self, late: list[Crossing], kept: Sequence[Tensor] = ()) -> None:
+        if late and self.host is not None:
+            self.host.wait(late, kept)
 
     def _guess(self, drafts: DeviceDrafts, plan: StepPlan) -> tuple[Verify | None, StepPlan]:
         """What its rows guess, and the plan with a row for each of that."""
@@ -144,22 +165,31 @@ class CudaRunner(GpuExperts):
         return self.finish(flight)
 
     def _extend(
-        self, plan: StepPlan, slots: Any, starts: Any, verify: Verify | None, counted: bool
+        self,
+        plan: StepPlan,
+        slots: Any,
+        starts: Any,
+        verify: Verify | None,
+        counted: bool,
+        late: list[Crossing],
     ) -> Launched:
-        """A step with prompt tokens, or one that brings hidden states, or whose experts are counted."""
+        """A step with prompt tokens, or one that brings hidden states, or whose experts are counted. It waits
+        for what is ``late`` layer by layer, which a graph cannot."""
         q_lens, flags = column(plan.q_lens), np.frombuffer(plan.flags, np.uint8)
         states = state_columns(plan, slots, starts, self.steps.tables.host)
         graphs = self._captures and self.steps.reads_in_graphs and not counted
         graphs = graphs and self.prompts.takes(starts, q_lens, flags, states)
         if self.steps.adapted is not None and self.steps.adapted.any(slots):
             graphs = False
-        if self._brings_states(plan) or self._reads_pictures(slots, starts):
+        if late or self._brings_states(plan) or self._reads_pictures(slots, starts):
             graphs = False
         if graphs and not self.steps.share_much(slots[q_lens == 1], starts[q_lens == 1]):
             out, count, pending = self.prompts.run(slots, starts, q_lens, flags, states, verify)
             launched, in_graph = Launched(out, count, [], pending, None), True
         else:
-            launched, in_graph = self.steps.run_eagerly(plan, verify, whole=counted), False
+            with self.steps.awaiting(partial(self._await, late) if late else None):
+                launched, in_graph = self.steps.run_eagerly(plan, verify, whole=counted), False
+            self._await(late)
         if self.chains is not None and self.chains.reads_prompts:
             order = prompts_last(q_lens, flags) if in_graph else eager_order(starts, q_lens)
             first = np.empty_like(q_lens)

@@ -20,7 +20,7 @@ from sgla.worker.gpu_lent import GpuLending
 from sgla.worker.gpu_load import dtype_of
 from sgla.worker.gpu_memory import FEWER_TOKENS, Peak, graph_bytes, within_memory
 from sgla.worker.gpu_model import GpuModel
-from sgla.worker.gpu_tiers import ABREAST, GpuMemory, by_lanes, open_host
+from sgla.worker.gpu_tiers import ABREAST, GpuMemory, HostTier, by_lanes, open_host
 from sgla.worker.graphs import Capture, DecodeGraphs, TriedCapture
 from sgla.worker.kv import memory_of
 from sgla.worker.lent import HostLending
@@ -39,7 +39,9 @@ MIXED, HEAVY = 512, 4 << 30
 class GpuSetup(GpuModel):
     """Ready to run steps: ``graphs`` of decode rows and ``prompts`` of mixed steps, if the attention
     ``_captures``; ``flights``, which draw; ``constraints`` on the rank that samples; ``identity`` of the KV
-    in tiers, if there are any."""
+    in tiers, if there are any; ``host``: that in the host's memory."""
+
+    host: HostTier | None = None
 
     def _settle(self, config: Config) -> None:
         with self._phase("kernels"):
@@ -134,8 +136,8 @@ class GpuSetup(GpuModel):
         """Raises ConfigError and OutOfMemory."""
         config, tensors = self.config, memory_of(self.steps.kv, len(groups))
         if self._staging is not None:
-            host = open_host(config, self.shard.size, groups, tensors, self._staging)
-            self.copies.add_tier(*host, [b""] * len(groups))
+            tier, self.host = open_host(config, self.shard.size, groups, tensors, self._staging)
+            self.copies.add_tier(tier, self.host, [b""] * len(groups))
         memory = [GpuMemory(found, self.place.begin_thread) for found in tensors]
         spec, kv = self.steps.model.spec, self.steps.kv
         long, parts = spec.long_ropes(context_len), parts_of_units(kv, spec, len(groups))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from sgla.attention.cascade import Cascade, Prefixes, pack, unpack
 from sgla.kernels.batch import Media
 from sgla.kernels.expert_counts import chosen, keep_chosen
 from sgla.kernels.gpu import GpuOps, RecordedForward
+from sgla.kernels.gpu.program import Awaits
 from sgla.kernels.gpu.states import DeviceStates, device_states
 from sgla.kernels.ops import Layer
 from sgla.layers.adapters import Adapters
@@ -195,6 +197,15 @@ class GpuSteps:
             if (kept := tokens_of(layer)) is not None:
                 kept.k_scale, kept.v_scale = scales
         return layers
+
+    @contextmanager
+    def awaiting(self, awaits: Awaits | None) -> Iterator[None]:
+        """Steps that run meanwhile wait for what layers keep."""
+        self.forward.awaits = awaits
+        try:
+            yield
+        finally:
+            self.forward.awaits = None
 
     def run_eagerly(
         self,

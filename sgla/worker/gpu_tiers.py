@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import mul
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from sgla.config import Config
 from sgla.errors import OutOfMemory
-from sgla.messages import CacheGroup, Copy, Moved, Tier
+from sgla.messages import CacheGroup, Copy, Moved, StepPlan, Tier
+from sgla.worker.crossing import Chunk, Crossing, Lane, Route
 from sgla.worker.device_state import upload
 from sgla.worker.gpu_lent import GpuSegment
 from sgla.worker.lent import Segment
@@ -25,7 +25,7 @@ from sgla.worker.state import Int32s, column
 
 STAGED = 32 << 20  # bytes that are gathered on the GPU and cross in one piece
 HALVES = 2  # of what is staged in each direction: one is filled while the other is emptied
-AHEAD = 4  # pieces that are queued
+BANDS = 6  # parts of the layers that cross one after the other, so that a step may begin with the first
 ABREAST = 8  # units of a copy that threads read or write at a time
 
 
@@ -41,99 +41,51 @@ class Room(Protocol):
     def bytes(self) -> Tensor: ...
 
 
-class Chunk(NamedTuple):
-    """Units of a group that cross together, and their places beside the cache. ``last`` of a transfer."""
+class Section(NamedTuple):
+    """What crosses of some layers of a cache group: ``memory`` on the device, ``beside`` uint8[places, bytes
+    of a unit]."""
 
     group: int
-    units: Int32s
-    places: Int32s
-    transfer: int
-    last: bool
-
-
-class Queued(NamedTuple):
-    """A chunk that has crossed once ``end`` has passed, and what has to be there until then."""
-
-    chunk: Chunk
-    end: torch.cuda.Event
-    made: list[Tensor]
-
-
-class Route(NamedTuple):
-    """What copies a chunk in one direction: into what is staged, and out of it. ``begin`` returns what
-    ``end`` has to know."""
-
-    begin: Callable[[Chunk, Tensor], list[Tensor]]
-    end: Callable[[Chunk, Tensor, list[Tensor]], None]
-
-
-class Lane:
-    """Copies of one direction, on streams of their own, behind the steps that had been launched when each was
-    told of: one fills what is staged, the other one empties it, so that a link is never idle. A few chunks
-    are queued at a time, so that to queue much does not hold up steps. ``staging``: uint8[HALVES, STAGED]"""
-
-    def __init__(self, staging: Tensor) -> None:
-        self._halves: deque[tuple[Tensor, torch.cuda.Event | None]] = deque((half, None) for half in staging)
-        self._first, self._second = torch.cuda.Stream(), torch.cuda.Stream()
-        self._waiting: deque[tuple[Chunk, torch.cuda.Event]] = deque()
-        self._queued: deque[Queued] = deque()
-
-    @property
-    def under_way(self) -> bool:
-        return bool(self._waiting or self._queued)
-
-    def add(self, chunks: Iterable[Chunk]) -> None:
-        begin = torch.cuda.Event()
-        begin.record()
-        self._waiting += ((chunk, begin) for chunk in chunks)
-
-    def go_on(self, route: Route) -> list[int]:
-        """Queue what is next. Returns the transfers that have ended since the last call."""
-        ended = []
-        while self._queued and self._queued[0].end.query():
-            chunk = self._queued.popleft().chunk
-            ended += [chunk.transfer] if chunk.last else []
-        while self._waiting and len(self._queued) < AHEAD:
-            self._queued.append(self._queue(*self._waiting.popleft(), route))
-        return ended
-
-    def _queue(self, chunk: Chunk, begin: torch.cuda.Event, route: Route) -> Queued:
-        half, empty = self._halves.popleft()
-        full, end = torch.cuda.Event(), torch.cuda.Event()
-        with torch.cuda.stream(self._first):
-            self._first.wait_event(begin)
-            if empty is not None:
-                self._first.wait_event(empty)
-            made = route.begin(chunk, half)
-            full.record()
-        with torch.cuda.stream(self._second):
-            self._second.wait_event(full)
-            route.end(chunk, half, made)
-            end.record()
-        self._halves.append((half, end))
-        return Queued(chunk, end, made)
+    band: int
+    memory: list[Tensor]
+    beside: Tensor
 
 
 class HostTier:
     """``memory``: of each cache group, on the device (``kv.memory_of``); ``rooms``: of each, room for units
     whose numbers begin with 1, as a rule in the host's memory. What a unit holds in all layers lies together
-    there. What is loaded does not wait for what is saved."""
+    there, or in those of each of ``bands``, which cross one after the other. What is loaded does not wait for
+    what is saved.
 
-    def __init__(self, memory: Sequence[Sequence[Tensor]], rooms: Sequence[Room], staging: Tensor) -> None:
+    A copy to the device that has ``slack`` is told of before it ends. From then on steps may read its units:
+    who launches one asks ``awaited`` whether it does, and has it wait for its layers."""
+
+    def __init__(
+        self,
+        memory: Sequence[Sequence[Tensor]],
+        rooms: Sequence[Room],
+        staging: Tensor,
+        bands: int = 1,
+    ) -> None:
         """``staging``: uint8[2, HALVES, STAGED]"""
-        self._memory = [_joined(_wide(tensors)) for tensors in memory]
         self._rooms = rooms  # which keep their memory
-        flat = [room.bytes.flatten() for room in rooms]
-        widths = [_width(tensors) for tensors in memory]
-        self._beside = [
-            beside[: len(beside) // max(1, width) * width].view(-1, width)
-            for beside, width in zip(flat, widths)
-        ]
-        self._in, self._out = Lane(staging[0]), Lane(staging[1])
-        self._inward, self._outward = (
-            Route(self._cross_in, self._scatter),
-            Route(self._gather, self._cross_out),
-        )
+        self._band_of: dict[int, int] = {}  # of the layers whose tensors lie there
+        sections = []
+        for group, (tensors, room) in enumerate(zip(memory, rooms)):
+            flat, width = room.bytes.flatten(), _width(tensors)
+            places, at = len(flat) // max(1, width), 0
+            for band in range(bands):
+                own = tensors[len(tensors) * band // bands : len(tensors) * (band + 1) // bands]
+                self._band_of |= {tensor.data_ptr(): band for tensor in own}
+                size = places * _width(own)
+                beside = flat[at : at + size].view(places, _width(own))
+                sections.append(Section(group, band, _joined(_wide(own)), beside))
+                at += size
+        self._sections = sorted(sections, key=lambda section: section.band)
+        self._in = Lane(staging[0], Route(self._cross_in, self._scatter))
+        self._out = Lane(staging[1], Route(self._gather, self._cross_out))
+        self._early: list[Crossing] = []  # that have been told of, and that no step has waited for
+        self._unended: list[Crossing] = []  # that have been told of
 
     @property
     def under_way(self) -> bool:
@@ -143,32 +95,71 @@ class HostTier:
         """Behind the steps that have been launched, beside those to come."""
         inward = copy.target == "device"
         units, places = (copy.targets, copy.sources) if inward else (copy.sources, copy.targets)
-        parts = list(self._parted([column(u) for u in units], [column(p) for p in places]))
-        chunks = [
-            Chunk(*part, copy.transfer, last)
-            for last, part in zip([*[False] * (len(parts) - 1), True], parts)
-        ]
-        (self._in if inward else self._out).add(chunks)
+        here, there = [column(u) for u in units], [column(p) for p in places]
+        # What leaves may be of units that are still to come, or go to places that are still read.
+        behind = [] if inward else list(self._unended)
+        crossing = Crossing(copy.transfer, copy.slack, here, behind)
+        chunks = list(self._parted(here, there))
+        crossing.total, crossing.bands = len(chunks), sum(chunk.closes for chunk in chunks)
+        crossing.firsts = 1 + next(i for i, chunk in enumerate(chunks) if chunk.closes)
+        (self._in if inward else self._out).add(crossing, chunks)
 
-    def _parted(
-        self, units: Sequence[Int32s], places: Sequence[Int32s]
-    ) -> Iterator[tuple[int, Int32s, Int32s]]:
-        """At least one part, which may be empty."""
-        some = False
-        for g, (here, there) in enumerate(zip(units, places)):
-            width = self._beside[g].shape[1]
-            most = max(1, STAGED // width) if width else 0
-            for at in range(0, len(here) if most else 0, most):
-                some = True
-                yield g, here[at : at + most], there[at : at + most]
-        if not some:
-            yield 0, units[0][:0], places[0][:0]
+    def _parted(self, units: Sequence[Int32s], places: Sequence[Int32s]) -> Iterator[Chunk]:
+        """At least one, which may be empty. Places that follow each other cross at once."""
+        orders = [np.argsort(there, kind="stable") for there in places]
+        parts = []
+        for number, section in enumerate(self._sections):
+            order, width = orders[section.group], section.beside.shape[1]
+            most = max(1, STAGED // max(1, width))
+            for at in range(0, len(order) if width else 0, most):
+                own = order[at : at + most]
+                parts.append((number, units[section.group][own], places[section.group][own]))
+        parts = parts or [(0, units[0][:0], places[0][:0])]
+        bands = [self._sections[number].band for number, *_ in parts]
+        for part, band, after in zip(parts, bands, [*bands[1:], -1]):
+            yield Chunk(*part, closes=band != after)
+
+    def awaited(self, plan: StepPlan) -> list[Crossing]:
+        """Those told of that have units which the step reads or writes: what its new rows have, or others
+        get."""
+        if not self._early:
+            return []
+        touched: list[list[Int32s]] = [[] for _ in self._early[0].units]
+        for columns in (plan.page_ids, plan.zeroed, *(new.pages for new in plan.new)):
+            for group, ids in zip(touched, columns):
+                group.append(column(ids))
+        touched[-1] += [column(plan.state_reads)[1::2], column(plan.checkpoints)[1::3]]
+        units = [np.concatenate(found) if found else column(b"") for found in touched]
+        return [crossing for crossing in self._early if _meet(crossing, units)]
+
+    def wait(self, crossings: Sequence[Crossing], kept: Sequence[Tensor] = ()) -> None:
+        """Have the current stream wait until what a layer keeps has come; or for all of these copies: then
+        nothing that is launched later has to."""
+        bands = [band for x in kept if (band := self._band_of.get(x.data_ptr())) is not None]
+        if kept and not bands:
+            return
+        band = max(bands, default=len(self._sections))
+        for crossing in crossings:
+            torch.cuda.current_stream().wait_event(self._in.queue(crossing, band))
+        if not kept:
+            self._early = [crossing for crossing in self._early if crossing not in crossings]
+
+    def settle(self) -> None:
+        """All that is launched from now on comes behind what has been told of."""
+        self.wait(self._early)
+
+    def settle_for(self, copies: Sequence[Copy]) -> None:
+        """``settle`` what ``copies`` of other tiers read or write. Those of this one know by themselves."""
+        for copy in copies if self._early else ():
+            units = copy.targets if copy.target == "device" else copy.sources
+            if "host" not in (copy.source, copy.target) and "device" in (copy.source, copy.target):
+                self.wait([c for c in self._early if _meet(c, [column(u) for u in units])])
 
     def _cross_in(self, chunk: Chunk, half: Tensor) -> list[Tensor]:
         if (rows := self._staged(chunk, half)) is None:
             return []
         index = upload(chunk.units).long()
-        beside, places = self._beside[chunk.group], chunk.places.tolist()
+        beside, places = self._sections[chunk.section].beside, chunk.places.tolist()
         for first, count, place in _runs(places):
             rows[first : first + count].copy_(beside[place : place + count], non_blocking=True)
         return [index]
@@ -177,14 +168,14 @@ class HostTier:
         if (rows := self._staged(chunk, half)) is None:
             self._direct(chunk, True)
             return
-        for tensor, part in zip(self._memory[chunk.group], self._parts(chunk.group, rows)):
+        for tensor, part in self._pairs(chunk, rows):
             tensor.index_copy_(0, made[0], part)
 
     def _gather(self, chunk: Chunk, half: Tensor) -> list[Tensor]:
         if (rows := self._staged(chunk, half)) is None:
             return []
         index = upload(chunk.units).long()
-        for tensor, part in zip(self._memory[chunk.group], self._parts(chunk.group, rows)):
+        for tensor, part in self._pairs(chunk, rows):
             torch.index_select(tensor, 0, index, out=part)
         return []
 
@@ -192,35 +183,41 @@ class HostTier:
         if (rows := self._staged(chunk, half)) is None:
             self._direct(chunk, False)
             return
-        beside = self._beside[chunk.group]
+        beside = self._sections[chunk.section].beside
         for first, count, place in _runs(chunk.places.tolist()):
             beside[place : place + count].copy_(rows[first : first + count], non_blocking=True)
 
     def _staged(self, chunk: Chunk, half: Tensor) -> Tensor | None:
         """Room for the chunk's units, uint8[n, bytes of a unit]; None: they are too large for it, or none."""
-        width = self._beside[chunk.group].shape[1]
+        width = self._sections[chunk.section].beside.shape[1]
         if width > len(half) or not len(chunk.units):
             return None
         return half[: len(chunk.units) * width].view(len(chunk.units), width)
 
     def _direct(self, chunk: Chunk, inward: bool) -> None:
         """Units that are large: each part crosses by itself."""
-        g = chunk.group
+        beside = self._sections[chunk.section].beside
         for unit, place in zip(chunk.units.tolist(), chunk.places.tolist()):
-            for tensor, part in zip(self._memory[g], self._parts(g, self._beside[g][place : place + 1])):
+            for tensor, part in self._pairs(chunk, beside[place : place + 1]):
                 for here, there in zip(tensor[unit], part[0]):
                     ends = (here, there) if inward else (there, here)
                     ends[0].copy_(ends[1], non_blocking=True)
 
-    def _parts(self, g: int, rows: Tensor) -> list[Tensor]:
-        return parts_of(rows, self._memory[g])
+    def _pairs(self, chunk: Chunk, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Memory on the device, and its part of ``rows``."""
+        memory = self._sections[chunk.section].memory
+        return zip(memory, parts_of(rows, memory))
 
     def drop(self, transfer: int) -> None: ...
 
     def ended(self) -> list[Moved]:
-        """The copies that have ended since the last call."""
-        done = self._in.go_on(self._inward) + self._out.go_on(self._outward)
-        return [Moved(transfer, ok=True) for transfer in done]
+        """The copies that have ended since the last call, or whose layers will be there when a step comes to
+        them."""
+        come = self._in.go_on()
+        told = [crossing for crossing in come if not crossing.over]
+        self._early = [crossing for crossing in self._early + told if not crossing.over]
+        self._unended = [crossing for crossing in self._unended + told if not crossing.over]
+        return [Moved(crossing.transfer, ok=True) for crossing in come + self._out.go_on()]
 
     def close(self) -> None: ...
 
@@ -251,7 +248,7 @@ def open_host(
         )
     try:
         host = [Pinned(max(1, (count + 1) * n)) for count, n in zip(units, nbytes)]
-        return Tier("host", units), HostTier(tensors, host, staging)
+        return Tier("host", units), HostTier(tensors, host, staging, BANDS)
     except RuntimeError as error:  # of pages that cannot be locked
         raise OutOfMemory(
             f"the host's memory ran out while {mib(room)} for prefixes were taken ({error}); lower "
@@ -285,6 +282,11 @@ def parts_of(rows: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         parts.append(rows[:, at : at + width].view(tensor.dtype).view(len(rows), *tensor.shape[1:]))
         at += width
     return parts
+
+
+def _meet(crossing: Crossing, units: Sequence[Int32s]) -> bool:
+    """Whether some of ``units`` of each cache group are to come."""
+    return any(bool(np.isin(own, coming).any()) for own, coming in zip(units, crossing.units))
 
 
 def _runs(places: list[int]) -> Iterator[tuple[int, int, int]]:

@@ -40,6 +40,8 @@ class GpuWeights(ChangingRunner, GpuSetup):
                 param="tags",
             )
         region = self.regions.weights
+        if self.host is not None:
+            self.host.settle()
         torch.cuda.synchronize()
         if weights and region.mapped:
             if not region.size:

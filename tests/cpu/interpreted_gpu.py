@@ -16,10 +16,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -32,6 +34,7 @@ import toy_weights
 from adapters import invent
 from config_cases import gemma3
 from fake_gpu import Nothing, _cpu, pretend
+from late_streams import late
 from msgspec.structs import replace
 from stages import Stages
 from test_pooling import BERT, write_modules
@@ -47,6 +50,7 @@ from sgla.loading import drafter, load
 from sgla.messages import Control, Submit
 from sgla.model import registry
 from sgla.model.generic_spec import FACTS
+from sgla.sched.prefill import Prefill
 from sgla.worker import gpu_lent, gpu_setup, place
 from sgla.worker.gpu_memory import Peak
 from sgla.worker.start_cpu import cpu_runner
@@ -458,6 +462,7 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
     "prefixes on the host": (DECODER, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
+    "prefixes that come late": (DEEP, "", by_turns, ONE, {"kv_host_bytes": 1 << 20, **TORCH}),
     "prefixes on a disk": (DECODER, "", by_turns, ONE, {"kv_disk": "{}/disk:1M", **TORCH}),
     "prefixes for others": (DECODER, "", by_turns, ONE, {**PREFILL, **TORCH}),
     "prefixes for others on a GPU": (
@@ -547,6 +552,14 @@ def answers(make: Callable[..., Any], case: str, model: ModelSource, **settings:
     return answered
 
 
+@contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Requests begin with the first layers of their prefixes, while the others are still to come."""
+    with late() as waits, patch.object(Prefill, "seconds", lambda *_: 1e9):
+        yield
+    assert waits.count > 12, waits.count
+
+
 def main() -> None:
     cases = sys.argv[1:] or list(CASES)
     with tempfile.TemporaryDirectory() as name:
@@ -561,7 +574,8 @@ def main() -> None:
         become_gpu()
         for case in cases:
             settings = {k: v.format(name) if isinstance(v, str) else v for k, v in CASES[case][-1].items()}
-            found[case]["gpu"] = answers(cuda_runner, case, sources[case], device="cuda", **settings)
+            with layer_by_layer() if case.endswith("come late") else nullcontext():
+                found[case]["gpu"] = answers(cuda_runner, case, sources[case], device="cuda", **settings)
     print(json.dumps(found))
 
 

@@ -18,6 +18,7 @@ CASES = {
     "stages": set(KINDS),
     "weights on the host": {"logprobs"},
     "adapters": {"logprobs"},
+    "prefixes that come late": {"logprobs"},
     "prefixes on a disk": {"logprobs"},
     "prefixes for others": {"logprobs"},
     "prefixes for others on a GPU": {"logprobs"},

@@ -539,3 +539,19 @@ def test_a_lost_checkpoint_is_a_reason() -> None:
     run(simulation, "other", [*OTHER, 1, 2])
     run(simulation, "again", [*LONG, 3, 4])
     assert simulation.core.stats().misses["parts"] == 40
+
+
+def test_a_copy_says_how_long_the_step_takes_that_reads_it() -> None:
+    """Where nobody knows yet, and for a request whose turn has not come, it says nothing."""
+    simulation = evicted()
+    simulation.offer(make_submit("again", [*LONG, 1, 2]))
+    simulation.submit_plans()
+    [copy] = [copy for plan in simulation.plans for copy in plan.copies]
+    assert copy.slack == 0.0
+    simulation = evicted()
+    for tokens in (1, 8, 64):
+        simulation.core._costs.observe(tokens, tokens * tokens, 0.001 * (10 + tokens))
+    simulation.offer(make_submit("again", [*LONG, 1, 2]))
+    simulation.submit_plans()
+    [copy] = [copy for plan in simulation.plans for copy in plan.copies]
+    assert copy.slack == pytest.approx(0.012, rel=0.1)

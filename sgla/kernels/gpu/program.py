@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from sgla.kernels import lora, ops
 from sgla.kernels.cuda import batch_gemm, integer_gemm, skinny_gemm
@@ -19,7 +20,7 @@ from sgla.kernels.gpu.record import Node, Record, Recorder, Ref, resolved
 from sgla.kernels.gpu.rewrite import Asked, Work
 from sgla.kernels.gpu.rules import apply
 from sgla.kernels.gpu.tuning import Algorithm, Product, algorithm_for
-from sgla.kernels.ops import Layer
+from sgla.kernels.ops import Layer, kept_by
 from sgla.kernels.trace import STAND_INS, NotRecorded
 
 if TYPE_CHECKING:
@@ -36,14 +37,20 @@ class Output(NamedTuple):
     drawn: bool
 
 
+# Called before what reads or writes what layers keep, with that; with nothing, for all of it.
+Awaits = Callable[[list[Tensor]], None]
+
+
 class Call(NamedTuple):
-    """``fn(**fixed, **values)``. ``dead``: values that nobody reads later."""
+    """``fn(**fixed, **values)``. ``dead``: values that nobody reads later; ``kept``: what it reads or writes
+    of what layers keep."""
 
     fn: Callable[..., Any]
     fixed: dict[str, Any]
     values: list[tuple[str, int]]
     results: list[int]
     dead: list[int]
+    kept: list[Tensor]
 
 
 class Program:
@@ -55,10 +62,12 @@ class Program:
         self._count = work.values
         self._steps = _steps(gpu, work)
 
-    def __call__(self, given: dict[str, Any]) -> list[Any]:
+    def __call__(self, given: dict[str, Any], awaits: Awaits | None = None) -> list[Any]:
         values: list[Any] = [given.get(name) for name in self._inputs]
         values += [None] * (self._count - len(values))
-        for fn, fixed, reads, results, dead in self._steps:
+        for fn, fixed, reads, results, dead, kept in self._steps:
+            if awaits is not None and kept:
+                awaits(kept)
             made = fn(**fixed, **{name: values[number] for name, number in reads})
             if len(results) == 1:
                 values[results[0]] = made
@@ -84,8 +93,15 @@ def _steps(gpu: GpuOps, work: Work) -> list[Call]:
     for node, dead in zip(nodes, ends):
         fixed = {k: resolved(v, work.asked.sizes) for k, v in node.given.items() if not isinstance(v, Ref)}
         reads = [(k, v.number) for k, v in node.given.items() if isinstance(v, Ref)]
-        steps.append(Call(node.fn or _plain(gpu, node), fixed, reads, node.results, dead))
+        steps.append(Call(node.fn or _plain(gpu, node), fixed, reads, node.results, dead, _kept(node)))
     return steps
+
+
+def _kept(node: Node) -> list[Tensor]:
+    """By whatever argument it comes: tensors of weights are among them, which nobody awaits."""
+    leaves = tree_leaves(list(node.given.values()), is_leaf=lambda x: isinstance(x, Layer))
+    layers = [x for x in leaves if isinstance(x, Layer)]
+    return [x for layer in layers for x in kept_by(layer)] + [x for x in leaves if isinstance(x, Tensor)]
 
 
 def _plain(gpu: GpuOps, node: Node) -> Callable[..., Any]:
@@ -115,6 +131,7 @@ class RecordedForward:
         self._model, self._kv, self._gpu, self._adapters = model, kv, gpu, adapters
         self._hook, self._lockstep = hook, model.shard.lockstep
         self._counted = ("tokens", "sampled") if self._lockstep is None else ("tokens", "sampled", "gathered")
+        self.awaits: Awaits | None = None  # of the step that runs
         self._records: dict[tuple[Computes, bool, bool], Record | None] = {}
         self._programs: dict[Any, Program] = {}
         self.notes: list[str] = []
@@ -187,6 +204,8 @@ class RecordedForward:
         pictured = batch is not None and batch.media is not None
         record = None if pictured else self._record(what, rows is not None)
         if record is None:
+            if self.awaits is not None:
+                self.awaits([])
             return self._call(what, batch, rows, self._gpu), False
         sampled = 0 if rows is None else rows.shape[0]
         sizes = {"tokens": sampled, "rows": 0, "sampled": sampled, "gathered": 0}
@@ -203,7 +222,7 @@ class RecordedForward:
         for name in record.parts:
             if name not in given:
                 given[name] = getattr(batch, name)
-        return program(given)[0], program.work.drawn
+        return program(given, self.awaits)[0], program.work.drawn
 
     def _program(self, record: Record, asked: Asked) -> Program:
         alike = tuple(self._kind(record, m) for m in map(asked.sizes.__getitem__, self._counted))

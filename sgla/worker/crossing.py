@@ -1,0 +1,139 @@
+"""How copies between a GPU and memory beside it are queued, and how far they have got."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgla import clock
+from sgla.worker.state import Int32s
+
+AHEAD = 4  # pieces that are queued
+MARGIN = 1.25  # by how much longer than so far a copy may take
+
+
+@dataclass(eq=False, slots=True)
+class Crossing:
+    """A copy that is under way, in ``total`` chunks, of which those of layers that are computed first go
+    first: a *band* is what crosses of some layers. ``firsts``: chunks of the first band; ``ends``: of each
+    band that is queued as a whole; ``slack``: see ``Copy``; ``units``: of each cache group; ``behind``: what
+    has to be over before."""
+
+    transfer: int
+    slack: float = 0.0
+    units: list[Int32s] = field(default_factory=list)
+    behind: list[Crossing] = field(default_factory=list)
+    total: int = 0
+    firsts: int = 0
+    done: int = 0
+    begun: float = 0.0  # when the first chunk was queued
+    ends: list[torch.cuda.Event] = field(default_factory=list)
+    bands: int = 0
+    told: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.done == self.total
+
+    @property
+    def may_be_told(self) -> bool:
+        """A step of ``slack`` seconds that begins now finds each layer there when it comes to it."""
+        if self.over or not self.slack or self.done < max(1, self.firsts):
+            return self.over
+        left = (clock.now() - self.begun) * (self.total - self.done) / self.done
+        return left * MARGIN <= self.slack * (self.bands - 1) / self.bands
+
+
+class Chunk(NamedTuple):
+    """Units of a section (see ``HostTier``) that cross together, and their places beside the cache.
+    ``closes``: it is the last of its band."""
+
+    section: int
+    units: Int32s
+    places: Int32s
+    closes: bool
+
+
+class Queued(NamedTuple):
+    """A chunk that has crossed once ``end`` has passed, and what has to be there until then."""
+
+    crossing: Crossing
+    end: torch.cuda.Event
+    made: list[Tensor]
+
+
+class Route(NamedTuple):
+    """What copies a chunk in one direction: into what is staged, and out of it. ``begin`` returns what
+    ``end`` has to know."""
+
+    begin: Callable[[Chunk, Tensor], list[Tensor]]
+    end: Callable[[Chunk, Tensor, list[Tensor]], None]
+
+
+class Lane:
+    """Copies of one direction, on streams of their own, behind the steps that had been launched when each was
+    told of: one fills what is staged, the other one empties it, so that a link is never idle. A few chunks
+    are queued at a time, so that to queue much does not hold up steps. ``staging``: uint8[HALVES, STAGED]"""
+
+    def __init__(self, staging: Tensor, route: Route) -> None:
+        self._halves: deque[tuple[Tensor, torch.cuda.Event | None]] = deque((half, None) for half in staging)
+        self._first, self._second = torch.cuda.Stream(), torch.cuda.Stream()
+        self._waiting: deque[tuple[Chunk, torch.cuda.Event, Crossing]] = deque()
+        self._queued: deque[Queued] = deque()
+        self._route = route
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._waiting or self._queued)
+
+    def add(self, crossing: Crossing, chunks: Iterable[Chunk]) -> None:
+        begin = torch.cuda.Event()
+        begin.record()
+        self._waiting += ((chunk, begin, crossing) for chunk in chunks)
+
+    def go_on(self) -> list[Crossing]:
+        """Queue what is next. Returns those that may be told of since the last call, in their order."""
+        told = []
+        while self._queued and self._queued[0].end.query():
+            crossing = self._queued.popleft().crossing
+            crossing.done += 1
+            if not crossing.told and crossing.may_be_told:
+                crossing.told = True
+                told.append(crossing)
+        while self._waiting and len(self._queued) < AHEAD:
+            if not all(crossing.over for crossing in self._waiting[0][2].behind):
+                break
+            self._queue()
+        return told
+
+    def queue(self, crossing: Crossing, band: int) -> torch.cuda.Event:
+        """Of its first bands up to this one; what ends when they have crossed."""
+        band = min(band, crossing.bands - 1)
+        while len(crossing.ends) <= band:
+            self._queue()
+        return crossing.ends[band]
+
+    def _queue(self) -> None:
+        chunk, begin, crossing = self._waiting.popleft()
+        crossing.begun = crossing.begun or clock.now()
+        half, empty = self._halves.popleft()
+        full, end = torch.cuda.Event(), torch.cuda.Event()
+        with torch.cuda.stream(self._first):
+            self._first.wait_event(begin)
+            if empty is not None:
+                self._first.wait_event(empty)
+            made = self._route.begin(chunk, half)
+            full.record()
+        with torch.cuda.stream(self._second):
+            self._second.wait_event(full)
+            self._route.end(chunk, half, made)
+            end.record()
+        self._halves.append((half, end))
+        if chunk.closes:
+            crossing.ends.append(end)
+        self._queued.append(Queued(crossing, end, made))

@@ -1,0 +1,181 @@
+"""Copies that are told of before they have ended: whoever reads what they bring finds it there, and nobody
+writes to where they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from late_streams import Waits, late
+
+from sgla import clock
+from sgla.messages import Copy, NewRow, RowSampling, StepPlan, int32
+from sgla.worker import gpu_tiers
+from sgla.worker.crossing import Crossing
+from sgla.worker.gpu_tiers import HostTier
+
+LAYERS, UNITS, PLACES, STAGED = 8, 24, 30, 64
+
+
+@contextmanager
+def late_copies() -> Iterator[Waits]:
+    host = {"upload": torch.from_numpy, "STAGED": STAGED}
+    with late() as waits, patch.multiple(gpu_tiers, **host):
+        yield waits
+
+
+class Room:
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8)
+
+
+class World:
+    """A device with two cache groups, a tier beside it, and what a scheduler believes of both: of each group
+    the text of each unit, and of each place. Who is under way is not touched."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = Random(seed)
+        widths = (3, 8)  # bytes of a unit in a layer
+        self.memory = [[torch.zeros(UNITS, w, dtype=torch.uint8) for _ in range(LAYERS)] for w in widths]
+        rooms = [Room(w * LAYERS * (PLACES + 1)) for w in widths]
+        staging = torch.zeros(2, 2, STAGED, dtype=torch.uint8)
+        self.tier = HostTier(self.memory, rooms, staging, bands=3)
+        self.tier._in._second.speed = self.draw.choice([0.05, 0.2, 1.0])
+        self.device = [[0] * UNITS for _ in widths]
+        self.beside = [[0] * (PLACES + 1) for _ in widths]
+        self.texts = self.copies = 0
+        self.under_way: dict[int, tuple[bool, list[list[int]], list[list[int]]]] = {}
+
+    def free(self, number: int, of_device: bool) -> list[list[int]]:
+        """Some of each group that no copy has which has not been told of."""
+        found = []
+        for g, count in enumerate((UNITS, UNITS) if of_device else (PLACES + 1, PLACES + 1)):
+            busy = {
+                x for _, units, places in self.under_way.values() for x in (units if of_device else places)[g]
+            }
+            there = [x for x in range(0 if of_device else 1, count) if x not in busy]
+            found.append(self.draw.sample(there, min(number, len(there))))
+        return found
+
+    def copy(self) -> None:
+        inward, number = self.draw.random() < 0.6, self.draw.randrange(1, 9)
+        units, places = self.free(number, True), self.free(number, False)
+        pairs = [list(zip(u, p)) for u, p in zip(units, places)]
+        units, places = ([[pair[i] for pair in group] for group in pairs] for i in range(2))
+        self.copies += 1
+        slack = self.draw.choice([0.0, 1e9]) if inward else 0.0
+        ends = ("host", "device", places, units) if inward else ("device", "host", units, places)
+        source, target, sources, targets = ends
+        columns = [int32(x) for x in sources], [int32(x) for x in targets]  # type: ignore[arg-type]
+        self.under_way[self.copies] = inward, units, places
+        self.tier.begin(Copy(self.copies, source, target, *columns, slack=slack))
+
+    def hear(self) -> None:
+        for moved in self.tier.ended():
+            inward, units, places = self.under_way.pop(moved.transfer)
+            for g, (own, there) in enumerate(zip(units, places)):
+                for unit, place in zip(own, there):
+                    if inward:
+                        self.device[g][unit] = self.beside[g][place]
+                    else:
+                        self.beside[g][place] = self.device[g][unit]
+
+    def step(self) -> None:
+        """Reads some units layer by layer, and writes others."""
+        read = self.free(self.draw.randrange(6), True)
+        row = NewRow(slot=0, tokens=b"", prompt_len=1, pages=[int32(u) for u in read], sampling=RowSampling())
+        plan = StepPlan(step=0, slots=b"", starts=b"", q_lens=b"", flags=b"", new=[row])
+        late = self.tier.awaited(plan)
+        for layer in range(LAYERS):
+            kept = [tensors[layer] for tensors in self.memory]
+            if late:
+                self.tier.wait(late, kept)
+            for g, units in enumerate(read):
+                for unit in units:
+                    assert self.memory[g][layer][unit].unique().tolist() == [self.device[g][unit]]
+        self.tier.wait(late)
+        for g, units in enumerate(read):
+            for unit in units[: len(units) // 2]:
+                self.texts = self.texts % 250 + 1
+                self.device[g][unit] = self.texts
+                for tensor in self.memory[g]:
+                    tensor[unit] = self.texts
+
+    def verify(self) -> None:
+        while self.tier.under_way:
+            self.hear()
+        assert not self.under_way
+        for g, tensors in enumerate(self.memory):
+            for tensor in tensors:
+                assert tensor.amin(1).tolist() == tensor.amax(1).tolist() == self.device[g]
+
+
+def played(seed: int) -> int:
+    """How often a step found a layer not to be there."""
+    with late_copies() as waits:
+        world = World(seed)
+        for _ in range(150):
+            world.draw.choice([world.copy, world.hear, world.hear, world.step, world.step])()
+        world.verify()
+    return waits.count
+
+
+def test_random_copies_and_steps() -> None:
+    assert sum(played(seed) for seed in range(40)) > 100
+
+
+def test_what_is_settled_is_there_for_all() -> None:
+    with late_copies():
+        world = World(0)
+        world.tier._sections[0].beside.fill_(7)
+        units = [int32([3, 4]), int32([5])]
+        other = Copy(2, "device", "disk", [int32([9]), int32([5])], [b"", b""])
+        world.tier.begin(Copy(1, "host", "device", [int32([1, 2]), int32([1])], units, slack=1e9))
+        told: list[Any] = []
+        while not told:
+            told = world.tier.ended()
+        assert world.tier.under_way
+        world.tier.settle_for([Copy(2, "device", "disk", [int32([9]), int32([6])], [b"", b""])])
+        assert world.tier._early
+        world.tier.settle_for([other])
+        assert not world.tier._early
+        assert not world.tier.ended()  # once
+        while world.tier.under_way:
+            assert not world.tier.ended()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "done", "slack", "told"),
+    [
+        (1.0, 9, 0.0, False),  # nobody says how long the step is
+        (1.0, 9, 0.2, True),  # 0.11 s are left, and 0.17 s of the step before it comes to the last band
+        (1.0, 9, 0.1, False),
+        (1.0, 1, 100.0, False),  # the first layers are not there
+        (1.0, 2, 100.0, True),
+        (1.0, 10, 0.0, True),
+    ],
+)
+def test_when_a_copy_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, done: int, slack: float, told: bool
+) -> None:
+    monkeypatch.setattr(clock, "now", lambda: 5.0 + seconds)
+    crossing = Crossing(1, slack, total=10, firsts=2, done=done, begun=5.0, bands=6)
+    assert crossing.may_be_told is told
+
+
+def test_places_that_follow_each_other_cross_at_once() -> None:
+    with late_copies():
+        world = World(0)
+        parts = list(
+            world.tier._parted(
+                [np.array([5, 6, 7]), np.array([], int)], [np.array([9, 8, 7]), np.array([], int)]
+            )
+        )
+        assert [(part.units.tolist(), part.places.tolist()) for part in parts] == [([7, 6, 5], [7, 8, 9])] * 3
+        assert [part.closes for part in parts] == [True] * 3
