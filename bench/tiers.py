@@ -6,7 +6,8 @@
 ``sleep``: seconds of each level, and of the wakes behind them, with the GiB that the GPU has free meanwhile;
 the tokens of a request are the same before and after. ``prefix``: seconds to the first token of a prompt of
 so many tokens and 16 more that is computed, that the KV cache has, and that lies in the host's memory because
-others have pushed it out; and the bytes a second of a plain copy from pinned memory. ``update``: seconds that
+others have pushed it out, and of the latter two with 2,048 more (``*_more_s``), whose step may begin beside
+the copy; and the bytes a second of a plain copy from pinned memory. ``update``: seconds that
 all weights take as tensors of this GPU, while eight requests are paused, and whether these come to their end.
 Weights are random. ``regions``: where the seconds of a wake go, without a server: so many bytes of weights
 and of KV are mapped as at a start, given back, and come back three times, with the driver's calls told apart,
@@ -27,6 +28,7 @@ from typing import Any
 import lines
 
 GIB = 1 << 30
+MORE = 2048  # tokens behind a prefix
 
 
 def main() -> None:
@@ -101,7 +103,8 @@ def prefix(args: argparse.Namespace) -> None:
     spec = json.load(open(f"{args.model}/config.json"))  # noqa: SIM115
     token = 4 * spec["num_hidden_layers"] * spec["num_key_value_heads"] * spec["head_dim"]
     draw = random.Random(1)
-    settings = {"kv_cache_bytes": (args.tokens + 2048) * token, "context_length": args.tokens + 64}
+    room = args.tokens + 2 * MORE
+    settings = {"kv_cache_bytes": room * token, "context_length": args.tokens + MORE + 64}
     if args.disk is None:
         settings["kv_host_bytes"] = 4 * args.tokens * token
     else:
@@ -117,12 +120,19 @@ def prefix(args: argparse.Namespace) -> None:
             other, _ = first_token(engine, prompts[1])
             wait(engine)
             host, in_host = first_token(engine, prompts[0] + [3] * 16)
+            first_token(engine, prompts[1])
+            wait(engine)
+            more = [[draw.randrange(10000) for _ in range(MORE)] for _ in range(2)]
+            host_more, _ = first_token(engine, prompts[0] + more[0])
+            tree_more, _ = first_token(engine, prompts[0] + more[1])
             cached = [output.usage.cached_tokens for output in (in_tree, in_host)]
             fields: dict[str, Any] = {
                 "cold_s": cold,
                 "cached_s": tree,
                 "other_s": other,
                 "host_s": host,
+                "cached_more_s": tree_more,
+                "host_more_s": host_more,
                 "cached": cached,
             }
             fields["host_gb_s"] = round(args.tokens * token / (host - tree_again) / 1e9, 1)

@@ -17,5 +17,5 @@ for each in ${*:-8b 0.6b regions tests}; do case $each in
   8b) part 8b 60 $PY bench/tiers.py --model bench/models/qwen3-8b --parts sleep --repeat 2 ;;
   0.6b) part 0.6b 45 $PY bench/tiers.py --model bench/models/qwen3-0.6b --parts sleep --repeat 2 ;;
   regions) part regions 60 $PY bench/tiers.py --parts regions ;;
-  tests) part tests 90 $PY -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_sleep.py ;;
+  tests) part tests 90 $PY -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_early_layers.py tests/gpu/test_gpu_sleep.py ;;
 esac; done

@@ -14,6 +14,7 @@ from sgla import clock
 from sgla.worker.state import Int32s
 
 AHEAD = 4  # pieces that are queued
+TURN = 2e-4  # seconds after which no other piece is queued before the worker has looked at its steps again
 MARGIN = 1.25  # by how much longer than so far a copy may take
 
 
@@ -105,10 +106,13 @@ class Lane:
             if not crossing.told and crossing.may_be_told:
                 crossing.told = True
                 told.append(crossing)
+        end = clock.now() + TURN
         while self._waiting and len(self._queued) < AHEAD:
             if not all(crossing.over for crossing in self._waiting[0][2].behind):
                 break
             self._queue()
+            if clock.now() > end:
+                break
         return told
 
     def queue(self, crossing: Crossing, band: int) -> torch.cuda.Event:
