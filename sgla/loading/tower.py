@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id"
 GRID = "image_grid_thw"
 READ = (
     *("pixel_values", "pixel_attention_mask", GRID, "image_sizes", "batch_num_images"),
-    *("image_position_ids",),
+    *("image_position_ids", "target_sizes"),
 )
 HEARD = ("input_features", "attention_mask", "input_features_mask", "log_mel")
 TEXTS = ("language_model", "text_model", "decoder")

@@ -479,6 +479,51 @@ def qwen3_5_moe(folder: Path) -> Model:
     return qwen3_5(folder, "qwen3_5_moe", **experts, num_experts=4, num_experts_per_tok=2)
 
 
+def minicpm(folder: Path) -> Model:
+    from transformers import MiniCPMV4_6Config
+
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.5,
+    }
+    text = {
+        **TEXT,
+        "model_type": "qwen3_5_text",
+        "rope_parameters": rope,
+        "head_dim": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "patch_size": 4,
+        "image_size": 32,
+    }
+    config = MiniCPMV4_6Config(
+        vision_config=tower,
+        text_config=text,
+        insert_layer_id=0,
+        image_size=32,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+    )
+    images = {
+        "image_processor_type": "MiniCPMV4_6ImageProcessor",
+        "patch_size": 4,
+        "scale_resolution": 32,
+        "max_slice_nums": 4,
+    }
+    return save_model(folder, "MiniCPMV4_6ForConditionalGeneration", config, images)
+
+
 MAKERS = {
     "llava": llava,
     "llava-next": llava_next,
@@ -503,6 +548,7 @@ MAKERS = {
     "smolvlm": smolvlm,
     "internvl": internvl,
     "mistral3": mistral3,
+    "minicpm-v": minicpm,
 }
 SHOWN = [picture(20, 30, 1), picture(50, 24, 2), picture(40, 40, 3)]
 TEXTS = {0: "No picture at all.", 1: "Look: <image> and tell.", 3: "<image> One, <image><image> three."}

@@ -41,7 +41,7 @@ WORDS = (
     *("<|vision_start|>", "<|vision_end|>", "<fake_token_around_image>", "<global-img>", "[IMG]"),
     *("[IMG_BREAK]", "[IMG_END]", "<img>", "<IMG_CONTEXT>", "</img>", "<|video_pad|>"),
     *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
-    *("<|media_pad|>",),
+    *("<|media_pad|>", "<slice>", "</slice>", "</image>"),
     *("<|image>", "<|image|>", "<image|>", "<|begin_of_image|>", "<|end_of_image|>"),
 )
 FIRST = 262  # the token of the first of them
@@ -126,8 +126,10 @@ class Model(NamedTuple):
         joined = {
             name: torch.from_numpy(side_by_side([arrays[name] for arrays in made]))
             for name in (made[0] if made else {})
-            if name in READ
+            if name in READ and not (name == "pixel_values" and "target_sizes" in made[0])
         }
+        if "target_sizes" in joined:  # patches lie behind each other
+            joined["pixel_values"] = torch.cat([torch.from_numpy(x["pixel_values"]) for x in made], -1)
         ids = torch.tensor([request.tokens])
         kinds = (ids == self.speller.vision.token_of(self.source.config)).int()
         if self.speller.vision.together and not self.speller.vision.windowed:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from sgla.model.families.dense import FAMILIES as DENSE
 from sgla.model.families.gemma import FAMILIES as GEMMA
+from sgla.model.families.hybrids import FAMILIES as HYBRIDS
 from sgla.model.families.keys import KV_HEADS, WITHOUT_HEAD_DIM, sizes
 from sgla.model.families.latent import FAMILIES as LATENT
 from sgla.model.families.mixtures import FAMILIES as MIXTURES
@@ -181,6 +182,16 @@ _KIMI_TOKENS = {
     "vision_end_token_id": 163604,
 }
 _KIMI = {"tie_word_embeddings": True, "projection_hidden_size": 1152, "projection_layer_norm_eps": 1e-5}
+_MINICPM = {
+    "insert_layer_id": 6,
+    "image_size": 448,
+    "drop_vision_last_layer": False,
+    "image_token_id": None,
+    "video_token_id": None,
+    "downsample_mode": "16x",
+    "merge_kernel_size": (2, 2),
+    "merger_times": 1,
+}
 _IDEFICS3 = {"scale_factor": 2, "image_token_id": 128257}
 _INTERNVL = {
     "tie_word_embeddings": True,
@@ -231,6 +242,9 @@ PICTURED = {
         outer=Family(("llava_onevision",), _TOWER | _TILES | _ONEVISION),
         pooled=False,
         gguf=(),
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": replace(
+        HYBRIDS["Qwen3_5ForCausalLM"], also=(), outer=Family(("minicpmv4_6",), _TOWER | _MINICPM), gguf=()
     ),
     "PaliGemmaForConditionalGeneration": replace(
         _read_as_prefix(GEMMA["GemmaForCausalLM"]),

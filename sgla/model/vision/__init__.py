@@ -14,6 +14,7 @@ from sgla.model.vision.kimi import KIMI_K25
 from sgla.model.vision.llama4 import LLAMA4
 from sgla.model.vision.llava import LLAVA
 from sgla.model.vision.llava_next import LLAVA_NEXT, LLAVA_ONEVISION
+from sgla.model.vision.minicpm import MINICPM_V
 from sgla.model.vision.mistral3 import MISTRAL3, PIXTRAL
 from sgla.model.vision.paligemma import PALIGEMMA
 from sgla.model.vision.qwen2_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_VL
@@ -34,6 +35,7 @@ VISIONS: dict[str, Vision] = {
     "LlavaForConditionalGeneration": LLAVA,
     "LlavaNextForConditionalGeneration": LLAVA_NEXT,
     "LlavaOnevisionForConditionalGeneration": LLAVA_ONEVISION,
+    "MiniCPMV4_6ForConditionalGeneration": MINICPM_V,
     "Mistral3ForConditionalGeneration": MISTRAL3,
     "PaliGemmaForConditionalGeneration": PALIGEMMA,
     "PaliGemma2ForConditionalGeneration": PALIGEMMA,
