@@ -128,10 +128,11 @@ class ModelSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "float32", "bfloat16"], Doc(description="type of weights and KV cache")
     ] = "auto"
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8", "int8"],
+        Literal["auto", "fp8", "int8", "int4"],
         Doc(
             description="KV cache in dtype, or 8-bit (int8; on GPUs also fp8, which is e4m3): twice "
-            "the tokens, slightly different answers"
+            "the tokens, slightly different answers; int4 (on GPUs): values in 4 bits and keys in 8, 2.4 "
+            "times the tokens"
         ),
     ] = "auto"
     quantization: Annotated[

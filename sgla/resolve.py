@@ -241,9 +241,10 @@ def check_one(config: Config) -> None:
 
 def check_features(config: Config, machine: Machine, device: str, vectors: bool, encoder: bool) -> None:
     """Raise ConfigError for what ``device``, or a model that answers with vectors, cannot do."""
-    if config.kv_cache_dtype == "fp8" and device != "cuda":
+    if config.kv_cache_dtype in ("fp8", "int4") and device != "cuda":
         raise ConfigError(
-            "--kv-cache-dtype fp8 needs a GPU; use --kv-cache-dtype int8 on the CPU", param="kv_cache_dtype"
+            f"--kv-cache-dtype {config.kv_cache_dtype} needs a GPU; use --kv-cache-dtype int8 on the CPU",
+            param="kv_cache_dtype",
         )
     for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
         backend = getattr(config, name)

@@ -28,6 +28,10 @@
 // INT8: k and v are int8 with a scale for each token and head, and keys are turned (times a Hadamard matrix,
 // divided by HD), so q is turned here. A byte becomes bf16 with the same permutation of places. What the new
 // token's k and v are rounded to is what `turning.py` stores.
+//
+// INT4: k as INT8. v has 4 bits, two dims of a token in a byte, and for each GROUP_DIMS dims a word of two
+// bf16: it is (1 + n / 16) * scale + low (`ops.to_int4`). Four bits put behind the exponent of 1 are 1 + n /
+// 16, so one operation makes v of two of them, and P is as with bf16.
 #include "common.cuh"
 
 #ifndef HD
@@ -85,6 +89,9 @@
 #ifndef INT8
 #define INT8 0
 #endif
+#ifndef INT4  // v; then k is INT8
+#define INT4 0
+#endif
 
 #ifndef AT_ONCE  // tiles that are fetched together, where fetching them one by one would take longest
 #define AT_ONCE (FP8 || INT8 ? 8 : PER_SM == 1 && HD <= 128 ? 4 : 1)
@@ -98,10 +105,10 @@ constexpr int ALL = GROUP * SHARE - LACK;  // query heads of a kv head
 constexpr bool BYTES = FP8 || INT8;         // of k and v
 constexpr int ELEMENT = BYTES ? 1 : 2;      // bytes
 constexpr int TOKEN_BYTES = HD * ELEMENT;
-constexpr int CHUNKS = TOKEN_BYTES / 16;
-// Bytes of a token that lie together in a tile.
-constexpr int SEGMENT = TOKEN_BYTES < 128 ? TOKEN_BYTES : 128;
-constexpr int TILE_BYTES = TILE * TOKEN_BYTES;  // of K, and of V
+constexpr int V_BYTES = INT4 ? HD / 2 : TOKEN_BYTES;  // of a token's v
+constexpr int CHUNKS = TOKEN_BYTES / 16, V_CHUNKS = V_BYTES / 16;
+constexpr int K_TILE = TILE * TOKEN_BYTES, STAGE_BYTES = K_TILE + TILE * V_BYTES;
+constexpr int GROUP_DIMS = 32, GROUPS = INT4 ? HD / GROUP_DIMS : 1;  // of v with scales of their own
 constexpr int ACC = HD / 16;
 constexpr int PREPARERS = WARPS > 4 ? 2 : 1;
 constexpr int THREADS = (WARPS + MERGERS + PREPARERS + 1) * 32;
@@ -111,15 +118,18 @@ constexpr int BATCH = HD > 128 ? 16 : EACH > 2 ? 4 : 8;               // partial
 constexpr int UNITS = 16, QUERIES = 4, RESULTS = 2;  // that a block has room for: announced, prepared, not
                                                      // yet merged
 constexpr int PAGES = 128;  // tiles whose pages are looked up at a time
-constexpr int SCALES = INT8 ? 2 * TILE : 0;  // of a tile's k, then of its v
+constexpr int SCALES = INT8 ? (1 + GROUPS) * TILE : 0;  // of a tile's k, then of its v
+constexpr int LANES = 32 / AT_ONCE;  // that fetch those of a tile
 // Fragments of q, the new token's k and v, and their scales.
-constexpr int Q_BYTES = ACC * 256 + 2 * TOKEN_BYTES + (INT8 ? 16 : 0);
+constexpr int Q_BYTES = ACC * 256 + TOKEN_BYTES + V_BYTES + (INT8 ? (1 + GROUPS + 3) / 4 * 16 : 0);
 constexpr int PITCH = HD + 4, RESULT = WARPS * GROUP * PITCH + WARPS * 16;  // floats
 constexpr float NEG = -1e30f, LOG2E = 1.4426950408889634f;
 constexpr float PREFIX_UNIT = FP8 ? 1.f / 256 : 1.f;  // prefixes' results are in units of what is stored
 
 struct Params {
-  TensorMap k_map, v_map;  // bytes: SEGMENT, token of a page, segment, head, page
+  // Bytes: 128 or fewer of a token, token of a page, their number, k or v, head and page.
+  TensorMap pages;
+  TensorMap values;       // INT4: v alone, and `pages` is k
   const bf16* q;          // [R, q_stride]; FUSED: q heads, k heads, v heads of a row, else q heads
   unsigned char* k;       // element (page p, head h, token i) at p * page_stride + h * head_stride + i * HD
   unsigned char* v;
@@ -140,7 +150,7 @@ struct Params {
   const float* prefix_ml; // CASCADE: [first[R], Hkv * ALL, 2] maxima and sums
   const float* sinks;     // [Hkv * ALL] or null
   float* k_scales;        // INT8: of page p, head h, token i at p * scale_page + h * scale_head + i
-  float* v_scales;
+  u32* v_scales;          // the same, floats; INT4: [page, head, GROUPS, token]
   const int* positions;   // TURNED: [R], of the rotation of q and the new k; else they follow from kv_len
   long long page_stride, head_stride, scale_page, scale_head;
   int q_stride, table_stride, rows, kv_heads, window;  // kv_heads: Hkv * SHARE
@@ -175,7 +185,7 @@ struct Memory {  // of a block
   __device__ __forceinline__ Memory() {
     extern __shared__ unsigned char smem[];
     unsigned char* at = smem + (-smem_addr(smem) & 1023);
-    ring = smem_addr(at), at += STAGES * 2 * TILE_BYTES;
+    ring = smem_addr(at), at += STAGES * STAGE_BYTES;
     scales = reinterpret_cast<float*>(at), at += STAGES * SCALES * 4;
     queries = at, at += QUERIES * Q_BYTES;
     results = reinterpret_cast<float*>(at), at += RESULTS * RESULT * 4;
@@ -293,11 +303,20 @@ __device__ __forceinline__ unsigned short to_e4m3(float lo, float hi) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(hi), "f"(lo));
   return r;
 }
-// Where a 16-byte chunk of a token lies in a tile: swizzled by the copy engine, so that 8 tokens' same chunks
-// are in different banks.
+// The j-th four bits of each half of a word as bf16: 1 + n / 16, times `scale`, plus `low`.
+__device__ __forceinline__ u32 value(u32 x, int j, u32 scale, u32 low) {
+  const u32 n = ((j == 0 ? x << 3 : x >> (4 * j - 3)) & 0x00780078u) | 0x3f803f80u;
+  u32 r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(n), "r"(scale), "r"(low));
+  return r;
+}
+// Where a 16-byte chunk of a token of so many bytes lies in a tile: swizzled by the copy engine, so that 8
+// tokens' same chunks are in different banks.
+template <int OF_TOKEN>
 __device__ __forceinline__ u32 in_tile_at(int row, int chunk) {
-  if (SEGMENT < 128) return row * SEGMENT + (chunk ^ (row >> 1 & 3)) * 16;
-  return chunk / 8 * (TILE * SEGMENT) + row * SEGMENT + ((chunk ^ row) & 7) * 16;
+  if (OF_TOKEN == 32) return row * 32 + (chunk ^ (row >> 2 & 1)) * 16;
+  if (OF_TOKEN == 64) return row * 64 + (chunk ^ (row >> 1 & 3)) * 16;
+  return chunk / 8 * (TILE * 128) + row * 128 + ((chunk ^ row) & 7) * 16;
 }
 // The first of two dims that lane t holds as number j of the q fragment of 16 dims.
 __device__ __forceinline__ int q_dim(int t, int j) { return BYTES ? t * 4 + j * 2 : t * 2 + j * 8; }
@@ -399,7 +418,8 @@ __device__ __forceinline__ int turned_by(const Params& p, const Unit& x) {
 
 // A lane has PAIRS pairs of dims of the new token's k, which are rotated together or not at all.
 constexpr int PAIRS = HD / 64;
-static_assert(AT_ONCE <= STAGES && AT_ONCE <= 32, "lanes wait for them");
+static_assert(AT_ONCE <= STAGES && 32 % AT_ONCE == 0, "lanes wait for them, and fetch their scales");
+static_assert(!INT4 || INT8, "keys are in 8 bits");
 static_assert(!INT8 || (!CASCADE && (!FUSED || ROT == HD)), "of turned keys all dims are rotated");
 __device__ __forceinline__ bool rotated(int pair) { return ROT == HD || pair < ROT / 2; }
 __device__ __forceinline__ int k_dim(int pair, int half) {
@@ -505,6 +525,39 @@ __device__ __forceinline__ float narrow_v(uint4 v, uint2& to) {
   return scale;
 }
 
+// The lanes' v, 8 numbers or none each, in 4 bits; the word of this lane's group, of 4 lanes.
+__device__ __forceinline__ u32 narrow_v(uint4 v, u32& to) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  u32 most = 0;
+  float low = lo2f(v.x), high = low;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float a = lo2f(words[i]), b = hi2f(words[i]);
+    low = fminf(low, fminf(a, b)), high = fmaxf(high, fmaxf(a, b));
+    most = max(most, max(size_bits(a), size_bits(b)));
+  }
+#pragma unroll
+  for (int bit = 1; bit < GROUP_DIMS / 8; bit *= 2) {
+    low = fminf(low, __shfl_xor_sync(~0u, low, bit)), high = fmaxf(high, __shfl_xor_sync(~0u, high, bit));
+    most = max(most, __shfl_xor_sync(~0u, most, bit));
+  }
+  to = 0;
+  if (most >= 0x7f800000u) return 0x7fc07fc0u;
+  const float scale = round_bf((high - low) * (16.f / 15.f));
+  low = round_bf(low - scale);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float x = i % 2 ? hi2f(words[i / 2]) : lo2f(words[i / 2]);
+    to |= u32(max(0, min(15, __float2int_rn(((x - low) / divisor(scale) - 1.f) * 16.f)))) << 4 * i;
+  }
+  return pack2(scale, low);
+}
+
+// Where the scales of v lie of a group of dims in a head of a page.
+__device__ __forceinline__ long long value_scale(const Params& p, int page, int head, int group) {
+  return (page * p.scale_page + head * p.scale_head) * GROUPS + group * (TILE * PAGE_TILES);
+}
+
 // The new token as the projection left it, this lane's part; and its page.
 struct Fresh {
   float k[2][PAIRS];
@@ -538,6 +591,22 @@ struct Fresh {
           reinterpret_cast<bf16*>(k_to)[d] = reinterpret_cast<bf16*>(p.k)[place + d] = new_k[h][j];
         }
       }
+    const long long at =
+        page * p.scale_page + x.head / SHARE * p.scale_head + last % (TILE * PAGE_TILES);
+    u32* scales = reinterpret_cast<u32*>(v_to + V_BYTES);
+    if constexpr (INT4) {
+      u32 bits;
+      const u32 word = narrow_v(v, bits);
+      if (lane < HD / 8) {
+        *reinterpret_cast<u32*>(v_to + lane * 4) =
+            *reinterpret_cast<u32*>(p.v + place / 2 + lane * 4) = bits;
+        const int group = lane / (GROUP_DIMS / 8);
+        const long long to = value_scale(p, page, x.head / SHARE, group) + last % (TILE * PAGE_TILES);
+        if (lane % (GROUP_DIMS / 8) == 0) scales[1 + group] = p.v_scales[to] = word;
+      }
+      if (lane == 0) scales[0] = __float_as_uint(p.k_scales[at] = k_scale);
+      return;
+    }
     if constexpr (INT8) {
       uint2 bytes;
       const float v_scale = narrow_v(v, bytes);
@@ -545,10 +614,8 @@ struct Fresh {
         *reinterpret_cast<uint2*>(v_to + lane * 8) =
             *reinterpret_cast<uint2*>(p.v + place + lane * 8) = bytes;
       if (lane > 0) return;
-      const long long at =
-          page * p.scale_page + x.head / SHARE * p.scale_head + last % (TILE * PAGE_TILES);
-      p.k_scales[at] = k_scale, p.v_scales[at] = v_scale;
-      *reinterpret_cast<float2*>(v_to + TOKEN_BYTES) = {k_scale, v_scale};
+      scales[0] = __float_as_uint(p.k_scales[at] = k_scale);
+      scales[1] = p.v_scales[at] = __float_as_uint(v_scale);
       return;
     }
     if (lane >= HD / 8) return;
@@ -611,12 +678,21 @@ __device__ __forceinline__ void prepare(const Params& p, const Memory& memory, i
   }
 }
 
-__device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 bar, int token, int head,
-                                          int page, u64 policy) {
+// k and v of a tile, `at` a head of a page.
+__device__ __forceinline__ void copy_tile(u32 to, const TensorMap& map, u32 bar, int token, int at,
+                                          u64 policy) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-               "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;"
-               ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(token), "r"(head), "r"(page), "l"(policy)
+               "[%0], [%1, {%3, %4, %3, %3, %5}], [%2], %6;"
+               ::"r"(to), "l"(&map), "r"(bar), "r"(0), "r"(token), "r"(at), "l"(policy)
                : "memory");
+}
+// This lane's 16 bytes, without the copy engine, whose orders take the one thread that gives them 50 ns each;
+// and its word to `bar` when all that it has asked for is there.
+__device__ __forceinline__ void copy_16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void arrive_when_copied(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
 
 __device__ __forceinline__ void prefetch(const TensorMap& map) {
@@ -680,6 +756,26 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
           barrier_wait(memory.empty(stage + lane - over * STAGES), parity ^ over);
         }
         __syncwarp();
+        if constexpr (INT8) {  // LANES of a tile
+          const int i = lane / LANES;
+          if (i < several) {
+            const int at = stage + i - (stage + i >= STAGES ? STAGES : 0);
+            const int page = memory.pages[tile + i - base], head = x.head / SHARE;
+            const int token = (tile + i) % PAGE_TILES * TILE;
+            const float* k = p.k_scales + page * p.scale_page + head * p.scale_head + token;
+            const u32* v = p.v_scales + value_scale(p, page, head, 0) + token;
+            const u32 to = smem_addr(memory.scales + at * SCALES);
+            constexpr int EACH_16 = TILE / 4;  // parts of 16 bytes
+#pragma unroll
+            for (int part = lane % LANES; part < EACH_16; part += LANES) {
+              copy_16(to + part * 16, k + part * 4);
+#pragma unroll
+              for (int group = 0; group < GROUPS; ++group)
+                copy_16(to + ((1 + group) * EACH_16 + part) * 16, v + group * (TILE * PAGE_TILES) + part * 4);
+            }
+            arrive_when_copied(memory.full(at));
+          }
+        }
         if (lane == 0) {  // of several lanes at once the copy engine takes wrong orders
           int pages[AT_ONCE];
 #pragma unroll
@@ -689,16 +785,11 @@ __device__ __forceinline__ void load(const Params& p, const Memory& memory, cons
             if (i >= several) break;
             const int at = stage + i - (stage + i >= STAGES ? STAGES : 0);
             const int token = (tile + i) % PAGE_TILES * TILE;
-            const u32 to = memory.ring + at * (2 * TILE_BYTES), bar = memory.full(at);
-            barrier_expect(bar, 2 * TILE_BYTES + SCALES * 4);
-            copy_tile(to, p.k_map, bar, token, x.head / SHARE, pages[i], policy);
-            copy_tile(to + TILE_BYTES, p.v_map, bar, token, x.head / SHARE, pages[i], policy);
-            if constexpr (INT8) {
-              const u32 scales = smem_addr(memory.scales + at * SCALES);
-              const long long from = pages[i] * p.scale_page + x.head / SHARE * p.scale_head + token;
-              copy_bytes(scales, p.k_scales + from, TILE * 4, bar, policy);
-              copy_bytes(scales + TILE * 4, p.v_scales + from, TILE * 4, bar, policy);
-            }
+            const int head = pages[i] * (p.kv_heads / SHARE) + x.head / SHARE;
+            const u32 to = memory.ring + at * STAGE_BYTES, bar = memory.full(at);
+            barrier_expect(bar, STAGE_BYTES);
+            copy_tile(to, p.pages, bar, token, head, policy);
+            if (INT4) copy_tile(to + K_TILE, p.values, bar, token, head, policy);
           }
         }
         tile += several, stage += several;
@@ -717,14 +808,16 @@ __device__ __forceinline__ void complete_tile(u32 kt, u32 vt, float* scales, con
                  : "memory");
   };
   const uint4* row = reinterpret_cast<const uint4*>(fresh);
-  for (int i = lane; FUSED && i < 2 * CHUNKS; i += 32)
-    store((i < CHUNKS ? kt : vt) + in_tile_at(last, i % CHUNKS), row[i]);
-  for (int i = (last + 1) * CHUNKS + lane; i < TILE * CHUNKS; i += 32)
-    store(vt + in_tile_at(i / CHUNKS, i % CHUNKS), {});
-  if constexpr (INT8) {
-    const float2 of = *reinterpret_cast<const float2*>(fresh + 2 * TOKEN_BYTES);
-    if (FUSED && lane == last) scales[lane] = of.x, scales[TILE + lane] = of.y;
-    if (lane > last && lane < TILE) scales[TILE + lane] = 0.f;
+  for (int i = lane; FUSED && i < CHUNKS; i += 32) store(kt + in_tile_at<TOKEN_BYTES>(last, i), row[i]);
+  for (int i = lane; FUSED && i < V_CHUNKS; i += 32)
+    store(vt + in_tile_at<V_BYTES>(last, i), row[CHUNKS + i]);
+  for (int i = (last + 1) * V_CHUNKS + lane; i < TILE * V_CHUNKS; i += 32)
+    store(vt + in_tile_at<V_BYTES>(i / V_CHUNKS, i % V_CHUNKS), {});
+  const float* of = reinterpret_cast<const float*>(fresh + TOKEN_BYTES + V_BYTES);
+  for (int i = lane; i < SCALES; i += 32) {
+    const int token = i % TILE;
+    if (FUSED && token == last) scales[i] = of[i / TILE];
+    if (token > last && i >= TILE) scales[i] = 0.f;
   }
   fence_shared();  // the copy engine writes there next
   __syncwarp();
@@ -753,17 +846,22 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
       }
       while (next < before + x.count) {
         const int tile = x.first + x.tile + next - before;
-        const u32 kt = memory.ring + stage * (2 * TILE_BYTES), vt = kt + TILE_BYTES;
+        const u32 kt = memory.ring + stage * STAGE_BYTES, vt = kt + K_TILE;
         barrier_wait(memory.full(stage), parity);
         float* scales = memory.scales + stage * SCALES;
         if (tile == (x.len - 1) / TILE)
           complete_tile(kt, vt, scales, query + ACC * 256, (x.len - 1) % TILE, lane);
+        if (INT4 && tile * TILE < oldest) {  // nor may v of what is left out be NaN
+          for (int i = TILE + lane; i < SCALES; i += 32)
+            if (tile * TILE + i % TILE < oldest) scales[i] = 0.f;
+          __syncwarp();
+        }
         float s[4] = {}, s_odd[4] = {};
         const int r = lane & 15, half = lane >> 4;
 #pragma unroll
         for (int i = 0; i < CHUNKS / 2; ++i) {
           u32 a[4];
-          ldmatrix(a, kt + in_tile_at(r, 2 * i + half));
+          ldmatrix(a, kt + in_tile_at<TOKEN_BYTES>(r, 2 * i + half));
           if constexpr (BYTES) {
             multiply(s, even_places(a[0]), even_places(a[1]), odd_places(a[0]), odd_places(a[1]),
                      qf[2 * i][0], qf[2 * i][1]);
@@ -810,7 +908,7 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
         l0 += p0 + p2;
         l1 += p1 + p3;
         float v0 = 1.f, v1 = 1.f;  // what a token's v is in units of; of one that is left out it may be NaN
-        if constexpr (INT8) {
+        if constexpr (INT8 && !INT4) {
           v0 = s[0] == NEG ? 0.f : scales[TILE + g];
           v1 = s[2] == NEG ? 0.f : scales[TILE + g + 8];
         }
@@ -818,10 +916,23 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
                   w1 = movmatrix(pack_operand(p2 * v1, p3 * v1));
         const int vr = (lane & 7) + (lane >> 4) * 8, vc = (lane >> 3) & 1;
 #pragma unroll
-        for (int i = 0; i < CHUNKS / 2; ++i) {
+        for (int i = 0; i < V_CHUNKS / 2; ++i) {
           u32 a[4];
-          ldmatrix_trans(a, vt + in_tile_at(vr, 2 * i + vc));
-          if constexpr (BYTES) {
+          ldmatrix_trans(a, vt + in_tile_at<V_BYTES>(vr, 2 * i + vc));
+          if constexpr (INT4) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float* words = scales + (1 + 2 * i + h) * TILE + 2 * t;
+              const uint2 x = *reinterpret_cast<const uint2*>(words);
+              const uint2 y = *reinterpret_cast<const uint2*>(words + 8);
+              const u32 sx = __byte_perm(x.x, x.y, 0x5410), lx = __byte_perm(x.x, x.y, 0x7632);
+              const u32 sy = __byte_perm(y.x, y.y, 0x5410), ly = __byte_perm(y.x, y.y, 0x7632);
+#pragma unroll
+              for (int j = 0; j < 2; ++j)
+                multiply(o[4 * i + 2 * h + j], value(a[h], 2 * j, sx, lx), value(a[h], 2 * j + 1, sx, lx),
+                         value(a[h + 2], 2 * j, sy, ly), value(a[h + 2], 2 * j + 1, sy, ly), w0, w1);
+            }
+          } else if constexpr (BYTES) {
             multiply(o[2 * i], even_places(a[0]), odd_places(a[0]), even_places(a[2]), odd_places(a[2]), w0,
                      w1);
             multiply(o[2 * i + 1], even_places(a[1]), odd_places(a[1]), even_places(a[3]), odd_places(a[3]),
@@ -850,7 +961,10 @@ __device__ __forceinline__ void attend(const Params& p, const Memory& memory, in
       for (int i = 0; i < ACC; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const int head = t * 2 + (j & 1), d = i * 16 + (BYTES ? g * 2 + j / 2 : g + j / 2 * 8);
+          const int head = t * 2 + (j & 1);
+          const int d = INT4    ? i / 2 * 32 + g * 4 + i % 2 * 2 + j / 2
+                        : BYTES ? i * 16 + g * 2 + j / 2
+                                : i * 16 + g + j / 2 * 8;
           if (head < GROUP) result[(warp * GROUP + head) * PITCH + d] = o[i][j];
         }
     }
@@ -999,14 +1113,15 @@ __device__ __forceinline__ void merge(const Params& p, const Memory& memory, con
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM)
     decode_attention(const __grid_constant__ Params p) {
   const Memory memory;
-  if (threadIdx.x == 0) prefetch(p.k_map), prefetch(p.v_map);
+  if (threadIdx.x == 0) prefetch(p.pages);
   if (!FUSED) {
     pdl_wait();
     pdl_launch();
   }
   for (int i = threadIdx.x; i < STAGES * 2 + UNITS * 4; i += THREADS) {
     const int kind = i < STAGES * 2 ? -1 : (i - STAGES * 2) / UNITS;
-    barrier_init(memory.bars + i * 8, kind == ATTENDED ? WARPS : kind == MERGED ? MERGERS : 1);
+    const int who = kind == ATTENDED ? WARPS : kind == MERGED ? MERGERS : INT8 && i < STAGES ? 1 + LANES : 1;
+    barrier_init(memory.bars + i * 8, who);
   }
   barriers_visible();
   Shares shares(p, memory.cum);

@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
 class AttentionShape(NamedTuple):
     """Everything that decides whether a kernel can be used for layers with the same heads. ``windows``: of
-    these layers, 0 is full attention; ``kv_dtype``: fp8 or int8, of pages that are not of ``dtype``;
+    these layers, 0 is full attention; ``kv_dtype``: fp8, int8 or int4, of pages that are not of ``dtype``;
     ``context_len``: tokens of the longest history, which only deterministic kernels want to know; ``v_dim``
     0: as ``head_dim``; ``scale``: of scores; ``sinks``: some of the layers have them; ``alone``: all layers
     of the model have these heads; ``latent``: v is the beginning of k (multi-head latent attention);
@@ -268,7 +268,7 @@ class _Parts(Generic[P]):
 
     def of(self, q: Tensor, kv: KVLayer) -> P:
         kv_heads, head_dim = kv.k.shape[2:]
-        return self._parts[Heads(q.shape[1] // head_dim, kv_heads, head_dim, kv.v.shape[3])]
+        return self._parts[Heads(q.shape[1] // head_dim, kv_heads, head_dim, kv.v_dim)]
 
 
 class _Backends(_Parts[B]):

@@ -83,8 +83,8 @@ def refuses(shape: AttentionShape) -> str | None:
         return shape.mixed
     if shape.chunked:
         return "windows of layers are chunks"
-    if shape.kv_dtype == "int8":
-        return "its kernels read no KV cache in int8"
+    if shape.kv_dtype in ("int8", "int4"):
+        return f"its kernels read no KV cache in {shape.kv_dtype}"
     if shape.head_dim > HEAD_DIM:
         return f"heads of {shape.head_dim} values, and its kernels end at {HEAD_DIM}"
     if shape.group > invariant.ROWS:

@@ -28,7 +28,7 @@ class NativeDecode:
         )
         self._parts = cascade.workspace(shape)
         self._processors = device.multiprocessors
-        self.cascades = shape.kv_dtype != "int8"
+        self.cascades = shape.kv_dtype not in ("int8", "int4")
 
     @staticmethod
     def refuses(shape: AttentionShape, device: Device) -> str | None:

@@ -21,8 +21,9 @@ def refuses(shape: AttentionShape, device: Device) -> str | None:
     """Why the kernels cannot be used, or None."""
     if (values := max(shape.head_dim, shape.v_dim)) > HEAD_DIM:
         return f"heads of {values} values, and it ends at {HEAD_DIM}"
-    if shape.kv_dtype == "int8" and turning.shared(shape.head_dim, shape.dtype.itemsize) > device.shared:
-        return f"heads of {shape.head_dim} values in int8 need more shared memory than {device.name} has"
+    turns = shape.kv_dtype in ("int8", "int4")
+    if turns and turning.shared(shape.head_dim, shape.dtype.itemsize) > device.shared:
+        return f"keys of {shape.head_dim} values in int8 need more shared memory than {device.name} has"
     return None
 
 

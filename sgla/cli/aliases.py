@@ -316,7 +316,7 @@ VALUES: dict[str, dict[str, Word | str]] = {
         "bf16": Word("auto", "the KV cache is in --dtype"),
         "fp8_e5m2": ONLY_E4M3,
         "fp8_inc": ONLY_E4M3,
-        **dict.fromkeys(("int4", "fp4_e2m1", "nvfp4"), "the KV cache is in --dtype, fp8 or int8"),
+        **dict.fromkeys(("fp4_e2m1", "nvfp4"), "the KV cache is in --dtype, fp8, int8 or int4"),
     },
     "attention_backend": BACKENDS,
     "decode_attention_backend": BACKENDS,

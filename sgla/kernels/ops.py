@@ -21,6 +21,7 @@ from sgla.kernels import recurrent
 from sgla.kernels.batch import out_loc_of
 from sgla.kernels.dispatch import op
 from sgla.kernels.expert_counts import ExpertCounts
+from sgla.kernels.kept import int4_dims
 from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 
 if TYPE_CHECKING:
@@ -36,15 +37,16 @@ class KVLayer:
     """KV pages of one layer, float32 or bfloat16, finite from the start. Any strides will do if ``hd`` is
     contiguous. ``vd`` may be another width than ``hd``: 0 where a layer keeps no v. Pages of float8_e4m3fn,
     on GPUs alone, are meant to be multiplied by the scales; those of int8 by a scale of each token and
-    head, and keys in them are turned (``turned``). ``group``: whose pages of a row they are."""
+    head, and keys in them are turned (``turned``). v may be uint8, two numbers of 4 bits a byte, where k is
+    int8: see ``to_int4``. ``group``: whose pages of a row they are."""
 
     k: Tensor  # [pages, page_size, Hkv, hd]
-    v: Tensor  # [pages, page_size, Hkv, vd]
+    v: Tensor  # [pages, page_size, Hkv, vd], uint8 [pages, page_size, Hkv, vd / 2]
     k_scale: float = 1.0
     v_scale: float = 1.0
     group: int = 0
     k_scales: Tensor | None = None  # float32[pages, Hkv, page_size]
-    v_scales: Tensor | None = None
+    v_scales: Tensor | None = None  # the same, of uint8 bfloat16[pages, Hkv, vd / int4_dims * page_size * 2]
     shared: bool = False  # v is the beginning of k
 
     def latent(self, width: int) -> KVLayer:
@@ -52,8 +54,13 @@ class KVLayer:
         return replace(self, v=self.k[..., :width], v_scale=self.k_scale, shared=True)
 
     @property
+    def v_dim(self) -> int:
+        """vd."""
+        return self.v.shape[3] * (2 if self.v.dtype == torch.uint8 else 1)
+
+    @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Of k and v, in int8 pages."""
+        """Of k and v, in pages of integers."""
         return None if self.k_scales is None or self.v_scales is None else (self.k_scales, self.v_scales)
 
     @property
@@ -69,7 +76,12 @@ class KVLayer:
 
     def put_values(self, x: Tensor, where: tuple[Tensor, Tensor]) -> None:
         """As ``put_keys``."""
-        _store(self.v, x, where, self.v_scale, self.v_scales)
+        if self.v.dtype == torch.uint8:
+            assert self.v_scales is not None
+            self.v[where], constants = to_int4(x)
+            _by_group(self.v_scales, self.v)[where[0], :, :, where[1]] = constants
+        else:
+            _store(self.v, x, where, self.v_scale, self.v_scales)
 
     def keys(self, pages: Tensor) -> Tensor:
         """float32 ``[*, page_size, Hkv, hd]`` of pages int64 ``[*]``."""
@@ -80,6 +92,10 @@ class KVLayer:
         """As ``keys``."""
         if self.shared:
             return self.keys(pages)[..., : self.v.shape[3]]
+        if self.v.dtype == torch.uint8:
+            assert self.v_scales is not None
+            constants = _by_group(self.v_scales, self.v)[pages].movedim(-2, -4)
+            return from_int4(self.v[pages], constants)
         return _load(self.v, pages, self.v_scale, self.v_scales)
 
 
@@ -216,7 +232,7 @@ def _queries(
     kv: KVLayer,
     out_loc: Tensor,
 ) -> Tensor:
-    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - kv.k.shape[2] * (kv.k.shape[3] + kv.v.shape[3]))
+    return qkv.new_empty(qkv.shape[0], qkv.shape[1] - kv.k.shape[2] * (kv.k.shape[3] + kv.v_dim))
 
 
 @op(like=_queries)
@@ -238,7 +254,7 @@ def qk_norm_rope_store(
     ``out_loc`` int32[G, T], or of one group.
     """
     kv_heads, dim = kv.k.shape[2:]
-    tail = [kv_heads * dim, kv_heads * kv.v.shape[3]]
+    tail = [kv_heads * dim, kv_heads * kv.v_dim]
     q, k, v = qkv.split([qkv.shape[1] - sum(tail), *tail], dim=1)
     q, k, v = q.unflatten(1, (-1, dim)), k.unflatten(1, (-1, dim)), v.unflatten(1, (kv_heads, -1))
     if q_norm is not None:
@@ -337,6 +353,33 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return q.nan_to_num(0.0).to(torch.int8), scale
 
 
+def to_int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x ``[*, d]`` as uint8 ``[*, d / 2]``, the first of two dims in the low bits, and the constants bfloat16
+    ``[*, d / int4_dims, 2]``, a scale and what it is added to: n stands for ``(1 + n / 16) * scale + low``,
+    which a kernel makes of bfloat16's bits in one operation. Both are NaN where x is not finite."""
+    groups = x.float().unflatten(-1, (-1, int4_dims(x.shape[-1])))
+    least, most = groups.aminmax(dim=-1, keepdim=True)
+    scale = ((most - least) * (16 / 15)).bfloat16()
+    low = (least - scale.float()).bfloat16()
+    n = ((groups - low.float()) / scale.float().masked_fill(scale == 0, 1.0) - 1) * 16
+    n = n.round().clamp(0, 15).nan_to_num(0.0).flatten(-2).to(torch.uint8)
+    constants = torch.cat([scale, low], -1)
+    odd = ~constants.isfinite().all(-1, keepdim=True)
+    return n[..., 0::2] | n[..., 1::2] << 4, constants.masked_fill(odd, torch.nan)
+
+
+def from_int4(packed: Tensor, constants: Tensor) -> Tensor:
+    """float32 ``[*, d]`` of what ``to_int4`` gives."""
+    n = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).float()
+    scale, low = constants.float().split(1, -1)
+    return ((1 + n.unflatten(-1, (scale.shape[-2], -1)) / 16) * scale + low).flatten(-2)
+
+
+def _by_group(scales: Tensor, v: Tensor) -> Tensor:
+    """``[pages, Hkv, groups, page_size, 2]``: those of v in 4 bits."""
+    return scales.unflatten(-1, (-1, v.shape[1], 2))
+
+
 def _load(pages: Tensor, which: Tensor, scale: float, scales: Tensor | None) -> Tensor:
     if scales is not None:
         return pages[which] * scales[which].transpose(-1, -2)[..., None]
@@ -356,7 +399,7 @@ def rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 def outcome(q: Tensor, kv: KVLayer, *_: Any, **__: Any) -> Tensor:
     """Room for what attention makes of q."""
-    return q.new_empty(q.shape[0], q.shape[1] // kv.k.shape[3] * kv.v.shape[3])
+    return q.new_empty(q.shape[0], q.shape[1] // kv.k.shape[3] * kv.v_dim)
 
 
 class Scoring(NamedTuple):

@@ -18,7 +18,8 @@ from sgla.quant.method import Method
 FOUR_BITS = ("int4", "mxfp4")  # of ``--quantization`` on CPUs
 WIDER = 0.1  # of an int4 model's bytes, what may be added by keeping layers in int8
 PLAIN = {"float32": "f32", "bfloat16": "bf16"}  # the storage of what is not quantized
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0, "int8": 1.0}  # of one value of a KV cache
+# Of one value of a KV cache; int4: of values, the keys are int8.
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 
 
 class Kinds(NamedTuple):

@@ -7,18 +7,41 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from sgla.kernels.kept import int4_dims
 from sgla.layers.spec import StateTensor
 from sgla.model.sizes import BYTES
 from sgla.model.spec import ModelSpec
 
 FEWEST, MOST = 512, 4096  # tokens between checkpoints
-SCALE = "float32"
 FREE = 1 << 18  # pages, where tokens take no bytes
 
 
+class Stored(NamedTuple):
+    """How a KV cache has a tensor: numbers of type ``dtype``, so many values a number, and so many ``scales``
+    of type ``scale`` beside each head of a token."""
+
+    dtype: str
+    together: int = 1
+    scale: str = ""
+    scales: int = 0
+
+    @classmethod
+    def of(cls, tensor: StateTensor, dtype: str) -> Stored:
+        """``dtype``: of the KV cache. In one of int4 the keys are int8: in 4 bits they lose too much."""
+        kind, width = tensor.dtype or dtype, tensor.shape[-1]
+        if kind == "int4" and tensor.name == "v":
+            return cls("int4", 2, "bfloat16", 2 * (width // int4_dims(width)))
+        return cls("int8", 1, "float32", 1) if kind in ("int8", "int4") else cls(kind)
+
+    def token_bytes(self, shape: Sequence[int]) -> float:
+        """Of a token with values of this shape."""
+        scales = prod(shape[:-1]) * self.scales
+        return prod(shape) * BYTES[self.dtype] + (scales * BYTES[self.scale] if scales else 0)
+
+
 def scaled(tensors: Sequence[StateTensor], dtype: str) -> list[StateTensor]:
-    """Those that have a scale of type ``SCALE`` beside each head of a token. ``dtype``: of the KV cache."""
-    return [tensor for tensor in tensors if (tensor.dtype or dtype) == "int8"]
+    """Those that have scales. ``dtype``: of the KV cache."""
+    return [tensor for tensor in tensors if Stored.of(tensor, dtype).scales]
 
 
 class LayerState(NamedTuple):
@@ -33,8 +56,7 @@ class LayerState(NamedTuple):
 
     def token_bytes(self, dtype: str) -> float:
         """``dtype``: of the KV cache."""
-        values = sum(prod(tensor.shape) * BYTES[tensor.dtype or dtype] for tensor in self.tensors)
-        return values + sum(prod(tensor.shape[:-1]) * BYTES[SCALE] for tensor in scaled(self.tensors, dtype))
+        return sum(Stored.of(tensor, dtype).token_bytes(tensor.shape) for tensor in self.tensors)
 
     def unit_bytes(self, dtype: str) -> float:
         return sum(prod(tensor.shape) * BYTES[unit_dtype(tensor, dtype)] for tensor in self.unit)
@@ -100,7 +122,7 @@ def with_draft(state: Sequence[LayerState], draft: Sequence[LayerState]) -> list
 
 def unit_dtype(tensor: StateTensor, dtype: str) -> str:
     """That of a part of a state beside a KV cache of ``dtype``, whose scales it does not have."""
-    return tensor.dtype or ("bfloat16" if dtype in ("fp8", "int8") else dtype)
+    return tensor.dtype or ("bfloat16" if dtype in ("fp8", "int8", "int4") else dtype)
 
 
 def token_bytes(state: Sequence[LayerState], dtype: str) -> int:

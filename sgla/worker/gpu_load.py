@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sgla import attention
@@ -11,6 +13,7 @@ from sgla.device import check as check_device
 from sgla.dist import Shard
 from sgla.errors import ConfigError
 from sgla.kernels.gpu import GpuOps
+from sgla.kernels.kept import FEWEST, int4_dims
 from sgla.layers.linear import split_heads
 from sgla.layers.spec import AttentionSpec
 from sgla.messages import LONGEST, VERIFIED, Pooling
@@ -53,11 +56,7 @@ def choose_kernels(
     experts = experts_kind(spec, dtype, config.quantization)
     check_device(place.device, config, dtype, experts, spec.quantization)
     shapes = shapes_of(config, spec, place.shard, sizes, together)
-    if config.kv_cache_dtype == "int8" and any(shape.latent for shape in shapes):
-        raise ConfigError(
-            "--kv-cache-dtype int8 has no kernels for latent attention on a GPU; use fp8",
-            param="kv_cache_dtype",
-        )
+    check_integers(config.kv_cache_dtype, shapes)
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
         backend, notes = attention.choose_backend(
             config.attention_backend,
@@ -71,6 +70,25 @@ def choose_kernels(
     alone = guesses or place.shard.lockstep is not None  # or other ranks would have another graph
     cascade = None if alone else Cascade.of(shapes, backend, place.device)
     return Kernels(backend, ops, cascade, DTYPES[dtype], config.kv_dtype(dtype), config.deterministic), notes
+
+
+def check_integers(kind: str, shapes: Sequence[attention.AttentionShape]) -> None:
+    """Raise ConfigError for a KV cache of integers that has no kernels."""
+    if kind not in ("int8", "int4"):
+        return
+    if any(shape.latent for shape in shapes):
+        raise ConfigError(
+            f"--kv-cache-dtype {kind} has no kernels for latent attention on a GPU; use fp8",
+            param="kv_cache_dtype",
+        )
+    for shape in shapes:
+        width = shape.v_dim or shape.head_dim
+        if kind == "int4" and (shape.uneven or int4_dims(width) < FEWEST):
+            raise ConfigError(
+                f"--kv-cache-dtype int4 needs values as wide as keys, a multiple of {FEWEST} a head; this "
+                f"model has keys of {shape.head_dim} and values of {width}: use int8",
+                param="kv_cache_dtype",
+            )
 
 
 def shapes_of(

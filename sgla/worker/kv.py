@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sgla.kernels.ops import BothLayer, KVLayer, Layer, StateLayer
 from sgla.layers.spec import StateTensor
-from sgla.model.state import SCALE, KVGroup, LayerState, scaled, unit_dtype
+from sgla.model.state import KVGroup, LayerState, Stored, unit_dtype
 from sgla.quant.weight import Make
 
 DTYPES = {
@@ -21,6 +21,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
+    "int4": torch.uint8,
 }
 ALIGNED = 256  # bytes
 
@@ -66,15 +67,17 @@ def _tokens(
     dtype: str,
     zeros: Zeros,
 ) -> KVLayer:
-    made = {
-        tensor.name: zeros(pages[group], page_size, tensor.shape, DTYPES[tensor.dtype or dtype])
-        for tensor in tensors
-    }
+    made, scales = {}, {}
+    for tensor in tensors:
+        heads, width = tensor.shape
+        stored = Stored.of(tensor, dtype)
+        shape = heads, width // stored.together
+        made[tensor.name] = zeros(pages[group], page_size, shape, DTYPES[stored.dtype])
     assert made.keys() <= {"k", "v"}, "KVLayer has no other tensors"
-    scales = {
-        tensor.name: zeros(pages[group], 1, (tensor.shape[0], page_size), DTYPES[SCALE])[:, 0]
-        for tensor in scaled(tensors, dtype)
-    }
+    for tensor in tensors:
+        if (stored := Stored.of(tensor, dtype)).scales:
+            shape = tensor.shape[0], stored.scales * page_size
+            scales[tensor.name] = zeros(pages[group], 1, shape, DTYPES[stored.scale])[:, 0]
     k = made["k"] if made else zeros(pages[group], page_size, (0, 0), DTYPES[dtype])
     v = made.get("v", k[..., :0])
     return KVLayer(k, v, group=group, k_scales=scales.get("k"), v_scales=scales.get("v"))

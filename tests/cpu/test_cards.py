@@ -119,7 +119,7 @@ from triton.compiler import ASTSource
 from sgla.device import nvidia
 from sgla.kernels.triton import attention, latent, picking
 
-TYPES = dict.fromkeys(('q', 'k', 'v', 'out'), '*bf16') | dict.fromkeys(
+TYPES = dict.fromkeys(('q', 'out'), '*bf16') | dict.fromkeys(
     ('part', 'part_ml', 'sinks', 'k_scales', 'v_scales'), '*fp32'
 )
 TYPES |= dict.fromkeys(('page_table', 'tiles', 'slots', 'kv_len'), '*i32')
@@ -129,7 +129,7 @@ def shared(kernel, arch, stages, pages='*bf16', **sizes):
     if 'PDL' in kernel.arg_names:
         sizes['PDL'] = nvidia('', tuple(arch)).pdl
     assert set(sizes) == {parameter.name for parameter in kernel.params if parameter.is_constexpr}, kernel
-    types = TYPES | dict.fromkeys(sizes, 'constexpr') | dict.fromkeys('kv', pages)
+    types = {'k': pages, 'v': pages} | TYPES | dict.fromkeys(sizes, 'constexpr')
     source = ASTSource(kernel, {name: types.get(name, 'i32') for name in kernel.arg_names}, sizes)
     target, options = GPUTarget('cuda', 10 * arch[0] + arch[1], 32), {'num_warps': 4, 'num_stages': stages}
     return triton.compile(source, target=target, options=options).metadata.shared
@@ -138,12 +138,16 @@ found, heads = [], {'GROUP': 2, 'SOFTCAP': False, 'SINKS': True, 'CHUNKED': True
 for arch in json.loads(sys.argv[1]):
     cut = attention.decode_cut(64, 16, 2, nvidia('', tuple(arch)).shared)
     sizes = {'HD': 64, 'HB': 64, 'VD': 64, 'VB': 64, 'GROUP_BLOCK': 16, 'BLOCK': cut.n}
-    found.append(shared(attention._decode, arch, cut.stages, **sizes, **heads, INT8=False))
+    found.append(shared(attention._decode, arch, cut.stages, **sizes, **heads, INT8=False, DIMS=0))
 for pages in ('*fp8e4nv', '*i8'):
-    found.append(shared(attention._decode, (8, 9), 2, pages, **sizes, **heads, INT8=pages == '*i8'))
+    found.append(shared(attention._decode, (8, 9), 2, pages, **sizes, **heads, INT8=pages == '*i8', DIMS=0))
+TYPES |= {'v': '*u8', 'v_scales': '*i32'}
+found.append(shared(attention._decode, (8, 9), 2, '*i8', **sizes, **heads, INT8=True, DIMS=32))
+TYPES['v_scales'] = '*fp32'
+del TYPES['v']
 cut = attention.extend_cut(192, 2, nvidia('', (8, 9)).shared)
 sizes = {'HD': 192, 'HB': attention.padded(192), 'VD': 128, 'VB': 128, 'BLOCK_M': cut.m, 'BLOCK_N': cut.n}
-found.append(shared(attention._extend, (8, 9), cut.stages, **sizes, **heads, INT8=False, UNTIL=True))
+found.append(shared(attention._extend, (8, 9), cut.stages, **sizes, **heads, INT8=False, DIMS=0, UNTIL=True))
 room = nvidia('', (8, 9)).shared
 decode, extend = latent.decode_cut(576, 512, 20, 2, room), latent.extend_cut(576, 512, 2, room)
 for kernel, cut in ((latent._decode, decode), (latent._extend, extend)):
@@ -155,12 +159,12 @@ print(json.dumps(found))
 
 
 def test_attention_compiles_for_each_kind_of_cards() -> None:
-    """Of decode rows, and for a small card that of pages of 8 bits, of prompts with heads padded
+    """Of decode rows, and for a small card those of pages of 8 and 4 bits, of prompts with heads padded
     to 256 and of DeepSeek's latents, and scores by which tokens are picked."""
     pytest.importorskip("triton")
     cards = list(CARDS)
     command = [sys.executable, "-c", COMPILE, json.dumps([CARDS[name] for name in cards])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name, shared in zip([*cards, *["L40S"] * 6], json.loads(done.stdout), strict=True):
+    for name, shared in zip([*cards, *["L40S"] * 7], json.loads(done.stdout), strict=True):
         assert 0 < shared <= nvidia(name, CARDS[name]).shared

@@ -98,7 +98,7 @@ def compiled(card: str, names: list[str]) -> None:
         few = cases[:1]
         cases += [case | {"config": {"deterministic": True}} for case in cases[: len(few) + 1]]
         cases += [case | {"config": FP8} for case in few if fp8]
-        cases += [case | {"config": {"kv_cache_dtype": "int8"}} for case in few]
+        cases += [case | {"config": {"kv_cache_dtype": kind}} for case in few for kind in ("int8", "int4")]
         cases += [case | {"config": {"quantization": "int4"}} for case in few]
     found = start(cases, BASE)
     limit = nvidia(card, CARDS[card]).shared
@@ -178,9 +178,9 @@ def test_every_file_of_cuda_compiles() -> None:
         ],
         "grouped_gemm.cu": [{"GATED": gated, "GELU": 0, "STAGES": 4} for gated in (0, 1)],
         "decode_attention.cu": [
-            {"GROUP": 7, "SHARE": 2, "LACK": 1, "FUSED": fused, "INT8": int8}
+            {"GROUP": 7, "SHARE": 2, "LACK": 1, "FUSED": fused, "INT8": int8, "INT4": int4}
             for fused in (0, 1)
-            for int8 in (0, 1)
+            for int8, int4 in ((0, 0), (1, 0), (1, 1))
         ],
         "skinny_gemm.cu": [{"EPILOGUE": 4}],
         "fixed_gemm.cu": [{"NORM": 1}, {"BITS": 8, "GROUP": 32, "NT": 4, "EPILOGUE": 2}],

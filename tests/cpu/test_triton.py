@@ -23,7 +23,10 @@ from sgla.kernels.gpu import picked
 from sgla.kernels.ops import KVLayer
 from sgla.kernels.picking import pick, picked_attention
 from sgla.kernels.triton import attention, elementwise, latent, picking, sampling, step, turning
+from sgla.layers.spec import StateTensor
+from sgla.model.state import LayerState, kv_groups
 from sgla.sampling.draw import Distribution, bits_of
+from sgla.worker.kv import allocate_kv, paged
 
 
 def random_batch(
@@ -184,34 +187,39 @@ def test_heads_of_every_size_and_sinks(group: int, dim: int) -> None:
     torch.testing.assert_close(out, ops.attention(q, kv, batch, dim**-0.5, sinks=sinks), rtol=1e-4, atol=1e-5)
 
 
-def in_int8(kv: KVLayer) -> KVLayer:
-    """Pages with these values, but for what int8 loses."""
+def by_head(pages: int, page_size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory as ``Arena`` lays it out."""
+    heads, *width = shape
+    return torch.zeros(pages, heads, page_size, *width, dtype=dtype).transpose(1, 2)
+
+
+def in_integers(kv: KVLayer, kind: str = "int8") -> KVLayer:
+    """Pages with these values, but for what a cache of ``kind`` loses."""
     pages, size, heads, _ = kv.k.shape
     places = torch.arange(pages * size) // size, torch.arange(pages * size) % size
-    k, v = (
-        torch.zeros(pages, heads, size, x.shape[3], dtype=torch.int8).transpose(1, 2) for x in (kv.k, kv.v)
-    )
-    scales = torch.zeros(2, pages, size, heads).transpose(2, 3)
-    found = KVLayer(k, v, k_scales=scales[0], v_scales=scales[1])
+    tensors = (StateTensor(name, (heads, x.shape[3])) for name, x in (("k", kv.k), ("v", kv.v)))
+    state = LayerState(0, tuple(tensors))
+    [found] = paged(allocate_kv([state], kv_groups([state], 0, kind), [pages], size, kind, by_head))
     found.put_keys(kv.k.flatten(0, 1), places)
     found.put_values(kv.v.flatten(0, 1), places)
     return found
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize(
-    ("group", "dim", "window", "softcap"), [(2, 32, 0, 0.0), (1, 80, 9, 2.0), (3, 8, 0, 0.0)]
+    ("group", "dim", "window", "softcap"), [(2, 64, 0, 0.0), (1, 80, 9, 2.0), (3, 8, 0, 0.0)]
 )
-def test_pages_of_int8(group: int, dim: int, window: int, softcap: float) -> None:
+def test_pages_of_integers(group: int, dim: int, window: int, softcap: float, kind: str) -> None:
     """Decode rows in one part and in several, and prompts."""
     q, kv, batch = random_batch([1, 1], [5, 70], group, 1, dim)
-    kv = in_int8(kv)
+    kv = in_integers(kv, kind)
     expected = ops.attention(q, kv, batch, 0.3, window, softcap)
     for splits in (1, 4):
         decode = batch.page_table, batch.slots, batch.kv_len, 0.3, window, softcap, splits
         out = attention.decode(q, kv.k, kv.v, *decode, kv_scales=kv.scales)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     q, kv, batch = random_batch([20, 3], [20, 40], group, 1, dim)
-    kv = in_int8(kv)
+    kv = in_integers(kv, kind)
     tiles = cut(batch.slots.numpy(), np.array([0, 37], np.int32), np.array([20, 3], np.int32), 0, 32)
     out, how = torch.empty_like(q), attention.Cut(32, 32, 2)
     pages = batch.page_table, torch.from_numpy(tiles), 0.3
@@ -220,30 +228,29 @@ def test_pages_of_int8(group: int, dim: int, window: int, softcap: float) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, about what is no number
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 80), (1, 1, 8)])
-def test_k_and_v_become_int8(q_heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 80), (1, 1, 8)])
+def test_k_and_v_become_integers(q_heads: int, kv_heads: int, dim: int, kind: str) -> None:
     """Of rows that lie apart. A value that is no number spoils its head alone."""
     tokens, width = 11, (q_heads + 2 * kv_heads) * dim
     qkv = torch.randn(tokens, width + 24)[:, :width]
     qkv[0, -1], qkv[1, q_heads * dim], qkv[2, q_heads * dim :] = torch.inf, torch.nan, 0.0
     loc = torch.randperm(24)[:tokens].int()
-    ours, theirs = (in_int8(KVLayer(*torch.zeros(2, 6, 4, kv_heads, dim))) for _ in range(2))
+    ours, theirs = (in_integers(KVLayer(*torch.zeros(2, 6, 4, kv_heads, dim)), kind) for _ in range(2))
     k, v = qkv[:, q_heads * dim :].unflatten(1, (2, kv_heads, dim)).unbind(1)
     places = loc.long() // 4, loc.long() % 4
     theirs.put_keys(k, places)
     theirs.put_values(v, places)
     turning.store(qkv, ours, loc)
     fine = torch.arange(tokens) > 1
-    for made, expected in zip(ours.tensors, theirs.tensors):
-        if made.dtype == torch.int8:
-            made, expected = made[places][fine].float(), expected[places][fine].float()
-            assert (made - expected).abs().max() <= 1  # sums in another order
-            assert (made != expected).float().mean() < 0.01
-        else:
-            where = places[0], slice(None), places[1]
-            made, expected = made[where], expected[where]
-            assert torch.equal(made[:2].isfinite(), expected[:2].isfinite())
-            torch.testing.assert_close(made[2:], expected[2:])
+    made, expected = ours.k[places][fine].float(), theirs.k[places][fine].float()
+    assert (made - expected).abs().max() <= 1  # sums in another order
+    assert (made != expected).float().mean() < 0.01
+    assert torch.equal(ours.v[places][fine], theirs.v[places][fine])
+    for made, expected in zip(ours.tensors[2:], theirs.tensors[2:]):
+        odd = ~expected.isfinite()
+        assert odd.any()
+        torch.testing.assert_close(made.masked_fill(~made.isfinite(), 7.0), expected.masked_fill(odd, 7.0))
 
 
 @pytest.mark.parametrize(("heads", "content", "rotated"), [(3, 16, 8), (20, 40, 24), (80, 8, 16)])

@@ -12,7 +12,9 @@ from torch import Tensor
 from sgla.device import Device
 from sgla.kernels.cuda.build import SHARED, Kernel, processors
 from sgla.kernels.cuda.tensor_map import TensorMap, tensor_map
+from sgla.kernels.kept import DIMS
 
+Map = ctypes.Array[ctypes.c_uint64]
 TILE = 16  # tokens; ``cum`` counts these
 UNITS, QUERIES, RESULTS, PAGES = 16, 4, 2, 128  # as in the kernel, whose shared memory ``_kernel`` adds up
 GROUP, PARTS = 8, 3  # query heads that a product takes; parts of a larger group, which read the pages each
@@ -48,8 +50,8 @@ POINTERS = [
 
 class _Params(ctypes.Structure):
     _fields_ = (
-        ("k_map", TensorMap),
-        ("v_map", TensorMap),
+        ("pages", TensorMap),
+        ("values", TensorMap),
         *((name, P) for name in POINTERS),
         *((name, ctypes.c_longlong) for name in ("page_stride", "head_stride", "scale_page", "scale_head")),
         *((name, ctypes.c_int) for name in ("q_stride", "table_stride", "rows", "kv_heads", "window")),
@@ -154,12 +156,15 @@ def _kernel(
     rotated: int,
     turned: bool,
 ) -> Kernel:
-    int8 = kind == torch.int8
-    token = head_dim * kind.itemsize
-    query = head_dim * 16 + 2 * token + 16 * int8
+    """``kind``: of v; with uint8, two numbers a byte, k is int8."""
+    int4 = kind == torch.uint8
+    int8 = int4 or kind == torch.int8
+    scales = int8 * (1 + (head_dim // DIMS if int4 else 1))  # of a token
+    token = head_dim * 3 // 2 if int4 else 2 * head_dim * kind.itemsize  # bytes of k and v
+    query = head_dim * 16 + token + -(-scales // 4) * 16
     result = cut.warps * (group.heads * (head_dim + 4) + 16) * 4
     fixed = 1024 + QUERIES * query + RESULTS * result + UNITS * 64 + 4 * PAGES + 16 * (rows + 1)
-    stage = 2 * TILE * token + 16 + 8 * TILE * int8
+    stage = TILE * (token + 4 * scales) + 16
     stages = (SHARED[cut.per_sm - 1] - 64 - fixed) // stage
     assert stages >= cut.warps
     defines = {
@@ -181,6 +186,7 @@ def _kernel(
         "FP8": int(kind == torch.float8_e4m3fn),
     }
     defines |= {"INT8": 1} if int8 else {}
+    defines |= {"INT4": 1} if int4 else {}
     defines |= {"ROT": rotated} if rotated != head_dim else {}
     defines |= {"TURNED": 1} if turned else {}
     return Kernel("decode_attention.cu", "decode_attention", defines, stages * stage + fixed)
@@ -195,16 +201,13 @@ def default_cut(head_dim: int, pairs: int, narrow: bool) -> Cut:
 
 
 @lru_cache(1 << 12)
-def _page_map(
-    data: int, shape: tuple[int, int, int], page_stride: int, head_stride: int, token: int
-) -> ctypes.Array[ctypes.c_uint64]:
-    """Tiles of the pages at ``data``: ``shape`` pages, tokens of a page, heads;
-    strides and a ``token`` in bytes."""
-    pages, page_size, heads = shape
-    segment = min(token, 128)  # a tile has the tokens' first bytes, then their second ones
-    dims = (segment, page_size, token // segment, heads, pages)
-    strides = (token, segment, head_stride, page_stride)
-    return tensor_map(data, dims, strides, (segment, TILE, token // segment, 1, 1), bytes_=True)
+def _page_map(pages: int, other: int, page_size: int, heads: int, token: int) -> Map:
+    """Tiles of the ``pages`` of k or v, and in the same piece those of the ``other``, which lies behind (0:
+    alone): ``heads`` of all pages, a ``token`` in bytes."""
+    segment, both = min(token, 128), 2 if other else 1
+    dims = (segment, page_size, token // segment, both, heads)  # a tile has the tokens' first bytes first
+    strides = (token, segment, (other - pages) if other else token, page_size * token)
+    return tensor_map(pages, dims, strides, (segment, TILE, token // segment, both, 1), bytes_=True)
 
 
 class DecodeAttention:
@@ -244,11 +247,12 @@ class DecodeAttention:
         pages. k, v ``[pages, page_size, Hkv, hd]`` whose tokens of one page and head are contiguous. ``cum``
         int32[R + 1] counts the 16-token tiles before each row, for this window and without those that
         ``prefix`` covers. Rows with ``kv_len`` 0 are left as they are. k and v are bf16, e4m3 to be
-        multiplied by ``kv_scales``, or int8 with ``scales``, float32 ``[pages, Hkv, page_size]`` each, tokens
-        of one page and head contiguous. ``positions`` int32[R]: by which q and k of a ``projection`` are
-        rotated, where these are not ``kv_len - 1``."""
-        _, page_size, kv_heads, dim = k.shape
-        assert k.stride(1) == dim, "tokens of one page and head must be contiguous"
+        multiplied by ``kv_scales``, or integers with ``scales``; they lie as ``Arena`` lays them out: heads
+        follow heads through all pages, and v is behind k. ``positions`` int32[R]: by which q and k of a
+        ``projection`` are rotated, where these are not ``kv_len - 1``."""
+        pages, page_size, kv_heads, dim = k.shape
+        assert all(x.transpose(1, 2).is_contiguous() for x in (k, v))
+        assert v.data_ptr() > k.data_ptr()
         width = q.shape[1] - (2 * kv_heads * dim if projection else 0)
         group = share(width // (kv_heads * dim))
         out = q.new_empty(q.shape[0], width)
@@ -258,8 +262,7 @@ class DecodeAttention:
             assert rotates(projection.cos_sin.shape[1], dim)
             extra, eps = (projection.q_norm, projection.k_norm, projection.cos_sin), projection.eps
         assert prefix is None or not window
-        assert scales is None or scales[0].stride() == scales[1].stride()
-        assert scales is None or scales[0].stride(2) == 1, "scales of one page and head must be contiguous"
+        assert scales is None or all(x.is_contiguous() for x in scales)
         tensors = (
             q,
             k,
@@ -282,11 +285,10 @@ class DecodeAttention:
         k_scale, v_scale = kv_scales
         unit = 256.0 if k.dtype == torch.float8_e4m3fn else 1.0  # what is stored is read so much smaller
         scale = scale * k_scale * unit
-        token = dim * k.element_size()
-        strides = (k.stride(0) * k.element_size(), k.stride(2) * k.element_size())
-        maps = [_page_map(t.data_ptr(), (t.shape[0], page_size, kv_heads), *strides, token) for t in (k, v)]
+        places, alone = (page_size, kv_heads * pages), v.dtype == torch.uint8
         params = _Params(
-            *maps,
+            _page_map(k.data_ptr(), 0 if alone else v.data_ptr(), *places, dim * k.element_size()),
+            _page_map(v.data_ptr(), 0, *places, v.shape[3]) if alone else TensorMap(),
             *(None if t is None else t.data_ptr() for t in tensors),
             k.stride(0), k.stride(2), *(scales[0].stride()[:2] if scales else (0, 0)),
             q.stride(0), page_table.stride(0),
@@ -304,7 +306,7 @@ class DecodeAttention:
             self._rows,
             projection is not None,
             prefix is not None,
-            k.dtype,
+            v.dtype,
             dim if projection is None else projection.cos_sin.shape[1],
             positions is not None,
         )

@@ -276,7 +276,7 @@ def _embedding(ids: Tensor, weight: Any, scale: float) -> Shapes:
 
 def _queries(qkv: Tensor, *rest: Any) -> Shapes | None:
     kv: ops.KVLayer = rest[5]
-    alike = kv.k.shape == kv.v.shape  # else there is no kernel
+    alike = kv.k.shape[3] == kv.v_dim  # else there is no kernel
     return _wide(qkv, qkv.shape[1] - 2 * kv.k.shape[2:].numel()) if alike else None
 
 
@@ -290,9 +290,9 @@ RESULTS: dict[Op[..., Any], Callable[..., Shapes | None]] = {
     ops.qk_norm_rope_store: _queries,
     ops.latent_queries: lambda q, latent, k_up, *_: _wide(q, k_up.shape[0] * latent.shape[1]),
     ops.latent_values: lambda seen, v_up: _wide(seen, v_up.shape[0] * v_up.shape[1]),
-    ops.attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v.shape[3]),
+    ops.attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v_dim),
     picking.pick: lambda q, key, weights, kv, batch, most: [((q.shape[0], most), torch.int32)],
-    picking.picked_attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v.shape[3]),
+    picking.picked_attention: lambda q, kv, *_: _wide(q, q.shape[1] // kv.k.shape[3] * kv.v_dim),
     ops.causal_conv: _like,
     ops.gated_delta: lambda q, k, v, *_: _like(v),
     ops.selective_scan: _like,

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sgla.kernels.triton.turning import turned
+from sgla.kernels.kept import int4_dims
+from sgla.kernels.triton.turning import low_of, scale_of, turned
 
-Scales = tuple[Tensor, Tensor] | None  # of k and v in int8 pages, float32[pages, Hkv, page_size]
+Scales = tuple[Tensor, Tensor] | None  # of k and v in pages of integers: see ``KVLayer``
 NEG = tl.constexpr(-1e30)
 LOG2E = 1.4426950408889634
 LOG2_E = tl.constexpr(LOG2E)
@@ -31,6 +32,28 @@ def _dims(HD: tl.constexpr, HB: tl.constexpr):
     else:
         inside = tl.full([HB], 1, dtype=tl.int1)
     return d, inside
+
+
+@triton.jit
+def _columns(VD: tl.constexpr, VB: tl.constexpr, DIMS: tl.constexpr):
+    """As ``_dims``, of v; in 4 bits, where so many ``DIMS`` have constants of their own, every other one."""
+    if DIMS:
+        e = 2 * tl.arange(0, VB // 2)
+        within = e < VD
+    else:
+        e, within = _dims(VD, VB)
+    return e, within
+
+
+@triton.jit
+def _pairs(v, words, there, e, page_size, DIMS: tl.constexpr):
+    """float32: dims e and those behind them of tokens whose v in 4 bits begins at ``v`` and whose constants
+    begin at ``words``."""
+    packed = tl.load(v + (e // 2)[None, :], mask=there, other=0).to(tl.int32)
+    word = tl.load(words + (e // DIMS)[None, :] * page_size, mask=there, other=0)
+    scale, low = scale_of(word), low_of(word)
+    even = (1 + (packed & 15).to(tl.float32) / 16) * scale + low
+    return even, (1 + (packed >> 4).to(tl.float32) / 16) * scale + low
 
 
 @triton.jit
@@ -52,11 +75,11 @@ def _sink(sink, top):
 @triton.jit(do_not_specialize_on_alignment=["slots", "kv_len"])
 def _decode(
     q, k, v, k_scales, v_scales, page_table, slots, kv_len, out, part, part_ml, sinks,
-    s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head,
+    s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head, y_page, y_head,
     table_stride, page_size, kv_heads, splits, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    INT8: tl.constexpr, CHUNKED: tl.constexpr,
+    INT8: tl.constexpr, DIMS: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     none: tl.constexpr = 0 if INT8 else 0.0
@@ -73,7 +96,7 @@ def _decode(
     end = tl.minimum(begin + share, length)
     m = tl.arange(0, GROUP_BLOCK)
     d, inside = _dims(HD, HB)
-    e, within = _dims(VD, VB)
+    e, within = _columns(VD, VB, DIMS)
     used = (m[:, None] < GROUP) & inside[None, :]
     given = (m[:, None] < GROUP) & within[None, :]
     at = (row * kv_heads + head) * GROUP + m
@@ -82,7 +105,8 @@ def _decode(
         query = turned(query, HD, HB).to(query.dtype)
     top = tl.full([GROUP_BLOCK], NEG, dtype=tl.float32)
     total = tl.zeros([GROUP_BLOCK], dtype=tl.float32)
-    acc = tl.zeros([GROUP_BLOCK, VB], dtype=tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, VB // 2 if DIMS else VB], dtype=tl.float32)
+    odd = acc
     pages = page_table + slot * table_stride
     for start in range(begin, end, BLOCK):
         n = start + tl.arange(0, BLOCK)
@@ -102,21 +126,32 @@ def _decode(
         p = tl.where(live[None, :], p, 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        if INT8:
-            p = p * tl.load(v_scales + z, mask=live, other=0.0)[None, :]
         there = live[:, None] & within[None, :]
         place = page * v_page + (n % page_size) * v_token + head * v_head
-        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=none).to(query.dtype)
+        if DIMS:
+            y = page * y_page + head * y_head + n % page_size
+            values, more = _pairs(v + place[:, None], v_scales + y[:, None], there, e, page_size, DIMS)
+            p = p.to(query.dtype)
+            odd = odd * fade[:, None] + tl.dot(p, more.to(query.dtype), input_precision="ieee")
+        else:
+            if INT8:
+                p = p * tl.load(v_scales + z, mask=live, other=0.0)[None, :]
+            values = tl.load(v + place[:, None] + e[None, :], mask=there, other=none)
+        values = values.to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if splits == 1:
         if SINKS:
             total += _sink(tl.load(sinks + head * GROUP + m, mask=m < GROUP, other=0.0), top)
-        result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
-        tl.store(out + at[:, None] * VD + e[None, :], result, mask=given)
+        by = v_scale / tl.maximum(total, 1e-30)[:, None]
+        tl.store(out + at[:, None] * VD + e[None, :], acc * by, mask=given)
+        if DIMS:
+            tl.store(out + at[:, None] * VD + e[None, :] + 1, odd * by, mask=given)
     else:
         slice_ = at * splits + split
         tl.store(part + slice_[:, None] * VD + e[None, :], acc, mask=given)
+        if DIMS:
+            tl.store(part + slice_[:, None] * VD + e[None, :] + 1, odd, mask=given)
         tl.store(part_ml + slice_ * 2, top, mask=m < GROUP)
         tl.store(part_ml + slice_ * 2 + 1, total, mask=m < GROUP)
 
@@ -149,11 +184,11 @@ def _merge(
 @triton.jit
 def _extend(
     q, k, v, k_scales, v_scales, page_table, tiles, out, sinks, until,
-    s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head,
+    s_page, s_token, s_head, v_page, v_token, v_head, z_page, z_token, z_head, y_page, y_head,
     table_stride, page_size, q_heads, scale, v_scale, softcap, window,
     HD: tl.constexpr, HB: tl.constexpr, VD: tl.constexpr, VB: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    INT8: tl.constexpr, UNTIL: tl.constexpr, CHUNKED: tl.constexpr,
+    INT8: tl.constexpr, DIMS: tl.constexpr, UNTIL: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     tile, q_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     head = q_head // GROUP
@@ -164,7 +199,7 @@ def _extend(
     count = tl.load(tile + 3)
     i = tl.arange(0, BLOCK_M)
     d, inside = _dims(HD, HB)
-    e, within = _dims(VD, VB)
+    e, within = _columns(VD, VB, DIMS)
     used = (i[:, None] < count) & inside[None, :]
     at = (begin + i).to(tl.int64) * q_heads + q_head
     query = tl.load(q + at[:, None] * HD + d[None, :], mask=used, other=0.0)
@@ -186,7 +221,8 @@ def _extend(
     first = oldest // BLOCK_N * BLOCK_N
     top = tl.full([BLOCK_M], NEG, dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, VB], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, VB // 2 if DIMS else VB], dtype=tl.float32)
+    odd = acc
     pages = page_table + slot * table_stride
     for start in range(first, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -211,31 +247,54 @@ def _extend(
         p = tl.where(seen, tl.exp2(s - new_top[:, None]), 0.0)
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(p, 1)
-        if INT8:
-            p = p * tl.load(v_scales + z, mask=known, other=0.0)[None, :]
         there = known[:, None] & within[None, :]
         place = page * v_page + (n % page_size) * v_token + head * v_head
-        values = tl.load(v + place[:, None] + e[None, :], mask=there, other=none).to(query.dtype)
+        if DIMS:
+            y = page * y_page + head * y_head + n % page_size
+            values, more = _pairs(v + place[:, None], v_scales + y[:, None], there, e, page_size, DIMS)
+            p = p.to(query.dtype)
+            odd = odd * fade[:, None] + tl.dot(p, more.to(query.dtype), input_precision="ieee")
+        else:
+            if INT8:
+                p = p * tl.load(v_scales + z, mask=known, other=0.0)[None, :]
+            values = tl.load(v + place[:, None] + e[None, :], mask=there, other=none)
+        values = values.to(query.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(query.dtype), values, input_precision="ieee")
         top = new_top
     if SINKS:
         total += _sink(tl.load(sinks + q_head), top)
-    result = acc / tl.maximum(total, 1e-30)[:, None] * v_scale
+    by = v_scale / tl.maximum(total, 1e-30)[:, None]
     given = (i[:, None] < count) & within[None, :]
-    tl.store(out + at[:, None] * VD + e[None, :], result, mask=given)
+    tl.store(out + at[:, None] * VD + e[None, :], acc * by, mask=given)
+    if DIMS:
+        tl.store(out + at[:, None] * VD + e[None, :] + 1, odd * by, mask=given)
 
 
 def _scales(scales: Scales, none: Tensor) -> tuple[Tensor, Tensor]:
-    return (none, none) if scales is None else scales
-
-
-def _places(scales: Scales) -> tuple[int, int, int]:
-    """Strides of a page, a token and a head; k and v have the same."""
     if scales is None:
-        return 0, 0, 0
-    page, head, token = scales[0].stride()
-    assert scales[1].stride() == scales[0].stride()
-    return page, token, head
+        return none, none
+    k, v = scales
+    return k, v.view(torch.int32) if v.dtype == torch.bfloat16 else v
+
+
+def _places(scales: Scales) -> tuple[int, int, int, int, int]:
+    """Strides of a page, a token and a head of k, which v in int8 has too; of a page and a head of v in 4
+    bits, in words."""
+    if scales is None:
+        return 0, 0, 0, 0, 0
+    k, v = scales
+    page, head, token = k.stride()
+    if v.dtype == torch.bfloat16:
+        return page, token, head, v.stride(0) // 2, v.stride(1) // 2
+    assert v.stride() == k.stride()
+    return page, token, head, 0, 0
+
+
+def _v_dims(v: Tensor) -> tuple[int, int]:
+    """How many dims v has, and, in 4 bits, how many have constants of their own."""
+    if v.dtype != torch.uint8:
+        return v.shape[3], 0
+    return 2 * v.shape[3], int4_dims(2 * v.shape[3])
 
 
 def padded(dim: int) -> int:
@@ -270,7 +329,7 @@ def decode(
 
     ``shared``: bytes of shared memory that a block may have.
     Of e4m3 pages, ``v_scale`` times the stored v is meant; k's scale belongs into ``scale``. ``kv_scales``:
-    of int8 pages. ``chunked``: see ``ops.attention``.
+    of pages of integers. ``chunked``: see ``ops.attention``.
 
     Flash-decoding (Dao et al., 2023): each history is cut into ``splits`` shares that a second kernel joins.
     A row with ``kv_len`` 0 gives zeros.
@@ -279,7 +338,7 @@ def decode(
     page_size, kv_heads, dim = k.shape[1:]
     group = q.shape[1] // (kv_heads * dim)
     q = q.contiguous()  # it may lie beside k and v (``Attention.in_place``)
-    values = v.shape[3]
+    values, dims = _v_dims(v)
     out = q.new_empty(q.shape[0], kv_heads * group * values)
     heads = rows * kv_heads * group
     part = q.new_empty(heads * splits, values, dtype=torch.float32) if splits > 1 else out
@@ -293,7 +352,7 @@ def decode(
         page_table.stride(0), page_size, kv_heads, splits, factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=group, GROUP_BLOCK=rows_of_group, BLOCK=cut.n, SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, INT8=kv_scales is not None, CHUNKED=chunked,
+        SINKS=sinks is not None, INT8=kv_scales is not None, DIMS=dims, CHUNKED=chunked,
         num_warps=4, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
@@ -365,7 +424,7 @@ def extend(
     that a token does not see, where that is not the one behind its own; ``chunked``: see ``ops.attention``.
     Tokens in no tile are left as they are."""
     page_size, kv_heads, dim = k.shape[1:]
-    q_heads, values = q.shape[1] // dim, v.shape[3]
+    q_heads, (values, dims) = q.shape[1] // dim, _v_dims(v)
     factor, cap = scales(scale, softcap)
     _extend[(tiles.shape[0], q_heads)](
         q, k, v, *_scales(kv_scales, q), page_table, tiles, out, q if sinks is None else sinks,
@@ -374,6 +433,7 @@ def extend(
         factor, v_scale, cap, window,
         HD=dim, HB=padded(dim), VD=values, VB=padded(values),
         GROUP=q_heads // kv_heads, BLOCK_M=cut.m, BLOCK_N=cut.n, SOFTCAP=softcap > 0,
-        SINKS=sinks is not None, INT8=kv_scales is not None, UNTIL=until is not None, CHUNKED=chunked,
+        SINKS=sinks is not None, INT8=kv_scales is not None, DIMS=dims, UNTIL=until is not None,
+        CHUNKED=chunked,
         num_warps=8 if cut.m == 128 else 4, num_stages=cut.stages,
     )  # fmt: skip
