@@ -76,38 +76,45 @@ class Stack:
 
     ``a`` [places, parts, rank, k] and ``b`` [places, n, rank], which has the adapter's scale in it; ``sizes``
     of the parts, ``ends`` and, on the device, ``bounds``: where the rows of each end. ``ranks``: of the
-    adapter at each place; 0: it leaves the layer as it is.
+    adapter at each place; 0: it leaves the layer as it is. They are views of memory [places, rank, *], from
+    ``first`` to ``last`` of the last dimension: one row of ``a``, and one column of ``b``, for each rank.
     """
 
+    a: Tensor
+    b: Tensor
     ends: list[int]
 
-    def __init__(self, places: int, rank: int, k: int, sizes: list[int], dtype: torch.dtype) -> None:
-        self.a = torch.zeros(places, len(sizes), rank, k, dtype=dtype)
-        self.b = torch.zeros(places, sum(sizes), rank, dtype=dtype)
-        self.sizes, self.ends = sizes, np.cumsum(sizes).tolist()
+    def __init__(self, places: int, k: int, sizes: list[int], first: int = 0) -> None:
+        self.k, self.sizes, self.ends = k, sizes, np.cumsum(sizes).tolist()
         self.bounds = torch.tensor(self.ends, dtype=torch.int32)
+        self.first, self._middle = first, _aligned(first + len(sizes) * k)
+        self.last = _aligned(self._middle + self.n)
         self.ranks = [0] * places
 
     @property
     def n(self) -> int:
         return self.ends[-1]
 
-    @property
-    def nbytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
+    def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """a and b in memory [places, rank, *]."""
+        parts = len(self.sizes)
+        a = memory[..., self.first : self.first + parts * self.k].unflatten(-1, (parts, self.k))
+        return a.transpose(1, 2), memory[..., self._middle : self._middle + self.n].transpose(1, 2)
 
-    def clear(self, place: int) -> None:
-        """The place has no adapter. Only ``b`` need be zero: ``a`` is finite."""
-        self.b[place - 1].zero_()
-        self.ranks[place - 1] = 0
+    def lie(self, memory: Tensor) -> None:
+        """In this memory."""
+        self.a, self.b = self.views(memory)
 
-    def put(self, place: int, part: int, a: Tensor, b: Tensor) -> None:
-        """An adapter's a [r, k] and b [n of the part, r], without waiting for their copies."""
-        rank = len(a)
+    def put(self, memory: Tensor, part: int, a: Tensor, b: Tensor) -> None:
+        """An adapter's a [r, k] and b [n of the part, r] into the memory [rank, *] of a place."""
+        to_a, to_b = self.views(memory[None])
         rows = slice(self.ends[part - 1] if part else 0, self.ends[part])
-        self.a[place - 1, part, :rank].copy_(a, non_blocking=True)
-        self.b[place - 1, rows, :rank].copy_(b, non_blocking=True)
-        self.ranks[place - 1] = max(self.ranks[place - 1], rank)
+        to_a[0, part, : len(a)], to_b[0, rows, : len(a)] = a, b
+
+
+def _aligned(elements: int) -> int:
+    """Where kernels may read 16 bytes at a time."""
+    return -(-elements // 16) * 16
 
 
 def _added(x: Tensor, stack: Stack, *_: object) -> Tensor:

@@ -44,7 +44,8 @@ class Adapters:
     """For ``places`` adapters of at most ``rank``, in ``dtype``. ``modules``: last names of the layers that
     they may change; empty: all linear layers of the blocks. ``table``: these layers by full name. ``beyond``:
     beginnings of the names of those that other stages have; ``sets``: how often there are as many layers as
-    this stage has.
+    this stage has. ``memory`` [places, rank, width]: a place is one piece of it, and an adapter of less than
+    the highest rank the beginning of one, so that one copy brings it.
 
     Loading says how checkpoints name them: ``rename`` makes a declared name of a checkpoint's, ``joined`` has
     the layers, and their outputs, behind the name of a matrix that holds several, and ``mend`` puts the rows
@@ -58,6 +59,7 @@ class Adapters:
     rows: Rows = field(default_factory=Rows)
     table: dict[str, Target] = field(default_factory=dict)
     stacks: list[Stack] = field(default_factory=list)
+    memory: Tensor = field(init=False)
     beyond: tuple[str, ...] = ()
     sets: float = 1.0
     rename: Callable[[str], str] = lambda name: name
@@ -86,7 +88,7 @@ class Adapters:
         if not any(self._changes(name) for name, *_ in parts):
             return None
         width = k if columns is None else len(columns)
-        made = Stack(self.places, self.rank, width, [len(rows) for _, _, rows, _ in parts], self.dtype)
+        made = Stack(self.places, width, [len(rows) for _, _, rows, _ in parts], self.width)
         for part, (name, n, rows, order) in enumerate(parts):
             if self._changes(name):
                 self.table[name] = Target(made, part, n, k, rows, columns, order, embedding)
@@ -99,5 +101,16 @@ class Adapters:
         return name.rpartition(".")[2] in self.modules
 
     @property
+    def width(self) -> int:
+        """Of the memory of a place, for each rank."""
+        return self.stacks[-1].last if self.stacks else 0
+
+    def allocate(self) -> None:
+        """All layers are there."""
+        self.memory = torch.zeros(self.places, self.rank, self.width, dtype=self.dtype)
+        for stack in self.stacks:
+            stack.lie(self.memory)
+
+    @property
     def nbytes(self) -> int:
-        return sum(stack.nbytes for stack in self.stacks)
+        return self.memory.nbytes

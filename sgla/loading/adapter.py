@@ -151,10 +151,12 @@ def _entries(key: str, patterns: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
-    """All pieces of an adapter, in the type of the places, and a hash of all that it changes, which is the
+    """All pieces of an adapter, in the type of the places, and a hash of what they come from, which is the
     same on all ranks. Blocks. Raises InvalidAdapter."""
     config = read_config(folder, adapters.rank)
-    tensors = _tensors(folder, adapters)
+    dtype, data = adapters.dtype, _read(folder, adapters)
+    tensors, content = _tensors(folder, data), blake2b(data, digest_size=16)
+    content.update(repr((config, dtype)).encode())
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if "lora_magnitude_vector" in name:
@@ -171,14 +173,10 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
     if not pairs:
         raise InvalidAdapter(f"{folder.name}: {WEIGHTS} has no tensors")
     checked = [_checked(folder, config, adapters, *pair) for pair in pairs.items()]
-    dtype = adapters.dtype
     taken: dict[tuple[int, int], str] = {}
-    pieces, content = [], blake2b(digest_size=16)
+    pieces = []
     for module, a, b, targets in sorted(checked, key=itemgetter(0)):
         scaled = b.float() * config.scale_of(module)
-        content.update(repr((module, a.shape, b.shape, dtype)).encode())
-        for values in (a, scaled):
-            content.update(values.to(dtype).contiguous().view(torch.uint8).numpy().data)
         if not targets:
             continue
         whole = scaled if len(targets) == 1 and targets[0][1] is None else adapters.mend(module, scaled)
@@ -195,7 +193,7 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
     return pieces, content.hexdigest()
 
 
-def _tensors(folder: Path, adapters: Adapters) -> dict[str, Tensor]:
+def _read(folder: Path, adapters: Adapters) -> bytes:
     """Read whole, not mapped: a file that is cut while it is read must not end the process."""
     path = folder / WEIGHTS
     most = sum(4 * adapters.rank * (t.n + t.k) for t in adapters.table.values())
@@ -208,12 +206,19 @@ def _tensors(folder: Path, adapters: Adapters) -> dict[str, Tensor]:
                 f"{folder.name}: {WEIGHTS} has {size} bytes, more than an adapter of rank "
                 f"{adapters.rank} can have for this model ({most})"
             )
-        return load(path.read_bytes())
+        return path.read_bytes()
     except FileNotFoundError:
         other = " (adapter_model.bin is not read: save it with safe_serialization=True)"
         there = other if (folder / "adapter_model.bin").is_file() else ""
         raise InvalidAdapter(f"{folder.name} has no {WEIGHTS}{there}") from None
-    except (OSError, SafetensorError, ValueError) as error:
+    except OSError as error:
+        raise InvalidAdapter(f"{folder.name}: {WEIGHTS} cannot be read: {error}") from None
+
+
+def _tensors(folder: Path, data: bytes) -> dict[str, Tensor]:
+    try:
+        return load(data)
+    except (SafetensorError, ValueError) as error:
         raise InvalidAdapter(f"{folder.name}: {WEIGHTS} cannot be read: {error}") from None
 
 

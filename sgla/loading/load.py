@@ -102,6 +102,7 @@ def load_model(
         offload.wrap(model.blocks)
     if adapters is not None:
         _tell_names(adapters, build, rename, spec)
+        adapters.allocate()
     if on_model is not None:
         on_model(model)
     ignored = (*model.ignored, *towers_of(spec.architecture))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,13 +33,21 @@ def places_of(config: Config, dtype: str) -> Adapters | None:
     )
 
 
+class Image(NamedTuple):
+    """An adapter as it lies at a place, up to its own highest rank: ``memory`` [rank, width]; ``ranks``: of
+    each stack."""
+
+    memory: torch.Tensor
+    ranks: list[int]
+
+
 class AdapterStore:
     """``pin``: of what is read, for copies to a device that run beside its steps."""
 
     def __init__(self, adapters: Adapters, pin: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self.adapters = adapters
         self._pin = pin
-        self._host: dict[int, list[Piece]] = {}
+        self._host: dict[int, Image] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     def drop(self, args: dict[str, Any]) -> None:
@@ -59,24 +67,33 @@ class AdapterStore:
     def _load(self, number: int, folder: Path) -> dict[str, Any]:
         with torch.inference_mode():
             pieces, content = read_adapter(folder, self.adapters)
-        if self._pin is not None:
-            pieces = [piece._replace(a=self._pin(piece.a), b=self._pin(piece.b)) for piece in pieces]
-        self._host[number] = pieces
-        nbytes = sum(piece.a.nbytes + piece.b.nbytes for piece in pieces)
-        return {"bytes": nbytes, "content": content}
+            self.keep(number, pieces)
+        return {"bytes": self._host[number].memory.nbytes, "content": content}
 
-    def bring(self, copy: Copy) -> list[Piece] | None:
+    def keep(self, number: int, pieces: list[Piece]) -> None:
+        """An adapter, as it will lie at a place."""
+        stacks = self.adapters.stacks
+        places = {id(stack): i for i, stack in enumerate(stacks)}
+        ranks, most = [0] * len(stacks), max((len(piece.a) for piece in pieces), default=0)
+        memory = torch.zeros(most, self.adapters.width, dtype=self.adapters.dtype, device="cpu")
+        for (stack, part, *_), a, b in pieces:
+            stack.put(memory, part, a, b)
+            place = places[id(stack)]
+            ranks[place] = max(ranks[place], len(a))
+        self._host[number] = Image(memory if self._pin is None else self._pin(memory), ranks)
+
+    def bring(self, copy: Copy) -> Image | None:
         """Copy an adapter to a place, without waiting for the device, and return what must stay meanwhile;
         None: it is gone."""
         (number,), (place,) = column(copy.sources[0]), column(copy.targets[0])
-        pieces = self._host.get(int(number))
-        if pieces is None:
+        image, to = self._host.get(int(number)), self.adapters.memory[int(place) - 1]
+        if image is None:
             return None
-        for stack in self.adapters.stacks:
-            stack.clear(int(place))
-        for target, a, b in pieces:
-            target.stack.put(int(place), target.part, a, b)
-        return pieces
+        to[: len(image.memory)].copy_(image.memory, non_blocking=True)
+        to[len(image.memory) :].zero_()
+        for stack, rank in zip(self.adapters.stacks, image.ranks):
+            stack.ranks[int(place) - 1] = rank
+        return image
 
 
 class AdaptedForward:

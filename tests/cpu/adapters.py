@@ -91,7 +91,7 @@ def invent(runner: Any, number: int, rank: int) -> None:
         b = torch.randn(target.n, rank, generator=generator, device="cpu") * 0.2
         own = [x.contiguous().to(runner.adapters.adapters.dtype) for x in target.own(a, b)]
         pieces.append(Piece(target, *own))
-    runner.adapters._host[number] = pieces
+    runner.adapters.keep(number, pieces)
 
 
 def load(runner: CpuRunner, number: int, folder: Path) -> None:

@@ -31,13 +31,16 @@ from sgla.quant.weight import storage
 def test_rows_and_tiles(rank: int, k: int, sizes: list[int]) -> None:
     """Rows of several places and of none, of prompts and of one token each, and sampled ones."""
     generator = torch.Generator().manual_seed(rank)
-    stack = Stack(3, rank, k, sizes, torch.float32)
+    stack = Stack(3, k, sizes, first=16)
+    memory = torch.zeros(3, rank, stack.last + 16)
+    stack.lie(memory)
     for place in (1, 2, 3):
         own = rank if place < 3 else max(1, rank // 2)
         for part, n in enumerate(sizes):
             if (place, part) != (2, 1):
                 a, b = torch.randn(own, k, generator=generator), torch.randn(n, own, generator=generator)
-                stack.put(place, part, a, b)
+                stack.put(memory[place - 1], part, a, b)
+                stack.ranks[place - 1] = own
     places = np.repeat(np.array([2, 0, 1, 3, 1], np.int32), [1, 1, MANY + 3, 3, 2])
     picked = np.array([1, 40, len(places) - 1], np.int32)
     rows = Rows()
@@ -103,7 +106,7 @@ def test_what_joins_the_residual_stream_is_added_there() -> None:
     one whose residual is not there yet."""
     recorder, rows = Recorder(), Rows()
     x = recorder.input("hidden", (STAND_INS["tokens"], 8), torch.float32)
-    weight, norm, stack = storage("f32").empty(8, 8), torch.ones(8), Stack(1, 2, 8, [8], torch.float32)
+    weight, norm, stack = storage("f32").empty(8, 8), torch.ones(8), Stack(1, 8, [8])
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, weight, None, lora(x, stack, rows, False))

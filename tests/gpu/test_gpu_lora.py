@@ -34,11 +34,15 @@ def test_kernels(dtype: torch.dtype, rank: int, k: int, sizes: list[int]) -> Non
 
     torch.manual_seed(rank)
     with torch.device("cuda"):
-        stack = Stack(5, rank, k, sizes, dtype)
+        stack = Stack(5, k, sizes, first=64)
+        memory = torch.zeros(5, rank, stack.last + 64, dtype=dtype)
+        stack.lie(memory)
         for place in range(1, 5):
             for part, n in enumerate(sizes):
                 own = max(1, rank // place)
-                stack.put(place, part, torch.randn(own, k) / k**0.5, torch.randn(n, own) / own**0.5)
+                a, b = torch.randn(own, k) / k**0.5, torch.randn(n, own) / own**0.5
+                stack.put(memory[place - 1], part, a, b)
+                stack.ranks[place - 1] = own
         q_lens = np.array([1, 1, 1, 700, 65, 3, 64], np.int32)
         row_places = np.array([1, 0, 4, 2, 3, 0, 1], np.int32)
         places = np.repeat(row_places, q_lens)

@@ -49,9 +49,9 @@ def _sort(
 
 @triton.jit(do_not_specialize_on_alignment=["order", "runs"])
 def _shrink(
-    x, a, order, runs, squares, inner, k, span, s_x, s_inner, s_squares, squares_count, eps, R: tl.constexpr,
-    RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SQUARES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    x, a, order, runs, squares, inner, k, span, s_x, s_place, s_rank, s_inner, s_squares, squares_count, eps,
+    R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    SQUARES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one tile, over ``span`` of the inputs. ``SQUARES`` > 0: x is ``Unscaled``. What
     a step's rows are is long there when this begins."""
@@ -67,7 +67,7 @@ def _shrink(
         tl.extra.cuda.gdc_wait()
     if count == 0:
         return
-    source = a + (((place - 1) * PARTS + part) * R + r)[:, None] * k
+    source = a + (place - 1) * s_place + part * k + r.to(tl.int64)[:, None] * s_rank
     total = tl.zeros((RP, BM), tl.float32)
     for start in range(split * span, tl.minimum(split * span + span, k), BK):
         j = start + tl.arange(0, BK)
@@ -85,9 +85,9 @@ def _shrink(
 
 @triton.jit(do_not_specialize_on_alignment=["order", "runs"])
 def _expand(
-    inner, b, order, runs, ends, y, n, s_y, s_inner, R: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr,
-    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    inner, b, order, runs, ends, y, s_place, s_rank, s_y, s_inner, R: tl.constexpr, RP: tl.constexpr,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: some outputs of one part, of one tile. It loads what the adapter has before it waits."""
     tile, block = tl.program_id(0), tl.program_id(1)
@@ -108,7 +108,7 @@ def _expand(
         begin, passed = end, passed + blocks
     i = tl.multiple_of(start, ALIGNED) + tl.arange(0, BN)
     live = i < tl.multiple_of(tl.where(count > 0, stop, 0), ALIGNED)
-    source = b + ((place - 1) * n + i)[:, None] * R + r[None, :]
+    source = b + (place - 1) * s_place + i[:, None] + r.to(tl.int64)[None, :] * s_rank
     w = tl.load(source, mask=live[:, None] & (r < R)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -152,9 +152,9 @@ def shrink(x: Tensor | Unscaled, stack: Stack, rows: Rows, sampled: bool) -> Ten
     splits = triton.cdiv(k, span)
     inner = torch.empty(splits, tokens, parts, rank, dtype=torch.float32, device=x.device)
     _shrink[len(runs), parts, splits](
-        x, stack.a, order, runs, squares, inner, k, span, x.stride(0), inner.stride(0),
-        0 if squares is None else squares.stride(0), 0 if squares is None else len(squares), eps, R=rank,
-        RP=padded, PARTS=parts, BM=size, BK=width,
+        x, stack.a, order, runs, squares, inner, k, span, x.stride(0), stack.a.stride(0), stack.a.stride(2),
+        inner.stride(0), 0 if squares is None else squares.stride(0), 0 if squares is None else len(squares),
+        eps, R=rank, RP=padded, PARTS=parts, BM=size, BK=width,
         SQUARES=0 if squares is None else triton.next_power_of_2(len(squares)),
         PRECISION="ieee" if exact else "tf32", num_warps=max(1, min(4, padded // 16)) if size == FEW else 4,
         num_stages=2 if exact else 4, **_pdl(),
@@ -171,8 +171,8 @@ def expand(y: Tensor, inner: Tensor, stack: Stack, rows: Rows, sampled: bool) ->
     blocks = sum(triton.cdiv(n, width) for n in stack.sizes)
     aligned = 1 if any(n % 16 for n in stack.sizes) else 16
     _expand[len(runs), blocks](
-        inner, stack.b, order, runs, stack.bounds, y, stack.n, y.stride(0), inner.stride(0), R=rank,
-        RP=padded, PARTS=parts, SPLITS=splits, BM=size, BN=width, ALIGNED=aligned,
+        inner, stack.b, order, runs, stack.bounds, y, stack.b.stride(0), stack.b.stride(2), y.stride(0),
+        inner.stride(0), R=rank, RP=padded, PARTS=parts, SPLITS=splits, BM=size, BN=width, ALIGNED=aligned,
         PRECISION="ieee" if exact else "tf32", **_pdl(),
     )  # fmt: skip
     return y
