@@ -260,9 +260,7 @@ class Declared:
         if self.tied and has_own_head(source):
             raise WeightError("the weights have an output layer of their own, which those before had not")
         tensors = _stream(source, self.build, self.seed, self.rename, self.mend)
-        found = _fitting(self.build.table, tensors, self.architecture, self.tied, self.ignored)
-        jobs: dict[str, SourceTensor] = {name: Sound(tensor) for name, tensor in found.items()}
-        _run({name: Slot(tensor.shape, _read) for name, tensor in jobs.items()}, jobs, lambda progress: None)
+        _look(_fitting(self.build.table, tensors, self.architecture, self.tied, self.ignored))
 
     def scramble(self, source: ModelSource) -> None:
         """Random numbers in place of all, other ones than those of random weights."""
@@ -270,24 +268,57 @@ class Declared:
 
     def take(self, tensors: Mapping[str, Tensor], look: bool = False) -> None:
         """Some of them, in place, under the names that checkpoints have, or only ``look`` whether they fit.
-        Raises WeightError; then nothing has changed."""
-        if self.build.checkpoint is not PLAIN:
-            raise WeightError("the model's files are quantized, and tensors of floats do not fit them")
-        wrong = [name for name, tensor in tensors.items() if TYPES.get(tensor.dtype) not in FLOATS]
-        unsound = [] if wrong else no_numbers(tensors)
-        if complaints := _complain("of a type that is no float", wrong) + _complain("not finite", unsound):
+        Where the files are quantized a layer comes as they have it, with all its tensors. Raises WeightError;
+        then nothing has changed."""
+        plain = self.build.checkpoint is PLAIN
+        usable = FLOATS if plain else tuple(TYPES.values())
+        wrong = [name for name, tensor in tensors.items() if TYPES.get(tensor.dtype) not in usable]
+        floats = {name: tensor for name, tensor in tensors.items() if TYPES.get(tensor.dtype) in FLOATS}
+        unsound = [] if wrong else no_numbers(floats)
+        what = "of a type that is no float" if plain else "of a type that no file has"
+        if complaints := _complain(what, wrong) + _complain("not finite", unsound):
             raise WeightError("the weights cannot be taken: " + "; ".join(complaints))
         device = _device()
-        named: dict[str, SourceTensor] = {}
-        for raw, tensor in tensors.items():
-            shape, kind = tuple(tensor.shape), TYPES[tensor.dtype]
-            name = self.rename(raw)
-            named[name] = self.mend(name, FileTensor(tensor, shape, kind, None, device=device))
-        parts = unstacked(iter(named.items()), self.build)
+        stored = {
+            self.rename(raw): FileTensor(
+                tensor, tuple(tensor.shape), TYPES[tensor.dtype], None, device=device
+            )
+            for raw, tensor in tensors.items()
+        }
+        if len(stored) < len(tensors):
+            raise WeightError("the weights cannot be taken: several tensors are of one name")
+        self._check_kinds(stored)
         table = self.build.table
+        parts = _parted(stored, self.build, self.mend)
         jobs = _fitting(table, parts, self.architecture, self.tied, self.ignored, whole=False)
         if not look:
             _run(table, jobs, lambda progress: None)
+        elif not plain:  # numbers that are packed show when they are read whether they are of use
+            _look(jobs)
+
+    def _check_kinds(self, stored: Mapping[str, FileTensor]) -> None:
+        """Layers that are quantized do not come as floats. Raises WeightError."""
+        build, method = self.build, self.build.checkpoint
+        for raw, tensor in stored.items():
+            name = canonical(raw)
+            module = name.removesuffix(".weight")
+            matrix = name in build.table and module != name and len(tensor.shape) == 2
+            if not matrix or tensor.type not in FLOATS or module in build.floats:
+                continue
+            held = [
+                part for part, wanted in method.tensors(module, *tensor.shape).items() if not wanted.optional
+            ]
+            if method is not PLAIN and method.covers(module) and held != [name]:
+                raise WeightError(
+                    f"the weights cannot be taken: {name} is quantized in the model's files; send "
+                    f"{' and '.join(held)} as such a file has them"
+                )
+
+
+def _look(found: Mapping[str, SourceTensor]) -> None:
+    """Read all of it, and store nothing. Raises WeightError."""
+    jobs: dict[str, SourceTensor] = {name: Sound(tensor) for name, tensor in found.items()}
+    _run({name: Slot(tensor.shape, _read) for name, tensor in jobs.items()}, jobs, lambda progress: None)
 
 
 def _read(share: Share) -> None:
@@ -468,6 +499,11 @@ def _stream(
         stored[name] = tensor
     if build.checkpoint is PLAIN and any(tensor.type == "F8_E4M3" for tensor in stored.values()):
         build.checkpoint = Fp8({})  # which not every file says
+    return _parted(stored, build, mend)
+
+
+def _parted(stored: dict[str, FileTensor], build: Build, mend: Mend) -> Iterator[tuple[str, SourceTensor]]:
+    """What layers want of what files have."""
     return unstacked(((name, mend(name, tensor)) for name, tensor in joined(stored, build)), build)
 
 

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 import zmq
 from forked import ForkedExecutor
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from servers import TEXTS, begin, same_text, tell
+from test_gptq import checkpoints, compressed, gptq
 from test_sleep import TEXT, answer, of, sleep
 from test_sleep import save as save_model
 from tiny import LLAMA, VOCAB, make_core, run, submit
@@ -100,6 +101,53 @@ def test_tensors_make_the_model_of_a_file_with_them(
     assert answer(runner) == two
     runner.control(Control(verb="weights_update", args={"path": str(folders["one"])}))
     assert answer(runner) == one
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (gptq(), {"native_kernels": True, "quantization": "checkpoint"}),
+        (gptq(), {}),
+        (compressed(sym=False), {"native_kernels": True, "quantization": "checkpoint"}),
+    ],
+)
+def test_tensors_of_quantized_files_make_the_model_of_a_file_with_them(
+    config: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each layer with all that it has; what does not fit, or would be floats, changes nothing."""
+    stored = {}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        checkpoints(tmp_path / name, config, "llama")
+        stored[name] = load_file(tmp_path / name / "packed/model.safetensors")
+    assert any(not tensor.is_floating_point() for tensor in stored["two"].values())
+    folders = [tmp_path / name / "packed" for name in stored]
+    plain = load_file(tmp_path / "two/plain/model.safetensors")
+    for tensor in stored["two"].values():  # ``checkpoints`` has drawn the same numbers again
+        if tensor.dtype == torch.float16 and tensor.dim() == 2:
+            tensor.mul_(1.5)
+    save_file(stored["two"], folders[1] / "model.safetensors", {"format": "pt"})
+    one, two = (answer(of(folder, **settings)) for folder in folders)
+    assert one != two
+    runner = of(folders[0], **settings)
+    layer = "model.layers.1.self_attn.q_proj."
+    names = [name for name in stored["two"] if name.startswith(layer)]
+    wrong = {
+        f"{names[0]} is missing|is missing beside": {names[-1]: stored["two"][names[-1]]},
+        "q_proj.weight is quantized in the model's files; send": {f"{layer}weight": plain[f"{layer}weight"]},
+        "not finite": {"model.norm.weight": torch.full_like(stored["two"]["model.norm.weight"], torch.nan)},
+        "has shape|expected": {name: stored["two"][name][1:] for name in names},
+    }
+    for message, tensors in wrong.items():
+        with pytest.raises(InvalidField, match=message):
+            bring(runner, save(tensors))
+    assert answer(runner) == one
+    for i in range(4):  # layer by layer, then the rest
+        part = [
+            name for name in stored["two"] if (f"layers.{i}." in name if i < 3 else "layers." not in name)
+        ]
+        bring(runner, save({name: stored["two"][name] for name in part}))
+    assert answer(runner) == two
 
 
 def check(runner: CpuRunner, action: str) -> dict[str, Any]:
