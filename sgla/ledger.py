@@ -42,9 +42,10 @@ def ledger(config: Config, model: dict[str, Any], draft: dict[str, Any] | None =
     dtype = config.kv_dtype(config.dtype)
     guessing = read_guessing(config, draft, spec)
     weights = sum(_weights(config, part) for part, _ in _parts(config, spec))
-    weights += draft_bytes(config, guessing, config.dtype, kind)
+    weights += draft_bytes(config, guessing, config.dtype, kind, config.tp) * config.tp
+    over = config.heads_over
     states = [
-        with_draft(state_of(part, config.heads_over, rank % config.heads_over), draft_state(guessing))
+        with_draft(state_of(part, over, rank % over), draft_state(guessing, over, rank % over))
         for part, rank in _parts(config, spec)
     ]
     rows = {"weights": weights, "kv_bytes_per_token": sum(token_bytes(state, dtype) for state in states)}

@@ -638,7 +638,7 @@ def kv_pool(config: Config, spec: ModelSpec, dtype: str, guessing: ModelSpec | N
     assert config.max_running_requests is not None
     assert config.step_tokens is not None
     demand = Demand(config.max_running_requests, config.step_tokens, config.prefix_cache)
-    state = with_draft(state_of(fullest(config, spec), config.heads_over), draft_state(guessing))
+    state = with_draft(state_of(fullest(config, spec), config.heads_over), draft_state(guessing, config.tp))
     return Pool(kv_groups(state, context, dtype), config.page_size, demand)
 
 
@@ -661,7 +661,7 @@ def choose_kv_bytes(
     """Of a CPU: room for ROOM_TOKENS and a state for each row, at least 512 MiB, at most a quarter of what is
     free. ``dtype``: of the KV cache."""
     own = state_of(fullest(config, spec), config.heads_over) if isinstance(spec, ModelSpec) else []
-    state = with_draft(own, draft_state(guessing))
+    state = with_draft(own, draft_state(guessing, config.tp))
     assert config.max_running_requests is not None
     rows = (config.max_running_requests + 1) * unit_bytes(state, dtype)
     wanted = max(512 * MIB, token_bytes(state, dtype) * ROOM_TOKENS + rows)

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.dist.context import Context
@@ -140,6 +143,12 @@ class Shard:
         dist.all_gather(received, padded, self.group)
         for part, columns in zip(parts, received):
             out[:, part.start : part.stop] = columns[:, : len(part)]
+
+    def agree(self, *values: NDArray[np.int32]) -> None:
+        """Overwrite ``values``, on the host, with those of the rank that draws, in place."""
+        if self.count > 1:
+            for each in values:
+                self.broadcast(torch.from_numpy(each))
 
     def broadcast(self, x: Tensor, source: int = 0) -> None:
         """Overwrite x with rank ``source``'s, in place; with a ``context`` on all of its ranks."""

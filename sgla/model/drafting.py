@@ -32,6 +32,11 @@ NAMES = {  # as SGLang and vLLM have them
 FLAG = "--speculative-algorithm"
 OTHER_FILES = ("draft_model", "eagle", "eagle3")  # algorithms whose weights are not the model's own
 PADDING = 128  # rows by which tables of one vocabulary may differ, as those of Qwen 2.5 do
+APART = {  # settings that guesses cannot be beside, and why
+    "pp": "with --pp: a stage that reads a token is not told of it before the last stage has drawn it",
+    "cp": "with --cp, which shares out the tokens of prompts alone",
+    "dp_attention": "with --dp-attention, whose ranks compute rows of their own",
+}
 TOLD = 3  # layers of a target that EAGLE-3 reads
 
 
@@ -89,18 +94,16 @@ def check_settings(config: Config, device: str) -> None:
     for field in ("speculative_model", "speculative_quantization"):
         if name not in OTHER_FILES and getattr(config, field) != getattr(plain, field):
             raise _refused(field, f"is for {FLAG} {' and '.join(OTHER_FILES)}; leave one of them out")
-    obstacle = None
     if config.executor == "fake":
         return
-    if config.ranks > 1:
-        obstacle = "by several ranks yet"
-    elif name != "ngram" and device not in ("cpu", "cuda"):
-        obstacle = f"with --device {device} yet; ngram can"
-    elif name != "ngram" and device != "cpu" and config.kv_cache_dtype == "fp8":
-        obstacle = "with --kv-cache-dtype fp8 on GPUs yet; ngram can"
-    if obstacle:
+    obstacles = [why for field, why in APART.items() if getattr(config, field) != getattr(plain, field)]
+    if name != "ngram" and device not in ("cpu", "cuda"):
+        obstacles.append(f"with --device {device} yet; ngram can")
+    if name != "ngram" and device != "cpu" and config.kv_cache_dtype == "fp8":
+        obstacles.append("with --kv-cache-dtype fp8 on GPUs yet; ngram can")
+    if obstacles:
         raise ConfigError(
-            f"{FLAG} {name} cannot be honoured {obstacle}; leave it out", param="speculative_algorithm"
+            f"{FLAG} {name} cannot be honoured {obstacles[0]}; leave it out", param="speculative_algorithm"
         )
 
 
@@ -113,9 +116,10 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
     Raises ConfigError for what cannot guess."""
     match config.speculative_algorithm:
         case "draft_model":
-            return None if draft is None else read_draft(draft, target)
+            return None if draft is None else _split(read_draft(draft, target), config.tp)
         case "eagle" | "eagle3" as name:
-            return None if draft is None else read_eagle(draft, target, third=name == "eagle3").spec
+            eagle = None if draft is None else read_eagle(draft, target, third=name == "eagle3")
+            return None if eagle is None else _split(eagle.spec, config.tp)
         case "mtp":
             predictor_names(target)
             layer = similar_layer(target)
@@ -126,6 +130,14 @@ def read_guessing(config: Config, draft: Mapping[str, Any] | None, target: Model
             alone = target.attention[layer : layer + 1]
             return dataclasses.replace(target, attention=alone, moe=moe, inner=inner, vocab=1, tied=True)
     return None
+
+
+def _split(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """The same, if its heads can be split over so many ranks."""
+    for layer in spec.attention:
+        if layer.kv_heads < ranks and (layer.heads % ranks or ranks % layer.kv_heads):
+            raise _unfit(f"its {layer.heads} heads cannot be split over --tp {ranks}")
+    return spec
 
 
 def read_draft(draft: Mapping[str, Any], target: ModelSpec) -> ModelSpec:
@@ -215,15 +227,17 @@ def _unfit(why: str) -> ConfigError:
     return ConfigError(f"--speculative-model cannot guess for this model: {why}", param="speculative_model")
 
 
-def draft_bytes(config: Config, draft: ModelSpec | None, dtype: str, device: str = "cpu") -> int:
-    """Of the weights of what guesses, on this kind of device."""
+def draft_bytes(
+    config: Config, draft: ModelSpec | None, dtype: str, device: str = "cpu", ranks: int = 1
+) -> int:
+    """Of a rank's weights of what guesses, on this kind of device."""
     if draft is None:
         return 0
     own = config.speculative_algorithm not in OTHER_FILES
     asked = config.quantization if own else config.speculative_quantization
-    return weight_bytes(draft, dtype, draft.quantized(asked, device), 1, device)
+    return weight_bytes(draft, dtype, draft.quantized(asked, device), ranks, device)
 
 
-def draft_state(draft: ModelSpec | None) -> list[LayerState]:
-    """What its layers keep."""
-    return [] if draft is None else state_of(draft, 1)
+def draft_state(draft: ModelSpec | None, ranks: int, rank: int | None = None) -> list[LayerState]:
+    """What its layers keep: see ``state_of``."""
+    return [] if draft is None else state_of(draft, ranks, rank)

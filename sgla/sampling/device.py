@@ -138,12 +138,15 @@ class DeviceSampler:
         into ``out`` and the token table. Capturable."""
         self._draw(logits, slots, positions, out, self._shard.range(self._vocab).start, landing=landing)
 
-    def guess(self, logits: Tensor, slots: Tensor, positions: Tensor, out: Tensor) -> None:
-        """``draw`` by temperature, top-k, top-p and min-p, from the whole vocabulary. Capturable."""
-        thresholds = fast.find_thresholds(
-            logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps
-        )
-        self._draw(logits, slots, positions, out, 0, thresholds)
+    def guess(self, logits: Tensor, slots: Tensor, positions: Tensor, out: Tensor, first: int) -> None:
+        """``draw`` by temperature, top-k, top-p and min-p, from the whole vocabulary; with several ranks by
+        temperature alone, each from its part, which begins at ``first``. Capturable."""
+        thresholds = None
+        if self._shard.size == 1:
+            thresholds = fast.find_thresholds(
+                logits, slots, self.temperatures, self.top_ks, self.top_ps, self.min_ps
+            )
+        self._draw(logits, slots, positions, out, first, thresholds)
 
     def fused_draw(self, slots: Tensor, positions: Tensor, keys: Tensor, plain: Tensor) -> DrawInputs:
         """What the output layer needs to draw instead of ``draw``; then ``land`` does the rest."""

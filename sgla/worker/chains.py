@@ -8,6 +8,7 @@ decode rows, prompts as prompts."""
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 
 import numpy as np
@@ -23,6 +24,7 @@ from sgla.kernels.triton import drafts
 from sgla.messages import VERIFIED, StepPlan
 from sgla.worker.batch import eager_order
 from sgla.worker.device_state import upload
+from sgla.worker.flights import Flight
 from sgla.worker.gpu_memory import GRAPH_LAYER
 from sgla.worker.gpu_steps import GpuSteps
 from sgla.worker.graphs import Capture, DecodeGraphs, seconds_of
@@ -36,6 +38,7 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32)  # that guess in a step: each verifies two t
 COUNTS = (*range(1, 9), 12, 16, 24, 32, 48)  # guesses of a row: one that may make another number is padded
 READS = (8, 32, 64)  # tokens that graphs read
 RARE = 4  # steps that plan guesses, which are few where none were right (``Facts.padded_drafts``)
+LATE = 4  # steps behind which all that were launched before are over: more than may be in flight
 AGAIN = 2  # tokens that a chain begins with: the pending one, and the last guess, which nobody has read
 
 
@@ -55,6 +58,8 @@ class Chains:
         self._padding = state.padding
         self._pace = Pace(self._padding + 1, adaptive, RARE)
         self._unread = np.zeros(self._padding + 1, np.int32)  # tokens of slots before their pending one
+        self._flights: deque[Flight] = deque()
+        self._admitted = np.zeros(self._padding + 1, np.int64)  # the steps in which requests took slots
         self.pairs = [pair for size, before in zip(ROWS, (0, *ROWS)) for pair in self._counts(size, before)]
         room = max(READS[-1], *(size * self._width(count) for size, count in self.pairs))
         self._columns = torch.zeros(2, ROWS[-1], dtype=torch.int32, device="cuda")
@@ -97,8 +102,9 @@ class Chains:
     def limit_drafts(self, plan: StepPlan) -> StepPlan:
         """The same with as many guesses as pay. New requests take their slots; what they find in the prefix
         tree was read by both models."""
+        self._learn(plan.step)
         for new in plan.new:
-            self._unread[new.slot] = 0
+            self._unread[new.slot], self._admitted[new.slot] = 0, plan.step
             self._pace.admit(new.slot)
         if plan.new:
             self._admit(plan)
@@ -114,9 +120,20 @@ class Chains:
     def _admit(self, plan: StepPlan) -> None:
         """The plan has new rows."""
 
-    def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:
-        """Of so many guesses in each slot so many were right."""
-        self._pace.learn(slots, guessed, right)
+    def remember(self, flight: Flight) -> None:
+        """Its rows guess."""
+        self._flights.append(flight)
+
+    def _learn(self, step: int) -> None:
+        """How much was right in the steps that are over for sure when ``step`` is launched: so all ranks have
+        learned the same by then."""
+        while self._flights and self._flights[0].step <= step - LATE:
+            flight = self._flights.popleft()
+            assert flight.verify is not None
+            flight.end.synchronize()
+            slots, guessed, right = flight.verify.brought()
+            still = self._admitted[slots] <= flight.step
+            self._pace.learn(slots[still], guessed[still], right[still])
 
     def follow(self, plan: StepPlan) -> None:
         """Before the target's step: read the prompts that it reads, and guess for the rows that may."""
@@ -248,9 +265,12 @@ class Chains:
         first = [seconds_of(self._graphs[size, 1]) for size in sizes]
         most = max(count for size, count in self.pairs if size == 1)
         more = (seconds_of(self._graphs[1, most]) - first[0]) / max(most - 1, 1)
-        self._pace.know(
-            Curve(*target.times(VERIFIED)), Curve(sizes, [more] * len(sizes)), Curve(sizes, first)
-        )
+        rows, steps = target.times(VERIFIED)
+        agreed = torch.tensor([more, *first, *steps], dtype=torch.float64, device="cuda")
+        self._target.shard.broadcast(agreed)
+        more, *seconds = agreed.tolist()
+        first, steps = seconds[: len(first)], seconds[len(first) :]
+        self._pace.know(Curve(rows, steps), Curve(sizes, [more] * len(sizes)), Curve(sizes, first))
 
     def _reader(self, size: int) -> None:
         """Read the tokens that ``_look`` names."""
@@ -279,7 +299,8 @@ class Chains:
         )  # fmt: skip
         batch, out = self._batch(slots, starts), self.steps.logits[:size]
         logits = self._further(batch, out) if ahead else self._first(batch, self._last[width][:size], out)
-        sampler.guess(self._of_target(logits), rows, ends, self._out[:size])
+        own, begin = self._of_target(logits)
+        sampler.guess(own, rows, ends, self._out[:size], begin)
 
     def _first(self, batch: DeviceBatch, last: Tensor, out: Tensor) -> Tensor:
         """Logits of the tokens ``last`` int32[S] of a chain's first step, if possible in ``out``."""
@@ -293,9 +314,10 @@ class Chains:
         """Behind a step of the target: read its prompt rows, whose tokens begin at ``first`` among those of
         the step."""
 
-    def _of_target(self, logits: Tensor) -> Tensor:
-        """Those of tokens of the target."""
-        return logits[:, : self._target.model.spec.vocab].contiguous()
+    def _of_target(self, logits: Tensor) -> tuple[Tensor, int]:
+        """Those of tokens of the target, and the first of these tokens."""
+        own = self.steps.model.lm_head.own
+        return logits[:, : self._target.model.spec.vocab - own.start].contiguous(), own.start
 
     def _batch(self, slots: Tensor, starts: Tensor) -> DeviceBatch:
         """Decode rows."""

@@ -146,14 +146,19 @@ class CpuRunner(CpuWeights):
         samples = Samples(np.empty(len(wanted.rows), np.int32), [], [], {}, set())
         if not len(samples.tokens):
             return samples, counts
-        if len(wanted.rows) > len(wanted.runs):  # there is one rank
+        if len(wanted.rows) > len(wanted.runs):
             drafts = tables.tokens[wanted.slots, wanted.positions]
-            samples, counts = verify(self.sampler, logits.numpy(), wanted, drafts, draws)
+            if self.shard.draws:
+                samples, counts = verify(self.sampler, logits.numpy(), wanted, drafts, draws)
+            self.shard.agree(samples.tokens, counts)
+            behind = np.arange(len(drafts)) - np.repeat(wanted.first, wanted.runs)
+            came = behind < np.repeat(counts, wanted.runs)
+            tables.tokens[wanted.slots[came], wanted.positions[came]] = samples.tokens[came]
         else:
             if self.shard.draws:
                 columns = wanted.rows, wanted.slots, wanted.positions
                 samples = self.sampler.sample(logits.numpy(), *columns, draws)
-            self.shard.broadcast(torch.from_numpy(samples.tokens))
+            self.shard.agree(samples.tokens)
             tables.tokens[wanted.slots, wanted.positions] = samples.tokens
         slots, limits = wanted.slots[wanted.first], tables.limit[wanted.slots[wanted.first]]
         ended = (limits > 0) & (wanted.positions[wanted.first] >= limits)  # the host did not know yet

@@ -53,10 +53,11 @@ def take_kv(
     ranks = shard.of_mlps.size
     whole = with_copies(config, spec)
     weights = weight_bytes(whole, dtype, config.quantization, ranks, heads_over=shard.size)
-    weights += draft_bytes(config, guessing, dtype)
+    weights += draft_bytes(config, guessing, dtype, ranks=shard.size)
     check_weights(weights, place.free() - taken)
     own = state_of(spec, shard.size, shard.rank)
-    state, kv_dtype = with_draft(own, draft_state(guessing)), config.kv_dtype(dtype)
+    state = with_draft(own, draft_state(guessing, shard.size, shard.rank))
+    kv_dtype = config.kv_dtype(dtype)
     groups = kv_groups(state, config.context_length or spec.context_len, kv_dtype)
     pool = Pool(groups, config.page_size, demand)
     size = size_kv(

@@ -96,10 +96,13 @@ class CudaRunner(GpuExperts):
             self._await(late)
             states = state_columns(plan, slots, starts, self.steps.tables.host)
             out, landed, pending = self.graphs.run(slots, starts, states, verify, size or 0)
-            return self.flights.begin(plan, begin, out, rows, landed, pending, [], verify)
-        out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted, late)
-        flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
-        flight.extras = extras
+            flight = self.flights.begin(plan, begin, out, rows, landed, pending, [], verify)
+        else:
+            out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted, late)
+            flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)
+            flight.extras = extras
+        if self.chains is not None and verify is not None:
+            self.chains.remember(flight)
         return flight
 
     def _late(self, plan: StepPlan) -> list[Crossing]:
@@ -153,8 +156,6 @@ class CudaRunner(GpuExperts):
         if isinstance(flight, Computed):
             return flight.result
         result = self.flights.finish(flight)
-        if self.chains is not None and flight.verify is not None:
-            self.chains.learn(*flight.verify.brought())
         self.profiler.step()
         return result
 

@@ -22,8 +22,8 @@ from sgla.kernels.cpu.program import ProgramLimits
 from sgla.kernels.ops import KVLayer
 from sgla.messages import NewRow, StepPlan
 from sgla.model.predictor import Head
-from sgla.sampling import Sampler
 from sgla.worker.batch import Columns, Wanted, build
+from sgla.worker.drafts import Guessing
 from sgla.worker.forward import KeptHidden, compiled
 from sgla.worker.pace import Pace
 from sgla.worker.state import Int32s, SlotTables, column
@@ -100,7 +100,7 @@ class HeadDrafts:
     def __init__(
         self,
         tables: SlotTables,
-        sampler: Sampler,
+        sampler: Guessing,
         forward: HeadForward,
         target: Sequence[StepHidden],
         pace: Pace,

@@ -11,8 +11,8 @@ from torch import Tensor
 from sgla.kernels.batch import ForwardBatch
 from sgla.kernels.cpu.native import DRAW
 from sgla.messages import SAMPLE, NewRow, StepPlan
-from sgla.sampling import Sampler
 from sgla.worker.batch import Columns, Wanted, build
+from sgla.worker.drafts import Guessing
 from sgla.worker.forward import Forward
 from sgla.worker.pace import Pace
 from sgla.worker.state import Int32s, SlotTables, column
@@ -40,7 +40,7 @@ class ModelDrafts:
     read in a step beside those of the target."""
 
     def __init__(
-        self, tables: SlotTables, sampler: Sampler, forward: Forward, pace: Pace, spare: int
+        self, tables: SlotTables, sampler: Guessing, forward: Forward, pace: Pace, spare: int
     ) -> None:
         self._tables, self._sampler, self._forward, self._pace = tables, sampler, forward, pace
         self._behind = np.zeros(len(tables.limit), np.int32)  # tokens of slots that the target alone has read

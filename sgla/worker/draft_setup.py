@@ -20,7 +20,7 @@ from sgla.model.predictor import Head
 from sgla.sampling import Sampler
 from sgla.worker.draft_head import WAITING, HeadDrafts, HeadForward, StepHidden
 from sgla.worker.draft_model import ModelDrafts, with_vocab
-from sgla.worker.drafts import Drafter
+from sgla.worker.drafts import Drafter, Guessing, agreed
 from sgla.worker.forward import make_forward
 from sgla.worker.hooked import Hooked
 from sgla.worker.kv import paged
@@ -45,6 +45,7 @@ class DraftSetup:
         report: Callable[[Progress], None],
     ) -> None:
         self._config, self._hidden, self._vocab = config, list[StepHidden](), target.spec.vocab
+        self._shard = target.shard
         self._model: CausalLM | None = None
         self._head: Head | None = None
         seed, quantization = config.random_seed or 0, config.speculative_quantization
@@ -52,7 +53,8 @@ class DraftSetup:
             case "draft_model":
                 assert source.draft is not None
                 positions = target.positions
-                self._model = load_model(source.draft, dtype, quantization, None, positions, report, seed)
+                shard = target.shard
+                self._model = load_model(source.draft, dtype, quantization, shard, positions, report, seed)
             case "mtp":
                 assert isinstance(target, Decoder)
                 self._head = load_predictor(source, target, dtype, config.quantization, report, seed)
@@ -77,26 +79,26 @@ class DraftSetup:
         """``kv``: of what guesses."""
         slots, native = len(tables.limit), self._config.native_kernels
         adaptive = self._config.speculative_adaptive
-        pace = Pace(slots, adaptive)
+        pace, guessing = Pace(slots, adaptive, shard=self._shard), Guessing(sampler, tables, self._shard)
         if self._head is not None:
             limits = ProgramLimits(step_tokens + WAITING, slots)
             head = HeadForward(self._head, paged(kv), limits, threads, native)
-            return self._beside(HeadDrafts(tables, sampler, head, self._hidden, pace), tables, sampler, pace)
+            return self._beside(HeadDrafts(tables, guessing, head, self._hidden, pace), tables, sampler, pace)
         if self._model is not None:
             spare = slots + VERIFIED
             limits = ProgramLimits(step_tokens + spare, slots)
             forward, _ = make_forward(self._model, kv, limits, threads, native)
             forward = with_vocab(forward, self._model.spec.vocab, self._vocab)
-            return self._beside(ModelDrafts(tables, sampler, forward, pace, spare), tables, sampler, pace)
+            return self._beside(ModelDrafts(tables, guessing, forward, pace, spare), tables, sampler, pace)
         if self._config.speculative_algorithm is None:
             return NGrams(tables, sampler, Pace(slots, adaptive=False))
-        return NGrams(tables, sampler, pace, Outputs(slots))
+        return agreed(NGrams(tables, sampler, Pace(slots, adaptive), Outputs(slots)), tables, self._shard)
 
-    @staticmethod
-    def _beside(model: Drafter, tables: SlotTables, sampler: Sampler, pace: Pace) -> Drafter:
+    def _beside(self, model: Drafter, tables: SlotTables, sampler: Sampler, pace: Pace) -> Drafter:
         """With n-grams beside ``model``, where the clock chooses."""
         if not pace.adaptive:
             return model
         slots = len(tables.limit)
         own = Pace(slots, adaptive=True)
-        return Both(NGrams(tables, sampler, own, Outputs(slots)), model, (own, pace), tables)
+        ngrams = NGrams(tables, sampler, own, Outputs(slots))
+        return agreed(Both(ngrams, model, (own, pace), tables, self._shard), tables, self._shard)

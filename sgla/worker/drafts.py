@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sgla.dist import Shard
 from sgla.messages import NewRow, StepPlan
+from sgla.sampling.draw import Floats
 from sgla.sampling.sampler import Sampler, Samples
 from sgla.worker.batch import Columns, Wanted
 from sgla.worker.state import Int32s, SlotTables, column
@@ -31,6 +33,49 @@ class Drafter(Protocol):
 
     def follow(self, columns: Columns, wanted: Wanted, counts: Int32s) -> None:
         """A step has brought so many tokens of each row that is sampled, which are in the token table."""
+
+
+class Agreed:
+    """All ranks guess what ``own`` does on the one that draws, where grammars and clocks are."""
+
+    def __init__(self, own: Drafter, tables: SlotTables, shard: Shard) -> None:
+        self._own, self._tables, self._shard = own, tables, shard
+        self.admit, self.took, self.learn, self.follow = own.admit, own.took, own.learn, own.follow
+
+    def guess(self, plan: StepPlan) -> tuple[Int32s, Int32s] | None:
+        made = self._own.guess(plan)
+        if made is None:
+            return None
+        starts, q_lens = made
+        self._shard.agree(q_lens)
+        rows = np.flatnonzero((column(plan.drafts) >= 0) & (q_lens > 1))
+        counts = q_lens[rows] - 1
+        if len(rows):
+            behind = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+            places = np.repeat(column(plan.slots)[rows], counts), np.repeat(starts[rows] + 1, counts) + behind
+            tokens = self._tables.tokens[places]
+            self._shard.agree(tokens)
+            self._tables.tokens[places] = tokens
+        return starts, q_lens
+
+
+def agreed(own: Drafter, tables: SlotTables, shard: Shard) -> Drafter:
+    """``own`` for one of the ranks."""
+    return own if shard.count == 1 else Agreed(own, tables, shard)
+
+
+class Guessing:
+    """What a model that guesses asks of the ``sampler``. All ranks have the guesses of the one that draws."""
+
+    def __init__(self, sampler: Sampler, tables: SlotTables, shard: Shard) -> None:
+        self._sampler, self._tables, self._shard = sampler, tables, shard
+        self.draws, self.forget_guesses = sampler.draws, sampler.forget_guesses
+
+    def guess(self, logits: Floats, slots: Int32s, positions: Int32s, draws: NDArray[Any]) -> None:
+        self._sampler.guess(logits, slots, positions, draws)
+        tokens = self._tables.tokens[slots, positions]
+        self._shard.agree(tokens)
+        self._tables.tokens[slots, positions] = tokens
 
 
 def begin(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s, Int32s]:

@@ -141,6 +141,6 @@ def weights_of(config: Config, spec: ModelSpec, place: Gpu, guessing: ModelSpec 
         place.device.fp8 and not whole,
         () if whole else splits(spec, torch.cuda.device_count()),
         config.cpu_offload_gb * GIB,
-        draft_bytes(config, guessing, dtype_of(config), "cuda"),
+        draft_bytes(config, guessing, dtype_of(config), "cuda", place.shard.size),
         place.shard.size,
     )

@@ -81,7 +81,8 @@ class GpuModel(Runner):
         self.budget.weights.check(self.place.free())
         self._begin_copies()
         before = torch.cuda.memory_allocated()
-        begin = partial(self._begin, kernels, sizes, woken, before, draft_state(guessing))
+        kept = draft_state(guessing, self.shard.size, self.shard.rank)
+        begin = partial(self._begin, kernels, sizes, woken, before, kept)
         layers = self.budget.weights.offloaded.layers
         with self.place.torch, within_memory("loading the weights", self.budget.lighter):
             offload = Offload(layers) if layers else None

@@ -157,8 +157,9 @@ class HeadChains(Chains):
         self._hand.given = self._hand.kept
         return super()._further(batch, out)
 
-    def _of_target(self, logits: Tensor) -> Tensor:
+    def _of_target(self, logits: Tensor) -> tuple[Tensor, int]:
+        own = self._first_model.lm_head.own
         if self._ids_of is None:
-            return logits
+            return logits, own.start
         whole = self._whole[: len(logits)]
-        return whole.index_copy_(1, self._ids_of, logits)
+        return whole.index_copy_(1, self._ids_of[own.start : own.stop], logits), 0

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
+from sgla.dist import Shard
 from sgla.messages import NewRow, StepPlan
 from sgla.sampling.sampler import Sampler
 from sgla.worker.batch import Columns, Wanted
@@ -123,10 +124,14 @@ class NGrams:
 
 
 class Both:
-    """A row's guesses are n-grams where these bring more than those of the ``model``."""
+    """A row's guesses are n-grams where these bring more than those of the ``model``, which all ranks
+    compute."""
 
-    def __init__(self, ngrams: NGrams, model: Drafter, paces: tuple[Pace, Pace], tables: SlotTables) -> None:
+    def __init__(
+        self, ngrams: NGrams, model: Drafter, paces: tuple[Pace, Pace], tables: SlotTables, shard: Shard
+    ) -> None:
         self._ngrams, self._model, self._paces, self._tables = ngrams, model, paces, tables
+        self._shard = shard
         self._looked = np.zeros(len(tables.limit), bool)  # slots whose latest guesses are n-grams
 
     def admit(self, new: NewRow) -> None:
@@ -138,16 +143,17 @@ class Both:
             return self._model.guess(plan)
         slots = column(plan.slots)
         starts, _, counts = begin(plan, self._tables)
-        found = [(one, self._pays(one)) for one in self._ngrams.find(slots, starts, counts)]
-        found = [(one, most) for one, most in found if most >= 0]
+        made = self._ngrams.find(slots, starts, counts) if self._shard.draws else []
+        found = [(one, most) for one in made if (most := self._pays(one)) >= 0]
         self._looked[slots] = False
         rows = [one.row for one, _ in found]
         self._looked[slots[rows]] = True
         drafts = column(plan.drafts).copy()
         drafts[rows] = 0
-        made = self._model.guess(replace(plan, drafts=drafts.tobytes()))
-        assert made is not None
-        starts, q_lens = made
+        self._shard.agree(drafts)
+        guessed = self._model.guess(replace(plan, drafts=drafts.tobytes()))
+        assert guessed is not None
+        starts, q_lens = guessed
         for one, most in found:
             q_lens[one.row] += self._ngrams.put(one, most)
         return starts, q_lens

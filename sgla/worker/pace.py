@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgla import clock
+from sgla.dist import Shard
 from sgla.messages import VERIFIED, StepPlan
 from sgla.worker.drafts import begin
 from sgla.worker.state import Int32s, SlotTables, column
@@ -64,10 +65,11 @@ class Best(NamedTuple):
 
 class Pace:
     """Learns of each slot how many of its guesses are right, and how long steps and guesses take.
-    ``adaptive`` False: all that may be guessed is. ``rare``: see ``RARE``."""
+    ``adaptive`` False: all that may be guessed is. ``rare``: see ``RARE``. ``shard``: all ranks take what the
+    one that draws decides."""
 
-    def __init__(self, slots: int, adaptive: bool, rare: int = RARE) -> None:
-        self._right = np.full(slots, FIRST)
+    def __init__(self, slots: int, adaptive: bool, rare: int = RARE, shard: Shard | None = None) -> None:
+        self._right, self._shard = np.full(slots, FIRST), shard
         self.adaptive, self._rare = adaptive, rare
         self._target: Line | Curve = Line()
         self._guess: Line | Curve = Line()
@@ -111,6 +113,8 @@ class Pace:
         if len(rows):
             slots = column(plan.slots)[rows]
             counts = np.minimum(counts, self.most(slots, int(counts.max()), int(q_lens.sum())))
+        if self._shard is not None:
+            self._shard.agree(counts)
         return starts, q_lens, counts
 
     def learn(self, slots: Int32s, guessed: Int32s, right: Int32s) -> None:

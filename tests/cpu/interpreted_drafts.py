@@ -1,13 +1,16 @@
 """Rows that guess on a GPU, without one: see ``interpreted_gpu.py``. Here graphs run, too, each as what it
 was captured from.
 
-``python interpreted_drafts.py [CASE ...]``: prints for each case what a CPU's runner, which does not guess,
-and a GPU's answer, as JSON.
+``python interpreted_drafts.py [--ranks] [CASE ...]``: prints for each case what a CPU's runner, which does
+not guess, and a GPU's answer, as JSON. ``--ranks``: two GPUs, each a process, which are told of no plans and
+make the same ones.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections import deque
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from config_cases import deepseek
 from interpreted_gpu import (
     BESIDE,
@@ -30,6 +34,7 @@ from interpreted_gpu import (
 )
 from tiny import VOCAB, Transcript, make_core, run, submit, tiny_config
 
+from sgla.dist import Shard, gpus
 from sgla.grammar.protocol import Vocabulary
 from sgla.grammar.source import source_of
 from sgla.kernels.cuda import thresholds
@@ -42,6 +47,7 @@ from sgla.worker.start_gpu import cuda_runner
 from sgla.worker.state import column
 
 DRAFTS = 4
+RANK, MEETING = "SGLA_TEST_RANK", "SGLA_TEST_MEETING"  # variables of the second rank
 LETTERS = Vocabulary(
     [bytes([i]) for i in range(256)] + [b""] * (VOCAB - 257) + [b"</s>"], [VOCAB - 1], [VOCAB - 1]
 )
@@ -208,32 +214,42 @@ def guessed(runner: Any, case: str) -> dict[str, Any]:
     core: Core = make_core(runner.facts, drafts=DRAFTS, **CASES[case][3])
     executor = Launching(runner)
     found = shown(run(runner, wanted(case), core, executor=executor))
-    assert executor.held > 0 or case in (*HEADS, "model")
+    assert executor.held > 0 or case in (*HEADS, "model") or runner.shard.rank
     stats = core.stats()
     return found | {"verifies": stats.verifies, "guessed": stats.draft_tokens, "right": stats.right_at}
 
 
+def meet(rank: int, meeting: str) -> None:
+    """Ranks are those of a GPU from now on."""
+    shard = Shard(rank, 2)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    gpus.join_gpus = lambda *args, **settings: gpus.Joined(shard, "")
+
+
 def main() -> None:
     torch.manual_seed(0)
-    for case in set(CASES) - set(sys.argv[1:] or CASES):
+    second, asked = RANK in os.environ, sys.argv[1:]
+    ranks = second or "--ranks" in asked
+    asked = [arg for arg in asked if arg != "--ranks"]
+    for case in set(CASES) - set(asked or CASES):
         del CASES[case]
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {case: {} for case in CASES}
     settings = {"max_running_requests": 4}
 
     def make(maker: Any, case: str, **own: Any) -> Any:
         model, common, _, _ = CASES[case]
-        config = tiny_config(**settings | common | own)
+        config = tiny_config(**settings | common | own | ({"tp": 2} if ranks and "device" in own else {}))
         files = source(Path("."), model)
         draft = MODELS[case][1] if config.speculative_algorithm and case in MODELS else None
         if draft is not None:
             files = replace(files, draft=source(Path("."), draft))
-        runner = maker(config, files, 0, 1, "", lambda progress: None)
+        runner = maker(config, files, int(second), config.tp, "", lambda progress: None)
         with tempfile.NamedTemporaryFile() as file:
             Path(file.name).write_bytes(LETTERS.encoded())
             runner.control(Control(verb="vocabulary", args={"path": file.name}))
         return runner
 
-    for case in CASES:
+    for case in CASES if not second else ():
         runner = make(cpu_runner, case)
         found[case] = {"cpu": shown(run(runner, wanted(case), depth=1))}
         if case in HEADS:
@@ -243,6 +259,12 @@ def main() -> None:
             guesses.of_cpu(runner)
             run(runner, wanted(case), depth=1, drafts=DRAFTS)
             found[case]["guesses of a cpu"] = guesses
+    if ranks:
+        meeting = os.environ.get(MEETING) or tempfile.mktemp()
+        if not second:
+            os.environ[MEETING] = meeting
+            other = subprocess.Popen([sys.executable, __file__, *CASES], env=os.environ | {RANK: "1"})
+        meet(int(second), meeting)
     become_gpu()
     gpu_model.rehearse, gpu_setup.Capture = (lambda *args: None), Capture  # type: ignore[assignment, misc]
     chains.Chains.rehearse = chains.Chains.time = lambda *args: None  # type: ignore[method-assign, assignment]
@@ -258,6 +280,10 @@ def main() -> None:
             guesses.of_gpu(runner)
         found[case]["gpu"] = guessed(runner, case)
         found[case]["guesses"] = guesses
+    if second:
+        return
+    if ranks:
+        assert not other.wait()
     print(json.dumps(found))
 
 

@@ -272,7 +272,7 @@ def test_heads_that_do_not_fit_are_refused() -> None:
         ({"speculative_algorithm": "eagle3"}, "eagle3 needs --speculative-model"),
         ({"speculative_algorithm": "ngram", "speculative_model": "a/b"}, "leave one of them out"),
         ({"speculative_model": "a/b"}, "it is a head of EAGLE-3; give --speculative-algorithm eagle3"),
-        ({"speculative_algorithm": "eagle3", "speculative_model": "a/b", "tp": 2}, "by several ranks yet"),
+        ({"speculative_algorithm": "eagle3", "speculative_model": "a/b", "pp": 2}, "honoured with --pp"),
         ({"speculative_adaptive": False}, "for models that guess"),
         ({"speculative_quantization": "int8"}, "needs --speculative-algorithm"),
     ):
@@ -295,12 +295,13 @@ def test_what_guesses_if_nobody_says_what() -> None:
     assert chosen(None).config.speculative_num_draft_tokens == 8
     assert chosen(DEEP, EAGLE).config.speculative_algorithm == "eagle3"
     assert chosen(DEEP, LLAMA).config.speculative_algorithm == "draft_model"
-    two = chosen(DEEP, tp=2, speculative_num_draft_tokens=3)
+    assert chosen(DEEP, tp=2).config.speculative_algorithm == "ngram"
+    two = chosen(DEEP, pp=2, speculative_num_draft_tokens=3)
     assert two.config.speculative_algorithm is None
     assert two.config.speculative_num_draft_tokens is None
     assert "auto, but" in two.reasons["speculative_algorithm"]
-    with pytest.raises(ConfigError, match="by several ranks yet"):
-        chosen(DEEP, EAGLE, tp=2)
+    with pytest.raises(ConfigError, match="honoured with --pp"):
+        chosen(DEEP, EAGLE, pp=2)
     with pytest.raises(ConfigError, match="page-size"):  # what has nothing to do with guesses
         chosen(DEEP, page_size=-1)
     off = resolve(

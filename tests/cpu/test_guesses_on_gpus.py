@@ -81,6 +81,18 @@ def test_a_head_guesses_as_on_a_cpu(answers: dict[str, Any]) -> None:
     check_head(answers["eagle3"])
 
 
+def test_text_is_that_of_a_cpu_with_several_ranks() -> None:
+    check_text(answers_of("--ranks", "graphs")["graphs"])
+
+
+@pytest.mark.slow
+def test_models_and_heads_guess_with_several_ranks() -> None:
+    found = answers_of("--ranks", "model", "eagle3", "latent")
+    check_guesses(found["model"], 1)
+    check_head(found["eagle3"])
+    check_head(found["latent"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["eagle", "latent", "hybrid"])
 def test_other_heads_guess_as_on_a_cpu(case: str) -> None:

@@ -272,6 +272,24 @@ def test_experts_are_counted_and_move(make: Any, data: bool) -> None:
 
 
 @needs_two
+@pytest.mark.parametrize("guesses", ["ngram", "draft_model"])
+def test_guesses_change_no_text(make: Any, tmp_path: Path, guesses: str) -> None:
+    """Of prompts that repeat themselves; the model guesses for itself."""
+    asked = {"speculative_algorithm": guesses, "speculative_num_draft_tokens": 4}
+    asked |= {"speculative_model": str(tmp_path / "model")} if guesses == "draft_model" else {}
+    prompts = [[i, 7, 9, 11, 13] * 12 for i in range(12)]
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7, "logprobs": 1}]
+    sampling, found = [params(i, **kinds[i % 2]) for i in range(12)], []
+    for more in ({}, asked):
+        engine = make("plain", tp=2, dtype="float32", **more)
+        found.append([list(output.tokens) for output in engine.generate(prompts, sampling)])
+        stats = engine.stats()
+        engine.shutdown()
+    assert found[0] == found[1]
+    assert sum(stats.right_at) > 20
+
+
+@needs_two
 def test_the_death_of_a_rank_ends_requests_with_an_error(make: Any) -> None:
     engine = make("plain", tp=2)
     found: list[BaseException] = []

@@ -1,0 +1,87 @@
+"""Rows guess with the layers split over ranks, too: texts, logprobs and ends are those of one rank without
+guesses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from forked import ForkedExecutor
+from test_draft_heads import DEEP, EAGLE, HYBRID, source_of
+from test_draft_matrix import LETTERS, requests
+from tiny import LLAMA, Transcript, check_draws, make_core, run, run_executor, tiny_config
+
+from sgla.errors import ConfigError
+from sgla.messages import Control
+from sgla.model.drafting import check_settings, read_guessing
+from sgla.model.read import read_decoder
+from sgla.worker.cpu import CpuRunner
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "ngram": ("ngram", DEEP, None),
+    "draft_model": ("draft_model", DEEP, DEEP | {"num_hidden_layers": 3}),
+    "eagle": ("eagle", DEEP, LLAMA | {"num_hidden_layers": 1}),
+    "eagle3": ("eagle3", DEEP, EAGLE),
+    "mtp": ("mtp", HYBRID, None),
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Control:
+    path = tmp_path_factory.mktemp("vocabulary") / "vocabulary"
+    path.write_bytes(msgspec.msgpack.encode(LETTERS))
+    return Control(verb="vocabulary", args={"path": str(path)})
+
+
+@pytest.fixture(scope="module")
+def expected(vocabulary: Control) -> dict[str, Transcript]:
+    """By the model's name."""
+    found = {}
+    for model in (DEEP, HYBRID):
+        runner = CpuRunner(tiny_config(), source_of(model, None), 0, 1, "", lambda progress: None)
+        runner.control(vocabulary)
+        check_draws(runner)
+        found[model["model_type"]] = run(runner, requests(), depth=1)
+    return found
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("case", CASES)
+async def test_text_is_that_of_one_rank(
+    case: str, adaptive: bool, expected: dict[str, Transcript], vocabulary: Control
+) -> None:
+    name, model, draft = CASES[case]
+    settings: dict[str, Any] = {"speculative_algorithm": name, "speculative_num_draft_tokens": 3}
+    config = tiny_config(tp=2, native_kernels=True, speculative_adaptive=adaptive, **settings)
+    executor, wanted = ForkedExecutor(config, source_of(model, draft)), expected[model["model_type"]]
+    try:
+        facts = await executor.start(lambda progress: None)
+        await executor.control(vocabulary)
+        for depth in (1, 3):
+            core = make_core(facts, drafts=3, depth=depth, guided_drafts=facts.guided_drafts)
+            found = await run_executor(executor, facts, requests(), core)
+            assert found.tokens() == wanted.tokens()
+            assert found.finish() == wanted.finish()
+            assert ranks_of(found) == ranks_of(wanted)
+            assert core.stats().draft_tokens > 20
+            assert adaptive or sum(core.stats().right_at) > (0 if draft is EAGLE or name == "mtp" else 5)
+    finally:
+        await executor.close()
+
+
+def ranks_of(transcript: Transcript) -> list[int]:
+    return [entry.rank for delta in transcript["told"] for entry in delta.logprobs or []]
+
+
+@pytest.mark.parametrize("way", [{"pp": 2}, {"cp": 2}, {"tp": 2, "dp_attention": True}])
+def test_other_ways_to_share_a_model_out_are_refused(way: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--speculative-algorithm ngram cannot be honoured with --"):
+        check_settings(tiny_config(speculative_algorithm="ngram", **way), "cpu")
+
+
+def test_heads_that_cannot_be_split_are_refused() -> None:
+    target, draft = read_decoder(DEEP), LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 2}
+    config = tiny_config(tp=4, speculative_algorithm="draft_model", speculative_model="x")
+    with pytest.raises(ConfigError, match="6 heads cannot be split over --tp 4"):
+        read_guessing(config, draft, target)
