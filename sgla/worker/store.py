@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from sgla.errors import ConfigError
 from sgla.messages import Tier
+from sgla.worker import nixl
 from sgla.worker.disk import places_of
 from sgla.worker.lmcache import SCHEMES, open_lmcache
 from sgla.worker.mooncake import SCHEME, open_mooncake
@@ -98,12 +99,8 @@ def _open(url: str, ranks: int) -> tuple[Store, str]:
         return open_mooncake(url, ranks), SCHEME
     if scheme in SCHEMES:
         return open_lmcache(url), "sgla"
-    if scheme == "nixl":
-        raise ConfigError(
-            f"--kv-store {url}: NIXL keeps nothing; a folder, an address that fsspec knows (s3://), "
-            "mooncake:// and lm:// are stores, and --kv-transfer-backend nixl carries KV between servers",
-            param="kv_store",
-        )
+    if scheme == nixl.SCHEME:
+        return nixl.open_nixl(url)
     try:
         import fsspec
 

@@ -115,7 +115,7 @@ def test_damaged_objects_and_a_master_that_is_gone_cost_time_alone(
         ("{}?sgment=1G", "sgment is none of segment, protocol, host"),
         ("lm://127.0.0.1:1", r"lmcache_server HOST PORT starts one .pip install 'sgla.lmcache.'"),
         ("lm://127.0.0.1:1/x", "it is lm://HOST:PORT"),
-        ("nixl://a", "NIXL keeps nothing"),
+        ("nixl://a", "it is nixl:///FOLDER"),
     ],
 )
 @pytest.mark.usefixtures("stored")
