@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 0, "vocab_size": 8, "pad_token_id"
 GRID = "image_grid_thw"
 READ = (
     *("pixel_values", "pixel_attention_mask", GRID, "image_sizes", "batch_num_images"),
-    *("image_position_ids", "target_sizes"),
+    *("image_position_ids", "target_sizes", "pixel_values_videos"),
 )
 HEARD = ("input_features", "attention_mask", "input_features_mask", "log_mel")
 TEXTS = ("language_model", "text_model", "decoder")
@@ -45,10 +45,11 @@ class Features(NamedTuple):
 
 
 class Tower:
-    """``module``: a model of transformers without its language model."""
+    """``module``: a model of transformers without its language model. ``apart``: it takes the steps of a
+    video as pictures."""
 
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self.module, self.device = module, device
+    def __init__(self, module: Any, device: torch.device, apart: bool = False) -> None:
+        self.module, self.device, self._apart = module, device, apart
         self.dtype: torch.dtype = module.dtype
         self.grids: Grids | None = None  # where the host computes what follows from shapes of pictures
 
@@ -84,13 +85,17 @@ class Tower:
         given: dict[str, Any] = {
             name: self._put(name, values) for name, values in arrays.items() if name in READ + HEARD
         }
+        if self._apart:
+            given[GRID] = steps_of(given[GRID])
         if self.grids is not None:
             given |= self.grids.of(given[GRID])
         if "log_mel" in given:
             return Features(heard(self.module, given["log_mel"]), [])
         if "input_features" in given:
             return Features(features_of(self.module, given), [])
-        made = self.module.get_image_features(**given, return_dict=True)
+        films = "pixel_values_videos" in given
+        see = self.module.get_video_features if films else self.module.get_image_features
+        made = see(**given, return_dict=True)
         found = made.pooler_output
         if found is None:  # Llama 4 leaves that to its language model
             found = self.module.multi_modal_projector(joined(made.last_hidden_state))
@@ -115,6 +120,13 @@ class Elsewhere:
 
     def several(self, pictures: Sequence[Mapping[str, Tensor]], counts: list[int]) -> list[Features]:
         return [self(arrays) for arrays in pictures]
+
+
+def steps_of(grid: Tensor) -> Tensor:
+    """int64[N, 3], of steps in time, rows and columns -> the same, each of one step."""
+    once = grid.repeat_interleave(grid[:, 0], 0)
+    once[:, 0] = 1
+    return once
 
 
 def joined(found: Tensor | Sequence[Tensor]) -> Tensor:
@@ -182,7 +194,8 @@ def load_tower(
     for name in TEXTS:
         if hasattr(module, name):
             setattr(module, name, nn.Identity())
-    return Tower(module.eval().requires_grad_(False).to(device), device)
+    apart = vision.film is not None and vision.film.apart
+    return Tower(module.eval().requires_grad_(False).to(device), device, apart)
 
 
 def _of_text(name: str) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from sgla.errors import InvalidField
+from sgla.media.frames import FRAMED
 from sgla.media.video import Video
 from sgla.media.watch import frames
 
@@ -32,6 +33,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
         "max_video_tokens": 768,
     },
+    "Glm4vVideoProcessor": {
+        "patch_size": 14,
+        "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30000},
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "max_duration": 300,
+    },
 }
 COMMON = {"temporal_patch_size": 2, "merge_size": 2, "fps": 2.0, "min_frames": 4, "max_frames": 768}
 
@@ -42,7 +50,9 @@ class Film:
     def __init__(self, processor: str, given: dict[str, Any]) -> None:
         known = COMMON | SETTINGS[processor]
         self._said = said = known | {name: value for name, value in given.items() if value is not None}
-        self._whole = processor == "Qwen3VLVideoProcessor"  # the budget is of all frames
+        self._whole = processor != "Qwen2VLVideoProcessor"  # the budget is of all frames
+        self._paced = "fps" in given
+        self._timed = processor == "Glm4vVideoProcessor"  # frames are chosen by the clock
         self.patch, self.merge, self.depth = (
             said["patch_size"],
             said["merge_size"],
@@ -57,6 +67,8 @@ class Film:
     def numbers(self, video: Video) -> list[int]:
         """Of the frames that are seen. See ``sample_frames`` of the processors."""
         total, said = video.frames, self._said
+        if self._timed:
+            return self._by_the_clock(video)
         depth = 1 if self._whole else self.depth  # what their number is a multiple of
         if fixed := said.get("num_frames"):
             count = min(round(fixed / depth), total // depth) * depth
@@ -68,10 +80,23 @@ class Film:
         step = total / count if count else total
         return (np.arange(math.ceil(total / step)) * step).astype(np.float32).astype(int).tolist()
 
+    def _by_the_clock(self, video: Video) -> list[int]:
+        """See ``sample_frames`` of GLM's processor."""
+        last, fps = video.frames - 1, self._said["fps"]
+        seconds = video.frames / video.rate
+        if (count := self._said.get("num_frames")) and not self._paced:
+            times = (np.arange(count) * seconds / count).tolist()
+        elif seconds <= self._said["max_duration"]:
+            times = [i / fps for i in range(max(math.floor(seconds * fps), 1))]
+        else:
+            times = np.linspace(0, seconds, min(int(self._said["max_duration"] * fps), video.frames)).tolist()
+        return list(dict.fromkeys(min(last, math.ceil(at * video.rate)) for at in times))
+
     def fitted(self, count: int, height: int, width: int) -> tuple[int, int]:
         """The size that ``count`` frames get: multiples of a token's side, with the same shape, about. See
         ``smart_resize`` of the processors."""
         side = self.patch * self.merge
+        count += count % self.depth if self._timed else 0
         if self._whole and min(height, width) < side:
             scale = max(side / height, side / width)
             height, width = int(height * scale), int(width * scale)
@@ -113,51 +138,13 @@ class Film:
         return made
 
 
-# Of processors for which a frame is a picture.
-PLAIN: dict[str, dict[str, Any]] = {
-    "InternVLVideoProcessor": {
-        "size": {"height": 384, "width": 384},
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "num_frames": 8,
-    },
-}
-
-
-def framed(video: Video, processor: str, settings: str, most: int) -> dict[str, Any]:
-    """As ``filmed``: ``pixel_values`` float32[frames, 3, height, width], of frames at equal distances, each
-    in the middle of its part of the video."""
-    given = {name: value for name, value in json.loads(settings).items() if value is not None}
-    said = PLAIN[processor] | given
-    count = said["num_frames"]
-    if "fps" in given and "num_frames" not in given:
-        count = int(video.frames / video.rate * said["fps"])
-    count = min(max(count, 1), video.frames)
-    high, wide = (said["size"].get(edge) for edge in ("height", "width"))
-    if not high or not wide:
-        raise InvalidField("size must have height and width", param="mm_processor_kwargs")
-    if 12 * high * wide * count > most:
-        raise InvalidField(
-            f"{count} frames of {wide} x {high} pixels take more than {most >> 20} MiB; ask for fewer "
-            "(mm_processor_kwargs: fps, num_frames)",
-            param="messages",
-        )
-    step = video.frames / count
-    numbers = np.arange(step / 2, video.frames, step).astype(np.float32).astype(int).tolist()
-    mean, std = (np.asarray(said[name], np.float32) for name in ("image_mean", "image_std"))
-    made = np.empty((count, 3, high, wide), np.float32)
-    for i, image in enumerate(frames(video, numbers)):
-        resized = Image.fromarray(image).resize((wide, high), Image.Resampling.BICUBIC)
-        made[i] = ((np.asarray(resized, np.float32) / 255 - mean) / std).transpose(2, 0, 1)
-    return {"pixel_values": made}
-
-
 def filmed(video: Video, processor: str, settings: str, asked: dict[str, Any], most: int) -> dict[str, Any]:
     """Arrays by name, in numpy. ``settings``: JSON; ``asked``: ``tokens_per_second`` that positions go by, if
     not by numbers; ``most``: bytes. Besides what transformers has, ``tenths`` int64[t]: of seconds, when each
-    pair of frames is, and ``steps`` int64[t]: its position in time. Raises InvalidField."""
-    if processor in PLAIN:
-        return framed(video, processor, settings, most)
+    pair of frames is, ``seconds`` int64[t]: when it begins, and ``steps`` int64[t]: its position in time.
+    Raises InvalidField."""
+    if processor in FRAMED:
+        return FRAMED[processor](video, json.loads(settings), most)
     film = Film(processor, json.loads(settings))
     numbers = film.numbers(video)
     high, wide = film.fitted(len(numbers), video.height, video.width)
@@ -170,13 +157,14 @@ def filmed(video: Video, processor: str, settings: str, asked: dict[str, Any], m
     patches = film.patches(frames(video, numbers), len(numbers), high, wide)
     times = -(-len(numbers) // film.depth)
     padded = [*numbers, *numbers[-1:] * (times * film.depth - len(numbers))]
-    pairs = zip(padded[:: film.depth], padded[film.depth - 1 :: film.depth], strict=True)
-    middles = [(first / video.rate + last / video.rate) / 2 for first, last in pairs]
+    begins, ends = padded[:: film.depth], padded[film.depth - 1 :: film.depth]
+    middles = [(first / video.rate + last / video.rate) / 2 for first, last in zip(begins, ends, strict=True)]
     seen = len(numbers) / video.frames * video.rate  # frames a second
     pace = asked["tokens_per_second"] * film.depth / seen if "tokens_per_second" in asked else 1
     return {
         "pixel_values": patches,
         "image_grid_thw": np.array([[times, high // film.patch, wide // film.patch]]),
         "tenths": np.array([round(float(f"{middle:.1f}") * 10) for middle in middles]),
+        "seconds": np.array([int(first / video.rate) for first in begins]),
         "steps": (np.arange(times, dtype=np.float32) * np.float32(pace)).astype(np.int64),
     }

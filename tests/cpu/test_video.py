@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,13 +10,25 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from test_vision import internvl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from test_vision import (
+    gemma4_large,
+    gemma4_small,
+    glm4v,
+    internvl,
+    kimi,
+    llava_onevision,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_vl,
+    smolvlm,
+)
 from tiny import make_core, run, tiny_config
 from video_files import clip
 from vision_models import Model, picture
 
 from sgla.errors import InvalidField
-from sgla.media.film import Film, framed
+from sgla.media.film import Film, filmed
 from sgla.media.prepare import arrays_of as arrays_made
 from sgla.media.video import Video, Watchable
 from sgla.media.watch import video
@@ -149,12 +162,78 @@ def test_a_frame_is_a_picture(tmp_path: Path) -> None:
     assert run(runner, [request], step_tokens=24, prefix_cache=False).tokens() == expected
 
 
+def of_frames(name: str, film: dict[str, Any], ids: Any, image: int) -> dict[str, Any]:
+    """What transformers' module is given of a video."""
+    made = {key: torch.from_numpy(values) for key, values in film.items()}
+    if name == "llava-onevision":
+        return {"pixel_values_videos": made["pixel_values_videos"]}
+    if name == "smolvlm":
+        return {key: made[key] for key in ("pixel_values", "pixel_attention_mask")}
+    kinds = {"mm_token_type_ids": 2 * (ids == image).int()}
+    if name.startswith("gemma4"):
+        frames = torch.tensor([len(made["pixel_values"])])
+        places = {"video_position_ids": made["image_position_ids"], "num_frames_per_video": frames}
+        return {"pixel_values_videos": made["pixel_values"], **places, **kinds}
+    grid = {"pixel_values_videos": made["pixel_values"], "video_grid_thw": made["image_grid_thw"]}
+    return grid if name == "kimi-k2.5" else grid | kinds
+
+
+POOLED = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 6, "num_frames": 4}
+FAST = ("gemma4", "kimi-k2.5")
+FRAMED = {
+    "llava-onevision": (llava_onevision, {"size": {"height": 16, "width": 16}, "num_frames": 5}),
+    "smolvlm": (smolvlm, {"size": {"longest_edge": 24}, "max_image_size": {"longest_edge": 16}}),
+    "gemma4": (
+        gemma4_large,
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 6, "num_frames": 4},
+    ),
+    "gemma4-small": (
+        gemma4_small,
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 6, "num_frames": 4},
+    ),
+    "glm4v": (glm4v, {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 3000}}),
+    "kimi-k2.5": (kimi, {"patch_size": 4, "max_patches": 24, "size": {"max_height": 64, "max_width": 64}}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        each if each in ("gemma4", "kimi-k2.5") else pytest.param(each, marks=pytest.mark.slow)
+        for each in FRAMED
+    ],
+)
+def test_frames_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Whole, again, and in chunks; another video is no hit."""
+    make, settings = FRAMED[name]
+    model = make(tmp_path)
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    request = model.submit("video", "Look: <video> and tell.", VIDEOS[1:2], 16)
+    film, vision = model.filmed(VIDEOS[1]), model.speller.vision
+    assert vision.film is not None
+    ids = torch.tensor([request.tokens])
+    shown = of_frames(name, film, ids, vision.film.token_of(model.source.config))
+    out = model.module.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, **shown
+    )
+    expected = {"video": out[0, len(request.tokens) :].tolist()}
+    runner = CpuRunner(tiny_config(step_tokens=256), model.source, 0, 1, "", lambda progress: None)
+    core = make_core(runner.facts)
+    assert run(runner, [request], core).tokens() == expected
+    assert run(runner, [request], core).tokens() == expected
+    wholes = [shown.end - shown.first for shown in request.pictures if shown.whole]
+    step = max([24, *(whole + 8 for whole in wholes)])
+    assert run(runner, [request], step_tokens=step, prefix_cache=False).tokens() == expected
+    other = replace(model.submit("other", "Look: <video> and tell.", VIDEOS[:1], 16), rid="other")
+    assert run(runner, [other], core)["other"][0].cached_tokens <= other.pictures[0].first
+
+
 @pytest.mark.parametrize(
     ("settings", "count"),
     [("{}", 8), ('{"num_frames": 3}', 3), ('{"fps": 1}', 4), ('{"num_frames": 99}', 8), ('{"fps": 0.01}', 1)],
 )
 def test_frames_at_equal_distances(settings: str, count: int) -> None:
-    made = framed(VIDEOS[0], "InternVLVideoProcessor", settings, 1 << 26)["pixel_values"]
+    made = filmed(VIDEOS[0], "InternVLVideoProcessor", settings, {}, 1 << 26)["pixel_values"]
     assert made.shape == (count, 3, 384, 384)
     with pytest.raises(InvalidField, match="ask for fewer"):
-        framed(VIDEOS[0], "InternVLVideoProcessor", settings, 1 << 10)
+        filmed(VIDEOS[0], "InternVLVideoProcessor", settings, {}, 1 << 10)

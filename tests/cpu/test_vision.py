@@ -109,7 +109,7 @@ def gemma4(folder: Path, **text: Any) -> Model:
         image_token_id=token("<|image|>"),
         boi_token_id=token("<|image>"),
         eoi_token_id=token("<image|>"),
-        video_token_id=310,
+        video_token_id=token("<|video|>"),
         audio_token_id=309,
     )
     images = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 4, "pooling_kernel_size": 2}
@@ -375,6 +375,7 @@ def kimi(folder: Path) -> Model:
         vision_config=tower,
         text_config=text,
         image_token_id=token("<|media_pad|>"),
+        video_token_id=token("<|kimi_k25_video_placeholder|>"),
         projection_hidden_size=32,
         tie_word_embeddings=False,
     )
@@ -411,6 +412,7 @@ def tiled(folder: Path, name: str, tower: dict[str, Any], kind: str, **images: A
         text_config={"model_type": kind, **TEXT},
         image_token_index=token("<image>"),
         image_grid_pinpoints=shapes,
+        **({"video_token_index": token("<video>")} if name == "LlavaOnevision" else {}),
     )
     images |= {"image_processor_type": f"{name}ImageProcessor", "image_grid_pinpoints": shapes}
     return save_model(folder, f"{name}ForConditionalGeneration", config, images)

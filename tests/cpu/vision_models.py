@@ -41,6 +41,7 @@ WORDS = (
     *("<|vision_start|>", "<|vision_end|>", "<fake_token_around_image>", "<global-img>", "[IMG]"),
     *("[IMG_BREAK]", "[IMG_END]", "<img>", "<IMG_CONTEXT>", "</img>", "<|video_pad|>"),
     *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    *("<|video|>", "<|kimi_k25_video_placeholder|>", "<video>"),
     *("<|media_pad|>", "<slice>", "</slice>", "</image>"),
     *("<|image>", "<|image|>", "<image|>", "<|begin_of_image|>", "<|end_of_image|>"),
 )

@@ -8,7 +8,7 @@ from sgla.model.vision.gemma3 import GEMMA3
 from sgla.model.vision.gemma4 import GEMMA4, GEMMA4_TOGETHER, sees_ahead
 from sgla.model.vision.glm4v import GLM4V, GLM4V_MOE
 from sgla.model.vision.idefics2 import IDEFICS2
-from sgla.model.vision.idefics3 import IDEFICS3
+from sgla.model.vision.idefics3 import IDEFICS3, SMOLVLM
 from sgla.model.vision.internvl import INTERNVL
 from sgla.model.vision.kimi import KIMI_K25
 from sgla.model.vision.llama4 import LLAMA4
@@ -46,7 +46,7 @@ VISIONS: dict[str, Vision] = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
     "SiglipModel": SIGLIP,
-    "SmolVLMForConditionalGeneration": IDEFICS3,
+    "SmolVLMForConditionalGeneration": SMOLVLM,
 }
 
 

@@ -6,13 +6,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sgla.messages import Prepared
-from sgla.model.vision.spec import Config, Settings, Spelled, Vision, values
+from sgla.model.vision.spec import Config, Film, Settings, Spelled, Vision, values
 
 BEGIN, TOKEN, END = "<|image>", "<|image|>", "<image|>"
+FRAMES = "<|video|>"
 
 
 def spelled(config: Config, settings: Settings, picture: Prepared) -> Spelled:
     return Spelled(f"{BEGIN}{TOKEN}{END}", tuple(values(picture, "num_soft_tokens_per_image")))
+
+
+def filmed(config: Config, settings: Settings, video: Prepared) -> Spelled:
+    """Each frame has its time before it."""
+    seconds, counts = values(video, "seconds"), tuple(values(video, "tokens"))
+    text = " ".join(f"{at // 60:02d}:{at % 60:02d} {BEGIN}{FRAMES}{END}" for at in seconds)
+    return Spelled(text, counts * len(seconds))
 
 
 GEMMA4 = Vision(
@@ -22,7 +30,14 @@ GEMMA4 = Vision(
     media=TOKEN,
     spelled=spelled,
     parts=("vision_tower", "embed_vision"),
-    sizes=("max_soft_tokens",),
+    sizes=("max_soft_tokens", "fps", "num_frames"),
+    film=Film(
+        processor="Gemma4VideoProcessor",
+        token=("video_token_id", 258884),
+        written=FRAMES,
+        media=FRAMES,
+        spelled=filmed,
+    ),
 )
 GEMMA4_TOGETHER = replace(GEMMA4, together=True, windowed=True)
 

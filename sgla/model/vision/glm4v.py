@@ -8,7 +8,7 @@ from math import prod
 
 from sgla.messages import Prepared
 from sgla.model.vision.qwen2_vl import merged, rope_of
-from sgla.model.vision.spec import Config, Settings, Spelled, Vision, values
+from sgla.model.vision.spec import Config, Film, Settings, Spelled, Vision, values
 
 BEGIN, TOKEN, END = "<|begin_of_image|>", "<|image|>", "<|end_of_image|>"
 
@@ -21,6 +21,21 @@ def spelled(config: Config, settings: Settings, picture: Prepared) -> Spelled:
     return Spelled(TOKEN, (prod(values(picture, "image_grid_thw")) // merged(config) ** 2,))
 
 
+def filmed(config: Config, settings: Settings, video: Prepared) -> Spelled:
+    """Two frames that are a step in time have their second behind them."""
+    times, rows, columns = values(video, "image_grid_thw")
+    text = "".join(f"{BEGIN}{TOKEN}{END}{second}" for second in values(video, "seconds"))
+    return Spelled(text, (rows * columns // merged(config) ** 2,) * times)
+
+
+FILM = Film(
+    processor="Glm4vVideoProcessor",
+    token=("image_token_id", 151343),
+    written="<|video|>",
+    media="<|begin_of_video|><|video|><|end_of_video|>",
+    spelled=filmed,
+    apart=True,
+)
 GLM4V = Vision(
     processors=("Glm4vImageProcessor",),
     token=("image_token_id", 151343),
@@ -28,8 +43,11 @@ GLM4V = Vision(
     media=f"{BEGIN}{TOKEN}{END}",
     spelled=spelled,
     parts=("visual",),
-    sizes=("size",),
+    sizes=("size", "fps", "num_frames"),
+    film=FILM,
     merged=merged,
     sections=sections,
 )
-GLM4V_MOE = replace(GLM4V, token=("image_token_id", 151363))
+GLM4V_MOE = replace(
+    GLM4V, token=("image_token_id", 151363), film=replace(FILM, token=("image_token_id", 151363))
+)

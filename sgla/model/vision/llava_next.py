@@ -4,12 +4,12 @@ behind each of its rows."""
 
 from __future__ import annotations
 
-from math import sqrt
+from math import ceil, sqrt
 
 from sgla.messages import Prepared
-from sgla.model.vision.spec import Config, Settings, Spelled, Vision, array, values, vision_config
+from sgla.model.vision.spec import Config, Film, Settings, Spelled, Vision, array, values, vision_config
 
-TOKEN = "<image>"
+TOKEN, FRAMES = "<image>", "<video>"
 # Heights and widths where config.json has none.
 SHAPES = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 GRID = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
@@ -72,6 +72,13 @@ def shrunk(config: Config, settings: Settings, picture: Prepared) -> Spelled:
     return Spelled(TOKEN, (count + rows * (columns + 1),))
 
 
+def filmed(config: Config, settings: Settings, video: Prepared) -> Spelled:
+    """Of each frame 2 x 2 patches are a token, and one stands behind all frames."""
+    _, frames, _, height, _ = array(video, "pixel_values_videos")
+    side = ceil(height // vision_config(config).get("patch_size", 14) / 2)
+    return Spelled(FRAMES, (frames * side * side + 1,))
+
+
 LLAVA_NEXT = Vision(
     processors=("LlavaNextImageProcessor",),
     token=("image_token_index", 32000),
@@ -87,5 +94,13 @@ LLAVA_ONEVISION = Vision(
     media=f"{TOKEN}\n",
     spelled=shrunk,
     alone=True,
+    film=Film(
+        processor="LlavaOnevisionVideoProcessor",
+        token=("video_token_index", 151647),
+        written=FRAMES,
+        media=f"{FRAMES}\n",
+        spelled=filmed,
+    ),
+    sizes=("fps", "num_frames"),
     parts=("vision_tower", "multi_modal_projector", "image_newline"),
 )

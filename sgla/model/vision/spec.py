@@ -32,7 +32,8 @@ class Spelled(NamedTuple):
 @dataclass(frozen=True)
 class Film:
     """How a family takes videos beside pictures, which the same tower sees; see ``Vision``. ``processor``: a
-    key of ``media/film.py``'s settings. ``paced``: how many positions a second has, if they go by time."""
+    key of ``media/film.py``'s settings, or of ``media/frames.py``'s functions. ``paced``: how many positions a
+    second has, if they go by time; ``apart``: the tower is shown its steps in time as pictures."""
 
     processor: str
     token: tuple[str, int]
@@ -40,6 +41,7 @@ class Film:
     media: str
     spelled: Callable[[Config, Settings, Prepared], Spelled]
     paced: Callable[[Config], float] | None = None
+    apart: bool = False
     things: str = "videos"
 
     def token_of(self, config: Config) -> int:
