@@ -32,8 +32,8 @@ class Spelled(NamedTuple):
 @dataclass(frozen=True)
 class Film:
     """How a family takes videos beside pictures, which the same tower sees; see ``Vision``. ``processor``: a
-    key of ``media/film.py``'s settings, or of ``media/frames.py``'s functions. ``paced``: how many positions a
-    second has, if they go by time; ``apart``: the tower is shown its steps in time as pictures."""
+    key of ``media/film.py``'s settings, or of ``media/frames.py``'s functions. ``paced``: how many positions
+    a second has, if they go by time; ``apart``: the tower is shown its steps in time as pictures."""
 
     processor: str
     token: tuple[str, int]
