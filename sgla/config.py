@@ -394,8 +394,8 @@ class EngineSettings(ModelSettings, kw_only=True):
         str | None,
         Doc(
             description="folder or address that fsspec knows (s3://, gs://, file://; needs sgla[remote]), "
-            "mooncake://MASTER:PORT (sgla[mooncake]) or lm://HOST:PORT (LMCache's server), where servers of "
-            "the same model keep prefixes for each other"
+            "mooncake://MASTER:PORT (sgla[mooncake]), nixl:///FOLDER (sgla[nixl]) or lm://HOST:PORT "
+            "(LMCache's server), where servers of the same model keep prefixes for each other"
         ),
     ] = None
     kv_host_ratio: Annotated[
