@@ -16,6 +16,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from config_cases import llama
 from servers import decoding, port_of, prefilling, stats, write
+from tiny import VOCAB
 
 from sgla.engine import Engine
 from sgla.engine.params import SamplingParams
@@ -49,6 +50,7 @@ def another(run: object, *args: object) -> Iterator[Connection]:
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=run, args=(*args, theirs), daemon=True)  # type: ignore[arg-type]
     process.start()
+    theirs.close()  # so that its end is seen here
     yield ours
     process.kill()
     process.join()
@@ -96,7 +98,8 @@ def texts(engine: Engine) -> list[list[int]]:
 
 
 def test_two_servers_answer_as_one_does(tmp_path: Path) -> None:
-    folder = write(tmp_path, llama(hidden_size=512, num_attention_heads=8, num_key_value_heads=2), 1024)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    folder = write(tmp_path, llama(vocab_size=VOCAB, num_key_value_heads=2, **sizes), 1024)
     with another(prefill, str(folder)) as pipe:
         port, alone = pipe.recv(), pipe.recv()
         with decoding(folder, port, **SETTINGS) as engine:
