@@ -58,7 +58,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="demo", help="a demo model's name, a folder or a GGUF file")
     parser.add_argument("--formats", default=NAMES)
-    parser.add_argument("--kv", default="", choices=["", "int8"])
+    parser.add_argument("--kv", default="", choices=["", "int8", "int4"])
     parser.add_argument("--piece", type=int, default=PIECE, help="tokens that are read together")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)

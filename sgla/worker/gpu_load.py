@@ -56,7 +56,6 @@ def choose_kernels(
     experts = experts_kind(spec, dtype, config.quantization)
     check_device(place.device, config, dtype, experts, spec.quantization)
     shapes = shapes_of(config, spec, place.shard, sizes, together)
-    check_integers(config.kv_cache_dtype, shapes)
     with within_memory("allocating workspaces of attention", lambda: FEWER_ROWS):
         backend, notes = attention.choose_backend(
             config.attention_backend,
@@ -95,7 +94,7 @@ def shapes_of(
     config: Config, spec: ModelSpec, shard: Shard, sizes: Sizes, together: bool = False
 ) -> list[attention.AttentionShape]:
     """What attention has to serve on a rank: layers with the same heads have one shape; those that keep no
-    tokens have none."""
+    tokens have none. Raises ConfigError for a KV cache that has no kernels for them."""
     groups: dict[attention.Heads, list[AttentionSpec]] = {}
     for layer in spec.attention:
         if not layer.kept(1):
@@ -105,7 +104,7 @@ def shapes_of(
         groups.setdefault(key, []).append(layer)
     if not groups:  # steps are planned as if a layer read tokens
         groups[attention.Heads(1, 1, 64, 64)] = [AttentionSpec(1, 1, 64, 1.0, None)]
-    return [
+    shapes = [
         attention.AttentionShape(
             key.heads,
             key.kv_heads,
@@ -128,6 +127,8 @@ def shapes_of(
         )
         for key, layers in groups.items()
     ]
+    check_integers(config.kv_cache_dtype, shapes)
+    return shapes
 
 
 def weights_of(config: Config, spec: ModelSpec, place: Gpu, guessing: ModelSpec | None) -> Weights:

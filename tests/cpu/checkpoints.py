@@ -138,7 +138,7 @@ class Eager:
     model: CausalLM
     budget: int = 1024
     page_size: int = 4
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | str = torch.float32  # of the KV cache
     native: bool = False
 
     def generate(self, prompts: list[list[int]], new: int) -> list[Row]:

@@ -446,6 +446,18 @@ CASES: dict[str, tuple[dict[str, Any], str, Callable[[], list[Submit]], dict[str
         {"kv_cache_dtype": "int8"},
         {"decode_attention_backend": "triton", "prefill_attention_backend": "torch"},
     ),
+    "pages of int4": (  # those of the CPU are alone, their prompts whole
+        DECODER | {"head_dim": 16},
+        "",
+        turns,
+        {"kv_cache_dtype": "int4", "max_running_requests": 1},
+        {
+            "step_tokens": 24,
+            "max_running_requests": 4,
+            "decode_attention_backend": "triton",
+            "prefill_attention_backend": "torch",
+        },
+    ),
     "module": (DECODER, "", short_text, {}, {"attention_backend": "torch"}),
     "module with windows": (
         SINKS,

@@ -73,6 +73,18 @@ def test_every_head_size_starts_or_is_refused_by_name(dims: tuple[int, ...]) -> 
         assert not found["loaded"]
 
 
+def test_caches_of_integers_start_or_are_refused_by_name() -> None:
+    cases: list[dict[str, Any]] = [
+        {"model": model, "config": {"kv_cache_dtype": kind}}
+        for model in ({"head_dim": 64}, {"head_dim": 72}, LATENT)
+        for kind in ("int8", "int4")
+    ]
+    refused = [None, None, None, "a multiple of 16 a head", "latent attention", "latent attention"]
+    for case, found, why in zip(cases, start([{"card": "H200"} | case for case in cases]), refused):
+        error = found.get("error")
+        assert (error is None) if why is None else (why in str(error) and not found["loaded"]), (case, found)
+
+
 def test_other_makers_numbers_are_not_nvidias(monkeypatch: pytest.MonkeyPatch) -> None:
     """An MI300X says 9.4."""
     facts = {

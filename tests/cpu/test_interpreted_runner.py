@@ -24,6 +24,7 @@ CASES = {
     "prefixes for others on a GPU": {"logprobs"},
     "after a sleep": {"logprobs"},
     "pages of int8": {"logprobs"},
+    "pages of int4": {"logprobs"},
     "toy family": {"logprobs"},
     "toy latent": {"logprobs"},
     "toy format": {"logprobs"},

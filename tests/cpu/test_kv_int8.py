@@ -1,9 +1,11 @@
-"""KV pages of 8-bit integers with a scale of each token and head. The kernels: test_kernels.py."""
+"""KV pages of integers: of 8 bits with a scale of each token and head, and values of 4. The kernels:
+test_kernels.py, test_triton.py."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -14,13 +16,16 @@ from test_mixtures import INDEXED
 from tiny import make_core, run, submit, tiny_config, tiny_source
 from transformers import AutoConfig
 
+from sgla.hub import packaged
 from sgla.hub.source import ModelSource
 from sgla.layers.spec import StateTensor
 from sgla.loading.load import load_model
+from sgla.loading.source import open_source
 from sgla.messages import Submit
 from sgla.model.state import LayerState, kv_groups
+from sgla.text.tokenizer import load_path
 from sgla.worker.cpu import CpuRunner
-from sgla.worker.kv import allocate_kv, memory_of, zero_pages
+from sgla.worker.kv import allocate_kv, memory_of, paged, zero_pages
 
 KV = StateTensor("k", (2, 8)), StateTensor("v", (2, 6))
 WINDOWS = gemma3(
@@ -55,6 +60,51 @@ def test_a_page_has_a_scale_for_each_head_of_a_token() -> None:
     assert sum(x.shape[1] for x in memory) == 4 * group.token_bytes
     zero_pages([both, latent], [torch.tensor([1, 2])])
     assert [[bool(page.any()) for page in x] for x in both.tensors] == [[True, False, False]] * 4
+
+
+def test_values_of_4_bits_have_constants_of_their_own() -> None:
+    """Keys are as beside int8. A value is off by half a step at most, and one that is none spoils its group
+    alone."""
+    state = [LayerState(0, (StateTensor("k", (2, 96)), StateTensor("v", (2, 96))))]
+    [group] = kv_groups(state, 64, "int4")
+    assert group.token_bytes == 2 * (96 + 4) + 2 * (48 + 3 * 4)
+    [kv] = paged(allocate_kv(state, [group], [3], 4, "int4"))
+    assert [x.dtype for x in kv.tensors] == [torch.int8, torch.uint8, torch.float32, torch.bfloat16]
+    assert kv.v_dim == 96
+    [memory] = memory_of([kv], 1)
+    assert sum(x.shape[1] for x in memory) == 4 * group.token_bytes
+    value, where = torch.randn(3, 2, 96) * 5 + 3, (torch.tensor([2, 2, 1]), torch.tensor([3, 0, 1]))
+    value[1, 1, 40], value[2, 0, :32] = torch.inf, 7.0
+    kv.put_values(value, where)
+    kv.put_keys(value.nan_to_num(), where)
+    found = kv.values(torch.tensor([1, 2]))
+    found = torch.stack([found[1, 3], found[1, 0], found[0, 1]])
+    groups, read = value.unflatten(-1, (3, 32)), found.unflatten(-1, (3, 32))
+    step = (groups.amax(-1) - groups.amin(-1)) / 15
+    fine = torch.ones(3, 2, 3, dtype=torch.bool)
+    fine[1, 1, 1] = False
+    assert ((read - groups).abs().amax(-1) <= 0.6 * step)[fine].all()
+    assert read[1, 1, 1].isnan().all()
+    zero_pages([kv], [torch.tensor([1, 2])])
+    assert not any(x.any() for x in kv.tensors)
+
+
+@pytest.mark.real
+def test_logprobs_of_the_demo_model_are_off_by_so_much() -> None:
+    """Of a text in English, beside a cache in float32."""
+    path = packaged.cached()
+    if path is None:
+        pytest.skip("the demo model is not in the cache")
+    model = load_model(open_source(path), context_len=512)
+    tokens = load_path(path).encode("\n".join(topics[name] for name in sorted(topics))[:2000])[:300]
+    whole, int8, int4 = (
+        Eager(model, page_size=16, dtype=kind).prompt_logprobs([tokens])[range(len(tokens) - 1), tokens[1:]]
+        for kind in ("float32", "int8", "int4")
+    )
+    off = [float((each - whole).abs().mean()) for each in (int8, int4)]
+    print(f"off by {off[0]:.4f} in int8, {off[1]:.4f} in int4")
+    assert 0 < off[0] < 0.02
+    assert off[0] < off[1] < 0.1
 
 
 def requests() -> list[Submit]:
