@@ -11,6 +11,9 @@ from torch import Tensor
 
 from sgla.kernels import ops
 from sgla.kernels.rehearsal import under_way
+# Its name was another one before torch 2.14.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Lockstep:
     """``rank`` of ``size`` that share MLPs and experts out. ``idle``: it has no tokens, and what it computes
@@ -79,7 +82,7 @@ def gathered(x: Tensor, counts: Sequence[int], rank: int) -> Tensor:
         x = torch.cat([x[: counts[rank]], x.new_zeros(most - counts[rank], x.shape[1])])
     received = x.new_empty(len(counts) * most, x.shape[1])
     if not under_way():
-        dist.all_gather_into_tensor(received, x.contiguous())
+        _gather(received, x.contiguous())
     if all(count == most for count in counts):
         return received
     return torch.cat([rows[:count] for rows, count in zip(received.split(most), counts)])

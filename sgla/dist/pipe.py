@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch import Tensor
+
+from sgla.kernels.rehearsal import under_way
 
 AHEAD = 4  # messages on their way, at most: a stage computes the next step while the one behind is busy
 
@@ -21,6 +25,7 @@ class Pipe:
         self.stage, self.stages = stage, stages
         self._before, self._behind = rank - width, rank + width
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._held: tuple[Tensor, Tensor] | None = None
 
     @property
     def first(self) -> bool:
@@ -30,12 +35,34 @@ class Pipe:
     def last(self) -> bool:
         return self.stage == self.stages - 1
 
+    @contextmanager
+    def holding(self, arrived: Tensor, leaving: Tensor) -> Iterator[None]:
+        """Meanwhile what is received is in ``arrived`` [at least T, d], and what is sent goes to ``leaving``: a
+        graph reads and writes them, before and behind whose replays they go from rank to rank."""
+        self._held = arrived, leaving
+        try:
+            yield
+        finally:
+            self._held = None
+
     def receive(self, out: Tensor) -> None:
         """Fill ``out`` [T, d] with the hidden states of the step."""
-        dist.recv(out, self._before)
+        if self._held is not None:
+            out.copy_(self._held[0][: len(out)])
+        elif not under_way():
+            self._take(out)
 
     def send(self, x: Tensor) -> None:
         """Hand on the hidden states ``x`` [T, d], which may change afterwards."""
+        if self._held is not None:
+            self._held[1][: len(x)].copy_(x)
+        elif not under_way():
+            self._give(x)
+
+    def _take(self, out: Tensor) -> None:
+        dist.recv(out, self._before)
+
+    def _give(self, x: Tensor) -> None:
         if len(self._sent) == AHEAD:
             self._sent.popleft()[0].wait()
         copy = x.clone()

@@ -96,7 +96,8 @@ class CudaRunner(GpuExperts):
             self._await(late)
             states = state_columns(plan, slots, starts, self.steps.tables.host)
             out, landed, pending = self.graphs.run(slots, starts, states, verify, size or 0)
-            flight = self.flights.begin(plan, begin, out, rows, landed, pending, [], verify)
+            count = rows if self.shard.samples else 0
+            flight = self.flights.begin(plan, begin, out, count, landed, pending, [], verify)
         else:
             out, count, scored, pending, extras = self._extend(plan, slots, starts, verify, counted, late)
             flight = self.flights.begin(plan, begin, out, count, None, pending, scored, verify)

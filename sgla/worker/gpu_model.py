@@ -177,9 +177,7 @@ class GpuModel(Runner):
             "tables": tables,
             **self.seeing.ledger,
         }
-        # Where several stages exchange hidden states steps are not captured yet.
-        staged = self.shard.pipe is not None
-        self._captures = kernels.attention.captures and self.pooling is None and not staged
+        self._captures = kernels.attention.captures and self.pooling is None
         pool = ThreadPoolExecutor(1, "rehearse")
         self._rehearsal = (
             pool.submit(rehearse, self.steps, self.place.index, woken) if self._captures else None

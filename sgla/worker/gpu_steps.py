@@ -111,8 +111,9 @@ class GpuSteps:
         self.slots, self.step_tokens, self.context_len, page_size, self.rows = sizes
         self.windows = sorted(set(model.spec.windows))
         picks = any(0 < layer.whole_until < self.context_len for layer in model.spec.attention)
-        together = self.shard.lockstep is not None  # and ranks have other numbers of prompt tokens
-        self.reads_in_graphs = not (self.deterministic or picks or together)  # prompts
+        # Prompts: not where ranks have other numbers of tokens, or stages might have them in another order.
+        apart = self.shard.lockstep is not None or self.shard.pipe is not None
+        self.reads_in_graphs = not (self.deterministic or picks or apart)
         self._sampled = sizes_up_to(self.rows)  # rows of a step that sample
         self.scales = [(1.0, 1.0)] * len(model.spec.held)
         self.own, self.state = len(model.state()), with_draft(model.state(), beside)

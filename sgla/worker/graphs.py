@@ -148,6 +148,10 @@ class DecodeGraphs:
         )
         self._out_loc = steps.tables.places(self.limit)
         self._cum = {w: torch.zeros(self.limit + 1, dtype=torch.int32, device="cuda") for w in steps.windows}
+        self._pipe, wide = steps.shard.pipe, (self.limit, steps.model.spec.hidden)
+        if self._pipe is not None:
+            dtype = steps.model.embed.dtype
+            self._arrived, self._leaving = (torch.zeros(*wide, dtype=dtype, device="cuda") for _ in range(2))
         self.out = torch.zeros(self.limit, dtype=torch.int32, device="cuda")
         self._keys = torch.full((self.limit,), WORST, dtype=torch.int64, device="cuda")
         self._q_start = torch.arange(self.limit + 1, dtype=torch.int32, device="cuda")
@@ -201,6 +205,13 @@ class DecodeGraphs:
     def _forward(self, size: int, cascade: bool = False) -> None:
         """The step of ``size`` rows whose columns are on the GPU; ``cascade``: with the prefixes in the
         buffer."""
+        if self._pipe is None:
+            self._compute(size, cascade)
+            return
+        with self._pipe.holding(self._arrived, self._leaving):
+            self._compute(size, cascade)
+
+    def _compute(self, size: int, cascade: bool) -> None:
         steps, tables = self._steps, self._steps.tables
         slots, starts, ends, stage, plain, units = self._columns(size)
         landing = Landing(self._landed, stage)
@@ -226,6 +237,9 @@ class DecodeGraphs:
         # The prefixes' kernel wants q before the decode kernel would make it, and rows that guess read what
         # others of the same slot store.
         fused = decode.fused if not cascade and (steps.drafts is None or size == 1) else None
+        if not steps.shard.samples:
+            steps.forward.hidden(batch, None, fused)
+            return
         draw = steps.sampler.fused_draw(slots, ends, self._keys[:size], plain)
         drawing = draw if steps.forward.draws else None
         logits, drawn = steps.forward.step(batch, None, steps.logits[:size], drawing, fused)
@@ -310,7 +324,12 @@ class DecodeGraphs:
             shared.numpy()[:] = pack(plan, self.limit, most_items(self.limit))
             self._shared.copy_(shared, non_blocking=True)
         stage = self._send(slots, starts, size, states, verify)
+        if self._pipe is not None and not self._pipe.first:
+            self._pipe.receive(self._arrived[: len(slots)])
         graphs[size].replay()
+        if self._pipe is not None and not self._pipe.last:
+            self._pipe.send(self._leaving[: len(slots)])
+            return self.out, self._landed[stage, :0], None
         if self._steps.sampler.plain(slots):
             return self.out, self._landed[stage, : len(slots)], None
         columns, rows = self._columns(size), len(slots)

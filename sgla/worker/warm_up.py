@@ -173,8 +173,9 @@ def warm_up(steps: GpuSteps, execute: Callable[[StepPlan], object]) -> None:
 def layers_of_all_kinds(spec: ModelSpec) -> int:
     """How many of the first layers it takes, and one more, since the last one goes on with few rows."""
     mixtures = spec.moe.layers if spec.moe is not None else ()
-    kinds = [(replace(layer, reads=None), index in mixtures) for index, layer in enumerate(spec.attention)]
-    return min(spec.layers, max(2 + kinds.index(kind) for kind in kinds))
+    held = enumerate(spec.attention_held, spec.held.start)
+    kinds = [(replace(layer, reads=None), index in mixtures) for index, layer in held]
+    return min(len(kinds), max(2 + kinds.index(kind) for kind in kinds))
 
 
 def _below(most: int, sizes: Sequence[int]) -> list[int]:

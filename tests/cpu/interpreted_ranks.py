@@ -1,5 +1,6 @@
 """Ranks of runners for a GPU that compute without one, as those of ``interpreted_gpu.py``, and exchange data
-by gloo: each is a process that plans by itself what all do, and hears what all have got.
+by gloo: each is a process that plans by itself what all do, and hears what all have got. Decode steps are
+graphs, whose replays are calls.
 
 ``python interpreted_ranks.py CASE ...``: prints for each case what one rank answers on a CPU, and what the
 ranks do, as JSON.
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import interpreted_gpu as gpu  # before all that asks whether Triton is interpreted
@@ -25,12 +27,14 @@ from test_stages import LATENT, MIXTURE
 from tiny import make_core, run, submit, tiny_config
 
 from sgla.actors.placing import counts_of
+from sgla.attention import Attention
 from sgla.dist import gpus
 from sgla.dist.meeting import use_interface
 from sgla.hub.source import ModelSource
 from sgla.kernels.placement import balance, balanced
 from sgla.messages import Control, Moved, StepPlan, StepResult, Submit
-from sgla.worker import gpu_context
+from sgla.worker import gpu_context, gpu_model, gpu_setup
+from sgla.worker.prompt_graphs import PromptGraphs
 from sgla.worker.start_cpu import cpu_runner
 from sgla.worker.start_gpu import cuda_runner
 
@@ -50,8 +54,14 @@ def texts() -> list[Submit]:
     ]
 
 
-COMMON: dict[str, Any] = {"step_tokens": 32, "attention_backend": "torch"}
+COMMON: dict[str, Any] = {
+    "step_tokens": 32,
+    "max_running_requests": 4,
+    "decode_attention_backend": "triton",
+    "prefill_attention_backend": "torch",
+}
 CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks, settings
+    "stages": (MODEL, 2, {"pp": 2}),
     "parts of a prompt": (MODEL, 2, {"cp": 2}),
     "parts of a prompt, latent": (MODEL | LATENT, 2, {"cp": 2}),
     "parts of layers": (EXPERTS, 2, {"tp": 2}),
@@ -62,11 +72,27 @@ CASES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # model, ranks
 }
 
 
+class Replays:
+    """In place of ``Capture``."""
+
+    made = 0
+
+    def __call__(self, body: Callable[[], None]) -> Any:
+        def replay() -> None:
+            Replays.made += 1
+            body()
+
+        return SimpleNamespace(replay=replay)
+
+    unrun = __call__
+
+
 class Alike:
-    """An executor of one rank, which brings what all ranks have got."""
+    """An executor of one rank, which brings what all ranks have got: ``parts`` of each, or what the last
+    stage has."""
 
     def __init__(self, runner: Any, parts: bool) -> None:
-        self._runner, self._parts = runner, parts
+        self._runner, self._parts, self._last = runner, parts, -1 if runner.shard.pipe is not None else 0
         self._plans: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
@@ -75,7 +101,7 @@ class Alike:
     def drain(self) -> list[StepResult | Moved]:
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, self._runner.execute(self._plans.popleft()))
-        return [StepResult(step=0, tokens=b"", parts=told) if self._parts else told[0]]
+        return [StepResult(step=0, tokens=b"", parts=told) if self._parts else told[self._last]]
 
 
 def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[str, Any]) -> dict[str, Any]:
@@ -85,20 +111,25 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
     dist.init_process_group = lambda backend, *, device_id, **more: begin("gloo", **more)
     torch.cuda.device_count = lambda: size
     gpus._refuses = lambda *_: "there are none"
+    gpu_setup.Capture, gpu_model.rehearse = Replays, lambda *_: None
+    Attention.captures = property(lambda self: True)
+    PromptGraphs.takes = lambda *_: False  # their attention is not torch's
     config = tiny_config(device="cuda", **COMMON | settings)
     runner = cuda_runner(config, source, rank, size, str(Path(store).parent), lambda progress: None)
     data, whole = config.dp_attention, config.ep > 1
 
     def again() -> dict[str, Any]:
-        core = parted(runner.facts, size) if data else make_core(runner.facts)
+        stages = {"stages": size, "depth": size + 1} if config.pp > 1 else {}
+        core = parted(runner.facts, size) if data else make_core(runner.facts, **stages)
         return gpu.shown(run(runner, texts(), core, Alike(runner, data)))
 
     if config.cp > 1 or "num_experts" not in source.config:
-        return {"answers": [again()]}
+        return {"answers": [again()], "replays": Replays.made}
     runner.control(Control(verb="experts_start"))
     answers, told = [again()], [None] * size
     dist.all_gather_object(told, runner.control(Control(verb="experts_dump")))
     counts, homes = counts_of({"ranks": told})
+    assert not Replays.made, "what is counted is no graph"
     found: dict[str, Any] = {"answers": answers, "counts": counts}
     if whole:
         moved = {
@@ -109,7 +140,7 @@ def work(rank: int, size: int, store: str, source: ModelSource, settings: dict[s
         found["moved"] = moved != homes
     runner.control(Control(verb="experts_stop"))
     answers.append(again())
-    return found
+    return found | {"replays": Replays.made}
 
 
 def forked(size: int, call: Callable[[int], Any]) -> list[Any]:
@@ -137,7 +168,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for case in sys.argv[1:] or list(CASES):
         model = ModelSource("dummy", Path("tiny"), (), CASES[case][0], {})
-        runner = cpu_runner(tiny_config(step_tokens=32), model, 0, 1, "", lambda progress: None)
+        config = tiny_config(step_tokens=32, max_running_requests=4)
+        runner = cpu_runner(config, model, 0, 1, "", lambda progress: None)
         if "num_experts" in model.config:
             runner.control(Control(verb="experts_start"))
         found[case] = {"cpu": gpu.shown(run(runner, texts(), make_core(runner.facts)))}

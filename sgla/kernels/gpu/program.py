@@ -162,7 +162,7 @@ class RecordedForward:
     def prepare(self, decode: Any) -> None:
         """Rewrite the ``step`` of one decode row. A kernel that computes the whole of it makes tables on the
         GPU, which cannot happen while a graph is captured."""
-        record = self._record("step", False)
+        record = self._record("step", False) if self._model.shard.samples else None
         if record is not None:
             sizes = {"tokens": 1, "rows": 1, "sampled": 0, "gathered": self._gathered(1)}
             self._program(record, Asked(sizes, decode, self.draws, self._gpu.deterministic))
