@@ -44,6 +44,8 @@ def check_cp(config: Config, device: str, spec: ModelSpec | EncoderSpec | None, 
         obstacle = "by a model that answers with vectors"
     elif isinstance(spec, GenericSpec):
         obstacle = "by a model that runs through transformers' module"
+    elif config.kv_cache_dtype == "int4":
+        obstacle = "with --kv-cache-dtype int4, whose scales are not exchanged"
     elif spec is not None:
         obstacle = _of_model(spec)
     if obstacle:

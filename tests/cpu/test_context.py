@@ -113,6 +113,8 @@ def test_other_devices_and_models() -> None:
     for device, vectors, words in (("other", False, "on --device other"), ("cpu", True, "with vectors")):
         with pytest.raises(ConfigError, match=words):
             check_cp(Config(cp=2), device, spec, vectors)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int4"):
+        check_cp(Config(cp=2, kv_cache_dtype="int4"), "cuda", spec, False)
 
 
 def test_who_holds_what_is_known_before_anything_loads() -> None:
