@@ -52,8 +52,9 @@ def _pairs(v, words, there, e, page_size, DIMS: tl.constexpr):
     packed = tl.load(v + (e // 2)[None, :], mask=there, other=0).to(tl.int32)
     word = tl.load(words + (e // DIMS)[None, :] * page_size, mask=there, other=0)
     scale, low = scale_of(word), low_of(word)
-    even = (1 + (packed & 15).to(tl.float32) / 16) * scale + low
-    return even, (1 + (packed >> 4).to(tl.float32) / 16) * scale + low
+    even = ((packed & 15) << 19) | 0x3F800000  # the bits of 1 + n / 16
+    odd = ((packed >> 4) << 19) | 0x3F800000
+    return even.to(tl.float32, bitcast=True) * scale + low, odd.to(tl.float32, bitcast=True) * scale + low
 
 
 @triton.jit
