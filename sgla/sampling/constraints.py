@@ -19,6 +19,7 @@ from sgla.sampling.rules import forbids
 
 Int32s = NDArray[np.int32]
 THREADS = 8  # that make masks, at most
+NOTHING = np.zeros(0, np.int32)
 FORCED_ROWS = 8  # rows of the largest steps after which forced tokens are told at once
 
 
@@ -46,12 +47,20 @@ def mask_threads() -> int:
 
 class Constraints:
     """``tokens`` int32[slots + 1, context + 1] is the token table on the host; here it holds the tokens of
-    rows with a grammar alone. ``skip_forced`` as in ``Sampler``."""
+    rows with a grammar alone, and what these have guessed. ``skip_forced`` as in ``Sampler``; ``rows``:
+    samples of a step, at most, if there may be more than slots."""
 
     def __init__(
-        self, tokens: Int32s, vocab_size: int, matchers: Matchers, skip_forced: bool, pin: bool
+        self,
+        tokens: Int32s,
+        vocab_size: int,
+        matchers: Matchers,
+        skip_forced: bool,
+        pin: bool,
+        rows: int = 0,
     ) -> None:
         slots = len(tokens)
+        rows = max(rows, slots)
         self._tokens, self._matchers, self._skip_forced = tokens, matchers, skip_forced
         self._new: dict[int, NewRow] = {}  # whose constraint has not been made
         self._constraints: dict[int, Constraint] = {}
@@ -60,9 +69,9 @@ class Constraints:
         # Positions before are not sampled: a grammar has forced their tokens.
         self._known = np.zeros(slots, np.int32)
         self._executor = LLExecutor(mask_threads())
-        self._rows = torch.zeros(slots, dtype=torch.int32, pin_memory=pin)
-        self._ends = torch.zeros(slots, dtype=torch.int32, pin_memory=pin)
-        self._words = torch.zeros(slots, -(-vocab_size // 32), dtype=torch.int32, pin_memory=pin)
+        self._rows = torch.zeros(rows, dtype=torch.int32, pin_memory=pin)
+        self._ends = torch.zeros(rows, dtype=torch.int32, pin_memory=pin)
+        self._words = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, pin_memory=pin)
 
     def admit(self, new: NewRow) -> None:
         """A request takes a slot; whatever the slot had is forgotten. ``tokens`` has what is known of it."""
@@ -71,7 +80,7 @@ class Constraints:
         self._new.pop(slot, None)
         self._has[slot] = bool(new.sampling.grammar)
         asked = new.sampling
-        self._sampled[slot] = asked.logprobs >= 0 or asked.states or forbids(asked)
+        self._sampled[slot] = asked.logprobs >= 0 or asked.states or forbids(asked) or new.limit > 0
         self._known[slot] = 0
         if new.sampling.grammar:
             self._new[slot] = new
@@ -80,32 +89,41 @@ class Constraints:
         return bool(self._has[slots].any())
 
     def masks(
-        self, slots: Int32s, positions: Int32s, device: torch.device
+        self, slots: Int32s, positions: Int32s, device: torch.device, read: Int32s = NOTHING
     ) -> tuple[Masks | None, list[tuple[int, str]]]:
         """Of the rows that sample ``positions`` of ``slots``, whose earlier tokens have all been taken; and
-        the rows that cannot go on. The step before the last one must be done: its masks are overwritten."""
+        the rows that cannot go on. Of the first rows ``read`` has the tokens that they read: one behind
+        another of the same slot reads a guess. Where the position is 0 there is no row. The step before the
+        last one must be done: its masks are overwritten."""
         words: Words = self._words.numpy().view(np.uint32)
         rows: list[int] = []
         wanted: list[tuple[int, LLMatcher, int]] = []
         begun: list[Constraint | None] = []
         failed: list[tuple[int, str]] = []
-        for i in np.flatnonzero(self._has[slots]).tolist():
+        behind: dict[int, Constraint] = {}  # by slot, of the rows so far
+        for i in np.flatnonzero(self._has[slots] & (positions > 0)).tolist():
             slot, position, place = int(slots[i]), int(positions[i]), len(rows)
-            constraint = None
-            if position < self._known[slot]:
+            guessed, constraint = 0 < i < len(read) and slots[i - 1] == slot, None
+            if position < self._known[slot] and not guessed:
                 words[place] = 0
                 set_bits(words[place], self._tokens[slot, position : position + 1].astype(np.intp))
-            else:
+            elif not guessed or slot in behind:
                 try:
                     constraint = self._constraint(slot)
+                    if guessed:
+                        self._tokens[slot, position - 1], constraint = read[i], behind.pop(slot).ahead()
                     constraint.catch_up(position)
                 except MatchFailed as error:
-                    failed.append((i, str(error)))
+                    if not guessed:  # else it is the guess that cannot stand there
+                        failed.append((i, str(error)))
                     continue
+                behind[slot] = constraint
                 if constraint.open:
                     continue
                 if constraint.matcher is not None:
                     wanted.append((constraint.template, constraint.matcher, place))
+            else:
+                continue
             rows.append(i)
             begun.append(constraint)
         if wanted:

@@ -127,7 +127,8 @@ class CudaRunner(GpuExperts):
             drafts.admit(plan.new)
         if self.chains is not None:
             plan = self.chains.limit_drafts(plan)
-        verify = Verify(drafts, plan) if plan.drafts else None
+        guided = self.constraints is not None and self.constraints.any(column(plan.slots))
+        verify = Verify(drafts, plan, guided) if plan.drafts else None
         if verify is None:
             drafts.skip(plan)
         if self.chains is not None:

@@ -105,7 +105,11 @@ class Flights:
         assert flight.pending is not None
         assert self._constraints is not None
         slots, positions = flight.pending.on_host
-        masks, flight.unmet = self._constraints.masks(slots, positions, flight.out.device)
+        read = positions[:0]
+        if flight.verify is not None:
+            positions, read = flight.verify.hear(positions)
+            flight.on_host = slots, positions
+        masks, flight.unmet = self._constraints.masks(slots, positions, flight.out.device, read)
         self._sample(flight, masks)
 
     def _sample(self, flight: Flight, masks: Masks | None) -> None:
@@ -145,7 +149,8 @@ class Flights:
             self._add(flight.extras, result)
         unmet, samples = flight.unmet, Samples(tokens, [], [], {}, set())
         if flight.on_host is not None and self._constraints is not None:
-            taken = self._constraints.take(*flight.on_host, tokens)
+            came = tokens if flight.verify is None else np.where(flight.verify.came(), tokens, -1)
+            taken = self._constraints.take(*flight.on_host, came)
             unmet = unmet + taken.failed
             ones = np.ones(len(tokens), np.int32)
             samples = samples._replace(forced=taken.forced, known=taken.known)

@@ -87,7 +87,8 @@ class GpuSetup(GpuModel):
             self.matchers = Matchers(mask_threads())
             skip_forced = self.shard.count == 1  # other ranks are told one token a row
             host = steps.tables.host.tokens
-            self.constraints = Constraints(host, vocab, self.matchers, skip_forced=skip_forced, pin=True)
+            rows = steps.rows
+            self.constraints = Constraints(host, vocab, self.matchers, skip_forced, pin=True, rows=rows)
         labels = self.pooling is None
         self.flights = Flights(steps.tables, steps.sampler, self.constraints, labels)
 
@@ -122,6 +123,7 @@ class GpuSetup(GpuModel):
             step_tokens=steps.step_tokens,
             costs=self._costs(),
             padded_drafts=config.speculative_adaptive,
+            guided_drafts=True,
             dtype=dtype_of(config),
             device=self.place.device.name,
             ledger=self.budget.ledger,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sgla.kernels.gpu.states import DeviceStates
@@ -55,13 +56,15 @@ class DeviceDrafts:
 
 class Verify:
     """A step whose rows may guess. ``plan``: the same with a decode row for each token that a row verifies,
-    at the latest place where that can be."""
+    at the latest place where that can be. ``guided``: the host is told of the guesses, since grammars want
+    to know them."""
 
+    _told: Tensor | None = None
     _ids: Tensor
     _where: Tensor
     _ends: Tensor
 
-    def __init__(self, state: DeviceDrafts, plan: StepPlan) -> None:
+    def __init__(self, state: DeviceDrafts, plan: StepPlan, guided: bool = False) -> None:
         self.plan, self._state = plan, state
         slots, flags = column(plan.slots), np.frombuffer(plan.flags, np.uint8)
         most = column(plan.drafts) if plan.drafts else np.full(len(slots), -1, np.int32)
@@ -82,6 +85,9 @@ class Verify:
                 columns += [state.host.unit[slots[sampled]], state.units.first + np.cumsum(spare) - spare]
             self._columns = upload(np.stack(columns))
         state.begin(slots[guessing], column(plan.starts)[guessing])
+        if self._leading and guided:
+            self._told = torch.zeros(2, self._leading, dtype=torch.int32, pin_memory=True)
+            self._heard = torch.cuda.Event()
         if self._leading:
             offsets = np.arange(len(self._rows)) - np.repeat(np.cumsum(spans) - spans, spans)
             q_lens = np.where(most < 0, column(plan.q_lens), 1)
@@ -111,6 +117,24 @@ class Verify:
             )  # fmt: skip
         elif self._leading:
             drafts.place(self._columns, state.computed, state.limits, *rows, state.padding, VERIFIED)
+        if self._told is not None:
+            drafts.tell(slots, starts, ends, state.tokens, self._told)
+            self._heard.record()
+
+    def hear(self, positions: Int32s) -> tuple[Int32s, Int32s]:
+        """``positions`` int32[S] of the step's samples, corrected, 0 where there is none, and the tokens that
+        its rows read, as far as they guess. The step before is over."""
+        if self._told is None:
+            return positions, positions[:0]
+        self._heard.synchronize()
+        tokens, ends = self._told.numpy()
+        return np.concatenate([ends, positions[len(ends) :]]), tokens
+
+    def came(self) -> NDArray[np.bool_]:
+        """bool[S]: which samples of ``plan`` count. The step is over."""
+        counts = self._counts.numpy()[0]
+        behind = np.arange(self._runs.sum()) - np.repeat(self._first, self._runs)
+        return behind < np.repeat(counts, self._runs)
 
     def link(self, states: DeviceStates) -> None:
         """The rows of a slot go on from each other's states. Behind ``guess``."""

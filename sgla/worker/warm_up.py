@@ -73,7 +73,8 @@ def rehearse(steps: GpuSteps, device: int, woken: Future[None]) -> None:
         if steps.reads_in_graphs:
             PromptGraphs(steps).rehearse()
         if steps.drafts is not None:
-            verify = Verify(steps.drafts, msgspec.structs.replace(_step([(0, 0, 1)]), drafts=bytes(4)))
+            plan = msgspec.structs.replace(_step([(0, 0, 1)]), drafts=bytes(4))
+            verify = Verify(steps.drafts, plan, guided=True)
             verify.accept(steps.run_eagerly(verify.plan, verify).out)
         measure(steps)
         for plan in _plans(steps):

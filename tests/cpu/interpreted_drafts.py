@@ -102,6 +102,7 @@ def requests() -> list[Submit]:
         submit("stops", stem, 12, allowed=[3, 4], temperature=1.0, seed=2, stop_ids=[4]),
         submit("prompt", list(range(20)), 3, prompt_logprobs=1),
         submit("grammar", [5, 9], 8, grammar=REGEX, temperature=1.0, seed=6),
+        submit("again", list(b"babxyzwxyzw") * 2, 13, grammar=REGEX, seed=6),
     ]
 
 
@@ -211,7 +212,8 @@ class Guesses(dict[str, list[int]]):
 
 
 def guessed(runner: Any, case: str) -> dict[str, Any]:
-    core: Core = make_core(runner.facts, drafts=DRAFTS, **CASES[case][3])
+    guided = runner.facts.guided_drafts
+    core: Core = make_core(runner.facts, drafts=DRAFTS, guided_drafts=guided, **CASES[case][3])
     executor = Launching(runner)
     found = shown(run(runner, wanted(case), core, executor=executor))
     assert executor.held > 0 or case in (*HEADS, "model") or runner.shard.rank

@@ -60,7 +60,9 @@ class Open:
     def any(self, slots: Any) -> bool:
         return True
 
-    def masks(self, slots: Any, positions: Any, device: torch.device) -> tuple[Masks, list[tuple[int, str]]]:
+    def masks(
+        self, slots: Any, positions: Any, device: torch.device, read: Any
+    ) -> tuple[Masks, list[tuple[int, str]]]:
         rows = torch.arange(len(slots), dtype=torch.int32, device=device)
         return Masks(rows, self.words[: len(slots)].to(device, non_blocking=True)), []
 

@@ -4,7 +4,9 @@ flight, beside prompts."""
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from test_gpu_windows import MODEL as WINDOWS
 from test_gpu_windows import answers, run
 from tiny import make_core, submit
 
-from sgla.messages import Submit, TokenLogprob
+from sgla.grammar.protocol import Vocabulary
+from sgla.grammar.source import source_of
+from sgla.messages import Control, Grammar, Submit, TokenLogprob
 
 NEAR = 0.1  # nats between logprobs that rounding to bfloat16 may swap; a token at random costs more than 1
 GUESSING: dict[str, Any] = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8}
@@ -118,6 +122,29 @@ def test_without_graphs(both: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(guessing, "_captures", False)
     for depth in (1, 3):
         assert run(guessing, requests(), make_core(guessing.facts, drafts=8, depth=depth)) == expected
+
+
+def test_rows_with_a_grammar_guess(both: tuple[Any, Any], tmp_path: Path) -> None:
+    """Texts are those without guesses, and the grammar is never left."""
+    letters = Vocabulary([bytes([i]) for i in range(256)] + [b""] * (5000 - 257) + [b"</s>"], [4999], [4999])
+    (tmp_path / "vocabulary").write_bytes(letters.encoded())
+    grammar = source_of(Grammar(kind="regex", text="[ab]{3}(xyzw)+[c-f]{4}"), {"</s>": 4999})
+    stem, found = list(b"aabxyzwxyzwxyzw"), []
+    asked = [
+        submit("greedy", stem * 2, 40, grammar=grammar, stop_ids=[4999]),
+        submit("drawn", stem, 40, grammar=grammar, stop_ids=[4999], temperature=1.0, seed=4, logprobs=1),
+        submit("free", stem * 3, 30),
+    ]
+    for runner in both:
+        runner.control(Control(verb="vocabulary", args={"path": str(tmp_path / "vocabulary")}))
+        guided = runner.facts.guided_drafts
+        core = make_core(runner.facts, drafts=runner.facts.drafts, guided_drafts=guided, depth=2)
+        found.append(run(runner, asked, core))
+    assert found[0] == found[1]
+    for rid in ("greedy", "drawn"):
+        text = bytes(token for token in found[1][rid] if token < 256).decode()
+        assert re.fullmatch("[ab]{3}(xyzw)+([c-f]{4})?.*", text)
+    assert not wise(both[1]) or sum(core.stats().right_at) > 10
 
 
 def test_alone_and_together(both: tuple[Any, Any]) -> None:

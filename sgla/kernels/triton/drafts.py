@@ -108,6 +108,18 @@ def _go_back(columns, rows, sources, memory, places, BLOCK: tl.constexpr):
             tl.store(units + target * words + i, kept, mask=i < words)
 
 
+@triton.jit(
+    do_not_specialize=["count", "stride"], do_not_specialize_on_alignment=["slots", "starts", "ends", "told"]
+)
+def _tell(slots, starts, ends, count, tokens, stride, told, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < count
+    slot, start = tl.load(slots + i, mask=live, other=0), tl.load(starts + i, mask=live, other=0)
+    end = tl.load(ends + i, mask=live, other=0)
+    tl.store(told + i, tl.load(tokens + slot.to(tl.int64) * stride + start, mask=end > 0, other=0), mask=live)
+    tl.store(told + count + i, end, mask=live)
+
+
 @triton.jit(do_not_specialize=["ahead", "padding"])
 def _go_on(
     rows, most, computed, limits, floors, ahead, slots, starts, ends, padding,
@@ -268,6 +280,15 @@ def place(
     rows = columns.shape[1]
     _place[(rows,)](
         columns, rows, computed, limits, slots, starts, where, ends, padding, MOST=most, num_warps=1
+    )
+
+
+def tell(slots: Tensor, starts: Tensor, ends: Tensor, tokens: Tensor, told: Tensor) -> None:
+    """``told`` int32[2, N], pinned: of the first N decode rows the token that each reads, and ``ends``; see
+    ``guess``, which comes before."""
+    count = told.shape[1]
+    _tell[(triton.cdiv(count, 128),)](
+        slots, starts, ends, count, tokens, tokens.stride(0), told, BLOCK=128, num_warps=1
     )
 
 
