@@ -48,9 +48,8 @@ def runner_of(args: argparse.Namespace, modules: tuple[str, ...]) -> CudaRunner:
     )
     runner = CudaRunner(config, open_source(args.model, "dummy"), 0, 1, "", lambda progress: None)
     assert runner.adapters is not None
-    for stack in runner.adapters.adapters.stacks:
-        stack.a.normal_(std=stack.a.shape[-1] ** -0.5)
-        stack.b.normal_(std=0.01)
+    with torch.inference_mode():
+        runner.adapters.adapters.memory.normal_(std=0.01)
     return runner
 
 
@@ -182,8 +181,8 @@ def main() -> None:
     args = parser.parse_args()
     modules = ATTENTION if args.modules == "attention" else ATTENTION + MLP
     base = {"bench": "gpu_lora", "modules": args.modules, "rank": args.rank, "rows": args.rows}
+    runner = runner_of(args, modules)
     with torch.inference_mode():
-        runner = runner_of(args, modules)
         rows, graphs = args.rows, runner.graphs
         set_places(runner, [0] * rows)
         without = graph_ms(graphs._graphs[rows])

@@ -482,8 +482,8 @@ class AdapterSettings(EngineSettings, kw_only=True):
     lora_target_modules: Annotated[
         list[str],
         Doc(
-            description="layers that adapters may change, such as q_proj and lm_head; if none is named, all "
-            "linear layers of the blocks; fewer make steps with adapters faster"
+            description="layers that adapters may change, such as q_proj, lm_head and experts; if none is "
+            "named, all linear layers of the blocks but experts; fewer make steps with adapters faster"
         ),
     ] = []
     lora_folders: Annotated[

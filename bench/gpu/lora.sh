@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Adapters (LoRA) on one H200, in the repository's root with OUT set: no network, random weights. At most 150 s.
-#   1. kernels against torch's body, rows of many adapters as each alone (tests/gpu/test_gpu_lora.py)
-#   2. decode steps of Qwen3-8B, 64 rows: base, one adapter, four, 64 different ones, on q, k, v, o and on all linears;
+# Adapters (LoRA) on one H200, in the repository's root with OUT set: no network, random weights. At most 150 s:
+#   OUT=... bash bench/gpu/lora.sh [attention] [all] [crowd] [cold]; apart `bash bench/gpu/lora.sh tests` (110 s):
+#   kernels against torch's body, rows of many adapters as each alone (tests/gpu/test_gpu_lora.py)
+#   1. decode steps of Qwen3-8B, 64 rows: base, one adapter, four, 64 different ones, on q, k, v, o and on all linears;
 #      kernels of a layer in order; other sizes of tiles (goals: 1 <= 5 %, 64 <= 12 %, all linears <= 28 % above base)
-#   3. 2,000 adapters in the host's memory, uniform and Zipf, beside 5 (goal: <= 10 % fewer requests a second)
-#   4. the first token of an adapter of 109 MB that is not on the device, and of one that is to be read (goal: <= 150 ms)
+#   2. 2,000 adapters in the host's memory, uniform and Zipf, beside 5 (goal: <= 10 % fewer requests a second)
+#   3. the first token of an adapter of 109 MB that is not on the device, and of one that is to be read (goal: <= 150 ms)
 OUT=${OUT:?}; mkdir -p "$OUT"; export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 BENCH_COMMIT=${BENCH_COMMIT:-next}
 PY=${PYTHON:-python}; MODEL=${MODEL:-bench/models/qwen3-8b}; END=$((SECONDS + ${LIMIT:-148})); : >"$OUT/lora.jsonl"
 part() { # NAME SECONDS COMMAND...
@@ -17,8 +18,12 @@ part() { # NAME SECONDS COMMAND...
   grep -E '^JSON|passed|failed|^sweep' "$OUT/lora-$name.log" | grep -v '"timeline"' | sed 's/, "machine".*//; s/, "command".*//' | cut -c1-300
   ((code)) && tail -12 "$OUT/lora-$name.log" | cut -c1-500
 }
-part tests 45 $PY -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_lora.py
-part attention 55 $PY bench/gpu_lora.py --model "$MODEL" --timeline --sweep "${SWEEP:-22}"
-part all 35 $PY bench/gpu_lora.py --model "$MODEL" --modules all --timeline
-part crowd 50 $PY bench/lora.py --model "$MODEL" --parts crowd --loaded 2000
-part cold 40 $PY bench/lora.py --model "$MODEL" --parts cold --modules all --rank 20
+for each in ${*:-attention all crowd cold}; do
+  case $each in
+  attention) part attention 55 $PY bench/gpu_lora.py --model "$MODEL" --timeline --sweep "${SWEEP:-24}" ;;
+  all) part all 35 $PY bench/gpu_lora.py --model "$MODEL" --modules all --timeline ;;
+  crowd) part crowd 50 $PY bench/lora.py --model "$MODEL" --parts crowd --loaded 2000 ;;
+  cold) part cold 40 $PY bench/lora.py --model "$MODEL" --parts cold --modules all --rank 20 ;;
+  tests) part tests 110 $PY -m pytest -x -q -p no:cacheprovider -n 0 -m gpu tests/gpu/test_gpu_lora.py --durations=5 ;;
+  esac
+done

@@ -46,17 +46,23 @@ class Rows:
         self.active = False
         self._count = 0
         self._groups: tuple[Groups, Groups] = ([], [])
+        self._places: tuple[Int32s, Int32s] = (np.zeros(0, np.int32),) * 2
 
     def set(self, tokens: Int32s, sampled: Int32s) -> None:
         """Those of the step that torch's body computes next: int32[T] and int32[S]."""
         self._count = len(tokens)
         self._groups = groups_of(tokens), groups_of(sampled)
+        self._places = tokens, sampled
         self.active = bool(self._groups[0])
 
     def are_sampled(self, x: Tensor) -> bool:
         """Whether the rows of x are the sampled ones, not all tokens."""
         count = x.shape[0]
         return count == STAND_INS["sampled"] or count not in (STAND_INS["tokens"], self._count)
+
+    def places_of(self, sampled: bool) -> Tensor:
+        """int32[T or S], for torch's bodies."""
+        return torch.from_numpy(self._places[sampled])
 
     def groups(self, sampled: bool) -> Groups:
         return self._groups[sampled]

@@ -706,7 +706,7 @@ def moe(
     """
     count = len(routing.here(router.n))
 
-    def run(expert: int, x: Tensor) -> Tensor:
+    def run(expert: int, x: Tensor, _: Tensor) -> Tensor:
         inner, outer = (None if b is None else b[expert] for b in (biases.gate_up, biases.down))
         x = gated(linear(x, gate_up.part(expert, count), inner), activation)
         return linear(x, down.part(expert, count), outer)
@@ -717,14 +717,14 @@ def moe(
 def mix(
     x: Tensor,
     router: Weight,
-    run: Callable[[int, Tensor], Tensor],
+    run: Callable[[int, Tensor, Tensor], Tensor],
     routing: Routing,
     biases: Biases,
     routed: Tensor | None = None,
     counts: ExpertCounts | None = None,
 ) -> Tensor:
-    """``moe`` with ``run(expert, x[n, d]) -> [n, d]``, for each expert here that has tokens, by its place
-    among those that are here."""
+    """``moe`` with ``run(expert, x[n, d], token[n]) -> [n, d]``, for each expert here that has tokens, by its
+    place among those that are here."""
     logits = linear((x if routed is None else routed).float(), router)
     weights, ids = route(logits, routing, biases)
     if counts is not None:
@@ -741,7 +741,7 @@ def mix(
             token, place = token[own], place[own]
         if not len(token):
             continue
-        made = run(at, x[token]).float()
+        made = run(at, x[token], token).float()
         out.index_add_(0, token, made * weights[token, place, None])
     return out.to(x.dtype)
 

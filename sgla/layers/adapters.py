@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sgla.kernels.lora import Rows, Stack
 
+EXPERTS = "experts"  # stands for their layers, of which there are many
 AdapterPart = tuple[
     str, int, range, Tensor | None
 ]  # name, full output size, this rank's rows, their order in a head
@@ -39,13 +40,26 @@ class Target(NamedTuple):
         return a, b
 
 
+class Mixture(NamedTuple):
+    """The experts of a layer, as files hold them that have all in two tensors: so many, of an inner
+    ``width``, whose rows of ``parts`` (gate and up) stand in turn, or one behind the other."""
+
+    experts: int
+    hidden: int
+    width: int
+    parts: tuple[str, ...]
+    in_turn: bool
+
+
 @dataclass
 class Adapters:
     """For ``places`` adapters of at most ``rank``, in ``dtype``. ``modules``: last names of the layers that
     they may change; empty: all linear layers of the blocks. ``table``: these layers by full name. ``beyond``:
     beginnings of the names of those that other stages have; ``sets``: how often there are as many layers as
     this stage has. ``memory`` [places, rank, width]: a place is one piece of it, and an adapter of less than
-    the highest rank the beginning of one, so that one copy brings it.
+    the highest rank the beginning of one, so that one copy brings it. ``mixtures``: by the full names of
+    their experts; ``absent``: names of experts' layers that other ranks have, with the number of their inputs
+    and outputs together.
 
     Loading says how checkpoints name them: ``rename`` makes a declared name of a checkpoint's, ``joined`` has
     the layers, and their outputs, behind the name of a matrix that holds several, and ``mend`` puts the rows
@@ -59,6 +73,8 @@ class Adapters:
     rows: Rows = field(default_factory=Rows)
     table: dict[str, Target] = field(default_factory=dict)
     stacks: list[Stack] = field(default_factory=list)
+    mixtures: dict[str, Mixture] = field(default_factory=dict)
+    absent: dict[str, int] = field(default_factory=dict)
     memory: Tensor = field(init=False)
     beyond: tuple[str, ...] = ()
     sets: float = 1.0
@@ -76,8 +92,9 @@ class Adapters:
         return [(target, rows) for target, rows in found if target is not None]
 
     def leaves(self, module: str) -> bool:
-        """Whether another stage has the layer, which looks at what an adapter has for it."""
-        return f"{self.rename(module)}.".startswith(self.beyond) if self.beyond else False
+        """Whether another rank has the layer, which looks at what an adapter has for it."""
+        name = self.rename(module)
+        return name in self.absent or (f"{name}.".startswith(self.beyond) if self.beyond else False)
 
     def stack(
         self, k: int, parts: Sequence[AdapterPart], columns: range | None = None, embedding: bool = False
@@ -96,6 +113,8 @@ class Adapters:
         return made
 
     def _changes(self, name: str) -> bool:
+        if ".experts." in name:
+            return EXPERTS in self.modules
         if not self.modules:
             return "." in name  # a layer of a block
         return name.rpartition(".")[2] in self.modules

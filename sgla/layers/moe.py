@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from sgla.errors import ConfigError
 from sgla.kernels import ops
 from sgla.kernels.expert_counts import ExpertCounts
+from sgla.kernels.lora import Rows
+from sgla.kernels.lora_moe import ExpertStacks, lora_moe
 from sgla.kernels.ops import Biases
 from sgla.kernels.placement import Part
 from sgla.kernels.routing import Gating, Routing
+from sgla.layers.adapters import Mixture
 from sgla.layers.build import Build, Share, StackPart, Values, fill
 from sgla.layers.mlp import GatedMLP, PlainMLP
 from sgla.quant.groups import GROUP
@@ -79,6 +83,7 @@ class MoE:
         self.gate_up = build.empty(rows * len(self.own), hidden, *(stacks[:1] or inputs + also))
         behind = [f"{common}.down_proj"] * routing.common
         self.down = build.empty(count * hidden, len(self.own), *(stacks[1:] or outputs + behind))
+        self.stacks, self.rows = self._stacks(build, f"{name}.experts", common, crossed and not halves)
         take = partial(_fill, self.router, 0, range(experts), None)
         build.declare(f"{name}.gate.weight", (experts, seen), take)
         if crossed:
@@ -121,6 +126,33 @@ class MoE:
         if self.crossed or self.biases.gate_up is not None:
             return [f"{self.name}.experts."] if fresh else []
         return [f"{self.name}.experts.{expert}." for expert in fresh]
+
+    def _stacks(
+        self, build: Build, name: str, common: str, in_turn: bool
+    ) -> tuple[ExpertStacks | None, Rows | None]:
+        """What adapters add to the experts; ``common``: name of those that every token goes through, of which
+        more than one are not changed."""
+        d, f, own, adapters = self.hidden, self.intermediate, self.own, build.adapters
+        if adapters is None:
+            return None, None
+        adapters.mixtures[name] = Mixture(self.experts, d, f, self.parts, in_turn)
+        modules = [f"{name}.{e}" for e in self.held]
+        modules += [common if self.routing.common == 1 else ""] * self.routing.common
+        inputs = [(f"{m}.{p}_proj" if m else "", f, own, None) for m in modules for p in self.parts]
+        outputs = [(f"{m}.down_proj" if m else "", d, range(d), None) for m in modules]
+        gate_up, rows = build.stack(d, inputs)
+        down, _ = build.stack(f, outputs, own)
+        if gate_up is None or down is None:
+            return None, rows
+        if build.shard.lockstep is not None:
+            raise ConfigError(
+                "adapters cannot change experts whose ranks compute each other's rows; leave experts out of "
+                "--lora-target-modules, or --dp-attention out",
+                param="lora_target_modules",
+            )
+        away = set(range(self.experts)) - set(self.held)
+        adapters.absent |= {f"{name}.{e}.{p}_proj": d + f for e in away for p in (*self.parts, "down")}
+        return ExpertStacks(gate_up, down), rows
 
     def _declare_each(self, build: Build, name: str) -> None:
         d, f, each = self.hidden, self.intermediate, len(self.parts)
@@ -223,7 +255,10 @@ class MoE:
 
     def chosen(self, x: Tensor, routed: Tensor | None) -> Tensor:
         """What each token's experts make of x together, on this rank. ``routed``: see ``ops.moe``."""
-        return ops.moe(
+        run: Callable[..., Tensor] = ops.moe
+        if self.stacks is not None and self.rows is not None and self.rows.active:
+            run = partial(lora_moe, (self.stacks, self.rows, self.rows.are_sampled(x)))
+        return run(
             x,
             self.router,
             self.gate_up,

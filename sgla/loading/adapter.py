@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sgla.errors import ConfigError, InvalidAdapter
 from sgla.hub.source import read_object
-from sgla.layers.adapters import Adapters, Target
+from sgla.layers.adapters import EXPERTS, Adapters, Mixture, Target
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256
@@ -32,6 +32,7 @@ SPARE = 1 << 20  # bytes of a file beside its values
 STAGED = 256 << 20  # the same, where other stages may have larger layers, as that of the vocabulary
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 _PLAIN = re.compile(r"(?=.{1,200}\Z)(?:[\w.^$-]|\\[.dw])+")  # patterns that match in linear time
+FUSED = ("gate_up_proj", "up_proj", "down_proj")  # of experts, in the order in which PEFT wraps them
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Keys that say how an adapter was trained, or that are said by its tensors.
@@ -71,6 +72,7 @@ class LoraConfig:
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
     rooted: bool  # rsLoRA (arXiv 2312.03732)
+    parameters: tuple[str, ...] = ()  # ends of the names of tensors that hold all experts of a layer
 
     def rank_of(self, module: str) -> int:
         return int(_by_pattern(self.ranks, module, self.rank))
@@ -107,6 +109,7 @@ def read_config(folder: Path, most_rank: int) -> LoraConfig:
     ranks, alphas = config.pop("rank_pattern", None) or {}, config.pop("alpha_pattern", None) or {}
     if not isinstance(rooted := config.pop("use_rslora", None) or False, bool):
         raise InvalidAdapter(f"{folder.name}: use_rslora is {str(rooted)[:99]!r}, not true or false")
+    parameters = tuple(_parameters(folder, config.pop("target_parameters", None) or []))
     if unknown := [key for key, value in config.items() if value and key not in _OF_TRAINING]:
         raise InvalidAdapter(f"{folder.name}: {_some(unknown)} in {CONFIG} is not supported")
     for name, value in [("r", rank), *_entries("rank_pattern", ranks)]:
@@ -122,7 +125,7 @@ def read_config(folder: Path, most_rank: int) -> LoraConfig:
             raise InvalidAdapter(
                 f"{folder.name}: {name} is {str(value)[:99]}, not a number of at most {MAX_ALPHA:.0e}"
             )
-    return LoraConfig(rank, float(alpha), ranks, alphas, rooted)
+    return LoraConfig(rank, float(alpha), ranks, alphas, rooted, parameters)
 
 
 def _check_kind(folder: Path, config: dict[str, Any]) -> None:
@@ -138,6 +141,19 @@ def _check_kind(folder: Path, config: dict[str, Any]) -> None:
             f"{folder.name}: init_lora_weights {str(begun)[:99]!r} changes the base's weights; convert the "
             "adapter to a plain one (path_initial_model_for_weight_conversion of PEFT's save_pretrained)"
         )
+
+
+def _parameters(folder: Path, names: Any) -> Iterator[str]:
+    """Raises InvalidAdapter for what is no tensor of experts."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InvalidAdapter(f"{folder.name}: target_parameters is {str(names)[:99]!r}, not a list of names")
+    for name in names:
+        if name.rpartition(".")[2] not in FUSED:
+            raise InvalidAdapter(
+                f"{folder.name}: {name[:200]!r} in target_parameters is not supported, only "
+                f"{', '.join(FUSED)} of experts"
+            )
+        yield name
 
 
 def _entries(key: str, patterns: Any) -> Iterator[tuple[str, Any]]:
@@ -157,7 +173,7 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
     dtype, data = adapters.dtype, _read(folder, adapters)
     tensors, content = _tensors(folder, data), blake2b(data, digest_size=16)
     content.update(repr((config, dtype)).encode())
-    pairs: dict[str, dict[str, Tensor]] = {}
+    pairs: Pairs = {}
     for name, tensor in tensors.items():
         if "lora_magnitude_vector" in name:
             raise InvalidAdapter(f"{folder.name}: DoRA is not supported ({name[:200]})")
@@ -172,11 +188,14 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
         pair[found[3]] = tensor
     if not pairs:
         raise InvalidAdapter(f"{folder.name}: {WEIGHTS} has no tensors")
-    checked = [_checked(folder, config, adapters, *pair) for pair in pairs.items()]
+    pairs, said = _apart(folder, config, adapters, pairs)
+    checked = [
+        _checked(folder, config.rank_of(said.get(m, m)), adapters, m, pair) for m, pair in pairs.items()
+    ]
     taken: dict[tuple[int, int], str] = {}
     pieces = []
     for module, a, b, targets in sorted(checked, key=itemgetter(0)):
-        scaled = b.float() * config.scale_of(module)
+        scaled = b.float() * config.scale_of(said.get(module, module))
         if not targets:
             continue
         whole = scaled if len(targets) == 1 and targets[0][1] is None else adapters.mend(module, scaled)
@@ -187,17 +206,19 @@ def read_adapter(folder: Path, adapters: Adapters) -> tuple[list[Piece], str]:
             taken[place] = module
             part = whole if rows is None else whole[rows.start : rows.stop]
             own_a, own_b = target.own(a, part)
-            pieces.append(Piece(target, own_a.to(dtype).clone(), own_b.to(dtype).clone()))
-    if not all(bool(torch.isfinite(x).all()) for piece in pieces for x in (piece.a, piece.b)):
-        raise InvalidAdapter(f"{folder.name}: values are beyond what {dtype} can hold")
+            piece = Piece(target, own_a.to(dtype), own_b.to(dtype))
+            if not (_finite(piece.a) and _finite(piece.b)):
+                _check_finite(folder, module, a, b)
+                raise InvalidAdapter(f"{folder.name}: values are beyond what {dtype} can hold")
+            pieces.append(piece)
     return pieces, content.hexdigest()
 
 
 def _read(folder: Path, adapters: Adapters) -> bytes:
     """Read whole, not mapped: a file that is cut while it is read must not end the process."""
     path = folder / WEIGHTS
-    most = sum(4 * adapters.rank * (t.n + t.k) for t in adapters.table.values())
-    most = int(most * adapters.sets) + (STAGED if adapters.beyond else SPARE)
+    most = sum(t.n + t.k for t in adapters.table.values()) + sum(adapters.absent.values())
+    most = int(4 * adapters.rank * most * adapters.sets) + (STAGED if adapters.beyond else SPARE)
     try:
         if not path.is_file():
             raise FileNotFoundError
@@ -225,9 +246,75 @@ def _tensors(folder: Path, data: bytes) -> dict[str, Tensor]:
 Checked = tuple[str, Tensor, Tensor, list[tuple[Target, range | None]]]
 
 
-def _checked(
-    folder: Path, config: LoraConfig, adapters: Adapters, module: str, pair: dict[str, Tensor]
-) -> Checked:
+Pairs = dict[str, dict[str, Tensor]]  # A and B of each module
+
+
+def _apart(
+    folder: Path, config: LoraConfig, adapters: Adapters, pairs: Pairs
+) -> tuple[Pairs, dict[str, str]]:
+    """``pairs`` with one for each expert's matrix in the place of those of tensors that hold all experts; and
+    the tensor that each of these comes from. Of such a tensor PEFT has A [rank * experts, k], expert by
+    expert, and B [n, rank * experts], rank by rank; older versions have k and n in each other's place where
+    experts are stored [n, k]. The first tensor of a module is found one ``base_layer`` deeper for each that
+    follows. Raises InvalidAdapter."""
+    found: Pairs = {}
+    said: dict[str, str] = {}
+    for module, pair in pairs.items():
+        experts = module
+        while experts.endswith(".base_layer"):
+            experts = experts.removesuffix(".base_layer")
+        mixture = adapters.mixtures.get(adapters.rename(experts))
+        if mixture is None:
+            found[module] = pair
+            continue
+        tensors = [f"{experts}.{name}" for name in FUSED]
+        tensors = [t for t in tensors if any(f".{t}".endswith(f".{end}") for end in config.parameters)]
+        depth = (len(module) - len(experts)) // len(".base_layer")
+        if depth >= len(tensors):
+            raise InvalidAdapter(
+                f"{folder.name}: {module[:200]}: target_parameters in {CONFIG} does not say which tensor of "
+                "the experts this changes"
+            )
+        tensor = tensors[len(tensors) - 1 - depth]
+        for name, own in _of_experts(folder, config.rank_of(tensor), tensor, mixture, pair):
+            full = f"{experts}.{name}"
+            if full in found or full in pairs:
+                raise InvalidAdapter(f"{folder.name}: {full[:200]} and {tensor[:200]} are one layer")
+            found[full], said[full] = own, tensor
+    return found, said
+
+
+def _of_experts(
+    folder: Path, rank: int, tensor: str, mixture: Mixture, pair: dict[str, Tensor]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The matrices of each expert, by their names behind that of the experts."""
+    count, outputs = mixture.experts, tensor.endswith(".down_proj")
+    parts = ("down",) if outputs else mixture.parts
+    sizes = (mixture.width, mixture.hidden) if outputs else (mixture.hidden, len(parts) * mixture.width)
+    if len(pair) < 2:
+        raise InvalidAdapter(f"{folder.name}: {tensor[:200]}: lora_{'B' if 'A' in pair else 'A'} is missing")
+    a, b, many = pair["A"], pair["B"], rank * count
+    k, n = sizes
+    if (*a.shape, *b.shape) == (many, k, n, many):
+        a, b = a.view(count, rank, k), b.view(n, rank, count).permute(2, 0, 1)
+    elif (*a.shape, *b.shape) == (many, n, k, many):
+        a, b = b.view(k, rank, count).permute(2, 1, 0), a.view(count, rank, n).transpose(1, 2)
+    else:
+        raise InvalidAdapter(
+            f"{folder.name}: {tensor[:200]}: lora_A and lora_B have shapes {list(a.shape)} and "
+            f"{list(b.shape)}, expected {[many, k]} and {[n, many]} (another base?)"
+        )
+    for expert in range(count):
+        for i, part in enumerate(parts):
+            rows = slice(i, None, len(parts)) if mixture.in_turn and not outputs else _run(n, i, len(parts))
+            yield f"{expert}.{part}_proj", {"A": a[expert], "B": b[expert, rows]}
+
+
+def _run(n: int, part: int, parts: int) -> slice:
+    return slice(part * n // parts, (part + 1) * n // parts)
+
+
+def _checked(folder: Path, rank: int, adapters: Adapters, module: str, pair: dict[str, Tensor]) -> Checked:
     """A module with its two matrices and where they go. Raises InvalidAdapter."""
 
     def bad(why: str) -> InvalidAdapter:
@@ -239,6 +326,8 @@ def _checked(
         return module, pair["A"], pair["B"], []
     if not found:
         changed = sorted({name.rpartition(".")[2] for name in adapters.table})
+        if ".experts." in module and EXPERTS not in adapters.modules:
+            raise bad("for adapters of experts start the server with experts in --lora-target-modules")
         raise bad(
             "this model has no such layer that adapters can change (another base?); there are "
             f"{', '.join(changed)}"
@@ -247,15 +336,25 @@ def _checked(
         raise bad(f"lora_{'B' if 'A' in pair else 'A'} is missing")
     a, b = pair["A"], pair["B"]
     n, k = sum(target.n for target, _ in found), found[0][0].k
-    rank = config.rank_of(module)
     for name, tensor, shape in (("lora_A", a, (rank, k)), ("lora_B", b, (n, rank))):
         if tuple(tensor.shape) != shape:
             raise bad(f"{name} has shape {list(tensor.shape)}, expected {list(shape)} (another base?)")
         if tensor.dtype not in FLOATS:
             raise bad(f"{name} has type {tensor.dtype}, expected a floating point one")
-        if not bool(torch.isfinite(tensor).all()):
-            raise bad(f"{name} has values that are no numbers (NaN or infinity)")
     return module, a, b, found
+
+
+def _finite(x: Tensor) -> bool:
+    """In one pass over x, which keeps what is no number."""
+    return not x.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())
+
+
+def _check_finite(folder: Path, module: str, a: Tensor, b: Tensor) -> None:
+    for name, tensor in (("lora_A", a), ("lora_B", b)):
+        if not _finite(tensor):
+            raise InvalidAdapter(
+                f"{folder.name}: {module[:200]}: {name} has values that are no numbers (NaN or infinity)"
+            )
 
 
 def _some(names: list[str]) -> str:

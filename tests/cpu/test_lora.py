@@ -242,7 +242,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "bias": (lambda f: _config(f, bias="lora_only"), "bias 'lora_only' is not supported"),
     "modules to save": (lambda f: _config(f, modules_to_save=["x"]), "modules_to_save in adapter_conf"),
     "pissa": (lambda f: _config(f, init_lora_weights="pissa"), "'pissa' changes the base's weights"),
-    "parameters": (lambda f: _config(f, target_parameters=["x"]), "target_parameters in adapter_config"),
+    "parameters": (
+        lambda f: _config(f, target_parameters=["x"]),
+        "'x' in target_parameters is not supported",
+    ),
     "new key": (lambda f: _config(f, use_magic=True), "use_magic in adapter_config.json is not supported"),
     "rank": (lambda f: _config(f, r=16), "r is 16, more than --max-lora-rank 8; start the server with"),
     "no rank": (lambda f: _config(f, r=0), "r is 0, not from 1 to 256"),

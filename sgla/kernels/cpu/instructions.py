@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from sgla.kernels.cpu.record import Recorder
 from sgla.kernels.dispatch import Lowerings
 from sgla.kernels.expert_counts import ExpertCounts
 from sgla.kernels.lora import Rows, Stack, lora, lora_embedding
+from sgla.kernels.lora_moe import Adapted, lora_expert, lora_moe
 from sgla.kernels.ops import NO_BIASES, Biases
 from sgla.kernels.routing import Activation, Clamped, Gating, Routing
 
@@ -214,16 +215,17 @@ def moe(
     biases: Biases = NO_BIASES,
     routed: Tensor | None = None,
     counts: ExpertCounts | None = None,
+    adapted: Adapted | None = None,
 ) -> Tensor:
     """Routing with torch, between native segments; each expert is a body, or two with an activation
-    between them that is torch's."""
+    between them that is torch's. ``adapted``: what adapters add to both."""
     if not (gate_up.native and down.native):
         return NotImplemented
     count = len(routing.here(router.n))
     widths = x.shape[1], down.k
     first = [(w, _row(biases.gate_up, e)) for e, w in enumerate(gate_up.split(count))]
     second = [(w, _row(biases.down, e)) for e, w in enumerate(down.split(count))]
-    if isinstance(activation, Clamped) or activation == "relu2":
+    if isinstance(activation, Clamped) or activation == "relu2" or adapted is not None:
         layers = [recorder.body(width, partial(ops.linear, w=w, bias=bias))
                   for width, part in zip(widths, (first, second)) for w, bias in part]  # fmt: skip
     else:
@@ -237,9 +239,12 @@ def moe(
     def run(views: list[Tensor], parts: list[Callable[[Tensor], Tensor]]) -> None:
         x, *more, y = views
 
-        def expert(index: int, rows: Tensor) -> Tensor:
-            made = parts[index](rows)
-            return made if len(parts) == count else parts[count + index](ops.gated(made, activation))
+        def expert(index: int, rows: Tensor, token: Tensor) -> Tensor:
+            products = parts[index], parts[(count + index) % len(parts)]
+            if adapted is not None:
+                return lora_expert(adapted, index, *products, rows, token, activation)
+            made = products[0](rows)
+            return made if len(parts) == count else products[1](ops.gated(made, activation))
 
         y.copy_(ops.mix(x, router, expert, routing, biases, more[0] if more else None, counts))
 
@@ -248,6 +253,16 @@ def moe(
     out, y = recorder.make(source.width, source.sampled)
     recorder.nodes.append(Node(Opcode.PYTHON, source.sampled, [source, seen], [y], fn=run, bodies=layers))
     return out
+
+
+@LOWERINGS.of(lora_moe)
+def adapted_moe(recorder: Recorder, adapted: Adapted, x: Tensor, *how: Any) -> Tensor:
+    lower: Callable[..., Tensor] = moe
+    made = lower(recorder, x, *how, adapted=adapted)
+    if made is NotImplemented:
+        like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        made = recorder.note(lora_moe.body, (adapted, x, *how), {}, like)
+    return made
 
 
 @LOWERINGS.of(ops.self_attention)
