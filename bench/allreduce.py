@@ -1,10 +1,12 @@
 """Sums over the ranks of one host inside a CUDA graph, one JSON line a size: ours, NCCL's and torch's
 symmetric memory.
 
-    python bench/allreduce.py [--ranks 2] [--width 4096] [--rows 1,16,64,256,1024,8192]
+    python bench/allreduce.py [--ranks 2] [--width 4096] [--rows 1,16,64,256,1024,8192] [--layers 36]
 
 Microseconds of one [rows, width] bf16 sum; ``_norm`` with the add into the residual and the RMSNorm behind
-it. Medians over replays, the slowest rank's.
+it. Medians over replays, the slowest rank's. With ``--layers``: of a layer of Qwen3-8B without its attention,
+whose products are this rank's, in a row of so many (``summed``), and with the add and the norm alone in the
+place of the two sums (``apart``); half of the difference is what a sum costs among products.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch.multiprocessing as mp
 
 from sgla.dist import Shard
 from sgla.dist.gpus import MESSAGE, join_gpus
+from sgla.kernels.cuda import skinny_gemm
 from sgla.kernels.ops import AddedNorm
 from sgla.kernels.triton import elementwise
 
@@ -31,14 +34,14 @@ OPS = 20  # in a graph
 REPLAYS = 15
 
 
-def in_graph(op: Callable[[], object]) -> float:
-    """Microseconds of ``op``, on the slowest rank."""
+def in_graph(op: Callable[[], object], ops: int = OPS) -> float:
+    """Microseconds of ``op``, which is ``ops`` times in a graph, on the slowest rank."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         op()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(OPS):
+            for _ in range(ops):
                 op()
         times = []
         for _ in range(REPLAYS):
@@ -48,7 +51,7 @@ def in_graph(op: Callable[[], object]) -> float:
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / OPS * 1e3)
+            times.append(begin.elapsed_time(end) / ops * 1e3)
     slowest = torch.tensor(statistics.median(times), device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return round(slowest.item(), 2)
@@ -80,6 +83,36 @@ def variants(shard: Shard, shared: torch.Tensor, rows: int, width: int) -> dict[
         found["torch_one_shot"] = lambda: torch.ops.symm_mem.one_shot_all_reduce(y, "sum", group)
         found["torch_two_shot"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(y, "sum", group)
     return found
+
+
+def layers(shard: Shard, rows: int, count: int, sums: bool) -> Callable[[], object]:
+    """``count`` layers of Qwen3-8B, each with weights of its own, from the output of attention to q, k, v."""
+    d, inner, heads, kv_heads, dim = 4096, 12288 // shard.size, 32 // shard.size, 8 // shard.size, 128
+    qkv = (heads + 2 * kv_heads) * dim
+    shapes = (d, heads * dim), (2 * inner, d), (d, inner), (qkv, d)
+    made = [[torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for n, k in shapes] for _ in range(count)]
+    residual, weight = torch.zeros(rows, d, device="cuda").bfloat16(), torch.ones(d, device="cuda")
+
+    def product(x: torch.Tensor, w: torch.Tensor, gated: bool = False) -> torch.Tensor:
+        if rows <= skinny_gemm.MAX_ROWS:
+            return skinny_gemm.linear(x, w, epilogue=skinny_gemm.SILU if gated else skinny_gemm.STORE)
+        y = torch.nn.functional.linear(x, w)
+        return elementwise.act_mul(y, "silu") if gated else y
+
+    def behind(x: torch.Tensor) -> torch.Tensor:
+        if sums:
+            return shard.all_reduce_norm(x, AddedNorm(residual, weight, 1e-6))
+        return elementwise.add_rms_norm(x, residual, weight, 1e-6, in_place=True)[0]
+
+    x = torch.randn(rows, heads * dim, device="cuda").bfloat16()
+
+    def run() -> None:
+        seen = x
+        for o, gate_up, down, projection in made:
+            inside = product(behind(product(seen, o)), gate_up, True)
+            seen = product(behind(product(inside, down)), projection)[:, : heads * dim]
+
+    return run
 
 
 def check(shard: Shard, rows: int, width: int) -> None:
@@ -116,6 +149,11 @@ def work(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
             check(shard, rows, width)
             if rank == 0:
                 lines.emit(base | {"rows": rows, "width": width, "us": times})
+    for rows in (1, 4, 16, 64, 256) if args.layers else ():
+        ways = {"summed": True, "apart": False}
+        us = {name: in_graph(layers(shard, rows, args.layers, sums), 1) for name, sums in ways.items()}
+        if rank == 0:
+            lines.emit(base | {"rows": rows, "layers": {k: round(v / args.layers, 2) for k, v in us.items()}})
     sys.stdout.flush()
     os._exit(0)
 
@@ -127,6 +165,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--width", default="4096")
     parser.add_argument("--rows", default="1,4,16,64,128,256,512,1024,2048,8192")
+    parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--message", type=int, default=MESSAGE)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

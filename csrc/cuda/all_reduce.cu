@@ -282,10 +282,12 @@ __device__ __forceinline__ void two_shot(const Params& p, long long half, Ahead&
 
 // At least 1024 threads on a multiprocessor: the launcher counts on it.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) all_reduce(Params p) {
+  // What follows a sum reads nothing but weights before its own wait, which is for the end of this kernel and
+  // so for all before: it may fetch them while the kernel before this one comes to its end.
+  pdl_launch();
   Ahead ahead;
   ahead.load_weight(p);  // which no kernel before this one writes
   pdl_wait();
-  pdl_launch();
   const u32 call = p.state[0];
   const long long half = (call & 1) * p.half;
 #if TWO_SHOT
