@@ -31,6 +31,9 @@ TOKENS = (32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 1024)
 # histories.
 HISTORY = 8192
 DECODES = (0, 64)  # decode rows among these tokens, at most; or as many as there may be
+# A row of few tokens behind a history is read faster as so many decode rows of its slot, which split it, than
+# as a prompt row, which goes through it alone: tokens of such a row, and (query, key) pairs of all.
+SHORT, PAIRS = 16, 1 << 16
 
 
 class PromptGraphs:
@@ -211,7 +214,12 @@ class PromptGraphs:
     ) -> tuple[Tensor, int, Pending | None]:
         """The tokens of the rows that sample, in their order,
         how many they are, and ``Pending`` as ``DecodeGraphs.run``."""
-        decodes, sampled = _decodes(q_lens, flags), np.flatnonzero(flags & SAMPLE)
+        decodes, owners = _decodes(q_lens, flags), np.arange(len(slots))
+        if states is None and self._steps.drafts is None:
+            owners, (slots, starts, q_lens, flags), decodes = spread(
+                slots, starts, q_lens, flags, decodes, self._steps.rows
+            )
+        sampled = np.flatnonzero(flags & SAMPLE)
         count, new = int(decodes.sum()), len(sampled)
         size = next(size for size in self.tokens if size >= q_lens.sum())
         sizes = min(next(n for n in self.decodes if n >= count), size), size
@@ -224,12 +232,31 @@ class PromptGraphs:
         on_host = (slots[sampled], (starts + q_lens)[sampled])
         lengths = self._lengths(sizes[0])
         where, ends = self._columns[: sum(lengths)].split(lengths)[5:7]
-        numbers = np.asarray(sampled, np.int32)
+        numbers = np.asarray(owners[sampled], np.int32)
         return (
             self._out,
             new,
             Pending(self._steps.logits[:new], where[:new], ends[:new], self._out, numbers, on_host),
         )
+
+
+def spread(slots: Any, starts: Any, q_lens: Any, flags: Any, decodes: Any, most: int) -> Any:
+    """Short rows as decode rows, of which there may be ``most``. Of each row that there is then: which it
+    was; slots, starts, q_lens and flags; and whether it is a decode row."""
+    short = ~decodes & (q_lens <= SHORT) & (starts > q_lens)
+    fits = int(decodes.sum()) + np.cumsum(q_lens * short) <= most
+    short &= fits & (np.cumsum(q_lens * (starts + q_lens) * short) <= PAIRS)
+    counts = np.where(short, q_lens, 1)
+    owners = np.repeat(np.arange(len(slots)), counts)
+    ahead = np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+    last = ahead == counts[owners] - 1
+    columns = (
+        slots[owners],
+        (starts[owners] + ahead).astype(starts.dtype),
+        np.where(short, 1, q_lens)[owners].astype(q_lens.dtype),
+        flags[owners] * last,
+    )
+    return owners, columns, (decodes | short)[owners]
 
 
 def _decodes(q_lens: Any, flags: Any) -> Any:

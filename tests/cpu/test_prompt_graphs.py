@@ -13,7 +13,17 @@ import torch
 pytest.importorskip("triton")
 from sgla.messages import SAMPLE
 from sgla.worker.batch import StateColumns
-from sgla.worker.prompt_graphs import DECODES, HISTORY, REAL, ROWS, TOKENS, PromptGraphs, _decodes
+from sgla.worker.prompt_graphs import (
+    DECODES,
+    HISTORY,
+    REAL,
+    ROWS,
+    SHORT,
+    TOKENS,
+    PromptGraphs,
+    _decodes,
+    spread,
+)
 
 SLOTS, TILE = 300, 32
 
@@ -124,3 +134,46 @@ def test_what_is_left_to_eager_steps() -> None:
     assert graphs.takes(none.repeat(REAL), np.full(REAL, 2, np.int32), one.repeat(REAL))
     assert not graphs.takes(none.repeat(REAL + 1), np.full(REAL + 1, 2, np.int32), one.repeat(REAL + 1))
     assert graphs.takes(none.repeat(251), np.array([1] * 250 + [9], np.int32), one.repeat(251))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_short_rows_become_decode_rows(seed: int) -> None:
+    """Of the same tokens, in the same order, of which the same are sampled; as many as there is room for."""
+    rng = np.random.default_rng(seed)
+    rows, most = int(rng.integers(1, 40)), int(rng.integers(40, 200))
+    slots = rng.permutation(SLOTS)[:rows].astype(np.int32)
+    starts = rng.choice([0, 5, 1008, 30000], rows).astype(np.int32)
+    q_lens = rng.choice([1, 1, 1, 2, SHORT, SHORT + 1, 200], rows).astype(np.int32)
+    flags = np.where(rng.random(rows) < 0.8, SAMPLE, 0).astype(np.uint8)
+    decodes = _decodes(q_lens, flags)
+    owners, (of, begin, count, flagged), found = spread(slots, starts, q_lens, flags, decodes, most)
+
+    def tokens(slots: Any, starts: Any, q_lens: Any, flags: Any) -> list[tuple[int, int, bool]]:
+        """Slot, place, and whether its successor is sampled."""
+        rows = zip(slots.tolist(), starts.tolist(), q_lens.tolist(), flags.tolist())
+        return [(s, at + i, bool(f) and i == n - 1) for s, at, n, f in rows for i in range(n)]
+
+    assert tokens(of, begin, count, flagged) == tokens(slots, starts, q_lens, flags)
+    assert (slots[owners] == of).all()
+    assert [x.dtype for x in (of, begin, count, flagged)] == [x.dtype for x in (slots, starts, q_lens, flags)]
+    assert (count[found] == 1).all()
+    assert found.sum() <= max(most, decodes.sum())
+
+
+@pytest.mark.parametrize(
+    ("starts", "q_lens", "most", "spreads"),
+    [
+        ([1008, 900], [SHORT, 1], 200, True),
+        ([1008, 900], [SHORT + 1, 1], 200, False),
+        ([0, 900], [SHORT, 1], 200, False),  # it has no history
+        ([1008, 900], [SHORT, 1], SHORT, False),  # there is no room
+        ([30000, 900], [SHORT, 1], 200, False),  # its history would be read too often
+    ],
+)
+def test_which_rows_become_decode_rows(
+    starts: list[int], q_lens: list[int], most: int, spreads: bool
+) -> None:
+    slots, flags = np.arange(2, dtype=np.int32), np.full(2, SAMPLE, np.uint8)
+    columns = np.array(starts, np.int32), np.array(q_lens, np.int32), flags
+    found = spread(slots, *columns, _decodes(*columns[1:]), most)[2]
+    assert found.all() == spreads

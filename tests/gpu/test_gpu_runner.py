@@ -259,6 +259,32 @@ def test_a_graph_for_prompts_and_decode_rows_equals_eager(
     assert sum(same) >= 16
 
 
+def test_short_rows_in_a_graph_equal_those_of_prompts(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of prompts behind a history, as decode rows of their slots beside others; what they leave in the
+    cache, and what is sampled then."""
+    prompts = {slot: prompt(slot, 300 + 16 * slot) for slot in range(6)}
+
+    def found() -> tuple[list[int], list[torch.Tensor]]:
+        new = [new_row(slot, tokens) for slot, tokens in prompts.items()]
+        begun = [(s, 0, len(t) if s < 3 else len(t) - 16 + s, SAMPLE * (s < 3)) for s, t in prompts.items()]
+        runner.execute(plan(0, begun, new))
+        ends = [(s, *((len(t), 1) if s < 3 else (len(t) - 16 + s, 16 - s))) for s, t in prompts.items()]
+        rows = [(*end, SAMPLE) for end in ends]
+        tokens = [np.frombuffer(runner.execute(plan(1, rows)).tokens, np.int32)]
+        after = [(s, len(t) + (s < 3), 1, SAMPLE) for s, t in prompts.items()]
+        tokens.append(np.frombuffer(runner.execute(plan(2, after)).tokens, np.int32))
+        pages = torch.tensor([1 + s * PAGES + len(t) // runner.facts.page_size for s, t in prompts.items()])
+        kept = [x[pages.cuda()].float() for layer in runner.steps.kv for x in (layer.k, layer.v)]
+        return np.concatenate(tokens).tolist(), kept
+
+    graphs = found()
+    monkeypatch.setattr("sgla.worker.prompt_graphs.SHORT", 0)
+    prompts_alone = found()
+    assert sum(a == b for a, b in zip(graphs[0], prompts_alone[0])) >= 10
+    for one, other in zip(graphs[1], prompts_alone[1]):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
 def test_rules_and_logprobs(runner: Any) -> None:
     tokens = prompt(3, 40)
     runner.execute(plan(0, [(3, 0, 40, SAMPLE)], [new_row(3, tokens, logprobs=4)]))
